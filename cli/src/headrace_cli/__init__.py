@@ -1,0 +1,1 @@
+"""Headrace command line and Python client."""

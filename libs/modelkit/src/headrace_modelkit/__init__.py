@@ -1,0 +1,1 @@
+"""Models, tokenizers and log-probs that rollout and trainer must agree on."""

@@ -1,0 +1,1 @@
+"""What every Headrace service shares: serve, dial, codec, leases, logs, metrics."""

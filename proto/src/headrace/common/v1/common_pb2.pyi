@@ -1,0 +1,359 @@
+import datetime
+
+from google.protobuf import duration_pb2 as _duration_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class DataType(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    DATA_TYPE_UNSPECIFIED: _ClassVar[DataType]
+    DATA_TYPE_BOOL: _ClassVar[DataType]
+    DATA_TYPE_UINT8: _ClassVar[DataType]
+    DATA_TYPE_INT8: _ClassVar[DataType]
+    DATA_TYPE_INT16: _ClassVar[DataType]
+    DATA_TYPE_INT32: _ClassVar[DataType]
+    DATA_TYPE_INT64: _ClassVar[DataType]
+    DATA_TYPE_FLOAT16: _ClassVar[DataType]
+    DATA_TYPE_BFLOAT16: _ClassVar[DataType]
+    DATA_TYPE_FLOAT32: _ClassVar[DataType]
+    DATA_TYPE_FLOAT64: _ClassVar[DataType]
+
+class WeightTransport(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    WEIGHT_TRANSPORT_UNSPECIFIED: _ClassVar[WeightTransport]
+    WEIGHT_TRANSPORT_GRPC: _ClassVar[WeightTransport]
+    WEIGHT_TRANSPORT_SHM: _ClassVar[WeightTransport]
+    WEIGHT_TRANSPORT_CUDA_IPC: _ClassVar[WeightTransport]
+    WEIGHT_TRANSPORT_COLLECTIVE: _ClassVar[WeightTransport]
+
+class LogProbKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    LOG_PROB_KIND_UNSPECIFIED: _ClassVar[LogProbKind]
+    LOG_PROB_KIND_RAW: _ClassVar[LogProbKind]
+    LOG_PROB_KIND_PROCESSED: _ClassVar[LogProbKind]
+
+class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    FINISH_REASON_UNSPECIFIED: _ClassVar[FinishReason]
+    FINISH_REASON_EOS: _ClassVar[FinishReason]
+    FINISH_REASON_STOP: _ClassVar[FinishReason]
+    FINISH_REASON_LENGTH: _ClassVar[FinishReason]
+    FINISH_REASON_ABORTED: _ClassVar[FinishReason]
+    FINISH_REASON_PROMPT_TOO_LONG: _ClassVar[FinishReason]
+    FINISH_REASON_TERMINATED: _ClassVar[FinishReason]
+    FINISH_REASON_TRUNCATED: _ClassVar[FinishReason]
+    FINISH_REASON_ERROR: _ClassVar[FinishReason]
+DATA_TYPE_UNSPECIFIED: DataType
+DATA_TYPE_BOOL: DataType
+DATA_TYPE_UINT8: DataType
+DATA_TYPE_INT8: DataType
+DATA_TYPE_INT16: DataType
+DATA_TYPE_INT32: DataType
+DATA_TYPE_INT64: DataType
+DATA_TYPE_FLOAT16: DataType
+DATA_TYPE_BFLOAT16: DataType
+DATA_TYPE_FLOAT32: DataType
+DATA_TYPE_FLOAT64: DataType
+WEIGHT_TRANSPORT_UNSPECIFIED: WeightTransport
+WEIGHT_TRANSPORT_GRPC: WeightTransport
+WEIGHT_TRANSPORT_SHM: WeightTransport
+WEIGHT_TRANSPORT_CUDA_IPC: WeightTransport
+WEIGHT_TRANSPORT_COLLECTIVE: WeightTransport
+LOG_PROB_KIND_UNSPECIFIED: LogProbKind
+LOG_PROB_KIND_RAW: LogProbKind
+LOG_PROB_KIND_PROCESSED: LogProbKind
+FINISH_REASON_UNSPECIFIED: FinishReason
+FINISH_REASON_EOS: FinishReason
+FINISH_REASON_STOP: FinishReason
+FINISH_REASON_LENGTH: FinishReason
+FINISH_REASON_ABORTED: FinishReason
+FINISH_REASON_PROMPT_TOO_LONG: FinishReason
+FINISH_REASON_TERMINATED: FinishReason
+FINISH_REASON_TRUNCATED: FinishReason
+FINISH_REASON_ERROR: FinishReason
+
+class BlobRef(_message.Message):
+    __slots__ = ("producer_address", "incarnation", "blob_id", "size_bytes", "digest")
+    PRODUCER_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    BLOB_ID_FIELD_NUMBER: _ClassVar[int]
+    SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    producer_address: str
+    incarnation: str
+    blob_id: str
+    size_bytes: int
+    digest: str
+    def __init__(self, producer_address: _Optional[str] = ..., incarnation: _Optional[str] = ..., blob_id: _Optional[str] = ..., size_bytes: _Optional[int] = ..., digest: _Optional[str] = ...) -> None: ...
+
+class Tensor(_message.Message):
+    __slots__ = ("data_type", "shape", "data", "blob")
+    DATA_TYPE_FIELD_NUMBER: _ClassVar[int]
+    SHAPE_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    BLOB_FIELD_NUMBER: _ClassVar[int]
+    data_type: DataType
+    shape: _containers.RepeatedScalarFieldContainer[int]
+    data: bytes
+    blob: BlobRef
+    def __init__(self, data_type: _Optional[_Union[DataType, str]] = ..., shape: _Optional[_Iterable[int]] = ..., data: _Optional[bytes] = ..., blob: _Optional[_Union[BlobRef, _Mapping]] = ...) -> None: ...
+
+class CommandHeader(_message.Message):
+    __slots__ = ("request_id", "run", "coordinator_epoch", "lease_epoch")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    COORDINATOR_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    LEASE_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    run: str
+    coordinator_epoch: int
+    lease_epoch: int
+    def __init__(self, request_id: _Optional[str] = ..., run: _Optional[str] = ..., coordinator_epoch: _Optional[int] = ..., lease_epoch: _Optional[int] = ...) -> None: ...
+
+class PolicyVersion(_message.Message):
+    __slots__ = ("number", "parent", "ordinal", "digest")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    PARENT_FIELD_NUMBER: _ClassVar[int]
+    ORDINAL_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    parent: int
+    ordinal: int
+    digest: str
+    def __init__(self, number: _Optional[int] = ..., parent: _Optional[int] = ..., ordinal: _Optional[int] = ..., digest: _Optional[str] = ...) -> None: ...
+
+class WeightEntry(_message.Message):
+    __slots__ = ("name", "data_type", "shape", "digest", "offset_bytes", "size_bytes")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    DATA_TYPE_FIELD_NUMBER: _ClassVar[int]
+    SHAPE_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    data_type: DataType
+    shape: _containers.RepeatedScalarFieldContainer[int]
+    digest: str
+    offset_bytes: int
+    size_bytes: int
+    def __init__(self, name: _Optional[str] = ..., data_type: _Optional[_Union[DataType, str]] = ..., shape: _Optional[_Iterable[int]] = ..., digest: _Optional[str] = ..., offset_bytes: _Optional[int] = ..., size_bytes: _Optional[int] = ...) -> None: ...
+
+class WeightManifest(_message.Message):
+    __slots__ = ("entries", "digest", "size_bytes")
+    ENTRIES_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    entries: _containers.RepeatedCompositeFieldContainer[WeightEntry]
+    digest: str
+    size_bytes: int
+    def __init__(self, entries: _Optional[_Iterable[_Union[WeightEntry, _Mapping]]] = ..., digest: _Optional[str] = ..., size_bytes: _Optional[int] = ...) -> None: ...
+
+class WeightSource(_message.Message):
+    __slots__ = ("address", "incarnation", "shm_path", "shm_nonce_path", "shm_nonce", "transports")
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    SHM_PATH_FIELD_NUMBER: _ClassVar[int]
+    SHM_NONCE_PATH_FIELD_NUMBER: _ClassVar[int]
+    SHM_NONCE_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORTS_FIELD_NUMBER: _ClassVar[int]
+    address: str
+    incarnation: str
+    shm_path: str
+    shm_nonce_path: str
+    shm_nonce: str
+    transports: _containers.RepeatedScalarFieldContainer[WeightTransport]
+    def __init__(self, address: _Optional[str] = ..., incarnation: _Optional[str] = ..., shm_path: _Optional[str] = ..., shm_nonce_path: _Optional[str] = ..., shm_nonce: _Optional[str] = ..., transports: _Optional[_Iterable[_Union[WeightTransport, str]]] = ...) -> None: ...
+
+class SamplingDistribution(_message.Message):
+    __slots__ = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "log_prob_kind")
+    TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
+    TOP_P_FIELD_NUMBER: _ClassVar[int]
+    TOP_K_FIELD_NUMBER: _ClassVar[int]
+    MIN_P_FIELD_NUMBER: _ClassVar[int]
+    REPETITION_PENALTY_FIELD_NUMBER: _ClassVar[int]
+    LOG_PROB_KIND_FIELD_NUMBER: _ClassVar[int]
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    repetition_penalty: float
+    log_prob_kind: LogProbKind
+    def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., log_prob_kind: _Optional[_Union[LogProbKind, str]] = ...) -> None: ...
+
+class SampleKey(_message.Message):
+    __slots__ = ("prompt_ordinal", "sample_index")
+    PROMPT_ORDINAL_FIELD_NUMBER: _ClassVar[int]
+    SAMPLE_INDEX_FIELD_NUMBER: _ClassVar[int]
+    prompt_ordinal: int
+    sample_index: int
+    def __init__(self, prompt_ordinal: _Optional[int] = ..., sample_index: _Optional[int] = ...) -> None: ...
+
+class TokenSegment(_message.Message):
+    __slots__ = ("token_ids", "log_probs", "distribution")
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    LOG_PROBS_FIELD_NUMBER: _ClassVar[int]
+    DISTRIBUTION_FIELD_NUMBER: _ClassVar[int]
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    log_probs: _containers.RepeatedScalarFieldContainer[float]
+    distribution: SamplingDistribution
+    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., log_probs: _Optional[_Iterable[float]] = ..., distribution: _Optional[_Union[SamplingDistribution, _Mapping]] = ...) -> None: ...
+
+class ActionSegment(_message.Message):
+    __slots__ = ("observation", "sampled_action", "executed_action", "executed_length", "valid_mask", "log_probs", "rewards", "successes", "terminated", "truncated", "final_observation", "value")
+    class ObservationEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: Tensor
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[_Union[Tensor, _Mapping]] = ...) -> None: ...
+    class FinalObservationEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: Tensor
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[_Union[Tensor, _Mapping]] = ...) -> None: ...
+    OBSERVATION_FIELD_NUMBER: _ClassVar[int]
+    SAMPLED_ACTION_FIELD_NUMBER: _ClassVar[int]
+    EXECUTED_ACTION_FIELD_NUMBER: _ClassVar[int]
+    EXECUTED_LENGTH_FIELD_NUMBER: _ClassVar[int]
+    VALID_MASK_FIELD_NUMBER: _ClassVar[int]
+    LOG_PROBS_FIELD_NUMBER: _ClassVar[int]
+    REWARDS_FIELD_NUMBER: _ClassVar[int]
+    SUCCESSES_FIELD_NUMBER: _ClassVar[int]
+    TERMINATED_FIELD_NUMBER: _ClassVar[int]
+    TRUNCATED_FIELD_NUMBER: _ClassVar[int]
+    FINAL_OBSERVATION_FIELD_NUMBER: _ClassVar[int]
+    VALUE_FIELD_NUMBER: _ClassVar[int]
+    observation: _containers.MessageMap[str, Tensor]
+    sampled_action: Tensor
+    executed_action: Tensor
+    executed_length: int
+    valid_mask: Tensor
+    log_probs: Tensor
+    rewards: Tensor
+    successes: Tensor
+    terminated: bool
+    truncated: bool
+    final_observation: _containers.MessageMap[str, Tensor]
+    value: Tensor
+    def __init__(self, observation: _Optional[_Mapping[str, Tensor]] = ..., sampled_action: _Optional[_Union[Tensor, _Mapping]] = ..., executed_action: _Optional[_Union[Tensor, _Mapping]] = ..., executed_length: _Optional[int] = ..., valid_mask: _Optional[_Union[Tensor, _Mapping]] = ..., log_probs: _Optional[_Union[Tensor, _Mapping]] = ..., rewards: _Optional[_Union[Tensor, _Mapping]] = ..., successes: _Optional[_Union[Tensor, _Mapping]] = ..., terminated: _Optional[bool] = ..., truncated: _Optional[bool] = ..., final_observation: _Optional[_Mapping[str, Tensor]] = ..., value: _Optional[_Union[Tensor, _Mapping]] = ...) -> None: ...
+
+class Segment(_message.Message):
+    __slots__ = ("policy_number", "tokens", "actions")
+    POLICY_NUMBER_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ACTIONS_FIELD_NUMBER: _ClassVar[int]
+    policy_number: int
+    tokens: TokenSegment
+    actions: ActionSegment
+    def __init__(self, policy_number: _Optional[int] = ..., tokens: _Optional[_Union[TokenSegment, _Mapping]] = ..., actions: _Optional[_Union[ActionSegment, _Mapping]] = ...) -> None: ...
+
+class Trajectory(_message.Message):
+    __slots__ = ("sample", "attempt", "segments", "finish_reason", "completion_text", "producer", "body_digest")
+    SAMPLE_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    SEGMENTS_FIELD_NUMBER: _ClassVar[int]
+    FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
+    COMPLETION_TEXT_FIELD_NUMBER: _ClassVar[int]
+    PRODUCER_FIELD_NUMBER: _ClassVar[int]
+    BODY_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    sample: SampleKey
+    attempt: int
+    segments: _containers.RepeatedCompositeFieldContainer[Segment]
+    finish_reason: FinishReason
+    completion_text: str
+    producer: str
+    body_digest: str
+    def __init__(self, sample: _Optional[_Union[SampleKey, _Mapping]] = ..., attempt: _Optional[int] = ..., segments: _Optional[_Iterable[_Union[Segment, _Mapping]]] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., completion_text: _Optional[str] = ..., producer: _Optional[str] = ..., body_digest: _Optional[str] = ...) -> None: ...
+
+class TrajectoryChunk(_message.Message):
+    __slots__ = ("sample", "attempt", "token_offset", "policy_number", "token_ids", "log_probs", "finished")
+    SAMPLE_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_OFFSET_FIELD_NUMBER: _ClassVar[int]
+    POLICY_NUMBER_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    LOG_PROBS_FIELD_NUMBER: _ClassVar[int]
+    FINISHED_FIELD_NUMBER: _ClassVar[int]
+    sample: SampleKey
+    attempt: int
+    token_offset: int
+    policy_number: int
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    log_probs: _containers.RepeatedScalarFieldContainer[float]
+    finished: Trajectory
+    def __init__(self, sample: _Optional[_Union[SampleKey, _Mapping]] = ..., attempt: _Optional[int] = ..., token_offset: _Optional[int] = ..., policy_number: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., log_probs: _Optional[_Iterable[float]] = ..., finished: _Optional[_Union[Trajectory, _Mapping]] = ...) -> None: ...
+
+class ResumeState(_message.Message):
+    __slots__ = ("token_ids", "log_probs", "version_spans", "rng_position", "extra_json")
+    class ExtraJsonEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    LOG_PROBS_FIELD_NUMBER: _ClassVar[int]
+    VERSION_SPANS_FIELD_NUMBER: _ClassVar[int]
+    RNG_POSITION_FIELD_NUMBER: _ClassVar[int]
+    EXTRA_JSON_FIELD_NUMBER: _ClassVar[int]
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    log_probs: _containers.RepeatedScalarFieldContainer[float]
+    version_spans: _containers.RepeatedCompositeFieldContainer[VersionSpan]
+    rng_position: int
+    extra_json: _containers.ScalarMap[str, str]
+    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., log_probs: _Optional[_Iterable[float]] = ..., version_spans: _Optional[_Iterable[_Union[VersionSpan, _Mapping]]] = ..., rng_position: _Optional[int] = ..., extra_json: _Optional[_Mapping[str, str]] = ...) -> None: ...
+
+class VersionSpan(_message.Message):
+    __slots__ = ("policy_number", "token_count")
+    POLICY_NUMBER_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_COUNT_FIELD_NUMBER: _ClassVar[int]
+    policy_number: int
+    token_count: int
+    def __init__(self, policy_number: _Optional[int] = ..., token_count: _Optional[int] = ...) -> None: ...
+
+class StageMetrics(_message.Message):
+    __slots__ = ("stage", "wall_time", "items", "tokens", "peak_memory_bytes", "values")
+    class ValuesEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    STAGE_FIELD_NUMBER: _ClassVar[int]
+    WALL_TIME_FIELD_NUMBER: _ClassVar[int]
+    ITEMS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PEAK_MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    VALUES_FIELD_NUMBER: _ClassVar[int]
+    stage: str
+    wall_time: _duration_pb2.Duration
+    items: int
+    tokens: int
+    peak_memory_bytes: int
+    values: _containers.ScalarMap[str, float]
+    def __init__(self, stage: _Optional[str] = ..., wall_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., items: _Optional[int] = ..., tokens: _Optional[int] = ..., peak_memory_bytes: _Optional[int] = ..., values: _Optional[_Mapping[str, float]] = ...) -> None: ...
+
+class Lease(_message.Message):
+    __slots__ = ("epoch", "run", "stage", "devices", "ttl")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    STAGE_FIELD_NUMBER: _ClassVar[int]
+    DEVICES_FIELD_NUMBER: _ClassVar[int]
+    TTL_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    run: str
+    stage: str
+    devices: _containers.RepeatedScalarFieldContainer[str]
+    ttl: _duration_pb2.Duration
+    def __init__(self, epoch: _Optional[int] = ..., run: _Optional[str] = ..., stage: _Optional[str] = ..., devices: _Optional[_Iterable[str]] = ..., ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...

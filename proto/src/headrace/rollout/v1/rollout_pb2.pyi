@@ -1,0 +1,341 @@
+import datetime
+
+from google.protobuf import duration_pb2 as _duration_pb2
+from headrace.common.v1 import common_pb2 as _common_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class WakeScope(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    WAKE_SCOPE_UNSPECIFIED: _ClassVar[WakeScope]
+    WAKE_SCOPE_WEIGHTS: _ClassVar[WakeScope]
+    WAKE_SCOPE_KV_CACHE: _ClassVar[WakeScope]
+WAKE_SCOPE_UNSPECIFIED: WakeScope
+WAKE_SCOPE_WEIGHTS: WakeScope
+WAKE_SCOPE_KV_CACHE: WakeScope
+
+class OpenRunRequest(_message.Message):
+    __slots__ = ("header", "config_json")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    CONFIG_JSON_FIELD_NUMBER: _ClassVar[int]
+    header: _common_pb2.CommandHeader
+    config_json: str
+    def __init__(self, header: _Optional[_Union[_common_pb2.CommandHeader, _Mapping]] = ..., config_json: _Optional[str] = ...) -> None: ...
+
+class OpenRunResponse(_message.Message):
+    __slots__ = ("max_concurrency", "max_context_tokens")
+    MAX_CONCURRENCY_FIELD_NUMBER: _ClassVar[int]
+    MAX_CONTEXT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    max_concurrency: int
+    max_context_tokens: int
+    def __init__(self, max_concurrency: _Optional[int] = ..., max_context_tokens: _Optional[int] = ...) -> None: ...
+
+class CloseRunRequest(_message.Message):
+    __slots__ = ("header",)
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    header: _common_pb2.CommandHeader
+    def __init__(self, header: _Optional[_Union[_common_pb2.CommandHeader, _Mapping]] = ...) -> None: ...
+
+class CloseRunResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class GenerateRequest(_message.Message):
+    __slots__ = ("open", "assign")
+    OPEN_FIELD_NUMBER: _ClassVar[int]
+    ASSIGN_FIELD_NUMBER: _ClassVar[int]
+    open: GenerateOpen
+    assign: AssignGroups
+    def __init__(self, open: _Optional[_Union[GenerateOpen, _Mapping]] = ..., assign: _Optional[_Union[AssignGroups, _Mapping]] = ...) -> None: ...
+
+class GenerateOpen(_message.Message):
+    __slots__ = ("header", "policy_number", "distribution", "max_new_tokens", "stop", "seed", "chunk_tokens", "deterministic", "evaluation")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    POLICY_NUMBER_FIELD_NUMBER: _ClassVar[int]
+    DISTRIBUTION_FIELD_NUMBER: _ClassVar[int]
+    MAX_NEW_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    STOP_FIELD_NUMBER: _ClassVar[int]
+    SEED_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DETERMINISTIC_FIELD_NUMBER: _ClassVar[int]
+    EVALUATION_FIELD_NUMBER: _ClassVar[int]
+    header: _common_pb2.CommandHeader
+    policy_number: int
+    distribution: _common_pb2.SamplingDistribution
+    max_new_tokens: int
+    stop: _containers.RepeatedScalarFieldContainer[str]
+    seed: int
+    chunk_tokens: int
+    deterministic: bool
+    evaluation: bool
+    def __init__(self, header: _Optional[_Union[_common_pb2.CommandHeader, _Mapping]] = ..., policy_number: _Optional[int] = ..., distribution: _Optional[_Union[_common_pb2.SamplingDistribution, _Mapping]] = ..., max_new_tokens: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., seed: _Optional[int] = ..., chunk_tokens: _Optional[int] = ..., deterministic: _Optional[bool] = ..., evaluation: _Optional[bool] = ...) -> None: ...
+
+class AssignGroups(_message.Message):
+    __slots__ = ("groups",)
+    GROUPS_FIELD_NUMBER: _ClassVar[int]
+    groups: _containers.RepeatedCompositeFieldContainer[GroupAssignment]
+    def __init__(self, groups: _Optional[_Iterable[_Union[GroupAssignment, _Mapping]]] = ...) -> None: ...
+
+class GroupAssignment(_message.Message):
+    __slots__ = ("prompt_ordinal", "prompt", "samples")
+    PROMPT_ORDINAL_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_FIELD_NUMBER: _ClassVar[int]
+    SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    prompt_ordinal: int
+    prompt: Prompt
+    samples: _containers.RepeatedCompositeFieldContainer[SampleAssignment]
+    def __init__(self, prompt_ordinal: _Optional[int] = ..., prompt: _Optional[_Union[Prompt, _Mapping]] = ..., samples: _Optional[_Iterable[_Union[SampleAssignment, _Mapping]]] = ...) -> None: ...
+
+class Prompt(_message.Message):
+    __slots__ = ("chat", "text", "token_ids")
+    CHAT_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    chat: ChatPrompt
+    text: str
+    token_ids: TokenIds
+    def __init__(self, chat: _Optional[_Union[ChatPrompt, _Mapping]] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ...) -> None: ...
+
+class ChatPrompt(_message.Message):
+    __slots__ = ("messages", "prefill")
+    MESSAGES_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_FIELD_NUMBER: _ClassVar[int]
+    messages: _containers.RepeatedCompositeFieldContainer[ChatMessage]
+    prefill: str
+    def __init__(self, messages: _Optional[_Iterable[_Union[ChatMessage, _Mapping]]] = ..., prefill: _Optional[str] = ...) -> None: ...
+
+class ChatMessage(_message.Message):
+    __slots__ = ("role", "content")
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    CONTENT_FIELD_NUMBER: _ClassVar[int]
+    role: str
+    content: str
+    def __init__(self, role: _Optional[str] = ..., content: _Optional[str] = ...) -> None: ...
+
+class TokenIds(_message.Message):
+    __slots__ = ("values",)
+    VALUES_FIELD_NUMBER: _ClassVar[int]
+    values: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, values: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class SampleAssignment(_message.Message):
+    __slots__ = ("sample_index", "attempt", "resume")
+    SAMPLE_INDEX_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    RESUME_FIELD_NUMBER: _ClassVar[int]
+    sample_index: int
+    attempt: int
+    resume: _common_pb2.ResumeState
+    def __init__(self, sample_index: _Optional[int] = ..., attempt: _Optional[int] = ..., resume: _Optional[_Union[_common_pb2.ResumeState, _Mapping]] = ...) -> None: ...
+
+class GenerateResponse(_message.Message):
+    __slots__ = ("chunks", "partials")
+    CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    PARTIALS_FIELD_NUMBER: _ClassVar[int]
+    chunks: _containers.RepeatedCompositeFieldContainer[_common_pb2.TrajectoryChunk]
+    partials: _containers.RepeatedCompositeFieldContainer[PartialSample]
+    def __init__(self, chunks: _Optional[_Iterable[_Union[_common_pb2.TrajectoryChunk, _Mapping]]] = ..., partials: _Optional[_Iterable[_Union[PartialSample, _Mapping]]] = ...) -> None: ...
+
+class PartialSample(_message.Message):
+    __slots__ = ("sample", "attempt", "state")
+    SAMPLE_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    sample: _common_pb2.SampleKey
+    attempt: int
+    state: _common_pb2.ResumeState
+    def __init__(self, sample: _Optional[_Union[_common_pb2.SampleKey, _Mapping]] = ..., attempt: _Optional[int] = ..., state: _Optional[_Union[_common_pb2.ResumeState, _Mapping]] = ...) -> None: ...
+
+class RunEpisodesRequest(_message.Message):
+    __slots__ = ("header", "simulator_addresses", "groups")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    SIMULATOR_ADDRESSES_FIELD_NUMBER: _ClassVar[int]
+    GROUPS_FIELD_NUMBER: _ClassVar[int]
+    header: _common_pb2.CommandHeader
+    simulator_addresses: _containers.RepeatedScalarFieldContainer[str]
+    groups: _containers.RepeatedCompositeFieldContainer[GroupAssignment]
+    def __init__(self, header: _Optional[_Union[_common_pb2.CommandHeader, _Mapping]] = ..., simulator_addresses: _Optional[_Iterable[str]] = ..., groups: _Optional[_Iterable[_Union[GroupAssignment, _Mapping]]] = ...) -> None: ...
+
+class RunEpisodesResponse(_message.Message):
+    __slots__ = ("trajectories",)
+    TRAJECTORIES_FIELD_NUMBER: _ClassVar[int]
+    trajectories: _containers.RepeatedCompositeFieldContainer[_common_pb2.Trajectory]
+    def __init__(self, trajectories: _Optional[_Iterable[_Union[_common_pb2.Trajectory, _Mapping]]] = ...) -> None: ...
+
+class ScoreRequest(_message.Message):
+    __slots__ = ("header", "sequences", "distribution")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    DISTRIBUTION_FIELD_NUMBER: _ClassVar[int]
+    header: _common_pb2.CommandHeader
+    sequences: _containers.RepeatedCompositeFieldContainer[ScoreSequence]
+    distribution: _common_pb2.SamplingDistribution
+    def __init__(self, header: _Optional[_Union[_common_pb2.CommandHeader, _Mapping]] = ..., sequences: _Optional[_Iterable[_Union[ScoreSequence, _Mapping]]] = ..., distribution: _Optional[_Union[_common_pb2.SamplingDistribution, _Mapping]] = ...) -> None: ...
+
+class ScoreSequence(_message.Message):
+    __slots__ = ("token_ids", "start")
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    START_FIELD_NUMBER: _ClassVar[int]
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    start: int
+    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., start: _Optional[int] = ...) -> None: ...
+
+class ScoreResponse(_message.Message):
+    __slots__ = ("sequences", "policy_number")
+    SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    POLICY_NUMBER_FIELD_NUMBER: _ClassVar[int]
+    sequences: _containers.RepeatedCompositeFieldContainer[ScoredSequence]
+    policy_number: int
+    def __init__(self, sequences: _Optional[_Iterable[_Union[ScoredSequence, _Mapping]]] = ..., policy_number: _Optional[int] = ...) -> None: ...
+
+class ScoredSequence(_message.Message):
+    __slots__ = ("log_probs",)
+    LOG_PROBS_FIELD_NUMBER: _ClassVar[int]
+    log_probs: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, log_probs: _Optional[_Iterable[float]] = ...) -> None: ...
+
+class InstallPolicyRequest(_message.Message):
+    __slots__ = ("header", "version", "manifest", "sources")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    MANIFEST_FIELD_NUMBER: _ClassVar[int]
+    SOURCES_FIELD_NUMBER: _ClassVar[int]
+    header: _common_pb2.CommandHeader
+    version: _common_pb2.PolicyVersion
+    manifest: _common_pb2.WeightManifest
+    sources: _containers.RepeatedCompositeFieldContainer[_common_pb2.WeightSource]
+    def __init__(self, header: _Optional[_Union[_common_pb2.CommandHeader, _Mapping]] = ..., version: _Optional[_Union[_common_pb2.PolicyVersion, _Mapping]] = ..., manifest: _Optional[_Union[_common_pb2.WeightManifest, _Mapping]] = ..., sources: _Optional[_Iterable[_Union[_common_pb2.WeightSource, _Mapping]]] = ...) -> None: ...
+
+class InstallPolicyResponse(_message.Message):
+    __slots__ = ("version", "transport", "bytes_moved", "transfer_time", "pause_time", "fallbacks")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORT_FIELD_NUMBER: _ClassVar[int]
+    BYTES_MOVED_FIELD_NUMBER: _ClassVar[int]
+    TRANSFER_TIME_FIELD_NUMBER: _ClassVar[int]
+    PAUSE_TIME_FIELD_NUMBER: _ClassVar[int]
+    FALLBACKS_FIELD_NUMBER: _ClassVar[int]
+    version: _common_pb2.PolicyVersion
+    transport: _common_pb2.WeightTransport
+    bytes_moved: int
+    transfer_time: _duration_pb2.Duration
+    pause_time: _duration_pb2.Duration
+    fallbacks: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, version: _Optional[_Union[_common_pb2.PolicyVersion, _Mapping]] = ..., transport: _Optional[_Union[_common_pb2.WeightTransport, str]] = ..., bytes_moved: _Optional[int] = ..., transfer_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., pause_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., fallbacks: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class PauseRequest(_message.Message):
+    __slots__ = ("header",)
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    header: _common_pb2.CommandHeader
+    def __init__(self, header: _Optional[_Union[_common_pb2.CommandHeader, _Mapping]] = ...) -> None: ...
+
+class PauseResponse(_message.Message):
+    __slots__ = ("partial_count",)
+    PARTIAL_COUNT_FIELD_NUMBER: _ClassVar[int]
+    partial_count: int
+    def __init__(self, partial_count: _Optional[int] = ...) -> None: ...
+
+class ResumeRequest(_message.Message):
+    __slots__ = ("header",)
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    header: _common_pb2.CommandHeader
+    def __init__(self, header: _Optional[_Union[_common_pb2.CommandHeader, _Mapping]] = ...) -> None: ...
+
+class ResumeResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class AbortRequest(_message.Message):
+    __slots__ = ("header", "samples")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    header: _common_pb2.CommandHeader
+    samples: _containers.RepeatedCompositeFieldContainer[_common_pb2.SampleKey]
+    def __init__(self, header: _Optional[_Union[_common_pb2.CommandHeader, _Mapping]] = ..., samples: _Optional[_Iterable[_Union[_common_pb2.SampleKey, _Mapping]]] = ...) -> None: ...
+
+class AbortResponse(_message.Message):
+    __slots__ = ("aborted_count",)
+    ABORTED_COUNT_FIELD_NUMBER: _ClassVar[int]
+    aborted_count: int
+    def __init__(self, aborted_count: _Optional[int] = ...) -> None: ...
+
+class SuspendRequest(_message.Message):
+    __slots__ = ("header",)
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    header: _common_pb2.CommandHeader
+    def __init__(self, header: _Optional[_Union[_common_pb2.CommandHeader, _Mapping]] = ...) -> None: ...
+
+class SuspendResponse(_message.Message):
+    __slots__ = ("released_bytes", "free_memory_bytes")
+    RELEASED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    FREE_MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    released_bytes: int
+    free_memory_bytes: int
+    def __init__(self, released_bytes: _Optional[int] = ..., free_memory_bytes: _Optional[int] = ...) -> None: ...
+
+class WakeRequest(_message.Message):
+    __slots__ = ("header", "scope")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    SCOPE_FIELD_NUMBER: _ClassVar[int]
+    header: _common_pb2.CommandHeader
+    scope: WakeScope
+    def __init__(self, header: _Optional[_Union[_common_pb2.CommandHeader, _Mapping]] = ..., scope: _Optional[_Union[WakeScope, str]] = ...) -> None: ...
+
+class WakeResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ListInventoryRequest(_message.Message):
+    __slots__ = ("header",)
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    header: _common_pb2.CommandHeader
+    def __init__(self, header: _Optional[_Union[_common_pb2.CommandHeader, _Mapping]] = ...) -> None: ...
+
+class ListInventoryResponse(_message.Message):
+    __slots__ = ("items",)
+    ITEMS_FIELD_NUMBER: _ClassVar[int]
+    items: _containers.RepeatedCompositeFieldContainer[InventoryItem]
+    def __init__(self, items: _Optional[_Iterable[_Union[InventoryItem, _Mapping]]] = ...) -> None: ...
+
+class InventoryItem(_message.Message):
+    __slots__ = ("sample", "attempt", "body_digest", "size_bytes")
+    SAMPLE_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    BODY_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    sample: _common_pb2.SampleKey
+    attempt: int
+    body_digest: str
+    size_bytes: int
+    def __init__(self, sample: _Optional[_Union[_common_pb2.SampleKey, _Mapping]] = ..., attempt: _Optional[int] = ..., body_digest: _Optional[str] = ..., size_bytes: _Optional[int] = ...) -> None: ...
+
+class FetchTrajectoriesRequest(_message.Message):
+    __slots__ = ("header", "samples")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    header: _common_pb2.CommandHeader
+    samples: _containers.RepeatedCompositeFieldContainer[_common_pb2.SampleKey]
+    def __init__(self, header: _Optional[_Union[_common_pb2.CommandHeader, _Mapping]] = ..., samples: _Optional[_Iterable[_Union[_common_pb2.SampleKey, _Mapping]]] = ...) -> None: ...
+
+class FetchTrajectoriesResponse(_message.Message):
+    __slots__ = ("trajectories",)
+    TRAJECTORIES_FIELD_NUMBER: _ClassVar[int]
+    trajectories: _containers.RepeatedCompositeFieldContainer[_common_pb2.Trajectory]
+    def __init__(self, trajectories: _Optional[_Iterable[_Union[_common_pb2.Trajectory, _Mapping]]] = ...) -> None: ...
+
+class ReleaseTrajectoriesRequest(_message.Message):
+    __slots__ = ("header", "samples")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    header: _common_pb2.CommandHeader
+    samples: _containers.RepeatedCompositeFieldContainer[_common_pb2.SampleKey]
+    def __init__(self, header: _Optional[_Union[_common_pb2.CommandHeader, _Mapping]] = ..., samples: _Optional[_Iterable[_Union[_common_pb2.SampleKey, _Mapping]]] = ...) -> None: ...
+
+class ReleaseTrajectoriesResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...

@@ -1,0 +1,188 @@
+import datetime
+
+from google.protobuf import duration_pb2 as _duration_pb2
+from headrace.common.v1 import common_pb2 as _common_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class OutcomeStatus(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    OUTCOME_STATUS_UNSPECIFIED: _ClassVar[OutcomeStatus]
+    OUTCOME_STATUS_OK: _ClassVar[OutcomeStatus]
+    OUTCOME_STATUS_ENVIRONMENT_LOST: _ClassVar[OutcomeStatus]
+    OUTCOME_STATUS_REFUSED: _ClassVar[OutcomeStatus]
+OUTCOME_STATUS_UNSPECIFIED: OutcomeStatus
+OUTCOME_STATUS_OK: OutcomeStatus
+OUTCOME_STATUS_ENVIRONMENT_LOST: OutcomeStatus
+OUTCOME_STATUS_REFUSED: OutcomeStatus
+
+class ListEnvironmentsRequest(_message.Message):
+    __slots__ = ("page_size", "page_token")
+    PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
+    PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    page_size: int
+    page_token: str
+    def __init__(self, page_size: _Optional[int] = ..., page_token: _Optional[str] = ...) -> None: ...
+
+class ListEnvironmentsResponse(_message.Message):
+    __slots__ = ("environments", "next_page_token")
+    ENVIRONMENTS_FIELD_NUMBER: _ClassVar[int]
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    environments: _containers.RepeatedCompositeFieldContainer[Environment]
+    next_page_token: str
+    def __init__(self, environments: _Optional[_Iterable[_Union[Environment, _Mapping]]] = ..., next_page_token: _Optional[str] = ...) -> None: ...
+
+class Environment(_message.Message):
+    __slots__ = ("backend", "name")
+    BACKEND_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    backend: str
+    name: str
+    def __init__(self, backend: _Optional[str] = ..., name: _Optional[str] = ...) -> None: ...
+
+class OpenPoolRequest(_message.Message):
+    __slots__ = ("header", "environment", "count", "options_json", "seed", "max_episode_steps", "step_timeout")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    ENVIRONMENT_FIELD_NUMBER: _ClassVar[int]
+    COUNT_FIELD_NUMBER: _ClassVar[int]
+    OPTIONS_JSON_FIELD_NUMBER: _ClassVar[int]
+    SEED_FIELD_NUMBER: _ClassVar[int]
+    MAX_EPISODE_STEPS_FIELD_NUMBER: _ClassVar[int]
+    STEP_TIMEOUT_FIELD_NUMBER: _ClassVar[int]
+    header: _common_pb2.CommandHeader
+    environment: Environment
+    count: int
+    options_json: str
+    seed: int
+    max_episode_steps: int
+    step_timeout: _duration_pb2.Duration
+    def __init__(self, header: _Optional[_Union[_common_pb2.CommandHeader, _Mapping]] = ..., environment: _Optional[_Union[Environment, _Mapping]] = ..., count: _Optional[int] = ..., options_json: _Optional[str] = ..., seed: _Optional[int] = ..., max_episode_steps: _Optional[int] = ..., step_timeout: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+
+class Space(_message.Message):
+    __slots__ = ("name", "data_type", "shape", "low", "high", "discrete_count")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    DATA_TYPE_FIELD_NUMBER: _ClassVar[int]
+    SHAPE_FIELD_NUMBER: _ClassVar[int]
+    LOW_FIELD_NUMBER: _ClassVar[int]
+    HIGH_FIELD_NUMBER: _ClassVar[int]
+    DISCRETE_COUNT_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    data_type: _common_pb2.DataType
+    shape: _containers.RepeatedScalarFieldContainer[int]
+    low: _common_pb2.Tensor
+    high: _common_pb2.Tensor
+    discrete_count: int
+    def __init__(self, name: _Optional[str] = ..., data_type: _Optional[_Union[_common_pb2.DataType, str]] = ..., shape: _Optional[_Iterable[int]] = ..., low: _Optional[_Union[_common_pb2.Tensor, _Mapping]] = ..., high: _Optional[_Union[_common_pb2.Tensor, _Mapping]] = ..., discrete_count: _Optional[int] = ...) -> None: ...
+
+class OpenPoolResponse(_message.Message):
+    __slots__ = ("pool", "pool_incarnation", "observation_spaces", "action_space")
+    POOL_FIELD_NUMBER: _ClassVar[int]
+    POOL_INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    OBSERVATION_SPACES_FIELD_NUMBER: _ClassVar[int]
+    ACTION_SPACE_FIELD_NUMBER: _ClassVar[int]
+    pool: str
+    pool_incarnation: str
+    observation_spaces: _containers.RepeatedCompositeFieldContainer[Space]
+    action_space: Space
+    def __init__(self, pool: _Optional[str] = ..., pool_incarnation: _Optional[str] = ..., observation_spaces: _Optional[_Iterable[_Union[Space, _Mapping]]] = ..., action_space: _Optional[_Union[Space, _Mapping]] = ...) -> None: ...
+
+class StepRequest(_message.Message):
+    __slots__ = ("header", "pool", "pool_incarnation", "operations")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    POOL_FIELD_NUMBER: _ClassVar[int]
+    POOL_INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    OPERATIONS_FIELD_NUMBER: _ClassVar[int]
+    header: _common_pb2.CommandHeader
+    pool: str
+    pool_incarnation: str
+    operations: _containers.RepeatedCompositeFieldContainer[EnvironmentOperation]
+    def __init__(self, header: _Optional[_Union[_common_pb2.CommandHeader, _Mapping]] = ..., pool: _Optional[str] = ..., pool_incarnation: _Optional[str] = ..., operations: _Optional[_Iterable[_Union[EnvironmentOperation, _Mapping]]] = ...) -> None: ...
+
+class EnvironmentOperation(_message.Message):
+    __slots__ = ("environment", "step_index", "reset", "action")
+    ENVIRONMENT_FIELD_NUMBER: _ClassVar[int]
+    STEP_INDEX_FIELD_NUMBER: _ClassVar[int]
+    RESET_FIELD_NUMBER: _ClassVar[int]
+    ACTION_FIELD_NUMBER: _ClassVar[int]
+    environment: int
+    step_index: int
+    reset: ResetOperation
+    action: _common_pb2.Tensor
+    def __init__(self, environment: _Optional[int] = ..., step_index: _Optional[int] = ..., reset: _Optional[_Union[ResetOperation, _Mapping]] = ..., action: _Optional[_Union[_common_pb2.Tensor, _Mapping]] = ...) -> None: ...
+
+class ResetOperation(_message.Message):
+    __slots__ = ("seed", "options_json")
+    SEED_FIELD_NUMBER: _ClassVar[int]
+    OPTIONS_JSON_FIELD_NUMBER: _ClassVar[int]
+    seed: int
+    options_json: str
+    def __init__(self, seed: _Optional[int] = ..., options_json: _Optional[str] = ...) -> None: ...
+
+class StepResponse(_message.Message):
+    __slots__ = ("outcomes",)
+    OUTCOMES_FIELD_NUMBER: _ClassVar[int]
+    outcomes: _containers.RepeatedCompositeFieldContainer[EnvironmentOutcome]
+    def __init__(self, outcomes: _Optional[_Iterable[_Union[EnvironmentOutcome, _Mapping]]] = ...) -> None: ...
+
+class EnvironmentOutcome(_message.Message):
+    __slots__ = ("environment", "step_index", "status", "observation", "reward", "terminated", "truncated", "success", "info_json", "detail")
+    class ObservationEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: _common_pb2.Tensor
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[_Union[_common_pb2.Tensor, _Mapping]] = ...) -> None: ...
+    ENVIRONMENT_FIELD_NUMBER: _ClassVar[int]
+    STEP_INDEX_FIELD_NUMBER: _ClassVar[int]
+    STATUS_FIELD_NUMBER: _ClassVar[int]
+    OBSERVATION_FIELD_NUMBER: _ClassVar[int]
+    REWARD_FIELD_NUMBER: _ClassVar[int]
+    TERMINATED_FIELD_NUMBER: _ClassVar[int]
+    TRUNCATED_FIELD_NUMBER: _ClassVar[int]
+    SUCCESS_FIELD_NUMBER: _ClassVar[int]
+    INFO_JSON_FIELD_NUMBER: _ClassVar[int]
+    DETAIL_FIELD_NUMBER: _ClassVar[int]
+    environment: int
+    step_index: int
+    status: OutcomeStatus
+    observation: _containers.MessageMap[str, _common_pb2.Tensor]
+    reward: float
+    terminated: bool
+    truncated: bool
+    success: bool
+    info_json: str
+    detail: str
+    def __init__(self, environment: _Optional[int] = ..., step_index: _Optional[int] = ..., status: _Optional[_Union[OutcomeStatus, str]] = ..., observation: _Optional[_Mapping[str, _common_pb2.Tensor]] = ..., reward: _Optional[float] = ..., terminated: _Optional[bool] = ..., truncated: _Optional[bool] = ..., success: _Optional[bool] = ..., info_json: _Optional[str] = ..., detail: _Optional[str] = ...) -> None: ...
+
+class RenderRequest(_message.Message):
+    __slots__ = ("pool", "environments")
+    POOL_FIELD_NUMBER: _ClassVar[int]
+    ENVIRONMENTS_FIELD_NUMBER: _ClassVar[int]
+    pool: str
+    environments: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, pool: _Optional[str] = ..., environments: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class RenderResponse(_message.Message):
+    __slots__ = ("frames",)
+    FRAMES_FIELD_NUMBER: _ClassVar[int]
+    frames: _containers.RepeatedCompositeFieldContainer[_common_pb2.Tensor]
+    def __init__(self, frames: _Optional[_Iterable[_Union[_common_pb2.Tensor, _Mapping]]] = ...) -> None: ...
+
+class ClosePoolRequest(_message.Message):
+    __slots__ = ("header", "pool")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    POOL_FIELD_NUMBER: _ClassVar[int]
+    header: _common_pb2.CommandHeader
+    pool: str
+    def __init__(self, header: _Optional[_Union[_common_pb2.CommandHeader, _Mapping]] = ..., pool: _Optional[str] = ...) -> None: ...
+
+class ClosePoolResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...

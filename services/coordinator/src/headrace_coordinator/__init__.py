@@ -1,0 +1,1 @@
+"""The Headrace coordinator: runs, leases, ledger, streams."""

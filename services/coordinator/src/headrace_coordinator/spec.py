@@ -1,0 +1,237 @@
+"""The run spec: what a user submits, as typed sections.
+
+Validates shapes and combinations that need no fleet. What only the fleet knows (which scorers,
+engines and devices exist) is checked at submission by `admission`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
+
+
+class Section(BaseModel):
+    """A part of the spec; unknown keys are errors."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class ModelSection(Section):
+    """The policy: a Hugging Face id or a local directory (read by rollout and trainer)."""
+
+    path: str = Field(description="Hugging Face id or local directory of the model")
+    revision: str | None = Field(None, description="revision of a Hugging Face id")
+    gguf_file: str | None = Field(None, description="GGUF file inside the directory, dequantised on load")
+    dtype: Literal["float32", "bfloat16"] = Field("bfloat16", description="type of the forward pass in both services")
+    max_context: PositiveInt | None = Field(None, description="context limit in tokens; default: the model's own")
+
+
+class PromptSection(Section):
+    """How a data item becomes a prompt. Text fields may use {question} and the item's other fields."""
+
+    template: str = Field("{question}", description="text of the prompt (the user's turn of a chat)")
+    system: str | None = Field(None, description="system message of the chat")
+    chat: bool = Field(True, description="use the tokenizer's chat template; false feeds the text as it is")
+    prefill: str = Field("", description="text that begins the assistant's answer and counts as prompt")
+
+
+class DataSection(Section):
+    """Where prompts come from."""
+
+    source: str = Field(description="name of a data source: reasoning_gym, jsonl, copy_digits")
+    options: dict[str, Any] = Field(default_factory=dict, description="options of the source")
+    prompt: PromptSection = PromptSection()
+    heldout: Annotated[int, Field(ge=0)] = Field(0, description="items set aside for evaluation, never trained")
+    heldout_seed: int = Field(1, description="seed of the choice of held-out items; independent of `seed`")
+    exclude: list[str] = Field(default_factory=list, description="questions kept out of both parts (few-shot examples)")
+
+
+class SamplingSection(Section):
+    """The distribution that answers are drawn from."""
+
+    temperature: Annotated[float, Field(gt=0)] = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_k: Annotated[int, Field(ge=0)] = 0
+    min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    repetition_penalty: PositiveFloat = 1.0
+    max_new_tokens: PositiveInt = 64
+    stop: list[str] = Field(default_factory=list)
+
+
+class AlgorithmSection(Section):
+    """How rewards become a gradient."""
+
+    name: str = Field("grpo", description="name in the trainer's registry")
+    group_size: PositiveInt = Field(8, description="samples of one prompt")
+    prompts_per_step: PositiveInt = Field(4, description="groups of one step")
+    clip_low: PositiveFloat = 0.2
+    clip_high: PositiveFloat = 0.2
+    normalize_std: bool = Field(True, description="divide group-centred rewards by their standard deviation")
+    loss_aggregation: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum"] = "token-mean"
+    truncated: Literal["keep", "mask"] = Field("keep", description="answers cut by the length limit: train or mask")
+    importance_cap: PositiveFloat | None = Field(
+        None, description="cap of the truncated importance weight trainer/engine per token; none: no correction"
+    )
+    max_staleness: Literal[0] = Field(0, description="steps that a sample may lag behind its base")
+
+
+class ScheduleSection(Section):
+    """The learning rate over steps."""
+
+    name: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    total_steps: PositiveInt | None = Field(None, description="steps until the final rate; default: the run's steps")
+    final_fraction: Annotated[float, Field(ge=0, le=1)] = 0.0
+
+
+class OptimizerSection(Section):
+    """AdamW."""
+
+    lr: PositiveFloat = 1e-6
+    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    eps: PositiveFloat = 1e-8
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    grad_clip: PositiveFloat = 1.0
+    schedule: ScheduleSection = ScheduleSection()
+
+
+class WarmupSection(Section):
+    """Supervised steps on reference answers before the first RL step; reported as such."""
+
+    steps: Annotated[int, Field(ge=0)] = 0
+    lr: PositiveFloat = 1e-3
+    batch: PositiveInt = 64
+
+
+class TrainerSection(Section):
+    """The learning side."""
+
+    backend: str = Field("fsdp", description="name in the trainer's registry")
+    ranks: PositiveInt = Field(1, description="ranks of the gang, one trainer instance each")
+    micro_batch_tokens: PositiveInt = Field(2048, description="most tokens of one packed forward")
+    gradient_checkpointing: bool = False
+    warmup: WarmupSection = WarmupSection()
+
+
+class RolloutSection(Section):
+    """The generating side."""
+
+    engine: str = Field("transformers", description="name in the rollout's registry")
+    instances: PositiveInt = Field(1, description="rollout instances the run takes")
+    max_concurrency: PositiveInt = Field(64, description="sequences decoded together by one instance")
+    chunk_tokens: Annotated[int, Field(ge=0)] = Field(0, description="tokens of a streamed chunk; 0: whole answers")
+
+
+class ScorerSection(Section):
+    """One scorer with its weight."""
+
+    name: str = Field(description="a built-in scorer, or path/to/file.py:function")
+    weight: float = 1.0
+    options: dict[str, Any] = Field(default_factory=dict)
+
+
+class RewardSection(Section):
+    """What answers are worth."""
+
+    scorers: list[ScorerSection] = Field(min_length=1)
+    evaluation: list[ScorerSection] = Field(
+        default_factory=list, description="scorers of held-out answers; default: the same scorers"
+    )
+    timeout_s: PositiveFloat = Field(5.0, description="limit of one answer; beyond it the answer failed")
+    failed_reward: float = Field(0.0, description="reward of an answer that makes a scorer fail or run out of time")
+    truncated_reward: float | None = Field(None, description="reward of answers cut by the length limit; none: scored")
+
+
+class PlacementSection(Section):
+    """Which devices generate and learn. Names as `headrace instances` shows them, without the host."""
+
+    mode: Literal["collocated", "disaggregated"] = "collocated"
+    rollout: list[str] = Field(default_factory=list, description="devices that generate; default: by the mode")
+    trainer: list[str] = Field(default_factory=list, description="devices that learn; default: by the mode")
+
+
+class EvaluationSection(Section):
+    """Held-out evaluation."""
+
+    every: Annotated[int, Field(ge=0)] = Field(0, description="steps between evaluations; 0: only first and last")
+    greedy: bool = True
+    temperature: PositiveFloat = Field(1.0, description="temperature when not greedy")
+    samples: PositiveInt = Field(1, description="answers a held-out prompt")
+    max_new_tokens: PositiveInt | None = Field(None, description="default: as in sampling")
+    baseline_prefill: str | None = Field(
+        None, description="also evaluate the untrained model with its answer begun by this text"
+    )
+
+
+class CheckpointSection(Section):
+    """Durability."""
+
+    interval_steps: Annotated[int, Field(ge=0)] = Field(0, description="steps between checkpoints; 0: by time budget")
+    time_budget: Annotated[float, Field(gt=0, le=1)] = Field(0.05, description="share of wall time for checkpoints")
+    max_interval_s: PositiveFloat = Field(600.0, description="longest time between checkpoints")
+    keep: PositiveInt = Field(2, description="checkpoints kept")
+    enabled: bool = True
+
+
+class LimitsSection(Section):
+    """Bounds that fail a run rather than let it rot."""
+
+    max_drop_rate: Annotated[float, Field(ge=0, le=1)] = Field(0.1, description="share of slots that may be dropped")
+    step_timeout_s: PositiveFloat = Field(1800.0, description="longest time of one step")
+    instance_timeout_s: PositiveFloat = Field(120.0, description="longest wait for an instance or a lease")
+    in_flight_bytes: PositiveInt = Field(64 * 1024 * 1024, description="bodies that the coordinator relays at once")
+    recoveries: PositiveInt = Field(20, description="recoveries without a finished step before the run fails")
+
+
+class RunSpec(Section):
+    """One run."""
+
+    name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,40}$")] = "run"
+    workflow: Literal["reasoning"] = "reasoning"
+    steps: PositiveInt = 10
+    seed: int = 0
+    deterministic: bool = False
+    export: bool = Field(True, description="write the final weights as a Hugging Face directory")
+    model: ModelSection
+    data: DataSection
+    sampling: SamplingSection = SamplingSection()
+    algorithm: AlgorithmSection = AlgorithmSection()
+    optimizer: OptimizerSection = OptimizerSection()
+    trainer: TrainerSection = TrainerSection()
+    rollout: RolloutSection = RolloutSection()
+    reward: RewardSection
+    placement: PlacementSection = PlacementSection()
+    evaluation: EvaluationSection = EvaluationSection()
+    checkpoint: CheckpointSection = CheckpointSection()
+    limits: LimitsSection = LimitsSection()
+
+    @property
+    def slots_per_step(self) -> int:
+        """B: slots of one step."""
+        return self.algorithm.group_size * self.algorithm.prompts_per_step
+
+    @model_validator(mode="after")
+    def _combinations(self) -> RunSpec:
+        if self.algorithm.name == "grpo" and self.algorithm.group_size < 2:
+            raise ValueError("algorithm.group_size: grpo compares the samples of a group; use at least 2")
+        sampling = self.sampling
+        if sampling.top_p < 1 or sampling.top_k or sampling.min_p or sampling.repetition_penalty != 1:
+            raise ValueError(
+                "sampling.top_p / top_k / min_p / repetition_penalty: truncated or penalised sampling is refused in "
+                "strict on-policy mode (the kept set does not travel); set top_p: 1, top_k: 0, min_p: 0, "
+                "repetition_penalty: 1"
+            )
+        if self.placement.mode == "collocated" and self.placement.rollout != self.placement.trainer:
+            raise ValueError(
+                "placement.trainer: collocated placement takes turns on the same devices; make placement.rollout "
+                "and placement.trainer equal, or set placement.mode: disaggregated"
+            )
+        shared = set(self.placement.rollout) & set(self.placement.trainer)
+        if self.placement.mode == "disaggregated" and shared:
+            raise ValueError(
+                f"placement.trainer: {', '.join(sorted(shared))} is also in placement.rollout; disaggregated "
+                "placement needs disjoint devices"
+            )
+        return self

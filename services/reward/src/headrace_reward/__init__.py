@@ -1,0 +1,1 @@
+"""The Headrace reward service: scorers in killable children."""

@@ -1,0 +1,1 @@
+"""The Headrace rollout service: engines that generate trajectories."""

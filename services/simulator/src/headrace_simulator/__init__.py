@@ -1,0 +1,1 @@
+"""The Headrace simulator service: pools of environments."""

@@ -1,0 +1,1 @@
+"""The Headrace trainer service: algorithms and training backends."""
