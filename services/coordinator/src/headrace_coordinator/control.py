@@ -1,0 +1,81 @@
+"""What the HTTP API may ask of the coordinator. Implemented by `coordinator.Coordinator`, and by a fake in tests of the API."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Protocol
+
+from headrace_coordinator.spec import RunSpec
+from headrace_coordinator.views import (
+    CertificateView,
+    CheckpointView,
+    DeviceView,
+    EventView,
+    InstanceView,
+    KeyProblemView,
+    LeaseView,
+    RunView,
+    StepView,
+)
+
+
+class Refused(Exception):
+    """A request that the coordinator's state does not allow.
+
+    `reason` is a constant such as NOT_FOUND, CONFLICT, INVALID or UNAVAILABLE; `problems` name keys and fixes.
+    """
+
+    def __init__(self, reason: str, message: str, problems: list[KeyProblemView] | None = None) -> None:
+        super().__init__(message)
+        self.reason = reason
+        self.message = message
+        self.problems = problems or []
+
+
+class Control(Protocol):
+    """The coordinator as the HTTP API sees it. Writes return once they are durable (G8)."""
+
+    def check(self, spec: RunSpec) -> list[KeyProblemView]:
+        """What the fleet as it is now cannot satisfy; empty when the run could start."""
+
+    async def submit(self, spec: RunSpec, idempotency_key: str) -> RunView:
+        """Queues a run. The same key with the same spec returns the same run; with another spec: CONFLICT."""
+
+    def runs(self) -> list[RunView]:
+        """All runs, newest first."""
+
+    def run(self, run_id: str) -> RunView:
+        """One run; NOT_FOUND names the nearest id."""
+
+    async def pause(self, run_id: str, now: bool, idempotency_key: str) -> RunView:
+        """Pauses after the current step, or at once (the step's attempt is aborted)."""
+
+    async def resume(self, run_id: str, idempotency_key: str) -> RunView:
+        """Goes on with a paused run."""
+
+    async def cancel(self, run_id: str, idempotency_key: str) -> RunView:
+        """Ends a run; its last checkpoint stays."""
+
+    def events(self, run_id: str, after: int) -> AsyncIterator[EventView]:
+        """Events with ids above `after`, then live ones; ends when the run has ended and all were sent."""
+
+    def steps(self, run_id: str) -> list[StepView]:
+        """Committed steps of the live lineage, oldest first."""
+
+    def certificates(self, run_id: str) -> list[CertificateView]:
+        """Certificates, oldest first, abandoned ones included."""
+
+    async def checkpoints(self, run_id: str) -> list[CheckpointView]:
+        """Durable checkpoints, newest first."""
+
+    def instances(self) -> list[InstanceView]:
+        """All instances."""
+
+    def leases(self) -> list[LeaseView]:
+        """All leases."""
+
+    def devices(self) -> list[DeviceView]:
+        """All devices."""
+
+    async def scale(self, kind: str, count: int, idempotency_key: str) -> int:
+        """Sets the number of processes of a kind with the supervisor that can; UNAVAILABLE where none can."""

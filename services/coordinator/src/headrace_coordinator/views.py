@@ -1,0 +1,236 @@
+"""What the HTTP API shows: resources as JSON. Made from state by `present`; knows no Redis and no gRPC."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel, Field
+
+
+class PolicyView(BaseModel):
+    """A policy version."""
+
+    number: int
+    parent: int
+    ordinal: int
+    digest: str
+
+
+class EvaluationView(BaseModel):
+    """One evaluation of held-out items."""
+
+    kind: str = Field(description="heldout, or baseline_prefill for the untrained model with its answer begun")
+    step: int = Field(description="ordinal of the evaluated version")
+    version: int
+    score: float = Field(description="mean weighted score over all answers")
+    parts: dict[str, float] = Field(description="mean of each scorer before weighting")
+    answers: int
+    examples: list[dict[str, Any]] = Field(description="a few {prompt, completion, reference, reward}")
+
+
+class StepView(BaseModel):
+    """One committed step."""
+
+    step: int
+    version: int
+    wall_s: float
+    reward_mean: float
+    tokens: int
+    tokens_per_s: float
+    stage_s: dict[str, float] = Field(description="seconds by stage: generate, score, learn, sync, switch, protocol")
+    devices: dict[str, dict[str, float]] = Field(description="seconds by device and stage")
+    trained: int
+    dropped: int
+    max_staleness: int
+    figures: dict[str, float] = Field(description="the trainer's figures: loss, grad_norm, learning_rate, …")
+
+
+class CountsView(BaseModel):
+    """Recomputed from certificates and the slot ledger, not from counters."""
+
+    trained: int
+    dropped: int
+    duplicates: int
+    max_staleness: int
+    frontier: int = Field(description="slots below it are terminal exactly once")
+
+
+class RunView(BaseModel):
+    """One run."""
+
+    name: str = Field(description="resource name, runs/{id}")
+    id: str
+    state: str
+    reason: str = Field(description="why it is in this state, for people")
+    step: int = Field(description="committed steps of the live lineage")
+    steps: int
+    created_at: float = Field(description="seconds since the epoch")
+    started_at: float | None
+    finished_at: float | None
+    waiting_for: list[str] = Field(description="what it waits for now, and who holds it")
+    policy: PolicyView | None
+    warmup_steps: int
+    baseline_prefill: EvaluationView | None
+    evaluations: list[EvaluationView]
+    last_step: StepView | None
+    counts: CountsView
+    recoveries: int
+    run_directory: str
+    export_path: str
+    spec: dict[str, Any]
+
+
+class RunListView(BaseModel):
+    """A page of runs, newest first."""
+
+    runs: list[RunView]
+    next_page_token: str = ""
+
+
+class EventView(BaseModel):
+    """One event of a run; `id` is the SSE id."""
+
+    id: int
+    type: str
+    time: float
+    run: str
+    data: dict[str, Any]
+
+
+class CertificateView(BaseModel):
+    """Attests one update: made from the coordinator's and the trainer's counts."""
+
+    version: PolicyView
+    step: int
+    attempt: int
+    live: bool = Field(description="false once a rewind abandoned the version")
+    trained: list[tuple[int, int, int]] = Field(description="(prompt ordinal, sample index, attempt)")
+    dropped: list[tuple[int, int, str]] = Field(description="(prompt ordinal, sample index, reason)")
+    set_digest: str
+    tokens: int
+    tokens_by_version: dict[int, int]
+    max_staleness: int
+    log_prob_mismatch_mean: float
+    drop_rate_by_length: dict[str, float] = Field(description="share dropped by bucket of answer length in tokens")
+    drop_rate_by_pass_rate: dict[str, float] = Field(description="share dropped by bucket of the prompt's pass rate")
+
+
+class CertificateListView(BaseModel):
+    """A page of certificates, oldest first."""
+
+    certificates: list[CertificateView]
+    next_page_token: str = ""
+
+
+class TrajectoryView(BaseModel):
+    """One settled trajectory as text."""
+
+    step: int
+    version: int
+    prompt_ordinal: int
+    sample_index: int
+    attempt: int
+    prompt: str
+    completion: str
+    reference: str
+    reward: float
+    parts: dict[str, float]
+    finish_reason: str
+    tokens: int
+
+
+class TrajectoryListView(BaseModel):
+    """A page of trajectories."""
+
+    trajectories: list[TrajectoryView]
+    next_page_token: str = ""
+
+
+class CheckpointView(BaseModel):
+    """One durable checkpoint."""
+
+    name: str
+    version: PolicyView
+    size_bytes: int
+
+
+class CheckpointListView(BaseModel):
+    """Checkpoints, newest first."""
+
+    checkpoints: list[CheckpointView]
+    next_page_token: str = ""
+
+
+class InstanceView(BaseModel):
+    """One running process of a service."""
+
+    name: str
+    incarnation: str
+    kind: str
+    state: str = Field(description="READY, LOST or DRAINING")
+    host: str
+    address: str
+    devices: list[str]
+    capabilities: dict[str, list[str]]
+    run: str
+    resident_memory_bytes: int
+    last_heartbeat_age_s: float
+
+
+class InstanceListView(BaseModel):
+    """Instances."""
+
+    instances: list[InstanceView]
+    next_page_token: str = ""
+
+
+class LeaseView(BaseModel):
+    """One lease."""
+
+    epoch: int
+    state: str = Field(description="GRANTED, HELD or REVOKING")
+    instance: str
+    run: str
+    stage: str
+    devices: list[str]
+    expires_in_s: float
+
+
+class DeviceView(BaseModel):
+    """One device."""
+
+    name: str
+    state: str = Field(description="FREE, LEASED or QUARANTINED")
+    holder: str
+    reason: str
+
+
+class LeaseListView(BaseModel):
+    """Leases and devices."""
+
+    leases: list[LeaseView]
+    devices: list[DeviceView]
+    next_page_token: str = ""
+
+
+class ScaleView(BaseModel):
+    """The wanted number of processes of a kind."""
+
+    kind: str
+    count: int
+
+
+class KeyProblemView(BaseModel):
+    """One thing that is wrong with a request."""
+
+    key: str = Field(description="path of the key, such as algorithm.group_size")
+    problem: str
+    fix: str = Field(description="what to write instead; names the nearest valid value")
+
+
+class ErrorView(BaseModel):
+    """A refused request."""
+
+    reason: str
+    message: str
+    problems: list[KeyProblemView] = []
