@@ -1,0 +1,169 @@
+"""Loads and saves causal language models as Hugging Face directories; executes nothing they hold."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from transformers import AutoConfig, AutoModelForCausalLM, GgufConfig, PreTrainedConfig, PreTrainedModel
+from transformers.initialization import no_init_weights
+
+from headrace_modelkit.config import ModelConfig, ModelNotReadable
+
+# transformers' auto classes are not annotated.
+_Configs: Any = AutoConfig
+_Models: Any = AutoModelForCausalLM
+
+DTYPES: dict[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+_DROPOUT_KEYS = ("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop", "dropout")
+
+
+def load_model(
+    config: ModelConfig, *, weights: bool = True, dtype: torch.dtype | None = None, device: str = "cpu"
+) -> PreTrainedModel:
+    """The model in eval mode with dropout off, on `device`, in `dtype` (default: the config's).
+
+    `weights=False` allocates the parameters and leaves their values undefined (buffers such as rotary
+    frequencies are right); it takes well under a second. Raises ModelNotReadable.
+    """
+    wanted = dtype or DTYPES[config.dtype]
+    architecture = load_architecture(config)
+    with reading(config):
+        model: Any
+        if weights:
+            model = _with_weights(config, architecture, wanted)
+        else:
+            with no_init_weights():
+                model = _Models.from_config(architecture, dtype=wanted)
+            model.tie_weights()
+    ready: PreTrainedModel = model.to(device).eval()
+    return ready
+
+
+def load_architecture(config: ModelConfig) -> PreTrainedConfig:
+    """The model's configuration with dropout off. Raises ModelNotReadable."""
+    with reading(config):
+        architecture: PreTrainedConfig = _Configs.from_pretrained(config.path, **location(config))
+    for key in _DROPOUT_KEYS:
+        if getattr(architecture, key, None):
+            setattr(architecture, key, 0.0)
+    return architecture
+
+
+def context_limit(config: ModelConfig, architecture: PreTrainedConfig) -> int:
+    """Tokens that prompt and answer may have together. Raises ModelNotReadable when nobody says."""
+    own: int | None = getattr(architecture.get_text_config(), "max_position_embeddings", None)
+    if own is None and config.max_context is None:
+        raise ModelNotReadable(
+            f"model.max_context: {config.path!r} states no context limit; set it in tokens"
+        )
+    return min(limit for limit in (own, config.max_context) if limit is not None)
+
+
+def save_model(model: PreTrainedModel, tokenizer: Any, directory: Path | str) -> None:
+    """Writes a Hugging Face safetensors directory aside and renames it into place.
+
+    `tokenizer` is a TextCodec or a transformers tokenizer. An existing directory is replaced.
+    """
+    target = Path(directory)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    aside = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.partial")
+    try:
+        model.save_pretrained(aside)
+        getattr(tokenizer, "tokenizer", tokenizer).save_pretrained(aside)
+        _sync(aside)
+        replace_directory(aside, target)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def replace_directory(source: Path, target: Path) -> None:
+    """Renames `source` to `target`; what stood there is removed after it has been moved away."""
+    old = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.old")
+    if target.exists():
+        os.rename(target, old)
+    os.rename(source, target)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def location(config: ModelConfig) -> dict[str, Any]:
+    """Arguments of `from_pretrained` that say where in `config.path` to look."""
+    found = {"revision": config.revision, "gguf_file": config.gguf_file}
+    return {key: value for key, value in found.items() if value is not None}
+
+
+@contextmanager
+def reading(config: ModelConfig) -> Iterator[None]:
+    """Turns what loaders raise on an unreadable path into one sentence that names the key and the fix."""
+    _check_directory(config)
+    try:
+        yield
+    except ModelNotReadable:
+        raise
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ModelNotReadable(_sentence(config, reason)) from error
+
+
+def _with_weights(config: ModelConfig, architecture: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    options = location(config)
+    if config.gguf_file is not None:
+        options["quantization_config"] = GgufConfig(dequantize=True)
+    else:
+        # Never the pickled *.bin files that older directories hold.
+        options["use_safetensors"] = True
+    model, report = _Models.from_pretrained(
+        config.path, config=architecture, dtype=dtype, output_loading_info=True, **options
+    )
+    if missing := sorted(report["missing_keys"]):
+        raise ModelNotReadable(_sentence(config, f"{len(missing)} weights are missing, first {missing[0]}"))
+    loaded: PreTrainedModel = model
+    return loaded
+
+
+def _check_directory(config: ModelConfig) -> None:
+    path = Path(config.path).expanduser()
+    local = path.exists() or path.is_absolute() or config.path.startswith((".", "~"))
+    if not local:
+        return
+    if not path.is_dir():
+        raise ModelNotReadable(_sentence(config, "there is no such directory"))
+    wanted = config.gguf_file or "config.json"
+    if not (path / wanted).is_file():
+        raise ModelNotReadable(_sentence(config, f"it holds no {wanted}"))
+    if config.gguf_file is None:
+        _check_json(config, path / wanted)
+
+
+def _check_json(config: ModelConfig, file: Path) -> None:
+    try:
+        json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise ModelNotReadable(_sentence(config, f"{file.name} cannot be read ({error})")) from error
+
+
+def _sentence(config: ModelConfig, reason: str) -> str:
+    return (
+        f"model.path: cannot read a model from {config.path!r}: {reason}; give a Hugging Face id or a "
+        "directory with config.json, *.safetensors and a tokenizer (or set model.gguf_file)"
+    )
+
+
+def _sync(directory: Path) -> None:
+    for path in [*directory.iterdir(), directory]:
+        # safetensors writes for its own user alone; another service's user has to read it.
+        path.chmod(0o755 if path.is_dir() else 0o644)
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)

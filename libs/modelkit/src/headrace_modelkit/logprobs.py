@@ -1,0 +1,162 @@
+"""Log-probs and entropy of tokens, in fp32 whatever the model's type, bounded in memory over the vocabulary.
+
+Shapes: B sequences, T tokens, N = rows, D hidden, V vocabulary. Knows no sampling.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+
+# fp32 elements of one chunk of logits: 64 MiB.
+CHUNK_ELEMENTS = 16 * 1024 * 1024
+
+
+def token_log_probs(logits_BTV: Tensor, tokens_BT: Tensor, temperature: float) -> Tensor:
+    """fp32 (B, T) log-probs of tokens under softmax(logits / temperature); temperature 0 counts as 1.
+
+    Differentiable; each chunk is recomputed in the backward pass, so no fp32 copy of the logits is kept.
+    """
+
+    def rows(logits_NV: Tensor, tokens_N: Tensor) -> Tensor:
+        scaled_NV = scale(logits_NV, temperature)
+        return scaled_NV.gather(-1, tokens_N[:, None])[:, 0] - scaled_NV.logsumexp(-1)
+
+    return _over_rows(rows, logits_BTV, tokens_BT)
+
+
+def token_entropy(logits_BTV: Tensor, temperature: float) -> Tensor:
+    """fp32 (B, T) entropy in nats of softmax(logits / temperature); temperature 0 counts as 1."""
+    return _over_rows(lambda logits_NV, _: _entropy(scale(logits_NV, temperature)), logits_BTV, None)
+
+
+def scale(logits: Tensor, temperature: float) -> Tensor:
+    """fp32 logits divided by the temperature; greedy (0) is reported at temperature 1."""
+    return logits.float() if temperature in (0.0, 1.0) else logits.float() / temperature
+
+
+@dataclass(frozen=True)
+class Head:
+    """A model's output head: hidden states to fp32 logits, so that no logit is rounded to bf16.
+
+    `weight_VD` is the model's own (bf16 or fp32) or an fp32 copy of it; `multiplier` and `softcap` are
+    what some architectures do after the matrix product.
+    """
+
+    weight_VD: Tensor
+    bias_V: Tensor | None
+    multiplier: float
+    softcap: float | None
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> Head:
+        """The head of a Hugging Face causal language model, sharing its weights."""
+        untyped: Any = model
+        linear = untyped.get_output_embeddings()
+        config = model.config.get_text_config()
+        multiplier = float(getattr(config, "logit_scale", None) or 1.0)
+        multiplier /= float(getattr(config, "logits_scaling", None) or 1.0)
+        return cls(
+            linear.weight,
+            getattr(linear, "bias", None),
+            multiplier,
+            getattr(config, "final_logit_softcapping", None),
+        )
+
+    def widened(self) -> Head:
+        """The same head with its weights copied to fp32 once; for callers that score many times."""
+        bias_V = None if self.bias_V is None else self.bias_V.detach().float()
+        return Head(self.weight_VD.detach().float(), bias_V, self.multiplier, self.softcap)
+
+    def logits(self, hidden_ND: Tensor) -> Tensor:
+        """fp32 (N, V). Products of bf16 hidden states stay in bf16 units and are summed in fp32."""
+        with _exact_products(hidden_ND):
+            logits_NV = F.linear(
+                hidden_ND.float(),
+                self.weight_VD.float(),
+                None if self.bias_V is None else self.bias_V.float(),
+            )
+        if self.multiplier != 1.0:
+            logits_NV = logits_NV * self.multiplier
+        if self.softcap is not None:
+            logits_NV = self.softcap * torch.tanh(logits_NV / self.softcap)
+        return logits_NV
+
+
+def hidden_log_probs(
+    head: Head, hidden_ND: Tensor, tokens_N: Tensor, temperature: float, *, entropy: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """fp32 (N,) log-probs, and entropies when asked, straight from hidden states.
+
+    The logits exist one chunk at a time, in both passes. Differentiable in hidden states and head.
+    """
+
+    def rows(hidden_ND: Tensor, tokens_N: Tensor) -> Tensor:
+        scaled_NV = scale(head.logits(hidden_ND), temperature)
+        found_N = scaled_NV.gather(-1, tokens_N[:, None])[:, 0] - scaled_NV.logsumexp(-1)
+        return torch.stack([found_N, _entropy(scaled_NV)]) if entropy else found_N[None]
+
+    size = max(1, CHUNK_ELEMENTS // head.weight_VD.shape[0])
+    parts = [
+        _recomputed(rows, hidden_ND[start : start + size], tokens_N[start : start + size])
+        for start in range(0, hidden_ND.shape[0], size)
+    ]
+    found = torch.cat(parts, dim=1) if parts else hidden_ND.new_zeros((2, 0), dtype=torch.float32)
+    return found[0], (found[1] if entropy else None)
+
+
+def _entropy(scaled_NV: Tensor) -> Tensor:
+    log_probs_NV = scaled_NV.log_softmax(-1)
+    return -(log_probs_NV.exp() * log_probs_NV).nan_to_num(nan=0.0).sum(-1)
+
+
+def _over_rows(
+    rows: Callable[[Tensor, Tensor], Tensor], logits_BTV: Tensor, tokens_BT: Tensor | None
+) -> Tensor:
+    vocabulary = logits_BTV.shape[-1]
+    logits_NV = logits_BTV.reshape(-1, vocabulary)
+    tokens_N = (
+        torch.zeros(logits_NV.shape[0], dtype=torch.long) if tokens_BT is None else tokens_BT.reshape(-1)
+    )
+    size = max(1, CHUNK_ELEMENTS // vocabulary)
+    parts = [
+        _recomputed(rows, part, tokens)
+        for part, tokens in _pairs(logits_NV, tokens_N.to(logits_NV.device), size)
+    ]
+    found = torch.cat(parts) if parts else logits_NV.new_zeros(0, dtype=torch.float32)
+    return found.reshape(logits_BTV.shape[:-1])
+
+
+def _pairs(values: Tensor, tokens_N: Tensor, size: int) -> Iterator[tuple[Tensor, Tensor]]:
+    for start in range(0, values.shape[0], size):
+        yield values[start : start + size], tokens_N[start : start + size]
+
+
+def _recomputed(rows: Callable[[Tensor, Tensor], Tensor], values: Tensor, tokens_N: Tensor) -> Tensor:
+    if not (torch.is_grad_enabled() and values.requires_grad):
+        return rows(values, tokens_N)
+    found: Tensor = checkpoint(rows, values, tokens_N, use_reentrant=False, preserve_rng_state=False)
+    return found
+
+
+@contextmanager
+def _exact_products(hidden_ND: Tensor) -> Iterator[None]:
+    # bf16 values lose nothing when an fp32 product rounds its inputs to bf16, and AMX makes it faster.
+    if hidden_ND.dtype != torch.bfloat16 or hidden_ND.device.type != "cpu":
+        yield
+        return
+    settings: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]  # absent from its stubs
+    before = settings.fp32_precision
+    settings.fp32_precision = "bf16"
+    try:
+        yield
+    finally:
+        settings.fp32_precision = before

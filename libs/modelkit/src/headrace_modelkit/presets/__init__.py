@@ -1,0 +1,1 @@
+"""Models that are made or found without a model hub, for demos and tests."""

@@ -1,0 +1,113 @@
+"""Text to ids and back: chat templates, prefilled answers, several end-of-sequence ids.
+
+Knows no model weights and never changes how a model samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedConfig
+
+from headrace_modelkit.config import ModelConfig, ModelNotReadable
+from headrace_modelkit.loading import load_architecture, location, reading
+
+
+class TextCodec:
+    """A tokenizer with the ids that end an answer.
+
+    `eos_ids` holds every id that the model, its generation config or its tokenizer calls an end;
+    `pad_id` may be one of them, so sequences are masked by length and never by id.
+    """
+
+    def __init__(self, tokenizer: Any, eos_ids: frozenset[int], pad_id: int) -> None:
+        self.tokenizer = tokenizer
+        self.eos_ids = eos_ids
+        self.pad_id = pad_id
+
+    def encode_prompt(
+        self, chat: Sequence[Mapping[str, str]] | None = None, text: str | None = None, prefill: str = ""
+    ) -> list[int]:
+        """Ids of a prompt: a chat through the template, or text as it is; `prefill` begins the answer.
+
+        The prefill is joined as text before tokenising, so that no token boundary is forced before it.
+        Raises ValueError when the tokenizer has no chat template, or both or neither form is given.
+        """
+        if (chat is None) == (text is None):
+            raise ValueError("a prompt is either a chat or a text")
+        if chat is not None:
+            return self._ids(self._render(chat) + prefill, special=False)
+        ids = self._ids(f"{text}{prefill}", special=True)
+        # Some tokenizers append their end to every text: the answer would begin after an end.
+        while (
+            len(ids) > 1 and ids[-1] in self.eos_ids and not f"{text}{prefill}".endswith(self._piece(ids[-1]))
+        ):
+            ids.pop()
+        return ids
+
+    def encode_answer(self, text: str) -> list[int]:
+        """Ids of a reference answer, ended by the tokenizer's own end-of-sequence id."""
+        own = self.tokenizer.eos_token_id
+        return [*self._ids(text, special=False), own if own is not None else min(self.eos_ids)]
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of ids, for scorers and people; never turned back into ids."""
+        text: str = self.tokenizer.decode(
+            list(ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+        )
+        return text
+
+    def _render(self, chat: Sequence[Mapping[str, str]]) -> str:
+        if not self.tokenizer.chat_template:
+            raise ValueError(
+                "data.prompt.chat: the model's tokenizer has no chat template; set data.prompt.chat: false"
+            )
+        rendered: str = self.tokenizer.apply_chat_template(
+            [dict(message) for message in chat], tokenize=False, add_generation_prompt=True
+        )
+        return rendered
+
+    def _ids(self, text: str, *, special: bool) -> list[int]:
+        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=special)
+        return ids
+
+    def _piece(self, token_id: int) -> str:
+        piece: str = self.tokenizer.convert_ids_to_tokens(token_id)
+        return piece
+
+
+def load_tokenizer(config: ModelConfig) -> TextCodec:
+    """The model's tokenizer. Raises ModelNotReadable, also when nothing ends an answer."""
+    architecture = load_architecture(config)
+    with reading(config):
+        tokenizer = AutoTokenizer.from_pretrained(config.path, **location(config))
+    eos_ids = _eos_ids(tokenizer, architecture, _generation_config(config))
+    if not eos_ids:
+        raise ModelNotReadable(
+            f"model.path: {config.path!r} names no end-of-sequence id; set eos_token in tokenizer_config.json"
+        )
+    pad_id = tokenizer.pad_token_id
+    return TextCodec(tokenizer, eos_ids, pad_id if pad_id is not None else min(eos_ids))
+
+
+def _generation_config(config: ModelConfig) -> GenerationConfig | None:
+    # Read for its end ids alone; its temperature and top-p are somebody else's choice.
+    if config.gguf_file is not None:
+        return None
+    try:
+        return GenerationConfig.from_pretrained(config.path, **location(config))
+    except OSError:
+        return None
+
+
+def _eos_ids(
+    tokenizer: Any, architecture: PreTrainedConfig, generation: GenerationConfig | None
+) -> frozenset[int]:
+    named = [tokenizer.eos_token_id, architecture.get_text_config().eos_token_id]
+    named.append(generation.eos_token_id if generation is not None else None)
+    ids: set[int] = set()
+    for entry in named:
+        if entry is not None:
+            ids.update(entry if isinstance(entry, list) else [entry])
+    return frozenset(ids)

@@ -1,0 +1,74 @@
+"""Weights in one canonical order: what a published version holds and how it gets in and out of a model.
+
+Tied weights appear once, under the name that Hugging Face saves. Knows no transport.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+
+def state_tensors(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    """(name, tensor) of every parameter and persistent buffer, parameters first, tied ones once."""
+    tied = set(getattr(model, "all_tied_weights_keys", None) or {})
+    seen: set[int] = set()
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if name not in tied and id(parameter) not in seen:
+            seen.add(id(parameter))
+            yield name, parameter
+    persistent = model.state_dict(keep_vars=True).keys()
+    for name, buffer in model.named_buffers():
+        if name in persistent:
+            yield name, buffer
+
+
+def weight_layout(
+    model: PreTrainedModel, dtype: torch.dtype
+) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
+    """(name, type, shape) in canonical order. Parameters travel in `dtype`, buffers in their own type."""
+    return [(name, _travel_type(tensor, dtype), tuple(tensor.shape)) for name, tensor in state_tensors(model)]
+
+
+def copy_out(model: PreTrainedModel, name: str, out: memoryview, dtype: torch.dtype) -> None:
+    """Writes one tensor of the layout into `out`, cast as the layout says. Raises KeyError on other names."""
+    tensor = _named(model)[name]
+    travel = _travel_type(tensor, dtype)
+    if tensor.numel():
+        flat = torch.frombuffer(out, dtype=travel, count=tensor.numel())
+        flat.view(tensor.shape).copy_(tensor.detach())
+
+
+def load_weights(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> None:
+    """Copies a whole version into the model, cast to the model's types.
+
+    Raises ValueError, before anything is written, when names or shapes are not the model's own.
+    """
+    own = _named(model)
+    if problem := _difference(own, tensors):
+        raise ValueError(f"the weights are not this model's: {problem}")
+    with torch.no_grad():
+        for name, tensor in own.items():
+            tensor.copy_(tensors[name])
+
+
+def _named(model: PreTrainedModel) -> dict[str, Tensor]:
+    return dict(state_tensors(model))
+
+
+def _difference(own: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> str:
+    if missing := own.keys() - given.keys():
+        return f"{len(missing)} missing, first {min(missing)}"
+    if extra := given.keys() - own.keys():
+        return f"{len(extra)} unknown, first {min(extra)}"
+    for name, tensor in own.items():
+        if tensor.shape != given[name].shape:
+            return f"{name} has shape {tuple(given[name].shape)}, not {tuple(tensor.shape)}"
+    return ""
+
+
+def _travel_type(tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
+    return dtype if isinstance(tensor, torch.nn.Parameter) else tensor.dtype
