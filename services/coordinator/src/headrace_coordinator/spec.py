@@ -6,34 +6,54 @@ engines and devices exist) is checked at submission by `admission`.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, model_validator
+
+from headrace_coordinator.problems import Impossible, problem
+from headrace_coordinator.views import KeyProblemView
+
+# Strict: `true` and "8" are no numbers. Bounded: every count fits the wire's int32 (bytes: int64).
+Count = Annotated[int, Field(strict=True, ge=1, le=2**31 - 1)]
+CountOrZero = Annotated[int, Field(strict=True, ge=0, le=2**31 - 1)]
+Bytes = Annotated[int, Field(strict=True, ge=1, le=2**48)]
+Seed = Annotated[int, Field(strict=True, ge=0, lt=2**63)]
 
 
 class Section(BaseModel):
     """A part of the spec; unknown keys are errors."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class ModelSection(Section):
     """The policy: a Hugging Face id or a local directory (read by rollout and trainer)."""
 
     path: str = Field(description="Hugging Face id or local directory of the model")
-    revision: str | None = Field(None, description="revision of a Hugging Face id")
-    gguf_file: str | None = Field(None, description="GGUF file inside the directory, dequantised on load")
-    dtype: Literal["float32", "bfloat16"] = Field("bfloat16", description="type of the forward pass in both services")
-    max_context: PositiveInt | None = Field(None, description="context limit in tokens; default: the model's own")
+    revision: str | None = Field(default=None, description="revision of a Hugging Face id")
+    gguf_file: str | None = Field(
+        default=None, description="GGUF file inside the directory, dequantised on load"
+    )
+    dtype: Literal["float32", "bfloat16"] = Field(
+        default="bfloat16", description="type of the forward pass in both services"
+    )
+    max_context: Count | None = Field(
+        default=None, description="context limit in tokens; default: the model's own"
+    )
 
 
 class PromptSection(Section):
     """How a data item becomes a prompt. Text fields may use {question} and the item's other fields."""
 
-    template: str = Field("{question}", description="text of the prompt (the user's turn of a chat)")
-    system: str | None = Field(None, description="system message of the chat")
-    chat: bool = Field(True, description="use the tokenizer's chat template; false feeds the text as it is")
-    prefill: str = Field("", description="text that begins the assistant's answer and counts as prompt")
+    template: str = Field(default="{question}", description="text of the prompt (the user's turn of a chat)")
+    system: str | None = Field(default=None, description="system message of the chat")
+    chat: bool = Field(
+        default=True, description="use the tokenizer's chat template; false feeds the text as it is"
+    )
+    prefill: str = Field(
+        default="", description="text that begins the assistant's answer and counts as prompt"
+    )
 
 
 class DataSection(Section):
@@ -42,9 +62,13 @@ class DataSection(Section):
     source: str = Field(description="name of a data source: reasoning_gym, jsonl, copy_digits")
     options: dict[str, Any] = Field(default_factory=dict, description="options of the source")
     prompt: PromptSection = PromptSection()
-    heldout: Annotated[int, Field(ge=0)] = Field(0, description="items set aside for evaluation, never trained")
-    heldout_seed: int = Field(1, description="seed of the choice of held-out items; independent of `seed`")
-    exclude: list[str] = Field(default_factory=list, description="questions kept out of both parts (few-shot examples)")
+    heldout: CountOrZero = Field(default=0, description="items set aside for evaluation, never trained")
+    heldout_seed: Seed = Field(
+        default=1, description="seed of the choice of held-out items; independent of `seed`"
+    )
+    exclude: list[str] = Field(
+        default_factory=list, description="questions kept out of both parts (few-shot examples)"
+    )
 
 
 class SamplingSection(Section):
@@ -52,36 +76,43 @@ class SamplingSection(Section):
 
     temperature: Annotated[float, Field(gt=0)] = 1.0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    top_k: Annotated[int, Field(ge=0)] = 0
+    top_k: CountOrZero = 0
     min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
     repetition_penalty: PositiveFloat = 1.0
-    max_new_tokens: PositiveInt = 64
+    max_new_tokens: Count = 64
     stop: list[str] = Field(default_factory=list)
 
 
 class AlgorithmSection(Section):
     """How rewards become a gradient."""
 
-    name: str = Field("grpo", description="name in the trainer's registry")
-    group_size: PositiveInt = Field(8, description="samples of one prompt")
-    prompts_per_step: PositiveInt = Field(4, description="groups of one step")
+    name: str = Field(default="grpo", description="name in the trainer's registry")
+    group_size: Count = Field(default=8, description="samples of one prompt")
+    prompts_per_step: Count = Field(default=4, description="groups of one step")
     clip_low: PositiveFloat = 0.2
     clip_high: PositiveFloat = 0.2
-    normalize_std: bool = Field(True, description="divide group-centred rewards by their standard deviation")
-    loss_aggregation: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum"] = "token-mean"
-    truncated: Literal["keep", "mask"] = Field("keep", description="answers cut by the length limit: train or mask")
-    importance_cap: PositiveFloat | None = Field(
-        None, description="cap of the truncated importance weight trainer/engine per token; none: no correction"
+    normalize_std: bool = Field(
+        default=True, description="divide group-centred rewards by their standard deviation"
     )
-    max_staleness: Literal[0] = Field(0, description="steps that a sample may lag behind its base")
+    loss_aggregation: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum"] = "token-mean"
+    truncated: Literal["keep", "mask"] = Field(
+        default="keep", description="answers cut by the length limit: train or mask"
+    )
+    importance_cap: PositiveFloat | None = Field(
+        default=None,
+        description="cap of the truncated importance weight trainer/engine per token; none: no correction",
+    )
+    max_staleness: Literal[0] = Field(default=0, description="steps that a sample may lag behind its base")
 
 
 class ScheduleSection(Section):
     """The learning rate over steps."""
 
     name: Literal["constant", "linear", "cosine"] = "constant"
-    warmup_steps: Annotated[int, Field(ge=0)] = 0
-    total_steps: PositiveInt | None = Field(None, description="steps until the final rate; default: the run's steps")
+    warmup_steps: CountOrZero = 0
+    total_steps: Count | None = Field(
+        default=None, description="steps until the final rate; default: the run's steps"
+    )
     final_fraction: Annotated[float, Field(ge=0, le=1)] = 0.0
 
 
@@ -100,17 +131,17 @@ class OptimizerSection(Section):
 class WarmupSection(Section):
     """Supervised steps on reference answers before the first RL step; reported as such."""
 
-    steps: Annotated[int, Field(ge=0)] = 0
+    steps: CountOrZero = 0
     lr: PositiveFloat = 1e-3
-    batch: PositiveInt = 64
+    batch: Count = 64
 
 
 class TrainerSection(Section):
     """The learning side."""
 
-    backend: str = Field("fsdp", description="name in the trainer's registry")
-    ranks: PositiveInt = Field(1, description="ranks of the gang, one trainer instance each")
-    micro_batch_tokens: PositiveInt = Field(2048, description="most tokens of one packed forward")
+    backend: str = Field(default="fsdp", description="name in the trainer's registry")
+    ranks: Count = Field(default=1, description="ranks of the gang, one trainer instance each")
+    micro_batch_tokens: Count = Field(default=2048, description="most tokens of one packed forward")
     gradient_checkpointing: bool = False
     warmup: WarmupSection = WarmupSection()
 
@@ -118,10 +149,10 @@ class TrainerSection(Section):
 class RolloutSection(Section):
     """The generating side."""
 
-    engine: str = Field("transformers", description="name in the rollout's registry")
-    instances: PositiveInt = Field(1, description="rollout instances the run takes")
-    max_concurrency: PositiveInt = Field(64, description="sequences decoded together by one instance")
-    chunk_tokens: Annotated[int, Field(ge=0)] = Field(0, description="tokens of a streamed chunk; 0: whole answers")
+    engine: str = Field(default="transformers", description="name in the rollout's registry")
+    instances: Count = Field(default=1, description="rollout instances the run takes")
+    max_concurrency: Count = Field(default=64, description="sequences decoded together by one instance")
+    chunk_tokens: CountOrZero = Field(default=0, description="tokens of a streamed chunk; 0: whole answers")
 
 
 class ScorerSection(Section):
@@ -139,50 +170,68 @@ class RewardSection(Section):
     evaluation: list[ScorerSection] = Field(
         default_factory=list, description="scorers of held-out answers; default: the same scorers"
     )
-    timeout_s: PositiveFloat = Field(5.0, description="limit of one answer; beyond it the answer failed")
-    failed_reward: float = Field(0.0, description="reward of an answer that makes a scorer fail or run out of time")
-    truncated_reward: float | None = Field(None, description="reward of answers cut by the length limit; none: scored")
+    timeout_s: PositiveFloat = Field(
+        default=5.0, description="limit of one answer; beyond it the answer failed"
+    )
+    failed_reward: float = Field(
+        default=0.0, description="reward of an answer that makes a scorer fail or run out of time"
+    )
+    truncated_reward: float | None = Field(
+        default=None, description="reward of answers cut by the length limit; none: scored"
+    )
 
 
 class PlacementSection(Section):
     """Which devices generate and learn. Names as `headrace instances` shows them, without the host."""
 
     mode: Literal["collocated", "disaggregated"] = "collocated"
-    rollout: list[str] = Field(default_factory=list, description="devices that generate; default: by the mode")
+    rollout: list[str] = Field(
+        default_factory=list, description="devices that generate; default: by the mode"
+    )
     trainer: list[str] = Field(default_factory=list, description="devices that learn; default: by the mode")
 
 
 class EvaluationSection(Section):
     """Held-out evaluation."""
 
-    every: Annotated[int, Field(ge=0)] = Field(0, description="steps between evaluations; 0: only first and last")
+    every: CountOrZero = Field(default=0, description="steps between evaluations; 0: only first and last")
     greedy: bool = True
-    temperature: PositiveFloat = Field(1.0, description="temperature when not greedy")
-    samples: PositiveInt = Field(1, description="answers a held-out prompt")
-    max_new_tokens: PositiveInt | None = Field(None, description="default: as in sampling")
+    temperature: PositiveFloat = Field(default=1.0, description="temperature when not greedy")
+    samples: Count = Field(default=1, description="answers a held-out prompt")
+    max_new_tokens: Count | None = Field(default=None, description="default: as in sampling")
     baseline_prefill: str | None = Field(
-        None, description="also evaluate the untrained model with its answer begun by this text"
+        default=None, description="also evaluate the untrained model with its answer begun by this text"
     )
 
 
 class CheckpointSection(Section):
     """Durability."""
 
-    interval_steps: Annotated[int, Field(ge=0)] = Field(0, description="steps between checkpoints; 0: by time budget")
-    time_budget: Annotated[float, Field(gt=0, le=1)] = Field(0.05, description="share of wall time for checkpoints")
-    max_interval_s: PositiveFloat = Field(600.0, description="longest time between checkpoints")
-    keep: PositiveInt = Field(2, description="checkpoints kept")
+    interval_steps: CountOrZero = Field(default=0, description="steps between checkpoints; 0: by time budget")
+    time_budget: Annotated[float, Field(gt=0, le=1)] = Field(
+        default=0.05, description="share of wall time for checkpoints"
+    )
+    max_interval_s: PositiveFloat = Field(default=600.0, description="longest time between checkpoints")
+    keep: Count = Field(default=2, description="checkpoints kept")
     enabled: bool = True
 
 
 class LimitsSection(Section):
     """Bounds that fail a run rather than let it rot."""
 
-    max_drop_rate: Annotated[float, Field(ge=0, le=1)] = Field(0.1, description="share of slots that may be dropped")
-    step_timeout_s: PositiveFloat = Field(1800.0, description="longest time of one step")
-    instance_timeout_s: PositiveFloat = Field(120.0, description="longest wait for an instance or a lease")
-    in_flight_bytes: PositiveInt = Field(64 * 1024 * 1024, description="bodies that the coordinator relays at once")
-    recoveries: PositiveInt = Field(20, description="recoveries without a finished step before the run fails")
+    max_drop_rate: Annotated[float, Field(ge=0, le=1)] = Field(
+        default=0.1, description="share of slots that may be dropped"
+    )
+    step_timeout_s: PositiveFloat = Field(default=1800.0, description="longest time of one step")
+    instance_timeout_s: PositiveFloat = Field(
+        default=120.0, description="longest wait for an instance or a lease"
+    )
+    in_flight_bytes: Bytes = Field(
+        default=64 * 1024 * 1024, description="bodies that the coordinator relays at once"
+    )
+    recoveries: Count = Field(
+        default=20, description="recoveries without a finished step before the run fails"
+    )
 
 
 class RunSpec(Section):
@@ -190,10 +239,10 @@ class RunSpec(Section):
 
     name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,40}$")] = "run"
     workflow: Literal["reasoning"] = "reasoning"
-    steps: PositiveInt = 10
-    seed: int = 0
+    steps: Count = 10
+    seed: Seed = 0
     deterministic: bool = False
-    export: bool = Field(True, description="write the final weights as a Hugging Face directory")
+    export: bool = Field(default=True, description="write the final weights as a Hugging Face directory")
     model: ModelSection
     data: DataSection
     sampling: SamplingSection = SamplingSection()
@@ -214,24 +263,116 @@ class RunSpec(Section):
 
     @model_validator(mode="after")
     def _combinations(self) -> RunSpec:
-        if self.algorithm.name == "grpo" and self.algorithm.group_size < 2:
-            raise ValueError("algorithm.group_size: grpo compares the samples of a group; use at least 2")
-        sampling = self.sampling
-        if sampling.top_p < 1 or sampling.top_k or sampling.min_p or sampling.repetition_penalty != 1:
-            raise ValueError(
-                "sampling.top_p / top_k / min_p / repetition_penalty: truncated or penalised sampling is refused in "
-                "strict on-policy mode (the kept set does not travel); set top_p: 1, top_k: 0, min_p: 0, "
-                "repetition_penalty: 1"
-            )
-        if self.placement.mode == "collocated" and self.placement.rollout != self.placement.trainer:
-            raise ValueError(
-                "placement.trainer: collocated placement takes turns on the same devices; make placement.rollout "
-                "and placement.trainer equal, or set placement.mode: disaggregated"
-            )
-        shared = set(self.placement.rollout) & set(self.placement.trainer)
-        if self.placement.mode == "disaggregated" and shared:
-            raise ValueError(
-                f"placement.trainer: {', '.join(sorted(shared))} is also in placement.rollout; disaggregated "
-                "placement needs disjoint devices"
-            )
+        problems = [*_batch(self), *_sampling(self), *_placement(self), *_evaluation(self), *_reward(self)]
+        if problems:
+            raise Impossible(problems)
         return self
+
+
+def _batch(spec: RunSpec) -> Iterator[KeyProblemView]:
+    algorithm, ranks = spec.algorithm, spec.trainer.ranks
+    if algorithm.name == "grpo" and algorithm.group_size < 2:
+        yield problem("algorithm.group_size", "grpo compares the samples of a group", "use at least 2")
+    if algorithm.prompts_per_step % ranks:
+        yield problem(
+            "algorithm.prompts_per_step",
+            f"{algorithm.prompts_per_step} groups cannot be shared evenly by trainer.ranks: {ranks}",
+            f"the nearest valid value is {max(1, round(algorithm.prompts_per_step / ranks)) * ranks}",
+        )
+    if algorithm.clip_low >= 1:
+        yield problem(
+            "algorithm.clip_low", "the ratio is clipped below at 1 - clip_low", "use a number below 1"
+        )
+    schedule = spec.optimizer.schedule
+    total = schedule.total_steps or spec.steps
+    if schedule.warmup_steps > total:
+        yield problem(
+            "optimizer.schedule.warmup_steps",
+            f"the warm-up of {schedule.warmup_steps} steps does not end within the schedule's {total}",
+            f"the nearest valid value is {total}",
+        )
+
+
+def _sampling(spec: RunSpec) -> Iterator[KeyProblemView]:
+    sampling, context = spec.sampling, spec.model.max_context
+    neutral: dict[str, float] = {"top_p": 1, "top_k": 0, "min_p": 0, "repetition_penalty": 1}
+    for key, value in neutral.items():
+        if getattr(sampling, key) != value:
+            yield problem(
+                f"sampling.{key}",
+                "truncated or penalised sampling is refused in strict on-policy mode (the kept set does not travel)",
+                f"set {key}: {value}",
+            )
+    for key, tokens in (
+        ("sampling", sampling.max_new_tokens),
+        ("evaluation", spec.evaluation.max_new_tokens),
+    ):
+        if context is not None and tokens is not None and tokens >= context:
+            yield problem(
+                f"{key}.max_new_tokens",
+                f"{tokens} new tokens leave no room for a prompt within model.max_context: {context}",
+                f"use less than {context}",
+            )
+    if any(not text for text in sampling.stop):
+        yield problem("sampling.stop", "an empty text ends every answer at once", "remove it")
+
+
+def _placement(spec: RunSpec) -> Iterator[KeyProblemView]:
+    placement = spec.placement
+    shared = sorted(set(placement.rollout) & set(placement.trainer))
+    if placement.mode == "collocated" and sorted(placement.rollout) != sorted(placement.trainer):
+        yield problem(
+            "placement.trainer",
+            "collocated placement takes turns on the same devices",
+            "make placement.rollout and placement.trainer equal, or set placement.mode: disaggregated",
+        )
+    if placement.mode == "disaggregated" and shared:
+        yield problem(
+            "placement.trainer",
+            f"{', '.join(shared)} is also in placement.rollout; disaggregated placement needs disjoint devices",
+            "name other devices, or set placement.mode: collocated",
+        )
+    for key, users in (("rollout", spec.rollout.instances), ("trainer", spec.trainer.ranks)):
+        devices: list[str] = getattr(placement, key)
+        if len(set(devices)) < len(devices):
+            yield problem(f"placement.{key}", "a device is named twice", "name each device once")
+        elif devices and len(devices) < users:
+            what = "rollout.instances" if key == "rollout" else "trainer.ranks"
+            yield problem(
+                f"placement.{key}",
+                f"{len(devices)} devices are too few for {what}: {users}",
+                f"name at least {users} devices, or set {what}: {len(devices)}",
+            )
+
+
+def _evaluation(spec: RunSpec) -> Iterator[KeyProblemView]:
+    evaluation = spec.evaluation
+    wants = (
+        "every" if evaluation.every else "baseline_prefill" if evaluation.baseline_prefill is not None else ""
+    )
+    if wants and not spec.data.heldout:
+        yield problem(
+            f"evaluation.{wants}", "there are no held-out items to evaluate", "set data.heldout above 0"
+        )
+    if evaluation.greedy and evaluation.samples > 1:
+        yield problem(
+            "evaluation.samples",
+            "greedy decoding gives the same answer every time",
+            "set evaluation.samples: 1, or evaluation.greedy: false",
+        )
+
+
+def _reward(spec: RunSpec) -> Iterator[KeyProblemView]:
+    for part in ("scorers", "evaluation"):
+        scorers: list[ScorerSection] = getattr(spec.reward, part)
+        if scorers and all(scorer.weight == 0 for scorer in scorers):
+            yield problem(
+                f"reward.{part}", "every weight is 0, so every answer is worth the same", "weigh one scorer"
+            )
+        for index, scorer in enumerate(scorers):
+            if scorer.name.endswith((".py", ".py:")):
+                yield problem(
+                    f"reward.{part}[{index}].name",
+                    f"{scorer.name} names a file but no function in it",
+                    f"write {scorer.name.rstrip(':')}:function",
+                )

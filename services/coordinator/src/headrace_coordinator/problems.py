@@ -1,0 +1,214 @@
+"""What is wrong with a user's input, as problems that name the key, the reason and the fix.
+
+Turns pydantic's errors into such problems. Knows the shape of a model, not what its values mean.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, get_args
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from headrace_coordinator.views import KeyProblemView
+
+SHOWN_CHARACTERS = 80
+SHOWN_VALUES = 12
+TYPE_NAMES = {
+    "str": "text",
+    "bool": "a truth value",
+    "NoneType": "nothing",
+    "dict": "a mapping",
+    "list": "a list",
+}
+
+
+class Impossible(ValueError):
+    """Input that no retry makes valid. A validator may raise it: pydantic keeps it in the error's context."""
+
+    def __init__(self, problems: list[KeyProblemView]) -> None:
+        super().__init__("; ".join(sentence(problem) for problem in problems))
+        self.problems = problems
+
+
+def problem(key: str, reason: str, fix: str) -> KeyProblemView:
+    """One problem."""
+    return KeyProblemView(key=key, problem=reason, fix=fix)
+
+
+def sentence(item: KeyProblemView) -> str:
+    """A problem as one line."""
+    return f"{item.key}: {item.problem}; {item.fix}" if item.key else f"{item.problem}; {item.fix}"
+
+
+def nearest(value: object, allowed: Iterable[str]) -> str | None:
+    """The allowed value that looks most like `value`, if any does."""
+    names = {name.lower(): name for name in allowed}
+    close = difflib.get_close_matches(str(value).lower(), list(names), n=1, cutoff=0.5)
+    return names[close[0]] if close else None
+
+
+def choose(value: object, allowed: Iterable[str], *, extra: str = "") -> str:
+    """A fix that names the nearest allowed value and the allowed ones."""
+    names = sorted(set(allowed))
+    if not names:
+        return extra or "there is no valid value at present"
+    listed = ", ".join(names[:SHOWN_VALUES]) + (", …" if len(names) > SHOWN_VALUES else "")
+    close = nearest(value, names)
+    fix = f"did you mean {close}? allowed: {listed}" if close else f"use one of: {listed}"
+    return f"{fix}{extra and '; '}{extra}"
+
+
+def show(value: object) -> str:
+    """A value as a user would recognise it, bounded."""
+    text = repr(value)
+    return text if len(text) <= SHOWN_CHARACTERS else text[: SHOWN_CHARACTERS - 1] + "…"
+
+
+def path(parts: Sequence[str | int]) -> str:
+    """A key path: ("reward", "scorers", 0, "name") → reward.scorers[0].name"""
+    text = ""
+    for part in parts:
+        if isinstance(part, int):
+            text += f"[{part}]"
+        else:
+            text += f".{part}" if text else part
+    return text
+
+
+def explain(error: ValidationError, model: type[BaseModel], prefix: str = "") -> list[KeyProblemView]:
+    """The problems behind a validation error of `model`; `prefix` is the key path of the model itself."""
+    found: list[KeyProblemView] = []
+    for detail in error.errors(include_url=False):
+        inner = detail.get("ctx", {}).get("error")
+        if isinstance(inner, Impossible):
+            found += [item.model_copy(update={"key": _join(prefix, item.key)}) for item in inner.problems]
+        else:
+            reason, fix = _reason_and_fix(detail, model)
+            found.append(problem(_join(prefix, path(detail["loc"])), reason, fix))
+    return found
+
+
+def _join(prefix: str, key: str) -> str:
+    return f"{prefix}.{key}" if prefix and key and not key.startswith("[") else prefix + key
+
+
+def _reason_and_fix(detail: ErrorDetails, model: type[BaseModel]) -> tuple[str, str]:
+    kind, loc, value, ctx = detail["type"], detail["loc"], detail["input"], detail.get("ctx", {})
+    if kind == "extra_forbidden":
+        return "unknown key", _fix_unknown(str(loc[-1]), model, loc[:-1])
+    if kind == "missing":
+        return "required key is missing", _fix_missing(model, loc)
+    if kind == "literal_error":
+        allowed = [name.strip().strip("'") for name in str(ctx["expected"]).replace(" or ", ", ").split(",")]
+        return f"{show(value)} is not allowed", choose(value, allowed)
+    bound = next((name for name in ("gt", "ge", "lt", "le") if name in ctx), None)
+    if bound:
+        return _out_of_bounds(bound, ctx[bound], value)
+    if kind.startswith(("int", "float", "finite")):
+        return _not_a_number(kind, value)
+    return f"{_plain(detail['msg'])} (got {show(value)})", _fix_type(kind, ctx)
+
+
+def _plain(message: str) -> str:
+    if message.startswith("Value error, "):
+        return message.removeprefix("Value error, ")
+    return message.replace("Input should be ", "should be ", 1)
+
+
+def _out_of_bounds(bound: str, limit: Any, value: Any) -> tuple[str, str]:
+    words = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}
+    closed = bound in ("ge", "le")
+    step = {"gt": 1, "lt": -1}.get(bound, 0)
+    if closed or isinstance(limit, int):
+        fix = f"the nearest valid value is {_number(limit + step)}"
+    else:
+        fix = f"use a number {words[bound]} {_number(limit)}"
+    return f"must be {words[bound]} {_number(limit)}, got {show(value)}", fix
+
+
+def _number(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _not_a_number(kind: str, value: Any) -> tuple[str, str]:
+    wanted = "an integer" if kind.startswith("int") else "a finite number"
+    reason = f"must be {wanted}, got {show(value)} ({_type_name(value)})"
+    try:
+        number = float(value) if isinstance(value, (str, float)) else math.nan
+    except ValueError:
+        number = math.nan
+    if not math.isfinite(number) or abs(number) > 2**53:
+        return reason, f"write {wanted}"
+    if kind.startswith("int"):
+        return reason, f"write {round(number)}" + (" without quotes" if isinstance(value, str) else "")
+    return reason, f"write {number:g}"
+
+
+def _type_name(value: Any) -> str:
+    names = {
+        "str": "text",
+        "bool": "a truth value",
+        "NoneType": "nothing",
+        "dict": "a mapping",
+        "list": "a list",
+    }
+    return names.get(type(value).__name__, type(value).__name__)
+
+
+def _fix_type(kind: str, ctx: dict[str, Any]) -> str:
+    if kind == "string_pattern_mismatch":
+        return f"write text that matches {ctx['pattern']}"
+    if kind.startswith("string"):
+        return "write text, in quotes if it looks like a number"
+    if kind.startswith("bool"):
+        return "write true or false"
+    if kind.startswith(("list", "too_short")):
+        return "write a list with at least one entry" if kind == "too_short" else "write a list: [a, b]"
+    if kind.startswith(("model", "dict")):
+        return "write a mapping of keys to values"
+    return "change the value"
+
+
+def _fix_missing(model: type[BaseModel], loc: Sequence[str | int]) -> str:
+    owner = _model_at(model, loc[:-1])
+    field = owner.model_fields.get(str(loc[-1])) if owner else None
+    return f"add it: {field.description}" if field and field.description else "add it"
+
+
+def _fix_unknown(key: str, model: type[BaseModel], at: Sequence[str | int]) -> str:
+    owner = _model_at(model, at)
+    allowed = list(owner.model_fields) if owner else []
+    if close := nearest(key, allowed):
+        return f"did you mean {close}? keys here: {', '.join(sorted(allowed))}"
+    elsewhere = [path(found) for found in _paths(model) if found[-1] == key]
+    if elsewhere:
+        return f"did you mean {elsewhere[0]}? that is where the key {key} lives"
+    return f"remove it; keys here: {', '.join(sorted(allowed))}"
+
+
+def _model_at(model: type[BaseModel], loc: Sequence[str | int]) -> type[BaseModel] | None:
+    """The model that holds the keys at a location."""
+    current: type[BaseModel] | None = model
+    for part in loc:
+        if isinstance(part, int):
+            continue  # The index of a list: its element is the model already found.
+        field = current.model_fields.get(part) if current else None
+        current = _model_in(field.annotation) if field else None
+    return current
+
+
+def _model_in(annotation: Any) -> type[BaseModel] | None:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next((found for part in get_args(annotation) if (found := _model_in(part))), None)
+
+
+def _paths(model: type[BaseModel], prefix: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    for name, field in model.model_fields.items():
+        yield (*prefix, name)
+        if inner := _model_in(field.annotation):
+            yield from _paths(inner, (*prefix, name))
