@@ -1,0 +1,92 @@
+"""A child process: `python -m headrace_reward.child`. Reads frames, loads scorers, judges answers one by one.
+
+It answers `catalogue`, `open` and `score`; what each frame holds is written down beside its function.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from headrace_reward import judge, scorers
+from headrace_reward.pipes import become_child, encode, read_frame
+from headrace_reward.scorers.base import Answer, ScorerError
+
+Sets = dict[str, list[judge.LoadedScorer]]
+
+
+def main() -> None:
+    """Serves until the parent closes the pipe."""
+    reader, writer = become_child()
+    loaded: Sets = {}
+    while (message := read_frame(reader)) is not None:
+        if message["operation"] == "score":
+            score(loaded, message["answers"], writer)
+        elif message["operation"] == "open":
+            _write(writer, open_sets(loaded, message, writer))
+        else:
+            _write(writer, {"scorers": catalogue()})
+    sys.stderr.flush()
+
+
+def catalogue() -> list[dict[str, Any]]:
+    """Name, description and options' JSON Schema of each scorer that can be found."""
+    listed = []
+    for name in scorers.names():
+        try:
+            kind = scorers.find(name)
+        except (ScorerError, ImportError, AttributeError) as error:
+            # A third party's broken entry point must not hide the others.
+            sys.stderr.write(f"scorer {name} is left out: {error}\n")
+            continue
+        schema = kind.options.model_json_schema()
+        listed.append({"name": kind.name, "description": kind.description, "options_schema": schema})
+    return listed
+
+
+def open_sets(loaded: Sets, message: dict[str, Any], writer: BinaryIO) -> dict[str, Any]:
+    """Loads `sets` {name: [{name, options, part}]} for paths below `directory`, announcing each step {at}.
+
+    Returns {digests: {set: [digest]}}, or {error: {scorer_set, index, field, message}}.
+    """
+    directory = Path(message["directory"])
+    for set_name, entries in message["sets"].items():
+        loaded[set_name] = []
+        for index, entry in enumerate(entries):
+            place = {"scorer_set": set_name, "index": index}
+            try:
+                _write(writer, {"at": place | {"doing": "loaded"}})
+                each = judge.load(entry["name"], entry["options"], entry["part"], directory)
+                _write(writer, {"at": place | {"doing": "probed with a blank answer"}})
+                judge.probe(each)
+            except ScorerError as error:
+                return {"error": place | {"field": error.field, "message": error.message}}
+            loaded[set_name].append(each)
+    return {"digests": {name: [each.digest for each in scorer_set] for name, scorer_set in loaded.items()}}
+
+
+def score(loaded: Sets, answers: list[dict[str, Any]], writer: BinaryIO) -> None:
+    """Judges answers {set, prompt, completion, reference, metadata, token_count}; a reply frame each."""
+    for fields in answers:
+        begin = time.perf_counter()
+        judgement = judge.judge(loaded[fields.pop("set")], Answer(**fields))
+        reply = {
+            "parts": judgement.parts,
+            "scores": judgement.scores,
+            "fault": judgement.fault,
+            "detail": judgement.detail,
+            "wall_s": time.perf_counter() - begin,
+        }
+        _write(writer, reply)
+
+
+def _write(writer: BinaryIO, message: dict[str, Any]) -> None:
+    # At once: the parent's clock for the next answer starts when it reads this one.
+    writer.write(encode(message))
+    writer.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,166 @@
+"""Loads scorers, tries them on a probe, judges answers. Runs in child processes; knows no pipe and no weight.
+
+Scorers are other people's code and may raise anything: `_call` is the one place that catches it all.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import math
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from headrace_reward import scorers
+from headrace_reward.options import parse_options
+from headrace_reward.scorers import user
+from headrace_reward.scorers.base import Answer, Score, Scorer, ScorerError
+
+_RESULT = TypeVar("_RESULT")
+# Raised by a scorer's own code whatever the answer is: the scorer is at fault, and its author can mend it.
+_CODE_FAULTS = (SyntaxError, ImportError, NameError)
+_PROBE = Answer(prompt="", completion="0", reference="0", metadata={})
+
+
+@dataclass(frozen=True)
+class Raised:
+    """Other people's code raised."""
+
+    error: BaseException
+    detail: str
+
+
+@dataclass(frozen=True)
+class LoadedScorer:
+    """A scorer that can be called."""
+
+    part: str
+    """Name of its score among the parts; unique within its set."""
+    scorer: Scorer
+    digest: str
+    """Over its code and the versions of the packages it stands on."""
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """What the scorers of a set said about one answer."""
+
+    parts: Mapping[str, float]
+    scores: Mapping[str, float]
+    """One score a scorer, by part name: what the weights apply to."""
+    fault: Literal["", "answer", "scorer"] = ""
+    detail: str = ""
+
+
+def load(name: str, options: Mapping[str, Any], part: str, directory: Path) -> LoadedScorer:
+    """Makes one scorer.
+
+    Raises:
+        ScorerError: there is none, its options are wrong, or its code cannot be imported.
+    """
+    made = _call(lambda: _build(name, options, directory))
+    if isinstance(made, Raised):
+        if isinstance(made.error, ScorerError):
+            raise made.error
+        raise ScorerError("name", f"{name} cannot be loaded: {made.detail}")
+    return LoadedScorer(part, *made)
+
+
+def probe(loaded: LoadedScorer) -> None:
+    """Tries a scorer on a blank question.
+
+    Raises:
+        ScorerError: its code is at fault whatever the answer, or it returns no number.
+    """
+    tried = _call(_scoring(loaded, _PROBE))
+    if isinstance(tried, Raised):
+        # Anything else may be the blank question's fault; if it is not, the first answer says so.
+        if isinstance(tried.error, _CODE_FAULTS):
+            raise ScorerError("name", f"{loaded.part} fails on any answer: {tried.detail}")
+    elif (wrong := _type_fault(tried)) is not None:
+        raise ScorerError("name", f"{loaded.part} {wrong}; return a float, or a dict of floats")
+
+
+def judge(loaded: list[LoadedScorer], answer: Answer) -> Judgement:
+    """Asks every scorer of a set, until one fails."""
+    parts: dict[str, float] = {}
+    scores: dict[str, float] = {}
+    for each in loaded:
+        said = _call(_scoring(each, answer))
+        if isinstance(said, Raised):
+            fault: Literal["answer", "scorer"] = "scorer" if _broken(each, answer) else "answer"
+            return Judgement(parts, scores, fault, f"{each.part}: {said.detail}")
+        wrong = _type_fault(said) or _value_fault(said)
+        if wrong is not None:
+            return Judgement(parts, scores, "scorer", f"{each.part} {wrong}")
+        if isinstance(said, Mapping):
+            parts.update({f"{each.part}/{key}": float(value) for key, value in said.items()})
+        scores[each.part] = parts[each.part] = _total(said)
+    return Judgement(parts, scores)
+
+
+def _scoring(each: LoadedScorer, answer: Answer) -> Callable[[], Score]:
+    return lambda: each.scorer.score(answer)
+
+
+def _build(name: str, options: Mapping[str, Any], directory: Path) -> tuple[Scorer, str]:
+    if user.is_user_scorer(name):
+        if options:
+            raise ScorerError("options", "a scorer of your own takes no options; put them into its file")
+        path, function = user.locate(name, directory)
+        return user.load(path, function), _digest_of(path.read_bytes(), ())
+    kind = scorers.find(name)
+    source = inspect.getsourcefile(inspect.unwrap(kind.build))
+    code = Path(source).read_bytes() if source else b""
+    return kind.build(parse_options(kind.options, options)), _digest_of(code, kind.packages)
+
+
+def _digest_of(code: bytes, packages: tuple[str, ...]) -> str:
+    versions = ",".join(f"{package}=={metadata.version(package)}" for package in packages)
+    return hashlib.blake2b(code + b"\0" + versions.encode(), digest_size=16).hexdigest()
+
+
+def _broken(each: LoadedScorer, answer: Answer) -> bool:
+    """Whether the same question fails with any answer: the right one, none, a number."""
+    probes = {answer.reference, "", "0"} - {answer.completion}
+    return all(
+        isinstance(_call(_scoring(each, replace(answer, completion=text, token_count=0))), Raised)
+        for text in sorted(probes)
+    )
+
+
+def _total(said: Score) -> float:
+    return math.fsum(map(float, said.values())) if isinstance(said, Mapping) else float(said)
+
+
+def _type_fault(said: object) -> str | None:
+    for key, value in said.items() if isinstance(said, Mapping) else [(None, said)]:
+        # numpy and torch scalars have __float__; text that float() would read has not.
+        if not (hasattr(type(value), "__float__") and (key is None or isinstance(key, str))):
+            where = "" if key is None else f" for {key!r}"
+            return f"returned {type(value).__name__}{where}, not a number"
+    return None
+
+
+def _value_fault(said: Score) -> str | None:
+    number = _call(lambda: _total(said))
+    if isinstance(number, Raised):
+        return f"returned what is no number: {number.detail}"
+    return None if math.isfinite(number) else f"returned {number}, not a finite number"
+
+
+def _call(function: Callable[[], _RESULT]) -> _RESULT | Raised:
+    try:
+        return function()
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - other people's code raises anything
+        return Raised(error, _describe(error))
+
+
+def _describe(error: BaseException) -> str:
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {str(error)[:300]}{where}"

@@ -1,0 +1,233 @@
+"""A run's children: shares answers out, holds each to its time limit, replaces what dies.
+
+Knows answers and verdicts on single scorers; weights, rewards and RPCs are `runs` and `service`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from headrace_reward.children import Child, ChildGone, ChildTimeout, exit_description
+from headrace_reward.config import PoolSettings
+
+Message = dict[str, Any]
+# Died, not timed out: whoever killed it, the answer deserves a second child before it is blamed.
+_TRIES = 2
+
+
+class OpenFault(Exception):
+    """The scorers cannot be opened: `field` of scorer `index` of set `scorer_set` has to change."""
+
+    def __init__(self, scorer_set: str, index: int, field: str, message: str) -> None:
+        super().__init__(message)
+        self.scorer_set, self.index, self.field, self.message = scorer_set, index, field, message
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What came of one answer."""
+
+    fault: Literal["", "answer", "scorer"] = ""
+    detail: str = ""
+    scores: dict[str, float] = field(default_factory=dict)
+    parts: dict[str, float] = field(default_factory=dict)
+    wall_s: float = 0.0
+
+
+@dataclass
+class _Job:
+    answer: Message
+    found: asyncio.Future[Finding]
+    tries: int = 0
+
+
+@dataclass(frozen=True)
+class _At:
+    """Where loading is: a scorer, and whether it is being `loaded` or `probed with a blank answer`."""
+
+    scorer_set: str
+    index: int
+    doing: str
+
+    def fault(self, message: str) -> OpenFault:
+        return OpenFault(self.scorer_set, self.index, "name", message)
+
+
+class PoolClosed(Exception):
+    """The pool was closed while the answer waited."""
+
+
+class ScorerPool:
+    """Children that hold the scorers of one run. `opening` is the `open` message each of them gets."""
+
+    def __init__(self, opening: Message, timeout_s: float, settings: PoolSettings) -> None:
+        self._opening = opening
+        self._timeout_s = timeout_s
+        self._settings = settings
+        self._queue: asyncio.Queue[_Job] = asyncio.Queue()
+        self._workers: list[asyncio.Task[None]] = []
+        self._digests: dict[str, list[str]] = {}
+        self._closed = False
+
+    async def open(self) -> dict[str, list[str]]:
+        """Starts the first child and the workers; returns each scorer's code digest, by set.
+
+        Raises:
+            OpenFault: a scorer cannot be loaded, or does not survive its probe.
+        """
+        first = await self._start()
+        counted = range(self._settings.children)
+        self._workers = [
+            asyncio.create_task(self._work(first if number == 0 else None), name=f"scorer-worker-{number}")
+            for number in counted
+        ]
+        return self._digests
+
+    async def find(self, answer: Message) -> Finding:
+        """Judges one answer; always ends, at the latest when the pool closes.
+
+        Raises:
+            PoolClosed: the pool was closed first.
+        """
+        if self._closed:
+            raise PoolClosed
+        job = _Job(answer, asyncio.get_running_loop().create_future())
+        self._queue.put_nowait(job)
+        return await job.found
+
+    async def close(self) -> None:
+        """Kills the children; answers that still wait raise PoolClosed."""
+        self._closed = True
+        for worker in self._workers:
+            worker.cancel()
+        await asyncio.gather(*self._workers, return_exceptions=True)
+        while not self._queue.empty():
+            _settle_exception(self._queue.get_nowait())
+
+    async def _work(self, child: Child | None) -> None:
+        jobs: deque[_Job] = deque()
+        try:
+            while True:
+                jobs.extend(await self._take())
+                while jobs:
+                    if child is None:
+                        child = await self._replace(jobs)
+                    elif not await self._judge(child, jobs):
+                        await child.kill()
+                        child = None
+        finally:
+            for job in jobs:
+                _settle_exception(job)
+            if child is not None:
+                await child.kill()
+
+    async def _take(self) -> list[_Job]:
+        """At least one job; more where they wait, but a fair share."""
+        jobs = [await self._queue.get()]
+        share = min(self._settings.batch - 1, self._queue.qsize() // self._settings.children)
+        return jobs + [self._queue.get_nowait() for _ in range(share)]
+
+    async def _replace(self, jobs: deque[_Job]) -> Child | None:
+        """A fresh child; where none can be had, the jobs are the scorer's fault and None comes back."""
+        try:
+            return await self._start()
+        except OpenFault as fault:
+            for job in jobs:
+                _settle(job, Finding("scorer", f"the scorers cannot be loaded again: {fault.message}"))
+            jobs.clear()
+            return None
+
+    async def _judge(self, child: Child, jobs: deque[_Job]) -> bool:
+        """Judges jobs from the left, taking off what is settled; False when the child is no longer of use."""
+        child.send({"operation": "score", "answers": [job.answer for job in jobs]})
+        while jobs:
+            begin = time.monotonic()
+            try:
+                reply = await child.receive(self._timeout_s)
+            except ChildTimeout:
+                detail = f"scoring took longer than reward.timeout_s = {self._timeout_s:g} s"
+                _settle(jobs.popleft(), Finding("answer", detail, wall_s=time.monotonic() - begin))
+                return False
+            except ChildGone:
+                await self._blame(child, jobs, time.monotonic() - begin)
+                return False
+            _settle(jobs.popleft(), Finding(**reply))
+        return True
+
+    async def _blame(self, child: Child, jobs: deque[_Job], wall_s: float) -> None:
+        """The child ended while it judged the leftmost job."""
+        jobs[0].tries += 1
+        status = await child.wait_or_kill()
+        if jobs[0].tries >= _TRIES:
+            detail = f"the scoring process {exit_description(status)}, {_TRIES} times"
+            _settle(jobs.popleft(), Finding("answer", detail, wall_s=wall_s))
+
+    async def _start(self) -> Child:
+        child = await Child.start("headrace_reward.child", self._settings.memory_bytes)
+        try:
+            child.send(self._opening)
+            at = _At("scorers", 0, "loaded")
+            while not isinstance(step := await self._load(child, at), dict):
+                at = step
+            self._compare(step)
+        except BaseException:
+            await child.kill()
+            raise
+        return child
+
+    async def _load(self, child: Child, at: _At) -> _At | dict[str, list[str]]:
+        """The next step of loading, which the child announces, or the digests at its end.
+
+        So whoever hangs or dies has a name.
+        """
+        limit = self._settings.load_timeout_s if at.doing == "loaded" else self._timeout_s
+        try:
+            reply = await child.receive(limit)
+        except ChildTimeout as error:
+            raise at.fault(f"was {at.doing} for {limit:g} s without an end") from error
+        except ChildGone as error:
+            status = await child.wait_or_kill()
+            raise at.fault(f"its process {exit_description(status)} while it was {at.doing}") from error
+        if "error" in reply:
+            raise OpenFault(**reply["error"])
+        if "at" in reply:
+            return _At(**reply["at"])
+        digests: dict[str, list[str]] = reply["digests"]
+        return digests
+
+    def _compare(self, digests: dict[str, list[str]]) -> None:
+        """Every child of a run runs the same code: a result stands under one scorer digest."""
+        if self._digests and digests != self._digests:
+            raise OpenFault(
+                "scorers", 0, "name", "its code has changed since the run was opened; submit a new run"
+            )
+        self._digests = digests
+
+
+async def list_scorers(settings: PoolSettings) -> list[Message]:
+    """Name, description and options_schema of every registered scorer, from a child made for the question.
+
+    Raises:
+        ChildGone, ChildTimeout: the child could not tell.
+    """
+    child = await Child.start("headrace_reward.child", settings.memory_bytes)
+    async with contextlib.AsyncExitStack() as stack:
+        stack.push_async_callback(child.kill)
+        child.send({"operation": "catalogue"})
+        listed: list[Message] = (await child.receive(settings.load_timeout_s))["scorers"]
+        return listed
+
+
+def _settle(job: _Job, finding: Finding) -> None:
+    if not job.found.done():
+        job.found.set_result(finding)
+
+
+def _settle_exception(job: _Job) -> None:
+    if not job.found.done():
+        job.found.set_exception(PoolClosed())

@@ -1,0 +1,206 @@
+"""Runs and what their answers are worth: weights, declared rewards, first recorded result wins.
+
+Knows no gRPC and no pipe.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from headrace_servicekit.digests import digest_bytes
+
+from headrace_reward.config import PoolSettings, RewardSection, ScorerSection
+from headrace_reward.pool import Finding, ScorerPool
+
+
+class Status(Enum):
+    """How a scoring ended."""
+
+    OK = "ok"
+    ANSWER_FAILED = "answer failed"
+    SCORER_BROKEN = "scorer broken"
+
+
+@dataclass(frozen=True)
+class Item:
+    """One attempt at a slot, to be judged."""
+
+    prompt_ordinal: int
+    sample_index: int
+    attempt: int
+    evaluation: bool
+    cut_by_length: bool
+    answer: Mapping[str, Any]
+    """prompt, completion, reference, metadata, token_count."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What an answer is worth. `reward` is finite unless the scorer broke, then it is 0."""
+
+    status: Status
+    reward: float
+    parts: Mapping[str, float] = field(default_factory=dict)
+    detail: str = ""
+    wall_s: float = 0.0
+
+
+class Conflict(Exception):
+    """One key was used for two different contents; the message names both."""
+
+
+@dataclass
+class _Recorded:
+    body: str
+    verdict: asyncio.Task[Verdict]
+
+
+class Run:
+    """One open run: its scorers, their weights, and the results that were already given."""
+
+    def __init__(self, section: RewardSection, directory: Path, settings: PoolSettings) -> None:
+        self.section = section
+        self.digest = ""
+        self._parts = {name: part_names(entries) for name, entries in section.sets().items()}
+        self._recorded: OrderedDict[tuple[object, ...], _Recorded] = OrderedDict()
+        self._remembered = settings.remembered
+        self._pool = ScorerPool(self._opening(directory), section.timeout_s, settings)
+
+    async def open(self) -> None:
+        """Loads the scorers and sets `digest`; raises pool.OpenFault."""
+        code = await self._pool.open()
+        rules = self.section.model_dump(mode="json", exclude={"timeout_s"})
+        self.digest = digest_bytes(json.dumps([rules, code], sort_keys=True).encode())
+
+    async def close(self) -> None:
+        """Kills the children; who still waits for a result gets pool.PoolClosed."""
+        await self._pool.close()
+
+    async def score(self, item: Item) -> Verdict:
+        """Judges an item, or repeats the first recorded verdict on it.
+
+        Raises:
+            Conflict: the slot's attempt was judged with another content.
+            PoolClosed: the run was closed meanwhile.
+        """
+        body = digest_bytes(json.dumps([item.answer, item.cut_by_length], sort_keys=True).encode())
+        key: tuple[object, ...] = (item.prompt_ordinal, item.sample_index, item.attempt)
+        if item.evaluation:
+            # Held-out prompts are answered again after every few steps: there the answer is part of the key.
+            key = (*key, body)
+        recorded = self._recorded.get(key)
+        if recorded is None:
+            recorded = self._record(key, body, item)
+        elif recorded.body != body:
+            raise Conflict(
+                f"slot ({item.prompt_ordinal}, {item.sample_index}) attempt {item.attempt} was scored with "
+                "another answer; a new answer needs a new attempt number"
+            )
+        # A caller who goes away must not take the result from one who waits for the same.
+        return await asyncio.shield(recorded.verdict)
+
+    def _record(self, key: tuple[object, ...], body: str, item: Item) -> _Recorded:
+        recorded = _Recorded(body, asyncio.create_task(self._judge(item)))
+        self._recorded[key] = recorded
+
+        def forget_failures(task: asyncio.Task[Verdict]) -> None:
+            # A broken scorer is tried again when the coordinator asks again.
+            failed = task.cancelled() or task.exception() is not None
+            if failed or task.result().status is Status.SCORER_BROKEN:
+                self._recorded.pop(key, None)
+
+        recorded.verdict.add_done_callback(forget_failures)
+        while len(self._recorded) > self._remembered and next(iter(self._recorded.values())).verdict.done():
+            self._recorded.popitem(last=False)
+        return recorded
+
+    async def _judge(self, item: Item) -> Verdict:
+        name = "evaluation" if item.evaluation and self.section.evaluation else "scorers"
+        found = await self._pool.find({**item.answer, "set": name})
+        return self._weigh(found, name, item)
+
+    def _weigh(self, found: Finding, name: str, item: Item) -> Verdict:
+        if found.fault == "scorer":
+            return Verdict(Status.SCORER_BROKEN, 0.0, found.parts, found.detail, found.wall_s)
+        if found.fault == "answer":
+            status, reward = Status.ANSWER_FAILED, self.section.failed_reward
+        else:
+            weighted = zip(self.section.sets()[name], self._parts[name], strict=True)
+            status, reward = Status.OK, sum(entry.weight * found.scores[part] for entry, part in weighted)
+        if not math.isfinite(reward):
+            detail = f"the weighted sum is {reward}; lower reward.{name}[].weight"
+            return Verdict(Status.SCORER_BROKEN, 0.0, found.parts, detail, found.wall_s)
+        truncated = self.section.truncated_reward
+        # An evaluation measures: the reward that shapes training stays out of it.
+        if truncated is not None and item.cut_by_length and not item.evaluation:
+            reward = truncated
+        return Verdict(status, reward, found.parts, found.detail, found.wall_s)
+
+    def _opening(self, directory: Path) -> dict[str, Any]:
+        sets = {
+            name: [
+                {"name": entry.name, "options": entry.options, "part": part}
+                for entry, part in zip(entries, self._parts[name], strict=True)
+            ]
+            for name, entries in self.section.sets().items()
+        }
+        return {"operation": "open", "directory": str(directory), "sets": sets}
+
+
+def part_names(entries: list[ScorerSection]) -> list[str]:
+    """A name for each scorer's part: its own, with #2, #3 … where it occurs again."""
+    seen: dict[str, int] = {}
+    names = []
+    for entry in entries:
+        seen[entry.name] = seen.get(entry.name, 0) + 1
+        names.append(entry.name if seen[entry.name] == 1 else f"{entry.name}#{seen[entry.name]}")
+    return names
+
+
+class Runs:
+    """The open runs of this instance, by resource name."""
+
+    def __init__(self, directory: Path, settings: PoolSettings) -> None:
+        self._directory, self._settings = directory, settings
+        self._opening = asyncio.Lock()
+        self._runs: dict[str, Run] = {}
+
+    async def open(self, name: str, section: RewardSection) -> Run:
+        """Opens a run, or finds it open with the same section.
+
+        Raises:
+            Conflict: it is open with another section.
+            OpenFault: see Run.open.
+        """
+        async with self._opening:
+            run = self._runs.get(name)
+            if run is None:
+                run = Run(section, self._directory, self._settings)
+                await run.open()
+                self._runs[name] = run
+            elif run.section != section:
+                raise Conflict(f"{name} is open with another reward section; close it first")
+            return run
+
+    def get(self, name: str) -> Run | None:
+        """The open run of that name."""
+        return self._runs.get(name)
+
+    async def close(self, name: str) -> None:
+        """Closes a run; one that is not open stays closed."""
+        run = self._runs.pop(name, None)
+        if run is not None:
+            await run.close()
+
+    async def close_all(self) -> None:
+        """Closes every run."""
+        for name in list(self._runs):
+            await self.close(name)

@@ -1,0 +1,177 @@
+"""gRPC ⇄ runs: translates messages and errors, decides nothing."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import AsyncIterator, Coroutine, Iterator
+from typing import Any
+
+import grpc
+from headrace.common.v1 import common_pb2
+from headrace.reward.v1 import reward_pb2, reward_pb2_grpc
+from headrace_servicekit.config import parse_config
+from headrace_servicekit.errors import ServiceError
+from headrace_servicekit.instance import Instance
+
+from headrace_reward.config import RewardSection
+from headrace_reward.pool import OpenFault, PoolClosed
+from headrace_reward.runs import Conflict, Item, Run, Runs, Status, Verdict
+from headrace_reward.streams import unordered
+
+Context = grpc.aio.ServicerContext[Any, Any]
+_IN_FLIGHT = 2048
+_PAGE = 50
+_STATUS = {
+    Status.OK: reward_pb2.SCORE_STATUS_OK,
+    Status.ANSWER_FAILED: reward_pb2.SCORE_STATUS_ANSWER_FAILED,
+    Status.SCORER_BROKEN: reward_pb2.SCORE_STATUS_SCORER_BROKEN,
+}
+
+
+class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
+    """Serves RewardService. `catalogue` lists the registered scorers."""
+
+    def __init__(self, instance: Instance, runs: Runs, catalogue: list[dict[str, Any]]) -> None:
+        self._instance, self._runs = instance, runs
+        self._catalogue = [
+            reward_pb2.Scorer(
+                name=entry["name"],
+                description=entry["description"],
+                options_schema_json=json.dumps(entry["options_schema"]),
+            )
+            for entry in catalogue
+        ]
+
+    async def ListScorers(
+        self, request: reward_pb2.ListScorersRequest, context: Context
+    ) -> reward_pb2.ListScorersResponse:
+        """A page of the catalogue; the token is the position of the next entry."""
+        token = request.page_token or "0"
+        if not token.isdecimal() or request.page_size < 0:
+            raise invalid(
+                "page_token: use the next_page_token of the page before, and a page_size of 0 or more"
+            )
+        begin = int(token)
+        end = begin + (request.page_size or _PAGE)
+        more = str(end) if end < len(self._catalogue) else ""
+        return reward_pb2.ListScorersResponse(scorers=self._catalogue[begin:end], next_page_token=more)
+
+    async def OpenRun(
+        self, request: reward_pb2.OpenRunRequest, context: Context
+    ) -> reward_pb2.OpenRunResponse:
+        """Opens a run."""
+        self._instance.fence.check(request.header, lease=False)
+        section = parse_config(RewardSection, request.config_json, "reward")
+        try:
+            run = await self._runs.open(request.header.run, section)
+        except OpenFault as fault:
+            key = f"reward.{fault.scorer_set}[{fault.index}].{fault.field}"
+            raise invalid(f"{key}: {fault.message}", key=key) from fault
+        except Conflict as conflict:
+            raise ServiceError(grpc.StatusCode.FAILED_PRECONDITION, "CONFLICT", str(conflict)) from conflict
+        self._instance.open_runs.add(request.header.run)
+        return reward_pb2.OpenRunResponse(scorer_digest=run.digest)
+
+    async def CloseRun(
+        self, request: reward_pb2.CloseRunRequest, context: Context
+    ) -> reward_pb2.CloseRunResponse:
+        """Closes a run."""
+        self._instance.fence.check(request.header, lease=False)
+        self._instance.open_runs.discard(request.header.run)
+        await self._runs.close(request.header.run)
+        return reward_pb2.CloseRunResponse()
+
+    async def Score(
+        self, request_iterator: AsyncIterator[reward_pb2.ScoreRequest], context: Context
+    ) -> AsyncIterator[reward_pb2.ScoreResponse]:
+        """Scores what the stream asks; the first message names the run and the authority."""
+        run: Run | None = None
+        begin, count = time.monotonic(), 0
+
+        def expand(
+            request: reward_pb2.ScoreRequest,
+        ) -> Iterator[Coroutine[None, None, reward_pb2.ScoreResult]]:
+            nonlocal run
+            run = run or self._admit(request.header)
+            return (_score(run, item) for item in request.items)
+
+        async for results in unordered(request_iterator, expand, _IN_FLIGHT):
+            count += len(results)
+            yield reward_pb2.ScoreResponse(results=results)
+        self._report(time.monotonic() - begin, count)
+
+    def _admit(self, header: common_pb2.CommandHeader) -> Run:
+        self._instance.fence.check(header, lease=False)
+        run = self._runs.get(header.run)
+        if run is None:
+            raise _not_open(header.run or "the run of the empty header")
+        return run
+
+    def _report(self, wall_s: float, count: int) -> None:
+        metrics = common_pb2.StageMetrics(stage="score", items=count)
+        metrics.wall_time.FromNanoseconds(int(wall_s * 1e9))
+        self._instance.report(metrics)
+
+
+async def _score(run: Run, message: reward_pb2.ScoreItem) -> reward_pb2.ScoreResult:
+    try:
+        verdict = await run.score(_item(message))
+    except Conflict as conflict:
+        raise ServiceError(grpc.StatusCode.ALREADY_EXISTS, "CONFLICT", str(conflict)) from conflict
+    except PoolClosed as error:
+        raise _not_open("the run was closed while the answer was scored; it") from error
+    return _result(message, verdict)
+
+
+def _item(message: reward_pb2.ScoreItem) -> Item:
+    answer = {
+        "prompt": message.prompt,
+        "completion": message.completion,
+        "reference": message.reference,
+        "metadata": _metadata(message),
+        "token_count": message.token_count,
+    }
+    return Item(
+        prompt_ordinal=message.sample.prompt_ordinal,
+        sample_index=message.sample.sample_index,
+        attempt=message.attempt,
+        evaluation=message.evaluation,
+        cut_by_length=message.finish_reason == common_pb2.FINISH_REASON_LENGTH,
+        answer=answer,
+    )
+
+
+def _metadata(message: reward_pb2.ScoreItem) -> dict[str, Any]:
+    try:
+        metadata = json.loads(message.metadata_json or "{}")
+    except ValueError as error:
+        raise invalid(f"items[].metadata_json: not JSON ({error})") from error
+    if not isinstance(metadata, dict):
+        raise invalid("items[].metadata_json: give a JSON object")
+    return metadata
+
+
+def _result(message: reward_pb2.ScoreItem, verdict: Verdict) -> reward_pb2.ScoreResult:
+    result = reward_pb2.ScoreResult(
+        sample=message.sample,
+        attempt=message.attempt,
+        status=_STATUS[verdict.status],
+        reward=verdict.reward,
+        parts=verdict.parts,
+        detail=verdict.detail,
+        evaluation=message.evaluation,
+    )
+    result.wall_time.FromNanoseconds(int(verdict.wall_s * 1e9))
+    return result
+
+
+def invalid(message: str, **metadata: str) -> ServiceError:
+    """A caller's mistake."""
+    return ServiceError(grpc.StatusCode.INVALID_ARGUMENT, "INVALID", message, **metadata)
+
+
+def _not_open(what: str) -> ServiceError:
+    return ServiceError(
+        grpc.StatusCode.FAILED_PRECONDITION, "NOT_OPEN", f"{what} is not open here; call OpenRun first"
+    )
