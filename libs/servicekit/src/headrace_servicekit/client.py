@@ -1,0 +1,153 @@
+"""`dial()`: a channel on which no call waits for ever, no message is unbounded and every call is authenticated.
+
+Knows the contracts only to list which methods may be retried.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import grpc
+import grpc.aio
+from headrace.common.v1 import weights_pb2
+from headrace.coordinator.v1 import fleet_pb2
+from headrace.reward.v1 import reward_pb2
+from headrace.rollout.v1 import rollout_pb2
+from headrace.simulator.v1 import simulator_pb2
+from headrace.trainer.v1 import trainer_pb2
+
+DEFAULT_DEADLINE_S = 60.0
+MAX_MESSAGE_BYTES = 64 * 1024 * 1024
+KEEPALIVE_S = 20.0
+_CONTRACTS = (weights_pb2, fleet_pb2, reward_pb2, rollout_pb2, simulator_pb2, trainer_pb2)
+_deadlines_enabled = True
+
+
+def disable_deadlines() -> None:
+    """Drops the deadlines of all calls of this process, so that a debugger may stop a servicer."""
+    global _deadlines_enabled
+    _deadlines_enabled = False
+
+
+def deadlines_enabled() -> bool:
+    """Whether calls of this process have deadlines."""
+    return _deadlines_enabled
+
+
+def dial(address: str, *, token: str | None) -> grpc.aio.Channel:
+    """Opens a channel to `address` (host:port). Needs a running event loop; connects on first use.
+
+    Unary calls get a deadline of 60 s unless they name one and are retried on UNAVAILABLE: every unary
+    method of the contracts is idempotent by its natural key. Streams get no default deadline and no retry.
+    """
+    return Channel(grpc.aio.insecure_channel(address, options=channel_options()), token)
+
+
+def channel_options() -> list[tuple[str, Any]]:
+    """gRPC channel arguments of every Headrace client."""
+    return [
+        ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+        ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+        ("grpc.keepalive_time_ms", int(KEEPALIVE_S * 1000)),
+        ("grpc.keepalive_timeout_ms", 10_000),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),
+        ("grpc.initial_reconnect_backoff_ms", 200),
+        ("grpc.min_reconnect_backoff_ms", 200),
+        ("grpc.max_reconnect_backoff_ms", 2_000),
+        # Services of one fleet speak directly: a proxy of the environment is meant for other traffic.
+        ("grpc.enable_http_proxy", 0),
+        # Channels with other credentials or options must not share a connection's backoff.
+        ("grpc.use_local_subchannel_pool", 1),
+        ("grpc.service_config", service_config()),
+    ]
+
+
+def service_config() -> str:
+    """The service config: retries on UNAVAILABLE for the unary methods of the contracts."""
+    names = [
+        {"service": service.full_name, "method": method.name}
+        for module in _CONTRACTS
+        for service in module.DESCRIPTOR.services_by_name.values()
+        for method in service.methods
+        if not method.client_streaming and not method.server_streaming
+    ]
+    policy = {
+        "maxAttempts": 4,
+        "initialBackoff": "0.2s",
+        "maxBackoff": "2s",
+        "backoffMultiplier": 2,
+        "retryableStatusCodes": ["UNAVAILABLE"],
+    }
+    return json.dumps({"methodConfig": [{"name": names, "retryPolicy": policy}]})
+
+
+class _Method:
+    """A multi-callable that adds the token and the default deadline to each call."""
+
+    def __init__(
+        self, inner: Callable[..., Any], token: str | None, default_deadline_s: float | None
+    ) -> None:
+        self._inner = inner
+        self._metadata = (("authorization", f"Bearer {token}"),) if token else ()
+        self._default_deadline_s = default_deadline_s
+
+    def __call__(
+        self,
+        request: Any = None,
+        *,
+        timeout: float | None = None,
+        metadata: Sequence[tuple[str, str | bytes]] | None = None,
+        **options: Any,
+    ) -> Any:
+        limit = timeout if timeout is not None else self._default_deadline_s
+        merged = (*(metadata or ()), *self._metadata)
+        return self._inner(request, timeout=limit if _deadlines_enabled else None, metadata=merged, **options)
+
+
+class Channel(grpc.aio.Channel):
+    """A grpc.aio channel whose calls carry the token and, when unary, a deadline."""
+
+    def __init__(self, inner: grpc.aio.Channel, token: str | None) -> None:
+        self._inner = inner
+        self._token = token
+
+    def unary_unary(self, method: str, *args: Any, **options: Any) -> Any:
+        """A unary call; see `dial` for its deadline and retries."""
+        return _Method(self._inner.unary_unary(method, *args, **options), self._token, DEFAULT_DEADLINE_S)
+
+    def unary_stream(self, method: str, *args: Any, **options: Any) -> Any:
+        """A server stream, without default deadline."""
+        return _Method(self._inner.unary_stream(method, *args, **options), self._token, None)
+
+    def stream_unary(self, method: str, *args: Any, **options: Any) -> Any:
+        """A client stream, without default deadline."""
+        return _Method(self._inner.stream_unary(method, *args, **options), self._token, None)
+
+    def stream_stream(self, method: str, *args: Any, **options: Any) -> Any:
+        """A bidirectional stream, without default deadline."""
+        return _Method(self._inner.stream_stream(method, *args, **options), self._token, None)
+
+    async def close(self, grace: float | None = None) -> None:
+        """Closes the channel; calls in flight get `grace` seconds."""
+        await self._inner.close(grace)
+
+    def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
+        """Connectivity of the channel."""
+        return self._inner.get_state(try_to_connect)
+
+    async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
+        """Returns when the connectivity is no longer `last_observed_state`."""
+        await self._inner.wait_for_state_change(last_observed_state)
+
+    async def channel_ready(self) -> None:
+        """Returns when the channel is connected."""
+        await self._inner.channel_ready()
+
+    async def __aenter__(self) -> Channel:
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self.close()

@@ -1,0 +1,77 @@
+"""Errors as part of the interface: a code, a machine-readable reason and a sentence.
+
+On the wire an error is a google.rpc.Status with one ErrorInfo. Knows nothing of servers or clients.
+"""
+
+from __future__ import annotations
+
+import grpc
+from google.protobuf import any_pb2
+from google.rpc import error_details_pb2, status_pb2
+
+DOMAIN = "headrace"
+_DETAILS_KEY = "grpc-status-details-bin"
+
+
+class ServiceError(Exception):
+    """A refusal or failure that a caller can act on; handlers raise it, the server sends it.
+
+    `reason` is an upper-case constant such as EPOCH_STALE; `message` a sentence that says what to do.
+    """
+
+    def __init__(self, code: grpc.StatusCode, reason: str, message: str, **metadata: str) -> None:
+        super().__init__(f"{reason}: {message}")
+        self.code = code
+        self.reason = reason
+        self.message = message
+        self.metadata = metadata
+
+    def to_status(self) -> status_pb2.Status:
+        """The google.rpc.Status that goes on the wire."""
+        detail = any_pb2.Any()
+        detail.Pack(error_details_pb2.ErrorInfo(reason=self.reason, domain=DOMAIN, metadata=self.metadata))
+        return status_pb2.Status(code=self.code.value[0], message=self.message, details=[detail])
+
+    def trailing_metadata(self) -> tuple[tuple[str, bytes], ...]:
+        """Trailers that carry the status, for `context.abort`."""
+        return ((_DETAILS_KEY, self.to_status().SerializeToString()),)
+
+
+def reason_of(error: BaseException) -> str | None:
+    """Reason of a ServiceError or of an RPC error that carries one; else None."""
+    if isinstance(error, ServiceError):
+        return error.reason
+    info = _error_info(error)
+    return info.reason if info else None
+
+
+def metadata_of(error: BaseException) -> dict[str, str]:
+    """Metadata of a ServiceError or of an RPC error that carries it; else empty."""
+    if isinstance(error, ServiceError):
+        return dict(error.metadata)
+    info = _error_info(error)
+    return dict(info.metadata) if info else {}
+
+
+def message_of(error: BaseException) -> str:
+    """The sentence of a ServiceError or RPC error, without codes and wrappers."""
+    if isinstance(error, ServiceError):
+        return error.message
+    if isinstance(error, grpc.RpcError):
+        details = getattr(error, "details", None)
+        return str(details() or "") if callable(details) else ""
+    return str(error)
+
+
+def _error_info(error: BaseException) -> error_details_pb2.ErrorInfo | None:
+    trailers = getattr(error, "trailing_metadata", None)
+    if not isinstance(error, grpc.RpcError) or not callable(trailers):
+        return None
+    for key, value in trailers() or ():
+        if key == _DETAILS_KEY:
+            status = status_pb2.Status.FromString(value)
+            for detail in status.details:
+                info = error_details_pb2.ErrorInfo()
+                if detail.Is(info.DESCRIPTOR) and detail.Unpack(info):
+                    return info
+    return None

@@ -1,0 +1,205 @@
+"""One instance of a service: server, session, fence, weights, and an orderly end. Knows nothing of its work."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+from collections import deque
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import psutil
+from headrace.common.v1 import common_pb2
+from headrace.coordinator.v1 import fleet_pb2
+
+from headrace_servicekit.clock import boottime
+from headrace_servicekit.fence import Fence
+from headrace_servicekit.holder import LeaseCallbacks, LeaseHolder
+from headrace_servicekit.instance_config import InstanceConfig, parse_instance_config
+from headrace_servicekit.logs import get_logger, log_context
+from headrace_servicekit.server import AddServicer, GrpcServer, advertised_host, split_address
+from headrace_servicekit.session import Session, SessionHooks
+from headrace_servicekit.weights import WeightStore
+
+__all__ = ["Instance", "InstanceConfig", "parse_instance_config"]
+
+GRACE_S = 10.0
+_FLUSH_S = 2.0
+_MAX_METRICS = 1000
+_KINDS = {
+    "rollout": fleet_pb2.SERVICE_KIND_ROLLOUT,
+    "trainer": fleet_pb2.SERVICE_KIND_TRAINER,
+    "simulator": fleet_pb2.SERVICE_KIND_SIMULATOR,
+    "reward": fleet_pb2.SERVICE_KIND_REWARD,
+}
+
+
+class Instance:
+    """A running service process, or one of several in a process.
+
+    Set the callbacks before `start`:
+    `on_grant(lease)` takes the resources (raise ServiceError to refuse); `on_revoke(epoch, notice_s)` reaches a
+    safe point, gives them back and returns the bytes now free; `on_quiesce(epoch)` hears that a lease was not
+    renewed in time; `on_drain(grace_s)` finishes the work.
+    """
+
+    def __init__(self, config: InstanceConfig) -> None:
+        self.config = config
+        self.fence = Fence()
+        self.log: logging.Logger = get_logger(f"headrace.{config.kind}")
+        self.capabilities: dict[str, list[str]] = {}
+        self.open_runs: set[str] = set()
+        self.on_grant: Callable[[common_pb2.Lease], Awaitable[None]] = _nothing
+        self.on_revoke: Callable[[int, float], Awaitable[int]] = _free_host_memory
+        self.on_quiesce: Callable[[int], Awaitable[None]] = _nothing
+        self.on_drain: Callable[[float], Awaitable[None]] = _nothing
+        self.address = ""
+        self.drained = asyncio.Event()
+        self.failure = ""
+        self.token = config.read_token()
+        self._weights: WeightStore | None = None
+        self._services: list[tuple[AddServicer, Any, str]] = []
+        self._metrics: deque[common_pb2.StageMetrics] = deque(maxlen=_MAX_METRICS)
+        self._server: GrpcServer | None = None
+        self._session: Session | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        self._process = psutil.Process()
+        self._holder = LeaseHolder(config.incarnation, self.fence, boottime, self._callbacks, self._fail)
+
+    @property
+    def weights(self) -> WeightStore:
+        """This instance's weight store, made on first use."""
+        if self._weights is None:
+            self._weights = WeightStore(self.config.shm_dir, self.config.incarnation, self.address)
+        return self._weights
+
+    def add_service(self, add_to_server: AddServicer, servicer: Any, full_name: str) -> None:
+        """Mounts a servicer, such as (add_RewardServiceServicer_to_server, servicer, "headrace.reward.v1.RewardService")."""
+        self._services.append((add_to_server, servicer, full_name))
+
+    def report(self, metrics: common_pb2.StageMetrics) -> None:
+        """Sends figures with the next heartbeat; the oldest are dropped beyond 1,000 unsent ones."""
+        self._metrics.append(metrics)
+
+    async def start(self) -> str:
+        """Listens, registers in the background, and returns the address that others reach this instance at."""
+        config = self.config
+        with log_context(instance=config.name):
+            self._server = GrpcServer(
+                config.listen,
+                token=self.token,
+                instance=config.name,
+                reflection=config.reflection,
+                metrics_port=config.metrics_port,
+            )
+            for add_to_server, servicer, full_name in self._services:
+                self._server.add_service(add_to_server, servicer, full_name)
+            _, port = split_address(await self._server.start())
+            self.address = f"{advertised_host(config.listen, config.advertise)}:{port}"
+            if self._weights is not None:
+                self._weights.address = self.address
+            self.log.info("listening", extra={"address": self.address, "incarnation": config.incarnation})
+            if config.coordinator:
+                self._open_session()
+        return self.address
+
+    async def stop(self, grace_s: float = GRACE_S) -> None:
+        """Lets go of all leases, tells the coordinator, finishes calls in flight, and removes shared files."""
+        await self._holder.release_all(grace_s)
+        await self._flush()
+        if self._server is not None:
+            await self._server.drain(grace_s)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._tasks.clear()
+        if self._weights is not None:
+            self._weights.close()
+            self._weights = None
+
+    async def run(self) -> None:
+        """Starts, waits for SIGTERM, SIGINT or a drain, and stops. Raises RuntimeError after a lost device."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self.drain, GRACE_S)
+        await self.start()
+        await self.drained.wait()
+        await self.stop()
+        if self.failure:
+            raise RuntimeError(self.failure)
+
+    def drain(self, grace_s: float) -> None:
+        """Finishes the work within `grace_s` seconds and then sets `drained`; repeated calls do nothing."""
+        if not any(task.get_name() == "drain" for task in self._tasks):
+            self._tasks.append(asyncio.create_task(self._drain(grace_s), name="drain"))
+
+    async def _drain(self, grace_s: float) -> None:
+        self.log.info("draining", extra={"grace_s": grace_s})
+        try:
+            await asyncio.wait_for(self.on_drain(grace_s), grace_s)
+        except TimeoutError:
+            self.log.warning("on_drain did not end within its grace", extra={"grace_s": grace_s})
+        finally:
+            self.drained.set()
+
+    def _open_session(self) -> None:
+        hooks = SessionHooks(self._registration, self._take_metrics, self._resident_bytes, self.drain)
+        self._session = Session(
+            self.config.coordinator, self.token, self._holder, self.fence, hooks, boottime
+        )
+        self._tasks += [
+            asyncio.create_task(self._session.run(), name="session"),
+            asyncio.create_task(self._holder.watch_deadlines(), name="lease deadlines"),
+        ]
+
+    async def _flush(self) -> None:
+        """Gives the last LeaseReleased messages a moment to be acknowledged."""
+        until = boottime() + _FLUSH_S
+        while (
+            self._session
+            and self._session.connected.is_set()
+            and not self._holder.flushed()
+            and boottime() < until
+        ):
+            self._session.beat_now()
+            await asyncio.sleep(0.05)
+
+    def _registration(self) -> fleet_pb2.RegisterRequest:
+        config = self.config
+        capabilities = {key: fleet_pb2.StringList(values=values) for key, values in self.capabilities.items()}
+        return fleet_pb2.RegisterRequest(
+            instance=config.name,
+            incarnation=config.incarnation,
+            kind=_KINDS[config.kind],
+            address=self.address,
+            host=config.host,
+            devices=config.devices,
+            capabilities=capabilities,
+            held_leases=self._holder.state.held(),
+            coordinator_epoch=self.fence.coordinator_epoch,
+            open_runs=sorted(self.open_runs),
+        )
+
+    def _take_metrics(self) -> list[common_pb2.StageMetrics]:
+        taken = list(self._metrics)
+        self._metrics.clear()
+        return taken
+
+    def _resident_bytes(self) -> int:
+        return int(self._process.memory_info().rss)
+
+    def _callbacks(self) -> LeaseCallbacks:
+        return LeaseCallbacks(self.on_grant, self.on_revoke, self.on_quiesce)
+
+    def _fail(self, why: str) -> None:
+        self.failure = why
+        self.drain(0.0)
+
+
+async def _nothing(_: object) -> None:
+    return None
+
+
+async def _free_host_memory(epoch: int, notice_s: float) -> int:
+    return int(psutil.virtual_memory().available)

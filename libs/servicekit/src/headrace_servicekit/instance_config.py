@@ -1,0 +1,139 @@
+"""What every instance is told at its start, by flags or by HEADRACE_ variables."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import sys
+import tempfile
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from headrace_servicekit.config import explain
+from headrace_servicekit.devices import detect_devices, qualify
+from headrace_servicekit.errors import ServiceError
+
+Kind = Literal["coordinator", "rollout", "trainer", "simulator", "reward"]
+
+
+def default_shm_dir() -> Path:
+    """A directory of this user's on the host's shared memory, or on disk where there is none."""
+    shared = Path("/dev/shm")
+    return (shared if shared.is_dir() else Path(tempfile.gettempdir())) / f"headrace-{os.getuid()}"
+
+
+class InstanceConfig(BaseModel):
+    """One instance. `devices` hold full names, "{host}/cpu:0"; give them without host, or "auto"."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    kind: Kind
+    name: str = Field("", description="stable name of the instance; default: KIND-0")
+    incarnation: str = Field("", description="unique id of this process; default: a fresh one")
+    host: str = Field(
+        "", description="name of the host, first part of device names; default: the host's name"
+    )
+    coordinator: str = Field(
+        "", description="host:port of the coordinator; empty: stand-alone, without a session"
+    )
+    listen: str = Field("127.0.0.1:0", description="host:port to listen on; port 0 picks a free one")
+    advertise: str = Field("", description="host that others reach this instance at; default: from --listen")
+    devices: tuple[str, ...] = Field((), description="devices to lease out, comma-separated, or 'auto'")
+    token_file: Path | None = Field(None, description="file with the bearer token that the fleet shares")
+    shm_dir: Path = Field(
+        default_factory=default_shm_dir, description="directory on a tmpfs for published weights"
+    )
+    data_dir: Path = Field(Path("headrace-data"), description="directory for what must survive")
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        "info", description="least level that is logged"
+    )
+    reflection: bool = Field(False, description="offer gRPC reflection")
+    metrics_port: int | None = Field(
+        None, ge=0, le=65535, description="port of the Prometheus figures; default: none"
+    )
+
+    @field_validator("devices", mode="before")
+    @classmethod
+    def _split_devices(cls, value: object) -> object:
+        if isinstance(value, str):
+            value = [part.strip() for part in value.split(",") if part.strip()]
+        return detect_devices() if value in (["auto"], ("auto",)) else value
+
+    @model_validator(mode="before")
+    @classmethod
+    def _defaults(cls, data: object) -> object:
+        if not isinstance(data, dict):
+            return data
+        filled = {key: value for key, value in data.items() if value is not None}
+        filled["name"] = filled.get("name") or f"{filled.get('kind', 'instance')}-0"
+        filled["incarnation"] = filled.get("incarnation") or uuid.uuid4().hex
+        filled["host"] = filled.get("host") or socket.gethostname()
+        return filled
+
+    @model_validator(mode="after")
+    def _qualify_devices(self) -> InstanceConfig:
+        try:
+            qualified = tuple(qualify(self.host, self.devices))
+        except ServiceError as error:
+            raise ValueError(f"devices: {error.message}") from error
+        object.__setattr__(self, "devices", qualified)
+        return self
+
+    def read_token(self) -> str | None:
+        """The bearer token, or None without a token file. Raises ServiceError when the file is empty or unreadable."""
+        return read_token(self.token_file)
+
+
+def read_token(path: Path | None) -> str | None:
+    """The token in a file. Raises ServiceError TOKEN_FILE when it cannot be read or is empty."""
+    import grpc
+
+    if path is None:
+        return None
+    try:
+        token = path.read_text().strip()
+    except OSError as error:
+        raise ServiceError(
+            grpc.StatusCode.FAILED_PRECONDITION, "TOKEN_FILE", f"token file {path}: {error.strerror}"
+        ) from error
+    if not token:
+        raise ServiceError(grpc.StatusCode.FAILED_PRECONDITION, "TOKEN_FILE", f"token file {path} is empty")
+    return token
+
+
+def parse_instance_config(kind: str, argv: Sequence[str] | None = None) -> InstanceConfig:
+    """Reads flags, then HEADRACE_ variables, then defaults. Exits with status 2 and a sentence on a mistake."""
+    parser = argparse.ArgumentParser(
+        prog=f"headrace-{kind}", description=f"Runs one {kind} instance of Headrace."
+    )
+    for name, info in InstanceConfig.model_fields.items():
+        if name == "kind":
+            continue
+        variable = _variable(name)
+        action = argparse.BooleanOptionalAction if info.annotation is bool else "store"
+        parser.add_argument(_flag(name), action=action, default=None, help=f"{info.description} ({variable})")  # type: ignore[arg-type]
+    given = vars(parser.parse_args(argv))
+    values = {
+        name: value if value is not None else os.environ.get(_variable(name)) for name, value in given.items()
+    }
+    try:
+        return InstanceConfig.model_validate({"kind": kind, **values})
+    except ValidationError as error:
+        for problem in explain(error, InstanceConfig):
+            print(
+                f"{parser.prog}: {_flag(problem.key)} ({_variable(problem.key)}): {problem}", file=sys.stderr
+            )
+        raise SystemExit(2) from error
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _variable(name: str) -> str:
+    return "HEADRACE_" + name.upper()

@@ -1,0 +1,269 @@
+"""Weights between hosts and processes: a servicer, and a receiver that negotiates shm, then grpc.
+
+All or nothing: a body is handed out only when every tensor's digest is the manifest's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import mmap
+from collections.abc import AsyncIterator, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import grpc
+import grpc.aio
+from headrace.common.v1 import common_pb2, weights_pb2, weights_pb2_grpc
+
+from headrace_servicekit.client import dial
+from headrace_servicekit.digests import digest_bytes, manifest_digest
+from headrace_servicekit.errors import ServiceError, message_of
+from headrace_servicekit.weight_store import PendingWeights, StoredWeights, WeightStore, entries_of, map_file
+
+CHUNK_BYTES = 1024 * 1024
+IDLE_TIMEOUT_S = 30.0
+_NONCE_BYTES = 256
+_PREFERENCE = (common_pb2.WEIGHT_TRANSPORT_SHM, common_pb2.WEIGHT_TRANSPORT_GRPC)
+
+
+@dataclass(frozen=True)
+class ReceivedWeights:
+    """A verified body with the transport that brought it and why better ones did not.
+
+    `transport` is UNSPECIFIED when the store already held the version; `bytes_moved` is 0 for shm.
+    """
+
+    body: memoryview
+    transport: common_pb2.WeightTransport
+    bytes_moved: int
+    fallbacks: list[str] = field(default_factory=list)
+
+
+class WeightServicer(weights_pb2_grpc.WeightServiceServicer):
+    """headrace.common.v1.WeightService over a store."""
+
+    def __init__(self, store: WeightStore) -> None:
+        self._store = store
+
+    async def GetManifest(
+        self, request: weights_pb2.GetManifestRequest, context: grpc.aio.ServicerContext
+    ) -> weights_pb2.GetManifestResponse:
+        """Returns the manifest of a held version."""
+        stored = self._store.get(request.run, request.number)
+        return weights_pb2.GetManifestResponse(version=stored.version, manifest=stored.manifest)
+
+    async def FetchWeights(
+        self, request: weights_pb2.FetchWeightsRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[weights_pb2.FetchWeightsResponse]:
+        """Streams the body from an offset in 1 MiB pieces; the version stays alive until the stream ends."""
+        body = self._store.get(request.run, request.number).body
+        if request.offset_bytes > len(body):
+            raise _invalid(f"offset {request.offset_bytes} is beyond the body's {len(body)} bytes")
+        for offset in range(request.offset_bytes, len(body), CHUNK_BYTES):
+            piece = bytes(body[offset : offset + CHUNK_BYTES])
+            yield weights_pb2.FetchWeightsResponse(offset_bytes=offset, data=piece)
+
+
+async def receive_weights(
+    store: WeightStore,
+    run: str,
+    version: common_pb2.PolicyVersion,
+    manifest: common_pb2.WeightManifest,
+    sources: Iterable[common_pb2.WeightSource],
+    *,
+    token: str | None,
+) -> ReceivedWeights:
+    """Takes a version from the first source and transport that delivers it whole, and holds it in `store`.
+
+    Raises ServiceError INVALID or DIGEST_MISMATCH for a manifest that contradicts itself or the version,
+    CONFLICT when the store holds other weights under the number, and when every source failed
+    DIGEST_MISMATCH (the bytes were wrong somewhere) or WEIGHTS_UNAVAILABLE.
+    """
+    check_manifest(version, manifest)
+    held = store.find(run, version.number)
+    if held is not None:
+        return _already_held(held, version)
+    offers = list(sources)
+    failures: list[ServiceError] = []
+    for transport in _PREFERENCE:
+        for source in (offer for offer in offers if transport in offer.transports):
+            try:
+                if transport == common_pb2.WEIGHT_TRANSPORT_SHM:
+                    stored, moved = await _map_shared(store, run, version, manifest, source), 0
+                else:
+                    stored, moved = (
+                        await _fetch(store, run, version, manifest, source, token),
+                        manifest.size_bytes,
+                    )
+            except ServiceError as failure:
+                name = "shm" if transport == common_pb2.WEIGHT_TRANSPORT_SHM else "grpc"
+                failure.message = f"{name} from {source.incarnation}: {failure.message}"
+                failures.append(failure)
+            else:
+                return ReceivedWeights(
+                    stored.body, transport, moved, [failure.message for failure in failures]
+                )
+    raise _nothing_worked(run, version, failures)
+
+
+def check_manifest(version: common_pb2.PolicyVersion, manifest: common_pb2.WeightManifest) -> None:
+    """Refuses a manifest whose entries, sizes or digests contradict each other or the version."""
+    layout = [(entry.name, entry.data_type, tuple(entry.shape)) for entry in manifest.entries]
+    for entry, expected in zip(manifest.entries, entries_of(layout), strict=True):
+        if (entry.offset_bytes, entry.size_bytes) != (expected.offset_bytes, expected.size_bytes):
+            raise _invalid(f"tensor {entry.name}: offset or size does not follow from its type and shape")
+    if manifest.size_bytes != sum(entry.size_bytes for entry in manifest.entries):
+        raise _invalid(f"the manifest says {manifest.size_bytes} bytes, its entries say otherwise")
+    if manifest.digest != manifest_digest(manifest.entries) or version.digest != manifest.digest:
+        raise _mismatch(f"version {version.number}: its digest is not that of the manifest's entries")
+
+
+def _already_held(held: StoredWeights, version: common_pb2.PolicyVersion) -> ReceivedWeights:
+    if held.version.digest != version.digest:
+        raise ServiceError(
+            grpc.StatusCode.ALREADY_EXISTS,
+            "CONFLICT",
+            f"version {version.number} is held with digest {held.version.digest}, not {version.digest}",
+        )
+    return ReceivedWeights(held.body, common_pb2.WEIGHT_TRANSPORT_UNSPECIFIED, 0)
+
+
+async def _map_shared(
+    store: WeightStore,
+    run: str,
+    version: common_pb2.PolicyVersion,
+    manifest: common_pb2.WeightManifest,
+    source: common_pb2.WeightSource,
+) -> StoredWeights:
+    path = Path(source.shm_path)
+    try:
+        _prove_same_host(source)
+        body = map_file(path, manifest.size_bytes)
+    except (OSError, ValueError) as error:
+        raise _unavailable(str(error)) from error
+    await asyncio.to_thread(_verify, body, manifest)
+    return store.adopt(run, version, manifest, path, body)
+
+
+def _prove_same_host(source: common_pb2.WeightSource) -> None:
+    """Two hosts may have the same path; only one has the nonce that the source made up."""
+    with Path(source.shm_nonce_path).open("rb") as file:
+        content = file.read(_NONCE_BYTES)
+    if not source.shm_nonce or content != source.shm_nonce.encode():
+        raise ValueError("the nonce file holds another nonce: not the same host")
+
+
+async def _fetch(
+    store: WeightStore,
+    run: str,
+    version: common_pb2.PolicyVersion,
+    manifest: common_pb2.WeightManifest,
+    source: common_pb2.WeightSource,
+    token: str | None,
+) -> StoredWeights:
+    layout = [(entry.name, entry.data_type, tuple(entry.shape)) for entry in manifest.entries]
+    pending = store.begin(run, version.number, layout)
+    try:
+        await _download(pending, run, version.number, manifest.size_bytes, source.address, token)
+        found = await asyncio.to_thread(pending.manifest)
+        _compare(found.entries, manifest.entries)
+        return pending.publish(version, manifest)
+    except (ServiceError, asyncio.CancelledError):
+        pending.discard()
+        raise
+
+
+async def _download(
+    pending: PendingWeights, run: str, number: int, size: int, address: str, token: str | None
+) -> None:
+    """Fills the body, going on at the offset reached when a stream breaks after it made progress."""
+    whole, offset = pending.whole(), 0
+    async with dial(address, token=token) as channel:
+        stub = weights_pb2_grpc.WeightServiceStub(channel)
+        while offset < size:
+            began = offset
+            call = stub.FetchWeights(
+                weights_pb2.FetchWeightsRequest(run=run, number=number, offset_bytes=offset)
+            )
+            try:
+                offset = await _drain_into(whole, offset, call)
+            except TimeoutError as error:
+                raise _unavailable(
+                    f"{address} sent nothing for {IDLE_TIMEOUT_S:.0f} s at byte {offset}"
+                ) from error
+            except _Broken as broken:
+                offset = broken.offset
+                if offset == began:
+                    raise _unavailable(f"{address}: {message_of(broken.error)}") from broken.error
+            finally:
+                call.cancel()
+
+
+class _Broken(Exception):
+    """A stream that ended with an error at some offset."""
+
+    def __init__(self, offset: int, error: grpc.aio.AioRpcError) -> None:
+        super().__init__(str(error))
+        self.offset = offset
+        self.error = error
+
+
+async def _drain_into(
+    whole: memoryview, offset: int, call: grpc.aio.UnaryStreamCall[object, weights_pb2.FetchWeightsResponse]
+) -> int:
+    try:
+        while offset < len(whole):
+            piece = await asyncio.wait_for(call.read(), IDLE_TIMEOUT_S)
+            if piece is grpc.aio.EOF:
+                raise _unavailable(f"the stream ended at byte {offset} of {len(whole)}")
+            assert isinstance(piece, weights_pb2.FetchWeightsResponse)
+            end = offset + len(piece.data)
+            if piece.offset_bytes != offset or not piece.data or end > len(whole):
+                raise _unavailable(
+                    f"a piece of {len(piece.data)} bytes at {piece.offset_bytes}, expected one at {offset}"
+                )
+            whole[offset:end] = piece.data
+            offset = end
+    except grpc.aio.AioRpcError as error:
+        raise _Broken(offset, error) from error
+    return offset
+
+
+def _verify(body: mmap.mmap, manifest: common_pb2.WeightManifest) -> None:
+    with memoryview(body) as whole:
+        for entry in manifest.entries:
+            with whole[entry.offset_bytes : entry.offset_bytes + entry.size_bytes] as part:
+                if digest_bytes(part) != entry.digest:
+                    raise _mismatch(f"tensor {entry.name}: the bytes are not those of the manifest")
+
+
+def _compare(found: Sequence[common_pb2.WeightEntry], expected: Sequence[common_pb2.WeightEntry]) -> None:
+    for ours, theirs in zip(found, expected, strict=True):
+        if ours.digest != theirs.digest:
+            raise _mismatch(f"tensor {theirs.name}: the bytes are not those of the manifest")
+
+
+def _nothing_worked(
+    run: str, version: common_pb2.PolicyVersion, failures: list[ServiceError]
+) -> ServiceError:
+    wrong = any(failure.reason == "DIGEST_MISMATCH" for failure in failures)
+    reasons = " | ".join(failure.message for failure in failures) or "no source offers shm or grpc"
+    message = f"version {version.number} of {run} could not be taken from any source: {reasons}"
+    if wrong:
+        return ServiceError(grpc.StatusCode.DATA_LOSS, "DIGEST_MISMATCH", message)
+    exhausted = any(failure.code is grpc.StatusCode.RESOURCE_EXHAUSTED for failure in failures)
+    if exhausted:
+        return ServiceError(grpc.StatusCode.RESOURCE_EXHAUSTED, "NO_SPACE", message)
+    return ServiceError(grpc.StatusCode.UNAVAILABLE, "WEIGHTS_UNAVAILABLE", message)
+
+
+def _invalid(message: str) -> ServiceError:
+    return ServiceError(grpc.StatusCode.INVALID_ARGUMENT, "INVALID", message)
+
+
+def _mismatch(message: str) -> ServiceError:
+    return ServiceError(grpc.StatusCode.DATA_LOSS, "DIGEST_MISMATCH", message)
+
+
+def _unavailable(message: str) -> ServiceError:
+    return ServiceError(grpc.StatusCode.UNAVAILABLE, "WEIGHTS_UNAVAILABLE", message)
