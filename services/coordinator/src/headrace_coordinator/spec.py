@@ -263,7 +263,14 @@ class RunSpec(Section):
 
     @model_validator(mode="after")
     def _combinations(self) -> RunSpec:
-        problems = [*_batch(self), *_sampling(self), *_placement(self), *_evaluation(self), *_reward(self)]
+        problems = [
+            *_batch(self),
+            *_prompt(self),
+            *_sampling(self),
+            *_placement(self),
+            *_evaluation(self),
+            *_reward(self),
+        ]
         if problems:
             raise Impossible(problems)
         return self
@@ -293,6 +300,16 @@ def _batch(spec: RunSpec) -> Iterator[KeyProblemView]:
         )
 
 
+def _prompt(spec: RunSpec) -> Iterator[KeyProblemView]:
+    prompt = spec.data.prompt
+    if prompt.system is not None and not prompt.chat:
+        yield problem(
+            "data.prompt.system",
+            "text that is fed as it is has no system message",
+            "remove it, or set data.prompt.chat: true",
+        )
+
+
 def _sampling(spec: RunSpec) -> Iterator[KeyProblemView]:
     sampling, context = spec.sampling, spec.model.max_context
     neutral: dict[str, float] = {"top_p": 1, "top_k": 0, "min_p": 0, "repetition_penalty": 1}
@@ -300,7 +317,7 @@ def _sampling(spec: RunSpec) -> Iterator[KeyProblemView]:
         if getattr(sampling, key) != value:
             yield problem(
                 f"sampling.{key}",
-                "truncated or penalised sampling is refused in strict on-policy mode (the kept set does not travel)",
+                "truncated or penalised sampling is refused on policy (the kept set does not travel)",
                 f"set {key}: {value}",
             )
     for key, tokens in (
@@ -329,7 +346,7 @@ def _placement(spec: RunSpec) -> Iterator[KeyProblemView]:
     if placement.mode == "disaggregated" and shared:
         yield problem(
             "placement.trainer",
-            f"{', '.join(shared)} is also in placement.rollout; disaggregated placement needs disjoint devices",
+            f"{', '.join(shared)} generates too; disaggregated placement needs disjoint devices",
             "name other devices, or set placement.mode: collocated",
         )
     for key, users in (("rollout", spec.rollout.instances), ("trainer", spec.trainer.ranks)):

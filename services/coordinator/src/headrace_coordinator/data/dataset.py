@@ -1,0 +1,130 @@
+"""The items of a run: which are held out, which are trained, and in which order. Pure once it is open."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from functools import lru_cache
+
+from headrace_coordinator.data.items import DataItem, squeezed
+from headrace_coordinator.data.prompts import PromptContent, Prompter
+from headrace_coordinator.data.sources import DataSource, open_source
+from headrace_coordinator.problems import Impossible, problem
+from headrace_coordinator.spec import DataSection
+
+ORDERS_KEPT = 2
+
+
+class Dataset:
+    """Held-out and training items of one data section.
+
+    Two items are the same when their canonical questions are; the first one counts. The held-out part
+    depends on the items and `heldout_seed` alone: runs with other seeds are judged on the same items.
+    """
+
+    def __init__(self, section: DataSection, items: Sequence[DataItem], seed: int) -> None:
+        excluded = {squeezed(text) for text in section.exclude}
+        distinct: dict[str, DataItem] = {}
+        for item in items:
+            distinct.setdefault(item.key, item)
+        kept = [item for item in distinct.values() if not excluded & item.names()]
+        _enough(section, len(kept), len(distinct) - len(kept))
+        ranked = sorted(kept, key=lambda item: _rank(f"heldout {section.heldout_seed}", item))
+        self._heldout = ranked[: section.heldout]
+        self._train = sorted(ranked[section.heldout :], key=lambda item: item.key)
+        self._seed = seed
+        self._orders: dict[int, list[DataItem]] = {}
+        self._prompter = Prompter(section.prompt, known_fields(kept))
+        self.digest = _digest(self._heldout, self._train)
+
+    @classmethod
+    def open(cls, section: DataSection, seed: int) -> Dataset:
+        """Reads the source (slow when large) and splits it. The run's `seed` orders the training.
+
+        Raises:
+            Impossible: the source, an option, a template or a number does not fit; its problems name the keys.
+        """
+        source = open_source(section.source, section.options)
+        items = _items(type(source), source.model_dump_json(), source.fingerprint())
+        return cls(section, items, seed)
+
+    @property
+    def train_size(self) -> int:
+        """Distinct items of the training part."""
+        return len(self._train)
+
+    def train_item(self, prompt_ordinal: int) -> DataItem:
+        """The item of a prompt ordinal (from 0): every epoch is a permutation of the training part."""
+        epoch, position = divmod(prompt_ordinal, len(self._train))
+        return self._order(epoch)[position]
+
+    def heldout_items(self) -> list[DataItem]:
+        """The held-out items, always in the same order."""
+        return list(self._heldout)
+
+    def prompt(self, item: DataItem, prefill: str | None = None) -> PromptContent:
+        """The prompt of an item; `prefill`, a template, stands in for data.prompt.prefill."""
+        return self._prompter.render(item, prefill)
+
+    def check_template(self, text: str, key: str) -> None:
+        """Raises `Impossible` naming `key` when `text` uses fields that the items lack."""
+        self._prompter.check(text, key)
+
+    def unanswered(self) -> int:
+        """Training items without an answer, which a supervised warm-up cannot use."""
+        return sum(not item.answer for item in self._train)
+
+    def _order(self, epoch: int) -> list[DataItem]:
+        if epoch not in self._orders:
+            while len(self._orders) >= ORDERS_KEPT:
+                del self._orders[min(self._orders)]
+            # A sort by keyed hashes rather than a shuffle: it is the same in every Python for ever.
+            purpose = f"train {self._seed} {epoch}"
+            self._orders[epoch] = sorted(self._train, key=lambda item: _rank(purpose, item))
+        return self._orders[epoch]
+
+
+def known_fields(items: Sequence[DataItem]) -> set[str]:
+    """Fields that every item has, so that no prompt of a run can lack one."""
+    common = set(items[0].fields)
+    for item in items:
+        common &= item.fields.keys()
+    return common | {"question"}
+
+
+@lru_cache(maxsize=2)
+def _items(source_class: type[DataSource], options: str, fingerprint: str) -> tuple[DataItem, ...]:
+    """Items of a source. Kept, because a run is checked, started and resumed in one process."""
+    return tuple(source_class.model_validate_json(options).items())
+
+
+def _enough(section: DataSection, kept: int, excluded: int) -> None:
+    if kept == 0:
+        reason = f"the source {section.source} has no item" + (
+            f" left after {excluded} excluded" if excluded else ""
+        )
+        raise Impossible(
+            [problem("data.exclude" if excluded else "data.source", reason, "give it items to train on")]
+        )
+    if section.heldout >= kept:
+        reason = f"{section.heldout} held-out items leave none to train on: {kept} distinct items remain" + (
+            f" after {excluded} excluded" if excluded else ""
+        )
+        raise Impossible([problem("data.heldout", reason, f"the nearest valid value is {kept - 1}")])
+
+
+def _rank(purpose: str, item: DataItem) -> tuple[bytes, str]:
+    key = item.key
+    digest = hashlib.blake2b(f"{purpose}\0{key}".encode(), digest_size=16)
+    return digest.digest(), key
+
+
+def _digest(heldout: Sequence[DataItem], train: Sequence[DataItem]) -> str:
+    """32 hex digits over every item's part, question, answer and fields; what the ledger holds a run to."""
+    state = hashlib.blake2b(digest_size=16)
+    for part, items in (("heldout", heldout), ("train", train)):
+        for item in items:
+            row = [part, item.question, item.answer, dict(item.fields)]
+            state.update(json.dumps(row, sort_keys=True, ensure_ascii=False).encode() + b"\n")
+    return state.hexdigest()

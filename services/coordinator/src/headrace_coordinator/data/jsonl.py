@@ -1,0 +1,94 @@
+"""Items from a file with one JSON object a line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+from pydantic import Field
+
+from headrace_coordinator.data.items import DataItem
+from headrace_coordinator.data.sources import DataSource
+from headrace_coordinator.problems import Impossible, choose, problem, show
+
+LINE_BYTES = 1024 * 1024
+PATH_KEY = "data.options.path"
+
+
+class Jsonl(DataSource):
+    """Questions and answers under chosen keys; every other text or number of a line is a template field."""
+
+    path: str = Field(description="file with one JSON object a line, as the coordinator sees it")
+    question: str = Field(default="question", description="key of the question")
+    answer: str = Field(default="answer", description="key of the answer")
+
+    def fingerprint(self) -> str:
+        """Time and size of the file."""
+        try:
+            state = Path(self.path).expanduser().stat()
+        except OSError:
+            return "unreadable"
+        return f"{state.st_mtime_ns}-{state.st_size}"
+
+    def items(self) -> Iterator[DataItem]:
+        """Yields an item a line; blank lines are skipped, ill-formed ones named by their number."""
+        try:
+            with Path(self.path).expanduser().open("rb") as file:
+                number = 0
+                while line := file.readline(LINE_BYTES + 1):
+                    number += 1
+                    if len(line) > LINE_BYTES:
+                        self._wrong(number, f"is longer than {LINE_BYTES} bytes", "shorten or split it")
+                    if line.strip():
+                        yield self._item(number, line)
+        except OSError as error:
+            reason = f"{self.path} cannot be read: {error.strerror or error}"
+            raise Impossible([problem(PATH_KEY, reason, self._fix_path())]) from error
+
+    def _item(self, number: int, line: bytes) -> DataItem:
+        try:
+            row = json.loads(line, parse_constant=_no_constant)
+            if b"\\u" in line:
+                json.dumps(row, ensure_ascii=False).encode()
+        except UnicodeError:
+            self._wrong(
+                number, "is not valid Unicode", "convert the file to UTF-8; no halves of surrogate pairs"
+            )
+        except (ValueError, RecursionError) as error:
+            self._wrong(number, f"is not JSON ({error})", "write one JSON object a line")
+        if not isinstance(row, dict):
+            self._wrong(number, f"is {show(row)}, not a JSON object", 'write {"question": …, "answer": …}')
+        question = self._text(number, row, self.question, "question")
+        answer = self._text(number, row, self.answer, "answer")
+        rest = {key: value for key, value in row.items() if key not in (self.question, self.answer)}
+        fields = {key: value for key, value in rest.items() if isinstance(value, (str, int, float))}
+        return DataItem(question, answer, fields, rest)
+
+    def _text(self, number: int, row: dict[str, Any], key: str, option: str) -> str:
+        if key not in row:
+            fix = choose(key, row, extra=f"or add the key, or set data.options.{option}")
+            self._wrong(number, f"has no key {key!r}", fix)
+        value = row[key]
+        if isinstance(value, bool) or not isinstance(value, (str, int, float)):
+            self._wrong(number, f"has {show(value)} as {key!r}", "write text or a number")
+        text = str(value)
+        if option == "question" and not text.strip():
+            self._wrong(number, f"has an empty {key!r}", "write a question, or remove the line")
+        return text
+
+    def _wrong(self, number: int, reason: str, fix: str) -> NoReturn:
+        raise Impossible([problem(PATH_KEY, f"line {number} of {self.path} {reason}", fix)])
+
+    def _fix_path(self) -> str:
+        folder = Path(self.path).expanduser().parent
+        try:
+            names = [entry.name for entry in folder.iterdir() if entry.is_file()]
+        except OSError:
+            return f"name a readable file; the folder {folder} cannot be read either"
+        return choose(Path(self.path).name, names, extra=f"the folder is {folder.absolute()}")
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON number")

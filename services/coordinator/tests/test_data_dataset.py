@@ -1,0 +1,208 @@
+"""The split, the order and the prompts of a run's items."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from headrace_coordinator.data import DataItem, Dataset
+from headrace_coordinator.problems import Impossible
+from headrace_coordinator.spec import DataSection, PromptSection
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+FEW_SHOT = ["4 + 4", "9 - 3", "5 + 6"]
+SUMS = DataSection(
+    source="reasoning_gym",
+    options={"dataset": "chain_sum", "min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1},
+    heldout=80,
+    exclude=FEW_SHOT,
+    prompt=PromptSection(
+        template=(
+            "Calculate {expression}. Reply with only the number.\n"
+            "Examples: 4 + 4 = 8, 9 - 3 = 6, 5 + 6 = 11\n{expression} ="
+        )
+    ),
+)
+DIGITS = DataSection(source="copy_digits", options={"digits": 2}, heldout=20)
+
+
+def changed(section: DataSection, **values) -> DataSection:
+    return section.model_copy(update=values)
+
+
+def refusal(section: DataSection) -> str:
+    with pytest.raises(Impossible) as caught:
+        Dataset.open(section, 0)
+    return str(caught.value)
+
+
+def expressions(items) -> set[str]:
+    return {item.fields["expression"] for item in items}
+
+
+def epoch(data: Dataset, number: int) -> list[DataItem]:
+    return [data.train_item(number * data.train_size + index) for index in range(data.train_size)]
+
+
+def test_chain_sum_holds_out_80_and_excludes_the_examples():
+    data = Dataset.open(SUMS, seed=3)
+    held, train = expressions(data.heldout_items()), expressions(epoch(data, 0))
+    assert (len(held), len(train)) == (80, 117)
+    assert not held & train
+    assert not (held | train) & set(FEW_SHOT)
+
+
+def test_the_chain_sum_prompt_is_the_recipes():
+    data = Dataset.open(SUMS, seed=0)
+    item = data.heldout_items()[0]
+    e = item.fields["expression"]
+    assert item.question.endswith(f"problem: {e} =")
+    content = data.prompt(item)
+    assert content.chat == [
+        {
+            "role": "user",
+            "content": f"Calculate {e}. Reply with only the number.\n"
+            f"Examples: 4 + 4 = 8, 9 - 3 = 6, 5 + 6 = 11\n{e} =",
+        }
+    ]
+    assert (content.text, content.prefill) == (None, "")
+    assert data.prompt(item, prefill="{expression} =").prefill == f"{e} ="
+
+
+def test_exclude_matches_questions_and_expressions_whatever_their_spaces():
+    question = "State the final answer to the following arithmetic problem:  4 + 4 ="
+    for excluded in ("4+4", " 4  + 4 ", question):
+        data = Dataset.open(changed(SUMS, exclude=[excluded], heldout=0), 0)
+        assert data.train_size == 199
+        assert "4 + 4" not in expressions(epoch(data, 0))
+
+
+def test_held_out_items_do_not_depend_on_the_runs_seed():
+    first, second = Dataset.open(SUMS, seed=1), Dataset.open(SUMS, seed=2)
+    assert first.heldout_items() == second.heldout_items()
+    assert first.digest == second.digest
+    assert epoch(first, 0) != epoch(second, 0)
+    other = Dataset.open(changed(SUMS, heldout_seed=2), seed=1)
+    assert other.heldout_items() != first.heldout_items()
+    assert other.digest != first.digest
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    seed=st.integers(0, 2**63 - 1),
+    heldout_seed=st.integers(0, 2**63 - 1),
+    heldout=st.integers(0, 90),
+    excluded=st.sets(st.integers(0, 99), max_size=9),
+    number=st.integers(0, 10_000),
+)
+def test_parts_are_disjoint_and_every_epoch_is_a_permutation(seed, heldout_seed, heldout, excluded, number):
+    exclude = [f"{value:02d}=" for value in excluded]
+    section = changed(DIGITS, heldout=heldout, heldout_seed=heldout_seed, exclude=exclude)
+    data = Dataset.open(section, seed)
+    held, train = {item.key for item in data.heldout_items()}, [item.key for item in epoch(data, number)]
+    assert len(held) == heldout
+    assert len(set(train)) == len(train) == 100 - heldout - len(excluded)
+    assert not held & set(train)
+    assert held | set(train) | set(exclude) == {f"{value:02d}=" for value in range(100)}
+    assert [item.key for item in epoch(Dataset.open(section, seed), number)] == train
+
+
+def test_epochs_differ():
+    data = Dataset.open(DIGITS, 0)
+    assert len({tuple(item.key for item in epoch(data, number)) for number in range(5)}) == 5
+
+
+def test_an_ordinal_means_the_same_item_in_another_process_and_for_ever():
+    program = (
+        "import json, sys\n"
+        "from headrace_coordinator.data import Dataset\n"
+        "from headrace_coordinator.spec import DataSection\n"
+        "data = Dataset.open(DataSection.model_validate_json(sys.argv[1]), 7)\n"
+        "print(json.dumps([data.digest, [data.train_item(n).answer for n in (0, 1, 79, 80, 4000)]]))"
+    )
+    environment = {"PYTHONHASHSEED": "5"}
+    output = subprocess.run(
+        [sys.executable, "-c", program, DIGITS.model_dump_json()],
+        env=environment,
+        capture_output=True,
+        check=True,
+    )
+    digest, answers = json.loads(output.stdout)
+    data = Dataset.open(DIGITS, 7)
+    assert digest == data.digest
+    assert answers == [data.train_item(n).answer for n in (0, 1, 79, 80, 4000)]
+    # A golden value: runs of yesterday are resumed tomorrow.
+    assert answers == GOLDEN
+
+
+GOLDEN = ["25", "41", "59", "32", "75"]
+
+
+@pytest.mark.parametrize(
+    ("section", "words"),
+    [
+        (changed(SUMS, heldout=197), "data.heldout: 197 held-out items leave none to train on"),
+        (changed(SUMS, heldout=500), "the nearest valid value is 196"),
+        (
+            changed(DIGITS, exclude=[f"{n:02d}=" for n in range(100)]),
+            "data.exclude: the source copy_digits has no item",
+        ),
+        (
+            changed(DIGITS, prompt=PromptSection(template="{qestion}")),
+            "data.prompt.template: items have no field",
+        ),
+        (
+            changed(DIGITS, prompt=PromptSection(prefill="{x}")),
+            "data.prompt.prefill: items have no field 'x'",
+        ),
+        (changed(DIGITS, prompt=PromptSection(system="{answer}")), "data.prompt.system"),
+        (changed(DIGITS, prompt=PromptSection(template="{")), "write a brace that is meant as text twice"),
+        (changed(DIGITS, prompt=PromptSection(template="{}")), "is not the plain name of a field"),
+        (changed(DIGITS, prompt=PromptSection(template="{question.__class__}")), "is not the plain name"),
+        (changed(DIGITS, prompt=PromptSection(template="{question!r:>99999999}")), "is not the plain name"),
+    ],
+)
+def test_what_cannot_work_is_refused_when_opened(section, words):
+    assert words in refusal(section)
+
+
+def test_prompts_as_chat_and_as_text():
+    item = DataItem("2 {a}", "3", {"b": 4})
+    chat = changed(
+        DIGITS, heldout=0, prompt=PromptSection(template="{{x}} {question} {b}", system="s {b}", prefill="p")
+    )
+    content = Dataset(chat, [item], 0).prompt(item)
+    assert content.chat == [{"role": "system", "content": "s 4"}, {"role": "user", "content": "{x} 2 {a} 4"}]
+    assert (content.text, content.prefill) == (None, "p")
+    plain = changed(DIGITS, heldout=0, prompt=PromptSection(template="{question}", chat=False, prefill="p"))
+    content = Dataset(plain, [item], 0).prompt(item)
+    assert (content.chat, content.text, content.prefill) == (None, "2 {a}p", "")
+
+
+def test_a_field_that_some_item_lacks_is_unknown():
+    items = [DataItem("1", "1", {"b": 4}), DataItem("2", "2")]
+    section = changed(DIGITS, heldout=0, prompt=PromptSection(template="{b}"))
+    with pytest.raises(Impossible, match="items have no field 'b'"):
+        Dataset(section, items, 0)
+    data = Dataset(changed(section, prompt=PromptSection()), items, 0)
+    with pytest.raises(Impossible, match=r"evaluation\.baseline_prefill: items have no field"):
+        data.check_template("{b}", "evaluation.baseline_prefill")
+
+
+def test_the_first_of_equal_questions_counts_and_answers_may_be_missing():
+    items = [DataItem("a  b", "1"), DataItem("a b ", "2"), DataItem("c", "")]
+    data = Dataset(changed(DIGITS, heldout=0), items, 0)
+    assert sorted(item.answer for item in epoch(data, 0)) == ["", "1"]
+    assert data.unanswered() == 1
+
+
+def test_a_changed_file_changes_the_digest(tmp_path):
+    path = tmp_path / "items.jsonl"
+    section = DataSection(source="jsonl", options={"path": str(path)})
+    path.write_text('{"question": "1", "answer": "2"}\n')
+    first = Dataset.open(section, 0)
+    path.write_text('{"question": "1", "answer": "22"}\n')
+    second = Dataset.open(section, 0)
+    assert second.train_item(0).answer == "22"
+    assert first.digest != second.digest

@@ -1,0 +1,137 @@
+"""A wrong run spec is refused with the key, the reason and the nearest valid value."""
+
+from copy import deepcopy
+from typing import Any
+
+import pytest
+from headrace_coordinator.problems import explain, nearest, sentence
+from headrace_coordinator.spec import RunSpec
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+BASE: dict[str, Any] = {
+    "model": {"path": "org/model"},
+    "data": {"source": "copy_digits"},
+    "reward": {"scorers": [{"name": "exact"}]},
+}
+
+
+def with_values(values: dict[str, Any]) -> dict[str, Any]:
+    """The base spec with values at dotted paths."""
+    spec = deepcopy(BASE)
+    for key, value in values.items():
+        *parents, last = key.split(".")
+        place = spec
+        for name in parents:
+            place = place.setdefault(name, {})
+        place[last] = value
+    return spec
+
+
+def problems_of(values: dict[str, Any]) -> dict[str, str]:
+    with pytest.raises(ValidationError) as caught:
+        RunSpec.model_validate(with_values(values))
+    return {item.key: sentence(item) for item in explain(caught.value, RunSpec)}
+
+
+def test_a_minimal_spec_is_valid_and_its_json_is_a_fixed_point():
+    spec = RunSpec.model_validate(BASE)
+    assert RunSpec.model_validate(spec.model_dump(mode="json")) == spec
+    assert spec.slots_per_step == 32
+
+
+@pytest.mark.parametrize(
+    ("values", "key", "words"),
+    [
+        ({"stpes": 3}, "stpes", "unknown key; did you mean steps?"),
+        ({"lr": 3}, "lr", "did you mean optimizer.lr?"),
+        ({"algorithm.group_sise": 8}, "algorithm.group_sise", "did you mean group_size?"),
+        ({"reward.scorers": [{"nmae": "exact"}]}, "reward.scorers[0].nmae", "did you mean name?"),
+        ({"reward.scorers": [{}]}, "reward.scorers[0].name", "required key is missing; add it: a built-in"),
+        ({"placement.mode": "colocated"}, "placement.mode", "did you mean collocated?"),
+        ({"steps": 0}, "steps", "must be at least 1, got 0; the nearest valid value is 1"),
+        ({"steps": 2**31}, "steps", "the nearest valid value is 2147483647"),
+        ({"steps": "10"}, "steps", "must be an integer, got '10' (text); write 10 without quotes"),
+        ({"steps": 9.6}, "steps", "write 10"),
+        ({"steps": True}, "steps", "got True (a truth value)"),
+        ({"optimizer.lr": float("inf")}, "optimizer.lr", "must be a finite number"),
+        ({"optimizer.lr": 0}, "optimizer.lr", "use a number above 0"),
+        ({"optimizer.beta1": 1}, "optimizer.beta1", "use a number below 1"),
+        ({"seed": -1}, "seed", "the nearest valid value is 0"),
+        ({"sampling.stop": "x"}, "sampling.stop", "write a list"),
+        ({"model": "org/model"}, "model", "write a mapping"),
+        ({"algorithm.group_size": 1}, "algorithm.group_size", "use at least 2"),
+        ({"trainer.ranks": 3}, "algorithm.prompts_per_step", "the nearest valid value is 3"),
+        ({"algorithm.clip_low": 1.5}, "algorithm.clip_low", "below 1"),
+        ({"optimizer.schedule.warmup_steps": 11}, "optimizer.schedule.warmup_steps", "value is 10"),
+        ({"data.prompt.system": "s", "data.prompt.chat": False}, "data.prompt.system", "chat: true"),
+        ({"sampling.top_p": 0.9}, "sampling.top_p", "set top_p: 1"),
+        ({"sampling.min_p": 0.1}, "sampling.min_p", "set min_p: 0"),
+        ({"model.max_context": 64}, "sampling.max_new_tokens", "use less than 64"),
+        ({"sampling.stop": [""]}, "sampling.stop", "remove it"),
+        (
+            {"placement.rollout": ["cpu:0"]},
+            "placement.trainer",
+            "make placement.rollout and placement.trainer equal",
+        ),
+        (
+            {"placement.rollout": ["a", "a"], "placement.trainer": ["a", "a"]},
+            "placement.rollout",
+            "named twice",
+        ),
+        (
+            {"placement": {"mode": "disaggregated", "rollout": ["cpu:0"], "trainer": ["cpu:0"]}},
+            "placement.trainer",
+            "cpu:0 generates too",
+        ),
+        (
+            {"placement": {"rollout": ["cpu:0"], "trainer": ["cpu:0"]}, "rollout.instances": 2},
+            "placement.rollout",
+            "name at least 2 devices, or set rollout.instances: 1",
+        ),
+        ({"evaluation.every": 5}, "evaluation.every", "set data.heldout above 0"),
+        ({"evaluation.samples": 4}, "evaluation.samples", "greedy: false"),
+        ({"reward.scorers": [{"name": "exact", "weight": 0}]}, "reward.scorers", "every weight is 0"),
+        ({"reward.scorers": [{"name": "my/own.py"}]}, "reward.scorers[0].name", "write my/own.py:function"),
+    ],
+)
+def test_a_mistake_is_named_with_its_fix(values, key, words):
+    found = problems_of(values)
+    assert words in found[key], found
+
+
+def test_all_mistakes_are_named_at_once():
+    assert set(problems_of({"steps": 0, "sede": 1, "optimizer.lr": "fast"})) == {
+        "steps",
+        "sede",
+        "optimizer.lr",
+    }
+    assert set(problems_of({"sampling.top_p": 0.5, "sampling.top_k": 4})) == {
+        "sampling.top_p",
+        "sampling.top_k",
+    }
+
+
+KEYS = st.sampled_from([*RunSpec.model_fields, "lr", "x"])
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@settings(suppress_health_check=[HealthCheck.too_slow])  # The first draw of text builds a table.
+@given(st.dictionaries(KEYS, JSON, max_size=4))
+def test_any_json_is_either_valid_or_explained(values):
+    try:
+        RunSpec.model_validate({**BASE, **values})
+    except ValidationError as error:
+        found = explain(error, RunSpec)
+        assert found
+        assert all(item.problem and item.fix for item in found)
+
+
+def test_nearest_ignores_case_and_refuses_far_values():
+    assert nearest("GRPO", ["grpo", "ppo"]) == "grpo"
+    assert nearest("zzzz", ["grpo", "ppo"]) is None
