@@ -1,0 +1,187 @@
+"""The typed Python client of the coordinator's HTTP API. Knows no service and no terminal."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+import httpx
+
+from headrace.client.errors import HeadraceError
+from headrace.client.models import Certificate, Checkpoint, Event, Instance, Leases, Run, Step, Trajectory
+from headrace.client.specs import Overrides, Spec, load_spec
+from headrace.client.sse import messages
+from headrace.client.transport import Transport
+
+POLL_S = 0.5
+EVENT_SILENCE_S = 60.0  # the server sends comments more often than this; longer silence is a dead connection
+
+
+class Client:
+    """A coordinator as Python sees it.
+
+    Runs are named by their id (`r-1a2b`) or their resource name (`runs/r-1a2b`). Every method raises `HeadraceError`
+    when the coordinator refuses (with its reason and the keys to mend) or does not answer for `patience_s` seconds.
+
+    A worked example, with a fleet that `headrace up` started:
+
+        from headrace.client import Client
+
+        with Client("http://127.0.0.1:8470") as client:
+            run = client.submit("examples/tiny.yaml", {"steps": 50})
+            for event in client.events(run.id):
+                print(event.id, event.type, event.data)
+            run = client.wait(run.id, timeout=600)
+            print(run.state, run.evaluations[0].score, "->", run.evaluations[-1].score)
+            print([step.reward_mean for step in client.metrics(run.id)])
+    """
+
+    def __init__(
+        self, base_url: str, token: str | None = None, *, timeout_s: float = 30.0, patience_s: float = 30.0
+    ) -> None:
+        self.base_url = base_url
+        self._transport = Transport(base_url, token, timeout_s, patience_s)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Closes the connections."""
+        self._transport.close()
+
+    def healthy(self) -> bool:
+        """Whether the coordinator answers and is ready to serve; never raises, never waits."""
+        patience, self._transport.patience_s = self._transport.patience_s, 0.0
+        try:
+            self._transport.get("/healthz")
+        except (HeadraceError, ValueError):
+            return False
+        finally:
+            self._transport.patience_s = patience
+        return True
+
+    def submit(
+        self, spec: Spec, overrides: Overrides = (), *, idempotency_key: str | None = None
+    ) -> Run:
+        """Queues a run from a dictionary or a YAML file; the same key with the same spec is the same run."""
+        body = load_spec(spec, overrides)
+        return Run.from_json(self._transport.post("/v1/runs", body, idempotency_key=idempotency_key))
+
+    def check(self, spec: Spec, overrides: Overrides = ()) -> dict[str, Any]:
+        """Checks a spec against the schema and the fleet without queueing it; returns the coordinator's answer."""
+        answer: dict[str, Any] = self._transport.post("/v1/runs", load_spec(spec, overrides), dry_run="true")
+        return answer
+
+    def list(self) -> Sequence[Run]:
+        """All runs, newest first."""
+        return [Run.from_json(item) for item in self._transport.pages("/v1/runs", "runs")]
+
+    def get(self, run: str) -> Run:
+        """One run."""
+        return Run.from_json(self._transport.get(_path(run)))
+
+    def events(self, run: str, after: int = 0) -> Iterator[Event]:
+        """Events with ids above `after`, then live ones, until the run has ended.
+
+        A broken connection is taken up again where it broke (Last-Event-ID), so that nothing is missed or doubled.
+        """
+        give_up_at = time.monotonic() + self._transport.patience_s
+        while True:
+            try:
+                for event in self._stream(run, after):
+                    after = event.id
+                    give_up_at = time.monotonic() + self._transport.patience_s
+                    yield event
+                if self.get(run).ended:
+                    yield from self._stream(run, after)
+                    return
+            except httpx.TransportError as error:
+                if time.monotonic() >= give_up_at:
+                    raise self._transport.unreachable(error) from error
+            time.sleep(POLL_S)
+
+    def _stream(self, run: str, after: int) -> Iterator[Event]:
+        headers = {"Accept": "text/event-stream", "Last-Event-ID": str(after)}
+        for message in messages(self._transport.lines(f"{_path(run)}/events", headers, EVENT_SILENCE_S)):
+            event = Event.from_json(json.loads(message.data))
+            if event.id > after:
+                yield event
+
+    def wait(self, run: str, timeout: float) -> Run:
+        """The run once it has ended; HeadraceError DEADLINE_EXCEEDED after `timeout` seconds says what it waits for."""
+        give_up_at = time.monotonic() + timeout
+        while not (current := self.get(run)).ended:
+            if time.monotonic() >= give_up_at:
+                waits = "; ".join(current.waiting_for) or "nothing in particular"
+                message = f"{current.name} is {current.state} after {timeout:g} s, at step {current.step}: {waits}"
+                raise HeadraceError("DEADLINE_EXCEEDED", message)
+            time.sleep(POLL_S)
+        return current
+
+    def metrics(self, run: str) -> Sequence[Step]:
+        """Committed steps of the live lineage, oldest first."""
+        return [Step.from_json(item) for item in self._transport.pages(f"{_path(run)}/metrics", "steps")]
+
+    def trajectories(self, run: str, step: int | None = None, limit: int | None = None) -> Sequence[Trajectory]:
+        """Settled trajectories as text, of one step or of all, at most `limit`."""
+        found: list[Trajectory] = []
+        filters = {} if step is None else {"step": step}
+        for item in self._transport.pages(f"{_path(run)}/trajectories", "trajectories", **filters):
+            trajectory = Trajectory.from_json(item)
+            if step is None or trajectory.step == step:
+                found.append(trajectory)
+            if limit is not None and len(found) >= limit:
+                break
+        return found
+
+    def certificates(self, run: str) -> Sequence[Certificate]:
+        """Certificates, oldest first, abandoned ones included (`live` is false)."""
+        pages = self._transport.pages(f"{_path(run)}/certificates", "certificates")
+        return [Certificate.from_json(item) for item in pages]
+
+    def checkpoints(self, run: str) -> Sequence[Checkpoint]:
+        """Durable checkpoints, newest first."""
+        pages = self._transport.pages(f"{_path(run)}/checkpoints", "checkpoints")
+        return [Checkpoint.from_json(item) for item in pages]
+
+    def pause(self, run: str, *, now: bool = False) -> Run:
+        """Pauses after the current step, or at once when `now` (the step is made again on resume)."""
+        params = {"now": "true"} if now else {}
+        return Run.from_json(self._transport.post(f"{_path(run)}:pause", **params))
+
+    def resume(self, run: str) -> Run:
+        """Goes on with a paused run."""
+        return Run.from_json(self._transport.post(f"{_path(run)}:resume"))
+
+    def cancel(self, run: str) -> Run:
+        """Ends a run; its last checkpoint stays."""
+        return Run.from_json(self._transport.post(f"{_path(run)}:cancel"))
+
+    def instances(self) -> Sequence[Instance]:
+        """Processes of the services."""
+        return [Instance.from_json(item) for item in self._transport.pages("/v1/instances", "instances")]
+
+    def leases(self) -> Leases:
+        """Leases and devices."""
+        return Leases.from_json(self._transport.get("/v1/leases"))
+
+    def scale(self, kind: str, count: int) -> int:
+        """Sets the number of processes of a kind (rollout, trainer, reward, simulator); returns the wanted number."""
+        return int(self._transport.post(f"/v1/services/{kind}:scale", {"count": count})["count"])
+
+    def spec_schema(self) -> dict[str, Any]:
+        """JSON Schema of run specs."""
+        schema: dict[str, Any] = self._transport.get("/v1/spec-schema")
+        return schema
+
+
+def _path(run: str) -> str:
+    return f"/v1/runs/{run.removeprefix('runs/')}"

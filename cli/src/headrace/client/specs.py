@@ -1,0 +1,123 @@
+"""Run specs from files, with `a.b=c` overrides. Knows no schema: what keys mean is the coordinator's to say."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from headrace.client.errors import HeadraceError, Problem
+
+Spec = Mapping[str, Any] | str | Path
+Overrides = Mapping[str, Any] | Iterable[str]
+
+
+def _mistake(key: str, problem: str, fix: str) -> HeadraceError:
+    return HeadraceError("INVALID", f"{key}: {problem}", [Problem(key, problem, fix)], status=422)
+
+
+def load_spec(spec: Spec, overrides: Overrides = ()) -> dict[str, Any]:
+    """The spec as a dictionary of its own, overrides applied.
+
+    `spec` is a dictionary or the path of a YAML file. `overrides` is a dictionary of dotted keys, or a list of
+    `key=value` whose values are read as YAML. Raises HeadraceError INVALID for files that cannot be read and for keys
+    that do not lead into a mapping or a list.
+
+    List items are numbered: `reward.scorers.0.weight=2` or `reward.scorers[0].weight=2`.
+
+    >>> load_spec({"steps": 1, "optimizer": {}}, ["steps=20", "optimizer.lr=1.0e-5"])
+    {'steps': 20, 'optimizer': {'lr': 1e-05}}
+    """
+    loaded = copy.deepcopy(dict(spec)) if isinstance(spec, Mapping) else _read(Path(spec))
+    for key, value in _pairs(overrides):
+        _assign(loaded, key, value)
+    return loaded
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise _mistake(str(path), f"cannot be read ({error.strerror})", "name an existing YAML file") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        problem = " ".join(str(error).split())
+        raise _mistake(str(path), f"is not YAML: {problem}", "mend the file at the place named") from error
+    if not isinstance(loaded, dict):
+        raise _mistake(str(path), "is not a mapping of keys", "start from one of the files in examples/")
+    _make_absolute(loaded, path.parent)
+    return loaded
+
+
+def _make_absolute(spec: dict[str, Any], folder: Path) -> None:
+    """Existing files and directories by absolute path: the services have another working directory."""
+    _absolute(spec.get("model"), "path", folder)
+    data = spec.get("data")
+    _absolute(data.get("options") if isinstance(data, dict) else None, "path", folder)
+    reward = spec.get("reward")
+    for section in ("scorers", "evaluation"):
+        scorers = reward.get(section) if isinstance(reward, dict) else None
+        for scorer in scorers if isinstance(scorers, list) else []:
+            _absolute(scorer, "name", folder)
+
+
+def _absolute(section: Any, key: str, folder: Path) -> None:
+    """Relative to the spec's folder, else to the working directory; `file.py:function` keeps its function."""
+    name = section.get(key) if isinstance(section, dict) else None
+    if not isinstance(name, str) or not name:
+        return
+    file, colon, function = name.rpartition(":") if ".py:" in name else (name, "", "")
+    for place in (folder, Path.cwd()):
+        if (place / file).exists() and ("/" in file or colon):
+            section[key] = f"{(place / file).resolve()}{colon}{function}"
+            return
+
+
+def _pairs(overrides: Overrides) -> Iterable[tuple[str, Any]]:
+    if isinstance(overrides, Mapping):
+        yield from overrides.items()
+        return
+    for item in overrides:
+        key, equals, text = item.partition("=")
+        if not equals or not key:
+            raise _mistake(item, "is not key=value", "write for example optimizer.lr=2.0e-5")
+        try:
+            yield key, _value(text)
+        except yaml.YAMLError as error:
+            raise _mistake(key, f"{text!r} is not a YAML value", "quote it, for example 'key=\"a: b\"'") from error
+
+
+def _value(text: str) -> Any:
+    value = yaml.safe_load(text)
+    if isinstance(value, str):
+        # YAML 1.1 reads 2e-5 as a string because it has no dot; nobody means that.
+        try:
+            return float(value) if value[:1] in "+-.0123456789" else value
+        except ValueError:
+            return value
+    return value
+
+
+def _assign(target: Any, key: str, value: Any) -> None:
+    parts = key.replace("[", ".").replace("]", "").split(".")
+    for depth, part in enumerate(parts):
+        here = ".".join(parts[:depth]) or "the spec"
+        position: Any = _position(target, part, here, key)
+        if depth == len(parts) - 1:
+            target[position] = value
+        else:
+            if isinstance(target, dict) and target.get(position) is None:
+                target[position] = {}
+            target = target[position]
+
+
+def _position(target: Any, part: str, here: str, key: str) -> str | int:
+    if isinstance(target, dict):
+        return part
+    if not isinstance(target, list):
+        raise _mistake(key, f"{here} is a {type(target).__name__}, not a section", f"override {here} itself")
+    if not part.isdigit() or int(part) >= len(target):
+        raise _mistake(key, f"{here} is a list of {len(target)}", f"use {here}.0 to {here}.{len(target) - 1}")
+    return int(part)

@@ -1,0 +1,98 @@
+"""HTTP requests with deadlines, repetition and typed errors. Knows no resources."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+
+from headrace.client.errors import HeadraceError, Problem
+
+RETRY_PAUSE_S = 0.2
+PAGE_SIZE = 500
+
+
+class Transport:
+    """Speaks JSON to one coordinator.
+
+    Requests that found nobody are repeated for `patience_s` seconds. Repeating a write is safe: each carries an
+    Idempotency-Key, the same in every repetition.
+    """
+
+    def __init__(self, base_url: str, token: str | None, timeout_s: float, patience_s: float) -> None:
+        headers = {"Authorization": f"Bearer {token}"} if token else {}
+        self.base_url = base_url.rstrip("/")
+        self.patience_s = patience_s
+        self._http = httpx.Client(base_url=self.base_url, headers=headers, timeout=timeout_s, trust_env=False)
+
+    def close(self) -> None:
+        """Closes the connections."""
+        self._http.close()
+
+    def get(self, path: str, **params: Any) -> Any:
+        """GET; returns the JSON answer."""
+        return self._send("GET", path, params=params)
+
+    def post(
+        self, path: str, body: Any | None = None, *, idempotency_key: str | None = None, **params: Any
+    ) -> Any:
+        """POST with an Idempotency-Key; returns the JSON answer."""
+        headers = {"Idempotency-Key": idempotency_key or uuid.uuid4().hex}
+        return self._send("POST", path, params=params, json=body, headers=headers)
+
+    def pages(self, path: str, key: str, **params: Any) -> Iterator[dict[str, Any]]:
+        """Items under `key` over all pages of a list."""
+        token = ""
+        while True:
+            page_params = {**params, "page_size": PAGE_SIZE} | ({"page_token": token} if token else {})
+            page = self.get(path, **page_params)
+            yield from page.get(key, [])
+            token = page.get("next_page_token", "")
+            if not token:
+                return
+
+    def lines(self, path: str, headers: dict[str, str], read_timeout_s: float) -> Iterator[str]:
+        """Lines of a streamed answer; raises `httpx.TransportError` when the stream breaks."""
+        timeout = httpx.Timeout(10.0, read=read_timeout_s)
+        with self._http.stream("GET", path, headers=headers, timeout=timeout) as response:
+            if response.is_error:
+                response.read()
+                raise error_of(response)
+            yield from response.iter_lines()
+
+    def _send(self, method: str, path: str, **request: Any) -> Any:
+        give_up_at = time.monotonic() + self.patience_s
+        while True:
+            try:
+                response = self._http.request(method, path, **request)
+                break
+            except httpx.TransportError as error:
+                if time.monotonic() >= give_up_at:
+                    raise self.unreachable(error) from error
+                time.sleep(RETRY_PAUSE_S)
+        if response.is_error:
+            raise error_of(response)
+        return response.json()
+
+    def unreachable(self, error: Exception) -> HeadraceError:
+        """The error of a coordinator that does not answer."""
+        detail = str(error) or type(error).__name__
+        return HeadraceError("UNREACHABLE", f"no coordinator answers at {self.base_url} ({detail})")
+
+
+def error_of(response: httpx.Response) -> HeadraceError:
+    """Reads an ErrorView; other bodies (a proxy's page) become a message."""
+    try:
+        body = response.json()
+    except ValueError:
+        body = {}
+    if not isinstance(body, dict) or "message" not in body:
+        detail = f"{response.request.method} {response.request.url.path} was answered {response.status_code}"
+        return HeadraceError(f"HTTP_{response.status_code}", detail, status=response.status_code)
+    problems = [
+        Problem(item.get("key", ""), item.get("problem", ""), item.get("fix", "")) for item in body.get("problems", [])
+    ]
+    return HeadraceError(body.get("reason", "UNKNOWN"), body["message"], problems, response.status_code)

@@ -1,0 +1,5 @@
+"""`python -m headrace_cli`: the same as `headrace`."""
+
+from headrace_cli.main import main
+
+main()

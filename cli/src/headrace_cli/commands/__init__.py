@@ -1,0 +1,1 @@
+"""One module for each family of commands: parse, call the client or the launcher, show."""

@@ -1,0 +1,182 @@
+"""`headrace demo`: the main job from nothing to a trained model, on a fleet of its own."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from headrace_cli.commands.options import DataDirOption, JsonFlag, Url
+from headrace_cli.connection import Target, connect, find_target
+from headrace_cli.launcher.plan import DEFAULT_PORT, FleetPlan
+from headrace_cli.mistakes import EXIT_INTERRUPTED, CommandError
+from headrace_cli.output import console, error_console, print_json
+
+if TYPE_CHECKING:
+    from headrace.client import Client
+    from headrace_cli.watching import Reporter, Snapshot
+
+PATIENCE_S = 60.0
+CANCEL_S = 5.0
+DEMO_DATA_DIR = Path(".headrace/demo")
+
+
+def add_to(app: typer.Typer) -> None:
+    """Registers the command."""
+    app.command()(demo)
+
+
+def demo(
+    preset: Annotated[str, typer.Option(help="tiny (a minute) or smollm2 (ten minutes).")] = "tiny",
+    seed: Annotated[int, typer.Option(help="Seed of the run.")] = 0,
+    steps: Annotated[int | None, typer.Option(min=1, help="Steps; default: the preset's.", show_default=False)] = None,
+    sets: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override of the spec.")] = None,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="HTTP port of the demo's fleet; 0: a free one.")] = 0,
+    url: Url = None,
+    data_dir: DataDirOption = DEMO_DATA_DIR,
+    as_json: JsonFlag = False,
+) -> None:
+    """Train a model end to end: make it, start a fleet, run, show what it learned, stop the fleet."""
+    started_at = time.monotonic()
+    signal.signal(signal.SIGTERM, _interrupt)
+    signal.signal(signal.SIGHUP, _interrupt)
+    overrides = [f"seed={seed}", *([f"steps={steps}"] if steps else []), *(sets or [])]
+    try:
+        _demo(_Request(preset, overrides, port, url, data_dir, as_json), started_at)
+    except KeyboardInterrupt:
+        error_console().print("interrupted: the run is cancelled and the fleet stopped")
+        raise typer.Exit(EXIT_INTERRUPTED) from None
+
+
+def _interrupt(number: int, frame: object) -> None:
+    raise KeyboardInterrupt
+
+
+class _Request:
+    """What the user asked for."""
+
+    def __init__(
+        self, preset: str, overrides: list[str], port: int, url: str | None, data_dir: Path, as_json: bool
+    ) -> None:
+        self.preset = preset
+        self.overrides = overrides
+        self.port = port
+        self.url = url
+        self.data_dir = data_dir
+        self.as_json = as_json
+        self.out = error_console() if as_json else console()
+
+
+def _demo(request: _Request, started_at: float) -> None:
+    from headrace_cli.demo.outcome import check_counts, outcome
+    from headrace_cli.demo.presets import ModelMaker, example
+    from headrace_cli.launcher.data_dir import DataDir
+
+    spec_file = example(request.preset)
+    data_dir = DataDir.at(request.data_dir)
+    data_dir.prepare()
+    with ModelMaker(request.preset, data_dir) as maker, _fleet(request, data_dir.root) as target:
+        up_s = time.monotonic() - started_at
+        if not maker.is_there:
+            request.out.print(maker.sentence)
+        spec = _load(spec_file, [f"model.path={maker.wait()}", *request.overrides])
+        with connect(target, patience_s=PATIENCE_S) as client:
+            snapshot = _run(client, spec, request)
+            run = snapshot.run
+            result = outcome(run, snapshot.steps, time.monotonic() - started_at, up_s)
+            certificates = client.certificates(run.id)
+    if not request.as_json:
+        from headrace_cli.demo.report import print_report
+
+        print_report(request.out, run, result)
+    else:
+        print_json(result.to_json())
+    check_counts(run, certificates)
+    if run.state != "SUCCEEDED":
+        raise CommandError(f"run {run.id} {run.state}: {run.reason or 'no reason given'}", reason=run.state)
+
+
+def _load(spec_file: Path, overrides: list[str]) -> dict[str, Any]:
+    from headrace.client import HeadraceError, load_spec
+    from headrace_cli.mistakes import refused
+
+    try:
+        return load_spec(spec_file, overrides)
+    except HeadraceError as error:
+        raise refused(error) from error
+
+
+@contextmanager
+def _fleet(request: _Request, data_dir: Path) -> Iterator[Target]:
+    """The fleet that `--url` names, or one of its own that ends with the block."""
+    if request.url:
+        yield find_target(request.url, request.data_dir)
+        return
+    from headrace_cli.commands.fleet import start_quietly, start_with_spinner
+    from headrace_cli.launcher.data_dir import DataDir
+    from headrace_cli.launcher.stop import stop_fleet
+
+    plan = FleetPlan(str(data_dir), request.port or _a_port(), tethered=True)
+    quiet = request.as_json or not sys.stdout.isatty()
+    fleet = start_quietly(plan) if quiet else start_with_spinner(plan)
+    request.out.print(f"fleet ready in {fleet.seconds:.1f} s at {fleet.state.url}, logs in {data_dir / 'logs'}")
+    try:
+        yield find_target(fleet.state.url, data_dir)
+    finally:
+        with _undisturbed():
+            stop_fleet(DataDir.at(data_dir), fleet.launcher.pid)
+            fleet.launcher.wait()
+
+
+def _a_port() -> int:
+    from headrace_cli.launcher.ports import free_port, require_free_port
+
+    try:
+        require_free_port(DEFAULT_PORT)
+    except CommandError:
+        return free_port()
+    return DEFAULT_PORT
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Ignores Ctrl-C: what is done inside has deadlines, and half of it would leave orphans."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _run(client: Client, spec: dict[str, Any], request: _Request) -> Snapshot:
+    """Submits the run and follows it; when that is interrupted the run is cancelled."""
+    from headrace_cli.commands.run import make_reporter
+    from headrace_cli.watching import follow
+
+    run = client.submit(spec)
+    reporter: Reporter = make_reporter(on_error_stream=request.as_json)
+    try:
+        return follow(client, run.id, reporter)
+    except BaseException:
+        reporter.close()
+        with _undisturbed():
+            _cancel(client, run.id)
+        raise
+    finally:
+        reporter.close()
+
+
+def _cancel(client: Client, run_id: str) -> None:
+    from headrace.client import HeadraceError
+
+    try:
+        client.cancel(run_id)
+        client.wait(run_id, CANCEL_S)
+    except HeadraceError:
+        return  # the fleet is about to stop, or was not there to begin with

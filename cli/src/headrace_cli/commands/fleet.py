@@ -1,0 +1,135 @@
+"""`up`, `down` and `status`: a fleet of local processes."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from headrace_cli.commands.options import DEFAULT_DATA_DIR, DataDirOption, JsonFlag, Url
+from headrace_cli.launcher.plan import DEFAULT_PORT, FleetPlan
+from headrace_cli.mistakes import CommandError
+from headrace_cli.output import console, print_json
+
+if TYPE_CHECKING:
+    from headrace_cli.launcher.start import ReadyFleet
+
+Count = Annotated[int, typer.Option(min=0, max=256, help="Instances of this service.")]
+
+
+def add_to(app: typer.Typer) -> None:
+    """Registers the commands."""
+    app.command()(up)
+    app.command()(down)
+    app.command()(status)
+
+
+def up(
+    data_dir: DataDirOption = DEFAULT_DATA_DIR,
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Port of the HTTP API on 127.0.0.1.")] = DEFAULT_PORT,
+    rollout: Count = 1,
+    trainer: Count = 1,
+    reward: Count = 1,
+    simulator: Count = 1,
+    devices: Annotated[
+        str, typer.Option(help="Devices to lease, such as cpu:0,cpu:1 or gpu:0; default: one slot a CPU core.")
+    ] = "",
+    foreground: Annotated[bool, typer.Option("--foreground", help="Stay; Ctrl-C stops the fleet.")] = False,
+    as_json: JsonFlag = False,
+) -> None:
+    """Start the services as local processes and return when they are ready."""
+    counts = {"rollout": rollout, "trainer": trainer, "reward": reward, "simulator": simulator}
+    named = [name.strip() for name in devices.split(",") if name.strip()]
+    plan = FleetPlan(str(data_dir.expanduser().absolute()), port, counts, named, tethered=foreground)
+    fleet = start_quietly(plan) if as_json or not sys.stdout.isatty() else start_with_spinner(plan)
+    if as_json:
+        print_json(_ready_document(fleet))
+    else:
+        _show_ready(fleet, data_dir, foreground)
+    if foreground:
+        _stay(fleet, data_dir)
+
+
+def start_quietly(plan: FleetPlan) -> ReadyFleet:
+    """Starts a fleet and shows nothing."""
+    from headrace_cli.launcher.start import start_fleet
+
+    return start_fleet(plan)
+
+
+def start_with_spinner(plan: FleetPlan) -> ReadyFleet:
+    """Starts a fleet and shows what it waits for."""
+    from headrace_cli.launcher.start import start_fleet
+
+    with console().status("starting the fleet") as spinner:
+        return start_fleet(plan, lambda missing: spinner.update(f"starting the fleet: waiting for {missing}"))
+
+
+def _ready_document(fleet: ReadyFleet) -> dict[str, Any]:
+    state = fleet.state
+    return {
+        "url": state.url,
+        "launcher_pid": state.launcher_pid,
+        "ready_s": round(fleet.seconds, 3),
+        "token_file": state.token_file,
+        "instances": [item.raw for item in fleet.instances],
+    }
+
+
+def _show_ready(fleet: ReadyFleet, data_dir: Path, foreground: bool) -> None:
+    from headrace_cli.show.fleet import instances_table
+
+    where = "" if data_dir == DEFAULT_DATA_DIR else f" --data-dir {data_dir}"
+    out = console()
+    out.print(instances_table(fleet.instances, coordinator=fleet.state.url))
+    out.print(f"[green]ready[/] in {fleet.seconds:.1f} s at [bold]{fleet.state.url}[/], logs in {data_dir / 'logs'}")
+    out.print(f"next: headrace run submit examples/tiny.yaml --watch{where}")
+    out.print("stop: Ctrl-C" if foreground else f"stop: headrace down{where}")
+
+
+def _stay(fleet: ReadyFleet, data_dir: Path) -> None:
+    from headrace_cli.launcher.data_dir import DataDir
+    from headrace_cli.launcher.stop import stop_fleet
+
+    try:
+        status = fleet.launcher.wait()
+    except KeyboardInterrupt:
+        stop_fleet(DataDir.at(data_dir), fleet.launcher.pid)
+        return
+    if status:
+        raise CommandError(f"the launcher ended with status {status}; see {data_dir / 'logs' / 'launcher.log'}")
+
+
+def down(data_dir: DataDirOption = DEFAULT_DATA_DIR, as_json: JsonFlag = False) -> None:
+    """Stop the local fleet; its runs stay and go on with the next `up`."""
+    from headrace_cli.launcher.data_dir import DataDir
+    from headrace_cli.launcher.stop import stop_fleet
+
+    stopped = stop_fleet(DataDir.at(data_dir))
+    if as_json:
+        print_json({"stopped": stopped})
+    elif stopped:
+        console().print(f"stopped; runs are kept in {data_dir}")
+    else:
+        console().print(f"no fleet runs on {data_dir}")
+
+
+def status(data_dir: DataDirOption = DEFAULT_DATA_DIR, url: Url = None, as_json: JsonFlag = False) -> None:
+    """Show the fleet: services, devices and runs. Exit code 1 when none answers."""
+    from headrace_cli.connection import connect, find_target
+
+    with connect(find_target(url, data_dir)) as client:
+        instances, leases, runs = client.instances(), client.leases(), client.list()
+    if as_json:
+        documents = {"instances": instances, "devices": leases.devices, "leases": leases.leases, "runs": runs}
+        print_json({"url": client.base_url} | {key: [item.raw for item in rows] for key, rows in documents.items()})
+        return
+    from headrace_cli.show.fleet import devices_table, instances_table
+    from headrace_cli.show.runs import runs_table
+
+    out = console()
+    out.print(instances_table(instances, coordinator=client.base_url))
+    out.print(devices_table(leases))
+    out.print(runs_table(runs[:10]) if runs else "no runs yet: headrace run submit examples/tiny.yaml --watch")

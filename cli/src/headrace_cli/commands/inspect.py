@@ -1,0 +1,79 @@
+"""`instances`, `leases`, `scale` and `spec-schema`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from headrace_cli.commands.options import DEFAULT_DATA_DIR, DataDirOption, JsonFlag, Url
+from headrace_cli.connection import connect, find_target
+from headrace_cli.launcher.plan import KINDS
+from headrace_cli.mistakes import mistake
+from headrace_cli.output import console, print_json
+
+
+def add_to(app: typer.Typer) -> None:
+    """Registers the commands."""
+    for command in (instances, leases, scale, spec_schema):
+        app.command()(command)
+
+
+def instances(url: Url = None, data_dir: DataDirOption = DEFAULT_DATA_DIR, as_json: JsonFlag = False) -> None:
+    """List the services' processes."""
+    with connect(find_target(url, data_dir)) as client:
+        found = client.instances()
+    if as_json:
+        print_json({"instances": [item.raw for item in found]})
+        return
+    from headrace_cli.show.fleet import instances_table
+
+    console().print(instances_table(found))
+
+
+def leases(url: Url = None, data_dir: DataDirOption = DEFAULT_DATA_DIR, as_json: JsonFlag = False) -> None:
+    """List devices and who holds them."""
+    with connect(find_target(url, data_dir)) as client:
+        found = client.leases()
+    if as_json:
+        print_json(found.raw)
+        return
+    from headrace_cli.show.fleet import devices_table, leases_table
+
+    console().print(devices_table(found))
+    console().print(leases_table(found.leases) if found.leases else "no leases")
+
+
+def scale(
+    wanted: Annotated[str, typer.Argument(metavar="KIND=N", help="Such as rollout=2.")],
+    url: Url = None,
+    data_dir: DataDirOption = DEFAULT_DATA_DIR,
+    as_json: JsonFlag = False,
+) -> None:
+    """Set how many processes of a service run."""
+    kind, _, number = wanted.partition("=")
+    if kind not in KINDS or not number.isdigit():
+        raise mistake("KIND=N", f"{wanted!r} is not understood", f"write one of {', '.join(KINDS)}, such as rollout=2")
+    with connect(find_target(url, data_dir)) as client:
+        count = client.scale(kind, int(number))
+    if as_json:
+        print_json({"kind": kind, "count": count})
+    else:
+        console().print(f"{kind}: {count} wanted; see them come with: headrace instances")
+
+
+def spec_schema(url: Url = None, data_dir: DataDirOption = DEFAULT_DATA_DIR, as_json: JsonFlag = False) -> None:
+    """Print the JSON Schema of run specs."""
+    import json
+
+    from headrace_cli.dry_run import local_schema
+
+    target = find_target(url, data_dir)
+    schema = None if target.known else local_schema()
+    if schema is None:
+        with connect(target) as client:
+            schema = client.spec_schema()
+    if as_json:
+        print_json(schema)
+    else:
+        print(json.dumps(schema, indent=2))

@@ -1,0 +1,234 @@
+"""`headrace run …`: submit runs, look at them, steer them."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from headrace_cli.commands.options import DEFAULT_DATA_DIR, DataDirOption, JsonFlag, RunId, Url
+from headrace_cli.connection import connect, find_target
+from headrace_cli.mistakes import EXIT_INTERRUPTED, CommandError, refused
+from headrace_cli.output import console, error_console, print_json
+
+if TYPE_CHECKING:
+    from headrace.client import Client, Run
+    from headrace_cli.watching import Reporter
+
+PATIENCE_S = 60.0  # how long a watched run's coordinator may be away, such as while it is restarted
+
+app = typer.Typer(help="Submit, watch and steer runs.", no_args_is_help=True)
+
+
+@app.command()
+def submit(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="Run spec, a YAML file.")],
+    sets: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override, such as optimizer.lr=2e-5.")
+    ] = None,
+    watch: Annotated[bool, typer.Option("--watch", help="Show the run until it ends.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check the spec and submit nothing.")] = False,
+    idempotency_key: Annotated[str, typer.Option(help="Same key and spec: the same run.")] = "",
+    url: Url = None,
+    data_dir: DataDirOption = DEFAULT_DATA_DIR,
+    as_json: JsonFlag = False,
+) -> None:
+    """Submit a run."""
+    from headrace.client import HeadraceError, load_spec
+
+    try:
+        spec = load_spec(file, sets or [])
+    except HeadraceError as error:
+        raise refused(error) from error
+    target = find_target(url, data_dir)
+    if dry_run:
+        from headrace_cli.dry_run import check
+
+        _show_check(check(spec, target), as_json)
+        return
+    with connect(target, patience_s=PATIENCE_S if watch else 0) as client:
+        run = client.submit(spec, idempotency_key=idempotency_key or None)
+        if watch:
+            _watch(client, run.id, as_json)
+        else:
+            _show_steered(run, as_json, f"submitted; next: headrace run watch {run.id}")
+
+
+def _show_check(answer: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        print_json(answer)
+    else:
+        console().print(f"the spec is valid ({answer['checked']}); nothing was submitted")
+
+
+@app.command("list")
+def list_runs(url: Url = None, data_dir: DataDirOption = DEFAULT_DATA_DIR, as_json: JsonFlag = False) -> None:
+    """List runs, newest first."""
+    with connect(find_target(url, data_dir)) as client:
+        runs = client.list()
+    if as_json:
+        print_json({"runs": [item.raw for item in runs]})
+        return
+    from headrace_cli.show.runs import runs_table
+
+    console().print(runs_table(runs) if runs else "no runs")
+
+
+@app.command()
+def get(run: RunId, url: Url = None, data_dir: DataDirOption = DEFAULT_DATA_DIR, as_json: JsonFlag = False) -> None:
+    """Show one run with its last steps."""
+    with connect(find_target(url, data_dir)) as client:
+        found = client.get(run)
+        steps = [] if as_json else client.metrics(run)
+    if as_json:
+        print_json(found.raw)
+        return
+    from headrace_cli.show.runs import heldout, run_table, steps_table
+
+    console().print(run_table(found))
+    if steps:
+        console().print(steps_table(steps[-12:], heldout(found)))
+
+
+@app.command()
+def watch(run: RunId, url: Url = None, data_dir: DataDirOption = DEFAULT_DATA_DIR, as_json: JsonFlag = False) -> None:
+    """Show a run until it ends. Exit code 1 unless it succeeded. With --json: its events, then the run."""
+    with connect(find_target(url, data_dir)) as client:
+        client.get(run)
+    with connect(find_target(url, data_dir), patience_s=PATIENCE_S) as client:
+        _watch(client, run, as_json)
+
+
+def _watch(client: Client, run_id: str, as_json: bool) -> None:
+    try:
+        run = _stream_events(client, run_id) if as_json else _draw(client, run_id)
+    except KeyboardInterrupt:
+        error_console().print(f"\nthe run goes on; stop it with: headrace run cancel {run_id}")
+        raise typer.Exit(EXIT_INTERRUPTED) from None
+    if run.state != "SUCCEEDED":
+        raise CommandError(f"run {run.id} {run.state}: {run.reason or 'no reason given'}", reason=run.state)
+
+
+def _stream_events(client: Client, run_id: str) -> Run:
+    for event in client.events(run_id):
+        print_json(event.raw)
+    run = client.get(run_id)
+    print_json(run.raw)
+    return run
+
+
+def _draw(client: Client, run_id: str) -> Run:
+    from headrace_cli.watching import follow
+
+    reporter = make_reporter()
+    try:
+        run = follow(client, run_id, reporter).run
+    finally:
+        reporter.close()
+    from headrace_cli.show.runs import run_table
+
+    console().print(run_table(run))
+    return run
+
+
+def make_reporter(*, on_error_stream: bool = False) -> Reporter:
+    """A picture on a terminal, lines elsewhere."""
+    if sys.stdout.isatty() and not on_error_stream:
+        from headrace_cli.show.live import LiveReporter
+
+        return LiveReporter(console())
+    from headrace_cli.show.plain import PlainReporter
+
+    return PlainReporter(error_console() if on_error_stream else console())
+
+
+def _show_steered(run: Run, as_json: bool, sentence: str) -> None:
+    if as_json:
+        print_json(run.raw)
+    else:
+        console().print(f"run {run.id} is {run.state}; {sentence}", markup=False)
+
+
+@app.command()
+def pause(
+    run: RunId,
+    now: Annotated[bool, typer.Option("--now", help="At once; the current step is made again on resume.")] = False,
+    url: Url = None,
+    data_dir: DataDirOption = DEFAULT_DATA_DIR,
+    as_json: JsonFlag = False,
+) -> None:
+    """Pause a run after its current step."""
+    with connect(find_target(url, data_dir)) as client:
+        _show_steered(client.pause(run, now=now), as_json, f"go on with: headrace run resume {run}")
+
+
+@app.command()
+def resume(run: RunId, url: Url = None, data_dir: DataDirOption = DEFAULT_DATA_DIR, as_json: JsonFlag = False) -> None:
+    """Go on with a paused run."""
+    with connect(find_target(url, data_dir)) as client:
+        _show_steered(client.resume(run), as_json, f"watch it with: headrace run watch {run}")
+
+
+@app.command()
+def cancel(run: RunId, url: Url = None, data_dir: DataDirOption = DEFAULT_DATA_DIR, as_json: JsonFlag = False) -> None:
+    """End a run; its last checkpoint stays."""
+    with connect(find_target(url, data_dir)) as client:
+        _show_steered(client.cancel(run), as_json, "its last checkpoint stays")
+
+
+@app.command()
+def logs(
+    run: RunId,
+    after: Annotated[int, typer.Option(help="Only events with a higher id.")] = 0,
+    url: Url = None,
+    data_dir: DataDirOption = DEFAULT_DATA_DIR,
+    as_json: JsonFlag = False,
+) -> None:
+    """Print a run's events as they happen, until it ends."""
+    from headrace_cli.show.runs import event_line
+
+    with connect(find_target(url, data_dir)) as client:
+        client.get(run)
+    with connect(find_target(url, data_dir), patience_s=PATIENCE_S) as client:
+        for event in client.events(run, after):
+            if as_json:
+                print_json(event.raw)
+            else:
+                console().print(event_line(event), markup=False, soft_wrap=True)
+
+
+@app.command()
+def trajectories(
+    run: RunId,
+    step: Annotated[int | None, typer.Option(help="Only of this step.")] = None,
+    limit: Annotated[int, typer.Option(min=1, help="At most so many.")] = 20,
+    url: Url = None,
+    data_dir: DataDirOption = DEFAULT_DATA_DIR,
+    as_json: JsonFlag = False,
+) -> None:
+    """Show what the policy answered and what it was worth."""
+    with connect(find_target(url, data_dir)) as client:
+        found = client.trajectories(run, step, limit)
+    if as_json:
+        print_json({"trajectories": [item.raw for item in found]})
+        return
+    from headrace_cli.show.runs import trajectories_table
+
+    console().print(trajectories_table(found) if found else "no settled trajectories")
+
+
+@app.command()
+def certificates(
+    run: RunId, url: Url = None, data_dir: DataDirOption = DEFAULT_DATA_DIR, as_json: JsonFlag = False
+) -> None:
+    """Show what each update was made from."""
+    with connect(find_target(url, data_dir)) as client:
+        found = client.certificates(run)
+    if as_json:
+        print_json({"certificates": [item.raw for item in found]})
+        return
+    from headrace_cli.show.runs import certificates_table
+
+    console().print(certificates_table(found) if found else "no updates yet")

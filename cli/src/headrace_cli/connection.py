@@ -1,0 +1,58 @@
+"""Which coordinator a command speaks to, and with which token."""
+
+from __future__ import annotations
+
+import os
+from contextlib import contextmanager
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from headrace_cli.launcher.data_dir import DataDir
+from headrace_cli.launcher.plan import DEFAULT_PORT
+from headrace_cli.launcher.state import living_state
+from headrace_cli.mistakes import CommandError, refused
+
+if TYPE_CHECKING:
+    from headrace.client import Client
+
+
+@dataclass(frozen=True)
+class Target:
+    """A coordinator's address; `known` is false when it is only the default guess."""
+
+    url: str
+    token: str | None
+    known: bool
+
+
+def find_target(url: str | None, data_dir: Path) -> Target:
+    """`--url` or HEADRACE_URL, else the fleet that lives on the data directory, else the default port."""
+    token = os.environ.get("HEADRACE_TOKEN")
+    state = living_state(DataDir.at(data_dir))
+    if state and url in (None, state.url):
+        return Target(state.url, token or _read_token(state.token_file), True)
+    return Target(url or f"http://127.0.0.1:{DEFAULT_PORT}", token, url is not None)
+
+
+def _read_token(path: str) -> str | None:
+    try:
+        return Path(path).read_text(encoding="ascii").strip()
+    except OSError:
+        return None
+
+
+@contextmanager
+def connect(target: Target, *, patience_s: float = 0.0) -> Iterator[Client]:
+    """A client whose errors end the command with the right exit code."""
+    from headrace.client import Client, HeadraceError
+
+    with Client(target.url, target.token, patience_s=patience_s) as client:
+        try:
+            yield client
+        except HeadraceError as error:
+            if error.reason == "UNREACHABLE" and not error.status:
+                hint = "start a fleet with `headrace up`, or name one with --url or HEADRACE_URL"
+                raise CommandError(f"{error.message}; {hint}", reason=error.reason) from error
+            raise refused(error) from error

@@ -1,0 +1,85 @@
+"""What a preset stands on: its run spec and the model that it makes on the spot."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from headrace_cli.launcher.data_dir import DataDir
+from headrace_cli.launcher.start import last_lines
+from headrace_cli.launcher.tether import child_environment, tether
+from headrace_cli.mistakes import CommandError, mistake
+
+PRESETS = {
+    "tiny": "making a tiny model and its tokenizer",
+    "smollm2": "unpacking SmolLM2-135M-Instruct (the first time takes a minute)",
+}
+MAKING_S = 900.0
+
+
+def example(preset: str) -> Path:
+    """The run spec of a preset: beside the package in a wheel, in the repository otherwise."""
+    if preset not in PRESETS:
+        raise mistake("--preset", f"{preset!r} is not one", f"use {' or '.join(PRESETS)}")
+    here = Path(__file__).resolve()
+    for folder in (here.parents[1] / "examples", here.parents[4] / "examples"):
+        if (folder / f"{preset}.yaml").is_file():
+            return folder / f"{preset}.yaml"
+    raise CommandError(f"examples/{preset}.yaml is missing from the installation; reinstall headrace")
+
+
+class ModelMaker:
+    """Makes a preset's model in a child process, unless it is there; leaving the block ends the child."""
+
+    def __init__(self, preset: str, data_dir: DataDir) -> None:
+        self.directory = data_dir.models / preset
+        self.sentence = PRESETS[preset]
+        self._log = data_dir.log_file(f"model-{preset}")
+        self._child: subprocess.Popen[bytes] | None = None
+        if not self.is_there:
+            self._child = self._start(preset, child_environment(data_dir.fleet_id))
+
+    @property
+    def is_there(self) -> bool:
+        """Whether the model directory is complete: its weights are written last."""
+        return any(self.directory.glob("*.safetensors")) and (self.directory / "config.json").is_file()
+
+    def _start(self, preset: str, environment: dict[str, str]) -> subprocess.Popen[bytes]:
+        self.directory.parent.mkdir(parents=True, exist_ok=True)
+        del environment["OMP_NUM_THREADS"]
+        with self._log.open("ab") as log:
+            return subprocess.Popen(
+                [sys.executable, "-m", f"headrace_modelkit.presets.{preset}", str(self.directory)],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=environment,
+                start_new_session=True,
+                preexec_fn=tether(),
+            )
+
+    def wait(self) -> Path:
+        """The model's directory once it is made; CommandError with the end of the log when that fails."""
+        if self._child is None:
+            return self.directory
+        try:
+            status = self._child.wait(timeout=MAKING_S)
+        except subprocess.TimeoutExpired as error:
+            raise CommandError(f"making the model took longer than {MAKING_S:g} s; see {self._log}") from error
+        if status or not self.is_there:
+            words = "\n".join(last_lines(self._log, 12))
+            raise CommandError(f"the model could not be made; {self._log} ends with:\n{words}")
+        return self.directory
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._child and self._child.poll() is None:
+            self._child.kill()
+            self._child.wait()

@@ -1,0 +1,112 @@
+"""What lies where under a fleet's data directory, and whether the directory can carry a fleet."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import secrets
+import shutil
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from headrace_cli.mistakes import mistake
+
+NEEDED_BYTES = 256 * 1024 * 1024  # the store's file, logs and one checkpoint of a small model
+NEEDED_SHM_BYTES = 1024 * 1024 * 1024  # two policy versions of a small model in each of two services
+LOG_BYTES = 16 * 1024 * 1024
+UNIX_SOCKET_PATH_BYTES = 100
+
+
+@dataclass(frozen=True)
+class DataDir:
+    """A fleet's data directory; `root` is absolute."""
+
+    root: Path
+
+    @classmethod
+    def at(cls, path: Path | str) -> DataDir:
+        """The data directory at a path, which need not exist."""
+        return cls(Path(path).expanduser().absolute())
+
+    @property
+    def state_file(self) -> Path:
+        return self.root / "fleet.json"
+
+    @property
+    def lock_file(self) -> Path:
+        return self.root / "fleet.lock"
+
+    @property
+    def token_file(self) -> Path:
+        return self.root / "token"
+
+    @property
+    def logs(self) -> Path:
+        return self.root / "logs"
+
+    @property
+    def store(self) -> Path:
+        return self.root / "redis"
+
+    @property
+    def models(self) -> Path:
+        return self.root / "models"
+
+    @property
+    def fleet_id(self) -> str:
+        """Names this fleet on this host: one data directory, one user, one fleet."""
+        digest = hashlib.sha256(os.fsencode(self.root.resolve())).hexdigest()[:12]
+        return f"headrace-{os.getuid()}-{digest}"
+
+    def prepare(self, needed_bytes: int = NEEDED_BYTES) -> None:
+        """Makes the directory; raises CommandError (exit code 2) when it cannot be written or is full."""
+        where = str(self.root)
+        try:
+            self.logs.mkdir(parents=True, exist_ok=True)
+            self.root.chmod(0o700)
+            probe = self.root / f".probe-{os.getpid()}"
+            probe.write_bytes(b"headrace")
+            probe.unlink()
+            free = shutil.disk_usage(self.root).free
+        except OSError as error:
+            detail = error.strerror or "unknown reason"
+            raise mistake("--data-dir", f"{where} cannot be written ({detail})", "name a directory of yours") from error
+        if free < needed_bytes:
+            problem = f"{where} has {free >> 20} MiB free, a fleet needs {needed_bytes >> 20} MiB"
+            raise mistake("--data-dir", problem, "free some space or name a directory on another disk")
+
+    def make_token(self) -> Path:
+        """The file with the fleet's secret, readable by its owner alone; an existing secret stays."""
+        try:
+            descriptor = os.open(self.token_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        except FileExistsError:
+            self.token_file.chmod(0o600)
+            return self.token_file
+        with os.fdopen(descriptor, "w", encoding="ascii") as file:
+            file.write(secrets.token_urlsafe(32))
+        return self.token_file
+
+    def log_file(self, name: str) -> Path:
+        """The log of a process; a big one is set aside first."""
+        path = self.logs / f"{name}.log"
+        if path.exists() and path.stat().st_size > LOG_BYTES:
+            path.replace(path.with_suffix(".log.1"))
+        return path
+
+    def make_shared_memory(self, tmpfs: Path = Path("/dev/shm")) -> Path:
+        """An empty folder for weights and bodies, on a tmpfs when there is one with room."""
+        roomy = os.access(tmpfs, os.W_OK) and shutil.disk_usage(tmpfs).free >= NEEDED_SHM_BYTES
+        folder = tmpfs / self.fleet_id if roomy else self.root / "shm"
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(mode=0o700)
+        return folder
+
+    def socket_path(self, shared_memory: Path) -> Path:
+        """Where the store listens; the kernel allows a unix socket's path 107 bytes."""
+        inside = shared_memory / "store.sock"
+        if len(os.fsencode(inside)) <= UNIX_SOCKET_PATH_BYTES:
+            return inside
+        folder = Path(tempfile.gettempdir()) / self.fleet_id
+        folder.mkdir(mode=0o700, exist_ok=True)
+        return folder / "store.sock"

@@ -1,0 +1,83 @@
+"""What a fleet shall be: how many of which service, on which devices; handed to the launcher as JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+KINDS = ("rollout", "trainer", "reward", "simulator")
+DEFAULT_PORT = 8470
+
+
+@dataclass(frozen=True)
+class FleetPlan:
+    """A fleet to start; `counts` is by kind, `devices` are names without the host."""
+
+    data_dir: str
+    port: int = DEFAULT_PORT
+    counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 1))
+    devices: list[str] = field(default_factory=list)
+    tethered: bool = False
+
+    def to_json(self) -> str:
+        """The plan as the launcher's argument."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> FleetPlan:
+        """Reads the launcher's argument."""
+        return cls(**json.loads(text))
+
+    @property
+    def instance_names(self) -> list[str]:
+        """Names of the instances that the fleet starts with."""
+        return [f"{kind}-{index}" for kind in KINDS for index in range(self.counts.get(kind, 0))]
+
+
+def host_name() -> str:
+    """The host's name as device names use it."""
+    return socket.gethostname().split(".")[0] or "localhost"
+
+
+def local_devices() -> list[str]:
+    """One CPU slot a core that this process may run on."""
+    return [f"cpu:{core}" for core in sorted(os.sched_getaffinity(0))]
+
+
+@dataclass(frozen=True)
+class Wiring:
+    """What all processes of one fleet share."""
+
+    coordinator: str
+    host: str
+    devices: list[str]
+    token_file: Path
+    shared_memory: Path
+    data_dir: Path
+
+    def coordinator_command(self, port: int, redis_url: str) -> list[str]:
+        """Command line of the coordinator."""
+        return [
+            *_module("headrace_coordinator"),
+            *("--listen", self.coordinator, "--http", f"127.0.0.1:{port}", "--redis", redis_url),
+            *("--data-dir", str(self.data_dir), "--token-file", str(self.token_file)),
+        ]
+
+    def instance_command(self, kind: str, name: str, incarnation: str) -> list[str]:
+        """Command line of an instance; only rollout and trainer need leases on devices."""
+        devices = ("--devices", ",".join(self.devices)) if kind in ("rollout", "trainer") else ()
+        return [
+            *_module(f"headrace_{kind}"),
+            *("--name", name, "--incarnation", incarnation, "--host", self.host),
+            *("--coordinator", self.coordinator, "--listen", "127.0.0.1:0", *devices),
+            *("--token-file", str(self.token_file), "--shm-dir", str(self.shared_memory)),
+            *("--data-dir", str(self.data_dir)),
+        ]
+
+
+def _module(name: str) -> list[str]:
+    return [sys.executable, "-m", name]

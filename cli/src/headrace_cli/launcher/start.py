@@ -1,0 +1,132 @@
+"""Starts a launcher in a session of its own and waits until the fleet is ready. Shows nothing."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from headrace.client import Client, HeadraceError, Instance
+from headrace_cli.launcher.data_dir import DataDir
+from headrace_cli.launcher.plan import FleetPlan
+from headrace_cli.launcher.ports import require_free_port
+from headrace_cli.launcher.state import FleetState, living_state, read_state
+from headrace_cli.launcher.stop import stop_fleet
+from headrace_cli.launcher.tether import tether
+from headrace_cli.mistakes import CommandError, mistake
+
+READY_S = 60.0
+POLL_S = 0.05
+DEATHS_THAT_FAIL = 3
+
+
+@dataclass(frozen=True)
+class ReadyFleet:
+    """A fleet whose coordinator answers and whose instances are all registered."""
+
+    state: FleetState
+    instances: list[Instance]
+    seconds: float
+    launcher: subprocess.Popen[bytes]
+
+
+def start_fleet(plan: FleetPlan, progress: Callable[[str], None] = lambda text: None) -> ReadyFleet:
+    """Starts a fleet; returns when it is ready.
+
+    Raises CommandError: exit code 2 when the data directory or the port cannot be used or carries a fleet already,
+    1 when a process does not come up. Then, and on Ctrl-C, what was started is stopped again.
+    """
+    data_dir = DataDir.at(plan.data_dir)
+    refuse_second_fleet(data_dir)
+    data_dir.prepare()
+    require_free_port(plan.port)
+    started_at = time.monotonic()
+    launcher = _spawn(plan, data_dir)
+    try:
+        state, instances = _wait_until_ready(plan, data_dir, launcher, progress)
+    except BaseException:
+        stop_fleet(data_dir, launcher_pid=launcher.pid)
+        raise
+    return ReadyFleet(state, instances, time.monotonic() - started_at, launcher)
+
+
+def refuse_second_fleet(data_dir: DataDir) -> None:
+    """Raises CommandError (exit code 2) when a fleet lives on the data directory."""
+    if state := living_state(data_dir):
+        problem = f"a fleet already runs on {data_dir.root} ({state.url}, launcher {state.launcher_pid})"
+        raise mistake("--data-dir", problem, f"use it, or stop it with: headrace down --data-dir {data_dir.root}")
+
+
+def _spawn(plan: FleetPlan, data_dir: DataDir) -> subprocess.Popen[bytes]:
+    with data_dir.log_file("launcher").open("ab") as log:
+        return subprocess.Popen(
+            [sys.executable, "-m", "headrace_cli.launcher", plan.to_json()],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+            preexec_fn=tether(signal.SIGTERM) if plan.tethered else None,
+        )
+
+
+def _wait_until_ready(
+    plan: FleetPlan, data_dir: DataDir, launcher: subprocess.Popen[bytes], progress: Callable[[str], None]
+) -> tuple[FleetState, list[Instance]]:
+    give_up_at = time.monotonic() + READY_S
+    missing = "the launcher"
+    while time.monotonic() < give_up_at:
+        if launcher.poll() is not None:
+            raise _failure(data_dir, "launcher", f"the launcher ended with status {launcher.returncode}")
+        state = read_state(data_dir)
+        if state and state.launcher_pid == launcher.pid:
+            _refuse_dying(data_dir, state)
+            instances, missing = _ready_instances(plan, state)
+            if not missing:
+                return state, instances
+            progress(missing)
+        time.sleep(POLL_S)
+    name = missing.split(",")[0]
+    raise _failure(data_dir, name, f"not ready after {READY_S:g} s: {missing}")
+
+
+def _ready_instances(plan: FleetPlan, state: FleetState) -> tuple[list[Instance], str]:
+    """The instances, and the names of what is not ready yet."""
+    if state.phase != "running":
+        return [], "the store"
+    with Client(state.url, Path(state.token_file).read_text(encoding="ascii"), timeout_s=5, patience_s=0) as client:
+        if not client.healthy():
+            return [], "coordinator"
+        try:
+            instances = [item for item in client.instances() if item.state == "READY"]
+        except HeadraceError:
+            return [], "coordinator"
+    names = {item.name.removeprefix("instances/") for item in instances}
+    return instances, ", ".join(name for name in plan.instance_names if name not in names)
+
+
+def _refuse_dying(data_dir: DataDir, state: FleetState) -> None:
+    for process in state.processes:
+        if process.restarts >= DEATHS_THAT_FAIL:
+            raise _failure(data_dir, process.name, f"{process.name} ended {process.restarts} times at its start")
+
+
+def _failure(data_dir: DataDir, name: str, sentence: str) -> CommandError:
+    log = data_dir.logs / f"{name}.log"
+    words = "\n".join(last_lines(log, 12))
+    return CommandError(f"{sentence}; its log {log} ends with:\n{words}" if words else f"{sentence}; see {data_dir.logs}")
+
+
+def last_lines(path: Path, count: int) -> list[str]:
+    """The end of a log file."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - 16384))
+            return list(deque(file.read().decode(errors="replace").splitlines(), maxlen=count))
+    except OSError:
+        return []

@@ -1,0 +1,43 @@
+"""The `headrace` command. Imports little, so that `headrace --help` answers at once."""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from headrace_cli.commands import demo, fleet, inspect, run
+from headrace_cli.mistakes import EXIT_INTERRUPTED, CommandError
+from headrace_cli.output import print_error
+
+app = typer.Typer(
+    name="headrace",
+    help="Post-train foundation models with reinforcement learning, as a fleet of five small services.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+fleet.add_to(app)
+demo.add_to(app)
+app.add_typer(run.app, name="run")
+inspect.add_to(app)
+
+
+def main() -> None:
+    """Runs the command line; exit codes: 0 done, 2 the user's mistake, 130 interrupted, 1 otherwise."""
+    try:
+        app()
+    except CommandError as error:
+        print_error(error, as_json="--json" in sys.argv)
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        sys.exit(EXIT_INTERRUPTED)
+    except BrokenPipeError:
+        # The reader went away (`headrace run logs | head`); what it wanted it has.
+        sys.stderr.close()
+        sys.exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,92 @@
+"""What commands print: tables for people, JSON for programs, and one form of error. Knows no command."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from headrace_cli.mistakes import CommandError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+
+@cache
+def console() -> Console:
+    """Standard output for people."""
+    from rich.console import Console
+
+    return Console(highlight=False, soft_wrap=not sys.stdout.isatty())
+
+
+@cache
+def error_console() -> Console:
+    """Standard error for people."""
+    from rich.console import Console
+
+    return Console(stderr=True, highlight=False, soft_wrap=True)
+
+
+def print_json(document: Any) -> None:
+    """One JSON document on one line of standard output."""
+    sys.stdout.write(json.dumps(document, ensure_ascii=False, separators=(", ", ": ")) + "\n")
+    sys.stdout.flush()
+
+
+def table(headers: Sequence[str], rows: Iterable[Sequence[object]], title: str | None = None) -> Table:
+    """A plain table; headers that start with '>' are right-aligned."""
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    made = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", title_style="bold", pad_edge=False)
+    for header in headers:
+        right = header.startswith(">")
+        made.add_column(header.removeprefix(">"), justify="right" if right else "left", overflow="fold")
+    for row in rows:
+        made.add_row(*(cell if isinstance(cell, Text) else Text(str(cell)) for cell in row))
+    return made
+
+
+def print_error(error: CommandError, as_json: bool) -> None:
+    """A sentence and its keys on standard error; the same as one JSON document on standard output when asked."""
+    from rich.text import Text
+
+    out = error_console()
+    out.print(Text.assemble(("error: ", "bold red"), error.message))
+    if len(error.problems) > 1 or (error.problems and error.problems[0].problem not in error.message):
+        for item in error.problems:
+            fix = ("; ", item.fix) if item.fix else ("", "")
+            out.print(Text.assemble("  ", (item.key, "bold"), ": ", item.problem, fix[0], (fix[1], "green")))
+    if as_json:
+        problems = [{"key": item.key, "problem": item.problem, "fix": item.fix} for item in error.problems]
+        print_json({"error": {"reason": error.reason, "message": error.message, "problems": problems}})
+
+
+STATE_STYLES = {
+    "SUCCEEDED": "green",
+    "READY": "green",
+    "RUNNING": "cyan",
+    "HELD": "cyan",
+    "LEASED": "cyan",
+    "PAUSED": "yellow",
+    "PAUSING": "yellow",
+    "RECOVERING": "yellow",
+    "DRAINING": "yellow",
+    "REVOKING": "yellow",
+    "CANCELLED": "magenta",
+    "QUARANTINED": "red",
+    "LOST": "red",
+    "FAILED": "red",
+}
+
+
+def state_text(state: str) -> Any:
+    """A state in its colour."""
+    from rich.text import Text
+
+    return Text(state, style=STATE_STYLES.get(state, ""))

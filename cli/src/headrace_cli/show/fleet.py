@@ -1,0 +1,64 @@
+"""Tables of instances, devices and leases."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from headrace_cli.output import state_text, table
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from headrace.client import Instance, Lease, Leases
+
+
+def instances_table(instances: Sequence[Instance], coordinator: str = "") -> Table:
+    """Service, instance, state, address, devices, memory."""
+    own = [("coordinator", "coordinator", state_text("READY"), coordinator.partition("://")[2], "", "")]
+    rows = [
+        (item.kind, short_name(item.name), state_text(item.state), item.address, _devices(item.devices), _memory(item))
+        for item in sorted(instances, key=lambda item: (item.kind, item.name))
+    ]
+    headers = ("service", "instance", "state", "address", "devices", ">memory")
+    return table(headers, [*(own if coordinator else []), *rows])
+
+
+def devices_table(leases: Leases) -> Table:
+    """Each device with its holder and what it does."""
+    stages = {device: lease.stage for lease in leases.leases for device in lease.devices}
+    rows = [
+        (item.name, state_text(item.state), short_name(item.holder), stages.get(item.name, ""), item.reason)
+        for item in leases.devices
+    ]
+    return table(("device", "state", "holder", "stage", "why"), rows)
+
+
+def leases_table(leases: Sequence[Lease]) -> Table:
+    """Leases with their epochs."""
+    rows = [
+        (
+            item.epoch,
+            state_text(item.state),
+            short_name(item.instance),
+            short_name(item.run),
+            item.stage,
+            _devices(item.devices),
+            f"{item.expires_in_s:.0f} s",
+        )
+        for item in leases
+    ]
+    return table((">epoch", "state", "instance", "run", "stage", "devices", ">expires in"), rows)
+
+
+def short_name(name: str) -> str:
+    """The last part of a resource name."""
+    return name.rpartition("/")[2]
+
+
+def _devices(names: Sequence[str]) -> str:
+    return " ".join(short_name(name) for name in names)
+
+
+def _memory(instance: Instance) -> str:
+    return f"{instance.resident_memory_bytes / 2**20:,.0f} MiB" if instance.resident_memory_bytes else ""

@@ -1,0 +1,141 @@
+"""Runs, steps, trajectories and certificates as tables and lines."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from headrace_cli.output import state_text, table
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from headrace.client import Certificate, Evaluation, Event, Run, Step, Trajectory
+
+STAGES = ("generate", "score", "learn", "sync", "switch", "protocol")
+
+
+def runs_table(runs: Sequence[Run]) -> Table:
+    """One line a run."""
+    rows = [
+        (
+            item.id,
+            item.spec.get("name", ""),
+            state_text(item.state),
+            f"{item.step}/{item.steps}",
+            heldout_change(item),
+            age(item.created_at),
+            item.reason or "; ".join(item.waiting_for),
+        )
+        for item in runs
+    ]
+    return table(("run", "name", "state", ">step", "held-out", ">age", "why"), rows)
+
+
+def run_table(run: Run) -> Table:
+    """Everything about one run that fits a screen."""
+    counts = run.counts
+    rows: list[tuple[object, object]] = [
+        ("run", run.id),
+        ("name", run.spec.get("name", "")),
+        ("state", state_text(run.state)),
+        ("why", run.reason),
+        ("waits for", "\n".join(run.waiting_for)),
+        ("step", f"{run.step} of {run.steps}"),
+        ("policy", f"version {run.policy.number}, digest {run.policy.digest[:16]}" if run.policy else ""),
+        ("held-out", heldout_change(run)),
+        ("slots", f"{counts.trained} trained, {counts.dropped} dropped, {counts.duplicates} duplicates"),
+        ("staleness", f"at most {counts.max_staleness} steps"),
+        ("recoveries", run.recoveries or ""),
+        ("warm-up", f"{run.warmup_steps} supervised steps" if run.warmup_steps else ""),
+        ("files", run.run_directory),
+        ("exported to", run.export_path),
+    ]
+    return table(("", ""), [row for row in rows if str(row[1])])
+
+
+def steps_table(steps: Sequence[Step], evaluations: Sequence[Evaluation]) -> Table:
+    """One line a step; held-out where that version was evaluated."""
+    heldout = {item.step: item.score for item in evaluations}
+    rows = [step_cells(item, heldout) for item in steps]
+    return table((">step", ">reward", ">held-out", ">tokens/s", ">staleness", ">wall s", *(f">{s}" for s in STAGES)), rows)
+
+
+def step_cells(step: Step, heldout: dict[int, float]) -> tuple[str, ...]:
+    """Cells of one step: seconds by stage last."""
+    score = heldout.get(step.step)
+    return (
+        str(step.step),
+        f"{step.reward_mean:.3f}",
+        "" if score is None else f"{score:.3f}",
+        f"{step.tokens_per_s:,.0f}",
+        str(step.max_staleness),
+        f"{step.wall_s:.2f}",
+        *(f"{step.stage_s.get(stage, 0.0):.2f}" for stage in STAGES),
+    )
+
+
+def step_line(step: Step, steps: int, heldout: dict[int, float]) -> str:
+    """One step as a line of a log."""
+    score = heldout.get(step.step)
+    stages = " ".join(f"{stage}={step.stage_s.get(stage, 0.0):.2f}" for stage in STAGES)
+    return (
+        f"step {step.step}/{steps} reward={step.reward_mean:.3f}"
+        + (f" held-out={score:.3f}" if score is not None else "")
+        + f" tokens/s={step.tokens_per_s:.0f} staleness={step.max_staleness} wall={step.wall_s:.2f}s {stages}"
+    )
+
+
+def event_line(event: Event) -> str:
+    """One event as a line of a log."""
+    at = time.strftime("%H:%M:%S", time.localtime(event.time))
+    return f"{at} {event.id:>6} {event.type:<24} " + " ".join(f"{key}={value}" for key, value in event.data.items())
+
+
+def trajectories_table(trajectories: Sequence[Trajectory]) -> Table:
+    """Prompts, answers and rewards."""
+    rows = [
+        (item.step, item.prompt_ordinal, item.sample_index, f"{item.reward:.3f}", _tail(item.prompt),
+         repr(item.completion)[1:-1], item.reference, item.finish_reason, item.tokens)
+        for item in trajectories
+    ]  # fmt: skip
+    return table((">step", ">prompt", ">sample", ">reward", "prompt ends", "answer", "reference", "end", ">tokens"), rows)
+
+
+def certificates_table(certificates: Sequence[Certificate]) -> Table:
+    """One line an update."""
+    rows = [
+        (item.step, item.version.number, item.attempt, "yes" if item.live else "abandoned", len(item.trained),
+         len(item.dropped), item.tokens, item.max_staleness, f"{item.log_prob_mismatch_mean:.2g}", item.set_digest[:16])
+        for item in certificates
+    ]  # fmt: skip
+    headers = (">step", ">version", ">attempt", "live", ">trained", ">dropped", ">tokens", ">staleness", ">mismatch")
+    return table((*headers, "set digest"), rows)
+
+
+def heldout(run: Run) -> list[Evaluation]:
+    """Evaluations of held-out items, oldest first."""
+    return sorted((item for item in run.evaluations if item.kind == "heldout"), key=lambda item: item.step)
+
+
+def heldout_change(run: Run) -> str:
+    """First and last held-out score."""
+    scores = [item.score for item in heldout(run)]
+    if not scores:
+        return ""
+    return f"{scores[0]:.3f}" if len(scores) == 1 else f"{scores[0]:.3f} → {scores[-1]:.3f}"
+
+
+def age(since: float) -> str:
+    """Time since a moment, for people."""
+    seconds = max(0.0, time.time() - since)
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+def _tail(text: str, characters: int = 40) -> str:
+    flat = " ".join(text.split())
+    return flat if len(flat) <= characters else "…" + flat[-characters:]

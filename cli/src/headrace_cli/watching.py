@@ -1,0 +1,64 @@
+"""Follows a run until it ends: asks the coordinator, hands what it learned to a reporter. Knows no terminal."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from headrace.client import Client, Leases, Run, Step
+
+POLL_S = 0.4
+
+
+@dataclass
+class Snapshot:
+    """A run as it is now; `steps` are all committed steps."""
+
+    run: Run
+    steps: Sequence[Step] = field(default_factory=list)
+    leases: Leases | None = None
+
+
+class Reporter(Protocol):
+    """Shows a run while it goes on."""
+
+    def note(self, text: str) -> None:
+        """One line about something outside the run."""
+
+    def update(self, snapshot: Snapshot) -> None:
+        """The run changed, or a moment passed."""
+
+    def close(self) -> None:
+        """The run ended or nobody looks any longer; leaves the last picture in place."""
+
+
+def follow(client: Client, run_id: str, reporter: Reporter, timeout_s: float | None = None) -> Snapshot:
+    """Follows a run until it has ended; returns the last picture. TimeoutError after `timeout_s` seconds."""
+    give_up_at = time.monotonic() + timeout_s if timeout_s else float("inf")
+    snapshot = look(client, run_id, None)
+    while True:
+        reporter.update(snapshot)
+        if snapshot.run.ended:
+            return snapshot
+        if time.monotonic() > give_up_at:
+            raise TimeoutError(f"{run_id} has not ended after {timeout_s:g} s; {snapshot.run.waiting_for}")
+        time.sleep(POLL_S)
+        snapshot = look(client, run_id, snapshot)
+
+
+def look(client: Client, run_id: str, before: Snapshot | None) -> Snapshot:
+    """The run now; steps are asked for only when there are new ones."""
+    run = client.get(run_id)
+    if before and _steps_known(run, before):
+        steps = before.steps
+    else:
+        steps = client.metrics(run_id) if run.step else []
+    return Snapshot(run, steps, None if run.ended else client.leases())
+
+
+def _steps_known(run: Run, before: Snapshot) -> bool:
+    """Whether nothing was committed since; after a rewind the same step has another version."""
+    return run.step == before.run.step and run.policy == before.run.policy
