@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import resource
-import signal
 import struct
-import sys
 from typing import Any, BinaryIO
+
+from headrace_servicekit.process import die_with_parent
 
 LENGTH = struct.Struct("<I")
 MAX_FRAME_BYTES = 64 * 1024 * 1024
 PARENT_VARIABLE = "HEADRACE_CHILD_PARENT"
 MEMORY_VARIABLE = "HEADRACE_CHILD_MEMORY_BYTES"
-_PR_SET_PDEATHSIG = 1
 
 
 def encode(message: dict[str, Any]) -> bytes:
@@ -59,13 +57,5 @@ def become_child() -> tuple[BinaryIO, BinaryIO]:
     memory = int(os.environ.pop(MEMORY_VARIABLE, "0"))
     if memory:
         resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
-    _die_with_parent(int(os.environ.pop(PARENT_VARIABLE, "0")))
+    die_with_parent(int(os.environ.pop(PARENT_VARIABLE)))
     return os.fdopen(reader, "rb"), os.fdopen(writer, "wb")
-
-
-def _die_with_parent(parent: int) -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    # The parent may have died before the line above took effect.
-    if parent and os.getppid() != parent:
-        sys.exit(0)

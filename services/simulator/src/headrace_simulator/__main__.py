@@ -1,0 +1,43 @@
+"""The simulator service's process: parses, wires, serves."""
+
+from __future__ import annotations
+
+import asyncio
+
+from headrace_servicekit.instance import InstanceConfig, parse_instance_config
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Runs until SIGTERM, SIGINT or a drain."""
+    config = parse_instance_config("simulator", argv)
+    asyncio.run(serve(config))
+
+
+async def serve(config: InstanceConfig) -> None:
+    """Serves one instance; its children die with it."""
+    from headrace.simulator.v1 import simulator_pb2_grpc
+    from headrace_servicekit.instance import Instance
+
+    from headrace_simulator.config import SimulatorSettings
+    from headrace_simulator.host import list_environments
+    from headrace_simulator.pools import Pools
+    from headrace_simulator.service import SimulatorServicer
+
+    settings = SimulatorSettings.from_environment()
+    catalogue = await list_environments(settings.open_timeout_s)
+    pools = Pools(settings)
+    instance = Instance(config)
+    instance.capabilities["backends"] = sorted({backend for backend, _ in catalogue})
+    instance.add_service(
+        simulator_pb2_grpc.add_SimulatorServiceServicer_to_server,
+        SimulatorServicer(instance, pools, catalogue, settings),
+        "headrace.simulator.v1.SimulatorService",
+    )
+    try:
+        await instance.run()
+    finally:
+        await pools.close_all()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,80 @@
+"""What a backend is. Third parties import this module alone. Runs in child processes only."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+
+from headrace_simulator.spaces import ArraySpace
+
+Observation = Mapping[str, np.ndarray]
+
+
+class BackendError(Exception):
+    """An environment cannot be made; `field` is the request's key that has to change."""
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(message)
+        self.field = field
+        self.message = message
+
+
+@dataclass(frozen=True)
+class Transition:
+    """What one step led to. At an episode's end the observation is the final one: nothing resets itself."""
+
+    observation: Observation
+    reward: float
+    terminated: bool
+    truncated: bool
+    success: bool
+    info: Mapping[str, Any] = field(default_factory=dict)
+
+
+class SimulatedEnvironment(Protocol):
+    """One environment. It may raise anything: the service then makes a new one."""
+
+    @property
+    def observation_spaces(self) -> list[ArraySpace]:
+        """Space of each named observation."""
+        ...
+
+    @property
+    def action_space(self) -> ArraySpace:
+        """Space of the action; what `step` gets lies in it."""
+        ...
+
+    def reset(self, seed: int | None, options: Mapping[str, Any]) -> tuple[Observation, Mapping[str, Any]]:
+        """Starts an episode: observation and info. Without a seed the environment's own stream goes on."""
+        ...
+
+    def step(self, action: np.ndarray) -> Transition:
+        """Acts once."""
+        ...
+
+    def render(self) -> np.ndarray:
+        """A picture, (height, width, 3) uint8."""
+        ...
+
+    def close(self) -> None:
+        """Frees what it holds."""
+        ...
+
+
+class Backend(Protocol):
+    """A simulator; made without arguments, imports its heavy packages only then."""
+
+    def environments(self) -> list[str]:
+        """Names that `make` knows, sorted."""
+        ...
+
+    def make(self, name: str, options: Mapping[str, Any], *, own_time_limit: bool) -> SimulatedEnvironment:
+        """Makes an environment; without `own_time_limit` its episodes end only by themselves.
+
+        Raises:
+            BackendError: the name or an option is wrong, or a package is missing.
+        """
+        ...

@@ -1,0 +1,133 @@
+"""Gymnasium environments (https://gymnasium.farama.org), registered ones and a user's own."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import gymnasium
+import numpy as np
+from gymnasium import spaces
+
+from headrace_simulator.backends.base import BackendError, Observation, Transition
+from headrace_simulator.backends.user import is_user_environment, load_factory
+from headrace_simulator.spaces import ArraySpace
+
+_SUCCESS_KEYS = ("success", "is_success")
+
+
+class GymnasiumBackend:
+    """Environments by registered id, as `module:Id-v0`, or as `path/to/file.py:make_env`."""
+
+    def environments(self) -> list[str]:
+        """The registered ids."""
+        return sorted(str(name) for name in gymnasium.registry)
+
+    def make(self, name: str, options: Mapping[str, Any], *, own_time_limit: bool) -> GymnasiumEnvironment:
+        """Makes an environment; a user's own function gets the options as keyword arguments."""
+        if is_user_environment(name):
+            return GymnasiumEnvironment(load_factory(name)(**options))
+        module, _, name = name.rpartition(":")
+        if module:
+            importlib.import_module(module)
+        if name not in gymnasium.registry:
+            raise BackendError("environment.name", self._unknown(name))
+        limit = None if own_time_limit else -1
+        arguments = {"render_mode": _render_mode(name), "max_episode_steps": limit, **options}
+        return GymnasiumEnvironment(gymnasium.make(name, disable_env_checker=True, **arguments))
+
+    def _unknown(self, name: str) -> str:
+        near = difflib.get_close_matches(name, self.environments(), n=3)
+        hint = f"; the nearest are {', '.join(near)}" if near else ""
+        return f"gymnasium has no environment {name!r}{hint}; your own is written path/to/file.py:make_env"
+
+
+class GymnasiumEnvironment:
+    """A Gymnasium environment seen as named arrays."""
+
+    def __init__(self, environment: gymnasium.Env[Any, Any]) -> None:
+        self._environment = environment
+        leaves = list(_leaves(environment.observation_space, ()))
+        self._paths = {".".join(path): path for path, _ in leaves}
+        self.observation_spaces = [_array_space(".".join(path), space) for path, space in leaves]
+        action = environment.action_space
+        if not isinstance(action, spaces.Discrete | spaces.Box):
+            kind = type(action).__name__
+            raise BackendError("environment.name", f"its actions are {kind}; Discrete and Box can be served")
+        self.action_space = _array_space("", action)
+
+    def reset(self, seed: int | None, options: Mapping[str, Any]) -> tuple[Observation, Mapping[str, Any]]:
+        """Starts an episode."""
+        observation, info = self._environment.reset(seed=seed, options=dict(options) or None)
+        return self._arrays(observation), info
+
+    def step(self, action: np.ndarray) -> Transition:
+        """Acts once."""
+        given = int(action) if self.action_space.discrete_count else action.astype(self.action_space.dtype)
+        observation, reward, terminated, truncated, info = self._environment.step(given)
+        success = any(bool(info[key]) for key in _SUCCESS_KEYS if key in info)
+        arrays = self._arrays(observation)
+        return Transition(arrays, float(reward), bool(terminated), bool(truncated), success, info)
+
+    def render(self) -> np.ndarray:
+        """A picture; ValueError where the environment makes none."""
+        frame = np.asarray(self._environment.render())
+        if frame.ndim != 3 or frame.shape[2] != 3:
+            raise ValueError("this environment renders no rgb_array")
+        return frame.astype(np.uint8)
+
+    def close(self) -> None:
+        """Frees what it holds."""
+        self._environment.close()
+
+    def _arrays(self, observation: Any) -> dict[str, np.ndarray]:
+        arrays = {}
+        for space in self.observation_spaces:
+            part = observation
+            for key in self._paths[space.name]:
+                part = part[key]
+            array = np.asarray(part, dtype=space.dtype)
+            if array.shape != space.shape:
+                raise ValueError(
+                    f"observation {space.name!r} has shape {array.shape}, its space {space.shape}"
+                )
+            arrays[space.name] = array
+        return arrays
+
+
+def _render_mode(name: str) -> str | None:
+    """rgb_array where the environment says that it can: asking others for it only warns."""
+    creator: Any = gymnasium.spec(name).entry_point
+    if isinstance(creator, str):
+        creator = gymnasium.envs.registration.load_env_creator(creator)
+    modes = getattr(creator, "metadata", {}).get("render_modes") or []
+    return "rgb_array" if "rgb_array" in modes else None
+
+
+def _leaves(
+    space: spaces.Space[Any], path: tuple[str, ...]
+) -> Iterator[tuple[tuple[str, ...], spaces.Space[Any]]]:
+    """The spaces inside nested Dict spaces, with their keys."""
+    if not isinstance(space, spaces.Dict):
+        yield path, space
+        return
+    for key, each in space.spaces.items():
+        yield from _leaves(each, (*path, str(key)))
+
+
+def _array_space(name: str, space: spaces.Space[Any]) -> ArraySpace:
+    if isinstance(space, spaces.Discrete):
+        low = None if int(space.start) == 0 else np.asarray(space.start, np.int64)
+        return ArraySpace(name, np.dtype(np.int64), (), low, None, int(space.n))
+    if isinstance(space, spaces.Box):
+        low, high = (b if np.isfinite(b).any() else None for b in (space.low, space.high))
+        return ArraySpace(name, np.dtype(space.dtype), space.shape, low, high)
+    if isinstance(space, spaces.MultiDiscrete | spaces.MultiBinary) and space.shape is not None:
+        return ArraySpace(name, np.dtype(space.dtype), space.shape)
+    label = f"observation {name!r}" if name else "its observation"
+    raise BackendError("environment.name", f"{label} is {type(space).__name__}, which is no array")
+
+
+BACKEND: Callable[[], GymnasiumBackend] = GymnasiumBackend

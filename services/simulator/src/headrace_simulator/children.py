@@ -1,0 +1,106 @@
+"""The parent's end of a child process: start, send, receive within a limit, kill. Knows no environment."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from dataclasses import dataclass
+
+from headrace_simulator.pipes import LENGTH, PARENT_VARIABLE, Kind, checked_size, decode, encode
+
+_REAP_TIMEOUT_S = 10.0
+_EXIT_TIMEOUT_S = 1.0
+# Camera observations are megabytes; the default of 64 KiB would take them in small bites.
+_BUFFER_BYTES = 4 * 1024 * 1024
+# After a limit has passed: a reply that lies in the pipe counts, however late this process got to read it.
+_GRACE_S = 0.05
+
+
+class ChildGone(Exception):
+    """The child ended, or broke the protocol; the message says how."""
+
+
+class ChildTimeout(Exception):
+    """The child did not reply within the limit."""
+
+
+@dataclass
+class Child:
+    """One running child; whoever started it kills it."""
+
+    process: asyncio.subprocess.Process
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+    _killed: bool = False
+
+    @classmethod
+    async def start(cls, module: str) -> Child:
+        """Starts `python -m module` in a session of its own, without this service's settings and secrets."""
+        environment = {key: value for key, value in os.environ.items() if not key.startswith("HEADRACE_")}
+        environment[PARENT_VARIABLE] = str(os.getpid())
+        # -P: a file in the current directory must not stand in for a library.
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-P", "-m", module),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            env=environment,
+            limit=_BUFFER_BYTES,
+            start_new_session=True,
+        )
+        if process.stdin is None or process.stdout is None:
+            raise RuntimeError("the child has no pipes")
+        return cls(process, process.stdout, process.stdin)
+
+    def send(self, kind: Kind, payload: bytes = b"") -> None:
+        """Queues a frame; a dead child is noticed by the next `receive`."""
+        self.writer.write(encode(kind, payload))
+
+    async def receive(self, timeout_s: float) -> tuple[Kind, bytes]:
+        """The next frame.
+
+        Raises:
+            ChildTimeout: none came within `timeout_s`.
+            ChildGone: the child ended or broke the protocol.
+        """
+        reading = asyncio.ensure_future(self._read())
+        try:
+            done, _ = await asyncio.wait({reading}, timeout=timeout_s)
+            if not done:
+                done, _ = await asyncio.wait({reading}, timeout=_GRACE_S)
+            if not done:
+                raise ChildTimeout(f"no reply within {timeout_s:g} s")
+            return reading.result()
+        finally:
+            reading.cancel()
+
+    async def wait_or_kill(self) -> int:
+        """For a child that seems to have ended: its own exit status, if it comes soon."""
+        await asyncio.wait({asyncio.ensure_future(self.process.wait())}, timeout=_EXIT_TIMEOUT_S)
+        return await self.kill()
+
+    async def kill(self) -> int:
+        """Ends the child and what it started; returns its exit status. May be called twice."""
+        if not self._killed:
+            self._killed = True
+            try:
+                os.killpg(self.process.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+            self.writer.close()
+        return await asyncio.wait_for(self.process.wait(), _REAP_TIMEOUT_S)
+
+    async def _read(self) -> tuple[Kind, bytes]:
+        try:
+            size = checked_size(await self.reader.readexactly(LENGTH.size))
+            return decode(await self.reader.readexactly(size))
+        except (asyncio.IncompleteReadError, ConnectionError) as error:
+            raise ChildGone("the child process ended") from error
+        except ValueError as error:
+            raise ChildGone(f"the child process broke the protocol: {error}") from error
+
+
+def exit_description(status: int) -> str:
+    """What an exit status means, in words."""
+    return f"was killed by signal {-status}" if status < 0 else f"ended with exit code {status}"

@@ -1,0 +1,29 @@
+"""Typed settings of the simulator service."""
+
+from __future__ import annotations
+
+import os
+
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt
+
+
+class SimulatorSettings(BaseModel):
+    """Limits; from the environment, `HEADRACE_SIMULATOR_<FIELD>`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    children: PositiveInt = Field(
+        default_factory=lambda: 4 * (os.cpu_count() or 1),
+        description="most processes of one pool; more environments share them",
+    )
+    environments: PositiveInt = Field(1024, description="most environments of all pools together")
+    step_timeout_s: PositiveFloat = Field(60.0, description="limit of a step where the pool names none")
+    reset_timeout_s: PositiveFloat = Field(60.0, description="least limit of a reset and of a picture")
+    open_timeout_s: PositiveFloat = Field(120.0, description="limit of making one process's environments")
+
+    @classmethod
+    def from_environment(cls) -> SimulatorSettings:
+        """Reads the variables that are set; a ValidationError names a bad one's field."""
+        prefix = "HEADRACE_SIMULATOR_"
+        given = {name: os.environ.get(prefix + name.upper()) for name in cls.model_fields}
+        return cls.model_validate({name: value for name, value in given.items() if value is not None})

@@ -1,0 +1,137 @@
+"""One child process from the parent's side: asks it within limits, and replaces it when it dies or hangs."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from typing import Any
+
+from headrace_simulator.children import Child, ChildGone, ChildTimeout, exit_description
+from headrace_simulator.pipes import Kind
+
+MODULE = "headrace_simulator.child"
+
+
+class HostLost(Exception):
+    """The child died, hung or could not be made; its environments are new. The message says which."""
+
+
+class HostFault(Exception):
+    """The child answered that it cannot: `field` is the request's key that has to change."""
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(message)
+        self.field, self.message = field, message
+
+
+class ChildHost:
+    """A child with some environments of a pool. `generation` counts the processes it has been."""
+
+    def __init__(self, opening: dict[str, Any], open_timeout_s: float) -> None:
+        self.generation = 0
+        self.spaces = b""
+        """The OpenPoolResponse that describes the spaces, serialized."""
+        self._opening = json.dumps(opening).encode()
+        self._open_timeout_s = open_timeout_s
+        self._turn = asyncio.Lock()
+        self._starting: asyncio.Task[Child] | None = None
+
+    async def open(self) -> None:
+        """Starts the child; HostFault or HostLost where it cannot make its environments."""
+        async with self._turn:
+            await self._child()
+
+    async def ask(
+        self,
+        kind: Kind,
+        payload_for: Callable[[int], bytes],
+        timeout_s: float,
+        generation: int | None = None,
+    ) -> tuple[bytes, int]:
+        """The child's answer and its generation. One question at a time.
+
+        `payload_for` gets the generation that is asked. Not to be cancelled between question and answer.
+
+        Raises:
+            HostLost: the child died or took longer than `timeout_s`, or is not of `generation` any more.
+            HostFault: it says that it cannot.
+        """
+        async with self._turn:
+            child = await self._child()
+            if generation is not None and generation != self.generation:
+                raise HostLost("the process that held it ended")
+            child.send(kind, payload_for(self.generation))
+            try:
+                return _payload(await child.receive(timeout_s)), self.generation
+            except ChildTimeout as error:
+                await self._replace(child)
+                raise HostLost(f"it took longer than {timeout_s:g} s and was killed") from error
+            except ChildGone as error:
+                status = await child.wait_or_kill()
+                await self._replace(child)
+                raise HostLost(f"its process {exit_description(status)}") from error
+
+    async def close(self) -> None:
+        """Kills the child. Who closes a host asks it nothing more."""
+        starting, self._starting = self._starting, None
+        if starting is None:
+            return
+        starting.cancel()
+        await asyncio.wait({starting})
+        if not starting.cancelled() and starting.exception() is None:
+            await starting.result().kill()
+
+    async def _child(self) -> Child:
+        if self._starting is None:
+            self._starting = asyncio.create_task(self._start())
+        try:
+            # The start outlives the one who waits for it.
+            return await asyncio.shield(self._starting)
+        except (HostFault, HostLost):
+            self._starting = None
+            raise
+
+    async def _replace(self, child: Child) -> None:
+        await child.kill()
+        self.generation += 1
+        # At once, so that a new environment stands ready when its reset comes.
+        self._starting = asyncio.create_task(self._start())
+
+    async def _start(self) -> Child:
+        child = await Child.start(MODULE)
+        try:
+            child.send(Kind.OPEN, self._opening)
+            self.spaces = _payload(await child.receive(self._open_timeout_s))
+        except ChildTimeout as error:
+            await child.kill()
+            raise HostLost(f"making it took longer than {self._open_timeout_s:g} s") from error
+        except ChildGone as error:
+            status = await child.wait_or_kill()
+            raise HostLost(f"its process {exit_description(status)} while it was made") from error
+        except BaseException:
+            await child.kill()
+            raise
+        return child
+
+
+def _payload(frame: tuple[Kind, bytes]) -> bytes:
+    kind, payload = frame
+    if kind is Kind.FAULT:
+        raise HostFault(**json.loads(payload))
+    return payload
+
+
+async def list_environments(timeout_s: float) -> list[tuple[str, str]]:
+    """Backend and name of every environment, from a child made for the question.
+
+    Raises:
+        ChildGone, ChildTimeout: the child could not tell.
+    """
+    child = await Child.start(MODULE)
+    try:
+        child.send(Kind.CATALOGUE)
+        _, payload = await child.receive(timeout_s)
+        return [(backend, name) for backend, name in json.loads(payload)]
+    finally:
+        await child.kill()

@@ -1,0 +1,111 @@
+"""The open pools of this instance: opened once per request, counted, closed. Knows no gRPC."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from dataclasses import dataclass
+from itertools import count
+
+from headrace_simulator.config import SimulatorSettings
+from headrace_simulator.pool import EnvironmentPool, PoolPlan
+
+_REMEMBERED_REQUESTS = 4096
+
+
+class Conflict(Exception):
+    """One request id was used for two pools, or for a pool that is closed."""
+
+
+class TooMany(Exception):
+    """The pool would take more environments than this instance may have."""
+
+
+@dataclass
+class _Opening:
+    plan: PoolPlan
+    pool: asyncio.Task[EnvironmentPool]
+
+
+class Pools:
+    """Pools by name. An opening is keyed by (run, request id)."""
+
+    def __init__(self, settings: SimulatorSettings) -> None:
+        self._settings = settings
+        self._numbers = count(1)
+        self._openings: OrderedDict[tuple[str, str], _Opening] = OrderedDict()
+        self._pools: dict[str, tuple[str, EnvironmentPool]] = {}
+        self._reserved = 0
+
+    async def open(self, run: str, request_id: str, plan: PoolPlan) -> EnvironmentPool:
+        """Opens a pool, or finds the one that the same request opened.
+
+        Raises:
+            Conflict: the request id was used for another plan, or its pool was closed since.
+            TooMany: see the class.
+            HostFault, HostLost: see EnvironmentPool.open.
+        """
+        key = (run, request_id)
+        opening = self._openings.get(key)
+        if opening is None:
+            opening = _Opening(plan, asyncio.create_task(self._open(run, plan)))
+            self._openings[key] = opening
+            opening.pool.add_done_callback(lambda task: self._forget_failure(key, task))
+        elif opening.plan != plan:
+            raise Conflict(
+                f"request_id {request_id!r} opened a pool with other settings; use a new request_id"
+            )
+        pool = await asyncio.shield(opening.pool)
+        if pool.name not in self._pools:
+            raise Conflict(
+                f"{pool.name}, which request_id {request_id!r} opened, was closed; use a new request_id"
+            )
+        return pool
+
+    def get(self, name: str) -> EnvironmentPool | None:
+        """The open pool of that name."""
+        entry = self._pools.get(name)
+        return entry[1] if entry else None
+
+    def runs(self) -> set[str]:
+        """Runs that have a pool."""
+        return {run for run, _ in self._pools.values()}
+
+    async def close(self, name: str) -> None:
+        """Closes a pool; one that is not open stays closed."""
+        entry = self._pools.pop(name, None)
+        if entry is not None:
+            self._reserved -= entry[1].plan.count
+            await entry[1].close()
+
+    async def close_all(self) -> None:
+        """Closes every pool, those that are being opened too."""
+        for opening in self._openings.values():
+            opening.pool.cancel()
+        await asyncio.gather(*(opening.pool for opening in self._openings.values()), return_exceptions=True)
+        for name in list(self._pools):
+            await self.close(name)
+
+    async def _open(self, run: str, plan: PoolPlan) -> EnvironmentPool:
+        limit = self._settings.environments
+        if self._reserved + plan.count > limit:
+            raise TooMany(
+                f"count: {plan.count} environments beside the {self._reserved} that are open are more than "
+                f"{limit}; lower it, close a pool, or raise HEADRACE_SIMULATOR_ENVIRONMENTS"
+            )
+        self._reserved += plan.count
+        pool = EnvironmentPool(f"pools/{next(self._numbers)}", plan, self._settings)
+        try:
+            await pool.open()
+        except BaseException:
+            self._reserved -= plan.count
+            raise
+        self._pools[pool.name] = (run, pool)
+        return pool
+
+    def _forget_failure(self, key: tuple[str, str], task: asyncio.Task[EnvironmentPool]) -> None:
+        # A retry of a request that failed tries again.
+        if task.cancelled() or task.exception() is not None:
+            self._openings.pop(key, None)
+        while len(self._openings) > _REMEMBERED_REQUESTS:
+            self._openings.popitem(last=False)

@@ -1,0 +1,169 @@
+"""gRPC ⇄ pools: translates messages and errors, decides nothing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Coroutine, Iterator
+from typing import Any
+
+import grpc
+from headrace.common.v1 import common_pb2
+from headrace.simulator.v1 import simulator_pb2, simulator_pb2_grpc
+from headrace_servicekit.errors import ServiceError
+from headrace_servicekit.instance import Instance
+
+from headrace_simulator.config import SimulatorSettings
+from headrace_simulator.host import HostFault, HostLost
+from headrace_simulator.pool import EnvironmentPool, PoolPlan
+from headrace_simulator.pools import Conflict, Pools, TooMany
+from headrace_simulator.streams import unordered
+
+Context = grpc.aio.ServicerContext[Any, Any]
+Outcomes = Iterator[Coroutine[None, None, simulator_pb2.EnvironmentOutcome]]
+_IN_FLIGHT = 2048
+_PAGE = 50
+
+
+class SimulatorServicer(simulator_pb2_grpc.SimulatorServiceServicer):
+    """Serves SimulatorService. `catalogue` lists (backend, name) of what can be opened."""
+
+    def __init__(
+        self,
+        instance: Instance,
+        pools: Pools,
+        catalogue: list[tuple[str, str]],
+        settings: SimulatorSettings,
+    ) -> None:
+        self._instance, self._pools, self._settings = instance, pools, settings
+        self._catalogue = [
+            simulator_pb2.Environment(backend=backend, name=name) for backend, name in catalogue
+        ]
+
+    async def ListEnvironments(
+        self, request: simulator_pb2.ListEnvironmentsRequest, context: Context
+    ) -> simulator_pb2.ListEnvironmentsResponse:
+        """A page of the catalogue; the token is the position of the next entry."""
+        token = request.page_token or "0"
+        if not token.isdecimal() or request.page_size < 0:
+            raise _invalid(
+                "page_token: use the next_page_token of the page before, and a page_size of 0 or more"
+            )
+        begin = int(token)
+        end = begin + (request.page_size or _PAGE)
+        more = str(end) if end < len(self._catalogue) else ""
+        page = self._catalogue[begin:end]
+        return simulator_pb2.ListEnvironmentsResponse(environments=page, next_page_token=more)
+
+    async def OpenPool(
+        self, request: simulator_pb2.OpenPoolRequest, context: Context
+    ) -> simulator_pb2.OpenPoolResponse:
+        """Opens a pool."""
+        self._instance.fence.check(request.header, lease=False)
+        if not request.header.request_id:
+            raise _invalid("header.request_id: give one; a repeated request must not open a second pool")
+        try:
+            plan = _plan(request, self._settings)
+            pool = await self._pools.open(request.header.run, request.header.request_id, plan)
+        except HostFault as fault:
+            raise _invalid(f"{fault.field}: {fault.message}", key=fault.field) from fault
+        except HostLost as lost:
+            message = f"environment.name: {request.environment.name} cannot be made: {lost}"
+            raise _invalid(message, key="environment.name") from lost
+        except Conflict as conflict:
+            raise ServiceError(grpc.StatusCode.ALREADY_EXISTS, "CONFLICT", str(conflict)) from conflict
+        except TooMany as too_many:
+            raise ServiceError(grpc.StatusCode.RESOURCE_EXHAUSTED, "BUSY", str(too_many)) from too_many
+        self._instance.open_runs.add(request.header.run)
+        return pool.description
+
+    async def Step(
+        self, request_iterator: AsyncIterator[simulator_pb2.StepRequest], context: Context
+    ) -> AsyncIterator[simulator_pb2.StepResponse]:
+        """Runs operations; outcomes go out as they come, several in a message where several are ready."""
+        admitted = False
+
+        def expand(request: simulator_pb2.StepRequest) -> Outcomes:
+            nonlocal admitted
+            if not admitted:
+                self._instance.fence.check(request.header, lease=False)
+                admitted = True
+            pool = self._pool(request.pool)
+            if request.pool_incarnation != pool.incarnation:
+                raise ServiceError(
+                    grpc.StatusCode.FAILED_PRECONDITION,
+                    "CONFLICT",
+                    f"pool_incarnation: {pool.name} is now {pool.incarnation}; open a pool again and reset",
+                )
+            indices = [operation.environment for operation in request.operations]
+            if len(set(indices)) < len(indices):
+                raise _invalid("operations: at most one an environment in one message")
+            return (pool.perform(operation) for operation in request.operations)
+
+        async for outcomes in unordered(request_iterator, expand, _IN_FLIGHT):
+            yield simulator_pb2.StepResponse(outcomes=outcomes)
+
+    async def Render(
+        self, request: simulator_pb2.RenderRequest, context: Context
+    ) -> simulator_pb2.RenderResponse:
+        """Renders environments, in the order asked."""
+        pool = self._pool(request.pool)
+        frames = []
+        for index in request.environments:
+            if not 0 <= index < pool.plan.count:
+                raise _invalid(f"environments: {index} is not below the pool's count of {pool.plan.count}")
+            frames.append(await _render(pool, index))
+        return simulator_pb2.RenderResponse(frames=frames)
+
+    async def ClosePool(
+        self, request: simulator_pb2.ClosePoolRequest, context: Context
+    ) -> simulator_pb2.ClosePoolResponse:
+        """Closes a pool and kills its processes."""
+        self._instance.fence.check(request.header, lease=False)
+        await self._pools.close(request.pool)
+        if request.header.run not in self._pools.runs():
+            self._instance.open_runs.discard(request.header.run)
+        return simulator_pb2.ClosePoolResponse()
+
+    def _pool(self, name: str) -> EnvironmentPool:
+        pool = self._pools.get(name)
+        if pool is None:
+            message = f"pool: {name!r} is not open here; call OpenPool first"
+            raise ServiceError(grpc.StatusCode.NOT_FOUND, "NOT_FOUND", message)
+        return pool
+
+
+async def _render(pool: EnvironmentPool, index: int) -> common_pb2.Tensor:
+    try:
+        return await pool.render(index)
+    except (HostFault, HostLost) as error:
+        message = f"environment {index} of {pool.name} gives no picture: {error}"
+        raise ServiceError(grpc.StatusCode.FAILED_PRECONDITION, "NO_PICTURE", message) from error
+
+
+def _plan(request: simulator_pb2.OpenPoolRequest, settings: SimulatorSettings) -> PoolPlan:
+    if request.count < 1:
+        raise _invalid("count: open at least one environment", key="count")
+    if request.max_episode_steps < 0:
+        raise _invalid("max_episode_steps: give 0 or more", key="max_episode_steps")
+    try:
+        options = json.loads(request.options_json or "{}")
+    except ValueError as error:
+        raise _invalid(f"options_json: not JSON ({error})", key="options_json") from error
+    if not isinstance(options, dict):
+        raise _invalid("options_json: give a JSON object", key="options_json")
+    timeout_s = request.step_timeout.ToNanoseconds() / 1e9
+    if timeout_s < 0:
+        raise _invalid("step_timeout: give more than 0, or leave it out", key="step_timeout")
+    return PoolPlan(
+        backend=request.environment.backend,
+        environment=request.environment.name,
+        count=request.count,
+        options=options,
+        seed=request.seed,
+        max_episode_steps=request.max_episode_steps,
+        step_timeout_s=timeout_s or settings.step_timeout_s,
+    )
+
+
+def _invalid(message: str, **metadata: str) -> ServiceError:
+    return ServiceError(grpc.StatusCode.INVALID_ARGUMENT, "INVALID", message, **metadata)

@@ -1,0 +1,75 @@
+"""Spaces of observations and actions as plain arrays, their wire form, and what makes an action valid."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from headrace.simulator.v1 import simulator_pb2
+from headrace_servicekit.tensors import NUMPY_TYPES, decode_tensor, encode_tensor
+
+_MAX_BOUND_BYTES = 64 * 1024 * 1024
+
+
+@dataclass(frozen=True)
+class ArraySpace:
+    """Arrays of one type and shape, within bounds."""
+
+    name: str
+    """Name of the observation; empty when there is only one, and for actions."""
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    low: np.ndarray | None = None
+    """Of `shape`; None when nothing bounds it, infinite where an element is not bounded."""
+    high: np.ndarray | None = None
+    discrete_count: int = 0
+    """Number of discrete values, from `low` (default 0) on; 0 when continuous."""
+
+
+def to_message(space: ArraySpace) -> simulator_pb2.Space:
+    """The wire form; ServiceError INVALID where the element type cannot travel."""
+    data_type = encode_tensor(np.zeros(0, space.dtype)).data_type
+    message = simulator_pb2.Space(name=space.name, data_type=data_type, shape=space.shape)
+    message.discrete_count = space.discrete_count
+    if space.low is not None:
+        message.low.CopyFrom(encode_tensor(space.low))
+    if space.high is not None:
+        message.high.CopyFrom(encode_tensor(space.high))
+    return message
+
+
+def from_message(message: simulator_pb2.Space) -> ArraySpace:
+    """The space that `to_message` wrote."""
+    bounds = {
+        key: decode_tensor(getattr(message, key), max_bytes=_MAX_BOUND_BYTES)
+        for key in ("low", "high")
+        if message.HasField(key)
+    }
+    dtype, shape = NUMPY_TYPES[message.data_type], tuple(message.shape)
+    return ArraySpace(message.name, dtype, shape, discrete_count=message.discrete_count, **bounds)
+
+
+def action_fault(space: ArraySpace, action: np.ndarray) -> str | None:
+    """Why the action is not in the space, in words; None when it is."""
+    if action.shape != space.shape:
+        return f"the action has shape {list(action.shape)}, the action space {list(space.shape)}"
+    # Any width of the right kind will do: policies work in float32, many spaces in float64.
+    if action.dtype.kind not in ("iu" if space.dtype.kind in "iu" else "iuf" + space.dtype.kind):
+        return f"the action is of type {action.dtype}, the action space of type {space.dtype}"
+    if space.discrete_count:
+        begin = 0 if space.low is None else int(space.low)
+        if not begin <= int(action) < begin + space.discrete_count:
+            return f"action {int(action)} is not among {begin} to {begin + space.discrete_count - 1}"
+        return None
+    value = action.astype(space.dtype)
+    if not np.all(np.isfinite(value)):
+        return "the action holds a value that is not finite"
+    outside = np.zeros(space.shape, np.bool_)
+    outside |= value < space.low if space.low is not None else False
+    outside |= value > space.high if space.high is not None else False
+    if outside.any():
+        where = tuple(int(i) for i in np.argwhere(outside)[0])
+        return (
+            f"element {list(where)} of the action is {value[where]:g}, out of the bounds of the action space"
+        )
+    return None
