@@ -1,0 +1,181 @@
+"""What the fleet as it is cannot satisfy of a spec: checked at submission, so that nothing starts in vain.
+
+Pure but for two reads: a local model directory, and the data source (cached).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from headrace_coordinator.data import Dataset
+from headrace_coordinator.problems import Impossible, choose, nearest, problem
+from headrace_coordinator.spec import RunSpec
+from headrace_coordinator.views import DeviceView, InstanceView, KeyProblemView
+
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
+WEIGHT_SUFFIXES = (".safetensors", ".gguf")
+
+
+@dataclass(frozen=True)
+class FleetView:
+    """What there is to run on. Capabilities by kind and facet: trainer → algorithms → {grpo, …}."""
+
+    capabilities: Mapping[str, Mapping[str, frozenset[str]]]
+    instances: Mapping[str, int]
+    devices: Sequence[str]
+
+    @classmethod
+    def of(cls, instances: Iterable[InstanceView], devices: Iterable[DeviceView]) -> FleetView:
+        """The union over ready instances; devices of any state but QUARANTINED."""
+        capabilities: dict[str, dict[str, frozenset[str]]] = {}
+        counts: dict[str, int] = {}
+        for instance in instances:
+            if instance.state != "READY":
+                continue
+            counts[instance.kind] = counts.get(instance.kind, 0) + 1
+            facets = capabilities.setdefault(instance.kind, {})
+            for facet, names in instance.capabilities.items():
+                facets[facet] = facets.get(facet, frozenset()) | set(names)
+        usable = [device.name for device in devices if device.state != "QUARANTINED"]
+        return cls(capabilities, counts, usable)
+
+    def names(self, kind: str, facet: str) -> frozenset[str]:
+        """Capabilities of one kind and facet."""
+        return self.capabilities.get(kind, {}).get(facet, frozenset())
+
+
+def check(spec: RunSpec, fleet: FleetView) -> list[KeyProblemView]:
+    """Every problem of a spec on this fleet, with the nearest valid value; empty when the run could start."""
+    return [
+        *_names(spec, fleet),
+        *_instances(spec, fleet),
+        *_devices(spec, fleet),
+        *_model(spec),
+        *_data(spec),
+    ]
+
+
+def _names(spec: RunSpec, fleet: FleetView) -> Iterator[KeyProblemView]:
+    wanted = [
+        ("rollout.engine", spec.rollout.engine, "rollout", "engines"),
+        ("trainer.backend", spec.trainer.backend, "trainer", "backends"),
+        ("algorithm.name", spec.algorithm.name, "trainer", "algorithms"),
+    ]
+    for part in ("scorers", "evaluation"):
+        for index, scorer in enumerate(getattr(spec.reward, part)):
+            if ".py:" not in scorer.name:  # A user's own file is tried by the reward service.
+                wanted.append((f"reward.{part}[{index}].name", scorer.name, "reward", "scorers"))
+    for key, name, kind, facet in wanted:
+        known = fleet.names(kind, facet)
+        # A kind without a ready instance is a problem of its own and has no names to compare with.
+        if known and name not in known:
+            yield problem(key, f"no {kind} instance has {name!r} among its {facet}", choose(name, known))
+
+
+def _instances(spec: RunSpec, fleet: FleetView) -> Iterator[KeyProblemView]:
+    wanted = [
+        ("rollout.instances", "rollout", spec.rollout.instances),
+        ("trainer.ranks", "trainer", spec.trainer.ranks),
+        ("reward.scorers", "reward", 1),
+    ]
+    for key, kind, count in wanted:
+        ready = fleet.instances.get(kind, 0)
+        if count <= ready:
+            continue
+        more = f"start more with `headrace scale {kind}={count}`"
+        reason = f"{count} {kind} instances are wanted and {ready} are ready"
+        yield problem(key, reason, f"the nearest valid value is {ready}; or {more}" if ready else more)
+
+
+def _devices(spec: RunSpec, fleet: FleetView) -> Iterator[KeyProblemView]:
+    placement = spec.placement
+    known = {name for device in fleet.devices for name in (device, device.rpartition("/")[2])}
+    shown = {device.rpartition("/")[2] for device in fleet.devices}
+    for key in ("rollout", "trainer"):
+        for index, name in enumerate(getattr(placement, key)):
+            if name not in known:
+                fix = choose(
+                    name, shown, extra="" if shown else "wait until an instance has registered devices"
+                )
+                yield problem(f"placement.{key}[{index}]", f"there is no device {name!r}", fix)
+    generate = len(placement.rollout) or spec.rollout.instances
+    learn = len(placement.trainer) or spec.trainer.ranks
+    apart = placement.mode == "disaggregated"
+    needed = generate + learn if apart else max(generate, learn)
+    if needed > len(fleet.devices):
+        parts = f"{generate} to generate {'and' if apart else 'in turns with'} {learn} to learn"
+        way_out = "set placement.mode: collocated, or take" if apart else "take"
+        yield problem(
+            "placement.mode",
+            f"{placement.mode} placement needs {needed} devices ({parts}) and there are {len(fleet.devices)}",
+            f"{way_out} fewer: rollout.instances, trainer.ranks",
+        )
+
+
+def _model(spec: RunSpec) -> Iterator[KeyProblemView]:
+    given, file = spec.model.path, spec.model.gguf_file
+    path = Path(given).expanduser()
+    try:
+        local = given.startswith(("./", "../", "/", "~")) or path.exists()
+        if not local:
+            if not HUB_ID.fullmatch(given):
+                reason = f"{given!r} is neither a local directory nor a Hugging Face id (owner/name)"
+                yield problem("model.path", reason, "write ./DIRECTORY, /DIRECTORY or owner/name")
+        elif not path.is_dir():
+            what = "is a file, not a directory" if path.exists() else "does not exist"
+            yield problem("model.path", f"{given} {what}", _neighbour(path))
+        elif file is not None:
+            if not (path / file).is_file():
+                files = [entry.name for entry in path.glob("*.gguf")]
+                yield problem("model.gguf_file", f"{given} holds no file {file}", choose(file, files))
+        elif not _holds_a_model(path):
+            yield _incomplete(path, given)
+    except (OSError, ValueError) as error:
+        yield problem("model.path", f"{given!r} cannot be read: {error}", "name a readable directory")
+
+
+def _holds_a_model(path: Path) -> bool:
+    return (path / "config.json").is_file() and any(
+        entry.suffix in WEIGHT_SUFFIXES or entry.name.endswith(".safetensors.index.json")
+        for entry in path.iterdir()
+    )
+
+
+def _incomplete(path: Path, given: str) -> KeyProblemView:
+    gguf = sorted(entry.name for entry in path.glob("*.gguf"))
+    if gguf:
+        return problem("model.gguf_file", f"{given} holds GGUF weights", f"set model.gguf_file: {gguf[0]}")
+    missing = "safetensors weights" if (path / "config.json").is_file() else "config.json"
+    reason = f"{given} is no model directory: it has no {missing}"
+    inside = sorted(entry.parent.name for entry in path.glob("*/config.json"))
+    fix = f"did you mean {path / inside[0]}?" if inside else "name a directory in Hugging Face format"
+    return problem("model.path", reason, fix)
+
+
+def _neighbour(path: Path) -> str:
+    folder = path.parent
+    while not folder.is_dir() and folder != folder.parent:
+        folder = folder.parent
+    names = [entry.name for entry in folder.iterdir() if entry.is_dir()]
+    close = nearest(path.name, names) if folder == path.parent else None
+    if close:
+        return f"did you mean {folder / close}?"
+    return f"name a directory that the coordinator's host has; the nearest that exists is {folder}"
+
+
+def _data(spec: RunSpec) -> Iterator[KeyProblemView]:
+    try:
+        data = Dataset.open(spec.data, spec.seed)
+        if spec.evaluation.baseline_prefill is not None:
+            data.check_template(spec.evaluation.baseline_prefill, "evaluation.baseline_prefill")
+    except Impossible as error:
+        yield from error.problems
+        return
+    if spec.trainer.warmup.steps and (unanswered := data.unanswered()):
+        reason = f"{unanswered} of {data.train_size} training items have no answer to learn from"
+        yield problem(
+            "trainer.warmup.steps", reason, "give every item an answer, or set trainer.warmup.steps: 0"
+        )

@@ -1,0 +1,6 @@
+"""Files that are derived from a run's events, for people and notebooks. Nothing reads them back as truth."""
+
+from headrace_coordinator.projections.projection import RunProjection
+from headrace_coordinator.projections.reading import read_trajectories
+
+__all__ = ["RunProjection", "read_trajectories"]

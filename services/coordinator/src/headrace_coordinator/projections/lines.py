@@ -1,0 +1,63 @@
+"""Append-only files of JSON lines that survive a torn write. Knows nothing of what a line says."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+
+class LineFile:
+    """Appends whole lines; a line that a crash or a full disk cut is closed off before the next one."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._torn = _ends_torn(path)
+
+    def append(self, lines: Sequence[bytes]) -> None:
+        """Writes the lines with one system call where the disk allows it; OSError when it does not."""
+        data = (b"\n" if self._torn else b"") + b"".join(line + b"\n" for line in lines)
+        self._torn = True
+        with self.path.open("ab", buffering=0) as file:
+            while data:
+                data = data[file.write(data) :]
+        self._torn = False
+
+    def size(self) -> int:
+        """Bytes in the file; 0 when there is none."""
+        try:
+            return self.path.stat().st_size
+        except FileNotFoundError:
+            return 0
+
+
+def read_lines(path: Path, offset: int = 0) -> Iterator[tuple[int, bytes]]:
+    """(offset of the next line, line) from an offset on, without a last line that is still being written."""
+    try:
+        with path.open("rb") as file:
+            file.seek(offset)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    return
+                offset += len(line)
+                yield offset, line
+    except FileNotFoundError:
+        return
+
+
+def _ends_torn(path: Path) -> bool:
+    try:
+        with path.open("rb") as file:
+            if file.seek(0, os.SEEK_END) == 0:
+                return False
+            file.seek(-1, os.SEEK_END)
+            return file.read(1) != b"\n"
+    except OSError:
+        return False
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Replaces a file at once: readers see the old content or the new."""
+    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    aside.write_bytes(data)
+    aside.replace(path)

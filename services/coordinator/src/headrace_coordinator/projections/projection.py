@@ -1,0 +1,159 @@
+"""The files of one run: metrics.jsonl, trajectories.jsonl, tensorboard/ and run.json.
+
+They are derived, so they never hold a run up: a thread writes them, a full queue drops and counts, and a disk
+that fails is logged once and counted. Repeating what was projected before a restart adds nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from headrace_coordinator.projections.lines import LineFile, read_lines, write_whole
+from headrace_coordinator.projections.scalars import evaluation_scalars, step_scalars
+from headrace_coordinator.projections.tensorboard import EventFile
+from headrace_coordinator.projections.trajectories import TrajectoryFile
+from headrace_coordinator.views import EvaluationView, StepView, TrajectoryView
+
+log = logging.getLogger(__name__)
+QUEUE_LENGTH = 1024
+Work = Callable[[], None]
+
+
+class _Line(msgspec.Struct, frozen=True):
+    type: Literal["step", "evaluation"]
+    step: int
+    version: int
+    kind: str = ""
+
+
+class RunProjection:
+    """Writes a run's files in `directory`. Its methods return at once and never raise."""
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        trajectories_per_step: int = 64,
+        trajectory_file_bytes: int = 16 * 1024 * 1024,
+        trajectory_files: int = 4,
+    ) -> None:
+        self.directory = directory
+        self.failures = 0
+        self._limits = (trajectories_per_step, trajectory_file_bytes, trajectory_files)
+        self._queue: queue.Queue[Work | None] = queue.Queue(QUEUE_LENGTH)
+        self._closed = False
+        self._metrics: LineFile | None = None
+        self._trajectories: TrajectoryFile | None = None
+        self._board = EventFile(directory / "tensorboard")
+        self._seen: set[_Line] = set()
+        self._thread = threading.Thread(target=self._work, name=f"projection-{directory.name}", daemon=True)
+        self._thread.start()
+
+    def spec(self, spec: dict[str, Any]) -> None:
+        """Writes run.json."""
+        self._put(lambda: self._write_spec(spec))
+
+    def step(self, view: StepView) -> None:
+        """Adds a committed step. A step that comes again with a new version (a rewind) is a new line."""
+        line = _Line("step", view.step, view.version)
+        self._put(lambda: self._write_metrics(line, view, step_scalars(view)))
+
+    def evaluation(self, view: EvaluationView) -> None:
+        """Adds an evaluation."""
+        line = _Line("evaluation", view.step, view.version, view.kind)
+        self._put(lambda: self._write_metrics(line, view, evaluation_scalars(view)))
+
+    def trajectories(self, views: list[TrajectoryView]) -> None:
+        """Adds settled trajectories, of which a sample is kept."""
+        self._put(lambda: self._write_trajectories(views))
+
+    def flush(self, timeout: float = 10.0) -> bool:
+        """Waits until everything so far is written or has failed; false when that takes too long."""
+        done = threading.Event()
+        return self._put(done.set) and done.wait(timeout)
+
+    def close(self, timeout: float = 10.0) -> None:
+        """Writes what is queued and ends."""
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            self._queue.put(None, timeout=timeout)
+        except queue.Full:
+            self._fail("the queue did not drain")
+            return
+        self._thread.join(timeout)
+
+    def _put(self, work: Work) -> bool:
+        try:
+            if not self._closed:
+                self._queue.put_nowait(work)
+                return True
+        except queue.Full:
+            self._fail("the disk is too slow, so lines are left out")
+        return False
+
+    def _work(self) -> None:
+        while work := self._queue.get():
+            try:
+                work()
+            except (OSError, ValueError) as error:  # ValueError: text that no encoding holds.
+                self._fail(str(error))
+        self._board.close()
+
+    def _fail(self, why: str) -> None:
+        self.failures += 1
+        if self.failures == 1:
+            log.warning(
+                "files under %s are incomplete: %s (logged once; the run goes on)", self.directory, why
+            )
+
+    def _write_spec(self, spec: dict[str, Any]) -> None:
+        self.directory.mkdir(parents=True, exist_ok=True)
+        write_whole(self.directory / "run.json", json.dumps(spec, indent=2).encode())
+
+    def _write_metrics(self, line: _Line, view: StepView | EvaluationView, scalars: dict[str, float]) -> None:
+        if self._metrics is None:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            self._metrics, self._seen = _open_metrics(self.directory / "metrics.jsonl")
+        if line in self._seen:
+            return
+        record = {"type": line.type, **view.model_dump(mode="json")}
+        self._metrics.append([json.dumps(_finite(record), ensure_ascii=False).encode()])
+        self._seen.add(line)
+        self._board.write(time.time(), view.step, scalars)
+
+    def _write_trajectories(self, views: list[TrajectoryView]) -> None:
+        if self._trajectories is None:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            self._trajectories = TrajectoryFile(self.directory, *self._limits)
+        self._trajectories.append(views)
+
+
+def _open_metrics(path: Path) -> tuple[LineFile, set[_Line]]:
+    decode = msgspec.json.Decoder(_Line).decode
+    seen: set[_Line] = set()
+    for _, line in read_lines(path):
+        try:
+            seen.add(decode(line))
+        except msgspec.DecodeError:
+            continue  # A torn line is as good as none: its step is written again.
+    return LineFile(path), seen
+
+
+def _finite(value: Any) -> Any:
+    """Numbers that JSON lacks become null."""
+    if isinstance(value, float):
+        return value if value - value == 0 else None
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    return [_finite(item) for item in value] if isinstance(value, list) else value

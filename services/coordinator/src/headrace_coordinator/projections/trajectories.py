@@ -1,0 +1,107 @@
+"""The file of a run's trajectories: sampled by step, rotated by size, written once over restarts."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import msgspec
+
+from headrace_coordinator.projections.lines import LineFile, read_lines
+from headrace_coordinator.views import TrajectoryView
+
+NAME = "trajectories.jsonl"
+Key = tuple[int, int, int, int, int]
+
+
+class Slot(msgspec.Struct, frozen=True):
+    """What identifies a line; the rest of it is not decoded."""
+
+    step: int
+    version: int
+    prompt_ordinal: int
+    sample_index: int
+    attempt: int
+
+    @property
+    def key(self) -> Key:
+        """The identity as a tuple."""
+        return self.step, self.version, self.prompt_ordinal, self.sample_index, self.attempt
+
+
+decode_slot = msgspec.json.Decoder(Slot).decode
+
+
+class TrajectoryFile:
+    """Writes at most `per_step` lines of a (step, version); keeps `kept_files` full files."""
+
+    def __init__(self, directory: Path, per_step: int, file_bytes: int, kept_files: int) -> None:
+        self._directory, self._per_step = directory, per_step
+        self._file_bytes, self._kept_files = file_bytes, kept_files
+        self._file = LineFile(directory / NAME)
+        self._written = _keys(directory / NAME)
+        self._counts = Counter((step, version) for step, version, *_ in self._written)
+
+    def append(self, views: list[TrajectoryView]) -> None:
+        """Appends what is new and fits the cap, evenly over the slots of the call."""
+        new = {_key(view): view for view in views}
+        by_step: dict[tuple[int, int], list[TrajectoryView]] = {}
+        for key in sorted(new.keys() - self._written):
+            by_step.setdefault(key[:2], []).append(new[key])
+        chosen = [
+            view
+            for step, found in by_step.items()
+            for view in _spread(found, self._per_step - self._counts[step])
+        ]
+        if not chosen:
+            return
+        self._rotate()
+        self._file.append([view.model_dump_json().encode() for view in chosen])
+        for view in chosen:
+            self._written.add(_key(view))
+            self._counts[view.step, view.version] += 1
+
+    def _rotate(self) -> None:
+        if self._file.size() < self._file_bytes:
+            return
+        full = full_files(self._directory)
+        number = number_of(full[-1]) + 1 if full else 1
+        self._file.path.rename(self._directory / f"trajectories-{number:06d}.jsonl")
+        self._file = LineFile(self._directory / NAME)
+        for old in full_files(self._directory)[: -self._kept_files or None]:
+            old.unlink()
+        # Only steps of the last file can still be repeated by a restart; older identities may go.
+        newest = max(step for step, *_ in self._written)
+        self._written = {key for key in self._written if key[0] >= newest - 1}
+        self._counts = Counter({step: n for step, n in self._counts.items() if step[0] >= newest - 1})
+
+
+def full_files(directory: Path) -> list[Path]:
+    """Rotated files, oldest first."""
+    return sorted(directory.glob("trajectories-[0-9]*.jsonl"), key=number_of)
+
+
+def number_of(path: Path) -> int:
+    """Number of a rotated file."""
+    return int(path.stem.removeprefix("trajectories-"))
+
+
+def _key(view: TrajectoryView) -> Key:
+    return view.step, view.version, view.prompt_ordinal, view.sample_index, view.attempt
+
+
+def _keys(path: Path) -> set[Key]:
+    found: set[Key] = set()
+    for _, line in read_lines(path):
+        try:
+            found.add(decode_slot(line).key)
+        except msgspec.DecodeError:
+            continue  # A torn line; the LineFile has closed it off.
+    return found
+
+
+def _spread(views: list[TrajectoryView], room: int) -> list[TrajectoryView]:
+    """`room` of the views at even distances: neither the first prompts nor the shortest answers win."""
+    if room <= 0 or len(views) <= room:
+        return views[: max(room, 0)]
+    return [views[index * len(views) // room] for index in range(room)]

@@ -1,0 +1,171 @@
+"""What a fleet cannot satisfy is refused at submission, with the nearest value that it can."""
+
+import os
+
+import pytest
+from headrace_coordinator.admission import FleetView, check
+from headrace_coordinator.problems import sentence
+from headrace_coordinator.spec import RunSpec
+from headrace_coordinator.views import DeviceView, InstanceView
+
+FLEET = FleetView(
+    capabilities={
+        "rollout": {"engines": frozenset({"transformers", "vllm"})},
+        "trainer": {"backends": frozenset({"fsdp"}), "algorithms": frozenset({"grpo"})},
+        "reward": {"scorers": frozenset({"exact", "last_number"})},
+    },
+    instances={"rollout": 2, "trainer": 1, "reward": 1},
+    devices=["h/cpu:0", "h/cpu:1"],
+)
+
+
+def problems(changes: dict | None = None, fleet: FleetView = FLEET) -> dict[str, str]:
+    spec = {
+        "model": {"path": "owner/model"},
+        "data": {"source": "copy_digits", "heldout": 10},
+        "reward": {"scorers": [{"name": "exact"}]},
+        **(changes or {}),
+    }
+    return {item.key: sentence(item) for item in check(RunSpec.model_validate(spec), fleet)}
+
+
+def test_a_spec_that_fits_has_no_problem():
+    assert problems() == {}
+    assert (
+        problems({"placement": {"mode": "disaggregated", "rollout": ["cpu:0"], "trainer": ["h/cpu:1"]}}) == {}
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "key", "words"),
+    [
+        ({"rollout": {"engine": "transformer"}}, "rollout.engine", "did you mean transformers?"),
+        ({"trainer": {"backend": "fdsp"}}, "trainer.backend", "did you mean fsdp?"),
+        ({"algorithm": {"name": "gpro"}}, "algorithm.name", "did you mean grpo?"),
+        ({"reward": {"scorers": [{"name": "exakt"}]}}, "reward.scorers[0].name", "did you mean exact?"),
+        (
+            {"reward": {"scorers": [{"name": "exact"}], "evaluation": [{"name": "last-number"}]}},
+            "reward.evaluation[0].name",
+            "did you mean last_number?",
+        ),
+        ({"rollout": {"instances": 3}}, "rollout.instances", "the nearest valid value is 2"),
+        ({"trainer": {"ranks": 2}}, "trainer.ranks", "2 trainer instances are wanted and 1 are ready"),
+        (
+            {"placement": {"rollout": ["cpu:7"], "trainer": ["cpu:7"]}},
+            "placement.rollout[0]",
+            "there is no device 'cpu:7'; did you mean cpu:",
+        ),
+        (
+            {"placement": {"mode": "disaggregated"}, "rollout": {"instances": 2}},
+            "placement.mode",
+            "needs 3 devices (2 to generate and 1 to learn) and there are 2",
+        ),
+        ({"data": {"source": "copy-digits"}}, "data.source", "did you mean copy_digits?"),
+        (
+            {"data": {"source": "copy_digits", "heldout": 1000}},
+            "data.heldout",
+            "the nearest valid value is 999",
+        ),
+        (
+            {"data": {"source": "copy_digits", "heldout": 9}, "evaluation": {"baseline_prefill": "{e} ="}},
+            "evaluation.baseline_prefill",
+            "items have no field 'e'",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_named(changes, key, words):
+    assert words in problems(changes)[key]
+
+
+def test_several_problems_are_named_at_once():
+    found = problems({"rollout": {"engine": "x", "instances": 9}, "data": {"source": "x"}})
+    assert {"rollout.engine", "rollout.instances", "placement.mode", "data.source"} == set(found)
+
+
+def test_a_users_own_scorer_is_left_to_the_reward_service():
+    assert problems({"reward": {"scorers": [{"name": "mine/score.py:by_length"}]}}) == {}
+
+
+def test_an_empty_fleet_says_how_to_start_one():
+    found = problems(fleet=FleetView({}, {}, []))
+    assert set(found) == {"rollout.instances", "trainer.ranks", "reward.scorers", "placement.mode"}
+    assert "headrace scale trainer=1" in found["trainer.ranks"]
+
+
+def test_the_fleet_is_the_union_of_ready_instances():
+    def instance(name: str, state: str, engines: list[str]) -> InstanceView:
+        return InstanceView(
+            name=name,
+            incarnation=name,
+            kind="rollout",
+            state=state,
+            host="h",
+            address="",
+            devices=[],
+            capabilities={"engines": engines},
+            run="",
+            resident_memory_bytes=0,
+            last_heartbeat_age_s=0,
+        )
+
+    ready = [instance("a", "READY", ["x"]), instance("b", "READY", ["x", "y"]), instance("c", "LOST", ["z"])]
+    devices = [
+        DeviceView(name="h/cpu:0", state="LEASED", holder="", reason=""),
+        DeviceView(name="h/cpu:1", state="QUARANTINED", holder="", reason=""),
+    ]
+    fleet = FleetView.of(ready, devices)
+    assert fleet.names("rollout", "engines") == {"x", "y"}
+    assert fleet.instances == {"rollout": 2}
+    assert fleet.devices == ["h/cpu:0"]
+
+
+def model_problem(path, **values) -> dict[str, str]:
+    return problems({"model": {"path": str(path), **values}})
+
+
+def test_a_model_directory_must_hold_a_model(tmp_path):
+    model = tmp_path / "tiny-model"
+    assert "does not exist; did you mean" not in model_problem(model)["model.path"]
+    model.mkdir()
+    assert "it has no config.json" in model_problem(model)["model.path"]
+    (model / "config.json").write_text("{}")
+    assert "it has no safetensors weights" in model_problem(model)["model.path"]
+    (model / "model.safetensors").write_bytes(b"")
+    assert model_problem(model) == {}
+    assert f"did you mean {model}?" in model_problem(tmp_path / "tiny-modle")["model.path"]
+    assert f"did you mean {model}?" in model_problem(tmp_path)["model.path"]
+    assert "is a file" in model_problem(model / "config.json")["model.path"]
+    assert f"the nearest that exists is {tmp_path}" in model_problem(tmp_path / "x" / "y")["model.path"]
+
+
+def test_gguf_weights_are_named(tmp_path):
+    (tmp_path / "weights-q4.gguf").write_bytes(b"")
+    assert "set model.gguf_file: weights-q4.gguf" in model_problem(tmp_path)["model.gguf_file"]
+    assert model_problem(tmp_path, gguf_file="weights-q4.gguf") == {}
+    found = model_problem(tmp_path, gguf_file="weights-q8.gguf")["model.gguf_file"]
+    assert "did you mean weights-q4.gguf?" in found
+
+
+def test_paths_that_look_local_and_ids_that_are_none(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert "does not exist" in model_problem("./models/x")["model.path"]
+    assert "does not exist" in model_problem("~/no-such-model-here")["model.path"]
+    (tmp_path / "plain").mkdir()
+    assert "it has no config.json" in model_problem("plain")["model.path"]
+    for wrong in ("a b", "a/b/c", "a\0b", "", "x" * 5000):
+        assert "model.path" in model_problem(wrong) or wrong == "x" * 5000, wrong
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root reads everything")
+def test_an_unreadable_directory_is_named(tmp_path):
+    (tmp_path / "m").mkdir(mode=0)
+    assert "cannot be read" in model_problem(tmp_path / "m")["model.path"]
+
+
+def test_a_warm_up_needs_answers(tmp_path):
+    path = tmp_path / "items.jsonl"
+    path.write_text('{"question": "a", "answer": ""}\n{"question": "b", "answer": "c"}\n')
+    data = {"source": "jsonl", "options": {"path": str(path)}}
+    found = problems({"data": data, "trainer": {"warmup": {"steps": 3}}})
+    assert "1 of 2 training items have no answer" in found["trainer.warmup.steps"]
+    assert problems({"data": data}) == {}

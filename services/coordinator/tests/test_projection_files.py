@@ -1,0 +1,292 @@
+"""A run's derived files: complete, idempotent over restarts, and never in the run's way."""
+
+import json
+import logging
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+from headrace_coordinator.projections import RunProjection, read_trajectories
+from headrace_coordinator.projections.reading import PageTokenError
+from headrace_coordinator.views import EvaluationView, StepView, TrajectoryView
+
+
+def step_view(step: int, version: int | None = None, **values) -> StepView:
+    given = {
+        "step": step,
+        "version": step + 1 if version is None else version,
+        "wall_s": 2.0,
+        "reward_mean": 0.25,
+        "tokens": 100,
+        "tokens_per_s": 50.0,
+        "stage_s": {"generate": 1.0, "learn": 0.5},
+        "devices": {"h/cpu:0": {"generate": 1.0}},
+        "trained": 32,
+        "dropped": 0,
+        "max_staleness": 0,
+        "figures": {"loss": 0.5},
+    }
+    return StepView(**{**given, **values})
+
+
+def evaluation_view(step: int) -> EvaluationView:
+    return EvaluationView(
+        kind="heldout", step=step, version=step, score=0.4, parts={"exact": 0.3}, answers=80, examples=[]
+    )
+
+
+def trajectory_view(step: int, ordinal: int, sample: int = 0, version: int = 1, **values) -> TrajectoryView:
+    given = {
+        "step": step,
+        "version": version,
+        "prompt_ordinal": ordinal,
+        "sample_index": sample,
+        "attempt": 1,
+        "prompt": "1 + 1 =",
+        "completion": "2",
+        "reference": "2",
+        "reward": 1.0,
+        "parts": {"exact": 1.0},
+        "finish_reason": "EOS",
+        "tokens": 2,
+    }
+    return TrajectoryView(**{**given, **values})
+
+
+def lines(path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_metrics_hold_a_line_a_step_and_an_evaluation(tmp_path):
+    projection = RunProjection(tmp_path / "run")
+    projection.spec({"name": "x"})
+    projection.evaluation(evaluation_view(0))
+    projection.step(step_view(0, figures={"loss": float("nan")}))
+    projection.close()
+    first, second = lines(tmp_path / "run" / "metrics.jsonl")
+    assert (first["type"], first["kind"], first["score"]) == ("evaluation", "heldout", 0.4)
+    assert (second["type"], second["tokens"], second["figures"]) == ("step", 100, {"loss": None})
+    assert json.loads((tmp_path / "run" / "run.json").read_text()) == {"name": "x"}
+
+
+def test_what_was_projected_before_a_restart_is_not_written_again(tmp_path):
+    for _ in range(2):
+        projection = RunProjection(tmp_path)
+        for step in range(3):
+            projection.step(step_view(step))
+            projection.trajectories([trajectory_view(step, 4 * step + group) for group in range(4)])
+        projection.evaluation(evaluation_view(3))
+        projection.close()
+    assert len(lines(tmp_path / "metrics.jsonl")) == 4
+    assert len(lines(tmp_path / "trajectories.jsonl")) == 12
+
+
+def test_a_rewound_step_is_a_new_line_and_readers_take_the_last(tmp_path):
+    projection = RunProjection(tmp_path)
+    projection.step(step_view(0, version=1))
+    projection.trajectories([trajectory_view(0, group, version=1, completion="old") for group in range(4)])
+    projection.step(step_view(0, version=7))
+    projection.trajectories([trajectory_view(0, group, version=7, completion="new") for group in range(2)])
+    projection.close()
+    assert [line["version"] for line in lines(tmp_path / "metrics.jsonl")] == [1, 7]
+    page = read_trajectories(tmp_path)
+    assert [(view.prompt_ordinal, view.completion) for view in page.trajectories] == [(0, "new"), (1, "new")]
+
+
+def test_a_slot_that_was_filled_again_is_shown_once(tmp_path):
+    projection = RunProjection(tmp_path)
+    projection.trajectories([trajectory_view(0, 0, completion="first")])
+    projection.trajectories([trajectory_view(0, 0, attempt=2, completion="second")])
+    projection.close()
+    assert [view.completion for view in read_trajectories(tmp_path).trajectories] == ["second"]
+
+
+def test_a_torn_line_is_closed_off_and_its_step_written_again(tmp_path):
+    projection = RunProjection(tmp_path)
+    projection.step(step_view(0))
+    projection.trajectories([trajectory_view(0, 0)])
+    projection.close()
+    for name in ("metrics.jsonl", "trajectories.jsonl"):
+        path = tmp_path / name
+        path.write_bytes(path.read_bytes()[:-20])
+    projection = RunProjection(tmp_path)
+    projection.step(step_view(0))
+    projection.trajectories([trajectory_view(0, 0)])
+    projection.close()
+    assert json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[1])["step"] == 0
+    assert len(read_trajectories(tmp_path).trajectories) == 1
+
+
+def test_a_step_keeps_a_spread_sample(tmp_path):
+    projection = RunProjection(tmp_path, trajectories_per_step=4)
+    projection.trajectories([trajectory_view(0, ordinal) for ordinal in range(16)])
+    projection.trajectories([trajectory_view(0, ordinal) for ordinal in range(16, 20)])
+    projection.trajectories([trajectory_view(1, ordinal) for ordinal in range(2)])
+    projection.close()
+    kept = [(line["step"], line["prompt_ordinal"]) for line in lines(tmp_path / "trajectories.jsonl")]
+    assert kept == [(0, 0), (0, 4), (0, 8), (0, 12), (1, 0), (1, 1)]
+
+
+def test_files_are_rotated_and_pages_go_on_over_a_rotation(tmp_path):
+    projection = RunProjection(tmp_path, trajectory_file_bytes=2000, trajectory_files=3)
+    shown: list[int] = []
+    token = ""
+    for step in range(40):
+        projection.trajectories([trajectory_view(step, step)])
+        assert projection.flush()
+        page = read_trajectories(tmp_path, token, 1)
+        shown += [view.step for view in page.trajectories]
+        token = page.next_page_token or token
+    projection.close()
+    full = sorted(path.name for path in tmp_path.glob("trajectories-*.jsonl"))
+    assert len(full) == 3
+    assert all(path.stat().st_size < 2500 for path in tmp_path.glob("trajectories*.jsonl"))
+    assert shown == sorted(shown)
+    whole = read_trajectories(tmp_path, "", 1000)
+    assert whole.trajectories[-1].step == 39
+    assert not whole.next_page_token
+
+
+def test_pages_join_to_the_whole(tmp_path):
+    projection = RunProjection(tmp_path, trajectory_file_bytes=1500)
+    for step in range(5):
+        projection.trajectories(
+            [trajectory_view(step, 3 * step + group, sample) for group in range(3) for sample in (0, 1)]
+        )
+    projection.close()
+    token, pages = "", []
+    while True:
+        page = read_trajectories(tmp_path, token, 4)
+        pages.append([(view.step, view.prompt_ordinal, view.sample_index) for view in page.trajectories])
+        token = page.next_page_token
+        if not token:
+            break
+    assert [len(page) for page in pages] == [4] * 7 + [2]
+    assert [slot for page in pages for slot in page] == [
+        (step, 3 * step + g, s) for step in range(5) for g in range(3) for s in (0, 1)
+    ]
+    only = read_trajectories(tmp_path, step=2).trajectories
+    assert [view.step for view in only] == [2] * 6
+
+
+def test_no_file_is_an_empty_page(tmp_path):
+    assert read_trajectories(tmp_path / "none").trajectories == []
+
+
+@pytest.mark.parametrize("token", ["x", "1", "1.", ".1", "-1.2", "1.2.3", "١.٢", "9" * 30 + ".1"])
+def test_a_foreign_page_token_is_refused(tmp_path, token):
+    with pytest.raises(PageTokenError):
+        read_trajectories(tmp_path, token)
+
+
+def test_a_failing_disk_is_logged_once_and_counted(tmp_path, caplog):
+    (tmp_path / "file").write_text("")
+    projection = RunProjection(tmp_path / "file" / "run")
+    with caplog.at_level(logging.WARNING):
+        for step in range(5):
+            projection.step(step_view(step))
+            projection.trajectories([trajectory_view(step, step)])
+        assert projection.flush()
+    projection.close()
+    assert projection.failures == 10
+    assert len([record for record in caplog.records if "incomplete" in record.message]) == 1
+
+
+FULL_DISK = textwrap.dedent(
+    """
+    import resource, signal, sys
+    from pathlib import Path
+    sys.path.insert(0, sys.argv[2])
+    from test_projection_files import step_view
+    from headrace_coordinator.projections import RunProjection
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
+    projection = RunProjection(Path(sys.argv[1]))
+    for step in range(10):
+        projection.step(step_view(step))
+    projection.flush()
+    failed = projection.failures
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    projection.step(step_view(10))
+    projection.close()
+    print(failed > 0, projection.failures == failed)
+    """
+)
+
+
+def test_lines_go_on_whole_when_the_disk_has_room_again(tmp_path):
+    arguments = [sys.executable, "-c", FULL_DISK, str(tmp_path), os.path.dirname(__file__)]
+    output = subprocess.run(arguments, capture_output=True, text=True, check=True)
+    assert output.stdout.split() == ["True", "True"]
+    whole = []
+    for line in (tmp_path / "metrics.jsonl").read_text().splitlines():
+        try:
+            whole.append(json.loads(line)["step"])
+        except ValueError:
+            continue
+    assert whole[0] == 0
+    assert whole[-1] == 10
+
+
+def test_a_full_queue_drops_instead_of_waiting(tmp_path, monkeypatch):
+    fifo = tmp_path / "metrics.jsonl"
+    os.mkfifo(fifo)  # Opening it blocks, as a hung disk does.
+    monkeypatch.setattr("headrace_coordinator.projections.projection.QUEUE_LENGTH", 5)
+    projection = RunProjection(tmp_path)
+    for step in range(20):
+        projection.step(step_view(step))
+    assert projection.failures >= 14
+    assert not projection.flush(timeout=0.05)
+    projection.close(timeout=0.05)
+
+
+def test_tensorboard_reads_the_scalars(tmp_path):
+    projection = RunProjection(tmp_path)
+    for step, version in ((0, 1), (1, 2), (2, 3), (1, 9)):
+        projection.step(step_view(step, version, figures={"loss": 1e300, "entropy": float("nan")}))
+    projection.evaluation(evaluation_view(2))
+    projection.close()
+    events = [event for path in (tmp_path / "tensorboard").iterdir() for event in read_events(path)]
+    assert events[0].file_version == "brain.Event:2"
+    rewards = [
+        (event.step, value.simple_value)
+        for event in events
+        for value in event.summary.value
+        if value.tag == "train/reward"
+    ]
+    assert rewards == [(0, 0.25), (1, 0.25), (2, 0.25), (1, 0.25)]
+    purges = [event.step for event in events if event.HasField("session_log")]
+    assert purges == [1]
+    tags = {value.tag for event in events for value in event.summary.value}
+    assert {
+        "evaluation/heldout",
+        "evaluation/heldout/exact",
+        "stage_seconds/generate",
+        "trainer/loss",
+    } <= tags
+
+
+def read_events(path):
+    """Events of a file as tensorboardX's own messages, checksums verified by its own code."""
+    from tensorboardX.proto.event_pb2 import Event
+    from tensorboardX.record_writer import masked_crc32c
+
+    data, at = path.read_bytes(), 0
+    while at < len(data):
+        length = int.from_bytes(data[at : at + 8], "little")
+        assert int.from_bytes(data[at + 8 : at + 12], "little") == masked_crc32c(data[at : at + 8])
+        body = data[at + 12 : at + 12 + length]
+        assert int.from_bytes(data[at + 12 + length : at + 16 + length], "little") == masked_crc32c(body)
+        yield Event.FromString(body)
+        at += 16 + length
+
+
+def test_projections_load_neither_torch_nor_tensorboard():
+    program = (
+        "import sys, headrace_coordinator.projections\n"
+        "print([name for name in ('torch', 'tensorboardX', 'numpy') if name in sys.modules])"
+    )
+    output = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert output.stdout.strip() == "[]"
