@@ -1,4 +1,4 @@
-"""`dial()`: a channel on which no call waits for ever, no message is unbounded and every call is authenticated.
+"""`dial()`: a channel whose unary calls end in time, whose messages are bounded, whose calls show the token.
 
 Knows the contracts only to list which methods may be retried.
 """

@@ -24,7 +24,7 @@ class Fence:
         self.coordinator_epoch = 0
 
     def check(self, header: common_pb2.CommandHeader, *, lease: bool) -> None:
-        """Raises ServiceError EPOCH_STALE when the command comes from a past coordinator or needs a lost lease."""
+        """Raises ServiceError EPOCH_STALE for a command of a past coordinator or under a lost lease."""
         self.observe(header.coordinator_epoch)
         if not lease:
             return
@@ -40,8 +40,8 @@ class Fence:
         """Notes a coordinator epoch; raises ServiceError EPOCH_STALE when a higher one was seen."""
         if coordinator_epoch < self.coordinator_epoch:
             raise _stale(
-                f"coordinator epoch {coordinator_epoch} is below {self.coordinator_epoch}: another coordinator has "
-                "taken over",
+                f"coordinator epoch {coordinator_epoch} is below {self.coordinator_epoch}: "
+                "another coordinator has taken over",
                 coordinator_epoch=str(self.coordinator_epoch),
             )
         self.coordinator_epoch = coordinator_epoch
@@ -52,7 +52,7 @@ class Fence:
         return deadline is not None and self._now() < deadline
 
     def grant(self, lease_epoch: int, deadline: float = math.inf) -> None:
-        """Holds a lease until `deadline`; a renewal repeats the call. Stand-alone instances give no deadline."""
+        """Holds a lease until `deadline`; a renewal repeats the call. Stand-alone: no deadline."""
         self._deadlines[lease_epoch] = deadline
 
     def release(self, lease_epoch: int) -> None:

@@ -19,7 +19,7 @@ from headrace_servicekit.fence import Fence
 from headrace_servicekit.logs import get_logger
 
 ACQUIRE_TIMEOUT_S = 600.0
-_log = get_logger(__name__)
+_logger = get_logger(__name__)
 
 
 @dataclass
@@ -111,7 +111,7 @@ class LeaseHolder:
             case leases.Forget(epoch):
                 self._fence.release(epoch)
             case leases.Quiesce(epoch):
-                _log.warning("lease not renewed in time: quiesced", extra={"lease_epoch": epoch})
+                _logger.warning("lease not renewed in time: quiesced", extra={"lease_epoch": epoch})
                 self._spawn(self._quiesce(epoch), f"quiesce lease {epoch}")
             case leases.GiveUp(epoch, notice_s):
                 self._spawn(self._give_up(epoch, notice_s), f"give up lease {epoch}")
@@ -139,14 +139,14 @@ class LeaseHolder:
     async def _acquire(self, lease: common_pb2.Lease) -> None:
         error = await _outcome(self._callbacks().on_grant(lease), ACQUIRE_TIMEOUT_S)
         if error is not None:
-            _log.error("grant refused", extra={"lease_epoch": lease.epoch}, exc_info=error)
+            _logger.error("grant refused", extra={"lease_epoch": lease.epoch}, exc_info=error)
         refusal = "" if error is None else message_of(error) or type(error).__name__
         self.handle(leases.Acquired(lease.epoch, refusal))
 
     async def _quiesce(self, epoch: int) -> None:
         error = await _outcome(self._callbacks().on_quiesce(epoch), ACQUIRE_TIMEOUT_S)
         if error is not None:
-            _log.error("on_quiesce failed", extra={"lease_epoch": epoch}, exc_info=error)
+            _logger.error("on_quiesce failed", extra={"lease_epoch": epoch}, exc_info=error)
 
     async def _give_up(self, epoch: int, notice_s: float) -> None:
         started, free = self._now(), asyncio.ensure_future(self._callbacks().on_revoke(epoch, notice_s))
@@ -154,13 +154,13 @@ class LeaseHolder:
         error = free.exception()
         if error is not None:
             # Whether the device is free is unknown now; the end of this process will prove it.
-            _log.error("on_revoke failed", extra={"lease_epoch": epoch}, exc_info=error)
+            _logger.error("on_revoke failed", extra={"lease_epoch": epoch}, exc_info=error)
             self._fence.release(epoch)
             self._on_failure(f"lease {epoch} could not be let go: {error}")
             return
         late = self._now() - started - notice_s
         if notice_s > 0 and late > 0:
-            _log.warning(
+            _logger.warning(
                 "lease let go after its notice", extra={"lease_epoch": epoch, "late_s": round(late, 3)}
             )
         self.handle(leases.LetGo(epoch, free.result()))

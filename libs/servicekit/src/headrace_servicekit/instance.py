@@ -1,4 +1,4 @@
-"""One instance of a service: server, session, fence, weights, and an orderly end. Knows nothing of its work."""
+"""One instance of a service: server, session, fence, weights, orderly end. Knows nothing of its work."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from headrace_servicekit.clock import boottime
 from headrace_servicekit.fence import Fence
 from headrace_servicekit.holder import LeaseCallbacks, LeaseHolder
 from headrace_servicekit.instance_config import InstanceConfig, parse_instance_config
-from headrace_servicekit.logs import get_logger, log_context
+from headrace_servicekit.kinds import KINDS
+from headrace_servicekit.logs import configure_logging, get_logger, log_context
 from headrace_servicekit.server import AddServicer, GrpcServer, advertised_host, split_address
 from headrace_servicekit.session import Session, SessionHooks
 from headrace_servicekit.weights import WeightStore
@@ -27,21 +28,15 @@ __all__ = ["Instance", "InstanceConfig", "parse_instance_config"]
 GRACE_S = 10.0
 _FLUSH_S = 2.0
 _MAX_METRICS = 1000
-_KINDS = {
-    "rollout": fleet_pb2.SERVICE_KIND_ROLLOUT,
-    "trainer": fleet_pb2.SERVICE_KIND_TRAINER,
-    "simulator": fleet_pb2.SERVICE_KIND_SIMULATOR,
-    "reward": fleet_pb2.SERVICE_KIND_REWARD,
-}
 
 
 class Instance:
     """A running service process, or one of several in a process.
 
     Set the callbacks before `start`:
-    `on_grant(lease)` takes the resources (raise ServiceError to refuse); `on_revoke(epoch, notice_s)` reaches a
-    safe point, gives them back and returns the bytes now free; `on_quiesce(epoch)` hears that a lease was not
-    renewed in time; `on_drain(grace_s)` finishes the work.
+    `on_grant(lease)` takes the resources (raise ServiceError to refuse); `on_revoke(epoch, notice_s)` reaches
+    a safe point, gives them back and returns the bytes now free; `on_quiesce(epoch)` hears that a lease was
+    not renewed in time; `on_drain(grace_s)` finishes the work.
     """
 
     def __init__(self, config: InstanceConfig) -> None:
@@ -75,7 +70,7 @@ class Instance:
         return self._weights
 
     def add_service(self, add_to_server: AddServicer, servicer: Any, full_name: str) -> None:
-        """Mounts a servicer, such as (add_RewardServiceServicer_to_server, servicer, "headrace.reward.v1.RewardService")."""
+        """Mounts a servicer: the generated function, the servicer, and "headrace.reward.v1.RewardService"."""
         self._services.append((add_to_server, servicer, full_name))
 
     def report(self, metrics: common_pb2.StageMetrics) -> None:
@@ -83,7 +78,7 @@ class Instance:
         self._metrics.append(metrics)
 
     async def start(self) -> str:
-        """Listens, registers in the background, and returns the address that others reach this instance at."""
+        """Listens, registers in the background, and returns the address others reach this instance at."""
         config = self.config
         with log_context(instance=config.name):
             self._server = GrpcServer(
@@ -105,7 +100,7 @@ class Instance:
         return self.address
 
     async def stop(self, grace_s: float = GRACE_S) -> None:
-        """Lets go of all leases, tells the coordinator, finishes calls in flight, and removes shared files."""
+        """Lets go of all leases and says so, finishes calls in flight, and removes shared files."""
         await self._holder.release_all(grace_s)
         await self._flush()
         if self._server is not None:
@@ -119,7 +114,9 @@ class Instance:
             self._weights = None
 
     async def run(self) -> None:
-        """Starts, waits for SIGTERM, SIGINT or a drain, and stops. Raises RuntimeError after a lost device."""
+        """Starts, waits for SIGTERM, SIGINT or a drain, stops. Raises RuntimeError when a lease got stuck."""
+        if not logging.getLogger().handlers:
+            configure_logging(self.config.log_level, instance=self.config.name)
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self.drain, GRACE_S)
@@ -171,7 +168,7 @@ class Instance:
         return fleet_pb2.RegisterRequest(
             instance=config.name,
             incarnation=config.incarnation,
-            kind=_KINDS[config.kind],
+            kind=KINDS[config.kind],
             address=self.address,
             host=config.host,
             devices=config.devices,

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
+import grpc
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from headrace_servicekit.config import explain
@@ -85,14 +86,12 @@ class InstanceConfig(BaseModel):
         return self
 
     def read_token(self) -> str | None:
-        """The bearer token, or None without a token file. Raises ServiceError when the file is empty or unreadable."""
+        """The bearer token, or None without a token file; see `read_token`."""
         return read_token(self.token_file)
 
 
 def read_token(path: Path | None) -> str | None:
     """The token in a file. Raises ServiceError TOKEN_FILE when it cannot be read or is empty."""
-    import grpc
-
     if path is None:
         return None
     try:
@@ -107,7 +106,7 @@ def read_token(path: Path | None) -> str | None:
 
 
 def parse_instance_config(kind: str, argv: Sequence[str] | None = None) -> InstanceConfig:
-    """Reads flags, then HEADRACE_ variables, then defaults. Exits with status 2 and a sentence on a mistake."""
+    """Reads flags, then HEADRACE_ variables, then defaults. Exits with status 2 on a mistake."""
     parser = argparse.ArgumentParser(
         prog=f"headrace-{kind}", description=f"Runs one {kind} instance of Headrace."
     )

@@ -17,10 +17,10 @@ from headrace_servicekit.logs import get_logger, set_log_context
 from headrace_servicekit.metrics import RPC_SECONDS, RPCS, RPCS_IN_FLIGHT
 
 HEALTH_PREFIX = "/grpc.health.v1.Health/"
-_log = get_logger(__name__)
+_logger = get_logger(__name__)
 
 
-class CallGuard(grpc.aio.ServerInterceptor):
+class CallGuard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in the stubs only
     """Admits, counts and ends the calls of one server. `token` None admits everybody."""
 
     def __init__(self, token: str | None, instance: str) -> None:
@@ -33,9 +33,9 @@ class CallGuard(grpc.aio.ServerInterceptor):
 
     async def intercept_service(
         self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any]]],
         handler_call_details: grpc.HandlerCallDetails,
-    ) -> grpc.RpcMethodHandler:
+    ) -> grpc.RpcMethodHandler[Any, Any]:
         """Returns the handler with everything around it, or one that refuses."""
         method = handler_call_details.method
         if method.startswith(HEALTH_PREFIX):
@@ -71,7 +71,7 @@ class CallGuard(grpc.aio.ServerInterceptor):
             pass
         return self._in_flight
 
-    def _wrap(self, handler: grpc.RpcMethodHandler, method: str) -> grpc.RpcMethodHandler:
+    def _wrap(self, handler: grpc.RpcMethodHandler[Any, Any], method: str) -> grpc.RpcMethodHandler[Any, Any]:
         inner: Any = (
             handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
         )
@@ -116,7 +116,7 @@ class CallGuard(grpc.aio.ServerInterceptor):
             raise
         except Exception as error:
             code = "INTERNAL"
-            _log.exception("unexpected failure", extra={"method": method})
+            _logger.exception("unexpected failure", extra={"method": method})
             unexpected = _unexpected(error, method, self._instance)
             await context.abort(unexpected.code, unexpected.message, unexpected.trailing_metadata())
         finally:
@@ -136,7 +136,7 @@ class CallGuard(grpc.aio.ServerInterceptor):
             self._idle.set()
 
 
-_MAKERS: dict[tuple[bool, bool], Callable[..., grpc.RpcMethodHandler]] = {
+_MAKERS: dict[tuple[bool, bool], Callable[..., grpc.RpcMethodHandler[Any, Any]]] = {
     (False, False): grpc.unary_unary_rpc_method_handler,
     (False, True): grpc.unary_stream_rpc_method_handler,
     (True, False): grpc.stream_unary_rpc_method_handler,
@@ -144,7 +144,7 @@ _MAKERS: dict[tuple[bool, bool], Callable[..., grpc.RpcMethodHandler]] = {
 }
 
 
-def _refuse(error: ServiceError) -> grpc.RpcMethodHandler:
+def _refuse(error: ServiceError) -> grpc.RpcMethodHandler[Any, Any]:
     async def refuse(_: Any, context: Any) -> None:
         await context.abort(error.code, error.message, error.trailing_metadata())
 

@@ -1,4 +1,4 @@
-"""The holder's side of leases as a pure reducer: (state, event) -> (state, effects). Knows no clock and no wire.
+"""The holder's side of leases as a pure reducer: (state, event) -> (state, effects). Knows no clock, no wire.
 
 A lease's own deadline counts from *sending* the last acknowledged renewal, less a margin: the coordinator got
 that renewal later and counts a longer time, so the holder always stops first, whatever the network does.
@@ -36,7 +36,7 @@ class Phase(Enum):
 
 @dataclass(frozen=True)
 class Holding:
-    """One lease; `deadline` in seconds on the injected clock; `leave_notice_s` when a revoke waits for the grant."""
+    """One lease; `deadline` on the injected clock; `leave_notice_s` when a revoke waits for the grant."""
 
     lease: common_pb2.Lease
     phase: Phase

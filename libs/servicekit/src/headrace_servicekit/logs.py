@@ -17,7 +17,7 @@ _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", 
 
 
 def configure_logging(level: str = "info", *, instance: str = "", json_lines: bool | None = None) -> None:
-    """Sends all logs to standard error; JSON lines unless it is a terminal. Later calls replace earlier ones."""
+    """Sends all logs to standard error; JSON lines unless it is a terminal. The last call counts."""
     as_json = not sys.stderr.isatty() if json_lines is None else json_lines
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if as_json else HumanFormatter())

@@ -23,7 +23,7 @@ from headrace_servicekit.logs import get_logger
 from headrace_servicekit.metrics import expose_metrics
 
 AddServicer = Callable[[Any, grpc.aio.Server], None]
-_log = get_logger(__name__)
+_logger = get_logger(__name__)
 
 
 class GrpcServer:
@@ -49,7 +49,7 @@ class GrpcServer:
         self._metrics_port = metrics_port
         self._stop_metrics: Callable[[], None] | None = None
         self._guard = CallGuard(token, instance)
-        self._health = health.aio.HealthServicer()
+        self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
         self._names: list[str] = []
         self._server = grpc.aio.server(
             interceptors=[self._guard], options=_server_options(), maximum_concurrent_rpcs=max_concurrent_rpcs
@@ -72,8 +72,8 @@ class GrpcServer:
             raise ServiceError(
                 grpc.StatusCode.FAILED_PRECONDITION,
                 "TOKEN_REQUIRED",
-                f"refusing to listen on {self._listen} without a token: set --token-file (HEADRACE_TOKEN_FILE) to a "
-                "file that holds a secret shared by the fleet, or listen on 127.0.0.1",
+                f"refusing to listen on {self._listen} without a token: set --token-file "
+                "(HEADRACE_TOKEN_FILE) to a file with a secret that the fleet shares, or listen on 127.0.0.1",
             )
         if self._reflection:
             reflection.enable_server_reflection([*self._names, reflection.SERVICE_NAME], self._server)
@@ -94,8 +94,8 @@ class GrpcServer:
             raise ServiceError(
                 grpc.StatusCode.FAILED_PRECONDITION,
                 "ADDRESS_IN_USE",
-                f"cannot listen on {self._listen}: the port is in use or the address is not of this host; stop the "
-                "other process or set another --listen",
+                f"cannot listen on {self._listen}: the port is in use or the address is not of this host; "
+                "stop the other process or set another --listen (HEADRACE_LISTEN)",
                 port=split_address(self._listen)[1],
             )
         return port
@@ -106,7 +106,7 @@ class GrpcServer:
         await self._health.enter_graceful_shutdown()
         left = await self._guard.drain(grace_s)
         if left:
-            _log.warning("stopping with calls in flight", extra={"calls": left})
+            _logger.warning("stopping with calls in flight", extra={"calls": left})
         await self._server.stop(0)
         if self._stop_metrics is not None:
             self._stop_metrics()

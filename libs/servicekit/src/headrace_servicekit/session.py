@@ -25,7 +25,7 @@ from headrace_servicekit.logs import get_logger
 REGISTER_TIMEOUT_S = 10.0
 MAX_BACKOFF_S = 3.0
 _FIRST_BACKOFF_S = 0.2
-_log = get_logger(__name__)
+_logger = get_logger(__name__)
 _Call = grpc.aio.StreamStreamCall[fleet_pb2.SessionRequest, fleet_pb2.SessionResponse]
 
 
@@ -75,7 +75,7 @@ class Session:
                 if self.connected.is_set():
                     backoff = _FIRST_BACKOFF_S
                 self.connected.clear()
-                _log.warning(
+                _logger.warning(
                     "no session with the coordinator",
                     extra={
                         "coordinator": self._address,
@@ -93,7 +93,7 @@ class Session:
 
     async def _connect_once(self) -> None:
         async with dial(self._address, token=self._token) as channel:
-            stub = fleet_pb2_grpc.FleetServiceStub(channel)
+            stub = fleet_pb2_grpc.FleetServiceStub(channel)  # type: ignore[no-untyped-call]
             sent_at = self._now()
             response = await stub.Register(self._hooks.registration(), timeout=REGISTER_TIMEOUT_S)
             self._fence.observe(response.coordinator_epoch)

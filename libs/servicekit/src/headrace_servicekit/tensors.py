@@ -29,11 +29,11 @@ NUMPY_TYPES: dict[int, np.dtype] = {
     common_pb2.DATA_TYPE_FLOAT32: np.dtype("<f4"),
     common_pb2.DATA_TYPE_FLOAT64: np.dtype("<f8"),
 }
-_WIRE_TYPES = {dtype: number for number, dtype in NUMPY_TYPES.items()}
+_WIRE_TYPES = {dtype: common_pb2.DataType.Name(number) for number, dtype in NUMPY_TYPES.items()}
 
 
 def encode_tensor(array: np.ndarray) -> common_pb2.Tensor:
-    """The array as a Tensor with inline data. Raises ServiceError INVALID for a type that has no wire form."""
+    """The array as a Tensor with inline data. Raises ServiceError INVALID for a type without wire form."""
     dtype = array.dtype.newbyteorder("<")
     if dtype not in _WIRE_TYPES:
         raise _invalid(f"arrays of type {array.dtype} cannot travel; use one of {_names()}")
@@ -45,7 +45,7 @@ def decode_tensor(tensor: common_pb2.Tensor, *, max_bytes: int) -> np.ndarray:
     """A writable array with the tensor's elements.
 
     Raises ServiceError INVALID when the type is unknown, the shape is no shape, the data is not exactly
-    shape times element size, the size is above `max_bytes`, a bool is neither 0 nor 1, or the body is elsewhere.
+    shape times element size, the size is above `max_bytes`, a bool is neither 0 nor 1, or the body is a blob.
     """
     size = tensor_bytes(tensor.data_type, tensor.shape)
     if tensor.WhichOneof("body") == "blob":

@@ -117,7 +117,7 @@ class WeightStore:
         path: Path,
         body: mmap.mmap,
     ) -> StoredWeights:
-        """Holds a verified body that another store published; a hard link keeps it on the tmpfs for others."""
+        """Holds a verified body of another store; a hard link keeps it on the tmpfs for others."""
         own: Path | None = self._new_path(run, version.number)
         try:
             os.link(path, own)  # type: ignore[arg-type]
@@ -234,7 +234,7 @@ class PendingWeights:
 
 
 def entries_of(layout: Layout) -> list[common_pb2.WeightEntry]:
-    """Contiguous entries of a layout, without digests. Raises ServiceError INVALID for bad types, shapes or names."""
+    """Contiguous entries of a layout, without digests. Raises ServiceError INVALID for a bad layout."""
     entries: list[common_pb2.WeightEntry] = []
     offset = 0
     for name, data_type, shape in layout:
@@ -331,6 +331,7 @@ def _raise_no_space(error: OSError, directory: Path, size: int = 0) -> NoReturn:
     raise ServiceError(
         grpc.StatusCode.RESOURCE_EXHAUSTED,
         "NO_SPACE",
-        f"{directory} has no room for {size} bytes of weights; enlarge that tmpfs or set --shm-dir (HEADRACE_SHM_DIR)",
+        f"{directory} has no room for {size} bytes of weights; enlarge that tmpfs or set --shm-dir "
+        "(HEADRACE_SHM_DIR)",
         directory=str(directory),
     ) from error

@@ -10,6 +10,7 @@ import mmap
 from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -46,14 +47,14 @@ class WeightServicer(weights_pb2_grpc.WeightServiceServicer):
         self._store = store
 
     async def GetManifest(
-        self, request: weights_pb2.GetManifestRequest, context: grpc.aio.ServicerContext
+        self, request: weights_pb2.GetManifestRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> weights_pb2.GetManifestResponse:
         """Returns the manifest of a held version."""
         stored = self._store.get(request.run, request.number)
         return weights_pb2.GetManifestResponse(version=stored.version, manifest=stored.manifest)
 
     async def FetchWeights(
-        self, request: weights_pb2.FetchWeightsRequest, context: grpc.aio.ServicerContext
+        self, request: weights_pb2.FetchWeightsRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[weights_pb2.FetchWeightsResponse]:
         """Streams the body from an offset in 1 MiB pieces; the version stays alive until the stream ends."""
         body = self._store.get(request.run, request.number).body
@@ -179,7 +180,7 @@ async def _download(
     """Fills the body, going on at the offset reached when a stream breaks after it made progress."""
     whole, offset = pending.whole(), 0
     async with dial(address, token=token) as channel:
-        stub = weights_pb2_grpc.WeightServiceStub(channel)
+        stub = weights_pb2_grpc.WeightServiceStub(channel)  # type: ignore[no-untyped-call]
         while offset < size:
             began = offset
             call = stub.FetchWeights(
@@ -214,9 +215,8 @@ async def _drain_into(
     try:
         while offset < len(whole):
             piece = await asyncio.wait_for(call.read(), IDLE_TIMEOUT_S)
-            if piece is grpc.aio.EOF:
+            if not isinstance(piece, weights_pb2.FetchWeightsResponse):  # grpc.aio.EOF
                 raise _unavailable(f"the stream ended at byte {offset} of {len(whole)}")
-            assert isinstance(piece, weights_pb2.FetchWeightsResponse)
             end = offset + len(piece.data)
             if piece.offset_bytes != offset or not piece.data or end > len(whole):
                 raise _unavailable(
