@@ -1,0 +1,1 @@
+"""Typed calls to the instances, with deadlines."""

@@ -1,0 +1,318 @@
+"""The coordinator: starts and stops run loops, answers the HTTP API, scales the fleet."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import json
+import logging
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+
+from headrace_coordinator import present
+from headrace_coordinator.admission import FleetView, check
+from headrace_coordinator.control import Refused
+from headrace_coordinator.data.dataset import Dataset
+from headrace_coordinator.domain import events as ev
+from headrace_coordinator.domain import runs
+from headrace_coordinator.domain.runs import RunState
+from headrace_coordinator.fleet import Fleet
+from headrace_coordinator.kernel import Kernel
+from headrace_coordinator.problems import Impossible, nearest
+from headrace_coordinator.projections import RunProjection
+from headrace_coordinator.run.context import Projection, RunContext
+from headrace_coordinator.run.loop import RunLoop
+from headrace_coordinator.spec import RunSpec
+from headrace_coordinator.views import (
+    CertificateView,
+    CheckpointView,
+    DeviceView,
+    EventView,
+    InstanceView,
+    KeyProblemView,
+    LeaseView,
+    PolicyView,
+    RunView,
+    StepView,
+)
+from headrace_coordinator.waits import WaitTimeout
+
+log = logging.getLogger(__name__)
+ACTIVE = frozenset({runs.PLANNING, runs.RUNNING, runs.PAUSING, runs.RECOVERING, runs.CANCELLING})
+SCALE_TIMEOUT_S = 30.0
+MakeProjection = Callable[[Path], Projection]
+OpenDataset = Callable[[RunSpec], Awaitable[Dataset]]
+
+
+class Coordinator:
+    """Implements `control.Control` on a kernel and a fleet. One run is active at a time; others are queued."""
+
+    def __init__(
+        self,
+        kernel: Kernel,
+        fleet: Fleet,
+        data_dir: Path,
+        make_projection: MakeProjection = RunProjection,
+        open_dataset: OpenDataset | None = None,
+    ) -> None:
+        self.kernel = kernel
+        self.fleet = fleet
+        self._data_dir = data_dir
+        self._make_projection = make_projection
+        self._open_dataset = open_dataset or _open_dataset
+        self._loops: dict[str, RunLoop] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._scaled: dict[str, tuple[int, str]] = {}
+
+    # --- run loops
+
+    async def schedule(self) -> None:
+        """Starts the next run whenever none is active, for ever; after a restart, the one that was active."""
+        while True:
+            active = [run for run in self._all() if run.state in ACTIVE]
+            queued = [run for run in self._all() if run.state == runs.QUEUED]
+            for run in active or queued[:1]:
+                if run.id not in self._tasks:
+                    self._tasks[run.id] = asyncio.create_task(self._run(run), name=f"run {run.id}")
+            with contextlib.suppress(WaitTimeout):
+                await self.kernel.wait_until(self._work_to_start, 3600.0, "a run to start")
+
+    def _work_to_start(self) -> bool:
+        states = self.kernel.state.runs.values()
+        if any(run.state in ACTIVE and run.id not in self._tasks for run in states):
+            return True
+        idle = not any(run.state in ACTIVE for run in states) and not self._tasks
+        return idle and any(run.state == runs.QUEUED for run in states)
+
+    async def _run(self, run: RunState) -> None:
+        try:
+            spec = RunSpec.model_validate(run.spec)
+            dataset = await self._open_dataset(spec)
+            projection = self._make_projection(Path(run.directory))
+            loop = RunLoop(RunContext(self.kernel, self.fleet, run.id, dataset, projection))
+            self._loops[run.id] = loop
+            if run.state == runs.CANCELLING:
+                loop.interrupt.set_result("cancelled")
+            await loop.run()
+        except Impossible as error:
+            self.kernel.post(*runs.plan_move(run, runs.FAILED, str(error), self.kernel.now()))
+        except asyncio.CancelledError:
+            raise
+        except Exception as error:  # noqa: BLE001  a bug must end its run with a sentence, not the coordinator
+            log.exception("run %s broke", run.id)
+            reason = f"a bug in the coordinator ended the run: {type(error).__name__}: {error}"
+            await self.fleet.release_all(run.id)
+            self.fleet.unclaim(run.id)
+            self.kernel.post(*runs.plan_move(run, runs.FAILED, reason, self.kernel.now()))
+        finally:
+            self._loops.pop(run.id, None)
+            self._tasks.pop(run.id, None)
+            self.kernel.wake()
+
+    async def stop(self) -> None:
+        """Ends the loops where they are; a restart resumes their runs."""
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    # --- Control: writes
+
+    def check(self, spec: RunSpec) -> list[KeyProblemView]:
+        """See `Control.check`."""
+        return check(spec, self._fleet_view())
+
+    def _fleet_view(self) -> FleetView:
+        return FleetView.of(present.instance_views(self.fleet))
+
+    async def submit(self, spec: RunSpec, idempotency_key: str) -> RunView:
+        """See `Control.submit`."""
+        body = _digest(spec.model_dump(mode="json"))
+        if known := self._known(idempotency_key, body):
+            return self.run(known)
+        if problems := self.check(spec):
+            raise Refused("INVALID", "the fleet cannot run this spec", problems)
+        run_id = f"{spec.name}-{uuid.uuid4().hex[:6]}"
+        now = self.kernel.now()
+        await self.kernel.commit(
+            ev.RunSubmitted(
+                at=now,
+                run=run_id,
+                spec=spec.model_dump(mode="json"),
+                directory=str(self._data_dir / "runs" / run_id),
+            ),
+            ev.KeyUsed(at=now, key=idempotency_key, body=body, resource=run_id),
+        )
+        return self.run(run_id)
+
+    def _known(self, key: str, body: str) -> str:
+        record = self.kernel.state.keys.get(key)
+        if record is None:
+            return ""
+        if record.body != body:
+            raise Refused("CONFLICT", f"Idempotency-Key {key} was used for another request; use a new key")
+        return record.resource
+
+    async def pause(self, run_id: str, now: bool, idempotency_key: str) -> RunView:
+        """See `Control.pause`."""
+        await self._move(run_id, runs.PAUSING, "pause asked for", idempotency_key, f"pause now={now}")
+        loop = self._loops.get(run_id)
+        if now and loop and not loop.interrupt.done():
+            loop.interrupt.set_result("paused at once")
+        return self.run(run_id)
+
+    async def resume(self, run_id: str, idempotency_key: str) -> RunView:
+        """See `Control.resume`."""
+        run = self._find(run_id)
+        if run.state not in (runs.PAUSED, runs.PLANNING, runs.RUNNING):
+            raise Refused("CONFLICT", f"run {run_id} is {run.state}; only a PAUSED run can be resumed")
+        if run.state == runs.PAUSED:
+            await self._move(run_id, runs.PLANNING, "resumed", idempotency_key, "resume")
+        return self.run(run_id)
+
+    async def cancel(self, run_id: str, idempotency_key: str) -> RunView:
+        """See `Control.cancel`."""
+        idle = self._find(run_id).state in (runs.QUEUED, runs.PAUSED)
+        await self._move(run_id, runs.CANCELLING, "cancel asked for", idempotency_key, "cancel")
+        loop = self._loops.get(run_id)
+        if loop and not loop.interrupt.done():
+            loop.interrupt.set_result("cancelled")
+        elif idle and run_id not in self._tasks:
+            await self._move(run_id, runs.CANCELLED, "cancelled by its user", "", "")
+        return self.run(run_id)
+
+    async def _move(self, run_id: str, state: str, reason: str, key: str, body: str) -> None:
+        run = self._find(run_id)
+        if key and self._known(key, _digest([run_id, body])):
+            return
+        now = self.kernel.now()
+        try:
+            events = runs.plan_move(run, state, reason, now)
+        except runs.IllegalTransition as error:
+            raise Refused("CONFLICT", str(error)) from error
+        if key:
+            events.append(ev.KeyUsed(at=now, key=key, body=_digest([run_id, body]), resource=run_id))
+        await self.kernel.commit(*events)
+
+    async def scale(self, kind: str, count: int, idempotency_key: str) -> int:
+        """See `Control.scale`."""
+        supervisor = next((s for s in self.fleet.supervisors.values() if kind in s.scalable), None)
+        if supervisor is None:
+            raise Refused("UNAVAILABLE", f"no connected supervisor can change the number of {kind} processes")
+        supervisor.send("scale", (idempotency_key, kind, count))
+        try:
+            await self.kernel.wait_until(
+                lambda: idempotency_key in self._scaled, SCALE_TIMEOUT_S, f"{supervisor.host} to scale {kind}"
+            )
+        except WaitTimeout as timeout:
+            raise Refused("UNAVAILABLE", str(timeout)) from timeout
+        wanted, error = self._scaled.pop(idempotency_key)
+        if error:
+            raise Refused("INVALID", error)
+        return wanted
+
+    def scaled(self, request_id: str, kind: str, count: int, error: str) -> None:
+        """A supervisor answered a scale command."""
+        self._scaled[request_id] = (count, error)
+        self.kernel.wake()
+
+    # --- Control: reads
+
+    def _all(self) -> list[RunState]:
+        return sorted(self.kernel.state.runs.values(), key=lambda run: run.created_at)
+
+    def _find(self, run_id: str) -> RunState:
+        run = self.kernel.state.runs.get(run_id)
+        if run is None:
+            close = nearest(run_id, self.kernel.state.runs)
+            hint = f"; did you mean {close}?" if close else ""
+            raise Refused("NOT_FOUND", f"there is no run {run_id}{hint}")
+        return run
+
+    def runs(self) -> list[RunView]:
+        """See `Control.runs`."""
+        return [self.run(run.id) for run in reversed(self._all())]
+
+    def run(self, run_id: str) -> RunView:
+        """See `Control.run`."""
+        run = self._find(run_id)
+        waiting = self.fleet.waits.of(run_id)
+        if self.kernel.store_away:
+            waiting.append("the store (Redis) to come back")
+        if run.state == runs.QUEUED:
+            waiting += [f"run {other.id}, which is {other.state}" for other in self._all() if other.state in ACTIVE]
+        return present.run_view(run, self.kernel.history[run_id], waiting)
+
+    async def events(self, run_id: str, after: int) -> AsyncIterator[EventView]:
+        """See `Control.events`."""
+        run, sent = self._find(run_id), 0
+        while True:
+            history = self.kernel.history[run_id]
+            ended = run.state in runs.TERMINAL and self.kernel.durable_sequence >= history[-1][0]
+            while sent < len(history) and history[sent][0] <= self.kernel.durable_sequence:
+                if history[sent][0] > after:
+                    yield present.event_view(history[sent])
+                sent += 1
+            if ended and sent == len(history):
+                return
+            position = sent
+            await self._news(lambda: self._has_news(run_id, position))  # noqa: B023
+
+    def _has_news(self, run_id: str, sent: int) -> bool:
+        history = self.kernel.history[run_id]
+        return sent < len(history) and history[sent][0] <= self.kernel.durable_sequence
+
+    async def _news(self, predicate: Callable[[], bool]) -> None:
+        try:
+            await self.kernel.wait_until(predicate, 5.0, "news of the run")
+        except WaitTimeout:
+            return  # Look again: the run may have ended without a further event.
+
+    def steps(self, run_id: str) -> list[StepView]:
+        """See `Control.steps`."""
+        self._find(run_id)
+        return present.step_views(self.kernel.history[run_id])
+
+    def certificates(self, run_id: str) -> list[CertificateView]:
+        """See `Control.certificates`."""
+        return present.certificate_views(self._find(run_id), self.kernel.history[run_id])
+
+    async def checkpoints(self, run_id: str) -> list[CheckpointView]:
+        """See `Control.checkpoints`: as the ledger knows them."""
+        run = self._find(run_id)
+        found = [e for _, e in self.kernel.history[run_id] if isinstance(e, ev.CheckpointSaved)]
+        views = []
+        for event in reversed(found[-run.spec["checkpoint"]["keep"] :]):
+            version = run.lineage.versions[event.number]
+            policy = PolicyView(
+                number=version.number, parent=version.parent, ordinal=version.ordinal, digest=version.digest
+            )
+            size = await asyncio.to_thread(_size, Path(run.directory) / "checkpoints" / event.name)
+            views.append(CheckpointView(name=event.name, version=policy, size_bytes=size))
+        return views
+
+    def instances(self) -> list[InstanceView]:
+        """See `Control.instances`."""
+        return present.instance_views(self.fleet)
+
+    def leases(self) -> list[LeaseView]:
+        """See `Control.leases`."""
+        return present.lease_views(self.fleet)
+
+    def devices(self) -> list[DeviceView]:
+        """See `Control.devices`."""
+        return present.device_views(self.fleet)
+
+
+async def _open_dataset(spec: RunSpec) -> Dataset:
+    return await asyncio.to_thread(Dataset.open, spec.data, spec.seed)
+
+
+def _digest(body: object) -> str:
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def _size(directory: Path) -> int:
+    return sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())

@@ -1,0 +1,319 @@
+"""Everything that can happen, as facts. The log is a list of these; state is their fold.
+
+Tuples instead of objects where an event carries many slots: the log stays small.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+
+class Event(msgspec.Struct, frozen=True, tag_field="type", omit_defaults=True):
+    """A fact that has happened; `at` is seconds since the Unix epoch."""
+
+    at: float
+
+
+class RunEvent(Event, frozen=True, kw_only=True):
+    """A fact about one run; shown on the run's event stream."""
+
+    run: str
+
+
+# --- the coordinator and its fleet
+
+
+class CoordinatorStarted(Event, frozen=True, kw_only=True):
+    """A coordinator took the store; counters leap so that nothing lost can be issued twice."""
+
+    epoch: int
+    store_id: str
+    leap: int
+
+
+class EpochRaised(Event, frozen=True, kw_only=True):
+    """An instance or a checkpoint knew a higher coordinator epoch than the store did."""
+
+    epoch: int
+
+
+class InstanceRegistered(Event, frozen=True, kw_only=True):
+    """A process announced itself."""
+
+    instance: str
+    incarnation: str
+    kind: str
+    host: str
+    address: str
+    devices: list[str]
+    capabilities: dict[str, list[str]]
+
+
+class InstanceLost(Event, frozen=True, kw_only=True):
+    """A process is gone, or unheard of for a lease's lifetime; `proven` when its exit was seen."""
+
+    incarnation: str
+    reason: str
+    proven: bool
+
+
+class LeaseGranted(Event, frozen=True, kw_only=True):
+    """Devices were promised to an instance under a fresh epoch."""
+
+    epoch: int
+    incarnation: str
+    run: str
+    stage: str
+    devices: list[str]
+
+
+class LeaseHeld(Event, frozen=True, kw_only=True):
+    """The holder has its memory."""
+
+    epoch: int
+
+
+class LeaseRevoking(Event, frozen=True, kw_only=True):
+    """The holder was asked to let go by `deadline`."""
+
+    epoch: int
+    deadline: float
+
+
+class LeaseEnded(Event, frozen=True, kw_only=True):
+    """A lease is over; its devices are free when `proven`, else quarantined."""
+
+    epoch: int
+    cause: str
+    proven: bool
+
+
+class KeyUsed(Event, frozen=True, kw_only=True):
+    """An HTTP write was accepted under an idempotency key."""
+
+    key: str
+    body: str
+    resource: str
+
+
+# --- runs
+
+
+class RunSubmitted(RunEvent, frozen=True, kw_only=True):
+    """A user submitted a run."""
+
+    spec: dict[str, Any]
+    directory: str
+
+
+class RunStateChanged(RunEvent, frozen=True, kw_only=True):
+    """The run's life moved on."""
+
+    state: str
+    reason: str
+
+
+class GangFormed(RunEvent, frozen=True, kw_only=True):
+    """Trainer instances, by rank, form a gang."""
+
+    generation: int
+    members: list[str]
+
+
+class NumberBurnt(RunEvent, frozen=True, kw_only=True):
+    """A version number was set aside for a restore; it is never given out again."""
+
+    number: int
+
+
+class VersionRestored(RunEvent, frozen=True, kw_only=True):
+    """The trainer holds a checkpoint's content, or the initial model, under a new number.
+
+    Versions after the checkpoint are abandoned; slots from `frontier_step` on are pending again.
+    """
+
+    number: int
+    parent: int
+    ordinal: int
+    digest: str
+    checkpoint: str
+    frontier_step: int
+    warmup_steps: int = 0
+    figures: dict[str, float] = {}
+
+
+class StepOpened(RunEvent, frozen=True, kw_only=True):
+    """An attempt at a step began; `number` is burnt for the version that it may make."""
+
+    step: int
+    attempt: int
+    base: int
+    number: int
+
+
+class SlotsAssigned(RunEvent, frozen=True, kw_only=True):
+    """Attempts were given out: (prompt ordinal, sample index, attempt, incarnation)."""
+
+    slots: list[tuple[int, int, int, str]]
+
+
+class SlotsFinished(RunEvent, frozen=True, kw_only=True):
+    """Attempts ended: (prompt ordinal, sample index, attempt, digest, sampled tokens)."""
+
+    slots: list[tuple[int, int, int, str, int]]
+
+
+class GroupsSettled(RunEvent, frozen=True, kw_only=True):
+    """All members finished with final rewards: (prompt ordinal, [reward of each sample])."""
+
+    groups: list[tuple[int, list[float]]]
+
+
+class GroupsAccumulated(RunEvent, frozen=True, kw_only=True):
+    """The trainer has the groups' gradients: prompt ordinals."""
+
+    step: int
+    attempt: int
+    prompts: list[int]
+
+
+class GroupDropped(RunEvent, frozen=True, kw_only=True):
+    """A group will not be trained."""
+
+    step: int
+    prompt: int
+    reason: str
+    detail: str
+
+
+class Certificate(msgspec.Struct, frozen=True, kw_only=True):
+    """Attests one update, from the coordinator's and the trainer's own counts."""
+
+    number: int
+    parent: int
+    ordinal: int
+    digest: str
+    step: int
+    attempt: int
+    trained: list[tuple[int, int, int]]
+    dropped: list[tuple[int, int, str]]
+    set_digest: str
+    tokens: int
+    tokens_by_version: dict[int, int]
+    max_staleness: int
+    log_prob_mismatch_mean: float
+    drop_rate_by_length: dict[str, float]
+    drop_rate_by_pass_rate: dict[str, float]
+
+
+class StepCommitted(RunEvent, frozen=True, kw_only=True):
+    """A version exists, its slots are trained or dropped, and here is the certificate: one fact."""
+
+    certificate: Certificate
+    view: dict[str, Any]
+
+
+class StepSkipped(RunEvent, frozen=True, kw_only=True):
+    """A step ended without a version: every slot of it is dropped."""
+
+    step: int
+    dropped: list[tuple[int, int, str]]
+
+
+class StepAborted(RunEvent, frozen=True, kw_only=True):
+    """An attempt at a step ended without a version; its finished slots may be used again."""
+
+    step: int
+    attempt: int
+    reason: str
+
+
+class Evaluated(RunEvent, frozen=True, kw_only=True):
+    """Held-out items were evaluated."""
+
+    view: dict[str, Any]
+
+
+class CheckpointSaved(RunEvent, frozen=True, kw_only=True):
+    """A checkpoint is durable."""
+
+    name: str
+    number: int
+
+
+class CheckpointFailed(RunEvent, frozen=True, kw_only=True):
+    """A checkpoint could not be written; training goes on, a rewind would lose more."""
+
+    reason: str
+
+
+class ModelExported(RunEvent, frozen=True, kw_only=True):
+    """The weights were written as a Hugging Face directory."""
+
+    path: str
+    number: int
+
+
+class RunRecovering(RunEvent, frozen=True, kw_only=True):
+    """Something failed; the run goes on from what is left."""
+
+    reason: str
+
+
+class Noted(RunEvent, frozen=True, kw_only=True):
+    """Something worth telling the run's user."""
+
+    text: str
+
+
+AnyEvent = (
+    CoordinatorStarted
+    | EpochRaised
+    | InstanceRegistered
+    | InstanceLost
+    | LeaseGranted
+    | LeaseHeld
+    | LeaseRevoking
+    | LeaseEnded
+    | KeyUsed
+    | RunSubmitted
+    | RunStateChanged
+    | GangFormed
+    | NumberBurnt
+    | VersionRestored
+    | StepOpened
+    | SlotsAssigned
+    | SlotsFinished
+    | GroupsSettled
+    | GroupsAccumulated
+    | GroupDropped
+    | StepCommitted
+    | StepSkipped
+    | StepAborted
+    | Evaluated
+    | CheckpointSaved
+    | CheckpointFailed
+    | ModelExported
+    | RunRecovering
+    | Noted
+)
+"""All events; the union that the log decodes to."""
+
+_encoder = msgspec.json.Encoder()
+_decoder: Any = msgspec.json.Decoder(AnyEvent)
+
+LEDGER_EVENTS = (SlotsAssigned, SlotsFinished, GroupsSettled, GroupsAccumulated, NumberBurnt)
+"""Run events that only the log needs: too many and too small to show."""
+
+
+def encode(event: Event) -> bytes:
+    """One event as JSON."""
+    return _encoder.encode(event)
+
+
+def decode(data: bytes) -> AnyEvent:
+    """One event from JSON; raises msgspec.ValidationError on anything else."""
+    event: AnyEvent = _decoder.decode(data)
+    return event

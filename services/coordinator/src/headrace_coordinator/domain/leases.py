@@ -1,0 +1,168 @@
+"""Leases as a pure reducer: who may use which device, under which epoch.
+
+`plan_*` functions look at a table and say which events follow; `LeaseTable.apply` folds events. Time comes
+in as an argument; renewals are volatile and live with the caller.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import msgspec
+
+from headrace_coordinator.domain import events as ev
+
+GRANTED, HELD, REVOKING = "GRANTED", "HELD", "REVOKING"
+
+
+class Lease(msgspec.Struct):
+    """A live lease."""
+
+    epoch: int
+    incarnation: str
+    run: str
+    stage: str
+    devices: list[str]
+    state: str = GRANTED
+    deadline: float = 0.0
+
+
+class Quarantine(msgspec.Struct):
+    """A device whose last holder is not proven gone."""
+
+    incarnation: str
+    reason: str
+
+
+class LeaseRequest(msgspec.Struct, frozen=True):
+    """Devices wanted by one instance for one stage of a run."""
+
+    incarnation: str
+    run: str
+    stage: str
+    devices: tuple[str, ...]
+
+
+class Blocked(Exception):
+    """A request that cannot be granted now; the message says what is waited for and who holds it."""
+
+
+class LeaseTable(msgspec.Struct):
+    """All leases and quarantined devices, and the highest epoch ever minted."""
+
+    leases: dict[int, Lease] = {}
+    quarantined: dict[str, Quarantine] = {}
+    last_epoch: int = 0
+
+    def holder_of(self, device: str) -> Lease | None:
+        """The lease that covers a device."""
+        return next((lease for lease in self.leases.values() if device in lease.devices), None)
+
+    def of(self, incarnation: str) -> list[Lease]:
+        """Leases of one process."""
+        return [lease for lease in self.leases.values() if lease.incarnation == incarnation]
+
+    def apply(self, event: ev.Event) -> None:
+        """Folds one event; events of other parts are ignored."""
+        match event:
+            case ev.CoordinatorStarted(leap=leap):
+                self.last_epoch += leap
+            case ev.LeaseGranted():
+                self.last_epoch = max(self.last_epoch, event.epoch)
+                self.leases[event.epoch] = Lease(
+                    event.epoch, event.incarnation, event.run, event.stage, list(event.devices)
+                )
+            case ev.LeaseHeld():
+                if (lease := self.leases.get(event.epoch)) and lease.state == GRANTED:
+                    lease.state = HELD
+            case ev.LeaseRevoking():
+                if lease := self.leases.get(event.epoch):
+                    lease.state, lease.deadline = REVOKING, event.deadline
+            case ev.LeaseEnded():
+                self._end(event)
+            case ev.InstanceLost(proven=True):
+                self.quarantined = {
+                    device: q for device, q in self.quarantined.items() if q.incarnation != event.incarnation
+                }
+
+    def _end(self, event: ev.LeaseEnded) -> None:
+        lease = self.leases.pop(event.epoch, None)
+        if lease is None:
+            return
+        for device in lease.devices if not event.proven else ():
+            self.quarantined[device] = Quarantine(lease.incarnation, event.cause)
+
+
+def plan_grant(table: LeaseTable, requests: Iterable[LeaseRequest], now: float) -> list[ev.LeaseGranted]:
+    """All of `requests` or none: raises `Blocked` naming each busy device and its holder."""
+    requests = list(requests)
+    wanted = [device for request in requests for device in request.devices]
+    problems = [f"{device} is wanted twice" for device in sorted({d for d in wanted if wanted.count(d) > 1})]
+    for request in requests:
+        problems += [_busy(table, device) for device in request.devices if _busy(table, device)]
+    if problems:
+        raise Blocked("; ".join(problems))
+    return [
+        ev.LeaseGranted(
+            at=now,
+            epoch=table.last_epoch + 1 + index,
+            incarnation=request.incarnation,
+            run=request.run,
+            stage=request.stage,
+            devices=list(request.devices),
+        )
+        for index, request in enumerate(requests)
+    ]
+
+
+def _busy(table: LeaseTable, device: str) -> str:
+    if quarantine := table.quarantined.get(device):
+        return f"{device} is quarantined: {quarantine.incarnation} is not proven gone ({quarantine.reason})"
+    if lease := table.holder_of(device):
+        return f"{device} is held by {lease.incarnation} for {lease.run} {lease.stage} (epoch {lease.epoch})"
+    return ""
+
+
+def plan_held(table: LeaseTable, epoch: int, incarnation: str, now: float) -> list[ev.Event]:
+    """A holder's acknowledgement; a stale one changes nothing (G4)."""
+    lease = table.leases.get(epoch)
+    if lease is None or lease.incarnation != incarnation or lease.state != GRANTED:
+        return []
+    return [ev.LeaseHeld(at=now, epoch=epoch)]
+
+
+def plan_release(table: LeaseTable, epoch: int, incarnation: str, cause: str, now: float) -> list[ev.Event]:
+    """A holder's own release; only the holder can end its lease this way (G4)."""
+    lease = table.leases.get(epoch)
+    if lease is None or lease.incarnation != incarnation:
+        return []
+    return [ev.LeaseEnded(at=now, epoch=epoch, cause=cause, proven=True)]
+
+
+def plan_revoke(table: LeaseTable, epoch: int, deadline: float, now: float) -> list[ev.Event]:
+    """Asks a holder to let go by `deadline`."""
+    lease = table.leases.get(epoch)
+    if lease is None or lease.state == REVOKING:
+        return []
+    return [ev.LeaseRevoking(at=now, epoch=epoch, deadline=deadline)]
+
+
+def plan_expire(
+    table: LeaseTable, renewed_at: Mapping[int, float], ttl: float, now: float
+) -> list[ev.LeaseEnded]:
+    """Leases not renewed for a TTL, and revoked ones past their deadline: over, devices quarantined."""
+    expired = []
+    for lease in table.leases.values():
+        if now - renewed_at.get(lease.epoch, now) > ttl:
+            expired.append(ev.LeaseEnded(at=now, epoch=lease.epoch, cause="not renewed", proven=False))
+        elif lease.state == REVOKING and now > lease.deadline:
+            expired.append(ev.LeaseEnded(at=now, epoch=lease.epoch, cause="revoked past notice", proven=False))
+    return expired
+
+
+def plan_exit(table: LeaseTable, incarnation: str, now: float) -> list[ev.Event]:
+    """A process is proven gone: its leases are over and its devices free."""
+    return [
+        ev.LeaseEnded(at=now, epoch=lease.epoch, cause="process exited", proven=True)
+        for lease in table.of(incarnation)
+    ]

@@ -1,0 +1,96 @@
+"""The whole state as a fold over the log, and its snapshot."""
+
+from __future__ import annotations
+
+import msgspec
+
+from headrace_coordinator.domain import events as ev
+from headrace_coordinator.domain.leases import LeaseTable
+from headrace_coordinator.domain.runs import RunState
+from headrace_coordinator.domain.slots import SlotLedger
+from headrace_coordinator.domain.versions import Lineage
+
+
+class InstanceState(msgspec.Struct):
+    """A registered process."""
+
+    instance: str
+    incarnation: str
+    kind: str
+    host: str
+    address: str
+    devices: list[str]
+    capabilities: dict[str, list[str]]
+
+
+class KeyRecord(msgspec.Struct):
+    """What an idempotency key was used for."""
+
+    body: str
+    resource: str
+
+
+class State(msgspec.Struct):
+    """Everything the coordinator must not forget."""
+
+    store_id: str = ""
+    epoch: int = 0
+    instances: dict[str, InstanceState] = {}
+    table: LeaseTable = msgspec.field(default_factory=LeaseTable)
+    runs: dict[str, RunState] = {}
+    keys: dict[str, KeyRecord] = {}
+
+    def apply(self, event: ev.Event) -> None:
+        """Folds one event."""
+        self.table.apply(event)
+        match event:
+            case ev.CoordinatorStarted():
+                self.epoch, self.store_id = event.epoch, event.store_id
+                for run in self.runs.values():
+                    run.apply(event)
+            case ev.EpochRaised(epoch=epoch):
+                self.epoch = epoch
+            case ev.InstanceRegistered():
+                self.instances[event.incarnation] = InstanceState(
+                    event.instance,
+                    event.incarnation,
+                    event.kind,
+                    event.host,
+                    event.address,
+                    list(event.devices),
+                    event.capabilities,
+                )
+            case ev.InstanceLost(incarnation=incarnation):
+                self.instances.pop(incarnation, None)
+            case ev.KeyUsed():
+                self.keys[event.key] = KeyRecord(event.body, event.resource)
+            case ev.RunSubmitted():
+                self._submit(event)
+            case ev.RunEvent(run=name):
+                if named := self.runs.get(name):
+                    named.apply(event)
+
+    def _submit(self, event: ev.RunSubmitted) -> None:
+        algorithm = event.spec["algorithm"]
+        self.runs[event.run] = RunState(
+            id=event.run,
+            spec=event.spec,
+            directory=event.directory,
+            ledger=SlotLedger(algorithm["group_size"], algorithm["prompts_per_step"]),
+            lineage=Lineage(),
+            created_at=event.at,
+            steps_total=event.spec["steps"],
+        )
+
+
+_decoder = msgspec.json.Decoder(State)
+
+
+def snapshot(state: State) -> bytes:
+    """The state as JSON."""
+    return msgspec.json.encode(state)
+
+
+def restore(data: bytes) -> State:
+    """A state from its snapshot; raises msgspec.ValidationError on anything else."""
+    return _decoder.decode(data)

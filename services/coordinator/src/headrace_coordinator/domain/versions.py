@@ -1,0 +1,67 @@
+"""Policy versions as a pure reducer: one live chain by parent, numbers that only rise (G2)."""
+
+from __future__ import annotations
+
+import msgspec
+
+from headrace_coordinator.domain import events as ev
+
+
+class Version(msgspec.Struct):
+    """A policy version; `live` until a rewind abandons it."""
+
+    number: int
+    parent: int
+    ordinal: int
+    digest: str
+    live: bool = True
+
+
+class Lineage(msgspec.Struct):
+    """All versions of a run, its head, and the highest number ever set aside."""
+
+    versions: dict[int, Version] = {}
+    head: int = 0
+    last_number: int = 0
+
+    @property
+    def base(self) -> Version | None:
+        """The version that the next step starts from."""
+        return self.versions.get(self.head)
+
+    def apply(self, event: ev.Event) -> None:
+        """Folds one event; events of other parts are ignored."""
+        match event:
+            case ev.CoordinatorStarted(leap=leap):
+                self.last_number += leap if self.last_number else 0
+            case ev.NumberBurnt(number=number) | ev.StepOpened(number=number):
+                self.last_number = max(self.last_number, number)
+            case ev.VersionRestored():
+                self._restore(event)
+            case ev.StepCommitted(certificate=certificate):
+                self._add(certificate.number, certificate.parent, certificate.ordinal, certificate.digest)
+
+    def _restore(self, event: ev.VersionRestored) -> None:
+        ancestors = set(self.chain(event.parent))
+        for version in self.versions.values():
+            version.live = version.number in ancestors
+        self._add(event.number, event.parent, event.ordinal, event.digest)
+
+    def _add(self, number: int, parent: int, ordinal: int, digest: str) -> None:
+        self.versions[number] = Version(number, parent, ordinal, digest)
+        self.head = number
+        self.last_number = max(self.last_number, number)
+
+    def chain(self, number: int) -> list[int]:
+        """`number` and its ancestors, newest first."""
+        numbers = []
+        while number in self.versions:
+            numbers.append(number)
+            number = self.versions[number].parent
+        return numbers
+
+    def staleness(self, generating: int, base: int) -> int | None:
+        """ordinal(base) − ordinal(generating) when the latter is base or its live ancestor, else None (G3)."""
+        if generating not in self.versions or generating not in self.chain(base):
+            return None
+        return self.versions[base].ordinal - self.versions[generating].ordinal

@@ -1,0 +1,335 @@
+"""Instances as they are now: sessions, liveness, leases in flight. Durable facts go through the kernel.
+
+Knows no gRPC: a session is a function that sends a command to the instance.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import msgspec
+
+from headrace_coordinator.domain import events as ev
+from headrace_coordinator.domain import leases
+from headrace_coordinator.domain.leases import Blocked, LeaseRequest
+from headrace_coordinator.domain.state import InstanceState
+from headrace_coordinator.kernel import Kernel
+from headrace_coordinator.ports import Connect, InstanceDown, Port
+from headrace_coordinator.waits import Waits, WaitTimeout
+
+
+class FleetSettings(msgspec.Struct, frozen=True):
+    """Times of the lifeline, in seconds."""
+
+    lease_ttl: float = 30.0
+    heartbeat: float = 5.0
+    sweep: float = 1.0
+    notice: float = 20.0
+
+
+class Session(msgspec.Struct):
+    """The live side of one instance."""
+
+    send: Callable[[str, Any], None]
+    heard_at: float
+    resident_memory_bytes: int = 0
+
+
+class Supervisor(msgspec.Struct):
+    """A connected supervisor: what it runs, and how to command it."""
+
+    host: str
+    send: Callable[[str, Any], None]
+    scalable: frozenset[str] = frozenset()
+    incarnations: frozenset[str] = frozenset()
+
+
+class Fleet:
+    """All instances, their leases and their supervisors."""
+
+    def __init__(self, kernel: Kernel, connect: Connect, settings: FleetSettings) -> None:
+        self.kernel = kernel
+        self.settings = settings
+        self.waits = Waits()
+        self.sessions: dict[str, Session] = {}
+        self.supervisors: dict[str, Supervisor] = {}
+        self.busy: dict[str, str] = {}
+        self._connect = connect
+        self._ports: dict[str, Port] = {}
+        self._renewed_at: dict[int, float] = {}
+        self._silent_since: dict[str, float] = {}
+        self._expiry_from = kernel.now() + settings.lease_ttl
+
+    # --- the lifeline, from below
+
+    async def register(self, instance: InstanceState, held: Iterable[int], epoch_seen: int) -> list[int]:
+        """Takes a process in; returns the epochs it holds that are no longer honoured."""
+        if epoch_seen > self.kernel.state.epoch:
+            self.kernel.post(ev.EpochRaised(at=self.kernel.now(), epoch=epoch_seen + 1))
+        known = self.kernel.state.instances.get(instance.incarnation)
+        if known != instance:
+            fields = {name: getattr(instance, name) for name in instance.__struct_fields__}
+            await self.kernel.commit(ev.InstanceRegistered(at=self.kernel.now(), **fields))
+        honoured = {lease.epoch for lease in self.kernel.state.table.of(instance.incarnation)}
+        now = self.kernel.now()
+        for epoch in honoured & set(held):
+            self._renewed_at[epoch] = now
+            self.kernel.post(
+                *leases.plan_held(self.kernel.state.table, epoch, instance.incarnation, now)
+            )
+        for epoch in honoured - set(held):
+            # Granted by a coordinator that died before the grant reached the holder.
+            self._post_ends(leases.plan_release(self.kernel.state.table, epoch, instance.incarnation, "never held", now))
+        return [epoch for epoch in held if epoch not in honoured]
+
+    def attach(self, incarnation: str, send: Callable[[str, Any], None]) -> None:
+        """A session stream has opened."""
+        self.sessions[incarnation] = Session(send, self.kernel.now())
+        self._silent_since.pop(incarnation, None)
+        self.kernel.wake()
+
+    def detach(self, incarnation: str, send: Callable[[str, Any], None]) -> None:
+        """A session stream has closed; a newer one of the same process stays."""
+        session = self.sessions.get(incarnation)
+        if session is not None and session.send is send:
+            del self.sessions[incarnation]
+            self._silent_since[incarnation] = self.kernel.now()
+            self.kernel.wake()
+
+    def heartbeat(self, incarnation: str, epochs: Iterable[int], resident: int) -> tuple[list[int], list[int]]:
+        """Renews leases; returns (renewed, stale) epochs."""
+        now, own = self.kernel.now(), {lease.epoch for lease in self.kernel.state.table.of(incarnation)}
+        if session := self.sessions.get(incarnation):
+            session.heard_at, session.resident_memory_bytes = now, resident
+        renewed = [epoch for epoch in epochs if epoch in own]
+        for epoch in renewed:
+            self._renewed_at[epoch] = now
+        return renewed, [epoch for epoch in epochs if epoch not in own]
+
+    def held(self, incarnation: str, epoch: int, refusal: str) -> None:
+        """The holder has its memory, or says why it cannot."""
+        now, table = self.kernel.now(), self.kernel.state.table
+        if refusal:
+            self._post_ends(leases.plan_release(table, epoch, incarnation, f"refused: {refusal}", now))
+        else:
+            self.kernel.post(*leases.plan_held(table, epoch, incarnation, now))
+
+    def released(self, incarnation: str, epoch: int) -> None:
+        """The holder has let go."""
+        self._post_ends(
+            leases.plan_release(self.kernel.state.table, epoch, incarnation, "released", self.kernel.now())
+        )
+
+    def exited(self, incarnation: str, reason: str) -> None:
+        """A supervisor saw the process end: its devices are free at once."""
+        now = self.kernel.now()
+        self._post_ends(leases.plan_exit(self.kernel.state.table, incarnation, now))
+        if incarnation in self.kernel.state.instances or self._quarantines(incarnation):
+            self.kernel.post(ev.InstanceLost(at=now, incarnation=incarnation, reason=reason, proven=True))
+        self.sessions.pop(incarnation, None)
+        self._silent_since.pop(incarnation, None)
+        self._ports.pop(incarnation, None)
+        self.kernel.wake()
+
+    def supervised(self, supervisor: Supervisor) -> None:
+        """A supervisor's table: registered processes of its host that it does not run any more are proven gone."""
+        previous = self.supervisors.get(supervisor.host)
+        self.supervisors[supervisor.host] = supervisor
+        if previous is None:
+            for state in list(self.kernel.state.instances.values()):
+                if state.host == supervisor.host and state.incarnation not in supervisor.incarnations:
+                    self.exited(state.incarnation, "its supervisor no longer runs it")
+        self.kernel.wake()
+
+    def _quarantines(self, incarnation: str) -> bool:
+        return any(q.incarnation == incarnation for q in self.kernel.state.table.quarantined.values())
+
+    def _post_ends(self, events: Sequence[ev.Event]) -> None:
+        for event in events:
+            self._renewed_at.pop(event.epoch, None)  # type: ignore[attr-defined]
+        self.kernel.post(*events)
+
+    # --- the run's side
+
+    def ready(self, kind: str) -> list[InstanceState]:
+        """Registered instances of a kind with a live session, by name."""
+        return sorted(
+            (i for i in self.kernel.state.instances.values() if i.kind == kind and i.incarnation in self.sessions),
+            key=lambda instance: instance.instance,
+        )
+
+    def alive(self, incarnation: str) -> bool:
+        """The process is registered and its session is open."""
+        return incarnation in self.kernel.state.instances and incarnation in self.sessions
+
+    async def fate(self, incarnation: str, patience: float = 2.0) -> bool:
+        """After a failed call: waits a little for the instance's end to be noticed; True when it seems alive."""
+        try:
+            await self.kernel.wait_until(lambda: not self.alive(incarnation), patience, f"{incarnation}'s fate")
+        except WaitTimeout:
+            return True
+        return False
+
+    def port(self, incarnation: str) -> Port:
+        """The way to call an instance; raises `InstanceDown` when it is not registered."""
+        state = self.kernel.state.instances.get(incarnation)
+        if state is None:
+            raise InstanceDown(incarnation, "not registered")
+        if incarnation not in self._ports:
+            self._ports[incarnation] = self._connect(state.kind, state.address, incarnation)
+        return self._ports[incarnation]
+
+    async def claim(self, run: str, kind: str, count: int, timeout: float) -> list[InstanceState]:
+        """`count` ready instances for a run, at most one run each; waits for them by name."""
+
+        def free() -> list[InstanceState]:
+            return [i for i in self.ready(kind) if self.busy.get(i.incarnation, run) == run]
+
+        what = f"{count} ready {kind} instance(s)"
+        with self.waits.named(run, what):
+            await self.kernel.wait_until(lambda: len(free()) >= count, timeout, what + self._busy_text(kind))
+        chosen = free()[:count]
+        for instance in chosen:
+            self.busy[instance.incarnation] = run
+        return chosen
+
+    def _busy_text(self, kind: str) -> str:
+        taken = [f"{i.instance} works for {self.busy[i.incarnation]}" for i in self.ready(kind) if i.incarnation in self.busy]
+        return f" ({'; '.join(taken) or f'no other {kind} instance is registered'})"
+
+    def unclaim(self, run: str) -> None:
+        """Gives a run's instances back."""
+        self.busy = {incarnation: holder for incarnation, holder in self.busy.items() if holder != run}
+        self.kernel.wake()
+
+    async def acquire(self, requests: Sequence[LeaseRequest], timeout: float) -> list[int]:
+        """Leases for all requests or none, held by their holders; returns their epochs.
+
+        Raises:
+            WaitTimeout: naming the busy devices and who holds them.
+            InstanceDown: a holder went away, or refused.
+        """
+        held = [self._held_already(request) for request in requests]
+        if all(held):
+            return held
+        run, deadline = requests[0].run, asyncio.get_running_loop().time() + timeout
+        while True:
+            try:
+                grants = leases.plan_grant(self.kernel.state.table, requests, self.kernel.now())
+                break
+            except Blocked as blocked:
+                left = deadline - asyncio.get_running_loop().time()
+                table = self.kernel.state.table
+                before = (set(table.leases), set(table.quarantined))
+                with self.waits.named(run, str(blocked)):
+                    await self.kernel.wait_until(
+                        lambda: (set(table.leases), set(table.quarantined)) != before, left, str(blocked)  # noqa: B023
+                    )
+        await self.kernel.commit(*grants)
+        for grant in grants:
+            self._renewed_at[grant.epoch] = self.kernel.now()
+            self._send(grant.incarnation, "grant", grant)
+        await self._until_held(run, grants, timeout)
+        return [grant.epoch for grant in grants]
+
+    def _held_already(self, request: LeaseRequest) -> int:
+        for lease in self.kernel.state.table.of(request.incarnation):
+            same = (lease.run, lease.stage, tuple(lease.devices)) == (request.run, request.stage, request.devices)
+            if same and lease.state == leases.HELD:
+                return lease.epoch
+        return 0
+
+    async def _until_held(self, run: str, grants: Sequence[ev.LeaseGranted], timeout: float) -> None:
+        live = self.kernel.state.table.leases
+
+        def settled() -> bool:
+            return all(g.epoch not in live or live[g.epoch].state != leases.GRANTED for g in grants)
+
+        what = "; ".join(f"{g.incarnation} to take {', '.join(g.devices)}" for g in grants)
+        with self.waits.named(run, what):
+            await self.kernel.wait_until(settled, timeout, what)
+        for grant in grants:
+            if grant.epoch not in live:
+                raise InstanceDown(grant.incarnation, f"did not take {', '.join(grant.devices)}")
+
+    async def release(self, run: str, epochs: Sequence[int]) -> None:
+        """Revokes leases with notice and waits until they are over."""
+        now, table = self.kernel.now(), self.kernel.state.table
+        for epoch in epochs:
+            lease = table.leases.get(epoch)
+            if lease is None:
+                continue
+            self.kernel.post(*leases.plan_revoke(table, epoch, now + self.settings.notice, now))
+            self._send(lease.incarnation, "revoke", (epoch, self.settings.notice))
+        what = "release of " + ", ".join(f"epoch {epoch}" for epoch in epochs)
+        with self.waits.named(run, what):
+            timeout = self.settings.notice + self.settings.lease_ttl
+            await self.kernel.wait_until(lambda: not any(e in table.leases for e in epochs), timeout, what)
+
+    async def release_all(self, run: str) -> None:
+        """Ends every lease of a run."""
+        epochs = [lease.epoch for lease in self.kernel.state.table.leases.values() if lease.run == run]
+        try:
+            await self.release(run, epochs)
+        except WaitTimeout:
+            return  # The sweep ends them; their devices stay quarantined until proven free.
+
+    def _send(self, incarnation: str, command: str, body: Any) -> None:
+        if session := self.sessions.get(incarnation):
+            session.send(command, body)
+
+    def kill(self, incarnation: str, reason: str) -> bool:
+        """Asks the instance's supervisor for a SIGKILL; False where there is none."""
+        state = self.kernel.state.instances.get(incarnation)
+        for supervisor in self.supervisors.values():
+            if incarnation in supervisor.incarnations:
+                name = state.instance if state else ""
+                supervisor.send("kill", (name, incarnation, reason))
+                return True
+        return False
+
+    # --- time
+
+    def expires_in(self, epoch: int) -> float:
+        """Seconds until a lease ends unless it is renewed."""
+        now = self.kernel.now()
+        return self.settings.lease_ttl - (now - self._renewed_at.get(epoch, now))
+
+    async def sweep(self) -> None:
+        """Ends leases that were not renewed and instances unheard of for a TTL, for ever."""
+        while True:
+            await asyncio.sleep(self.settings.sweep)
+            self.sweep_once()
+
+    def sweep_once(self) -> None:
+        """One look at the clock. A store outage suspends expiry, and so does one TTL after the start."""
+        now = self.kernel.now()
+        if self.kernel.store_away:
+            self._expiry_from = now + self.settings.lease_ttl
+        if now < self._expiry_from:
+            self._renewed_at = {epoch: now for epoch in self._renewed_at}
+            return
+        for lease in self.kernel.state.table.leases.values():
+            self._renewed_at.setdefault(lease.epoch, now)
+        self._lose_silent(now)
+        expired = leases.plan_expire(self.kernel.state.table, self._renewed_at, self.settings.lease_ttl, now)
+        holders = [self.kernel.state.table.leases[event.epoch].incarnation for event in expired]
+        self._post_ends(expired)
+        for incarnation in holders:
+            self.kill(incarnation, "its lease was not renewed")
+
+    def _lose_silent(self, now: float) -> None:
+        for state in list(self.kernel.state.instances.values()):
+            if state.incarnation in self.sessions:
+                session = self.sessions[state.incarnation]
+                if now - session.heard_at > self.settings.lease_ttl:
+                    self.detach(state.incarnation, session.send)
+            since = self._silent_since.setdefault(state.incarnation, now) if not self.alive(state.incarnation) else now
+            if now - since > self.settings.lease_ttl:
+                self.kill(state.incarnation, "unheard of for a lease's lifetime")
+                self.kernel.post(
+                    ev.InstanceLost(at=now, incarnation=state.incarnation, reason="unheard of", proven=False)
+                )
+                self._silent_since.pop(state.incarnation, None)

@@ -1,0 +1,210 @@
+"""The single writer: applies events to the state, appends them to the log, wakes whoever waits.
+
+Knows no rule of its own. `commit` returns once its events are durable, so an effect that waits for it never
+leaves before its append; `post` is for facts that nothing waits for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import uuid
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+
+from headrace_coordinator.domain import events as ev
+from headrace_coordinator.domain.state import State, restore, snapshot
+from headrace_coordinator.store.base import LEAP, Entry, Fenced, ForeignStore, Store, StoreAway
+from headrace_coordinator.waits import WaitTimeout
+
+log = logging.getLogger(__name__)
+SNAPSHOT_EVERY = 2000
+RETRY_S = 0.2
+HistoryItem = tuple[int, ev.Event]
+
+
+class Kernel:
+    """State and its one writer."""
+
+    def __init__(self, store: Store, clock: Callable[[], float]) -> None:
+        self.state = State()
+        self.history: dict[str, list[HistoryItem]] = defaultdict(list)
+        self.store_away = False
+        self.now = clock
+        self.fenced: asyncio.Future[str] | None = None
+        self._store = store
+        self._sequence = 0
+        self._appended = 0
+        self._since_snapshot = 0
+        self._pending: list[tuple[int, Entry]] = []
+        self._durable: list[tuple[int, asyncio.Future[None]]] = []
+        self._work = asyncio.Event()
+        self._waiters: set[asyncio.Future[None]] = set()
+
+    # --- start
+
+    async def open(self, identity: str, marker: Path | None = None) -> None:
+        """Takes the store, rebuilds the state and begins a new coordinator epoch.
+
+        Raises:
+            Fenced: another coordinator leads.
+            ForeignStore: the store is not the one that `marker` (a file in the data directory) belongs to.
+        """
+        await self._store.claim(identity)
+        stored = await self._store.load()
+        store_id = _same_store(stored.store_id, marker)
+        if stored.snapshot:
+            self.state = restore(stored.snapshot)
+        for _, payload in stored.events:
+            self.state.apply(ev.decode(payload))
+        for run in self.state.runs:
+            self.history[run] = [(seq, ev.decode(data)) for seq, data in await self._store.history(run)]
+        epoch = max(stored.epoch, self.state.epoch) + 1
+        await self._store.begin(epoch, store_id)
+        self._appended = stored.sequence
+        self._sequence = stored.sequence + LEAP
+        self.fenced = asyncio.get_running_loop().create_future()
+        self.post(ev.CoordinatorStarted(at=self.now(), epoch=epoch, store_id=store_id, leap=LEAP))
+
+    # --- writing
+
+    def post(self, *events: ev.Event) -> None:
+        """Applies events now; they become durable in order, soon."""
+        for event in events:
+            self._sequence += 1
+            run = event.run if isinstance(event, ev.RunEvent) else ""
+            public = run if run and not isinstance(event, ev.LEDGER_EVENTS) else ""
+            self.state.apply(event)
+            if public:
+                self.history[public].append((self._sequence, event))
+            self._pending.append((self._sequence, Entry(ev.encode(event), public)))
+        if events:
+            self._work.set()
+            self._wake()
+
+    async def commit(self, *events: ev.Event) -> None:
+        """Applies events and returns when they, and all before them, are durable (G8)."""
+        self.post(*events)
+        await self.flush()
+
+    async def flush(self) -> None:
+        """Returns when everything posted so far is durable."""
+        if self._appended_through(self._sequence):
+            return
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._durable.append((self._sequence, future))
+        await future
+
+    @property
+    def durable_sequence(self) -> int:
+        """Number of the last durable event."""
+        return self._appended
+
+    def _appended_through(self, sequence: int) -> bool:
+        return not self._pending or self._appended >= sequence
+
+    async def run(self) -> None:
+        """Appends batches for ever: whatever is pending goes in one group commit."""
+        while True:
+            await self._work.wait()
+            self._work.clear()
+            while self._pending:
+                await self._append(list(self._pending))
+            if self._since_snapshot >= SNAPSHOT_EVERY:
+                await self._save_snapshot()
+
+    async def _append(self, batch: list[tuple[int, Entry]]) -> None:
+        first, last = batch[0][0], batch[-1][0]
+        entries = [entry for _, entry in batch]
+        while True:
+            try:
+                await self._store.append(self.state.epoch, self._appended, first, entries)
+                break
+            except StoreAway as error:
+                self._set_away(True, str(error))
+                await asyncio.sleep(RETRY_S)
+            except Fenced as error:
+                if self.fenced and not self.fenced.done():
+                    self.fenced.set_result(str(error))
+                await asyncio.Event().wait()  # Nothing may leave any more; the process is about to stop.
+        self._set_away(False, "")
+        del self._pending[: len(batch)]
+        self._appended = last
+        self._since_snapshot += len(batch)
+        ready = [future for sequence, future in self._durable if sequence <= last]
+        self._durable = [(sequence, future) for sequence, future in self._durable if sequence > last]
+        for future in ready:
+            if not future.done():
+                future.set_result(None)
+
+    async def _save_snapshot(self) -> None:
+        if self._pending:
+            return
+        sequence, data = self._appended, snapshot(self.state)
+        self._since_snapshot = 0
+        try:
+            await self._store.save_snapshot(self.state.epoch, sequence, data)
+        except StoreAway as error:
+            log.warning("the snapshot waits for the store: %s", error)
+
+    async def keep_claim(self, interval_s: float) -> None:
+        """Renews the leader's claim for ever."""
+        while True:
+            await asyncio.sleep(interval_s)
+            try:
+                await self._store.keep_claim()
+            except StoreAway as error:
+                self._set_away(True, str(error))
+            except Fenced as error:
+                if self.fenced and not self.fenced.done():
+                    self.fenced.set_result(str(error))
+                return
+            else:
+                self._set_away(bool(self._pending) and self.store_away, "")
+
+    def _set_away(self, away: bool, why: str) -> None:
+        if away != self.store_away:
+            log.warning("the store is away: %s", why) if away else log.info("the store is back")
+            self.store_away = away
+            self._wake()
+
+    # --- waiting
+
+    def _wake(self) -> None:
+        for waiter in self._waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+        self._waiters.clear()
+
+    def wake(self) -> None:
+        """Lets every waiter look again: something volatile (a session, a supervisor) has changed."""
+        self._wake()
+
+    async def wait_until(self, predicate: Callable[[], bool], timeout: float, what: str) -> None:
+        """Waits until `predicate` holds; raises `WaitTimeout` that names `what`."""
+        deadline = asyncio.get_running_loop().time() + timeout
+        while not predicate():
+            left = deadline - asyncio.get_running_loop().time()
+            if left <= 0:
+                raise WaitTimeout(f"waited {timeout:.0f} s for {what}")
+            waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._waiters.add(waiter)
+            await asyncio.wait({waiter}, timeout=left)
+            self._waiters.discard(waiter)
+
+
+def _same_store(stored_id: str, marker: Path | None) -> str:
+    """The store's id; raises `ForeignStore` when the data directory belongs to another one."""
+    expected = marker.read_text().strip() if marker and marker.exists() else ""
+    if expected and expected != stored_id:
+        found = f"holds store {stored_id}" if stored_id else "is empty"
+        raise ForeignStore(
+            f"this data directory belongs to store {expected}, but Redis {found}. Give back the Redis data of "
+            f"{expected}, or remove {marker} to start anew (its runs can then not be resumed)."
+        )
+    store_id = stored_id or uuid.uuid4().hex
+    if marker and not expected:
+        marker.parent.mkdir(parents=True, exist_ok=True)
+        marker.write_text(store_id)
+    return store_id

@@ -1,0 +1,46 @@
+"""How the coordinator reaches an instance: one call, one stream. gRPC and the simulation implement it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from typing import Any, Protocol, TypeVar
+
+Response = TypeVar("Response")
+
+
+class InstanceDown(Exception):
+    """No answer from an instance: dead, cut off or out of time. What it did is unknown."""
+
+    def __init__(self, incarnation: str, message: str) -> None:
+        super().__init__(f"{incarnation}: {message}")
+        self.incarnation = incarnation
+
+
+class CallRefused(Exception):
+    """An instance answered with an error."""
+
+    def __init__(self, incarnation: str, reason: str, message: str) -> None:
+        super().__init__(f"{incarnation} refused ({reason}): {message}")
+        self.incarnation = incarnation
+        self.reason = reason
+        self.message = message
+
+
+class Port(Protocol):
+    """One instance, by RPC name. Messages are the contracts' own; methods raise `InstanceDown` and `CallRefused`."""
+
+    async def call(self, method: str, request: Any, timeout: float) -> Any:
+        """A unary call; returns the method's response message."""
+
+    def stream(self, method: str, requests: AsyncIterator[Any], timeout: float) -> AsyncIterator[Any]:
+        """A bidirectional stream; closing the iterator cancels it."""
+
+    def listen(self, method: str, request: Any, timeout: float) -> AsyncIterator[Any]:
+        """A call with one request and a stream of responses."""
+
+    async def close(self) -> None:
+        """Lets the connection go."""
+
+
+Connect = Callable[[str, str, str], Port]
+"""(kind, address, incarnation) → the instance's port."""

@@ -1,0 +1,1 @@
+"""The life of one run: prepare, step, evaluate, recover."""

@@ -1,0 +1,119 @@
+"""What a committed step says of itself: certificate, step view, trajectories as text."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable
+
+from headrace.common.v1 import common_pb2 as common
+from headrace.trainer.v1 import trainer_pb2 as trainer
+from headrace_servicekit.digests import set_digest
+
+from headrace_coordinator.domain import events as ev
+from headrace_coordinator.domain.runs import RunState
+from headrace_coordinator.domain.slots import ACCUMULATED, DROPPED, Slot
+from headrace_coordinator.run.context import RunContext
+from headrace_coordinator.run.generation import Batch
+from headrace_coordinator.run.learning import members_of
+from headrace_coordinator.run.meter import Meter
+from headrace_coordinator.views import StepView, TrajectoryView
+
+
+def certify(
+    run: RunState, opened: ev.StepOpened, response: trainer.CommitStepResponse, slots: list[Slot]
+) -> ev.Certificate:
+    """Attests an update from the ledger's slots and the trainer's counts."""
+    trained = [slot for slot in slots if slot.state == ACCUMULATED]
+    passed = _pass_rates(slots)
+    return ev.Certificate(
+        number=opened.number,
+        parent=opened.base,
+        ordinal=run.lineage.versions[opened.base].ordinal + 1,
+        digest=response.version.digest,
+        step=opened.step,
+        attempt=opened.attempt,
+        trained=[(slot.prompt, slot.sample, slot.attempt) for slot in trained],
+        dropped=[(slot.prompt, slot.sample, slot.reason) for slot in slots if slot.state == DROPPED],
+        set_digest=set_digest(members_of(trained)),
+        tokens=response.token_count,
+        tokens_by_version=dict(response.tokens_by_version),
+        max_staleness=response.max_staleness,
+        log_prob_mismatch_mean=response.figures.get("log_prob_mismatch_mean", 0.0),
+        drop_rate_by_length=_drop_rates(slots, lambda slot: _length_bucket(slot.tokens)),
+        drop_rate_by_pass_rate=_drop_rates(slots, lambda slot: passed.get(slot.prompt, "unscored")),
+    )
+
+
+def _length_bucket(tokens: int) -> str:
+    """Powers of two: "0", "1", "2-3", "4-7", …"""
+    if tokens < 2:
+        return str(tokens)
+    low = 1 << (tokens.bit_length() - 1)
+    return f"{low}-{2 * low - 1}"
+
+
+def _pass_rates(slots: Iterable[Slot]) -> dict[int, str]:
+    rewards: dict[int, list[float]] = {}
+    for slot in slots:
+        if slot.state == ACCUMULATED:
+            rewards.setdefault(slot.prompt, []).append(slot.reward)
+    return {prompt: f"{round(4 * sum(r > 0 for r in rs) / len(rs)) / 4:.2f}" for prompt, rs in rewards.items()}
+
+
+def _drop_rates(slots: Iterable[Slot], bucket: Callable[[Slot], Hashable]) -> dict[str, float]:
+    total: Counter[str] = Counter()
+    dropped: Counter[str] = Counter()
+    for slot in slots:
+        total[str(bucket(slot))] += 1
+        dropped[str(bucket(slot))] += slot.state == DROPPED
+    return {name: dropped[name] / count for name, count in sorted(total.items())}
+
+
+def step_view(
+    context: RunContext,
+    certificate: ev.Certificate,
+    response: trainer.CommitStepResponse,
+    slots: list[Slot],
+    meter: Meter,
+) -> StepView:
+    """The step as people see it."""
+    trained = [slot for slot in slots if slot.state == ACCUMULATED]
+    wall = meter.wall
+    return StepView(
+        step=certificate.ordinal,
+        version=certificate.number,
+        wall_s=wall,
+        reward_mean=sum(slot.reward for slot in trained) / max(len(trained), 1),
+        tokens=certificate.tokens,
+        tokens_per_s=certificate.tokens / wall if wall > 0 else 0.0,
+        stage_s=meter.stages(),
+        devices=meter.devices(),
+        trained=len(trained),
+        dropped=len(certificate.dropped),
+        max_staleness=certificate.max_staleness,
+        figures=dict(response.figures),
+    )
+
+
+def trajectory_views(
+    context: RunContext, certificate: ev.Certificate, slots: list[Slot], batch: Batch
+) -> list[TrajectoryView]:
+    """The step's trained trajectories as text."""
+    return [
+        TrajectoryView(
+            step=certificate.ordinal,
+            version=certificate.parent,
+            prompt_ordinal=slot.prompt,
+            sample_index=slot.sample,
+            attempt=slot.attempt,
+            prompt=context.question(slot.prompt),
+            completion=scored.completion,
+            reference=context.item(slot.prompt).answer,
+            reward=scored.reward,
+            parts=scored.parts,
+            finish_reason=common.FinishReason.Name(scored.finish_reason).removeprefix("FINISH_REASON_"),  # type: ignore[arg-type]
+            tokens=scored.tokens,
+        )
+        for slot in slots
+        if slot.state == ACCUMULATED and (scored := batch.scored.get((slot.prompt, slot.sample)))
+    ]

@@ -1,0 +1,115 @@
+"""When to make a checkpoint, and what the coordinator's ledger in it says."""
+
+from __future__ import annotations
+
+import base64
+import json
+from typing import Any
+
+from headrace.trainer.v1 import trainer_pb2 as trainer
+
+from headrace_coordinator.domain import events as ev
+from headrace_coordinator.kernel import Kernel
+from headrace_coordinator.ports import CallRefused
+from headrace_coordinator.run.context import RunContext
+
+
+def ledger_of(kernel: Kernel, run_id: str) -> bytes:
+    """High-water marks, the frontier, and every committed step: enough to rebuild a log that lost its end."""
+    run = kernel.state.runs[run_id]
+    committed = [
+        base64.b64encode(ev.encode(event)).decode()
+        for _, event in kernel.history[run_id]
+        if isinstance(event, ev.StepCommitted | ev.StepSkipped)
+    ][-200:]
+    head = run.lineage.base
+    return json.dumps(
+        {
+            "store_id": kernel.state.store_id,
+            "run": run_id,
+            "coordinator_epoch": kernel.state.epoch,
+            "last_number": run.lineage.last_number,
+            "last_attempt": run.ledger.last_attempt,
+            "frontier_step": run.ledger.step,
+            "version": head.number if head else 0,
+            "committed": committed,
+        }
+    ).encode()
+
+
+def read_ledger(checkpoint: trainer.Checkpoint) -> dict[str, Any]:
+    """The ledger of a checkpoint; empty when it is not one of ours."""
+    try:
+        ledger = json.loads(checkpoint.ledger)
+    except ValueError:
+        return {}
+    return ledger if isinstance(ledger, dict) else {}
+
+
+def missing_steps(ledger: dict[str, Any], known: set[int]) -> list[ev.StepCommitted]:
+    """Committed steps that a checkpoint knows and the log does not."""
+    events = [ev.decode(base64.b64decode(text)) for text in ledger.get("committed", [])]
+    return [e for e in events if isinstance(e, ev.StepCommitted) and e.certificate.number not in known]
+
+
+class Checkpointer:
+    """Follows the time budget: the time that saving costs stays below a share of wall time."""
+
+    def __init__(self, context: RunContext) -> None:
+        self._context = context
+        self._last_at = context.kernel.now()
+        self._cost_s = 0.0
+        self._announced = context.state.last_checkpoint
+        self._in_flight = 0
+        self._last_failure = ""
+
+    def due(self) -> bool:
+        """A checkpoint should start now."""
+        section, run = self._context.spec.checkpoint, self._context.state
+        if not section.enabled or run.lineage.base is None:
+            return False
+        if self._in_flight or run.lineage.head == self._announced:
+            return False
+        if section.interval_steps:
+            return run.lineage.base.ordinal % section.interval_steps == 0
+        waited = self._context.kernel.now() - self._last_at
+        return waited >= section.max_interval_s or waited * section.time_budget >= max(self._cost_s, 1.0)
+
+    async def save(self, wait: bool) -> None:
+        """Starts a checkpoint of the head, or waits until it is durable. A failure is shown; the run goes on."""
+        context, number = self._context, self._context.state.lineage.head
+        started = context.kernel.now()
+        try:
+            response = await context.crew.leader.save(number, ledger_of(context.kernel, context.run_id), wait)
+        except CallRefused as refused:
+            self._failed(refused.message)
+            return
+        self._cost_s = max(context.kernel.now() - started, response.snapshot_time.ToNanoseconds() / 1e9)
+        self._last_at = context.kernel.now()
+        self._in_flight = number
+        if response.durable:
+            self._saved(response.checkpoint.name, number)
+
+    async def announce(self) -> None:
+        """Tells of checkpoints that became durable in the background."""
+        if not self._in_flight:
+            return
+        response = await self._context.crew.leader.list_checkpoints()
+        if any(checkpoint.version.number == self._in_flight for checkpoint in response.checkpoints):
+            self._saved(response.checkpoints[0].name, self._in_flight)
+        elif response.last_failure:
+            self._failed(response.last_failure)
+
+    def _saved(self, name: str, number: int) -> None:
+        self._announced, self._in_flight = number, 0
+        context = self._context
+        context.kernel.post(
+            ev.CheckpointSaved(at=context.kernel.now(), run=context.run_id, name=name, number=number)
+        )
+
+    def _failed(self, reason: str) -> None:
+        self._last_at, self._in_flight = self._context.kernel.now(), 0
+        if reason != self._last_failure:
+            self._last_failure = reason
+            context = self._context
+            context.kernel.post(ev.CheckpointFailed(at=context.kernel.now(), run=context.run_id, reason=reason))

@@ -1,0 +1,133 @@
+"""What every part of a run shares: its spec, state, crew, data and small conversions."""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from typing import Protocol
+
+from headrace.common.v1 import common_pb2 as common
+from headrace.rollout.v1 import rollout_pb2 as rollout
+
+from headrace_coordinator.data.dataset import Dataset
+from headrace_coordinator.data.items import DataItem
+from headrace_coordinator.data.prompts import PromptContent
+from headrace_coordinator.domain import events as ev
+from headrace_coordinator.domain.runs import RunState
+from headrace_coordinator.fleet import Fleet
+from headrace_coordinator.kernel import Kernel
+from headrace_coordinator.run.crew import Crew
+from headrace_coordinator.run.members import Member
+from headrace_coordinator.run.placement import Placement
+from headrace_coordinator.spec import RunSpec
+from headrace_coordinator.views import EvaluationView, StepView, TrajectoryView
+
+log = logging.getLogger(__name__)
+
+
+class Projection(Protocol):
+    """Derived files of a run; a failing disk never stops it."""
+
+    def step(self, view: StepView) -> None:
+        """One committed step."""
+
+    def evaluation(self, view: EvaluationView) -> None:
+        """One evaluation."""
+
+    def trajectories(self, views: list[TrajectoryView]) -> None:
+        """Settled trajectories of one step."""
+
+    def close(self) -> None:
+        """The run is over."""
+
+
+class RunContext:
+    """One run at work."""
+
+    def __init__(
+        self,
+        kernel: Kernel,
+        fleet: Fleet,
+        run_id: str,
+        dataset: Dataset,
+        projection: Projection,
+    ) -> None:
+        self.kernel = kernel
+        self.fleet = fleet
+        self.run_id = run_id
+        self.spec = RunSpec.model_validate(self.state.spec)
+        self.dataset = dataset
+        self.projection = projection
+        self.crew = Crew(fleet, run_id, self.spec, self.state.directory)
+        self.crew.warmup_examples = self._warmup_examples()
+        self.placement = Placement(self.crew)
+        self._lengths: dict[str, list[int]] = defaultdict(list)
+
+    @property
+    def state(self) -> RunState:
+        """The run's durable state."""
+        return self.kernel.state.runs[self.run_id]
+
+    # --- data
+
+    def item(self, prompt: int) -> DataItem:
+        """The data item of a prompt ordinal."""
+        return self.dataset.train_item(prompt)
+
+    def prompt(self, prompt: int) -> rollout.Prompt:
+        """The prompt of a prompt ordinal."""
+        return prompt_message(self.dataset.prompt(self.item(prompt)))
+
+    def question(self, prompt: int) -> str:
+        """The question as scorers and people see it."""
+        return self.item(prompt).question
+
+    def saw_length(self, prompt: int, tokens: int) -> None:
+        """An answer's length, from which later epochs expect theirs."""
+        self._lengths[self.item(prompt).key].append(tokens)
+
+    def expected_tokens(self, prompt: int) -> float:
+        """Mean length of the item's answers so far; the limit for a new one."""
+        lengths = self._lengths.get(self.item(prompt).key)
+        return sum(lengths) / len(lengths) if lengths else float(self.spec.sampling.max_new_tokens)
+
+    def _warmup_examples(self) -> list[dict[str, object]]:
+        if not self.spec.trainer.warmup.steps:
+            return []
+        items = [self.dataset.train_item(ordinal) for ordinal in range(self.dataset.train_size)]
+        return [
+            {"chat": content.chat, "text": content.text, "prefill": content.prefill, "answer": item.answer}
+            for item, content in ((item, self.dataset.prompt(item)) for item in items)
+        ]
+
+    # --- small conversions
+
+    def note(self, text: str) -> None:
+        """Tells the run's user."""
+        log.info("run %s: %s", self.run_id, text)
+        self.kernel.post(ev.Noted(at=self.kernel.now(), run=self.run_id, text=text))
+
+    def distribution(self, temperature: float) -> common.SamplingDistribution:
+        """The spec's sampling distribution at `temperature` (0: greedy)."""
+        sampling = self.spec.sampling
+        return common.SamplingDistribution(
+            temperature=temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            min_p=sampling.min_p,
+            repetition_penalty=sampling.repetition_penalty,
+            log_prob_kind=common.LOG_PROB_KIND_PROCESSED,
+        )
+
+    async def lost(self, member: Member, why: str) -> None:
+        """A call failed: waits a little to learn whether the instance is gone."""
+        alive = await self.fleet.fate(member.incarnation)
+        self.note(f"{member.instance.instance} {'failed a call' if alive else 'is lost'}: {why}")
+
+
+def prompt_message(content: PromptContent) -> rollout.Prompt:
+    """A prompt as the rollout takes it."""
+    if content.chat is None:
+        return rollout.Prompt(text=content.text or "")
+    messages = [rollout.ChatMessage(role=m["role"], content=m["content"]) for m in content.chat]
+    return rollout.Prompt(chat=rollout.ChatPrompt(messages=messages, prefill=content.prefill))

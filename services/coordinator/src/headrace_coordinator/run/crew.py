@@ -1,0 +1,116 @@
+"""The instances of a run: claimed, opened, and replaced when they are lost."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from headrace_coordinator.domain.state import InstanceState
+from headrace_coordinator.fleet import Fleet
+from headrace_coordinator.run.members import Member, RewardMember, RolloutMember, TrainerMember
+from headrace_coordinator.spec import RunSpec
+
+
+class Crew:
+    """Members by kind; `staff` brings them up to what the spec asks for."""
+
+    def __init__(self, fleet: Fleet, run: str, spec: RunSpec, directory: str) -> None:
+        self.fleet = fleet
+        self.run = run
+        self.spec = spec
+        self.rollouts: list[RolloutMember] = []
+        self.trainers: list[TrainerMember] = []
+        self.rewards: list[RewardMember] = []
+        self.warmup_examples: list[dict[str, Any]] = []
+        self._directory = directory
+
+    @property
+    def leader(self) -> TrainerMember:
+        """Rank 0, the only one that accepts steps."""
+        return self.trainers[0]
+
+    @property
+    def members(self) -> list[Member]:
+        """Everybody."""
+        return [*self.rollouts, *self.trainers, *self.rewards]
+
+    def _adopt_lease(self, member: Member) -> None:
+        """After a coordinator restart a member may hold a lease already."""
+        for lease in self.fleet.kernel.state.table.of(member.incarnation):
+            if lease.run == self.run:
+                member.lease_epoch, member.devices = lease.epoch, tuple(lease.devices)
+
+    def forget_ended_leases(self) -> None:
+        """After a fault: what a member held may have ended without it."""
+        for member in self.members:
+            if member.lease_epoch not in self.fleet.kernel.state.table.leases:
+                member.lease_epoch = 0
+
+    def _drop_lost(self) -> None:
+        alive = self.fleet.alive
+        self.rollouts = [m for m in self.rollouts if alive(m.incarnation)]
+        self.rewards = [m for m in self.rewards if alive(m.incarnation)]
+        if not all(alive(m.incarnation) for m in self.trainers):
+            self.trainers = []
+
+    async def staff(self) -> bool:
+        """Replaces lost members; waits for each kind with the run's deadline. True when the gang is new."""
+        self._drop_lost()
+        timeout = self.fleet_timeout
+        for kind, count in (("trainer", self.spec.trainer.ranks), ("reward", 1)):
+            await self.fleet.claim(self.run, kind, count, timeout)
+        new_gang = not self.trainers
+        if new_gang:
+            states = await self.fleet.claim(self.run, "trainer", self.spec.trainer.ranks, timeout)
+            self.trainers = [self._trainer(state, rank) for rank, state in enumerate(states)]
+            for trainer in self.trainers:
+                self._adopt_lease(trainer)
+                await trainer.open_run(self._trainer_config(), self._directory)
+        await self.staff_rewards()
+        await self.staff_rollouts(self.spec.rollout.instances)
+        return new_gang
+
+    @property
+    def fleet_timeout(self) -> float:
+        """Longest wait for an instance or a lease."""
+        return self.spec.limits.instance_timeout_s
+
+    async def staff_rollouts(self, count: int) -> None:
+        """At least `count` live rollouts, and any further ones that are free, up to the spec's number."""
+        self._drop_lost()
+        known = {member.incarnation for member in self.rollouts}
+        states = await self.fleet.claim(self.run, "rollout", count, self.fleet_timeout)
+        for state in states:
+            if state.incarnation not in known:
+                member = RolloutMember(self.run, state, self.fleet.port(state.incarnation), self._epoch)
+                self._adopt_lease(member)
+                await member.open_run(self._section_json("model", "rollout", "seed"))
+                self.rollouts.append(member)
+
+    async def staff_rewards(self) -> None:
+        """Every free reward instance; at least one."""
+        self._drop_lost()
+        known = {member.incarnation for member in self.rewards}
+        await self.fleet.claim(self.run, "reward", 1, self.fleet_timeout)
+        for state in self.fleet.ready("reward"):
+            if state.incarnation not in known and self.fleet.busy.get(state.incarnation, self.run) == self.run:
+                member = RewardMember(self.run, state, self.fleet.port(state.incarnation), self._epoch)
+                await member.open_run(self.spec.reward.model_dump_json())
+                self.fleet.busy[state.incarnation] = self.run
+                self.rewards.append(member)
+
+    @property
+    def _epoch(self) -> int:
+        return self.fleet.kernel.state.epoch
+
+    def _trainer(self, state: InstanceState, rank: int) -> TrainerMember:
+        return TrainerMember(self.run, state, self.fleet.port(state.incarnation), self._epoch, rank=rank)
+
+    def _section_json(self, *sections: str) -> str:
+        whole = self.spec.model_dump(mode="json")
+        return json.dumps({section: whole[section] for section in sections})
+
+    def _trainer_config(self) -> str:
+        sections = ("model", "algorithm", "optimizer", "trainer", "sampling", "checkpoint", "seed", "steps")
+        config = json.loads(self._section_json(*sections, "deterministic"))
+        return json.dumps({**config, "warmup_examples": self.warmup_examples})

@@ -1,0 +1,139 @@
+"""Held-out items under the installed policy. Nothing here is trained or kept in custody."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+from headrace.common.v1 import common_pb2 as common
+from headrace.reward.v1 import reward_pb2 as reward
+from headrace.rollout.v1 import rollout_pb2 as rollout
+
+from headrace_coordinator.data.items import DataItem
+from headrace_coordinator.ports import CallRefused, InstanceDown
+from headrace_coordinator.run.context import RunContext, prompt_message
+from headrace_coordinator.run.members import Published, RolloutMember
+from headrace_coordinator.run.scoring import score_item, score_with_retry
+from headrace_coordinator.run.together import together
+from headrace_coordinator.views import EvaluationView
+
+EXAMPLES = 5
+ATTEMPTS = 5
+
+
+async def evaluate(context: RunContext, published: Published, kind: str, prefill: str | None) -> EvaluationView:
+    """Generates and scores every held-out item with the installed version."""
+    items = context.dataset.heldout_items()
+    bodies = await _generate(context, published, items, prefill)
+    scores = await score_with_retry(
+        context.crew,
+        [score_item(items[b.sample.prompt_ordinal], _question(items, b), b, evaluation=True) for b in bodies],
+    )
+    return _view(published, kind, items, bodies, scores)
+
+
+def _question(items: Sequence[DataItem], body: common.Trajectory) -> str:
+    return items[body.sample.prompt_ordinal].question
+
+
+async def _generate(
+    context: RunContext, published: Published, items: Sequence[DataItem], prefill: str | None
+) -> list[common.Trajectory]:
+    samples = context.spec.evaluation.samples
+    done: dict[tuple[int, int], common.Trajectory] = {}
+    for _ in range(ATTEMPTS):
+        members = [m for m in context.crew.rollouts if context.fleet.alive(m.incarnation)]
+        missing = [i for i in range(len(items)) if any((i, s) not in done for s in range(samples))]
+        if not missing:
+            break
+        if not members:
+            await context.placement.add_rollout(published)
+            members = list(context.crew.rollouts)
+        await together(
+            *(
+                _drive(context, published, member, items, missing[index :: len(members)], prefill, done)
+                for index, member in enumerate(members)
+            )
+        )
+    return [done[key] for key in sorted(done)]
+
+
+async def _drive(
+    context: RunContext,
+    published: Published,
+    member: RolloutMember,
+    items: Sequence[DataItem],
+    mine: Sequence[int],
+    prefill: str | None,
+    done: dict[tuple[int, int], common.Trajectory],
+) -> None:
+    spec = context.spec
+    opening = rollout.GenerateOpen(
+        policy_number=published.version.number,
+        distribution=context.distribution(0.0 if spec.evaluation.greedy else spec.evaluation.temperature),
+        max_new_tokens=spec.evaluation.max_new_tokens or spec.sampling.max_new_tokens,
+        stop=spec.sampling.stop,
+        # A stream of its own: evaluation answers share no randomness with training.
+        seed=spec.seed + 1_000_003 * (published.version.ordinal + 1),
+        deterministic=spec.deterministic,
+        evaluation=True,
+    )
+
+    async def assignments() -> AsyncIterator[rollout.AssignGroups]:
+        groups = [
+            rollout.GroupAssignment(
+                prompt_ordinal=index,
+                prompt=prompt_message(context.dataset.prompt(items[index], prefill=prefill)),
+                samples=[
+                    rollout.SampleAssignment(sample_index=sample, attempt=1)
+                    for sample in range(spec.evaluation.samples)
+                ],
+            )
+            for index in mine
+        ]
+        yield rollout.AssignGroups(groups=groups)
+
+    try:
+        async for response in member.generate(opening, assignments(), spec.limits.step_timeout_s):
+            for chunk in response.chunks:
+                if chunk.HasField("finished"):
+                    body = chunk.finished
+                    done[body.sample.prompt_ordinal, body.sample.sample_index] = body
+    except (InstanceDown, CallRefused) as fault:
+        await context.lost(member, str(fault))
+
+
+def _view(
+    published: Published,
+    kind: str,
+    items: Sequence[DataItem],
+    bodies: Sequence[common.Trajectory],
+    scores: Sequence[reward.ScoreResult],
+) -> EvaluationView:
+    by_slot = {(s.sample.prompt_ordinal, s.sample.sample_index): s for s in scores}
+    parts: dict[str, float] = defaultdict(float)
+    examples: list[dict[str, Any]] = []
+    for body in bodies:
+        score = by_slot[body.sample.prompt_ordinal, body.sample.sample_index]
+        for name, value in score.parts.items():
+            parts[name] += value / len(bodies)
+        if body.sample.sample_index == 0 and len(examples) < EXAMPLES:
+            item = items[body.sample.prompt_ordinal]
+            examples.append(
+                {
+                    "prompt": item.question,
+                    "completion": body.completion_text,
+                    "reference": item.answer,
+                    "reward": score.reward,
+                }
+            )
+    return EvaluationView(
+        kind=kind,
+        step=published.version.ordinal,
+        version=published.version.number,
+        score=sum(score.reward for score in scores) / max(len(scores), 1),
+        parts=dict(parts),
+        answers=len(bodies),
+        examples=examples,
+    )

@@ -1,0 +1,319 @@
+"""Fills the open step's slots: dispatch, chunks in, scoring, settled groups out.
+
+A lost rollout's work is re-issued; a group whose member cannot be made or scored is dropped whole.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+
+from headrace.common.v1 import common_pb2 as common
+from headrace.reward.v1 import reward_pb2 as reward
+from headrace.rollout.v1 import rollout_pb2 as rollout
+from headrace_servicekit.digests import trajectory_digest
+
+from headrace_coordinator.domain import events as ev
+from headrace_coordinator.domain.dispatch import Dispatcher, GroupWork
+from headrace_coordinator.domain.slots import DROPPED, FINISHED, PENDING, Offer, Slot, accepts, plan_assign
+from headrace_coordinator.ports import CallRefused, InstanceDown
+from headrace_coordinator.run.context import RunContext
+from headrace_coordinator.run.members import Published, RolloutMember, SlotKey
+from headrace_coordinator.run.meter import Meter
+from headrace_coordinator.run.relay import Relay
+from headrace_coordinator.run.scoring import Scoring, sampled_tokens, score_item
+from headrace_coordinator.run.together import together
+from headrace_coordinator.waits import Pulse
+
+SAMPLE_RETRIES = 2
+
+
+@dataclass
+class Scored:
+    """A finished trajectory's final reward."""
+
+    reward: float
+    parts: dict[str, float]
+    completion: str
+    finish_reason: int
+    tokens: int
+    oldest: int
+
+
+@dataclass
+class Batch:
+    """What a step has gathered so far."""
+
+    scored: dict[SlotKey, Scored] = field(default_factory=dict)
+    refused: int = 0
+    settled: set[int] = field(default_factory=set)
+
+
+class Generation:
+    """One step attempt's way from slots to settled groups."""
+
+    def __init__(
+        self,
+        context: RunContext,
+        relay: Relay,
+        meter: Meter,
+        published: Published,
+        on_settled: Callable[[int], None],
+        draining: Callable[[], bool],
+    ) -> None:
+        self._context = context
+        self._crew = context.crew
+        self._ledger = context.state.ledger
+        self._relay = relay
+        self._meter = meter
+        self._published = published
+        self._on_settled = on_settled
+        self._draining = draining
+        self._scoring = Scoring(context.crew, meter, self._take_scores)
+        self._failures: Counter[SlotKey] = Counter()
+        self._news = Pulse()
+        self.batch = Batch()
+        expected = None if context.spec.deterministic else context.expected_tokens
+        self._dispatcher = Dispatcher(self._pending_work(), expected)
+
+    def _pending_work(self) -> list[GroupWork]:
+        work: dict[int, list[int]] = {}
+        for slot in self._ledger.members(PENDING):
+            work.setdefault(slot.prompt, []).append(slot.sample)
+        return list(work.items())
+
+    @property
+    def complete(self) -> bool:
+        """Every group of the step is settled or dropped."""
+        return all(
+            prompt in self.batch.settled or self._ledger.group(prompt)[0].state == DROPPED
+            for prompt in self._ledger.prompts
+        )
+
+    async def run(self) -> None:
+        """Until every group of the step is settled or dropped."""
+        await together(self._scoring.run(), self._generate_all())
+
+    async def _generate_all(self) -> None:
+        await self._adopt_finished()
+        drives: dict[str, asyncio.Task[None]] = {}
+        try:
+            while not self.complete:
+                news = self._news.next()
+                self._start_drives(drives)
+                if not drives and self._dispatcher.waiting:
+                    await self._context.placement.add_rollout(self._published)
+                    continue
+                await asyncio.wait({news, *drives.values()}, return_when=asyncio.FIRST_COMPLETED)
+                for incarnation in [key for key, task in drives.items() if task.done()]:
+                    drives.pop(incarnation).result()
+            self._scoring.close()
+            await asyncio.gather(*drives.values())
+        finally:
+            self._scoring.close()
+            for task in drives.values():
+                task.cancel()
+            await asyncio.gather(*drives.values(), return_exceptions=True)
+
+    def _start_drives(self, drives: dict[str, asyncio.Task[None]]) -> None:
+        if self._dispatcher.waiting:
+            for member in self._crew.rollouts:
+                if member.incarnation not in drives and self._crew.fleet.alive(member.incarnation):
+                    drives[member.incarnation] = asyncio.ensure_future(self._drive(member))
+
+    async def _adopt_finished(self) -> None:
+        """After an aborted attempt: finished slots whose body is still in custody go straight to scoring."""
+        slots = [(slot.prompt, slot.sample) for slot in self._ledger.members(FINISHED)]
+        found = await self._relay.bodies(slots, self._crew.rollouts) if slots else {}
+        for key, body in found.items():
+            slot = self._ledger.slot(*key)
+            if slot and (slot.attempt, slot.digest) == (body.attempt, trajectory_digest(body)):
+                self._score(body)
+        lost = [key for key in slots if key not in found]
+        self._dispatcher.put_back(lost)
+
+    # --- one rollout
+
+    async def _drive(self, member: RolloutMember) -> None:
+        started = self._meter_now()
+        try:
+            async for response in member.generate(
+                self._opening(), self._assignments(member), self._context.spec.limits.step_timeout_s
+            ):
+                for chunk in response.chunks:
+                    await self._take_chunk(member, chunk)
+            # A stream that ends before its samples do has lost them.
+            self._requeue(member, "its Generate stream ended early")
+        except (InstanceDown, CallRefused) as fault:
+            self._requeue(member, str(fault))
+            await self._context.lost(member, str(fault))
+        finally:
+            self._meter.add("generate", (started, self._meter_now()), member.devices)
+            self._news.beat()
+
+    def _meter_now(self) -> float:
+        return self._context.kernel.now()
+
+    def _requeue(self, member: RolloutMember, why: str) -> None:
+        lost = self._dispatcher.lost(member.incarnation)
+        if lost:
+            self._context.note(f"{len(lost)} samples of {member.instance.instance} are made again: {why}")
+
+    def _opening(self) -> rollout.GenerateOpen:
+        spec = self._context.spec
+        return rollout.GenerateOpen(
+            policy_number=self._published.version.number,
+            distribution=self._context.distribution(spec.sampling.temperature),
+            max_new_tokens=spec.sampling.max_new_tokens,
+            stop=spec.sampling.stop,
+            seed=spec.seed,
+            chunk_tokens=spec.rollout.chunk_tokens,
+            deterministic=spec.deterministic,
+        )
+
+    async def _assignments(self, member: RolloutMember) -> AsyncIterator[rollout.AssignGroups]:
+        while not self.complete:
+            news = self._news.next()
+            live = sum(self._crew.fleet.alive(m.incarnation) for m in self._crew.rollouts)
+            work = self._dispatcher.take(member.incarnation, member.max_concurrency, live)
+            if work:
+                yield await self._assign(member, work)
+            else:
+                await asyncio.shield(news)
+
+    async def _assign(self, member: RolloutMember, work: list[GroupWork]) -> rollout.AssignGroups:
+        slots = [self._slot(prompt, sample) for prompt, samples in work for sample in samples]
+        assigned = plan_assign(
+            self._ledger, self._context.run_id, slots, member.incarnation, self._context.kernel.now()
+        )
+        await self._context.kernel.commit(assigned)
+        attempts = {(prompt, sample): attempt for prompt, sample, attempt, _ in assigned.slots}
+        return rollout.AssignGroups(
+            groups=[
+                rollout.GroupAssignment(
+                    prompt_ordinal=prompt,
+                    prompt=self._context.prompt(prompt),
+                    samples=[
+                        rollout.SampleAssignment(sample_index=sample, attempt=attempts[prompt, sample])
+                        for sample in samples
+                    ],
+                )
+                for prompt, samples in work
+            ]
+        )
+
+    def _slot(self, prompt: int, sample: int) -> Slot:
+        slot = self._ledger.slot(prompt, sample)
+        assert slot is not None, f"({prompt}, {sample}) is not a slot of the open step"
+        return slot
+
+    # --- chunks in
+
+    async def _take_chunk(self, member: RolloutMember, chunk: common.TrajectoryChunk) -> None:
+        if not chunk.HasField("finished"):
+            return
+        await self._relay.wait_for_room(self._draining)
+        body = chunk.finished
+        key = (body.sample.prompt_ordinal, body.sample.sample_index)
+        digest = trajectory_digest(body)
+        why_not = accepts(self._ledger, Offer(*key, body.attempt, digest, sampled_tokens(body)))
+        if why_not or digest != body.body_digest:
+            self.batch.refused += 1
+            return
+        self._dispatcher.done(member.incarnation, *key)
+        if body.finish_reason == common.FINISH_REASON_PROMPT_TOO_LONG:
+            self._drop(key[0], "PROMPT_TOO_LONG", "the prompt does not fit model.max_context")
+        elif body.finish_reason in (common.FINISH_REASON_ERROR, common.FINISH_REASON_ABORTED):
+            self._retry(key, f"ended with {common.FinishReason.Name(body.finish_reason)}")
+        elif self._stale(body):
+            self._drop(key[0], "ABANDONED", "a segment is too stale or of an abandoned version")
+        else:
+            self._finish(key, body, digest)
+
+    def _stale(self, body: common.Trajectory) -> bool:
+        lineage, base = self._context.state.lineage, self._published.version.number
+        limit = self._context.spec.algorithm.max_staleness
+        numbers = {segment.policy_number for segment in body.segments if segment.policy_number}
+        staleness = [lineage.staleness(number, base) for number in numbers]
+        return any(value is None or value > limit for value in staleness)
+
+    def _finish(self, key: SlotKey, body: common.Trajectory, digest: str) -> None:
+        tokens = sampled_tokens(body)
+        finished = ev.SlotsFinished(
+            at=self._context.kernel.now(),
+            run=self._context.run_id,
+            slots=[(*key, body.attempt, digest, tokens)],
+        )
+        self._context.kernel.post(finished)
+        self._context.saw_length(key[0], tokens)
+        self._relay.put(key, body)
+        self._score(body)
+
+    def _score(self, body: common.Trajectory) -> None:
+        key = (body.sample.prompt_ordinal, body.sample.sample_index)
+        numbers = [segment.policy_number for segment in body.segments if segment.policy_number]
+        self.batch.scored[key] = Scored(
+            reward=float("nan"),
+            parts={},
+            completion=body.completion_text,
+            finish_reason=body.finish_reason,
+            tokens=sampled_tokens(body),
+            oldest=min(numbers, default=self._published.version.number),
+        )
+        self._relay.put(key, body)
+        item = self._context.item(key[0])
+        self._scoring.put(score_item(item, self._context.question(key[0]), body, evaluation=False))
+
+    def _retry(self, key: SlotKey, why: str) -> None:
+        self._failures[key] += 1
+        if self._failures[key] > SAMPLE_RETRIES:
+            self._drop(key[0], "GROUP_INCOMPLETE", f"sample {key[1]} failed {self._failures[key]} times: {why}")
+        else:
+            self._dispatcher.put_back([key])
+            self._news.beat()
+
+    def _drop(self, prompt: int, reason: str, detail: str) -> None:
+        if self._ledger.group(prompt)[0].state == DROPPED:
+            return
+        self._context.kernel.post(
+            ev.GroupDropped(
+                at=self._context.kernel.now(),
+                run=self._context.run_id,
+                step=self._ledger.step,
+                prompt=prompt,
+                reason=reason,
+                detail=detail,
+            )
+        )
+        self._dispatcher.forget(prompt)
+        self._relay.drop((prompt, sample) for sample in range(self._ledger.group_size))
+        self._news.beat()
+
+    # --- scores in
+
+    async def _take_scores(self, results: list[reward.ScoreResult]) -> None:
+        for result in results:
+            key = (result.sample.prompt_ordinal, result.sample.sample_index)
+            slot, scored = self._ledger.slot(*key), self.batch.scored.get(key)
+            if slot is None or scored is None or slot.attempt != result.attempt or slot.state != FINISHED:
+                self.batch.refused += 1
+            elif result.status == reward.SCORE_STATUS_SCORER_BROKEN:
+                self._drop(key[0], "GROUP_INCOMPLETE", f"a scorer is broken: {result.detail}")
+            else:
+                scored.reward, scored.parts = result.reward, dict(result.parts)
+                self._settle(key[0])
+
+    def _settle(self, prompt: int) -> None:
+        group = self._ledger.group(prompt)
+        scores = [self.batch.scored.get((prompt, slot.sample)) for slot in group]
+        if any(slot.state != FINISHED for slot in group) or any(s is None or s.reward != s.reward for s in scores):
+            return
+        rewards = [scored.reward for scored in scores if scored is not None]
+        self._context.kernel.post(
+            ev.GroupsSettled(at=self._context.kernel.now(), run=self._context.run_id, groups=[(prompt, rewards)])
+        )
+        self.batch.settled.add(prompt)
+        self._on_settled(prompt)
+        self._news.beat()

@@ -1,0 +1,153 @@
+"""Which devices generate and learn, and the handing over between them.
+
+`disaggregated` holds both sides at once and streams; `collocated` takes turns on the same devices inside a step.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from math import ceil
+
+from headrace_coordinator.domain.leases import LeaseRequest
+from headrace_coordinator.ports import CallRefused, InstanceDown
+from headrace_coordinator.run.crew import Crew
+from headrace_coordinator.run.members import Member, Published
+from headrace_coordinator.run.together import together
+from headrace_coordinator.spec import PlacementSection
+
+
+class PlacementError(Exception):
+    """The spec's placement does not fit the fleet; the message names key and fix."""
+
+
+class Placement:
+    """Hands devices to the stage that needs them."""
+
+    def __init__(self, crew: Crew) -> None:
+        self.crew = crew
+        self.in_turns = crew.spec.placement.mode == "collocated"
+
+    def assign(self) -> None:
+        """Decides every member's devices; raises `PlacementError`."""
+        section = self.crew.spec.placement
+        devices_of = default_devices(section, self.crew.rollouts, self.crew.trainers)
+        spec = self.crew.spec
+        for kind, members, wanted in (
+            ("rollout", self.crew.rollouts, spec.rollout.instances),
+            ("trainer", self.crew.trainers, spec.trainer.ranks),
+        ):
+            hosts = _by_host(members)
+            for host, group in hosts.items():
+                seats = max(len(group), ceil(wanted / len(hosts)))
+                _seat(group, devices_of[kind, host], seats, f"placement.{kind}")
+
+    async def learn(self) -> None:
+        """The gang holds its devices, awake."""
+        if self.in_turns:
+            await self._stand_down_rollouts()
+        fresh = await self._take(self.crew.trainers, "learn")
+        await together(*(member.wake() for member in self.crew.trainers if member in fresh))
+
+    async def generate(self, published: Published) -> None:
+        """The rollouts hold their devices with `published` installed and verified."""
+        if self.in_turns:
+            await self._stand_down_trainers()
+        fresh = await self._take(self.crew.rollouts, "generate")
+        behind = [m for m in self.crew.rollouts if m.installed != published.version.number]
+        await together(*(m.wake(published) if m in fresh else m.install(published) for m in behind))
+
+    async def add_rollout(self, published: Published) -> None:
+        """A replacement for lost rollouts, inside a step."""
+        await self.crew.staff_rollouts(1)
+        self.assign()
+        await self.generate(published)
+
+    async def _stand_down_rollouts(self) -> None:
+        held = [member for member in self.crew.rollouts if member.lease_epoch]
+        for member in held:
+            try:
+                await member.suspend()
+            except (InstanceDown, CallRefused):
+                if self.crew.fleet.alive(member.incarnation):
+                    raise
+        await self._let_go(held)
+
+    async def _stand_down_trainers(self) -> None:
+        held = [member for member in self.crew.trainers if member.lease_epoch]
+        await together(*(member.suspend() for member in held))
+        await self._let_go(held)
+
+    async def _let_go(self, members: Sequence[Member]) -> None:
+        await self.crew.fleet.release(self.crew.run, [member.lease_epoch for member in members])
+        for member in members:
+            member.lease_epoch = 0
+
+    async def _take(self, members: Sequence[Member], stage: str) -> list[Member]:
+        """Leases for `members`; returns those that did not hold theirs before."""
+        requests = [LeaseRequest(m.incarnation, self.crew.run, stage, m.devices) for m in members if m.devices]
+        if not requests:
+            return []
+        epochs = await self.crew.fleet.acquire(requests, self.crew.fleet_timeout)
+        fresh = []
+        for member, epoch in zip((m for m in members if m.devices), epochs, strict=True):
+            if member.lease_epoch != epoch:
+                fresh.append(member)
+            member.lease_epoch = epoch
+        return fresh
+
+
+def default_devices(
+    section: PlacementSection, rollouts: Sequence[Member], trainers: Sequence[Member]
+) -> dict[tuple[str, str], list[str]]:
+    """Devices by (kind, host): the spec's, else all (collocated) or a half each (disaggregated)."""
+    chosen: dict[tuple[str, str], list[str]] = {}
+    for host in {member.instance.host for member in (*rollouts, *trainers)}:
+        everything = sorted({d for m in (*rollouts, *trainers) if m.instance.host == host for d in m.instance.devices})
+        trainer_side, rollout_side = list(everything), list(everything)
+        both = any(m.instance.host == host for m in rollouts) and any(m.instance.host == host for m in trainers)
+        if section.mode == "disaggregated" and both:
+            if len(everything) < 2:
+                raise PlacementError(
+                    f"placement.mode: disaggregated needs two devices on {host}, which has {everything}; "
+                    "use collocated"
+                )
+            half = len(everything) // 2
+            rollout_side, trainer_side = everything[:-half], everything[-half:]
+        for kind, named, side in (
+            ("rollout", section.rollout, rollout_side),
+            ("trainer", section.trainer, trainer_side),
+        ):
+            chosen[kind, host] = _named(named, everything, host, kind) if named else side
+    return chosen
+
+
+def _named(named: Sequence[str], everything: Sequence[str], host: str, kind: str) -> list[str]:
+    full = [name if "/" in name else f"{host}/{name}" for name in named]
+    missing = [name for name in full if name.startswith(f"{host}/") and name not in everything]
+    if missing:
+        raise PlacementError(f"placement.{kind}: {', '.join(missing)} does not exist; {host} has {', '.join(everything)}")
+    return [name for name in full if name.startswith(f"{host}/")]
+
+
+def _by_host(members: Sequence[Member]) -> dict[str, list[Member]]:
+    groups: dict[str, list[Member]] = defaultdict(list)
+    for member in members:
+        groups[member.instance.host].append(member)
+    return groups
+
+
+def _seat(members: Sequence[Member], devices: Sequence[str], seats: int, key: str) -> None:
+    """Divides `devices` into seats; members that hold a lease keep theirs, the others take what is free."""
+    if len(devices) < seats:
+        raise PlacementError(
+            f"{key}: {seats} instances share {len(devices)} devices ({', '.join(devices)}); "
+            "use fewer instances or name more devices"
+        )
+    share, extra = divmod(len(devices), seats)
+    stops = [(index + 1) * share + min(index + 1, extra) for index in range(seats)]
+    chunks = [tuple(devices[start:stop]) for start, stop in zip([0, *stops], stops, strict=False)]
+    taken = {member.devices for member in members if member.lease_epoch}
+    free = [chunk for chunk in chunks if chunk not in taken]
+    for member, chunk in zip((m for m in members if not m.lease_epoch), free, strict=False):
+        member.devices = chunk

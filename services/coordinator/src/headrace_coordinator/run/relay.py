@@ -1,0 +1,59 @@
+"""Bodies on their way from producers to the trainer: bounded by bytes, verified by digest.
+
+Keeps nothing for long: what does not fit stays in its producer's custody and is fetched when it is needed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Sequence
+
+from headrace.common.v1 import common_pb2 as common
+
+from headrace_coordinator.run.members import RolloutMember, SlotKey
+
+
+class Relay:
+    """Bodies in flight by slot, at most `limit_bytes` of them."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self._limit = limit_bytes
+        self._bodies: dict[SlotKey, common.Trajectory] = {}
+        self._used = 0
+        self._freed = asyncio.Event()
+        self.spilled = 0
+
+    async def wait_for_room(self, draining: Callable[[], bool]) -> None:
+        """Holds a producer's stream back while the relay is full and the trainer is about to drain it (G7)."""
+        while self._used >= self._limit and draining():
+            self._freed.clear()
+            await self._freed.wait()
+
+    def put(self, slot: SlotKey, body: common.Trajectory) -> None:
+        """Keeps a body until `drop`; a body beyond the limit is left with its producer."""
+        self.drop([slot])
+        size = body.ByteSize()
+        if self._used + size > self._limit:
+            self.spilled += 1
+            return
+        self._bodies[slot] = body
+        self._used += size
+
+    def drop(self, slots: Iterable[SlotKey]) -> None:
+        """The trainer has them, or nobody needs them."""
+        for slot in slots:
+            body = self._bodies.pop(slot, None)
+            self._used -= body.ByteSize() if body is not None else 0
+        self._freed.set()
+
+    async def bodies(
+        self, slots: Sequence[SlotKey], producers: Iterable[RolloutMember]
+    ) -> dict[SlotKey, common.Trajectory]:
+        """Bodies of `slots`, fetched from custody where the relay has none; lost ones are left out."""
+        found = {slot: self._bodies[slot] for slot in slots if slot in self._bodies}
+        for producer in producers:
+            missing = [slot for slot in slots if slot not in found]
+            if missing:
+                for body in await producer.fetch(missing):
+                    found[body.sample.prompt_ordinal, body.sample.sample_index] = body
+        return found

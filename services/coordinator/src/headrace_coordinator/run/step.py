@@ -1,0 +1,193 @@
+"""One step: from open slots to a recorded version. Reads like section 4 of ARCHITECTURE.md."""
+
+from __future__ import annotations
+
+from headrace.trainer.v1 import trainer_pb2 as trainer
+from headrace_servicekit.digests import set_digest
+
+from headrace_coordinator.domain import events as ev
+from headrace_coordinator.domain.slots import ACCUMULATED, DROPPED, Slot
+from headrace_coordinator.ports import CallRefused, InstanceDown
+from headrace_coordinator.run.certificate import certify, step_view, trajectory_views
+from headrace_coordinator.run.context import RunContext
+from headrace_coordinator.run.generation import Batch, Generation
+from headrace_coordinator.run.learning import Learning, LostBodies, members_of
+from headrace_coordinator.run.members import Published
+from headrace_coordinator.run.meter import Meter
+from headrace_coordinator.run.relay import Relay
+from headrace_coordinator.run.together import together
+
+STEP_ATTEMPTS = 3
+
+
+class RunFailed(Exception):
+    """The run cannot go on; the message is for its user."""
+
+
+class Step:
+    """One step of the run, with as many attempts as it takes."""
+
+    def __init__(self, context: RunContext, published: Published, meter: Meter) -> None:
+        self._context = context
+        self._kernel = context.kernel
+        self._ledger = context.state.ledger
+        self._published = published
+        self._meter = meter
+        self._relay = Relay(context.spec.limits.in_flight_bytes)
+
+    async def run(self) -> None:
+        """Until the step is committed and recorded, or skipped. Raises what recovery must handle."""
+        nonfinite = 0
+        while True:
+            opened = await self._open()
+            try:
+                batch = await self._gather()
+            except LostBodies as lost:
+                await self._abort(str(lost))
+                continue
+            if not self._ledger.members(ACCUMULATED):
+                await self._skip("every group was dropped")
+                return
+            response = await self._commit(opened)
+            if response.result == trainer.COMMIT_RESULT_COMMITTED:
+                await self.record(opened, response, batch)
+                return
+            nonfinite += response.result == trainer.COMMIT_RESULT_NONFINITE
+            await self._abort(trainer.CommitResult.Name(response.result))
+            if nonfinite >= STEP_ATTEMPTS:
+                await self._skip("NONFINITE")
+                return
+
+    async def _open(self) -> ev.StepOpened:
+        lineage = self._context.state.lineage
+        opened = ev.StepOpened(
+            at=self._kernel.now(),
+            run=self._context.run_id,
+            step=self._ledger.step,
+            attempt=self._ledger.attempt + 1,
+            base=lineage.head,
+            number=lineage.last_number + 1,
+        )
+        await self._kernel.commit(opened)
+        return opened
+
+    async def _gather(self) -> Batch:
+        context, ledger = self._context, self._ledger
+        settled: list[int] = []
+        streamed = not context.placement.in_turns and context.crew.leader.barrier != trainer.BARRIER_BATCH
+        generation = Generation(
+            context,
+            self._relay,
+            self._meter,
+            self._published,
+            on_settled=lambda prompt: learning.put(prompt) if streamed else settled.append(prompt),
+            draining=lambda: streamed and learning.backlog,
+        )
+        learning = Learning(context, self._relay, self._meter, generation.batch)
+
+        async def generate() -> None:
+            await generation.run()
+            learning.close()
+
+        if streamed:
+            await self._begin()
+            await together(generate(), learning.run())
+        else:
+            await generate()
+            with self._meter.stage("switch"):
+                await context.placement.learn()
+            await self._begin()
+            for prompt in sorted(settled):
+                learning.put(prompt)
+            await learning.run()
+        await self._kernel.flush()
+        if ledger.unsettled():
+            raise CallRefused("coordinator", "INTERNAL", f"groups {ledger.unsettled()} were lost in the step")
+        return generation.batch
+
+    async def _begin(self) -> None:
+        ledger, lineage = self._ledger, self._context.state.lineage
+        await self._context.crew.leader.begin(ledger.step, ledger.attempt, lineage.head, lineage.last_number)
+
+    async def _commit(self, opened: ev.StepOpened) -> trainer.CommitStepResponse:
+        digest = set_digest(members_of(self._ledger.members(ACCUMULATED)))
+        with self._meter.stage("learn", self._context.crew.leader.devices):
+            return await self._context.crew.leader.commit(
+                opened.step, opened.attempt, opened.base, opened.number, digest, self._manifest()
+            )
+
+    def _manifest(self) -> bytes:
+        dropped = [(slot.prompt, slot.sample, slot.reason) for slot in self._ledger.members(DROPPED)]
+        return ev.encode(
+            ev.StepSkipped(
+                at=self._kernel.now(), run=self._context.run_id, step=self._ledger.step, dropped=dropped
+            )
+        )
+
+    async def record(self, opened: ev.StepOpened, response: trainer.CommitStepResponse, batch: Batch) -> None:
+        """Version + TRAINED + certificate as one event; only then may the trainer go on."""
+        context, slots = self._context, [slot for _, slot in sorted(self._ledger.slots.items())]
+        certificate = certify(context.state, opened, response, slots)
+        self._same_counts(response, slots)
+        view = step_view(context, certificate, response, slots, self._meter)
+        texts = trajectory_views(context, certificate, slots, batch)
+        await self._kernel.commit(
+            ev.StepCommitted(
+                at=self._kernel.now(),
+                run=context.run_id,
+                certificate=certificate,
+                view=view.model_dump(mode="json"),
+            )
+        )
+        context.projection.step(view)
+        context.projection.trajectories(texts)
+        await context.crew.leader.recorded(opened.step, opened.attempt, opened.number)
+        await self._end_custody(slots)
+        self._check_drop_rate()
+
+    def _same_counts(self, response: trainer.CommitStepResponse, slots: list[Slot]) -> None:
+        ours = sum(slot.state == ACCUMULATED for slot in slots)
+        if response.sequence_count != ours:
+            raise RunFailed(
+                f"the trainer counts {response.sequence_count} sequences in step {self._ledger.step}, "
+                f"the ledger {ours}: the certificate cannot attest both"
+            )
+
+    async def _end_custody(self, slots: list[Slot]) -> None:
+        keys = [(slot.prompt, slot.sample) for slot in slots]
+        for member in self._context.crew.rollouts:
+            try:
+                await member.end_custody(keys)
+            except (InstanceDown, CallRefused) as fault:
+                # Custody ends with the process too; it must not undo a recorded step.
+                self._context.note(f"custody at {member.instance.instance} was not ended: {fault}")
+
+    def _check_drop_rate(self) -> None:
+        ledger, spec = self._context.state.ledger, self._context.spec
+        # Judged over at least ten steps' worth of slots, so that one bad group at the start fails nothing.
+        judged = max(ledger.terminal_total, 10 * spec.slots_per_step)
+        if ledger.dropped_total > spec.limits.max_drop_rate * judged:
+            raise RunFailed(
+                f"limits.max_drop_rate: {ledger.dropped_total} of {ledger.terminal_total} slots were dropped, "
+                f"more than {spec.limits.max_drop_rate:.0%}; see /certificates for the reasons"
+            )
+
+    async def _abort(self, reason: str) -> None:
+        opened = (self._ledger.step, self._ledger.attempt)
+        await self._kernel.commit(
+            ev.StepAborted(
+                at=self._kernel.now(), run=self._context.run_id, step=opened[0], attempt=opened[1], reason=reason
+            )
+        )
+        await self._context.crew.leader.abort(*opened)
+
+    async def _skip(self, why: str) -> None:
+        slots = [slot for _, slot in sorted(self._ledger.slots.items())]
+        dropped = [(slot.prompt, slot.sample, slot.reason or why) for slot in slots]
+        if self._ledger.open:
+            await self._abort(why)
+        await self._kernel.commit(
+            ev.StepSkipped(at=self._kernel.now(), run=self._context.run_id, step=self._ledger.step, dropped=dropped)
+        )
+        await self._end_custody(slots)
+        self._check_drop_rate()

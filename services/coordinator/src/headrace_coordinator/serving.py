@@ -1,0 +1,142 @@
+"""Wires kernel, fleet, gRPC and HTTP into one process, and stops them in order."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from headrace_servicekit.errors import ServiceError
+from headrace_servicekit.logs import configure_logging
+from headrace_servicekit.server import GrpcServer, split_address
+
+from headrace_coordinator.clients.grpc_port import GrpcPort
+from headrace_coordinator.coordinator import Coordinator
+from headrace_coordinator.fleet import Fleet, FleetSettings
+from headrace_coordinator.http import make_app
+from headrace_coordinator.kernel import Kernel
+from headrace_coordinator.service import FleetServicer
+from headrace_coordinator.store.base import Fenced, ForeignStore, StoreAway
+from headrace_coordinator.store.redis_store import RedisStore
+
+CLAIM_RENEWAL_S = 5.0
+STORE_PATIENCE_S = 30.0
+
+
+class Refusal(Exception):
+    """The coordinator will not start, or must stop; one sentence for its operator."""
+
+
+def _secret(path: Path | str | None) -> str | None:
+    return Path(path).read_text().strip() if path else None
+
+
+async def serve(arguments: argparse.Namespace) -> None:
+    """Serves until SIGTERM; raises `Refusal`."""
+    configure_logging(level=arguments.log_level)
+    store = RedisStore(arguments.redis)
+    kernel = Kernel(store, time.time)
+    await _open(kernel, arguments)
+    token = _secret(arguments.token_file)
+    fleet = Fleet(
+        kernel,
+        lambda kind, address, incarnation: GrpcPort(kind, address, incarnation, token),
+        FleetSettings(lease_ttl=arguments.lease_ttl, heartbeat=arguments.heartbeat),
+    )
+    coordinator = Coordinator(kernel, fleet, arguments.data_dir.resolve())
+    async with _background(kernel, fleet, coordinator):
+        server = GrpcServer(arguments.listen, token=token, instance="coordinator", reflection=arguments.reflection)
+        servicer = FleetServicer(fleet, coordinator.scaled)
+        from headrace.coordinator.v1 import fleet_pb2_grpc
+
+        server.add_service(
+            fleet_pb2_grpc.add_FleetServiceServicer_to_server,
+            servicer,
+            "headrace.coordinator.v1.FleetService",
+        )
+        try:
+            await server.start()
+        except ServiceError as error:
+            raise Refusal(error.message) from error
+        try:
+            await _serve_http(arguments, coordinator, kernel)
+        finally:
+            await coordinator.stop()
+            await server.drain(2.0)
+    await store.close()
+
+
+async def _open(kernel: Kernel, arguments: argparse.Namespace) -> None:
+    identity = f"coordinator at {arguments.http}"
+    marker = arguments.data_dir / "store_id"
+    deadline = asyncio.get_running_loop().time() + STORE_PATIENCE_S
+    while True:
+        try:
+            await kernel.open(identity, marker)
+            return
+        except (Fenced, ForeignStore) as error:
+            raise Refusal(str(error)) from error
+        except StoreAway as error:
+            if asyncio.get_running_loop().time() > deadline:
+                raise Refusal(f"no store at {arguments.redis} for {STORE_PATIENCE_S:.0f} s: {error}") from error
+            await asyncio.sleep(0.2)
+
+
+@contextlib.asynccontextmanager
+async def _background(kernel: Kernel, fleet: Fleet, coordinator: Coordinator) -> AsyncIterator[None]:
+    tasks = [
+        asyncio.create_task(kernel.run(), name="kernel"),
+        asyncio.create_task(kernel.keep_claim(CLAIM_RENEWAL_S), name="claim"),
+        asyncio.create_task(fleet.sweep(), name="sweep"),
+        asyncio.create_task(coordinator.schedule(), name="schedule"),
+    ]
+    try:
+        yield
+        await kernel.flush()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _serve_http(arguments: argparse.Namespace, coordinator: Coordinator, kernel: Kernel) -> None:
+    host, port = split_address(arguments.http)
+    app = make_app(coordinator, runs_directory=arguments.data_dir / "runs", token=_secret(arguments.http_token_file))
+    config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=2, lifespan="off")
+    http = uvicorn.Server(config)
+    listening = _listen(host, int(port))
+    loop = asyncio.get_running_loop()
+    stopping = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stopping.set)
+    # Not `serve`: it would take the signal handlers over.
+    serving = asyncio.create_task(http._serve(sockets=[listening]))
+    fenced = kernel.fenced
+    assert fenced is not None
+    stop = asyncio.create_task(stopping.wait())
+    ends: set[asyncio.Future[Any]] = {serving, stop, fenced}
+    await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+    http.should_exit = True
+    http.force_exit = True
+    await serving
+    stop.cancel()
+    if fenced.done():
+        raise Refusal(fenced.result())
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    listening = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listening.bind((host, port))
+    except OSError as error:
+        raise Refusal(f"cannot listen on {host}:{port}: {os.strerror(error.errno or 0)}; set another --http") from error
+    return listening

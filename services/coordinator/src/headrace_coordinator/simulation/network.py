@@ -1,0 +1,110 @@
+"""Calls between the coordinator and imaginary instances: delay, duplication, lost replies, partitions, death."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator
+from typing import Any, Protocol
+
+from headrace_coordinator.ports import CallRefused, InstanceDown
+
+
+class Answers(Protocol):
+    """An imaginary instance as the network sees it."""
+
+    incarnation: str
+    alive: bool
+    cut_off: bool
+
+    async def handle(self, method: str, request: Any) -> Any:
+        """A unary call."""
+
+    def handle_stream(self, method: str, requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
+        """A stream."""
+
+
+class SimulatedPort:
+    """A `Port` to one imaginary instance."""
+
+    def __init__(self, instance: Answers, rng: random.Random, faulty: bool) -> None:
+        self._instance = instance
+        self._rng = rng
+        self._faulty = faulty
+
+    async def _travel(self, timeout: float) -> None:
+        await asyncio.sleep(self._rng.uniform(0.0005, 0.02))
+        if not self._instance.alive:
+            raise InstanceDown(self._instance.incarnation, "connection refused")
+        if self._instance.cut_off:
+            await asyncio.sleep(timeout)
+            raise InstanceDown(self._instance.incarnation, "deadline exceeded")
+
+    def _happens(self, probability: float) -> bool:
+        return self._faulty and self._rng.random() < probability
+
+    async def call(self, method: str, request: Any, timeout: float) -> Any:
+        """See `Port.call`. Any call may be delivered twice, or executed and its reply lost."""
+        await self._travel(timeout)
+        answer = await self._handle(method, request)
+        if self._happens(0.02):
+            again = await self._handle(method, request)
+            assert type(again) is type(answer)
+        if self._happens(0.01):
+            raise InstanceDown(self._instance.incarnation, f"{method}: the reply was lost")
+        await self._travel(timeout)
+        return answer
+
+    async def _handle(self, method: str, request: Any) -> Any:
+        try:
+            return await asyncio.shield(asyncio.ensure_future(self._instance.handle(method, request)))
+        except asyncio.CancelledError:
+            if not self._instance.alive:
+                raise InstanceDown(self._instance.incarnation, f"{method}: killed") from None
+            raise
+
+    def stream(self, method: str, requests: AsyncIterator[Any], timeout: float) -> AsyncIterator[Any]:
+        """See `Port.stream`."""
+        return self._responses(method, requests, timeout)
+
+    def listen(self, method: str, request: Any, timeout: float) -> AsyncIterator[Any]:
+        """See `Port.listen`."""
+
+        async def one() -> AsyncIterator[Any]:
+            yield request
+
+        return self._responses(method, one(), timeout)
+
+    async def _responses(self, method: str, requests: AsyncIterator[Any], timeout: float) -> AsyncIterator[Any]:
+        await self._travel(timeout)
+        source = self._instance.handle_stream(method, requests)
+        try:
+            while True:
+                response = await self._next(source, method)
+                if response is None:
+                    return
+                await self._travel(timeout)
+                yield response
+                if self._happens(0.03):
+                    yield response
+        finally:
+            await source.aclose()  # type: ignore[attr-defined]
+
+    async def _next(self, source: AsyncIterator[Any], method: str) -> Any:
+        """The next response, or a fault as soon as the instance dies or is cut off."""
+        task = asyncio.ensure_future(anext(source, None))
+        try:
+            while not task.done():
+                await asyncio.wait({task}, timeout=0.5)
+                if not self._instance.alive or self._instance.cut_off:
+                    raise InstanceDown(self._instance.incarnation, f"{method}: the stream broke")
+            return task.result()
+        except CallRefused:
+            raise
+        finally:
+            if not task.done():
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+
+    async def close(self) -> None:
+        """See `Port.close`."""

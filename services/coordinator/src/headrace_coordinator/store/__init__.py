@@ -1,0 +1,1 @@
+"""The event log in Redis: the only writer of durable state."""

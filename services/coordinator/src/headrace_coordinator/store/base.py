@@ -1,0 +1,69 @@
+"""What the kernel needs of a store: one conditional append, snapshots, the runs' own streams."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import msgspec
+
+LEAP = 1 << 20
+"""How far counters leap at a start, so that a lost last second can never be issued twice."""
+
+
+class Fenced(Exception):
+    """Another coordinator has the store: stop at once, nothing was written."""
+
+
+class StoreAway(Exception):
+    """The store cannot be reached now; the same append may be tried again."""
+
+
+class ForeignStore(Exception):
+    """The store is empty or belongs to another data directory: refuse to start blank."""
+
+
+class Entry(msgspec.Struct, frozen=True):
+    """One event to append; `run` also puts it on that run's public stream."""
+
+    payload: bytes
+    run: str = ""
+
+
+class Stored(msgspec.Struct):
+    """What a start finds."""
+
+    store_id: str
+    epoch: int
+    sequence: int
+    snapshot: bytes
+    events: list[tuple[int, bytes]]
+
+
+class Store(Protocol):
+    """A durable event log with one writer."""
+
+    async def claim(self, identity: str) -> None:
+        """Becomes the leader; raises `Fenced` naming the present one."""
+
+    async def keep_claim(self) -> None:
+        """Renews the claim; raises `Fenced` when it is lost, `StoreAway` when unreachable."""
+
+    async def load(self) -> Stored:
+        """The latest snapshot and every event after it."""
+
+    async def begin(self, epoch: int, store_id: str) -> None:
+        """Makes `epoch` the only one that may append; raises `Fenced` unless it is the highest."""
+
+    async def append(self, epoch: int, expected: int, first: int, entries: list[Entry]) -> None:
+        """Appends entries as `first`, `first`+1, … if the log ends at `expected`. A repeat of the same call is fine.
+
+        Raises:
+            Fenced: another epoch has begun, or the log ends elsewhere.
+            StoreAway: no answer; whether it was written is unknown, so repeat it.
+        """
+
+    async def save_snapshot(self, epoch: int, sequence: int, data: bytes) -> None:
+        """Replaces the snapshot, then trims the log up to `sequence`."""
+
+    async def history(self, run: str) -> list[tuple[int, bytes]]:
+        """The run's public stream from its beginning."""

@@ -1,0 +1,50 @@
+"""Named waits: a stuck system can say what it waits for."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class WaitTimeout(Exception):
+    """A wait passed its deadline; the message names what was waited for and who holds it."""
+
+
+class Waits:
+    """What each run waits for now."""
+
+    def __init__(self) -> None:
+        self._by_run: dict[str, list[str]] = defaultdict(list)
+
+    @contextmanager
+    def named(self, run: str, what: str) -> Iterator[None]:
+        """Shows `what` while the body runs."""
+        self._by_run[run].append(what)
+        try:
+            yield
+        finally:
+            self._by_run[run].remove(what)
+
+    def of(self, run: str) -> list[str]:
+        """What a run waits for."""
+        return list(self._by_run.get(run, ()))
+
+
+class Pulse:
+    """Wakes everybody who waits now. `next()` is taken before the check, so no beat is missed."""
+
+    def __init__(self) -> None:
+        self._next: asyncio.Future[None] | None = None
+
+    def next(self) -> asyncio.Future[None]:
+        """Done at the next beat."""
+        if self._next is None or self._next.done():
+            self._next = asyncio.get_running_loop().create_future()
+        return self._next
+
+    def beat(self) -> None:
+        """Something has changed."""
+        if self._next is not None and not self._next.done():
+            self._next.set_result(None)
