@@ -23,7 +23,7 @@ from headrace_reward.scorers.base import Answer, Score, Scorer, ScorerError
 _RESULT = TypeVar("_RESULT")
 # Raised by a scorer's own code whatever the answer is: the scorer is at fault, and its author can mend it.
 _CODE_FAULTS = (SyntaxError, ImportError, NameError)
-_PROBE = Answer(prompt="", completion="0", reference="0", metadata={})
+_BLANK = Answer(prompt="", completion="", reference="", metadata={})
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def probe(loaded: LoadedScorer) -> None:
     Raises:
         ScorerError: its code is at fault whatever the answer, or it returns no number.
     """
-    tried = _call(_scoring(loaded, _PROBE))
+    tried = _call(_scoring(loaded, _BLANK))
     if isinstance(tried, Raised):
         # Anything else may be the blank question's fault; if it is not, the first answer says so.
         if isinstance(tried.error, _CODE_FAULTS):

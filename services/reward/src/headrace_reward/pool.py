@@ -10,7 +10,7 @@ import contextlib
 import time
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from headrace_reward.children import Child, ChildGone, ChildTimeout, exit_description
 from headrace_reward.config import PoolSettings
@@ -60,6 +60,22 @@ class _At:
 
 class PoolClosed(Exception):
     """The pool was closed while the answer waited."""
+
+
+class Pool(Protocol):
+    """What judges the answers of a run."""
+
+    async def open(self) -> dict[str, list[str]]:
+        """Loads the scorers; returns each one's code digest, by set. Raises OpenFault."""
+        ...
+
+    async def find(self, answer: Message) -> Finding:
+        """Judges one answer. Raises PoolClosed."""
+        ...
+
+    async def close(self) -> None:
+        """Ends what `open` began."""
+        ...
 
 
 class ScorerPool:

@@ -18,7 +18,8 @@ from typing import Any
 from headrace_servicekit.digests import digest_bytes
 
 from headrace_reward.config import PoolSettings, RewardSection, ScorerSection
-from headrace_reward.pool import Finding, ScorerPool
+from headrace_reward.inline import InlinePool
+from headrace_reward.pool import Finding, Pool, ScorerPool
 
 
 class Status(Enum):
@@ -66,13 +67,16 @@ class _Recorded:
 class Run:
     """One open run: its scorers, their weights, and the results that were already given."""
 
-    def __init__(self, section: RewardSection, directory: Path, settings: PoolSettings) -> None:
+    def __init__(
+        self, section: RewardSection, directory: Path, settings: PoolSettings, *, inline: bool = False
+    ) -> None:
         self.section = section
         self.digest = ""
         self._parts = {name: part_names(entries) for name, entries in section.sets().items()}
         self._recorded: OrderedDict[tuple[object, ...], _Recorded] = OrderedDict()
         self._remembered = settings.remembered
-        self._pool = ScorerPool(self._opening(directory), section.timeout_s, settings)
+        opening = self._opening(directory)
+        self._pool: Pool = InlinePool(opening) if inline else ScorerPool(opening, section.timeout_s, settings)
 
     async def open(self) -> None:
         """Loads the scorers and sets `digest`; raises pool.OpenFault."""
@@ -166,10 +170,10 @@ def part_names(entries: list[ScorerSection]) -> list[str]:
 
 
 class Runs:
-    """The open runs of this instance, by resource name."""
+    """The open runs of this instance, by resource name; `inline` judges in this process, without limits."""
 
-    def __init__(self, directory: Path, settings: PoolSettings) -> None:
-        self._directory, self._settings = directory, settings
+    def __init__(self, directory: Path, settings: PoolSettings, *, inline: bool = False) -> None:
+        self._directory, self._settings, self._inline = directory, settings, inline
         self._opening = asyncio.Lock()
         self._runs: dict[str, Run] = {}
 
@@ -183,7 +187,7 @@ class Runs:
         async with self._opening:
             run = self._runs.get(name)
             if run is None:
-                run = Run(section, self._directory, self._settings)
+                run = Run(section, self._directory, self._settings, inline=self._inline)
                 await run.open()
                 self._runs[name] = run
             elif run.section != section:

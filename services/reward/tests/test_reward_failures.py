@@ -1,0 +1,237 @@
+"""Scorers that hang, exit, raise, print and lie: the answer's fault and the scorer's fault are told apart."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import grpc
+import psutil
+import pytest
+from headrace.reward.v1 import reward_pb2
+from headrace_servicekit.errors import message_of
+
+OK = reward_pb2.SCORE_STATUS_OK
+FAILED = reward_pb2.SCORE_STATUS_ANSWER_FAILED
+BROKEN = reward_pb2.SCORE_STATUS_SCORER_BROKEN
+
+
+def children() -> list[psutil.Process]:
+    return [
+        each
+        for each in psutil.Process().children(recursive=True)
+        if "headrace_reward.child" in " ".join(each.cmdline())
+    ]
+
+
+async def open_fault(reward, *scorers, **section) -> str:
+    with pytest.raises(grpc.aio.AioRpcError) as raised:
+        await reward.open(*scorers, **section)
+    assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    message = message_of(raised.value)
+    assert "reward.scorers[0].name" in message
+    return message
+
+
+async def test_an_endless_answer_fails_alone(reward, scorer_file):
+    name = scorer_file('while completion == "hang": pass\nreturn 1.0')
+    await reward.open(name, timeout_s=0.5, failed_reward=-2.0)
+    begin = time.monotonic()
+    results = await reward.answers(*["a"] * 20, "hang", *["b"] * 20)
+    assert time.monotonic() - begin < 10
+    hung = results.pop(20)
+    assert (hung.status, hung.reward) == (FAILED, -2.0)
+    assert "timeout_s = 0.5" in hung.detail
+    assert all((each.status, each.reward) == (OK, 1.0) for each in results)
+
+
+async def test_catastrophic_backtracking_is_an_endless_answer(reward):
+    evil = {"name": "regex", "options": {"pattern": "(a+)+b", "mode": "fullmatch"}}
+    await reward.open(evil, timeout_s=0.5)
+    evil_result, good = await reward.answers("a" * 60, "aab")
+    assert (evil_result.status, good.reward) == (FAILED, 1)
+
+
+async def test_the_hung_child_is_gone_with_what_it_started(reward, scorer_file):
+    started = 'import subprocess, time; subprocess.Popen(["sleep", "77"]); time.sleep(77)'
+    name = scorer_file(f'if completion == "hang":\n    {started}\nreturn 1.0')
+    await reward.open(name, timeout_s=0.5)
+    await reward.answers("hang", "a")
+    await asyncio.sleep(0.2)
+    assert not [each for each in psutil.process_iter(["cmdline"]) if each.info["cmdline"] == ["sleep", "77"]]
+
+
+@pytest.mark.parametrize("way", ["os._exit(3)", "sys.exit(3)", "os.kill(os.getpid(), 9)"])
+async def test_an_answer_that_ends_the_process_fails_alone(reward, scorer_file, way):
+    name = scorer_file(f'import os, sys\nif completion == "die": {way}\nreturn 1.0')
+    await reward.open(name)
+    results = await reward.answers("a", "die", "b")
+    assert [each.status for each in results] == [OK, FAILED, OK]
+
+
+async def test_a_killed_child_costs_no_answer(reward, scorer_file):
+    name = scorer_file("import time; time.sleep(0.02); return 1.0")
+    await reward.open(name)
+    scoring = asyncio.create_task(reward.answers(*["a"] * 100))
+    await asyncio.sleep(0.5)
+    for child in children():
+        child.send_signal(signal.SIGKILL)
+    assert [each.status for each in await scoring] == [OK] * 100
+
+
+async def test_raising_for_some_answers_is_their_fault(reward, scorer_file):
+    await reward.open(scorer_file("return float(completion)"), failed_reward=-1.0)
+    good, bad = await reward.answers("0.25", "word", reference="1")
+    assert (good.status, good.reward) == (OK, 0.25)
+    assert (bad.status, bad.reward) == (FAILED, -1.0)
+    assert "ValueError" in bad.detail and "mine.py:2" in bad.detail
+
+
+async def test_raising_for_any_answer_is_the_scorers_fault(reward, scorer_file):
+    await reward.open(scorer_file('return metadata["absent"][completion]'))
+    (broken,) = await reward.answers("3", reference="1")
+    assert broken.status == BROKEN and "KeyError" in broken.detail
+
+
+async def test_a_broken_result_is_not_recorded(reward, scorer_file, tmp_path):
+    name = scorer_file(f'return float(open("{tmp_path}/value").read())')
+    await reward.open(name)
+    item = reward.item("a")
+    assert [each.status for each in await reward.score(item)] == [BROKEN]
+    (tmp_path / "value").write_text("0.5")
+    assert [each.reward for each in await reward.score(item)] == [0.5]
+
+
+@pytest.mark.parametrize("value", ['float("nan")', 'float("inf")', '{"a": 1.0, "b": float("nan")}'])
+async def test_values_that_are_not_finite_break_the_scorer(reward, scorer_file, value):
+    await reward.open(scorer_file(f"return {value} if prompt else 0.0"))
+    (broken,) = await reward.answers("a", prompt="p")
+    assert broken.status == BROKEN and "not a finite number" in broken.detail
+
+
+async def test_dicts_are_summed_and_shown(reward, scorer_file):
+    await reward.open((scorer_file('return {"truth": 1, "style": 0.5}'), 2.0))
+    (result,) = await reward.answers("a")
+    assert result.reward == 3.0
+    assert dict(result.parts) == {
+        "mine.py:score": 1.5,
+        "mine.py:score/truth": 1.0,
+        "mine.py:score/style": 0.5,
+    }
+
+
+async def test_printing_does_not_disturb(reward, scorer_file):
+    body = 'import os, sys\nprint("x" * 5000); os.write(1, b"junk"); sys.stdin.read()\nreturn 1.0'
+    await reward.open(scorer_file(body))
+    assert [each.reward for each in await reward.answers("a", "b")] == [1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("#file\ndef score(a, b", "SyntaxError"),
+        ("#file\nimport no_such_module\ndef score(p, c, r, m): return 1.0", "no_such_module"),
+        ("#file\nraise RuntimeError('at import')", "at import"),
+        ("#file\nimport os; os._exit(4)", "exit code 4"),
+        ("#file\ndef scores(p, c, r, m): return 1.0", "there is no function 'score'"),
+        ("#file\ndef score(p, c): return 1.0", "too many positional arguments"),
+        ("return undefined_name", "NameError"),
+        ('return "0.5"', "returned str, not a number"),
+        ("return None", "returned NoneType, not a number"),
+        ("while True: pass", "was probed with a blank answer"),
+        ("import os; os._exit(5)", "exit code 5"),
+    ],
+)
+async def test_scorers_that_cannot_work_are_refused_at_opening(reward, scorer_file, source, expected):
+    assert expected in await open_fault(reward, scorer_file(source), timeout_s=1.0)
+    assert children() == []
+
+
+async def test_code_that_changes_during_a_run_is_not_taken_up(reward, scorer_file):
+    name = scorer_file('while completion == "hang": pass\nreturn 1.0')
+    await reward.open(name, timeout_s=0.3)
+    scorer_file("return 5.0")
+    await reward.answers("hang", "hang")
+    results = await reward.answers(*["a"] * 4)
+    assert all(each.status == BROKEN and "changed" in each.detail for each in results if each.status != OK)
+    assert all(each.reward != 5.0 for each in results)
+
+
+async def test_neighbours_of_the_file_can_be_imported(reward, scorer_file, tmp_path):
+    (tmp_path / "helper_of_mine.py").write_text("VALUE = 0.75\n")
+    name = scorer_file("import helper_of_mine; return helper_of_mine.VALUE")
+    await reward.open(str(tmp_path / name))
+    assert [each.reward for each in await reward.answers("a")] == [0.75]
+
+
+async def test_a_scorer_sees_no_secrets(reward, scorer_file, monkeypatch):
+    monkeypatch.setenv("HEADRACE_TOKEN_FILE", "/secret")
+    await reward.open(scorer_file('import os; return float(any("HEADRACE" in k for k in os.environ))'))
+    assert [each.reward for each in await reward.answers("a")] == [0.0]
+
+
+async def test_closing_a_run_ends_its_children(reward, scorer_file):
+    await reward.open(scorer_file("import time\nif completion: time.sleep(60)\nreturn 1.0"), timeout_s=60)
+    waiting = asyncio.create_task(reward.answers("1", "2", "3"))
+    await asyncio.sleep(0.5)
+    assert children()
+    await reward.close()
+    with pytest.raises(grpc.aio.AioRpcError) as raised:
+        await waiting
+    assert raised.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+    assert children() == []
+
+
+async def test_nothing_is_left_when_the_service_is_killed(tmp_path):
+    """The process itself: `python -m headrace_reward`, a child deep in an answer, SIGKILL."""
+    from headrace.common.v1 import common_pb2
+    from headrace.reward.v1 import reward_pb2_grpc
+    from headrace_servicekit.client import dial
+
+    (tmp_path / "slow.py").write_text(
+        "import time\ndef score(p, c, r, m):\n    c and time.sleep(60)\n    return 1.0\n"
+    )
+    with _service(tmp_path) as (process, address):
+        channel = dial(address, token=None)
+        stub = reward_pb2_grpc.RewardServiceStub(channel)
+        header = common_pb2.CommandHeader(run="runs/a", coordinator_epoch=1)
+        config = '{"scorers": [{"name": "slow.py:score"}], "timeout_s": 60}'
+        await stub.OpenRun(reward_pb2.OpenRunRequest(header=header, config_json=config))
+        call = stub.Score()
+        await call.write(reward_pb2.ScoreRequest(header=header, items=[reward_pb2.ScoreItem(completion="a")]))
+        await asyncio.sleep(0.5)
+        found = psutil.Process(process.pid).children(recursive=True)
+        assert found
+        process.kill()
+        _, alive = await asyncio.to_thread(psutil.wait_procs, found, timeout=5)
+        assert alive == []
+        await channel.close()
+
+
+class _service:
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+
+    def __enter__(self):
+        import socket
+
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            address = f"127.0.0.1:{probe.getsockname()[1]}"
+        command = [sys.executable, "-m", "headrace_reward", "--listen", address]
+        self._process = subprocess.Popen(
+            [*command, "--shm-dir", str(self._directory / "shm")],
+            cwd=self._directory,
+            env={**os.environ, "HEADRACE_REWARD_CHILDREN": "1"},
+            stderr=subprocess.DEVNULL,
+        )
+        return self._process, address
+
+    def __exit__(self, *_):
+        self._process.kill()
+        self._process.wait(10)

@@ -1,0 +1,134 @@
+"""Each built-in scorer by itself: what it says, and which options it refuses."""
+
+from __future__ import annotations
+
+import pytest
+from headrace_reward import scorers
+from headrace_reward.options import parse_options
+from headrace_reward.scorers.base import Answer, ScorerError
+from headrace_reward.scorers.numbers import last_number
+
+
+def score(name, completion, reference="", *, metadata=None, token_count=0, **options):
+    kind = scorers.find(name)
+    made = kind.build(parse_options(kind.options, options))
+    return made.score(Answer("", completion, reference, metadata or {}, token_count))
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("the answer is 12.", "12"),
+        ("9 - 3 = 6", "6"),
+        ("9-3", "3"),
+        ("x = -3", "-3"),
+        ("(-3)", "-3"),
+        ("it is \u22125", "-5"),
+        ("1,234,567.5 metres", "1234567.5"),
+        ("values 1, 2", "2"),
+        (".5", ".5"),
+        ("2024-05-06", "06"),
+        ("no number", None),
+        ("", None),
+        ("\u0663", None),
+    ],
+)
+def test_last_number_as_written(text, number):
+    assert last_number(text) == number
+
+
+def test_last_number_compares_values_not_texts():
+    assert score("last_number", "so it is 6.0", "6") == 1
+    assert score("last_number", "first 6, then 7", "6") == 0
+    assert score("last_number", "nothing", "6") == 0
+    assert score("last_number", "10,000", "#### 10000") == 1
+
+
+def test_last_number_cannot_judge_without_a_reference():
+    with pytest.raises(ValueError, match="holds no number"):
+        score("last_number", "6", "six")
+
+
+def test_exact_ignores_blanks_and_case_only_when_asked():
+    assert score("exact", "  Paris\n", "Paris") == 1
+    assert score("exact", "paris", "Paris") == 0
+    assert score("exact", "paris", "Paris", ignore_case=True) == 1
+
+
+def test_regex_modes():
+    assert score("regex", "it is 42!", pattern="[0-9]+") == 1
+    assert score("regex", "it is 42!", pattern="[0-9]+", mode="fullmatch") == 0
+    assert score("regex", "42", pattern="[0-9]+", mode="fullmatch") == 1
+
+
+def test_format_says_starts_with_a_digit():
+    assert score("format", " 7 apples", starts_with="[0-9]") == 1
+    assert score("format", " 7 apples", starts_with="[0-9]", strip=False) == 0
+    assert score("format", "apples 7", starts_with="[0-9]") == 0
+    assert score("format", "7 apples.", starts_with="[0-9]|one", ends_with=r"\.|!") == 1
+    assert score("format", "7 apples", starts_with="[0-9]", ends_with=r"\.|!") == 0
+
+
+@pytest.mark.parametrize(("tokens", "expected"), [(0, 1), (4, 1), (6, 2 / 3), (10, 0), (50, 0)])
+def test_length_falls_from_target_to_limit(tokens, expected):
+    assert score("length", "", token_count=tokens, target=4, limit=10) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("completion", "reference", "expected"),
+    [
+        (r"so \boxed{\frac{1}{2}}", "0.5", 1),
+        ("$x^2 + 2x + 1$", "$(x+1)^2$", 1),
+        (r"the result is $\frac{3}{4}$", r"\frac{3}{4}", 1),
+        ("it is 3", "4", 0),
+        ("", "4", 0),
+    ],
+)
+def test_math_verify_compares_values(completion, reference, expected):
+    assert score("math_verify", completion, reference) == expected
+
+
+def test_reasoning_gym_asks_the_dataset_of_the_item():
+    item = {"source_dataset": "chain_sum", "expression": "4 - 1"}
+    assert score("reasoning_gym", "3", "3", metadata=item) == 1
+    assert score("reasoning_gym", "4 - 1 = 3", "3", metadata=item) < 1
+    assert score("reasoning_gym", "4 - 1 = 3", "3", metadata=item, extract="last_number") == 1
+    assert score("reasoning_gym", "4 - 1 =\n3\n", "3", metadata=item, extract="last_line") == 1
+    assert score("reasoning_gym", "", "3", metadata=item, extract="last_number") == 0
+
+
+def test_reasoning_gym_takes_items_as_they_come_from_the_library():
+    import reasoning_gym
+
+    # A dataset whose judge looks into the item's metadata, not at the answer text.
+    entry = reasoning_gym.create_dataset("countdown", size=1, seed=3)[0]
+    solution = entry["metadata"]["expression"]
+    assert score("reasoning_gym", solution, entry["answer"], metadata=entry) == 1
+    assert (
+        score("reasoning_gym", solution, entry["answer"], metadata={"item": entry, "dataset": "countdown"})
+        == 1
+    )
+    assert score("reasoning_gym", "1 + 1", entry["answer"], metadata=entry) < 1
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "field", "message"),
+    [
+        ("exact", {"ignore_cas": True}, "options.ignore_cas", "did you mean 'ignore_case'"),
+        ("regex", {}, "options.pattern", "missing"),
+        ("regex", {"pattern": "("}, "options.pattern", "not a regular expression"),
+        ("regex", {"pattern": "a", "mode": "serch"}, "options.mode", "search"),
+        ("format", {}, "options", "at least one of"),
+        ("length", {"target": 5, "limit": 5}, "options", "must be above target"),
+        ("reasoning_gym", {"dataset": "chain_sun"}, "options.dataset", "did you mean 'chain_sum'"),
+    ],
+)
+def test_bad_options_name_the_key_and_the_fix(name, options, field, message):
+    with pytest.raises(ScorerError, match=message.replace("(", r"\(")) as raised:
+        score(name, "", **options)
+    assert raised.value.field == field
+
+
+def test_unknown_scorer_names_the_nearest():
+    with pytest.raises(ScorerError, match="did you mean 'last_number'"):
+        scorers.find("last_numbr")
