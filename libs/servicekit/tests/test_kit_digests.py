@@ -1,0 +1,72 @@
+"""Digests: what they cover, and what they do not depend on."""
+
+import random
+
+from headrace_servicekit.digests import digest_bytes, manifest_digest, set_digest, trajectory_digest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headrace.common.v1 import common_pb2
+
+
+def trajectory(**changes):
+    tokens = common_pb2.TokenSegment(token_ids=[5, 6], log_probs=[-0.5, -1.5])
+    observation = {f"camera{i}": common_pb2.Tensor(shape=[i]) for i in range(20)}
+    actions = common_pb2.ActionSegment(observation=observation)
+    fields = {
+        "sample": common_pb2.SampleKey(prompt_ordinal=3, sample_index=1),
+        "attempt": 2,
+        "segments": [common_pb2.Segment(tokens=tokens), common_pb2.Segment(actions=actions)],
+        "completion_text": "five six",
+        "producer": "p",
+    }
+    return common_pb2.Trajectory(**{**fields, **changes})
+
+
+def test_known_digest_of_bytes():
+    assert digest_bytes(b"") == "99aa06d3014798d86001c324468d497f"
+
+
+def test_a_trajectorys_digest_covers_its_body_and_not_the_text():
+    body = trajectory()
+    digest = trajectory_digest(body)
+    assert trajectory_digest(trajectory(completion_text="other", body_digest="x")) == digest
+    assert body.completion_text == "five six"
+    for changed in ({"attempt": 3}, {"producer": "q"}, {"segments": []}):
+        assert trajectory_digest(trajectory(**changed)) != digest
+
+
+def test_a_trajectorys_digest_does_not_depend_on_the_order_of_maps():
+    one, other = trajectory(), trajectory()
+    observation = other.segments[1].actions.observation
+    saved = sorted(observation.items(), reverse=True)
+    observation.clear()
+    for key, value in saved:
+        observation[key].CopyFrom(value)
+    assert trajectory_digest(one) == trajectory_digest(other)
+
+
+members = st.tuples(st.integers(0, 9), st.integers(0, 9), st.integers(1, 3), st.sampled_from(["a", "b"]))
+
+
+@given(st.sets(members), st.randoms(use_true_random=False))
+def test_a_set_digest_is_free_of_order_and_sees_every_member(chosen, rng: random.Random):
+    shuffled = list(chosen)
+    rng.shuffle(shuffled)
+    assert set_digest(shuffled) == set_digest(sorted(chosen))
+    if shuffled:
+        assert set_digest(shuffled[1:]) != set_digest(shuffled)
+
+
+def test_a_set_digest_sees_doubles():
+    assert set_digest([(1, 0, 1, "a")]) != set_digest([(1, 0, 1, "a"), (1, 0, 1, "a")])
+
+
+def test_a_manifests_digest_sees_names_types_shapes_digests_and_order():
+    first = common_pb2.WeightEntry(name="w", data_type=9, shape=[2, 3], digest="d")
+    second = common_pb2.WeightEntry(name="b", data_type=9, shape=[3], digest="e")
+    whole = manifest_digest([first, second])
+    assert manifest_digest([second, first]) != whole
+    for change in ({"name": "v"}, {"data_type": 8}, {"shape": [3, 2]}, {"digest": "f"}):
+        fields = {"name": "w", "data_type": 9, "shape": [2, 3], "digest": "d", **change}
+        assert manifest_digest([common_pb2.WeightEntry(**fields), second]) != whole

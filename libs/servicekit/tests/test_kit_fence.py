@@ -1,0 +1,47 @@
+"""The fence: past coordinators and leases not held now are refused."""
+
+import pytest
+from headrace_servicekit.errors import ServiceError
+from headrace_servicekit.fence import Fence
+
+from headrace.common.v1 import common_pb2
+
+
+def header(coordinator=1, lease=0):
+    return common_pb2.CommandHeader(coordinator_epoch=coordinator, lease_epoch=lease)
+
+
+def test_a_coordinator_epoch_below_the_highest_seen_is_refused():
+    fence = Fence()
+    fence.check(header(4), lease=False)
+    fence.check(header(4), lease=False)
+    with pytest.raises(ServiceError, match="EPOCH_STALE") as caught:
+        fence.check(header(3), lease=False)
+    assert caught.value.metadata == {"coordinator_epoch": "4"}
+
+
+def test_a_command_that_needs_a_lease_needs_that_lease():
+    fence = Fence()
+    for epoch in (0, 7):
+        with pytest.raises(ServiceError, match="EPOCH_STALE"):
+            fence.check(header(lease=epoch), lease=True)
+    fence.grant(7)
+    fence.check(header(lease=7), lease=True)
+    with pytest.raises(ServiceError, match=r"holds \[7\]"):
+        fence.check(header(lease=6), lease=True)
+    fence.release(7)
+    with pytest.raises(ServiceError, match="EPOCH_STALE"):
+        fence.check(header(lease=7), lease=True)
+
+
+def test_a_lease_ends_at_its_own_deadline_without_anybody_saying_so():
+    now = [100.0]
+    fence = Fence(lambda: now[0])
+    fence.grant(7, deadline=125.0)
+    now[0] = 124.9
+    fence.check(header(lease=7), lease=True)
+    now[0] = 125.0
+    with pytest.raises(ServiceError, match="EPOCH_STALE"):
+        fence.check(header(lease=7), lease=True)
+    fence.grant(7, deadline=130.0)
+    fence.check(header(lease=7), lease=True)

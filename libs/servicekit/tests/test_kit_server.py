@@ -1,0 +1,180 @@
+"""The server: who may call, what errors look like, how it ends."""
+
+import asyncio
+import logging
+import socket
+import urllib.request
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from headrace_servicekit.client import dial
+from headrace_servicekit.errors import ServiceError, message_of, metadata_of, reason_of
+from headrace_servicekit.server import GrpcServer, advertised_host, is_loopback, split_address
+
+from headrace.common.v1 import common_pb2
+from headrace.reward.v1 import reward_pb2
+
+REWARD = "headrace.reward.v1.RewardService"
+
+
+def opening(script=""):
+    return reward_pb2.OpenRunRequest(config_json=script, header=common_pb2.CommandHeader(run="runs/r1"))
+
+
+async def failure(call):
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call
+    return caught.value
+
+
+async def health_of(address, service=""):
+    async with dial(address, token=None) as channel:
+        response = await health_pb2_grpc.HealthStub(channel).Check(
+            health_pb2.HealthCheckRequest(service=service)
+        )
+        return response.status
+
+
+async def test_only_the_token_opens_a_service_and_health_needs_none(servers, reward_stub, scripted_reward):
+    _, address = await servers(scripted_reward, token="secret")
+    await reward_stub(address, "secret").OpenRun(opening())
+    for token in (None, "secreT", "secret2", ""):
+        error = await failure(reward_stub(address, token).OpenRun(opening()))
+        assert error.code() is grpc.StatusCode.UNAUTHENTICATED and reason_of(error) == "UNAUTHENTICATED"
+    assert scripted_reward.opened == 1
+    assert await health_of(address, REWARD) == health_pb2.HealthCheckResponse.SERVING
+
+
+async def test_streams_need_the_token_too(servers, reward_stub, scripted_reward):
+    _, address = await servers(scripted_reward, token="secret")
+    call = reward_stub(address, "wrong").Score(iter([reward_pb2.ScoreRequest()]))
+    assert (await failure(call.read())).code() is grpc.StatusCode.UNAUTHENTICATED
+
+
+async def test_a_service_error_arrives_with_code_reason_sentence_and_metadata(servers, reward_stub, scripted_reward):
+    _, address = await servers(scripted_reward)
+    error = await failure(reward_stub(address).OpenRun(opening("refuse:NOT_OPEN")))
+    assert error.code() is grpc.StatusCode.FAILED_PRECONDITION
+    assert (reason_of(error), message_of(error), metadata_of(error)) == ("NOT_OPEN", "not now; later", {"key": "k"})
+
+
+async def test_a_service_error_inside_a_stream_arrives_after_what_was_sent(servers, reward_stub, scripted_reward):
+    _, address = await servers(scripted_reward)
+    items = [reward_pb2.ScoreItem(attempt=attempt) for attempt in (1, 13)]
+    call = reward_stub(address).Score(iter([reward_pb2.ScoreRequest(items=items)]))
+    assert (await call.read()).results[0].attempt == 1
+    assert reason_of(await failure(call.read())) == "NOT_FOUND"
+
+
+async def test_an_unexpected_exception_is_a_sentence_for_the_caller_and_a_traceback_in_the_log(
+    servers, reward_stub, scripted_reward, caplog
+):
+    _, address = await servers(scripted_reward)
+    with caplog.at_level(logging.ERROR):
+        error = await failure(reward_stub(address).OpenRun(opening("crash:oops")))
+    assert error.code() is grpc.StatusCode.INTERNAL and reason_of(error) == "INTERNAL"
+    assert "ValueError: oops" in message_of(error) and "log of test" in message_of(error)
+    assert any(record.exc_info for record in caplog.records)
+
+
+def test_errors_without_a_reason_have_none():
+    assert reason_of(ValueError("x")) is None and message_of(ValueError("x")) == "x"
+    assert reason_of(ServiceError(grpc.StatusCode.ABORTED, "BUSY", "later")) == "BUSY"
+
+
+async def test_beyond_loopback_there_must_be_a_token(scripted_reward):
+    with pytest.raises(ServiceError, match="HEADRACE_TOKEN_FILE"):
+        await GrpcServer("0.0.0.0:0", token=None).start()
+    server = GrpcServer("0.0.0.0:0", token="secret")
+    await server.start()
+    await server.drain(0)
+
+
+async def test_a_port_in_use_is_named(servers, scripted_reward):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(ServiceError, match=address) as caught:
+            await servers(scripted_reward, listen=address)
+        assert caught.value.reason == "ADDRESS_IN_USE"
+
+
+async def test_two_servers_never_share_a_port(servers, scripted_reward):
+    _, address = await servers(scripted_reward)
+    with pytest.raises(ServiceError, match="in use"):
+        await servers(scripted_reward, listen=address)
+
+
+async def test_draining_refuses_new_calls_and_lets_running_ones_end(servers, reward_stub, scripted_reward, until):
+    server, address = await servers(scripted_reward)
+    stub = reward_stub(address)
+    running = asyncio.ensure_future(stub.OpenRun(opening("sleep:0.6")))
+    await until(lambda: scripted_reward.opened == 1, "the call to start")
+    draining = asyncio.ensure_future(server.drain(5))
+    await asyncio.sleep(0.1)
+    assert await health_of(address, REWARD) == health_pb2.HealthCheckResponse.NOT_SERVING
+    refused = asyncio.ensure_future(failure(stub.ListScorers(reward_pb2.ListScorersRequest(), timeout=3)))
+    assert (await running).scorer_digest == "done"
+    await draining
+    assert (await refused).code() is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_draining_ends_after_its_grace(servers, reward_stub, scripted_reward, until):
+    server, address = await servers(scripted_reward)
+    running = asyncio.ensure_future(failure(reward_stub(address).OpenRun(opening("sleep:60"))))
+    await until(lambda: scripted_reward.opened == 1, "the call to start")
+    await asyncio.wait_for(server.drain(0.2), 3)
+    assert (await running).code() in (grpc.StatusCode.CANCELLED, grpc.StatusCode.UNAVAILABLE)
+
+
+async def test_reflection_is_there_when_asked(servers, scripted_reward):
+    for wanted in (True, False):
+        _, address = await servers(scripted_reward, reflection=wanted)
+        async with dial(address, token=None) as channel:
+            stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+            call = stub.ServerReflectionInfo(iter([reflection_pb2.ServerReflectionRequest(list_services="")]))
+            if wanted:
+                names = [service.name for service in (await call.read()).list_services_response.service]
+                assert REWARD in names
+            else:
+                assert (await failure(call.read())).code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+async def test_figures_count_calls_by_method_and_code(servers, reward_stub, scripted_reward):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    _, address = await servers(scripted_reward, metrics_port=port)
+    stub = reward_stub(address)
+    await stub.OpenRun(opening())
+    await failure(stub.OpenRun(opening("refuse:BUSY")))
+    page = await asyncio.to_thread(lambda: urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics").read())
+    method = f'method="/{REWARD}/OpenRun"'
+    for code in ("OK", "FAILED_PRECONDITION"):
+        assert f'headrace_rpcs_total{{code="{code}",instance="test",{method}}}'.encode() in page
+    with pytest.raises(ServiceError, match=f"metrics port {port}"):
+        await servers(scripted_reward, metrics_port=port)
+
+
+async def test_too_many_calls_at_once_are_turned_away(servers, reward_stub, scripted_reward, until):
+    _, address = await servers(scripted_reward, max_concurrent_rpcs=1)
+    stub = reward_stub(address)
+    running = asyncio.ensure_future(stub.OpenRun(opening("sleep:0.5")))
+    await until(lambda: scripted_reward.opened == 1, "the call to start")
+    error = await failure(stub.OpenRun(opening()))
+    assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    await running
+
+
+def test_addresses():
+    assert split_address("[::1]:80") == ("[::1]", "80")
+    assert is_loopback("127.3.0.1") and is_loopback("localhost") and is_loopback("[::1]")
+    assert not is_loopback("0.0.0.0") and not is_loopback("example.org")
+    assert advertised_host("127.0.0.1:0", "") == "127.0.0.1"
+    assert advertised_host("0.0.0.0:0", "me") == "me"
+    assert advertised_host("0.0.0.0:0", "") == socket.gethostname()
+    with pytest.raises(ServiceError, match="host:port"):
+        split_address("50051")
