@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from headrace.client.errors import Problem
+
 from headrace_cli.connection import Target, connect
 from headrace_cli.mistakes import EXIT_MISTAKE, CommandError
 

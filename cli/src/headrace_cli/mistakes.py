@@ -13,7 +13,12 @@ class CommandError(Exception):
     """Ends a command with one sentence and an exit code; `problems` name keys and fixes."""
 
     def __init__(
-        self, message: str, *, reason: str = "FAILED", exit_code: int = EXIT_FAILED, problems: list[Problem] | None = None
+        self,
+        message: str,
+        *,
+        reason: str = "FAILED",
+        exit_code: int = EXIT_FAILED,
+        problems: list[Problem] | None = None,
     ) -> None:
         super().__init__(message)
         self.message = message
@@ -25,7 +30,10 @@ class CommandError(Exception):
 def mistake(key: str, problem: str, fix: str) -> CommandError:
     """The user's mistake at one key or option."""
     return CommandError(
-        f"{key}: {problem}; {fix}", reason="INVALID", exit_code=EXIT_MISTAKE, problems=[Problem(key, problem, fix)]
+        f"{key}: {problem}; {fix}",
+        reason="INVALID",
+        exit_code=EXIT_MISTAKE,
+        problems=[Problem(key, problem, fix)],
     )
 
 

@@ -1,23 +1,32 @@
-"""The Python client of Headrace: `Client` and the resources it returns. Knows no service."""
+"""The Python client of Headrace: `Client` and the resources it returns. Knows no service.
 
-from headrace.client.client import Client
-from headrace.client.errors import HeadraceError, Problem
-from headrace.client.models import (
-    Certificate,
-    Checkpoint,
-    Counts,
-    Device,
-    Evaluation,
-    Event,
-    Instance,
-    Lease,
-    Leases,
-    Policy,
-    Run,
-    Step,
-    Trajectory,
-)
-from headrace.client.specs import load_spec
+Names load when they are first used, so that `headrace --help` does not wait for an HTTP library.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from headrace.client.client import Client
+    from headrace.client.errors import HeadraceError, Problem
+    from headrace.client.models import (
+        Certificate,
+        Checkpoint,
+        Counts,
+        Device,
+        Evaluation,
+        Event,
+        Instance,
+        Lease,
+        Leases,
+        Policy,
+        Run,
+        Step,
+        Trajectory,
+    )
+    from headrace.client.specs import load_spec
 
 __all__ = [
     "Certificate",
@@ -38,3 +47,11 @@ __all__ = [
     "Trajectory",
     "load_spec",
 ]
+
+_ELSEWHERE = {"Client": "client", "HeadraceError": "errors", "Problem": "errors", "load_spec": "specs"}
+
+
+def __getattr__(name: str) -> object:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_ELSEWHERE.get(name, 'models')}"), name)

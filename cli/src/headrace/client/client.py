@@ -9,7 +9,6 @@ from types import TracebackType
 from typing import Any, Self
 
 import httpx
-
 from headrace.client.errors import HeadraceError
 from headrace.client.models import Certificate, Checkpoint, Event, Instance, Leases, Run, Step, Trajectory
 from headrace.client.specs import Overrides, Spec, load_spec
@@ -68,9 +67,7 @@ class Client:
             self._transport.patience_s = patience
         return True
 
-    def submit(
-        self, spec: Spec, overrides: Overrides = (), *, idempotency_key: str | None = None
-    ) -> Run:
+    def submit(self, spec: Spec, overrides: Overrides = (), *, idempotency_key: str | None = None) -> Run:
         """Queues a run from a dictionary or a YAML file; the same key with the same spec is the same run."""
         body = load_spec(spec, overrides)
         return Run.from_json(self._transport.post("/v1/runs", body, idempotency_key=idempotency_key))
@@ -121,7 +118,9 @@ class Client:
         while not (current := self.get(run)).ended:
             if time.monotonic() >= give_up_at:
                 waits = "; ".join(current.waiting_for) or "nothing in particular"
-                message = f"{current.name} is {current.state} after {timeout:g} s, at step {current.step}: {waits}"
+                message = (
+                    f"{current.name} is {current.state} after {timeout:g} s, at step {current.step}: {waits}"
+                )
                 raise HeadraceError("DEADLINE_EXCEEDED", message)
             time.sleep(POLL_S)
         return current
@@ -130,7 +129,9 @@ class Client:
         """Committed steps of the live lineage, oldest first."""
         return [Step.from_json(item) for item in self._transport.pages(f"{_path(run)}/metrics", "steps")]
 
-    def trajectories(self, run: str, step: int | None = None, limit: int | None = None) -> Sequence[Trajectory]:
+    def trajectories(
+        self, run: str, step: int | None = None, limit: int | None = None
+    ) -> Sequence[Trajectory]:
         """Settled trajectories as text, of one step or of all, at most `limit`."""
         found: list[Trajectory] = []
         filters = {} if step is None else {"step": step}

@@ -27,7 +27,9 @@ class HeadraceError(Exception):
     (True, 'use a number above 0')
     """
 
-    def __init__(self, reason: str, message: str, problems: list[Problem] | None = None, status: int = 0) -> None:
+    def __init__(
+        self, reason: str, message: str, problems: list[Problem] | None = None, status: int = 0
+    ) -> None:
         super().__init__(message)
         self.reason = reason
         self.message = message

@@ -31,12 +31,12 @@ class Resource:
         >>> Policy.from_json({"number": 3, "ordinal": 2, "new_field": 1}).number
         3
         """
-        known = {name: _convert(kind, data[name]) for name, kind in _field_types(cls).items() if name in data}
+        known = {name: _convert(kind, data[name]) for name, kind in _field_types(typing.cast(Any, cls)).items() if name in data}
         return cls(raw=dict(data), **known)
 
 
 @cache
-def _field_types(cls: type[Any]) -> dict[str, Any]:
+def _field_types(cls: Any) -> dict[str, Any]:
     hints = typing.get_type_hints(cls)
     return {item.name: hints[item.name] for item in fields(cls) if item.name != "raw"}
 

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-
 from headrace.client.errors import HeadraceError, Problem
 
 Spec = Mapping[str, Any] | str | Path
@@ -41,7 +40,9 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise _mistake(str(path), f"cannot be read ({error.strerror})", "name an existing YAML file") from error
+        raise _mistake(
+            str(path), f"cannot be read ({error.strerror})", "name an existing YAML file"
+        ) from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         problem = " ".join(str(error).split())
         raise _mistake(str(path), f"is not YAML: {problem}", "mend the file at the place named") from error
@@ -86,7 +87,9 @@ def _pairs(overrides: Overrides) -> Iterable[tuple[str, Any]]:
         try:
             yield key, _value(text)
         except yaml.YAMLError as error:
-            raise _mistake(key, f"{text!r} is not a YAML value", "quote it, for example 'key=\"a: b\"'") from error
+            raise _mistake(
+                key, f"{text!r} is not a YAML value", "quote it, for example 'key=\"a: b\"'"
+            ) from error
 
 
 def _value(text: str) -> Any:

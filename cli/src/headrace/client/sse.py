@@ -21,7 +21,8 @@ def messages(lines: Iterable[str]) -> Iterator[Message]:
     >>> list(messages(["id: 7", "event: step", "data: {}", ""]))
     [Message(id='7', event='step', data='{}')]
     """
-    last_id, event, data = "", "", []
+    last_id, event = "", ""
+    data: list[str] = []
     for line in lines:
         if not line:
             if data:

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import httpx
-
 from headrace.client.errors import HeadraceError, Problem
 
 RETRY_PAUSE_S = 0.2
@@ -93,6 +92,7 @@ def error_of(response: httpx.Response) -> HeadraceError:
         detail = f"{response.request.method} {response.request.url.path} was answered {response.status_code}"
         return HeadraceError(f"HTTP_{response.status_code}", detail, status=response.status_code)
     problems = [
-        Problem(item.get("key", ""), item.get("problem", ""), item.get("fix", "")) for item in body.get("problems", [])
+        Problem(item.get("key", ""), item.get("problem", ""), item.get("fix", ""))
+        for item in body.get("problems", [])
     ]
     return HeadraceError(body.get("reason", "UNKNOWN"), body["message"], problems, response.status_code)

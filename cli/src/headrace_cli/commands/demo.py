@@ -20,6 +20,7 @@ from headrace_cli.output import console, error_console, print_json
 
 if TYPE_CHECKING:
     from headrace.client import Client
+
     from headrace_cli.watching import Reporter, Snapshot
 
 PATIENCE_S = 60.0
@@ -35,9 +36,15 @@ def add_to(app: typer.Typer) -> None:
 def demo(
     preset: Annotated[str, typer.Option(help="tiny (a minute) or smollm2 (ten minutes).")] = "tiny",
     seed: Annotated[int, typer.Option(help="Seed of the run.")] = 0,
-    steps: Annotated[int | None, typer.Option(min=1, help="Steps; default: the preset's.", show_default=False)] = None,
-    sets: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override of the spec.")] = None,
-    port: Annotated[int, typer.Option(min=0, max=65535, help="HTTP port of the demo's fleet; 0: a free one.")] = 0,
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="Steps; default: the preset's.", show_default=False)
+    ] = None,
+    sets: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override of the spec.")
+    ] = None,
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="HTTP port of the demo's fleet; 0: a free one.")
+    ] = 0,
     url: Url = None,
     data_dir: DataDirOption = DEMO_DATA_DIR,
     as_json: JsonFlag = False,
@@ -104,6 +111,7 @@ def _demo(request: _Request, started_at: float) -> None:
 
 def _load(spec_file: Path, overrides: list[str]) -> dict[str, Any]:
     from headrace.client import HeadraceError, load_spec
+
     from headrace_cli.mistakes import refused
 
     try:
@@ -125,7 +133,9 @@ def _fleet(request: _Request, data_dir: Path) -> Iterator[Target]:
     plan = FleetPlan(str(data_dir), request.port or _a_port(), tethered=True)
     quiet = request.as_json or not sys.stdout.isatty()
     fleet = start_quietly(plan) if quiet else start_with_spinner(plan)
-    request.out.print(f"fleet ready in {fleet.seconds:.1f} s at {fleet.state.url}, logs in {data_dir / 'logs'}")
+    request.out.print(
+        f"fleet ready in {fleet.seconds:.1f} s at {fleet.state.url}, logs in {data_dir / 'logs'}"
+    )
     try:
         yield find_target(fleet.state.url, data_dir)
     finally:

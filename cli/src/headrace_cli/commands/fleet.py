@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -10,7 +11,7 @@ import typer
 
 from headrace_cli.commands.options import DEFAULT_DATA_DIR, DataDirOption, JsonFlag, Url
 from headrace_cli.launcher.plan import DEFAULT_PORT, FleetPlan
-from headrace_cli.mistakes import CommandError
+from headrace_cli.mistakes import CommandError, mistake
 from headrace_cli.output import console, print_json
 
 if TYPE_CHECKING:
@@ -28,20 +29,23 @@ def add_to(app: typer.Typer) -> None:
 
 def up(
     data_dir: DataDirOption = DEFAULT_DATA_DIR,
-    port: Annotated[int, typer.Option(min=1, max=65535, help="Port of the HTTP API on 127.0.0.1.")] = DEFAULT_PORT,
+    port: Annotated[
+        int, typer.Option(min=1, max=65535, help="Port of the HTTP API on 127.0.0.1.")
+    ] = DEFAULT_PORT,
     rollout: Count = 1,
     trainer: Count = 1,
     reward: Count = 1,
     simulator: Count = 1,
     devices: Annotated[
-        str, typer.Option(help="Devices to lease, such as cpu:0,cpu:1 or gpu:0; default: one slot a CPU core.")
+        str,
+        typer.Option(help="Devices to lease, such as cpu:0,cpu:1 or gpu:0; default: one slot a CPU core."),
     ] = "",
     foreground: Annotated[bool, typer.Option("--foreground", help="Stay; Ctrl-C stops the fleet.")] = False,
     as_json: JsonFlag = False,
 ) -> None:
     """Start the services as local processes and return when they are ready."""
     counts = {"rollout": rollout, "trainer": trainer, "reward": reward, "simulator": simulator}
-    named = [name.strip() for name in devices.split(",") if name.strip()]
+    named = _device_names(devices)
     plan = FleetPlan(str(data_dir.expanduser().absolute()), port, counts, named, tethered=foreground)
     fleet = start_quietly(plan) if as_json or not sys.stdout.isatty() else start_with_spinner(plan)
     if as_json:
@@ -50,6 +54,14 @@ def up(
         _show_ready(fleet, data_dir, foreground)
     if foreground:
         _stay(fleet, data_dir)
+
+
+def _device_names(text: str) -> list[str]:
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    for name in names:
+        if not re.fullmatch(r"(cpu|gpu):\d+", name):
+            raise mistake("--devices", f"{name!r} is no device", "write cpu:0 or gpu:0, separated by commas")
+    return names
 
 
 def start_quietly(plan: FleetPlan) -> ReadyFleet:
@@ -84,7 +96,9 @@ def _show_ready(fleet: ReadyFleet, data_dir: Path, foreground: bool) -> None:
     where = "" if data_dir == DEFAULT_DATA_DIR else f" --data-dir {data_dir}"
     out = console()
     out.print(instances_table(fleet.instances, coordinator=fleet.state.url))
-    out.print(f"[green]ready[/] in {fleet.seconds:.1f} s at [bold]{fleet.state.url}[/], logs in {data_dir / 'logs'}")
+    out.print(
+        f"[green]ready[/] in {fleet.seconds:.1f} s at [bold]{fleet.state.url}[/], logs in {data_dir / 'logs'}"
+    )
     out.print(f"next: headrace run submit examples/tiny.yaml --watch{where}")
     out.print("stop: Ctrl-C" if foreground else f"stop: headrace down{where}")
 
@@ -99,7 +113,9 @@ def _stay(fleet: ReadyFleet, data_dir: Path) -> None:
         stop_fleet(DataDir.at(data_dir), fleet.launcher.pid)
         return
     if status:
-        raise CommandError(f"the launcher ended with status {status}; see {data_dir / 'logs' / 'launcher.log'}")
+        raise CommandError(
+            f"the launcher ended with status {status}; see {data_dir / 'logs' / 'launcher.log'}"
+        )
 
 
 def down(data_dir: DataDirOption = DEFAULT_DATA_DIR, as_json: JsonFlag = False) -> None:
@@ -124,7 +140,9 @@ def status(data_dir: DataDirOption = DEFAULT_DATA_DIR, url: Url = None, as_json:
         instances, leases, runs = client.instances(), client.leases(), client.list()
     if as_json:
         documents = {"instances": instances, "devices": leases.devices, "leases": leases.leases, "runs": runs}
-        print_json({"url": client.base_url} | {key: [item.raw for item in rows] for key, rows in documents.items()})
+        print_json(
+            {"url": client.base_url} | {key: [item.raw for item in rows] for key, rows in documents.items()}
+        )
         return
     from headrace_cli.show.fleet import devices_table, instances_table
     from headrace_cli.show.runs import runs_table
@@ -132,4 +150,6 @@ def status(data_dir: DataDirOption = DEFAULT_DATA_DIR, url: Url = None, as_json:
     out = console()
     out.print(instances_table(instances, coordinator=client.base_url))
     out.print(devices_table(leases))
-    out.print(runs_table(runs[:10]) if runs else "no runs yet: headrace run submit examples/tiny.yaml --watch")
+    out.print(
+        runs_table(runs[:10]) if runs else "no runs yet: headrace run submit examples/tiny.yaml --watch"
+    )

@@ -53,7 +53,9 @@ def scale(
     """Set how many processes of a service run."""
     kind, _, number = wanted.partition("=")
     if kind not in KINDS or not number.isdigit():
-        raise mistake("KIND=N", f"{wanted!r} is not understood", f"write one of {', '.join(KINDS)}, such as rollout=2")
+        raise mistake(
+            "KIND=N", f"{wanted!r} is not understood", f"write one of {', '.join(KINDS)}, such as rollout=2"
+        )
     with connect(find_target(url, data_dir)) as client:
         count = client.scale(kind, int(number))
     if as_json:
@@ -62,7 +64,9 @@ def scale(
         console().print(f"{kind}: {count} wanted; see them come with: headrace instances")
 
 
-def spec_schema(url: Url = None, data_dir: DataDirOption = DEFAULT_DATA_DIR, as_json: JsonFlag = False) -> None:
+def spec_schema(
+    url: Url = None, data_dir: DataDirOption = DEFAULT_DATA_DIR, as_json: JsonFlag = False
+) -> None:
     """Print the JSON Schema of run specs."""
     import json
 

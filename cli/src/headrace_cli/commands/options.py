@@ -10,7 +10,12 @@ import typer
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else on standard output.")]
 Url = Annotated[
     str | None,
-    typer.Option("--url", envvar="HEADRACE_URL", help="Coordinator; default: the fleet of --data-dir.", show_default=False),
+    typer.Option(
+        "--url",
+        envvar="HEADRACE_URL",
+        help="Coordinator; default: the fleet of --data-dir.",
+        show_default=False,
+    ),
 ]
 DataDirOption = Annotated[
     Path, typer.Option("--data-dir", envvar="HEADRACE_DATA_DIR", help="Where a local fleet keeps its files.")

@@ -15,6 +15,7 @@ from headrace_cli.output import console, error_console, print_json
 
 if TYPE_CHECKING:
     from headrace.client import Client, Run
+
     from headrace_cli.watching import Reporter
 
 PATIENCE_S = 60.0  # how long a watched run's coordinator may be away, such as while it is restarted
@@ -26,7 +27,8 @@ app = typer.Typer(help="Submit, watch and steer runs.", no_args_is_help=True)
 def submit(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="Run spec, a YAML file.")],
     sets: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override, such as optimizer.lr=2e-5.")
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Override, such as optimizer.lr=2e-5."),
     ] = None,
     watch: Annotated[bool, typer.Option("--watch", help="Show the run until it ends.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check the spec and submit nothing.")] = False,
@@ -77,7 +79,9 @@ def list_runs(url: Url = None, data_dir: DataDirOption = DEFAULT_DATA_DIR, as_js
 
 
 @app.command()
-def get(run: RunId, url: Url = None, data_dir: DataDirOption = DEFAULT_DATA_DIR, as_json: JsonFlag = False) -> None:
+def get(
+    run: RunId, url: Url = None, data_dir: DataDirOption = DEFAULT_DATA_DIR, as_json: JsonFlag = False
+) -> None:
     """Show one run with its last steps."""
     with connect(find_target(url, data_dir)) as client:
         found = client.get(run)
@@ -93,7 +97,9 @@ def get(run: RunId, url: Url = None, data_dir: DataDirOption = DEFAULT_DATA_DIR,
 
 
 @app.command()
-def watch(run: RunId, url: Url = None, data_dir: DataDirOption = DEFAULT_DATA_DIR, as_json: JsonFlag = False) -> None:
+def watch(
+    run: RunId, url: Url = None, data_dir: DataDirOption = DEFAULT_DATA_DIR, as_json: JsonFlag = False
+) -> None:
     """Show a run until it ends. Exit code 1 unless it succeeded. With --json: its events, then the run."""
     with connect(find_target(url, data_dir)) as client:
         client.get(run)
@@ -154,7 +160,9 @@ def _show_steered(run: Run, as_json: bool, sentence: str) -> None:
 @app.command()
 def pause(
     run: RunId,
-    now: Annotated[bool, typer.Option("--now", help="At once; the current step is made again on resume.")] = False,
+    now: Annotated[
+        bool, typer.Option("--now", help="At once; the current step is made again on resume.")
+    ] = False,
     url: Url = None,
     data_dir: DataDirOption = DEFAULT_DATA_DIR,
     as_json: JsonFlag = False,
@@ -165,14 +173,18 @@ def pause(
 
 
 @app.command()
-def resume(run: RunId, url: Url = None, data_dir: DataDirOption = DEFAULT_DATA_DIR, as_json: JsonFlag = False) -> None:
+def resume(
+    run: RunId, url: Url = None, data_dir: DataDirOption = DEFAULT_DATA_DIR, as_json: JsonFlag = False
+) -> None:
     """Go on with a paused run."""
     with connect(find_target(url, data_dir)) as client:
         _show_steered(client.resume(run), as_json, f"watch it with: headrace run watch {run}")
 
 
 @app.command()
-def cancel(run: RunId, url: Url = None, data_dir: DataDirOption = DEFAULT_DATA_DIR, as_json: JsonFlag = False) -> None:
+def cancel(
+    run: RunId, url: Url = None, data_dir: DataDirOption = DEFAULT_DATA_DIR, as_json: JsonFlag = False
+) -> None:
     """End a run; its last checkpoint stays."""
     with connect(find_target(url, data_dir)) as client:
         _show_steered(client.cancel(run), as_json, "its last checkpoint stays")

@@ -68,7 +68,9 @@ class ModelMaker:
         try:
             status = self._child.wait(timeout=MAKING_S)
         except subprocess.TimeoutExpired as error:
-            raise CommandError(f"making the model took longer than {MAKING_S:g} s; see {self._log}") from error
+            raise CommandError(
+                f"making the model took longer than {MAKING_S:g} s; see {self._log}"
+            ) from error
         if status or not self.is_there:
             words = "\n".join(last_lines(self._log, 12))
             raise CommandError(f"the model could not be made; {self._log} ends with:\n{words}")

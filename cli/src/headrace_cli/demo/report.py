@@ -11,9 +11,8 @@ from headrace_cli.output import table
 from headrace_cli.show.runs import STAGES, heldout
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from headrace.client import Run
+    from rich.console import Console
 
 SHOWN_ANSWERS = 6
 
@@ -57,12 +56,16 @@ def sentences(run: Run, result: Outcome) -> list[str]:
     """The figures in words, with rich's markup."""
     lines = [*_learned(run, result), ""]
     if result.warmup_steps:
-        lines.append(f"warm-up: {result.warmup_steps} supervised steps came first; 'before' is measured after them")
+        lines.append(
+            f"warm-up: {result.warmup_steps} supervised steps came first; 'before' is measured after them"
+        )
     lines.append(
         f"slots: {result.trained} trained, {result.dropped} dropped, {result.duplicates} trained twice; "
         f"at most {result.max_staleness} steps stale (counted from certificates and slot ledger)"
     )
-    stages = ", ".join(f"{stage} {result.stage_s[stage]:.1f} s" for stage in STAGES if stage in result.stage_s)
+    stages = ", ".join(
+        f"{stage} {result.stage_s[stage]:.1f} s" for stage in STAGES if stage in result.stage_s
+    )
     if stages:
         lines.append(f"time: {stages}; protocol {result.protocol_share:.1%} of the steps' wall time")
     lines.append(f"took {result.wall_s:.0f} s in all, {result.run_s:.0f} s of them the run")

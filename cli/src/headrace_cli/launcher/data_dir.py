@@ -59,6 +59,11 @@ class DataDir:
         digest = hashlib.sha256(os.fsencode(self.root.resolve())).hexdigest()[:12]
         return f"headrace-{os.getuid()}-{digest}"
 
+    @property
+    def short_folder(self) -> Path:
+        """Where a socket goes whose path would be too long elsewhere."""
+        return Path(tempfile.gettempdir()) / self.fleet_id
+
     def prepare(self, needed_bytes: int = NEEDED_BYTES) -> None:
         """Makes the directory; raises CommandError (exit code 2) when it cannot be written or is full."""
         where = str(self.root)
@@ -71,7 +76,9 @@ class DataDir:
             free = shutil.disk_usage(self.root).free
         except OSError as error:
             detail = error.strerror or "unknown reason"
-            raise mistake("--data-dir", f"{where} cannot be written ({detail})", "name a directory of yours") from error
+            raise mistake(
+                "--data-dir", f"{where} cannot be written ({detail})", "name a directory of yours"
+            ) from error
         if free < needed_bytes:
             problem = f"{where} has {free >> 20} MiB free, a fleet needs {needed_bytes >> 20} MiB"
             raise mistake("--data-dir", problem, "free some space or name a directory on another disk")
@@ -88,11 +95,14 @@ class DataDir:
         return self.token_file
 
     def log_file(self, name: str) -> Path:
-        """The log of a process; a big one is set aside first."""
-        path = self.logs / f"{name}.log"
+        """The log of a process."""
+        return self.logs / f"{name}.log"
+
+    def set_big_log_aside(self, name: str) -> None:
+        """Keeps a log that grows over many starts within bounds."""
+        path = self.log_file(name)
         if path.exists() and path.stat().st_size > LOG_BYTES:
             path.replace(path.with_suffix(".log.1"))
-        return path
 
     def make_shared_memory(self, tmpfs: Path = Path("/dev/shm")) -> Path:
         """An empty folder for weights and bodies, on a tmpfs when there is one with room."""
@@ -107,6 +117,5 @@ class DataDir:
         inside = shared_memory / "store.sock"
         if len(os.fsencode(inside)) <= UNIX_SOCKET_PATH_BYTES:
             return inside
-        folder = Path(tempfile.gettempdir()) / self.fleet_id
-        folder.mkdir(mode=0o700, exist_ok=True)
-        return folder / "store.sock"
+        self.short_folder.mkdir(mode=0o700, exist_ok=True)
+        return self.short_folder / "store.sock"

@@ -1,4 +1,4 @@
-"""The launcher: starts the store, the coordinator and the instances, keeps them alive, and takes them along when it ends.
+"""The launcher: starts store, coordinator and instances, keeps them alive, and takes them along when it ends.
 
 Decides nothing about runs: what dies is started again, and the coordinator sorts out what that means.
 """
@@ -9,12 +9,14 @@ import asyncio
 import os
 import signal
 import time
+from dataclasses import asdict
 from pathlib import Path
 
+from headrace_servicekit.logs import configure_logging
+from headrace_servicekit.supervisor import Supervisor
+
 from headrace_cli.launcher.data_dir import DataDir
-from headrace_cli.launcher.instances import Instances
-from headrace_cli.launcher.kept_process import KeptProcess
-from headrace_cli.launcher.plan import FleetPlan, Wiring, host_name, local_devices
+from headrace_cli.launcher.plan import KINDS, FleetPlan, Wiring, host_name
 from headrace_cli.launcher.ports import LOOPBACK, free_port
 from headrace_cli.launcher.state import FleetLock, FleetState, ProcessState
 from headrace_cli.launcher.stop import sweep
@@ -22,8 +24,10 @@ from headrace_cli.launcher.store import store_command, store_url, wait_for_store
 from headrace_cli.launcher.tether import child_environment
 
 COORDINATOR_GRACE_S = 5.0
+INSTANCES_GRACE_S = 8.0
 STORE_GRACE_S = 5.0
 LOCK_PATIENCE_S = 1.0
+STATE_S = 0.2
 
 
 class LocalFleet:
@@ -33,7 +37,7 @@ class LocalFleet:
         self.plan = plan
         self.data_dir = DataDir.at(plan.data_dir)
         self._lock = FleetLock(self.data_dir.lock_file)
-        self._environment = child_environment(self.data_dir.fleet_id)
+        self._written: dict[str, object] = {}
 
     async def run(self) -> int:
         """Runs the fleet until SIGTERM or SIGINT; returns the exit status."""
@@ -47,7 +51,9 @@ class LocalFleet:
         self._prepare()
         try:
             await self._start()
-            await stop.wait()
+            while not stop.is_set():
+                self._write_state()
+                await _wait(stop, STATE_S)
         finally:
             await self._stop()
         return 0
@@ -61,63 +67,110 @@ class LocalFleet:
         return True
 
     def _prepare(self) -> None:
-        shared_memory = self.data_dir.make_shared_memory()
-        self._socket = self.data_dir.socket_path(shared_memory)
-        self._own_store = "HEADRACE_REDIS_URL" not in os.environ
-        redis_url = store_url(self._socket) if self._own_store else os.environ["HEADRACE_REDIS_URL"]
-        grpc_address = f"{LOOPBACK}:{free_port()}"
-        devices = self.plan.devices or local_devices()
-        token_file = self.data_dir.make_token()
-        root = self.data_dir.root
-        self._wiring = Wiring(grpc_address, host_name(), devices, token_file, shared_memory, root)
-        self._state = FleetState(
+        data_dir = self.data_dir
+        os.environ.update(child_environment(data_dir.fleet_id))
+        shared_memory, token_file = data_dir.make_shared_memory(), data_dir.make_token()
+        self._socket = data_dir.socket_path(shared_memory)
+        redis_url = os.environ.get("HEADRACE_REDIS_URL")
+        wiring = Wiring(
+            coordinator=f"{LOOPBACK}:{free_port()}",
+            host=host_name(),
+            devices=",".join(self.plan.devices) or "auto",
+            token_file=token_file,
+            shared_memory=shared_memory,
+            data_dir=data_dir.root,
+        )
+        self._store = None if redis_url else self._alone("store", store_command(data_dir.store, self._socket))
+        redis_url = redis_url or store_url(self._socket)
+        self._coordinator = self._alone("coordinator", wiring.coordinator_command(self.plan.port, redis_url))
+        self._instances = self._supervised(wiring)
+        self._state = self._describe(wiring, redis_url)
+
+    def _alone(self, name: str, command: list[str]) -> Supervisor:
+        """Keeps one process that the coordinator does not hear of."""
+        self.data_dir.set_big_log_aside(name)
+        supervisor = Supervisor(
+            "",
+            "",
+            None,
+            lambda kind, index, incarnation: command,
+            self.data_dir.logs,
+            name=lambda kind, index: kind,
+        )
+        supervisor.set_count(name, 1)
+        return supervisor
+
+    def _supervised(self, wiring: Wiring) -> Supervisor:
+        token = wiring.token_file.read_text(encoding="ascii").strip()
+        supervisor = Supervisor(
+            wiring.host,
+            wiring.coordinator,
+            token,
+            wiring.instance_command,
+            self.data_dir.logs,
+            scalable_kinds=KINDS,
+        )
+        for kind, count in self.plan.counts.items():
+            supervisor.set_count(kind, count)
+        return supervisor
+
+    def _describe(self, wiring: Wiring, redis_url: str) -> FleetState:
+        return FleetState(
             launcher_pid=os.getpid(),
             phase="starting",
             url=f"http://{LOOPBACK}:{self.plan.port}",
-            grpc_address=grpc_address,
-            token_file=str(token_file),
-            shared_memory=str(shared_memory),
+            grpc_address=wiring.coordinator,
+            token_file=str(wiring.token_file),
+            shared_memory=str(wiring.shared_memory),
             redis_url=redis_url,
             started_at=time.time(),
             expected=self.plan.instance_names,
         )
-        self._store = self._kept("store", store_command(self.data_dir.store, self._socket)) if self._own_store else None
-        self._coordinator = self._kept("coordinator", self._wiring.coordinator_command(self.plan.port, redis_url))
-        self._instances = Instances(self._wiring, self.plan.counts, self.data_dir, self._environment, self._changed)
-        self._state.write(self.data_dir)
-
-    def _kept(self, name: str, command: list[str]) -> KeptProcess:
-        return KeptProcess(name, command, self.data_dir.log_file(name), self._environment, self._changed)
 
     async def _start(self) -> None:
-        """Instances start at once and register when the coordinator is there: their imports take the longest."""
+        """Instances start at once and register when the coordinator is there: their imports take longest."""
         await self._instances.start()
         if self._store:
             await self._store.start()
             await wait_for_store(self._socket)
         await self._coordinator.start()
         self._state.phase = "running"
-        self._changed()
 
     async def _stop(self) -> None:
         """The coordinator goes first, so that it sees no instance die and its runs stay as they are."""
         self._state.phase = "stopping"
-        self._changed()
+        self._write_state()
         await self._coordinator.stop(COORDINATOR_GRACE_S)
-        await self._instances.stop()
+        await self._instances.stop(INSTANCES_GRACE_S)
         if self._store:
             await self._store.stop(STORE_GRACE_S)
         sweep(self.data_dir)
         self._lock.release()
 
-    def _changed(self) -> None:
-        kept = [process for process in (self._store, self._coordinator) if process and process.pid]
-        own = [ProcessState(process.name, process.name, process.pid, process.restarts) for process in kept]
-        self._state.processes = own + self._instances.processes()
-        self._state.write(self.data_dir)
+    def _write_state(self) -> None:
+        """Puts the processes of now into the state file, if they are others than before."""
+        supervisors = [item for item in (self._store, self._coordinator, self._instances) if item]
+        self._state.processes = [
+            ProcessState(item.instance, item.kind, item.pid, item.restarts)
+            for supervisor in supervisors
+            for item in supervisor.processes()
+        ]
+        written = asdict(self._state)
+        if written != self._written:
+            self._state.write(self.data_dir)
+            self._written = written
+
+
+async def _wait(event: asyncio.Event, seconds: float) -> None:
+    try:
+        async with asyncio.timeout(seconds):
+            await event.wait()
+    except TimeoutError:
+        return
 
 
 def serve(plan: FleetPlan) -> int:
     """Runs a fleet in this process; returns its exit status."""
     Path(plan.data_dir).mkdir(parents=True, exist_ok=True)
+    configure_logging("info", instance="launcher")
     return asyncio.run(LocalFleet(plan).run())

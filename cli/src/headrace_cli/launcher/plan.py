@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import socket
 import sys
 from dataclasses import asdict, dataclass, field
@@ -15,7 +14,7 @@ DEFAULT_PORT = 8470
 
 @dataclass(frozen=True)
 class FleetPlan:
-    """A fleet to start; `counts` is by kind, `devices` are names without the host."""
+    """A fleet to start; `counts` is by kind, `devices` are names without the host, none: what the host has."""
 
     data_dir: str
     port: int = DEFAULT_PORT
@@ -43,18 +42,13 @@ def host_name() -> str:
     return socket.gethostname().split(".")[0] or "localhost"
 
 
-def local_devices() -> list[str]:
-    """One CPU slot a core that this process may run on."""
-    return [f"cpu:{core}" for core in sorted(os.sched_getaffinity(0))]
-
-
 @dataclass(frozen=True)
 class Wiring:
     """What all processes of one fleet share."""
 
     coordinator: str
     host: str
-    devices: list[str]
+    devices: str
     token_file: Path
     shared_memory: Path
     data_dir: Path
@@ -67,12 +61,12 @@ class Wiring:
             *("--data-dir", str(self.data_dir), "--token-file", str(self.token_file)),
         ]
 
-    def instance_command(self, kind: str, name: str, incarnation: str) -> list[str]:
+    def instance_command(self, kind: str, index: int, incarnation: str) -> list[str]:
         """Command line of an instance; only rollout and trainer need leases on devices."""
-        devices = ("--devices", ",".join(self.devices)) if kind in ("rollout", "trainer") else ()
+        devices = ("--devices", self.devices) if kind in ("rollout", "trainer") else ()
         return [
             *_module(f"headrace_{kind}"),
-            *("--name", name, "--incarnation", incarnation, "--host", self.host),
+            *("--name", f"{kind}-{index}", "--incarnation", incarnation, "--host", self.host),
             *("--coordinator", self.coordinator, "--listen", "127.0.0.1:0", *devices),
             *("--token-file", str(self.token_file), "--shm-dir", str(self.shared_memory)),
             *("--data-dir", str(self.data_dir)),

@@ -13,11 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from headrace.client import Client, HeadraceError, Instance
+
 from headrace_cli.launcher.data_dir import DataDir
 from headrace_cli.launcher.plan import FleetPlan
 from headrace_cli.launcher.ports import require_free_port
 from headrace_cli.launcher.state import FleetState, living_state, read_state
 from headrace_cli.launcher.stop import stop_fleet
+from headrace_cli.launcher.store import require_store
 from headrace_cli.launcher.tether import tether
 from headrace_cli.mistakes import CommandError, mistake
 
@@ -46,6 +48,7 @@ def start_fleet(plan: FleetPlan, progress: Callable[[str], None] = lambda text: 
     refuse_second_fleet(data_dir)
     data_dir.prepare()
     require_free_port(plan.port)
+    require_store()
     started_at = time.monotonic()
     launcher = _spawn(plan, data_dir)
     try:
@@ -60,10 +63,13 @@ def refuse_second_fleet(data_dir: DataDir) -> None:
     """Raises CommandError (exit code 2) when a fleet lives on the data directory."""
     if state := living_state(data_dir):
         problem = f"a fleet already runs on {data_dir.root} ({state.url}, launcher {state.launcher_pid})"
-        raise mistake("--data-dir", problem, f"use it, or stop it with: headrace down --data-dir {data_dir.root}")
+        raise mistake(
+            "--data-dir", problem, f"use it, or stop it with: headrace down --data-dir {data_dir.root}"
+        )
 
 
 def _spawn(plan: FleetPlan, data_dir: DataDir) -> subprocess.Popen[bytes]:
+    data_dir.set_big_log_aside("launcher")
     with data_dir.log_file("launcher").open("ab") as log:
         return subprocess.Popen(
             [sys.executable, "-m", "headrace_cli.launcher", plan.to_json()],
@@ -99,7 +105,9 @@ def _ready_instances(plan: FleetPlan, state: FleetState) -> tuple[list[Instance]
     """The instances, and the names of what is not ready yet."""
     if state.phase != "running":
         return [], "the store"
-    with Client(state.url, Path(state.token_file).read_text(encoding="ascii"), timeout_s=5, patience_s=0) as client:
+    with Client(
+        state.url, Path(state.token_file).read_text(encoding="ascii"), timeout_s=5, patience_s=0
+    ) as client:
         if not client.healthy():
             return [], "coordinator"
         try:
@@ -113,13 +121,17 @@ def _ready_instances(plan: FleetPlan, state: FleetState) -> tuple[list[Instance]
 def _refuse_dying(data_dir: DataDir, state: FleetState) -> None:
     for process in state.processes:
         if process.restarts >= DEATHS_THAT_FAIL:
-            raise _failure(data_dir, process.name, f"{process.name} ended {process.restarts} times at its start")
+            raise _failure(
+                data_dir, process.name, f"{process.name} ended {process.restarts} times at its start"
+            )
 
 
 def _failure(data_dir: DataDir, name: str, sentence: str) -> CommandError:
-    log = data_dir.logs / f"{name}.log"
+    log = data_dir.log_file(name)
     words = "\n".join(last_lines(log, 12))
-    return CommandError(f"{sentence}; its log {log} ends with:\n{words}" if words else f"{sentence}; see {data_dir.logs}")
+    return CommandError(
+        f"{sentence}; its log {log} ends with:\n{words}" if words else f"{sentence}; see {data_dir.logs}"
+    )
 
 
 def last_lines(path: Path, count: int) -> list[str]:

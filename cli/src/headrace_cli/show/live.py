@@ -20,7 +20,15 @@ if TYPE_CHECKING:
 
 STEP_ROWS = 12
 BAR_WIDTH = 32
-HEADERS = (">step", ">reward", ">held-out", ">tokens/s", ">stale", ">wall s", *(f">{stage}" for stage in STAGES))
+HEADERS = (
+    ">step",
+    ">reward",
+    ">held-out",
+    ">tokens/s",
+    ">stale",
+    ">wall s",
+    *(f">{stage}" for stage in STAGES),
+)
 
 
 class LiveReporter:
@@ -53,7 +61,11 @@ def picture(snapshot: Snapshot) -> RenderableType:
         scores = {item.step: item.score for item in heldout(snapshot.run)}
         parts.append(table(HEADERS, [step_cells(item, scores) for item in snapshot.steps[-STEP_ROWS:]]))
     parts += _devices(snapshot)
-    parts += [Text(f"waits for {item}", style="yellow") for item in snapshot.run.waiting_for if not snapshot.run.ended]
+    parts += [
+        Text(f"waits for {item}", style="yellow")
+        for item in snapshot.run.waiting_for
+        if not snapshot.run.ended
+    ]
     return Group(*parts)
 
 
@@ -62,7 +74,10 @@ def _head(snapshot: Snapshot) -> Table:
     scores = heldout(run)
     grid = Table.grid(padding=(0, 2))
     words = [Text(f"{run.spec.get('name', 'run')} {run.id}", style="bold"), state_text(run.state)]
-    words += [ProgressBar(total=max(run.steps, 1), completed=run.step, width=BAR_WIDTH), f"step {run.step}/{run.steps}"]
+    words += [
+        ProgressBar(total=max(run.steps, 1), completed=run.step, width=BAR_WIDTH),
+        f"step {run.step}/{run.steps}",
+    ]
     if scores:
         words.append(Text(f"held-out {scores[0].score:.3f} → {scores[-1].score:.3f}", style="green"))
     if remaining := _remaining(snapshot):
@@ -77,7 +92,11 @@ def _remaining(snapshot: Snapshot) -> str:
     if snapshot.run.state != "RUNNING" or not recent or not left:
         return ""
     seconds = left * sum(step.wall_s for step in recent) / len(recent)
-    return f"about {seconds // 60:.0f} min {seconds % 60:.0f} s left" if seconds >= 60 else f"about {seconds:.0f} s left"
+    return (
+        f"about {seconds // 60:.0f} min {seconds % 60:.0f} s left"
+        if seconds >= 60
+        else f"about {seconds:.0f} s left"
+    )
 
 
 def _devices(snapshot: Snapshot) -> list[RenderableType]:
@@ -92,7 +111,9 @@ def _devices(snapshot: Snapshot) -> list[RenderableType]:
         if device.reason and not lease:
             does += f" ({device.reason})"
         share = (last.devices.get(device.name) or last.devices.get(short_name(device.name))) if last else None
-        seconds = ", ".join(f"{stage} {value:.2f} s" for stage, value in (share or {}).items() if value >= 0.005)
+        seconds = ", ".join(
+            f"{stage} {value:.2f} s" for stage, value in (share or {}).items() if value >= 0.005
+        )
         style = "cyan" if lease else "dim"
         before = Text(f"last step: {seconds}" if seconds else "", style="dim")
         grid.add_row(Text(short_name(device.name), style="bold"), Text(does, style=style), before)

@@ -62,7 +62,9 @@ class PlainReporter:
             if (item.kind, item.step) not in self._evaluated:
                 self._evaluated.add((item.kind, item.step))
                 parts = " ".join(f"{name}={value:.3f}" for name, value in item.parts.items())
-                self._print(f"{item.kind} at step {item.step}: {item.score:.3f} over {item.answers} answers ({parts})")
+                self._print(
+                    f"{item.kind} at step {item.step}: {item.score:.3f} over {item.answers} answers ({parts})"
+                )
 
     def _print(self, text: str) -> None:
         self._console.print(text, markup=False, soft_wrap=True)

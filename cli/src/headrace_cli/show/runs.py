@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING
 from headrace_cli.output import state_text, table
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from headrace.client import Certificate, Evaluation, Event, Run, Step, Trajectory
+    from rich.table import Table
 
 STAGES = ("generate", "score", "learn", "sync", "switch", "protocol")
 
@@ -59,7 +58,10 @@ def steps_table(steps: Sequence[Step], evaluations: Sequence[Evaluation]) -> Tab
     """One line a step; held-out where that version was evaluated."""
     heldout = {item.step: item.score for item in evaluations}
     rows = [step_cells(item, heldout) for item in steps]
-    return table((">step", ">reward", ">held-out", ">tokens/s", ">staleness", ">wall s", *(f">{s}" for s in STAGES)), rows)
+    return table(
+        (">step", ">reward", ">held-out", ">tokens/s", ">staleness", ">wall s", *(f">{s}" for s in STAGES)),
+        rows,
+    )
 
 
 def step_cells(step: Step, heldout: dict[int, float]) -> tuple[str, ...]:
@@ -90,7 +92,9 @@ def step_line(step: Step, steps: int, heldout: dict[int, float]) -> str:
 def event_line(event: Event) -> str:
     """One event as a line of a log."""
     at = time.strftime("%H:%M:%S", time.localtime(event.time))
-    return f"{at} {event.id:>6} {event.type:<24} " + " ".join(f"{key}={value}" for key, value in event.data.items())
+    return f"{at} {event.id:>6} {event.type:<24} " + " ".join(
+        f"{key}={value}" for key, value in event.data.items()
+    )
 
 
 def trajectories_table(trajectories: Sequence[Trajectory]) -> Table:
@@ -100,7 +104,10 @@ def trajectories_table(trajectories: Sequence[Trajectory]) -> Table:
          repr(item.completion)[1:-1], item.reference, item.finish_reason, item.tokens)
         for item in trajectories
     ]  # fmt: skip
-    return table((">step", ">prompt", ">sample", ">reward", "prompt ends", "answer", "reference", "end", ">tokens"), rows)
+    return table(
+        (">step", ">prompt", ">sample", ">reward", "prompt ends", "answer", "reference", "end", ">tokens"),
+        rows,
+    )
 
 
 def certificates_table(certificates: Sequence[Certificate]) -> Table:
@@ -110,7 +117,17 @@ def certificates_table(certificates: Sequence[Certificate]) -> Table:
          len(item.dropped), item.tokens, item.max_staleness, f"{item.log_prob_mismatch_mean:.2g}", item.set_digest[:16])
         for item in certificates
     ]  # fmt: skip
-    headers = (">step", ">version", ">attempt", "live", ">trained", ">dropped", ">tokens", ">staleness", ">mismatch")
+    headers = (
+        ">step",
+        ">version",
+        ">attempt",
+        "live",
+        ">trained",
+        ">dropped",
+        ">tokens",
+        ">staleness",
+        ">mismatch",
+    )
     return table((*headers, "set digest"), rows)
 
 

@@ -1,0 +1,1 @@
+"""A stand-in for the real package of this name, found first on PYTHONPATH."""

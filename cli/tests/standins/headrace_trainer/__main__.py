@@ -1,0 +1,3 @@
+from standin_instance import run
+
+run("trainer")

@@ -1,0 +1,192 @@
+"""The launcher with real child processes: what it starts it keeps, and what it leaves is nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from headrace_cli.launcher.data_dir import DataDir
+from headrace_cli.mistakes import CommandError
+
+
+def wait_for(condition: Callable[[], object], what: str, seconds: float = 15.0) -> None:
+    give_up_at = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < give_up_at, f"waited {seconds} s for {what}"
+        time.sleep(0.05)
+
+
+def pid_of(fleet, name: str) -> int:
+    """The process's id; never 0, which kill() would take for our own process group."""
+    wait_for(lambda: _pid(fleet, name), f"a process of {name}")
+    return _pid(fleet, name)
+
+
+def _pid(fleet, name: str) -> int:
+    return next(item["pid"] for item in fleet.state()["processes"] if item["name"].startswith(name))
+
+
+def test_up_is_ready_and_down_leaves_only_data(fleet):
+    ready = fleet.up("--rollout", "2", "--devices", "cpu:0,cpu:1")
+    assert {item["name"] for item in ready["instances"]} == {
+        "rollout-0", "rollout-1", "trainer-0", "reward-0", "simulator-0",
+    }  # fmt: skip
+    assert next(i for i in ready["instances"] if i["name"] == "rollout-0")["devices"] == ["cpu:0", "cpu:1"]
+    assert next(i for i in ready["instances"] if i["name"] == "reward-0")["devices"] == []
+    assert ready["ready_s"] < 10
+    shared_memory = Path(fleet.state()["shared_memory"])
+    assert shared_memory.is_dir()
+    token = fleet.data_dir / "token"
+    assert stat.S_IMODE(token.stat().st_mode) == 0o600 and len(token.read_text()) >= 32
+
+    down = fleet.run("down", "--json")
+    assert (down.returncode, json.loads(down.stdout)) == (0, {"stopped": True})
+    assert fleet.processes() == []
+    assert not shared_memory.exists() and not (fleet.data_dir / "fleet.json").exists()
+    assert any((fleet.data_dir / "redis").rglob("*.aof"))
+
+
+def test_store_keeps_what_was_written(fleet):
+    import redis
+
+    fleet.up()
+    store = redis.Redis.from_url(fleet.state()["redis_url"])
+    store.set("run", "kept")
+    store.close()
+    os.kill(pid_of(fleet, "store"), signal.SIGKILL)
+    fleet.run("down")
+    fleet.up()
+    assert redis.Redis.from_url(fleet.state()["redis_url"]).get("run") == b"kept"
+
+
+@pytest.mark.parametrize("name", ["store", "coordinator", "rollout-0"])
+def test_what_dies_is_started_again(fleet, name):
+    fleet.up()
+    before = pid_of(fleet, name)
+    os.kill(before, signal.SIGKILL)
+    wait_for(lambda: _pid(fleet, name) not in (0, before), f"a new {name}")
+
+
+def test_sigkill_of_the_launcher_takes_everything_along(fleet):
+    ready = fleet.up()
+    services = {pid_of(fleet, item["name"]) for item in fleet.state()["processes"]}
+    grandchildren = {item["child"] for item in ready["instances"]}
+    os.kill(ready["launcher_pid"], signal.SIGKILL)
+    wait_for(lambda: not services & set(fleet.processes()), "the services' end")
+    # Children of services in sessions of their own are the next command's to sweep.
+    assert grandchildren & set(fleet.processes())
+    assert fleet.run("down").returncode == 0
+    assert fleet.processes() == []
+
+
+def test_up_after_sigkill_forgets_the_stale_state(fleet):
+    first = fleet.up()
+    os.kill(first["launcher_pid"], signal.SIGKILL)
+    wait_for(lambda: first["launcher_pid"] not in fleet.processes(), "the launcher's end")
+    assert (fleet.data_dir / "fleet.json").exists()
+    second = fleet.up()
+    assert second["launcher_pid"] != first["launcher_pid"]
+
+
+@pytest.mark.parametrize("signal_number", [signal.SIGTERM, signal.SIGINT])
+def test_signals_stop_the_fleet(fleet, signal_number):
+    os.kill(fleet.up()["launcher_pid"], signal_number)
+    wait_for(lambda: not fleet.processes(), "the fleet's end")
+    assert not (fleet.data_dir / "fleet.json").exists()
+
+
+def test_second_up_on_one_data_dir_is_a_sentence(fleet):
+    ready = fleet.up()
+    again = fleet.run("up", "--port", "1")
+    assert again.returncode == 2
+    assert f"launcher {ready['launcher_pid']}" in again.stderr and "headrace down" in again.stderr
+    assert "Traceback" not in again.stderr
+    assert fleet.run("status", "--json").returncode == 0
+
+
+def test_taken_port_is_a_sentence(fleet):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", fleet.port))
+        taken.listen()
+        result = fleet.run("up", "--port", str(fleet.port))
+    assert result.returncode == 2
+    assert f"--port: {fleet.port} is in use" in result.stderr
+    assert fleet.processes() == []
+
+
+def test_unwritable_data_dir_is_a_sentence(fleet):
+    fleet.data_dir.write_text("a file where a directory should be")
+    result = fleet.run("up", "--port", str(fleet.port))
+    fleet.data_dir.unlink()
+    assert result.returncode == 2
+    assert "--data-dir" in result.stderr and "cannot be written" in result.stderr
+
+
+def test_full_disk_is_a_sentence(tmp_path):
+    with pytest.raises(CommandError, match=r"MiB free, a fleet needs") as caught:
+        DataDir.at(tmp_path).prepare(needed_bytes=2**60)
+    assert caught.value.exit_code == 2
+
+
+def test_bad_device_name_is_a_sentence(fleet):
+    result = fleet.run("up", "--devices", "cpu0")
+    assert result.returncode == 2
+    assert "--devices: 'cpu0'" in result.stderr and "cpu:0" in result.stderr
+
+
+def test_coordinator_that_cannot_start_shows_its_last_words(fleet):
+    fleet.data_dir.mkdir()
+    (fleet.data_dir / "break-coordinator").touch()
+    result = fleet.run("up", "--port", str(fleet.port))
+    assert result.returncode == 1
+    assert "coordinator ended" in result.stderr and "the stand-in was told to break" in result.stderr
+    assert fleet.processes() == []
+
+
+def test_foreground_ends_with_ctrl_c_and_with_its_own_death(fleet):
+    for signal_number, status in ((signal.SIGINT, 0), (signal.SIGKILL, -signal.SIGKILL)):
+        process = subprocess.Popen(
+            fleet.command("up", "--foreground", "--json", "--port", str(fleet.port)),
+            env=fleet.environment,
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+        )
+        assert process.stdout is not None
+        assert json.loads(process.stdout.readline())["instances"]
+        process.send_signal(signal_number)
+        assert process.wait(30) == status
+        wait_for(lambda: not fleet.processes(), "the fleet's end")
+
+
+def test_down_without_a_fleet(fleet):
+    result = fleet.run("down")
+    assert (result.returncode, "no fleet runs" in result.stdout) == (0, True)
+
+
+def test_long_data_dir_still_gets_a_socket(tmp_path):
+    data_dir = DataDir.at(tmp_path / ("long" * 40))
+    assert len(os.fsencode(data_dir.socket_path(data_dir.root))) <= 100
+    data_dir.short_folder.rmdir()
+
+
+def test_children_get_one_thread(fleet):
+    fleet.up()
+    environment = Path(f"/proc/{pid_of(fleet, 'rollout')}/environ").read_bytes().split(b"\0")
+    assert b"OMP_NUM_THREADS=1" in environment
+
+
+def test_help_is_quick():
+    started_at = time.monotonic()
+    subprocess.run([sys.executable, "-m", "headrace_cli", "--help"], check=True, capture_output=True)
+    assert time.monotonic() - started_at < 2.0  # 0.3 s on an idle machine; the test machine may be busy
+    heavy = "import sys, headrace_cli.main; print([m for m in ('torch', 'grpc', 'httpx', 'yaml', 'pydantic') if m in sys.modules])"
+    assert subprocess.check_output([sys.executable, "-c", heavy], text=True).strip() == "[]"
