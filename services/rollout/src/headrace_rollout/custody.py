@@ -1,0 +1,70 @@
+"""Finished trajectories that their producer keeps until the ledger says TRAINED or DROPPED.
+
+Knows no engine; one body a slot, the latest attempt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from headrace.common.v1 import common_pb2
+from headrace.rollout.v1 import rollout_pb2
+
+Slot = tuple[int, int]
+
+
+class Custody:
+    """The bodies of one run, in host memory, counted against a budget of bytes."""
+
+    def __init__(self, budget_bytes: int) -> None:
+        self.budget_bytes = budget_bytes
+        self.size_bytes = 0
+        self._kept: dict[Slot, common_pb2.Trajectory] = {}
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    @property
+    def full(self) -> bool:
+        """True when no more work should be taken."""
+        return self.size_bytes >= self.budget_bytes
+
+    def add(self, trajectory: common_pb2.Trajectory) -> None:
+        """Keeps a body; an earlier attempt at the slot goes, a later one stays."""
+        slot = _slot(trajectory.sample)
+        before = self._kept.get(slot)
+        if before is not None and before.attempt > trajectory.attempt:
+            return
+        self.release([trajectory.sample])
+        self._kept[slot] = trajectory
+        self.size_bytes += trajectory.ByteSize()
+
+    def items(self) -> list[rollout_pb2.InventoryItem]:
+        """The inventory, by slot."""
+        return [
+            rollout_pb2.InventoryItem(
+                sample=kept.sample,
+                attempt=kept.attempt,
+                body_digest=kept.body_digest,
+                size_bytes=kept.ByteSize(),
+            )
+            for _, kept in sorted(self._kept.items())
+        ]
+
+    def fetch(self, samples: Iterable[common_pb2.SampleKey]) -> Iterator[common_pb2.Trajectory]:
+        """The bodies of the given slots that are kept."""
+        for sample in samples:
+            kept = self._kept.get(_slot(sample))
+            if kept is not None:
+                yield kept
+
+    def release(self, samples: Iterable[common_pb2.SampleKey]) -> None:
+        """Ends custody of the given slots."""
+        for sample in samples:
+            gone = self._kept.pop(_slot(sample), None)
+            if gone is not None:
+                self.size_bytes -= gone.ByteSize()
+
+
+def _slot(sample: common_pb2.SampleKey) -> Slot:
+    return sample.prompt_ordinal, sample.sample_index

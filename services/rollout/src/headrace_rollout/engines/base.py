@@ -1,0 +1,227 @@
+"""What an engine is: it turns groups into events, between tokens it takes commands.
+
+Knows no torch, no gRPC and no run: only prompts as ids, samples, distributions and versions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING, Protocol
+
+from headrace_modelkit.config import ModelConfig
+
+if TYPE_CHECKING:
+    from headrace_modelkit.tokenizer import TextCodec
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """What an engine is built from."""
+
+    model: ModelConfig
+    codec: TextCodec
+    max_concurrency: int
+    device: str = "cpu"
+
+
+@dataclass(frozen=True)
+class Distribution:
+    """What tokens are sampled from; temperature 0 is greedy."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+
+
+@dataclass(frozen=True)
+class Policy:
+    """An installed version: its number and the digest of its weights."""
+
+    number: int
+    digest: str
+
+
+@dataclass(frozen=True)
+class WeightView:
+    """One tensor of a version as bytes; `dtype` is a numpy name such as "bfloat16"."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    data: memoryview
+
+
+class Finish(Enum):
+    """Why a sample ended."""
+
+    EOS = "eos"
+    STOP = "stop"
+    LENGTH = "length"
+    PROMPT_TOO_LONG = "prompt_too_long"
+    ERROR = "error"
+
+
+@dataclass(frozen=True)
+class SampleKey:
+    """The slot that a sample fills."""
+
+    prompt_ordinal: int
+    sample_index: int
+
+
+@dataclass(frozen=True)
+class Prefix:
+    """Tokens that were sampled elsewhere, with their original log-probs and the versions that made them."""
+
+    token_ids: Sequence[int]
+    log_probs: Sequence[float]
+    spans: Sequence[tuple[int, int]]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One sample to make."""
+
+    sample_index: int
+    attempt: int
+    prefix: Prefix | None = None
+
+
+@dataclass(frozen=True)
+class Group:
+    """Samples of one prompt."""
+
+    prompt_ordinal: int
+    prompt_ids: Sequence[int]
+    samples: Sequence[Sample]
+
+
+@dataclass(frozen=True)
+class Output:
+    """What happened to a sample: new tokens, its end, or its stop from outside.
+
+    `token_ids` and `log_probs` begin at `offset` and hold what was not sent before. An end (`finish`) or a
+    stop (`stopped`) carries the whole answer in `whole`.
+    """
+
+    key: SampleKey
+    attempt: int
+    offset: int
+    token_ids: Sequence[int]
+    log_probs: Sequence[float]
+    policy_number: int
+    prompt_ids: Sequence[int]
+    finish: Finish | None = None
+    stopped: bool = False
+    whole: Prefix | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Stream:
+    """Where outputs go and what holds for all samples of one Generate call.
+
+    `sink` is called from the engine's thread; it must not block.
+    """
+
+    policy_number: int
+    distribution: Distribution
+    max_new_tokens: int
+    seed: int
+    sink: Callable[[list[Output]], None]
+    failed: Callable[[str], None]
+    stop: tuple[str, ...] = ()
+    chunk_tokens: int = 0
+    deterministic: bool = False
+
+
+@dataclass(frozen=True)
+class Freed:
+    """What a suspend gave back, and what is now free on the device."""
+
+    released_bytes: int
+    free_bytes: int
+
+
+class Scope(Enum):
+    """What Wake takes."""
+
+    WEIGHTS = "weights"
+    KV_CACHE = "kv_cache"
+    ALL = "all"
+
+
+class Refused(Exception):
+    """A command that the engine's state does not allow; `reason` is an upper-case constant."""
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+@dataclass
+class Figures:
+    """What an engine has done since it was built."""
+
+    busy_s: float = 0.0
+    decode_steps: int = 0
+    decode_rows: int = 0
+    prefill_tokens: int = 0
+    shared_prompt_tokens: int = 0
+    sampled_tokens: int = 0
+    samples: int = 0
+
+
+class Engine(Protocol):
+    """One model on one device. Commands act between two tokens and raise Refused where state forbids them."""
+
+    max_context_tokens: int
+    vocabulary_size: int
+    figures: Figures
+
+    @property
+    def policy(self) -> Policy | None: ...
+
+    @property
+    def waiting_samples(self) -> int: ...
+
+    @property
+    def paused(self) -> bool: ...
+
+    async def submit(self, stream: Stream, groups: Sequence[Group]) -> None:
+        """Queues groups in order. POLICY_MISMATCH when the stream's version is not installed."""
+
+    async def abort(self, keys: Sequence[SampleKey] | None, *, stream: Stream | None = None) -> int:
+        """Stops samples (None: all), only those of `stream` when given; their partial outputs go out."""
+
+    async def pause(self) -> int:
+        """Stops decoding; everything comes back as partial outputs. Returns how many."""
+
+    async def resume(self) -> None:
+        """Goes on after pause."""
+
+    async def check_install(self, policy: Policy) -> bool:
+        """True when the digest is there already (its number is taken). POLICY_MISMATCH while others live."""
+
+    async def install(self, policy: Policy, tensors: Sequence[WeightView]) -> float:
+        """Swaps all weights or none; returns the seconds that decoding stood still."""
+
+    async def score(
+        self, sequences: Sequence[tuple[Sequence[int], int]], distribution: Distribution
+    ) -> tuple[list[list[float]], int]:
+        """Log-probs of the ids from each start on, and the version that scored."""
+
+    async def suspend(self) -> Freed:
+        """Gives memory back; NOT_PAUSED unless paused."""
+
+    async def wake(self, scope: Scope) -> None:
+        """Takes memory again, WEIGHTS before KV_CACHE; awake already is no error."""
+
+    async def set_threads(self, count: int) -> None:
+        """Uses `count` threads from the next token on."""
+
+    async def close(self) -> None:
+        """Ends the engine's thread and frees its memory."""

@@ -1,0 +1,125 @@
+"""The running sequences as arrays, one row each, so that a token costs no Python per row.
+
+Row i here is row i of the cache. Knows no model and no text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Rows
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace_rollout.engines.transformers.philox import uniforms
+from headrace_rollout.engines.transformers.sequence import Sequence
+
+_TOKEN_STEP = 64
+
+
+class Batch:
+    """Rows 0 to `count` run; `length` counts cached tokens, `sampled` the answer's, prefix included."""
+
+    def __init__(self, rows: int) -> None:
+        self.sequences: list[Sequence] = []
+        self.tokens = np.zeros((rows, _TOKEN_STEP), dtype=np.int64)
+        self.log_probs = np.zeros((rows, _TOKEN_STEP), dtype=np.float32)
+        self.length, self.sampled, self.limit, self.sent, self.chunk, self.held_back = (
+            np.zeros(rows, dtype=np.int64) for _ in range(6)
+        )
+        self.seed, self.prompt, self.sample = (np.zeros(rows, dtype=np.int64) for _ in range(3))
+        self.has_stop = np.zeros(rows, dtype=bool)
+        # (rows, vocabulary) ids met so far; made when the first penalised sequence joins.
+        self.seen = np.zeros((rows, 0), dtype=bool)
+
+    @property
+    def count(self) -> int:
+        """Running rows."""
+        return len(self.sequences)
+
+    def join(self, sequence: Sequence, length: int, vocabulary: int) -> None:
+        """Adds a row whose context of `length` tokens is cached."""
+        row, prefix = self.count, sequence.prefix
+        self.sequences.append(sequence)
+        given = len(prefix.token_ids)
+        self._widen(max(given, 1))
+        self.tokens[row, :given] = prefix.token_ids
+        self.log_probs[row, :given] = prefix.log_probs
+        self.length[row], self.sampled[row], self.sent[row], self.limit[row] = (
+            length,
+            given,
+            given,
+            sequence.limit,
+        )
+        # Without chunks nothing is sent before the end.
+        self.chunk[row] = sequence.stream.chunk_tokens or np.iinfo(np.int64).max // 2
+        self.seed[row] = sequence.stream.seed
+        self.prompt[row], self.sample[row] = sequence.key.prompt_ordinal, sequence.key.sample_index
+        self.has_stop[row] = sequence.matcher is not None
+        self.held_back[row] = sequence.matcher.held_back if sequence.matcher else 0
+        if sequence.stream.distribution.repetition_penalty != 1.0 and not self.seen.shape[1]:
+            self.seen = np.zeros((self.seen.shape[0], vocabulary), dtype=bool)
+        if self.seen.shape[1]:
+            self.seen[row] = False
+            self.seen[row, sequence.context_ids()] = True
+
+    def uniforms(self, first: int) -> NDArray[np.float32]:
+        """The next uniform of each row from `first` on."""
+        rows = slice(first, self.count)
+        return uniforms(self.seed[rows], self.prompt[rows], self.sample[rows], self.sampled[rows])
+
+    def append(self, first: int, tokens: NDArray[np.int64], log_probs: NDArray[np.float32]) -> None:
+        """Adds one sampled token to each row from `first` on."""
+        rows = np.arange(first, self.count)
+        position = self.sampled[rows]
+        self._widen(int(position.max()) + 1)
+        self.tokens[rows, position] = tokens
+        self.log_probs[rows, position] = log_probs
+        self.sampled[rows] += 1
+        if self.seen.shape[1]:
+            self.seen[rows, tokens] = True
+
+    def last_tokens(self) -> NDArray[np.int64]:
+        """The newest token of each row."""
+        rows = np.arange(self.count)
+        return self.tokens[rows, self.sampled[rows] - 1]
+
+    def tail(self, row: int, count: int) -> list[int]:
+        """The newest `count` ids of a row's answer."""
+        end = int(self.sampled[row])
+        ids: list[int] = self.tokens[row, max(0, end - count) : end].tolist()
+        return ids
+
+    def due(self, first: int) -> NDArray[np.int64]:
+        """Rows from `first` on that have a full chunk which no stop string can still cut."""
+        rows = slice(first, self.count)
+        ready = self.sampled[rows] - self.held_back[rows] - self.sent[rows] >= self.chunk[rows]
+        return np.flatnonzero(ready) + first
+
+    def answer(self, row: int, count: int | None = None) -> tuple[list[int], list[float]]:
+        """Ids and log-probs of a row, the first `count` or all."""
+        end = int(self.sampled[row]) if count is None else count
+        return self.tokens[row, :end].tolist(), self.log_probs[row, :end].tolist()
+
+    def remove(self, rows: Rows[int]) -> tuple[list[int], list[int]]:
+        """Drops rows; the last rows fill the holes. Returns (targets, sources) of the moves."""
+        gone = set(rows)
+        left = self.count - len(gone)
+        targets = sorted(row for row in gone if row < left)
+        sources = [row for row in range(left, self.count) if row not in gone]
+        for array in self._arrays():
+            array[targets] = array[sources]
+        for target, source in zip(targets, sources, strict=True):
+            self.sequences[target] = self.sequences[source]
+        del self.sequences[left:]
+        return targets, sources
+
+    def _arrays(self) -> list[NDArray[Any]]:
+        return [value for value in vars(self).values() if isinstance(value, np.ndarray)]
+
+    def _widen(self, tokens: int) -> None:
+        have = self.tokens.shape[1]
+        if tokens > have:
+            more = ((0, 0), (0, max(tokens - have, have)))
+            self.tokens = np.pad(self.tokens, more)
+            self.log_probs = np.pad(self.log_probs, more)

@@ -1,0 +1,265 @@
+"""The decode loop: join, sample, settle, leave; one round is one token of every running row.
+
+Everything here runs in the engine's one thread. Knows no asyncio and no wire.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Sequence as Items
+
+import numpy as np
+import torch
+from headrace_modelkit.tokenizer import TextCodec
+from headrace_servicekit.failpoints import failpoint_sync
+from torch import Tensor
+
+from headrace_rollout.engines.base import Figures, Finish, Group, Output, Policy, Refused, SampleKey, Stream
+from headrace_rollout.engines.transformers.batch import Batch
+from headrace_rollout.engines.transformers.cache import PrefillPlan, PromptKeys
+from headrace_rollout.engines.transformers.policy_model import PolicyModel
+from headrace_rollout.engines.transformers.queue import Admission, JoinQueue
+from headrace_rollout.engines.transformers.sampling import RowDistributions, draw, process
+from headrace_rollout.engines.transformers.sequence import Arrivals, Sequence
+from headrace_rollout.engines.transformers.stopping import StopMatcher
+
+# Tokens of one prefill pass: bounds its memory, and how long running rows wait for joiners.
+PREFILL_TOKENS = 4096
+
+
+class Decoder:
+    """Running and waiting sequences of one model."""
+
+    def __init__(self, model: PolicyModel, codec: TextCodec, rows: int, figures: Figures) -> None:
+        self.model = model
+        self.figures = figures
+        self._codec = codec
+        self._rows = rows
+        self._eos = np.array(sorted(codec.eos_ids))
+        self._arrivals = Arrivals(model.context_limit, model.vocabulary_size, codec.eos_ids)
+        self._outbox: dict[Stream, list[Output]] = defaultdict(list)
+        self._matchers: dict[tuple[str, ...], StopMatcher] = {}
+        self._distributions: RowDistributions | None = None
+        self._wave = 0
+        self.reset()
+
+    def reset(self) -> None:
+        """Forgets all sequences."""
+        self._batch = Batch(self._rows)
+        self._queue = JoinQueue(self._rows, PREFILL_TOKENS)
+        self._running_wave = 0
+        self._distributions = None
+
+    @property
+    def living(self) -> int:
+        """Running and waiting samples."""
+        return self._batch.count + len(self._queue)
+
+    @property
+    def waiting(self) -> int:
+        """Waiting samples."""
+        return len(self._queue)
+
+    def submit(self, stream: Stream, groups: Items[Group], *, accept: bool) -> None:
+        """Queues groups; with `accept` false they come back at once as they are."""
+        policy = self.require(stream.policy_number)
+        wave = 0
+        if stream.deterministic:
+            self._wave += 1
+            wave, groups = self._wave, sorted(groups, key=lambda group: group.prompt_ordinal)
+        for group in groups:
+            self._queue.add(self._arrivals.accept(stream, group, self._matcher(stream), wave))
+        for sequence, finish in self._arrivals.finished:
+            self._outbox[sequence.stream].append(sequence.untouched(policy, finish=finish))
+        self._arrivals.finished.clear()
+        if not accept:
+            self.stop(None, stream)
+        self._flush()
+
+    def require(self, number: int) -> Policy:
+        """The installed policy. Refused when it is not `number`."""
+        policy = self.model.policy
+        if policy is None or policy.number != number:
+            have = "none" if policy is None else str(policy.number)
+            raise Refused(
+                "POLICY_MISMATCH", f"version {number} is wanted and {have} is installed; install it first"
+            )
+        return policy
+
+    def stop(self, keys: Items[SampleKey] | None, stream: Stream | None) -> int:
+        """Ends samples (None: all), of one stream or of any; their partial outputs go out."""
+        policy = self.model.policy
+        if policy is None:
+            return 0
+        wanted = None if keys is None else set(keys)
+
+        def meant(sequence: Sequence) -> bool:
+            return (wanted is None or sequence.key in wanted) and (
+                stream is None or sequence.stream is stream
+            )
+
+        gone = self._queue.remove(meant)
+        for sequence in gone:
+            self._outbox[sequence.stream].append(sequence.untouched(policy))
+        rows = [row for row, sequence in enumerate(self._batch.sequences) if meant(sequence)]
+        for row in rows:
+            self._send(row, None, stopped=True)
+        with torch.inference_mode():
+            self._remove(rows)
+        self._flush()
+        return len(gone) + len(rows)
+
+    @torch.inference_mode()
+    def round(self) -> bool:
+        """Admits what fits, then adds one token to every running row; true while there is more to do."""
+        failpoint_sync("rollout.round")
+        start = time.perf_counter()
+        self._join()
+        if self._batch.count:
+            self._decode()
+        self._flush()
+        self.figures.busy_s += time.perf_counter() - start
+        return bool(self.living)
+
+    def _join(self) -> None:
+        admissions = self._queue.take(self._batch.count, self._running_wave)
+        if not admissions:
+            return
+        self._running_wave = admissions[0].waiting.wave
+        first = self._batch.count
+        kept = [admission for admission in admissions if admission.waiting.keys is not None]
+        fresh = [admission for admission in admissions if admission.waiting.keys is None]
+        longest = max(len(admission.waiting.context_ids) for admission in admissions)
+        self.model.cache.reserve(first + sum(len(a.members) for a in admissions), longest + 1)
+        hidden = self._place(kept, first)
+        hidden += self._prefill(fresh, first + len(hidden))
+        for admission in [*kept, *fresh]:
+            for sequence in admission.members:
+                self._batch.join(sequence, len(admission.waiting.context_ids), self.model.vocabulary_size)
+        self._distributions = None
+        self._advance(first, torch.stack(hidden))
+
+    def _place(self, admissions: Items[Admission], first: int) -> list[Tensor]:
+        keys, hidden = [], []
+        for admission in admissions:
+            waiting = admission.waiting
+            assert waiting.keys is not None and waiting.hidden_D is not None
+            keys += [waiting.keys] * len(admission.members)
+            hidden += [waiting.hidden_D] * len(admission.members)
+            self.figures.shared_prompt_tokens += waiting.keys.length * len(admission.members)
+        self.model.cache.place(first, keys)
+        return hidden
+
+    def _prefill(self, admissions: Items[Admission], first: int) -> list[Tensor]:
+        if not admissions:
+            return []
+        contexts = [admission.waiting.context_ids for admission in admissions]
+        keep = []
+        for prompt, admission in enumerate(admissions):
+            if admission.waiting.members:
+                admission.waiting.keys = PromptKeys(len(contexts[prompt]))
+                keep.append((prompt, admission.waiting.keys))
+        prompt_of_row = [prompt for prompt, a in enumerate(admissions) for _ in a.members]
+        self.model.cache.prefill(
+            PrefillPlan(first, torch.tensor(prompt_of_row, device=self.model.device), keep)
+        )
+        hidden_PD = self.model.prefill(contexts)
+        for prompt, _ in keep:
+            admissions[prompt].waiting.hidden_D = hidden_PD[prompt].clone()
+        computed = sum(map(len, contexts))
+        self.figures.prefill_tokens += computed
+        self.figures.shared_prompt_tokens += sum(len(contexts[prompt]) for prompt in prompt_of_row) - computed
+        return [hidden_PD[prompt] for prompt in prompt_of_row]
+
+    def _decode(self) -> None:
+        batch = self._batch
+        hidden_ND = self.model.decode(batch.last_tokens(), batch.length[: batch.count])
+        batch.length[: batch.count] += 1
+        self.figures.decode_steps += 1
+        self.figures.decode_rows += batch.count
+        self._advance(0, hidden_ND)
+
+    def _advance(self, first: int, hidden_ND: Tensor) -> None:
+        batch = self._batch
+        logits_NV = self.model.head.logits(hidden_ND)
+        rows = self._row_distributions(first)
+        seen = batch.seen[first : batch.count] if batch.seen.shape[1] else None
+        seen_NV = None if seen is None else torch.from_numpy(seen).to(logits_NV.device)
+        uniform_N = torch.from_numpy(batch.uniforms(first)).to(logits_NV.device)
+        tokens_N, log_probs_N = draw(process(logits_NV, rows, seen_NV), rows, uniform_N)
+        batch.append(first, tokens_N.cpu().numpy(), log_probs_N.cpu().numpy())
+        self.figures.sampled_tokens += len(tokens_N)
+        self._settle(first)
+
+    def _row_distributions(self, first: int) -> RowDistributions:
+        sequences = self._batch.sequences[first:]
+        if first or self._distributions is None:
+            found = RowDistributions.of([s.stream.distribution for s in sequences], self.model.device)
+            if first:
+                return found
+            self._distributions = found
+        return self._distributions
+
+    def _settle(self, first: int) -> None:
+        batch = self._batch
+        rows = slice(first, batch.count)
+        newest = batch.last_tokens()[rows]
+        full = batch.sampled[rows] >= batch.limit[rows]
+        ended: dict[int, tuple[Finish, int | None]] = {
+            int(row) + first: (Finish.LENGTH, None) for row in np.flatnonzero(full)
+        }
+        for row in np.flatnonzero(batch.has_stop[rows]) + first:
+            if (kept := self._stop_cut(int(row))) is not None:
+                ended[int(row)] = (Finish.STOP, kept)
+        for row in np.flatnonzero(np.isin(newest, self._eos)) + first:
+            ended[int(row)] = (Finish.EOS, None)
+        self._send_chunks([row for row in batch.due(first).tolist() if row not in ended])
+        for ending, (finish, kept) in ended.items():
+            self._send(ending, kept, finish=finish)
+        self._remove(list(ended))
+
+    def _send_chunks(self, rows: Items[int]) -> None:
+        for row in rows:
+            end = int(self._batch.sampled[row] - self._batch.held_back[row])
+            self._send(row, end)
+            self._batch.sent[row] = end
+
+    def _stop_cut(self, row: int) -> int | None:
+        matcher = self._batch.sequences[row].matcher
+        if matcher is None or not matcher.hit(self._batch.tail(row, matcher.window)):
+            return None
+        return matcher.kept(self._batch.answer(row)[0])
+
+    def _send(
+        self, row: int, count: int | None, *, finish: Finish | None = None, stopped: bool = False
+    ) -> None:
+        policy = self.model.policy
+        assert policy is not None
+        sequence = self._batch.sequences[row]
+        tokens, log_probs = self._batch.answer(row, count)
+        output = sequence.output(
+            tokens, log_probs, int(self._batch.sent[row]), policy, finish=finish, stopped=stopped
+        )
+        self.figures.samples += finish is not None
+        self._outbox[sequence.stream].append(output)
+
+    def _remove(self, rows: Items[int]) -> None:
+        if not rows:
+            return
+        targets, sources = self._batch.remove(rows)
+        if targets:
+            self.model.cache.move(targets, sources, int(self._batch.length[: self._batch.count].max()))
+        self._distributions = None
+
+    def _matcher(self, stream: Stream) -> StopMatcher | None:
+        if not stream.stop:
+            return None
+        if stream.stop not in self._matchers:
+            self._matchers[stream.stop] = StopMatcher(self._codec, stream.stop)
+        return self._matchers[stream.stop]
+
+    def _flush(self) -> None:
+        for stream, outputs in self._outbox.items():
+            stream.sink(outputs)
+        self._outbox.clear()

@@ -1,0 +1,252 @@
+"""The transformers engine: an asyncio face over one decoding thread.
+
+Commands and decode rounds go through the same one-thread executor in turn, so a command acts between two
+tokens and nothing needs a lock.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from enum import Enum
+from functools import partial
+from typing import TypeVar
+
+import torch
+
+from headrace_rollout.engines.base import (
+    Distribution,
+    EngineConfig,
+    Figures,
+    Freed,
+    Group,
+    Policy,
+    Refused,
+    SampleKey,
+    Scope,
+    Stream,
+    WeightView,
+)
+from headrace_rollout.engines.transformers.decoder import Decoder
+from headrace_rollout.engines.transformers.memory import available_bytes, resident_bytes, return_to_system
+from headrace_rollout.engines.transformers.policy_model import PolicyModel
+from headrace_rollout.engines.transformers.scoring import check_scored, passes, score
+
+_log = logging.getLogger(__name__)
+_Result = TypeVar("_Result")
+
+
+class _Memory(Enum):
+    """COLD: nothing was taken yet. SUSPENDED: given back. WEIGHTS: room for weights alone. AWAKE: all."""
+
+    COLD = "cold"
+    SUSPENDED = "suspended"
+    WEIGHTS = "weights"
+    AWAKE = "awake"
+
+
+class TransformersEngine:
+    """Implements `engines.base.Engine`; built without weights."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.figures = Figures()
+        self._model = PolicyModel(config.model, config.device)
+        self._decoder = Decoder(self._model, config.codec, config.max_concurrency, self.figures)
+        self.max_context_tokens = self._model.context_limit
+        self.vocabulary_size = self._model.vocabulary_size
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="decode")
+        self._streams: set[Stream] = set()
+        self._memory = _Memory.COLD
+        self._paused = False
+        self._scheduled = False
+
+    @property
+    def policy(self) -> Policy | None:
+        """The installed version."""
+        return self._model.policy
+
+    @property
+    def paused(self) -> bool:
+        """True from pause (or suspend) to resume (or wake)."""
+        return self._paused
+
+    @property
+    def waiting_samples(self) -> int:
+        """Samples that have no row yet."""
+        return self._decoder.waiting
+
+    async def submit(self, stream: Stream, groups: Sequence[Group]) -> None:
+        """See Engine. While paused, groups come back at once as partial outputs."""
+
+        def act() -> None:
+            self._streams.add(stream)
+            self._decoder.submit(stream, groups, accept=not self._paused)
+            self._schedule()
+
+        await self._call(act)
+
+    async def abort(self, keys: Sequence[SampleKey] | None, *, stream: Stream | None = None) -> int:
+        """See Engine."""
+
+        def act() -> int:
+            if keys is None and stream is not None:
+                self._streams.discard(stream)
+            return self._decoder.stop(keys, stream)
+
+        return await self._call(act)
+
+    async def pause(self) -> int:
+        """See Engine."""
+
+        def act() -> int:
+            self._paused = True
+            return self._decoder.stop(None, None)
+
+        return await self._call(act)
+
+    async def resume(self) -> None:
+        """See Engine."""
+
+        def act() -> None:
+            if self._memory in (_Memory.SUSPENDED, _Memory.WEIGHTS):
+                raise Refused(
+                    "SUSPENDED", "the engine's memory is given back; Wake WEIGHTS and KV_CACHE first"
+                )
+            self._paused = False
+
+        await self._call(act)
+
+    async def check_install(self, policy: Policy) -> bool:
+        """See Engine."""
+        return await self._call(lambda: self._check_install(policy))
+
+    async def install(self, policy: Policy, tensors: Sequence[WeightView]) -> float:
+        """See Engine."""
+
+        def act() -> float:
+            if self._check_install(policy):
+                return 0.0
+            seconds = self._model.install(policy, tensors)
+            if self._memory is _Memory.COLD:
+                self._memory = _Memory.AWAKE
+            return seconds
+
+        return await self._call(act)
+
+    async def score(
+        self, sequences: Sequence[tuple[Sequence[int], int]], distribution: Distribution
+    ) -> tuple[list[list[float]], int]:
+        """See Engine. Passes are bounded, so that decoding goes on between them."""
+        check_scored(sequences, distribution, self.max_context_tokens, self.vocabulary_size)
+        policy = self.policy
+        if policy is None:
+            raise Refused("POLICY_MISMATCH", "no policy is installed; call InstallPolicy first")
+        results: dict[int, list[float]] = {}
+        for chosen in passes(sequences):
+            part = [sequences[index] for index in chosen]
+            found = await self._call(partial(self._score, policy, part, distribution))
+            results.update(zip(chosen, found, strict=True))
+        return [results[index] for index in range(len(sequences))], policy.number
+
+    async def suspend(self) -> Freed:
+        """See Engine. Released bytes are the fall of resident memory (CPU) or of the device's use."""
+
+        def act() -> Freed:
+            if not self._paused:
+                raise Refused("NOT_PAUSED", "Suspend needs a paused engine; call Pause first")
+            before = self._used_bytes()
+            if self._memory not in (_Memory.SUSPENDED, _Memory.COLD):
+                self._decoder.reset()
+                self._model.free_memory()
+                return_to_system(self._model.device)
+            self._memory = _Memory.SUSPENDED
+            return Freed(max(0, before - self._used_bytes()), available_bytes(self._model.device))
+
+        return await self._call(act)
+
+    async def wake(self, scope: Scope) -> None:
+        """See Engine. Once all is awake, decoding may go on without Resume."""
+
+        def act() -> None:
+            if self._memory is _Memory.SUSPENDED and scope is Scope.KV_CACHE:
+                raise Refused("SUSPENDED", "the weights have no room yet; Wake WEIGHTS and install first")
+            if self._memory is _Memory.SUSPENDED:
+                self._model.take_memory()
+                self._memory = _Memory.WEIGHTS
+            if self._memory is _Memory.WEIGHTS and scope is not Scope.WEIGHTS:
+                if scope is Scope.KV_CACHE and self.policy is None:
+                    raise Refused("POLICY_MISMATCH", "install a policy before Wake KV_CACHE")
+                self._memory = _Memory.AWAKE
+                self._paused = False
+
+        await self._call(act)
+
+    async def set_threads(self, count: int) -> None:
+        """See Engine. torch counts threads by the thread that asks, so the decoding thread must."""
+        await self._call(lambda: torch.set_num_threads(count))
+
+    async def close(self) -> None:
+        """See Engine."""
+        await self._call(self._free)
+        await asyncio.to_thread(self._executor.shutdown)
+
+    async def _call(self, act: Callable[[], _Result]) -> _Result:
+        return await asyncio.wrap_future(self._executor.submit(act))
+
+    def _free(self) -> None:
+        self._streams.clear()
+        self._decoder.reset()
+        self._model.free_memory()
+        return_to_system(self._model.device)
+
+    def _schedule(self) -> None:
+        if not self._scheduled and self._decoder.living:
+            self._scheduled = True
+            self._executor.submit(self._decoder.round).add_done_callback(self._after_round)
+
+    def _after_round(self, finished: Future[bool]) -> None:
+        self._scheduled = False
+        error = finished.exception()
+        if error is None:
+            self._schedule()
+            return
+        _log.error("a decode round failed", exc_info=error)
+        self._decoder.reset()
+        for stream in self._streams:
+            stream.failed(f"{type(error).__name__}: {error}")
+        self._streams.clear()
+
+    def _check_install(self, policy: Policy) -> bool:
+        installed = self.policy
+        if self._memory is _Memory.SUSPENDED:
+            raise Refused("SUSPENDED", "the weights have no room; Wake WEIGHTS first")
+        if installed == policy:
+            return True
+        if installed is not None and policy.number <= installed.number:
+            raise Refused(
+                "POLICY_MISMATCH",
+                f"version {policy.number} does not follow version {installed.number}, which is installed",
+            )
+        if living := self._decoder.living:
+            raise Refused("POLICY_MISMATCH", f"{living} sequences of the installed version live; pause first")
+        if installed is not None and installed.digest == policy.digest:
+            # A rewind gives old weights a new number.
+            self._model.policy = policy
+            return True
+        return False
+
+    def _score(
+        self, policy: Policy, part: Sequence[tuple[Sequence[int], int]], distribution: Distribution
+    ) -> list[list[float]]:
+        if self.policy != policy:
+            raise Refused(
+                "POLICY_MISMATCH", f"version {policy.number} was replaced while it scored; ask again"
+            )
+        return score(self._model, part, distribution)
+
+    def _used_bytes(self) -> int:
+        if self._model.device.startswith("cuda"):
+            return int(torch.cuda.memory_reserved(self._model.device))
+        return resident_bytes()

@@ -1,0 +1,133 @@
+"""The model of an engine: its passes over rows, and its weights' life (none, installed, given back).
+
+Shapes: P prompts, T tokens, N rows, D hidden, V vocabulary. Knows no sampling and no queue.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from headrace_modelkit.config import ModelConfig, ModelNotReadable
+from headrace_modelkit.loading import context_limit, load_architecture, load_model
+from headrace_modelkit.logprobs import Head
+from headrace_modelkit.weights import load_weights
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers import PreTrainedConfig
+
+from headrace_rollout.engines.base import Policy, Refused, WeightView
+from headrace_rollout.engines.transformers.cache import SlotCache
+from headrace_rollout.engines.transformers.memory import ParameterMemory
+
+warnings.filterwarnings("ignore", message="The given buffer is not writable")
+
+
+class PolicyModel:
+    """A causal language model with a slot cache; used from the engine's thread alone."""
+
+    def __init__(self, config: ModelConfig, device: str) -> None:
+        architecture = load_architecture(config)
+        self.context_limit = context_limit(config, architecture)
+        check_supported(config, architecture, self.context_limit)
+        self.device = device
+        self.cache = SlotCache()
+        self.policy: Policy | None = None
+        self._model = load_model(config, weights=False, device=device)
+        self._memory = ParameterMemory(self._model)
+        self._memory.free()
+        self._head: Head | None = None
+        self.vocabulary_size = int(architecture.get_text_config().vocab_size)
+
+    @property
+    def head(self) -> Head:
+        """The output head. Refused while nothing is installed."""
+        if self._head is None:
+            raise Refused("POLICY_MISMATCH", "no policy is installed; call InstallPolicy first")
+        return self._head
+
+    def prefill(self, contexts: Sequence[Sequence[int]]) -> Tensor:
+        """(P, D) hidden states at each context's last token; the cache stores the rest as it was told."""
+        lengths = [len(context) for context in contexts]
+        tokens_PT = torch.zeros((len(contexts), max(lengths)), dtype=torch.long)
+        for row, context in enumerate(contexts):
+            tokens_PT[row, : lengths[row]] = torch.tensor(context)
+        # Causal attention never looks right, so padding behind a context needs no mask.
+        hidden_PTD = self.hidden(tokens_PT.to(self.device), past_key_values=self.cache)
+        return hidden_PTD[torch.arange(len(contexts)), torch.tensor(lengths) - 1]
+
+    def decode(self, tokens_N: NDArray[np.int64], length_N: NDArray[np.int64]) -> Tensor:
+        """(N, D) hidden states of one more token in each row, whose caches hold `length_N` tokens."""
+        visible = int(length_N.max()) + 1
+        self.cache.reserve(len(tokens_N), visible)
+        position_N = torch.from_numpy(length_N).to(self.device)
+        self.cache.decode(position_N, visible)
+        hidden_N1D = self.hidden(
+            torch.from_numpy(tokens_N).to(self.device)[:, None],
+            position_ids=position_N[:, None],
+            attention_mask=self._mask(position_N, visible),
+            past_key_values=self.cache,
+        )
+        return hidden_N1D[:, 0]
+
+    def hidden(self, tokens_NT: Tensor, **arguments: Tensor | SlotCache) -> Tensor:
+        """(N, T, D) hidden states before the head."""
+        found: Tensor = self._model.base_model(
+            input_ids=tokens_NT, use_cache="past_key_values" in arguments, **arguments
+        ).last_hidden_state
+        return found
+
+    def install(self, policy: Policy, tensors: Sequence[WeightView]) -> float:
+        """Copies all weights in, or none (ValueError); returns the seconds it took."""
+        start = time.perf_counter()
+        views = {view.name: _tensor(view) for view in tensors}
+        self._memory.take()
+        load_weights(self._model, views)
+        head = Head.of(self._model)
+        # One fp32 copy for all tokens of the version; in fp32 the head is the model's own.
+        self._head = head if head.weight_VD.dtype == torch.float32 else head.widened()
+        self.policy = policy
+        return time.perf_counter() - start
+
+    def take_memory(self) -> None:
+        """Room for the weights."""
+        self._memory.take()
+
+    def free_memory(self) -> None:
+        """Drops weights and cache."""
+        self.policy, self._head = None, None
+        self._memory.free()
+        self.cache.free()
+
+    def _mask(self, position_N: Tensor, visible: int) -> Tensor:
+        hidden_NL = torch.arange(visible, device=position_N.device)[None] > position_N[:, None]
+        mask_NL = torch.zeros(hidden_NL.shape, dtype=self._model.dtype, device=position_N.device)
+        return mask_NL.masked_fill_(hidden_NL, float("-inf"))[:, None, None]
+
+
+def check_supported(config: ModelConfig, architecture: PreTrainedConfig, limit: int) -> None:
+    """Raises ModelNotReadable for layers whose state is not plain keys and values of the whole context."""
+    text = architecture.get_text_config()
+    kinds = set(getattr(text, "layer_types", None) or ["full_attention"])
+    if other := kinds - {"full_attention", "sliding_attention"}:
+        raise ModelNotReadable(
+            f"model.path: {config.path!r} has {', '.join(sorted(other))} layers, which "
+            "rollout.engine: transformers cannot run; choose another engine"
+        )
+    window = getattr(text, "sliding_window", None)
+    slides = "sliding_attention" in kinds or not hasattr(text, "layer_types")
+    if window and slides and window < limit:
+        raise ModelNotReadable(
+            f"model.max_context: {config.path!r} attends to {window} tokens at a time; "
+            f"set model.max_context: {window}"
+        )
+
+
+def _tensor(view: WeightView) -> Tensor:
+    dtype: torch.dtype = getattr(torch, view.dtype)
+    if 0 in view.shape:
+        return torch.empty(view.shape, dtype=dtype)
+    return torch.frombuffer(view.data, dtype=dtype).view(view.shape)

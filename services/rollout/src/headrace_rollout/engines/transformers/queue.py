@@ -1,0 +1,66 @@
+"""Which waiting samples join next: in order of arrival, as many as rows and a token budget allow.
+
+Deterministic streams run in waves: the samples of one submission in ordinal order, nothing joins a wave.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from headrace_rollout.engines.transformers.sequence import Sequence, Waiting
+
+
+@dataclass(frozen=True, eq=False)
+class Admission:
+    """Members of one context that get rows now."""
+
+    waiting: Waiting
+    members: list[Sequence]
+
+
+class JoinQueue:
+    """Waiting contexts in order."""
+
+    def __init__(self, rows: int, prefill_tokens: int) -> None:
+        self._waiting: deque[Waiting] = deque()
+        self._rows = rows
+        self._prefill_tokens = prefill_tokens
+
+    def __len__(self) -> int:
+        return sum(len(waiting.members) for waiting in self._waiting)
+
+    def add(self, waiting: list[Waiting]) -> None:
+        """Appends contexts."""
+        self._waiting.extend(waiting)
+
+    def take(self, running: int, running_wave: int) -> list[Admission]:
+        """Contexts to join now; those that must be computed fit the token budget, one always does.
+
+        `running_wave` is the wave of the running rows: 0 for ordinary ones.
+        """
+        taken: list[Admission] = []
+        free, longest = self._rows - running, 0
+        wave = running_wave if running else (self._waiting[0].wave if self._waiting else 0)
+        closed = running > 0 and running_wave != 0
+        while self._waiting and free and not closed:
+            head = self._waiting[0]
+            longest = max(longest, 0 if head.keys else len(head.context_ids))
+            if head.wave != wave or (taken and longest * (len(taken) + 1) > self._prefill_tokens):
+                break
+            members, head.members = head.members[:free], head.members[free:]
+            free -= len(members)
+            taken.append(Admission(head, members))
+            if head.members:
+                break
+            self._waiting.popleft()
+        return taken
+
+    def remove(self, wanted: Callable[[Sequence], bool]) -> list[Sequence]:
+        """Takes out the samples that `wanted` names."""
+        gone = [member for waiting in self._waiting for member in waiting.members if wanted(member)]
+        for waiting in self._waiting:
+            waiting.members = [member for member in waiting.members if not wanted(member)]
+        self._waiting = deque(waiting for waiting in self._waiting if waiting.members)
+        return gone

@@ -1,0 +1,148 @@
+"""One Generate stream: reads assignments, hands them to the engine, sends what comes back in batches."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+
+import grpc
+from headrace.common.v1 import common_pb2
+from headrace.rollout.v1 import rollout_pb2
+from headrace_servicekit.errors import ServiceError
+
+from headrace_rollout.config import RESPONSE_BYTES, WAITING_SAMPLES
+from headrace_rollout.engines.base import Group, Output
+from headrace_rollout.refusal import refusals
+from headrace_rollout.run import OpenedRun
+from headrace_rollout.wire import chunk_of, groups_of, partial_of, stream_of, trajectory_of
+
+_POLL_S = 0.02
+
+Requests = AsyncIterator[rollout_pb2.GenerateRequest]
+
+
+class Generation:
+    """The life of a stream; `after_response` is called after each response, for figures."""
+
+    def __init__(
+        self,
+        run: OpenedRun,
+        opening: rollout_pb2.GenerateOpen,
+        producer: str,
+        after_response: Callable[[], None],
+    ) -> None:
+        self._run = run
+        self._producer = producer
+        self._evaluation = opening.evaluation
+        self._after_response = after_response
+        self._outstanding = 0
+        self._reading = True
+        # Outputs, or None when the caller has nothing more to assign, or what ends the stream.
+        self._inbox: asyncio.Queue[list[Output] | ServiceError | None] = asyncio.Queue()
+        loop = asyncio.get_running_loop()
+
+        def put(item: list[Output] | ServiceError) -> None:
+            loop.call_soon_threadsafe(self._inbox.put_nowait, item)
+
+        self._stream = stream_of(opening, put, lambda reason: put(_failed(reason)))
+
+    async def responses(self, requests: Requests) -> AsyncIterator[rollout_pb2.GenerateResponse]:
+        """Responses until everything that was assigned has ended; aborts what still runs when left early."""
+        reader = asyncio.create_task(self._read(requests), name="read assignments")
+        try:
+            while self._reading or self._outstanding:
+                response = self._response(await self._next_outputs())
+                if response.chunks or response.partials:
+                    yield response
+                    self._after_response()
+        finally:
+            reader.cancel()
+            await asyncio.gather(reader, return_exceptions=True)
+            await self._run.engine.abort(None, stream=self._stream)
+            self._keep_unsent()
+
+    async def _read(self, requests: Requests) -> None:
+        try:
+            async for request in requests:
+                await self._assign(request)
+        except ServiceError as error:
+            self._inbox.put_nowait(error)
+        else:
+            self._inbox.put_nowait(None)
+
+    async def _assign(self, request: rollout_pb2.GenerateRequest) -> None:
+        if request.WhichOneof("message") != "assign":
+            raise ServiceError(
+                grpc.StatusCode.INVALID_ARGUMENT, "INVALID", "GenerateOpen comes first and once"
+            )
+        self._check_custody()
+        groups = groups_of(request.assign.groups, self._run.codec)
+        # Not reading the next assignment slows the caller through the stream's flow control.
+        while self._run.engine.waiting_samples > WAITING_SAMPLES:  # noqa: ASYNC110  # counted in a thread
+            await asyncio.sleep(_POLL_S)
+        await self._submit(groups)
+
+    async def _submit(self, groups: list[Group]) -> None:
+        count = sum(len(group.samples) for group in groups)
+        self._outstanding += count
+        with refusals():
+            await self._run.engine.submit(self._stream, groups)
+
+    def _check_custody(self) -> None:
+        custody = self._run.custody
+        if custody.full and not self._evaluation:
+            raise ServiceError(
+                grpc.StatusCode.RESOURCE_EXHAUSTED,
+                "CUSTODY_FULL",
+                f"{len(custody)} trajectories of {custody.size_bytes} bytes are kept and {custody.budget_bytes} "
+                "are allowed; call ReleaseTrajectories for what is trained or dropped",
+            )
+
+    async def _next_outputs(self) -> list[Output]:
+        """At least one item of the inbox, and what else is there up to a response's size."""
+        outputs = self._opened(await self._inbox.get())
+        tokens = 0
+        while not self._inbox.empty() and tokens < RESPONSE_BYTES // 8:
+            more = self._opened(self._inbox.get_nowait())
+            tokens += sum(len(output.prompt_ids) + len(output.token_ids) for output in more)
+            outputs += more
+        return outputs
+
+    def _opened(self, item: list[Output] | ServiceError | None) -> list[Output]:
+        if isinstance(item, ServiceError):
+            raise item
+        if item is None:
+            self._reading = False
+            return []
+        return list(item)
+
+    def _response(self, outputs: list[Output]) -> rollout_pb2.GenerateResponse:
+        response = rollout_pb2.GenerateResponse()
+        for output in outputs:
+            self._outstanding -= output.whole is not None
+            if output.stopped:
+                response.partials.append(partial_of(output))
+            else:
+                response.chunks.append(chunk_of(output, self._stream, self._finished(output)))
+        return response
+
+    def _finished(self, output: Output) -> common_pb2.Trajectory | None:
+        if output.finish is None:
+            return None
+        trajectory = trajectory_of(output, self._stream, self._run.codec, self._producer)
+        if not self._evaluation:
+            self._run.custody.add(trajectory)
+        return trajectory
+
+    def _keep_unsent(self) -> None:
+        # What finished while the caller went away is still the producer's to keep.
+        while not self._inbox.empty():
+            item = self._inbox.get_nowait()
+            for output in item if isinstance(item, list) else []:
+                self._finished(output)
+
+
+def _failed(reason: str) -> ServiceError:
+    return ServiceError(
+        grpc.StatusCode.INTERNAL, "ENGINE_FAILED", f"the engine failed in a decode round: {reason}"
+    )

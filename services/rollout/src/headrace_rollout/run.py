@@ -1,0 +1,51 @@
+"""An open run: its engine, tokenizer and custody, built from the run's config. Knows no gRPC calls."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import grpc
+from headrace_modelkit.config import ModelNotReadable
+from headrace_servicekit.errors import ServiceError
+
+from headrace_rollout.config import CUSTODY_BYTES, RunConfig
+from headrace_rollout.custody import Custody
+from headrace_rollout.engines import engine_names, load_engine
+from headrace_rollout.engines.base import Engine, EngineConfig
+
+if TYPE_CHECKING:
+    from headrace_modelkit.tokenizer import TextCodec
+
+
+@dataclass(frozen=True, eq=False)
+class OpenedRun:
+    """What an instance holds for its run."""
+
+    name: str
+    config: RunConfig
+    engine: Engine
+    codec: TextCodec
+    custody: Custody
+
+
+def open_run(name: str, config: RunConfig, device: str) -> OpenedRun:
+    """Builds everything but the weights; takes seconds the first time, as it imports torch.
+
+    Raises ServiceError INVALID for an unknown engine and MODEL_NOT_READABLE.
+    """
+    if config.rollout.engine not in engine_names():
+        raise ServiceError(
+            grpc.StatusCode.INVALID_ARGUMENT,
+            "INVALID",
+            f"rollout.engine: {config.rollout.engine!r} is unknown; use one of {', '.join(engine_names())}",
+        )
+    from headrace_modelkit.tokenizer import load_tokenizer
+
+    try:
+        codec = load_tokenizer(config.model)
+        build = load_engine(config.rollout.engine)
+        engine = build(EngineConfig(config.model, codec, config.rollout.max_concurrency, device))
+    except ModelNotReadable as error:
+        raise ServiceError(grpc.StatusCode.INVALID_ARGUMENT, "MODEL_NOT_READABLE", str(error)) from error
+    return OpenedRun(name, config, engine, codec, Custody(CUSTODY_BYTES))

@@ -1,0 +1,326 @@
+"""headrace.rollout.v1.RolloutService: messages in, the run's engine and custody do the rest."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import grpc.aio
+from google.protobuf.duration_pb2 import Duration
+from headrace.common.v1 import common_pb2
+from headrace.rollout.v1 import rollout_pb2, rollout_pb2_grpc
+from headrace_servicekit.config import parse_config
+from headrace_servicekit.devices import bind_cpu
+from headrace_servicekit.errors import ServiceError
+from headrace_servicekit.instance import Instance
+from headrace_servicekit.weights import receive_weights
+
+from headrace_rollout.config import RESPONSE_BYTES, RunConfig
+from headrace_rollout.engines.base import Policy, Refused, Scope
+from headrace_rollout.figures import GenerateFigures
+from headrace_rollout.generation import Generation
+from headrace_rollout.refusal import refusals
+from headrace_rollout.run import OpenedRun, open_run
+from headrace_rollout.wire import distribution_of, invalid, keys_of, weight_views
+
+REPORT_EVERY_S = 2.0
+
+Context = grpc.aio.ServicerContext[Any, Any]
+SCOPES = {
+    rollout_pb2.WAKE_SCOPE_UNSPECIFIED: Scope.ALL,
+    rollout_pb2.WAKE_SCOPE_WEIGHTS: Scope.WEIGHTS,
+    rollout_pb2.WAKE_SCOPE_KV_CACHE: Scope.KV_CACHE,
+}
+
+
+class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
+    """One instance with at most one open run. Registers itself for the instance's lease events."""
+
+    def __init__(self, instance: Instance) -> None:
+        self._instance = instance
+        self._run: OpenedRun | None = None
+        self._threads = 1
+        self._figures = GenerateFigures()
+        self._reported = 0.0
+        # Opening, closing and installing change what the other calls find; one at a time.
+        self._changing = asyncio.Lock()
+        self._free_host_bytes = instance.on_revoke
+        instance.on_grant = self.on_grant
+        instance.on_revoke = self.on_revoke
+        instance.on_quiesce = self.on_quiesce
+        instance.on_drain = self.on_drain
+
+    async def OpenRun(
+        self, request: rollout_pb2.OpenRunRequest, context: Context
+    ) -> rollout_pb2.OpenRunResponse:
+        """Builds engine and tokenizer. The same run with the same config is a repetition."""
+        self._instance.fence.check(request.header, lease=False)
+        config = parse_config(RunConfig, request.config_json, "config_json of OpenRun")
+        async with self._changing:
+            run = self._already_open(request.header.run, config)
+            if run is None:
+                run = await asyncio.to_thread(open_run, request.header.run, config, self._device())
+                await run.engine.set_threads(self._threads)
+                self._run, self._figures = run, GenerateFigures()
+                self._instance.open_runs.add(run.name)
+        return rollout_pb2.OpenRunResponse(
+            max_concurrency=config.rollout.max_concurrency, max_context_tokens=run.engine.max_context_tokens
+        )
+
+    async def CloseRun(
+        self, request: rollout_pb2.CloseRunRequest, context: Context
+    ) -> rollout_pb2.CloseRunResponse:
+        """Aborts what runs and forgets engine and bodies; a run that is not open is forgotten already."""
+        self._instance.fence.check(request.header, lease=False)
+        async with self._changing:
+            run = self._run
+            if run is not None and run.name == request.header.run:
+                self._run = None
+                await run.engine.pause()
+                await run.engine.close()
+                self._instance.weights.keep(run.name, set())
+                self._instance.open_runs.discard(run.name)
+        return rollout_pb2.CloseRunResponse()
+
+    async def Generate(
+        self, request_iterator: AsyncIterator[rollout_pb2.GenerateRequest], context: Context
+    ) -> AsyncIterator[rollout_pb2.GenerateResponse]:
+        """Fills groups; see Generation."""
+        opening = await _opening(request_iterator)
+        self._instance.fence.check(opening.header, lease=True)
+        run = self._opened(opening.header)
+        with refusals():
+            _check_ready(run, opening.policy_number)
+        generation = Generation(run, opening, self._instance.config.incarnation, lambda: self._report(run))
+        async for response in generation.responses(request_iterator):
+            yield response
+        self._report(run, now=True)
+
+    async def RunEpisodes(
+        self, request_iterator: AsyncIterator[rollout_pb2.RunEpisodesRequest], context: Context
+    ) -> AsyncIterator[rollout_pb2.RunEpisodesResponse]:
+        """Not offered by this engine."""
+        raise ServiceError(
+            grpc.StatusCode.UNIMPLEMENTED,
+            "UNIMPLEMENTED",
+            "this rollout instance generates text; it runs no episodes",
+        )
+        yield rollout_pb2.RunEpisodesResponse()
+
+    async def Score(self, request: rollout_pb2.ScoreRequest, context: Context) -> rollout_pb2.ScoreResponse:
+        """Log-probs of given tokens; RAW asks for the model's own distribution."""
+        self._instance.fence.check(request.header, lease=True)
+        run = self._opened(request.header)
+        wanted = request.distribution
+        if wanted.log_prob_kind == common_pb2.LOG_PROB_KIND_RAW:
+            wanted = common_pb2.SamplingDistribution(temperature=1.0)
+        sequences = [(list(sequence.token_ids), sequence.start) for sequence in request.sequences]
+        with refusals():
+            scored, number = await run.engine.score(sequences, distribution_of(wanted))
+        return rollout_pb2.ScoreResponse(
+            sequences=[rollout_pb2.ScoredSequence(log_probs=values) for values in scored],
+            policy_number=number,
+        )
+
+    async def InstallPolicy(
+        self, request: rollout_pb2.InstallPolicyRequest, context: Context
+    ) -> rollout_pb2.InstallPolicyResponse:
+        """Takes, verifies and swaps a version; what is installed already moves no byte."""
+        self._instance.fence.check(request.header, lease=True)
+        run, version = self._opened(request.header), request.version
+        if version.number < 1 or not version.digest:
+            raise invalid("version: give a number from 1 and the manifest's digest")
+        policy = Policy(version.number, version.digest)
+        started = time.perf_counter()
+        async with self._changing:
+            with refusals():
+                if await run.engine.check_install(policy):
+                    return rollout_pb2.InstallPolicyResponse(version=version)
+                received = await receive_weights(
+                    self._instance.weights,
+                    run.name,
+                    version,
+                    request.manifest,
+                    request.sources,
+                    token=self._instance.token,
+                )
+                transfer_s = time.perf_counter() - started
+                pause_s = await _install(run, policy, request.manifest, received.body)
+            self._instance.weights.keep(run.name, {version.number})
+        return rollout_pb2.InstallPolicyResponse(
+            version=version,
+            transport=received.transport,
+            bytes_moved=received.bytes_moved,
+            transfer_time=_duration(transfer_s),
+            pause_time=_duration(pause_s),
+            fallbacks=received.fallbacks,
+        )
+
+    async def Pause(self, request: rollout_pb2.PauseRequest, context: Context) -> rollout_pb2.PauseResponse:
+        """Stops decoding; partial outputs go out on their streams."""
+        self._instance.fence.check(request.header, lease=False)
+        return rollout_pb2.PauseResponse(partial_count=await self._opened(request.header).engine.pause())
+
+    async def Resume(
+        self, request: rollout_pb2.ResumeRequest, context: Context
+    ) -> rollout_pb2.ResumeResponse:
+        """Goes on after Pause."""
+        self._instance.fence.check(request.header, lease=False)
+        with refusals():
+            await self._opened(request.header).engine.resume()
+        return rollout_pb2.ResumeResponse()
+
+    async def Abort(self, request: rollout_pb2.AbortRequest, context: Context) -> rollout_pb2.AbortResponse:
+        """Ends samples with their partial outputs."""
+        self._instance.fence.check(request.header, lease=False)
+        keys = keys_of(request.samples) or None
+        return rollout_pb2.AbortResponse(aborted_count=await self._opened(request.header).engine.abort(keys))
+
+    async def Suspend(
+        self, request: rollout_pb2.SuspendRequest, context: Context
+    ) -> rollout_pb2.SuspendResponse:
+        """Gives the memory of weights and cache back."""
+        self._instance.fence.check(request.header, lease=False)
+        with refusals():
+            freed = await self._opened(request.header).engine.suspend()
+        return rollout_pb2.SuspendResponse(
+            released_bytes=freed.released_bytes, free_memory_bytes=freed.free_bytes
+        )
+
+    async def Wake(self, request: rollout_pb2.WakeRequest, context: Context) -> rollout_pb2.WakeResponse:
+        """Takes memory again."""
+        self._instance.fence.check(request.header, lease=True)
+        with refusals():
+            await self._opened(request.header).engine.wake(SCOPES[request.scope])
+        return rollout_pb2.WakeResponse()
+
+    async def ListInventory(
+        self, request: rollout_pb2.ListInventoryRequest, context: Context
+    ) -> rollout_pb2.ListInventoryResponse:
+        """What is in custody."""
+        self._instance.fence.check(request.header, lease=False)
+        return rollout_pb2.ListInventoryResponse(items=self._opened(request.header).custody.items())
+
+    async def FetchTrajectories(
+        self, request: rollout_pb2.FetchTrajectoriesRequest, context: Context
+    ) -> AsyncIterator[rollout_pb2.FetchTrajectoriesResponse]:
+        """Bodies in custody, in responses of bounded size."""
+        self._instance.fence.check(request.header, lease=False)
+        response, size = rollout_pb2.FetchTrajectoriesResponse(), 0
+        for trajectory in list(self._opened(request.header).custody.fetch(request.samples)):
+            if size and size + trajectory.ByteSize() > RESPONSE_BYTES:
+                yield response
+                response, size = rollout_pb2.FetchTrajectoriesResponse(), 0
+            response.trajectories.append(trajectory)
+            size += trajectory.ByteSize()
+        if size:
+            yield response
+
+    async def ReleaseTrajectories(
+        self, request: rollout_pb2.ReleaseTrajectoriesRequest, context: Context
+    ) -> rollout_pb2.ReleaseTrajectoriesResponse:
+        """Ends custody."""
+        self._instance.fence.check(request.header, lease=False)
+        self._opened(request.header).custody.release(request.samples)
+        return rollout_pb2.ReleaseTrajectoriesResponse()
+
+    async def on_grant(self, lease: common_pb2.Lease) -> None:
+        """Computes on the leased cores from now on."""
+        await self._use_threads(bind_cpu(lease.devices))
+
+    async def on_revoke(self, epoch: int, notice_s: float) -> int:
+        """Stops, sends partial outputs and gives the memory back; returns the bytes now free."""
+        await self._use_threads(1)
+        if self._run is None:
+            return await self._free_host_bytes(epoch, notice_s)
+        await self._run.engine.pause()
+        return (await self._run.engine.suspend()).free_bytes
+
+    async def on_quiesce(self, epoch: int) -> None:
+        """The lease was not renewed in time: no new token; memory stays."""
+        if self._run is not None:
+            await self._run.engine.pause()
+
+    async def on_drain(self, grace_s: float) -> None:
+        """Sends partial outputs, so that others go on."""
+        if self._run is not None:
+            await self._run.engine.pause()
+
+    async def _use_threads(self, count: int) -> None:
+        self._threads = count
+        if self._run is not None:
+            await self._run.engine.set_threads(count)
+
+    def _device(self) -> str:
+        gpus = [name.rpartition("gpu:")[2] for name in self._instance.config.devices if "gpu:" in name]
+        return f"cuda:{gpus[0]}" if gpus else "cpu"
+
+    def _already_open(self, name: str, config: RunConfig) -> OpenedRun | None:
+        run = self._run
+        if run is None:
+            return None
+        if run.name != name:
+            raise ServiceError(
+                grpc.StatusCode.FAILED_PRECONDITION,
+                "BUSY",
+                f"{run.name} is open here; close it before {name}",
+            )
+        if run.config != config:
+            raise ServiceError(
+                grpc.StatusCode.ALREADY_EXISTS,
+                "CONFLICT",
+                f"{name} is open with another config; close it first",
+            )
+        return run
+
+    def _opened(self, header: common_pb2.CommandHeader) -> OpenedRun:
+        if self._run is None or self._run.name != header.run:
+            raise ServiceError(
+                grpc.StatusCode.FAILED_PRECONDITION,
+                "NOT_OPEN",
+                f"{header.run!r} is not open here; call OpenRun first",
+            )
+        return self._run
+
+    def _report(self, run: OpenedRun, *, now: bool = False) -> None:
+        if now or time.monotonic() - self._reported > REPORT_EVERY_S:
+            self._reported = time.monotonic()
+            if (metrics := self._figures.since_last(run)) is not None:
+                self._instance.report(metrics)
+
+
+async def _opening(requests: AsyncIterator[rollout_pb2.GenerateRequest]) -> rollout_pb2.GenerateOpen:
+    async for request in requests:
+        if request.WhichOneof("message") == "open":
+            return request.open
+        break
+    raise invalid("a Generate stream begins with GenerateOpen")
+
+
+def _check_ready(run: OpenedRun, number: int) -> None:
+    policy = run.engine.policy
+    if policy is None or policy.number != number:
+        have = "none" if policy is None else str(policy.number)
+        raise Refused(
+            "POLICY_MISMATCH", f"version {number} is wanted and {have} is installed; install it first"
+        )
+    if run.engine.paused:
+        raise Refused("PAUSED", "the engine is paused; call Resume first")
+
+
+async def _install(
+    run: OpenedRun, policy: Policy, manifest: common_pb2.WeightManifest, body: memoryview
+) -> float:
+    try:
+        return await run.engine.install(policy, weight_views(manifest, body))
+    except ValueError as error:
+        raise ServiceError(grpc.StatusCode.INVALID_ARGUMENT, "WEIGHTS_MISMATCH", str(error)) from error
+
+
+def _duration(seconds: float) -> Duration:
+    duration = Duration()
+    duration.FromNanoseconds(int(seconds * 1e9))
+    return duration

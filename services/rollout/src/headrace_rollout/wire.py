@@ -1,0 +1,231 @@
+"""Between messages and an engine's own nouns. Checks what came from outside; decides nothing else."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING
+
+import grpc
+from headrace.common.v1 import common_pb2
+from headrace.rollout.v1 import rollout_pb2
+from headrace_servicekit.digests import trajectory_digest
+from headrace_servicekit.errors import ServiceError
+from headrace_servicekit.tensors import NUMPY_TYPES
+
+from headrace_rollout.engines.base import (
+    Distribution,
+    Finish,
+    Group,
+    Output,
+    Prefix,
+    Sample,
+    SampleKey,
+    Stream,
+    WeightView,
+)
+
+if TYPE_CHECKING:
+    from headrace_modelkit.tokenizer import TextCodec
+
+FINISH_REASONS = {
+    Finish.EOS: common_pb2.FINISH_REASON_EOS,
+    Finish.STOP: common_pb2.FINISH_REASON_STOP,
+    Finish.LENGTH: common_pb2.FINISH_REASON_LENGTH,
+    Finish.PROMPT_TOO_LONG: common_pb2.FINISH_REASON_PROMPT_TOO_LONG,
+    Finish.ERROR: common_pb2.FINISH_REASON_ERROR,
+}
+
+
+def invalid(message: str) -> ServiceError:
+    """A caller's mistake; the message names the field."""
+    return ServiceError(grpc.StatusCode.INVALID_ARGUMENT, "INVALID", message)
+
+
+def distribution_of(message: common_pb2.SamplingDistribution) -> Distribution:
+    """The distribution of a message; absent top_p and repetition_penalty (0) mean 1. Raises INVALID."""
+    found = Distribution(
+        temperature=message.temperature,
+        top_p=message.top_p or 1.0,
+        top_k=message.top_k,
+        min_p=message.min_p,
+        repetition_penalty=message.repetition_penalty or 1.0,
+    )
+    checks = {
+        "temperature: 0 or more": math.isfinite(found.temperature) and found.temperature >= 0,
+        "top_p: in (0, 1]": 0 < found.top_p <= 1,
+        "top_k: 0 or more": found.top_k >= 0,
+        "min_p: in [0, 1)": 0 <= found.min_p < 1,
+        "repetition_penalty: above 0": math.isfinite(found.repetition_penalty)
+        and found.repetition_penalty > 0,
+    }
+    for rule, holds in checks.items():
+        if not holds:
+            raise invalid(f"distribution.{rule}")
+    return found
+
+
+def stream_of(
+    message: rollout_pb2.GenerateOpen, sink: Callable[[list[Output]], None], failed: Callable[[str], None]
+) -> Stream:
+    """The stream that a GenerateOpen describes. Raises INVALID."""
+    if message.distribution.log_prob_kind == common_pb2.LOG_PROB_KIND_RAW:
+        raise invalid("distribution.log_prob_kind: generated tokens carry PROCESSED log-probs")
+    if message.max_new_tokens < 1 or message.chunk_tokens < 0:
+        raise invalid("max_new_tokens must be 1 or more, chunk_tokens 0 or more")
+    return Stream(
+        policy_number=message.policy_number,
+        distribution=distribution_of(message.distribution),
+        max_new_tokens=message.max_new_tokens,
+        seed=message.seed,
+        sink=sink,
+        failed=failed,
+        stop=tuple(stop for stop in message.stop if stop),
+        chunk_tokens=message.chunk_tokens,
+        deterministic=message.deterministic,
+    )
+
+
+def groups_of(messages: Iterable[rollout_pb2.GroupAssignment], codec: TextCodec) -> list[Group]:
+    """Groups with their prompts as ids. Raises INVALID."""
+    return [
+        Group(
+            message.prompt_ordinal,
+            prompt_ids(message.prompt, codec),
+            [
+                Sample(
+                    sample.sample_index,
+                    sample.attempt,
+                    _prefix(sample) if sample.HasField("resume") else None,
+                )
+                for sample in message.samples
+            ],
+        )
+        for message in messages
+    ]
+
+
+def prompt_ids(prompt: rollout_pb2.Prompt, codec: TextCodec) -> list[int]:
+    """Ids of a prompt in any of its forms. Raises INVALID."""
+    form = prompt.WhichOneof("form")
+    if form == "token_ids":
+        return list(prompt.token_ids.values)
+    if form == "text":
+        return codec.encode_prompt(text=prompt.text)
+    if form is None:
+        raise invalid("prompt: give chat, text or token_ids")
+    chat = [{"role": message.role, "content": message.content} for message in prompt.chat.messages]
+    try:
+        return codec.encode_prompt(chat=chat, prefill=prompt.chat.prefill)
+    except ValueError as error:
+        raise invalid(str(error)) from error
+
+
+def chunk_of(
+    output: Output, stream: Stream, trajectory: common_pb2.Trajectory | None
+) -> common_pb2.TrajectoryChunk:
+    """The chunk that sends an output; tokens ride only on streams that asked for chunks."""
+    streamed = stream.chunk_tokens > 0
+    chunk = common_pb2.TrajectoryChunk(
+        sample=sample_message(output.key),
+        attempt=output.attempt,
+        token_offset=output.offset,
+        policy_number=output.policy_number,
+        token_ids=output.token_ids if streamed else [],
+        log_probs=output.log_probs if streamed else [],
+    )
+    if trajectory is not None:
+        chunk.finished.CopyFrom(trajectory)
+    return chunk
+
+
+def trajectory_of(output: Output, stream: Stream, codec: TextCodec, producer: str) -> common_pb2.Trajectory:
+    """A finished output as a trajectory: the prompt's segment, then one a version."""
+    assert output.finish is not None and output.whole is not None
+    prompt = common_pb2.Segment(tokens=common_pb2.TokenSegment(token_ids=output.prompt_ids))
+    trajectory = common_pb2.Trajectory(
+        sample=sample_message(output.key),
+        attempt=output.attempt,
+        segments=[prompt, *_segments(output.whole, stream.distribution)],
+        finish_reason=FINISH_REASONS[output.finish],
+        completion_text=codec.decode(output.whole.token_ids),
+        producer=producer,
+    )
+    trajectory.body_digest = trajectory_digest(trajectory)
+    return trajectory
+
+
+def partial_of(output: Output) -> rollout_pb2.PartialSample:
+    """A stopped output as what another engine needs to go on."""
+    assert output.whole is not None
+    spans = [
+        common_pb2.VersionSpan(policy_number=number, token_count=count)
+        for number, count in output.whole.spans
+    ]
+    state = common_pb2.ResumeState(
+        token_ids=output.whole.token_ids,
+        log_probs=output.whole.log_probs,
+        version_spans=spans,
+        rng_position=len(output.whole.token_ids),
+    )
+    return rollout_pb2.PartialSample(sample=sample_message(output.key), attempt=output.attempt, state=state)
+
+
+def sample_message(key: SampleKey) -> common_pb2.SampleKey:
+    """A slot as a message."""
+    return common_pb2.SampleKey(prompt_ordinal=key.prompt_ordinal, sample_index=key.sample_index)
+
+
+def keys_of(messages: Iterable[common_pb2.SampleKey]) -> list[SampleKey]:
+    """Slots of messages."""
+    return [SampleKey(message.prompt_ordinal, message.sample_index) for message in messages]
+
+
+def weight_views(manifest: common_pb2.WeightManifest, body: memoryview) -> list[WeightView]:
+    """The tensors of a verified body."""
+    return [
+        WeightView(
+            entry.name,
+            NUMPY_TYPES[entry.data_type].name,
+            tuple(entry.shape),
+            body[entry.offset_bytes : entry.offset_bytes + entry.size_bytes],
+        )
+        for entry in manifest.entries
+    ]
+
+
+def _segments(whole: Prefix, distribution: Distribution) -> list[common_pb2.Segment]:
+    sampled_from = common_pb2.SamplingDistribution(
+        temperature=distribution.temperature,
+        top_p=distribution.top_p,
+        top_k=distribution.top_k,
+        min_p=distribution.min_p,
+        repetition_penalty=distribution.repetition_penalty,
+        log_prob_kind=common_pb2.LOG_PROB_KIND_PROCESSED,
+    )
+    segments, start = [], 0
+    for number, count in whole.spans:
+        tokens = common_pb2.TokenSegment(
+            token_ids=whole.token_ids[start : start + count],
+            log_probs=whole.log_probs[start : start + count],
+            distribution=sampled_from,
+        )
+        segments.append(common_pb2.Segment(policy_number=number, tokens=tokens))
+        start += count
+    return segments
+
+
+def _prefix(sample: rollout_pb2.SampleAssignment) -> Prefix | None:
+    state = sample.resume
+    count = len(state.token_ids)
+    spans = [(span.policy_number, span.token_count) for span in state.version_spans]
+    if len(state.log_probs) != count or sum(tokens for _, tokens in spans) != count or _negative(spans):
+        raise invalid("resume: token_ids, log_probs and version_spans must cover the same tokens")
+    # State that this engine cannot restore: the sample begins again at token 0.
+    if state.rng_position != count or state.extra_json:
+        return None
+    return Prefix(list(state.token_ids), list(state.log_probs), spans)
+
+
+def _negative(spans: Sequence[tuple[int, int]]) -> bool:
+    return any(tokens < 1 for _, tokens in spans)

@@ -1,0 +1,311 @@
+"""What the engine samples, against Hugging Face's own forward pass and generate."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+import torch
+from headrace_modelkit.logprobs import token_log_probs
+from headrace_rollout.engines.base import (
+    Distribution,
+    Finish,
+    Group,
+    Policy,
+    Prefix,
+    Refused,
+    Sample,
+    SampleKey,
+)
+from headrace_servicekit import failpoints
+
+
+def tokens_of(outputs):
+    return {key: list(output.whole.token_ids) for key, output in outputs.items()}
+
+
+def reference_log_probs(reference, output, temperature):
+    ids = [*output.prompt_ids, *output.whole.token_ids]
+    with torch.no_grad():
+        logits = reference(torch.tensor([ids])).logits
+    start = len(output.prompt_ids)
+    return token_log_probs(logits[:, start - 1 : -1], torch.tensor([ids[start:]]), temperature)[0].tolist()
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+async def test_log_probs_equal_the_references_for_mixed_lengths(
+    engine, collector, groups, reference, temperature
+):
+    await engine.submit(collector.stream(Distribution(temperature)), groups)
+    outputs = await collector.wait_ended(15)
+    lengths = {len(output.whole.token_ids) for output in outputs.values()}
+    assert len(lengths) > 3, "the answers should end at different tokens"
+    for output in outputs.values():
+        expected = reference_log_probs(reference, output, temperature)
+        assert output.whole.log_probs == pytest.approx(expected, abs=1e-4)
+
+
+async def test_greedy_equals_generate_and_reports_log_probs_at_temperature_one(
+    engine, collector, groups, reference
+):
+    await engine.submit(collector.stream(Distribution(0.0), max_new_tokens=10), groups)
+    for output in (await collector.wait_ended(15)).values():
+        prompt = torch.tensor([output.prompt_ids])
+        whole = reference.generate(prompt, max_new_tokens=10, do_sample=False, pad_token_id=0)
+        assert list(output.whole.token_ids) == whole[0, prompt.shape[1] :].tolist()
+        assert output.whole.log_probs == pytest.approx(reference_log_probs(reference, output, 1.0), abs=1e-4)
+
+
+async def test_samples_do_not_depend_on_their_neighbours(new_engine, new_collector, groups):
+    together = new_collector()
+    await (await new_engine(16)).submit(together.stream(), groups)
+    expected = tokens_of(await together.wait_ended(15))
+    for rows, order in ((2, groups), (16, groups[::-1]), (5, groups[2:] + groups[:2])):
+        alone = new_collector()
+        await (await new_engine(rows)).submit(alone.stream(), order)
+        assert tokens_of(await alone.wait_ended(15)) == expected
+
+
+async def test_a_join_in_mid_batch_changes_nobodys_tokens(new_engine, new_collector, groups):
+    calm = new_collector()
+    await (await new_engine()).submit(calm.stream(), groups)
+    expected = tokens_of(await calm.wait_ended(15))
+
+    engine, joined = await new_engine(), new_collector()
+    stream = joined.stream(chunk_tokens=1)
+    for group in groups:
+        before = len(joined.outputs)
+        await engine.submit(stream, [group])
+        await joined.wait(lambda c, before=before: len(c.outputs) > before)
+    assert tokens_of(await joined.wait_ended(15)) == expected
+
+
+async def test_a_groups_prompt_is_computed_once(new_engine, new_collector, groups):
+    # Four rows: the groups' members join in several portions.
+    engine, collector = await new_engine(4), new_collector()
+    await engine.submit(collector.stream(), groups)
+    await collector.wait_ended(15)
+    computed = sum(len(group.prompt_ids) for group in groups)
+    assert engine.figures.prefill_tokens == computed
+    assert engine.figures.shared_prompt_tokens == 2 * computed
+
+
+async def test_other_seeds_and_other_samples_differ(engine, new_collector, groups):
+    found = []
+    for seed in (1, 2):
+        collector = new_collector()
+        await engine.submit(collector.stream(seed=seed), groups[:1])
+        found.append(tokens_of(await collector.wait_ended(3)))
+    assert len({tuple(tokens) for samples in found for tokens in samples.values()}) == 6
+
+
+async def test_an_aborted_sample_goes_on_elsewhere_as_if_it_had_not_stopped(
+    new_engine, new_collector, groups, resumed
+):
+    calm = new_collector()
+    await (await new_engine()).submit(calm.stream(), groups)
+    expected = await calm.wait_ended(15)
+
+    engine, first = await new_engine(), new_collector()
+    await engine.submit(first.stream(chunk_tokens=4), groups)
+    await first.wait(lambda c: len(c.outputs) > 4)
+    assert await engine.abort(None) > 0
+    await first.wait_ended(15)
+    partials = {key: output for key, output in first.ended().items() if output.stopped}
+    assert any(output.whole.token_ids for output in partials.values())
+
+    second = new_collector()
+    for group in groups:
+        samples = [s for s in group.samples if SampleKey(group.prompt_ordinal, s.sample_index) in partials]
+        rest = resumed(Group(group.prompt_ordinal, group.prompt_ids, samples), partials)
+        await (await new_engine()).submit(second.stream(), [rest])
+    finished = {**first.ended(), **(await second.wait_ended(len(partials)))}
+    assert tokens_of(finished) == tokens_of(expected)
+    for key, output in finished.items():
+        assert output.whole.log_probs == pytest.approx(expected[key].whole.log_probs, abs=1e-5)
+        kept = partials[key].whole.log_probs if key in partials else []
+        assert list(output.whole.log_probs[: len(kept)]) == list(kept), "a prefix is never scored again"
+
+
+async def test_a_prefix_keeps_its_versions(new_engine, new_collector, groups, weight_views):
+    engine, collector = await new_engine(install=False), new_collector()
+    await engine.install(Policy(5, "five"), weight_views)
+    prefix = Prefix([5, 6, 7], [-1.0, -2.0, -3.0], [(3, 2), (4, 1)])
+    group = Group(0, groups[0].prompt_ids, [Sample(0, 2, prefix)])
+    await engine.submit(collector.stream(policy_number=5, max_new_tokens=6), [group])
+    (output,) = (await collector.wait_ended(1)).values()
+    assert output.offset == 3 and len(output.whole.token_ids) == 3 + len(output.token_ids)
+    assert output.whole.spans == [(3, 2), (4, 1), (5, len(output.token_ids))]
+
+
+async def test_ends_are_eos_length_and_prompt_too_long(engine, collector, groups, codec):
+    await engine.submit(collector.stream(max_new_tokens=24), groups)
+    await engine.submit(
+        collector.stream(max_new_tokens=200),
+        [
+            Group(50, [7] * 120, [Sample(0, 1)]),
+            Group(51, [7] * 127, [Sample(0, 1)]),
+            Group(52, [7] * 128, [Sample(0, 1)]),
+            Group(53, [], [Sample(0, 1)]),
+            Group(54, [99], [Sample(0, 1)]),
+        ],
+    )
+    outputs = await collector.wait_ended(20)
+    finishes = set()
+    for key, output in outputs.items():
+        ids = output.whole.token_ids
+        finishes.add(output.finish)
+        if output.finish is Finish.EOS:
+            assert ids[-1] in codec.eos_ids and not set(ids[:-1]) & codec.eos_ids
+        if output.finish is Finish.LENGTH:
+            assert len(ids) == {50: 8, 51: 1}.get(key.prompt_ordinal, 24)
+            assert not set(ids) & codec.eos_ids
+    assert {Finish.EOS, Finish.LENGTH} <= finishes
+    assert outputs[SampleKey(52, 0)].finish is Finish.PROMPT_TOO_LONG
+    assert outputs[SampleKey(53, 0)].finish is Finish.ERROR
+    assert outputs[SampleKey(54, 0)].finish is Finish.ERROR
+    assert not outputs[SampleKey(52, 0)].whole.token_ids
+
+
+async def test_a_prefix_that_is_at_its_end_ends_at_once(engine, collector, groups):
+    eos = Prefix([5, 1], [-1.0, -1.0], [(1, 2)])
+    full = Prefix([5] * 4, [-1.0] * 4, [(1, 4)])
+    group = Group(0, groups[0].prompt_ids, [Sample(0, 2, eos), Sample(1, 2, full)])
+    await engine.submit(collector.stream(max_new_tokens=4), [group])
+    outputs = await collector.wait_ended(2)
+    assert outputs[SampleKey(0, 0)].finish is Finish.EOS
+    assert outputs[SampleKey(0, 1)].finish is Finish.LENGTH
+    assert list(outputs[SampleKey(0, 1)].whole.token_ids) == [5] * 4
+
+
+async def test_stop_strings_cut_ids_and_log_probs_together(engine, new_collector, groups, codec):
+    free = new_collector()
+    await engine.submit(free.stream(), groups)
+    plain = await free.wait_ended(15)
+    longest = max(plain.values(), key=lambda output: len(output.whole.token_ids))
+    ids = list(longest.whole.token_ids)
+
+    def text(ids):
+        return codec.decode(ids, skip_special_tokens=False)
+
+    stop = text(ids[4:7])
+    start = text(ids).index(stop)
+    cut = max(count for count in range(len(ids)) if len(text(ids[:count])) <= start)
+
+    for chunk_tokens in (0, 1):
+        stopped = new_collector()
+        await engine.submit(stopped.stream(stop=(stop,), chunk_tokens=chunk_tokens), groups)
+        outputs = await stopped.wait_ended(15)
+        output = outputs[longest.key]
+        assert output.finish is Finish.STOP
+        assert list(output.whole.token_ids) == ids[:cut]
+        assert list(output.whole.log_probs) == pytest.approx(longest.whole.log_probs[:cut], abs=1e-5)
+        pieces = [o for o in stopped.outputs if o.key == longest.key]
+        assert [i for piece in pieces for i in piece.token_ids] == ids[:cut]
+        for other in outputs.values():
+            assert stop not in text(other.whole.token_ids)
+
+
+async def test_an_answer_that_begins_with_the_stop_string_is_empty(engine, new_collector, groups, codec):
+    free = new_collector()
+    await engine.submit(free.stream(), groups[:1])
+    (output, *_) = (await free.wait_ended(3)).values()
+    stopped = new_collector()
+    stop = codec.decode(output.whole.token_ids[:2], skip_special_tokens=False)
+    await engine.submit(stopped.stream(stop=(stop,)), groups[:1])
+    empty = (await stopped.wait_ended(3))[output.key]
+    assert empty.finish is Finish.STOP and not empty.whole.token_ids and not empty.whole.log_probs
+
+
+async def test_chunks_join_to_the_answer(engine, collector, groups):
+    await engine.submit(collector.stream(chunk_tokens=3), groups)
+    whole = await collector.wait_ended(15)
+    for key, output in whole.items():
+        pieces = [piece for piece in collector.outputs if piece.key == key]
+        assert [piece.offset for piece in pieces] == [3 * index for index in range(len(pieces))]
+        assert all(len(piece.token_ids) == 3 for piece in pieces[:-1])
+        assert [i for piece in pieces for i in piece.token_ids] == list(output.whole.token_ids)
+        assert [p for piece in pieces for p in piece.log_probs] == list(output.whole.log_probs)
+
+
+async def test_deterministic_waves_admit_nobody_and_start_at_token_zero(new_engine, new_collector, groups):
+    engine, collector = await new_engine(6), new_collector()
+    stream = collector.stream(deterministic=True, chunk_tokens=1)
+    await engine.submit(stream, groups[:2][::-1])
+    await engine.submit(
+        stream, [Group(9, groups[0].prompt_ids, [Sample(0, 2, Prefix([5], [-1.0], [(1, 1)]))])]
+    )
+    outputs = await collector.wait_ended(7)
+    late = [i for i, output in enumerate(collector.outputs) if output.key.prompt_ordinal == 9]
+    early = [i for i, output in enumerate(collector.outputs) if output.key.prompt_ordinal < 2]
+    assert min(late) > max(early), "the second submission waits for the first wave's end"
+    assert collector.outputs[late[0]].offset == 0
+    assert collector.outputs[0].key.prompt_ordinal == 0, "a wave is in ordinal order"
+    assert outputs[SampleKey(9, 0)].whole.spans[0][0] == 1
+
+
+async def test_pause_gives_everything_back_and_later_groups_too(engine, collector, groups):
+    stream = collector.stream(chunk_tokens=1, max_new_tokens=80)
+    await engine.submit(stream, groups)
+    await collector.wait(lambda c: len(c.outputs) > 15)
+    count = await engine.pause()
+    assert count == sum(output.stopped for output in (await collector.wait_ended(15)).values()) > 0
+    await engine.submit(stream, [Group(77, groups[0].prompt_ids, [Sample(0, 1)])])
+    late = (await collector.wait_ended(16))[SampleKey(77, 0)]
+    assert late.stopped and not late.whole.token_ids
+    await engine.resume()
+    await engine.submit(stream, [Group(78, groups[0].prompt_ids, [Sample(0, 1)])])
+    assert (await collector.wait_ended(17))[SampleKey(78, 0)].finish is not None
+
+
+async def test_abort_ends_only_what_it_names(engine, new_collector, groups):
+    mine, other = new_collector(), new_collector()
+    await engine.submit(mine.stream(max_new_tokens=90), groups[:2])
+    await engine.submit(other.stream(max_new_tokens=90, seed=3), groups[2:3])
+    await engine.abort([SampleKey(0, 1), SampleKey(99, 9)])
+    outputs = await mine.wait_ended(6)
+    assert [key for key, output in outputs.items() if output.stopped] in ([SampleKey(0, 1)], [])
+    assert not any(output.stopped for output in (await other.wait_ended(3)).values())
+
+
+async def test_a_failed_round_fails_its_streams_and_the_engine_lives_on(engine, new_collector, groups):
+    broken, fine = new_collector(), new_collector()
+    failpoints.arm("rollout.round=error@2")
+    try:
+        await engine.submit(broken.stream(), groups[:1])
+        async with asyncio.timeout(10):
+            while not broken.failures:
+                await broken.changed.wait()
+    finally:
+        failpoints.arm("")
+    assert "rollout.round" in broken.failures[0]
+    await engine.submit(fine.stream(), groups[:1])
+    assert len(await fine.wait_ended(3)) == 3
+
+
+async def test_the_event_loop_stays_responsive_while_it_decodes(engine, collector, groups):
+    await engine.submit(collector.stream(max_new_tokens=80), groups)
+    longest = 0.0
+    while len(collector.ended()) < 15:
+        start = asyncio.get_running_loop().time()
+        await asyncio.sleep(0.001)
+        longest = max(longest, asyncio.get_running_loop().time() - start)
+    assert longest < 0.25
+
+
+@pytest.mark.parametrize("limit", [0, 1])
+async def test_scores_equal_the_sampled_log_probs(engine, collector, groups, limit):
+    distribution = Distribution(0.8)
+    await engine.submit(collector.stream(distribution), groups)
+    outputs = list((await collector.wait_ended(15)).values())
+    sequences = [([*o.prompt_ids, *o.whole.token_ids], len(o.prompt_ids)) for o in outputs]
+    scored, number = await engine.score(sequences[limit:], distribution)
+    assert number == 1
+    for output, values in zip(outputs[limit:], scored, strict=True):
+        assert values == pytest.approx(output.whole.log_probs, abs=1e-4)
+
+
+async def test_scoring_refuses_what_it_cannot_score(engine):
+    for sequence in (([5, 6], 0), ([5, 6], 3), ([5, 99], 1), ([5] * 200, 1)):
+        with pytest.raises(Refused, match=r"sequences\[0\]"):
+            await engine.score([sequence], Distribution())
