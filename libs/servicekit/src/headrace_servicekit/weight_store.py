@@ -220,12 +220,14 @@ class PendingWeights:
 
     def _release(self) -> None:
         """Gives up every writable view, so that nobody can change what the digests say."""
+        for view in self._views:
+            view.release()
+        self._views.clear()
+        self._whole.release()
         try:
-            for view in self._views:
-                view.release()
-            self._whole.release()
             self._map.close()
         except BufferError as error:
+            self._whole = memoryview(self._map)
             raise ServiceError(
                 grpc.StatusCode.FAILED_PRECONDITION,
                 "BUFFER_IN_USE",

@@ -1,0 +1,44 @@
+"""Devices: names, and a lease on a core that really binds every thread."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+from headrace_servicekit.devices import bind_cpu, detect_devices, qualify
+from headrace_servicekit.errors import ServiceError
+
+BIND = """
+import os, threading, time
+from headrace_servicekit.devices import bind_cpu
+threading.Thread(target=time.sleep, args=(5,), daemon=True).start()
+core = max(os.sched_getaffinity(0))
+print(bind_cpu([f"h/cpu:{core}"]), {tuple(os.sched_getaffinity(int(t))) for t in os.listdir("/proc/self/task")} == {(core,)})
+"""
+
+
+def test_every_thread_is_bound_to_the_leased_core():
+    ended = subprocess.run([sys.executable, "-c", BIND], capture_output=True, text=True, timeout=30)
+    assert ended.stdout.split() == ["1", "True"], ended.stderr
+
+
+def test_gpus_leave_the_affinity_alone():
+    before = os.sched_getaffinity(0)
+    assert bind_cpu(["h/gpu:0"]) == len(before) and os.sched_getaffinity(0) == before
+
+
+def test_a_core_that_is_not_there_is_refused():
+    with pytest.raises(ServiceError, match="4095"):
+        bind_cpu(["h/cpu:4095"])
+
+
+def test_names():
+    assert qualify("h", ["cpu:0", "other/gpu:1"]) == ["h/cpu:0", "other/gpu:1"]
+    for name in ("cpu", "cpu:x", "h/h/cpu:0", "tpu:0"):
+        with pytest.raises(ServiceError, match="no device"):
+            qualify("h", [name])
+
+
+def test_detection_finds_something():
+    kinds = {name.partition(":")[0] for name in detect_devices()}
+    assert kinds in ({"cpu"}, {"gpu"})

@@ -1,0 +1,254 @@
+"""The supervisor with real children: restarts, kills, last words, no orphans, and its line to the coordinator."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+from headrace_servicekit import child
+from headrace_servicekit.supervisor import Supervisor
+
+from headrace.coordinator.v1 import fleet_pb2
+
+SLEEP = [sys.executable, "-S", "-c", "import time; time.sleep(600)"]
+CRASH = [sys.executable, "-S", "-c", "import sys; print('out'); sys.exit('broken: no such model')"]
+STUBBORN = [
+    sys.executable,
+    "-S",
+    "-c",
+    "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); time.sleep(600)",
+]
+PARENT = [
+    sys.executable,
+    "-S",
+    "-c",
+    "import subprocess, sys, time; p = subprocess.Popen([sys.executable, '-S', '-c', 'import time; time.sleep(600)']);"
+    "print(p.pid, flush=True); time.sleep(600)",
+]
+ENVIRONMENT = [
+    sys.executable,
+    "-S",
+    "-c",
+    "import os, time; print(os.environ['HEADRACE_NAME'], os.environ['HEADRACE_INCARNATION'], flush=True); time.sleep(600)",
+]
+
+
+@pytest.fixture
+async def supervise(tmp_path):
+    """`await supervise(command, kind=..., n=...)` starts a supervisor of `n` such processes."""
+    started = []
+
+    async def start(command, *, kind="rollout", n=1, coordinator="", **options):
+        spawn = command if callable(command) else lambda kind, index, incarnation: command
+        supervisor = Supervisor("h", coordinator, None, spawn, tmp_path / "logs", **options)
+        supervisor.set_count(kind, n)
+        await supervisor.start()
+        started.append(supervisor)
+        return supervisor
+
+    yield start
+    for supervisor in started:
+        await supervisor.stop(2)
+
+
+def pids(supervisor):
+    return [info.pid for info in supervisor.processes() if info.pid]
+
+
+def gone(pid):
+    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+async def test_each_process_has_a_name_an_incarnation_and_a_log(supervise, until):
+    given = []
+
+    def spawn(kind, index, incarnation):
+        given.append((kind, index, incarnation))
+        return ENVIRONMENT
+
+    supervisor = await supervise(spawn, n=2)
+    infos = await until(
+        lambda: all(i.log_file.exists() for i in supervisor.processes()) and supervisor.processes(), "logs"
+    )
+    assert [info.log_file.read_text().split() for info in infos] == [
+        ["rollout-0", infos[0].incarnation],
+        ["rollout-1", infos[1].incarnation],
+    ]
+    assert sorted(given) == sorted(("rollout", info.index, info.incarnation) for info in infos)
+    assert infos[0].incarnation != infos[1].incarnation
+
+
+async def test_a_killed_process_is_started_again_with_another_incarnation(supervise, until):
+    supervisor = await supervise(SLEEP)
+    (pid,) = await until(lambda: pids(supervisor), "the process")
+    (before,) = supervisor.processes()
+    os.kill(pid, signal.SIGKILL)
+    await until(lambda: pids(supervisor) not in ([], [pid]), "the next process")
+    (after,) = supervisor.processes()
+    assert after.incarnation != before.incarnation and after.restarts == 1
+
+
+async def test_a_crashing_process_is_restarted_more_and_more_slowly(supervise, until):
+    ends = []
+    await supervise(CRASH, on_end=lambda end: ends.append((time.monotonic(), end)))
+    await until(lambda: len(ends) >= 4, "four ends")
+    times = [at for at, _ in ends]
+    pauses = [later - earlier for earlier, later in zip(times, times[1:], strict=False)]
+    assert pauses[0] >= 0.2 and pauses[1] >= 0.4 and pauses[2] >= 0.8
+    assert ends[0][1].status == 1 and "broken: no such model" in ends[0][1].last_words
+
+
+async def test_the_pause_is_short_again_after_a_long_life(supervise, until, monkeypatch):
+    monkeypatch.setattr(child, "STABLE_S", 0.0)
+    ends = []
+    await supervise(CRASH, on_end=ends.append)
+    began = time.monotonic()
+    await until(lambda: len(ends) >= 5, "five ends")
+    assert time.monotonic() - began < 4 * 0.2 + 1.5
+
+
+async def test_kill_hits_one_incarnation_only(supervise, until):
+    supervisor = await supervise(SLEEP)
+    (pid,) = await until(lambda: pids(supervisor), "the process")
+    (info,) = supervisor.processes()
+    assert not supervisor.kill("rollout-0", "another incarnation")
+    assert not supervisor.kill("rollout-9", info.incarnation)
+    assert not gone(pid)
+    assert supervisor.kill("rollout-0", info.incarnation)
+    await until(lambda: gone(pid), "the kill")
+
+
+async def test_set_count_starts_and_stops(supervise, until):
+    supervisor = await supervise(SLEEP)
+    await until(lambda: len(pids(supervisor)) == 1, "one process")
+    supervisor.set_count("rollout", 3)
+    first, *others = await until(lambda: len(pids(supervisor)) == 3 and pids(supervisor), "three processes")
+    supervisor.set_count("rollout", 1)
+    await until(lambda: all(gone(pid) for pid in others), "two ends")
+    assert pids(supervisor) == [first] and supervisor.count("rollout") == 1
+    with pytest.raises(ValueError, match="-1"):
+        supervisor.set_count("rollout", -1)
+
+
+async def test_stop_asks_first_and_kills_after_the_grace(supervise, until):
+    supervisor = await supervise(SLEEP)
+    await until(lambda: pids(supervisor), "the process")
+    supervisor.set_count("trainer", 0)
+    began = time.monotonic()
+    assert await supervisor.stop(10) == -signal.SIGTERM
+    assert time.monotonic() - began < 5
+
+
+async def test_a_process_deaf_to_sigterm_is_killed(supervise, until):
+    supervisor = await supervise(STUBBORN)
+    await until(lambda: any(i.log_file.exists() for i in supervisor.processes()), "its first word")
+    (pid,) = pids(supervisor)
+    assert await supervisor.stop(0.5) == -signal.SIGKILL
+    assert gone(pid)
+
+
+@pytest.mark.parametrize("how", ["kill", "stop"])
+async def test_what_a_process_started_goes_with_it(supervise, until, how):
+    supervisor = await supervise(PARENT)
+    (info,) = await until(
+        lambda: supervisor.processes()[0].log_file.exists() and supervisor.processes(), "the grandchild"
+    )
+    grandchild = int(info.log_file.read_text())
+    if how == "kill":
+        supervisor.kill(info.instance, info.incarnation)
+    else:
+        await supervisor.stop(1)
+    await until(lambda: gone(grandchild), "the grandchild's end")
+
+
+async def test_a_command_that_does_not_exist_is_its_last_word(supervise, until):
+    ends = []
+    await supervise(["/no/such/program"], on_end=ends.append)
+    await until(lambda: ends, "the end")
+    assert ends[0].status == 127 and ends[0].last_words == "cannot start /no/such/program: No such file or directory"
+
+
+async def test_children_die_with_a_killed_supervisor(tmp_path, until):
+    command = [sys.executable, "-m", "headrace_servicekit.supervise", "--kind", "rollout", "--log-dir", str(tmp_path)]
+    supervisor = subprocess.Popen([*command, "--", *SLEEP], stderr=subprocess.DEVNULL)
+    try:
+        (child_process,) = await until(lambda: psutil.Process(supervisor.pid).children(), "the child", 20)
+        await until(lambda: "time.sleep" in child_process.cmdline()[-1] and len(child_process.cmdline()) == 4, "exec")
+        supervisor.kill()
+        await until(lambda: gone(child_process.pid), "the child's end")
+    finally:
+        supervisor.kill()
+        supervisor.wait(10)
+
+
+async def test_the_container_entry_point_stops_its_child_and_shows_its_output(tmp_path, until):
+    command = [sys.executable, "-m", "headrace_servicekit.supervise", "--kind", "rollout", "--name", "rollout-x"]
+    script = "import os, time; print(os.environ['HEADRACE_NAME'], flush=True); time.sleep(600)"
+    supervisor = subprocess.Popen(
+        [*command, "--log-dir", str(tmp_path), "--", sys.executable, "-S", "-c", script], stderr=subprocess.PIPE
+    )
+    assert await asyncio.to_thread(supervisor.stderr.readline) == b"rollout-x\n"
+    (child_process,) = psutil.Process(supervisor.pid).children()
+    supervisor.send_signal(signal.SIGTERM)
+    await until(lambda: supervisor.poll() is not None, "the end")
+    assert gone(child_process.pid) and supervisor.returncode == 1  # the child ended by the signal
+
+
+async def test_the_coordinator_hears_of_processes_and_ends_with_last_words(supervise, until, servers, new_fleet):
+    fleet = new_fleet()
+    _, address = await servers(fleet)
+    supervisor = await supervise(CRASH, coordinator=address, scalable_kinds=["rollout"])
+    supervisor.set_count("coordinator", 1)
+    exits = await until(lambda: [m.exit for m in fleet.supervised if m.WhichOneof("event") == "exit"], "an exit")
+    assert (exits[0].instance, exits[0].exit_status) == ("rollout-0", 1)
+    assert "no such model" in exits[0].last_words and fleet.supervised[0].host == "h"
+    tables = [m.processes for m in fleet.supervised if m.WhichOneof("event") == "processes"]
+    assert list(tables[-1].scalable_kinds) == [fleet_pb2.SERVICE_KIND_ROLLOUT]
+    listed = {process.instance for table in tables for process in table.processes}
+    assert listed == {"rollout-0"}
+    assert {exit.instance for exit in exits} == {"rollout-0"}
+
+
+async def test_the_coordinator_scales_and_kills(supervise, until, servers, new_fleet):
+    fleet = new_fleet()
+    _, address = await servers(fleet)
+    supervisor = await supervise(SLEEP, coordinator=address, scalable_kinds=["rollout"])
+
+    def send(**command):
+        fleet.supervisor_commands.put_nowait(fleet_pb2.SuperviseResponse(**command))
+
+    def results():
+        return [m.scale_result for m in fleet.supervised if m.WhichOneof("event") == "scale_result"]
+
+    send(scale=fleet_pb2.Scale(request_id="a", kind=fleet_pb2.SERVICE_KIND_ROLLOUT, count=2))
+    await until(lambda: len(pids(supervisor)) == 2, "two processes")
+    send(scale=fleet_pb2.Scale(request_id="b", kind=fleet_pb2.SERVICE_KIND_TRAINER, count=2))
+    await until(lambda: len(results()) == 2, "both results")
+    assert [(r.request_id, bool(r.error)) for r in results()] == [("a", False), ("b", True)]
+    assert "scalable kinds: rollout" in results()[1].error and supervisor.count("trainer") == 0
+    info = supervisor.processes()[0]
+    send(kill=fleet_pb2.Kill(instance=info.instance, incarnation=info.incarnation, reason="stuck"))
+    await until(lambda: gone(info.pid), "the kill")
+    exits = await until(lambda: [m.exit for m in fleet.supervised if m.WhichOneof("event") == "exit"], "its exit")
+    assert (exits[0].incarnation, exits[0].exit_status) == (info.incarnation, -signal.SIGKILL)
+
+
+async def test_a_restarted_coordinator_hears_of_ends_that_it_missed(supervise, until, servers, new_fleet):
+    fleet = new_fleet()
+    server, address = await servers(fleet)
+    supervisor = await supervise(SLEEP, coordinator=address)
+    (pid,) = await until(lambda: pids(supervisor), "the process")
+    await until(lambda: fleet.supervised, "the line")
+    (before,) = supervisor.processes()
+    await server.drain(0)
+    os.kill(pid, signal.SIGKILL)
+    later = new_fleet()
+    await until(lambda: supervisor.processes()[0].restarts, "the restart")
+    await servers(later, listen=address)
+    exits = await until(lambda: [m.exit for m in later.supervised if m.WhichOneof("event") == "exit"], "the exit")
+    assert exits[0].incarnation == before.incarnation
+    assert later.supervised[0].WhichOneof("event") == "processes"

@@ -1,0 +1,355 @@
+"""Weights: published once, taken by mapping or by gRPC, verified, and gone with their process."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from headrace_servicekit.digests import digest_bytes
+from headrace_servicekit.errors import ServiceError
+from headrace_servicekit.server import GrpcServer
+from headrace_servicekit.weights import WeightServicer, WeightStore, receive_weights
+
+from headrace.common.v1 import common_pb2, weights_pb2_grpc
+
+RUN = "runs/r"
+SHM, GRPC = common_pb2.WEIGHT_TRANSPORT_SHM, common_pb2.WEIGHT_TRANSPORT_GRPC
+LAYOUT = [
+    ("embed", common_pb2.DATA_TYPE_BFLOAT16, (1000, 301)),
+    ("head", common_pb2.DATA_TYPE_FLOAT32, (700, 1001)),
+    ("bias", common_pb2.DATA_TYPE_FLOAT32, ()),
+]
+
+
+@pytest.fixture
+def stores(tmp_path):
+    """`stores(name, address)` opens a store on one shared directory, `root` another one."""
+    opened = []
+
+    def make(name, address="", root="shm"):
+        opened.append(WeightStore(tmp_path / root, name, address))
+        return opened[-1]
+
+    yield make
+    for store in opened:
+        store.close()
+
+
+@pytest.fixture
+async def serve_store():
+    servers = []
+
+    async def serve(store, token=None):
+        server = GrpcServer("127.0.0.1:0", token=token)
+        server.add_service(
+            weights_pb2_grpc.add_WeightServiceServicer_to_server,
+            WeightServicer(store),
+            "headrace.common.v1.WeightService",
+        )
+        store.address = await server.start()
+        servers.append(server)
+        return server
+
+    yield serve
+    for server in servers:
+        await server.drain(0)
+
+
+def publish(store, number=1, seed=0, parent=0, ordinal=0):
+    pending = store.begin(RUN, number, LAYOUT)
+    rng = np.random.default_rng(seed)
+    for name, _, _ in LAYOUT:
+        view = pending.buffer(name)
+        view[:] = rng.bytes(len(view))
+    return pending.seal(parent, ordinal)
+
+
+async def receive(store, version, manifest, *sources, token=None):
+    return await receive_weights(store, RUN, version, manifest, sources, token=token)
+
+
+def test_a_published_version_names_every_tensor_and_cannot_be_changed(stores):
+    store = stores("a")
+    version, manifest = publish(store, number=4, parent=3, ordinal=2)
+    assert (version.number, version.parent, version.ordinal) == (4, 3, 2)
+    assert version.digest == manifest.digest
+    stored = store.get(RUN, 4)
+    assert [e.name for e in manifest.entries] == ["embed", "head", "bias"]
+    assert [e.offset_bytes for e in manifest.entries] == [0, 602000, 602000 + 2802800]
+    for entry in manifest.entries:
+        part = stored.body[entry.offset_bytes : entry.offset_bytes + entry.size_bytes]
+        assert digest_bytes(part) == entry.digest
+    assert stored.body.readonly and len(stored.body) == manifest.size_bytes
+    with pytest.raises(ServiceError, match="CONFLICT"):
+        store.begin(RUN, 4, LAYOUT)
+
+
+def test_equal_bytes_have_equal_digests_whoever_publishes_them(stores):
+    assert publish(stores("a"), seed=5)[0].digest == publish(stores("b"), seed=5)[0].digest
+    assert publish(stores("c"), seed=6)[0].digest != publish(stores("d"), seed=7)[0].digest
+
+
+def test_a_writable_array_alive_at_the_seal_is_refused(stores):
+    pending = stores("a").begin(RUN, 1, LAYOUT)
+    array = np.frombuffer(pending.buffer("head"), np.float32)
+    with pytest.raises(ServiceError, match="BUFFER_IN_USE"):
+        pending.seal(0, 0)
+    del array
+    assert pending.seal(0, 0)[0].number == 1
+
+
+async def test_on_the_same_host_the_producers_memory_is_mapped(stores):
+    producer, receiver = stores("a"), stores("b")
+    version, manifest = publish(producer)
+    received = await receive(receiver, version, manifest, producer.source(RUN, 1))
+    assert (received.transport, received.bytes_moved, received.fallbacks) == (SHM, 0, [])
+    assert received.body == producer.get(RUN, 1).body and received.body.readonly
+    assert receiver.get(RUN, 1).path.stat().st_ino == producer.get(RUN, 1).path.stat().st_ino
+
+
+async def test_another_host_takes_it_by_grpc_and_says_why(stores, serve_store):
+    producer, receiver = stores("a"), stores("b", root="other")
+    await serve_store(producer, token="t")
+    version, manifest = publish(producer)
+    source = producer.source(RUN, 1)
+    source.shm_nonce = "made up elsewhere"
+    received = await receive(receiver, version, manifest, source, token="t")
+    assert (received.transport, received.bytes_moved) == (GRPC, manifest.size_bytes)
+    (why,) = received.fallbacks
+    assert "shm from a" in why and "not the same host" in why
+    assert bytes(received.body) == bytes(producer.get(RUN, 1).body)
+
+
+@pytest.mark.parametrize("field", ["shm_path", "shm_nonce_path"])
+async def test_files_that_are_not_there_lead_to_grpc(stores, serve_store, field):
+    producer, receiver = stores("a"), stores("b")
+    await serve_store(producer)
+    version, manifest = publish(producer)
+    source = producer.source(RUN, 1)
+    setattr(source, field, "/nowhere/at/all")
+    received = await receive(receiver, version, manifest, source)
+    assert received.transport == GRPC and "/nowhere/at/all" in received.fallbacks[0]
+
+
+async def test_who_took_it_by_grpc_serves_others_by_both(stores, serve_store):
+    first, second, third, fourth = stores("a"), stores("b", root="x"), stores("c", root="x"), stores("d", root="y")
+    await serve_store(first)
+    await serve_store(second)
+    version, manifest = publish(first)
+    far = first.source(RUN, 1)
+    far.shm_nonce = ""
+    await receive(second, version, manifest, far)
+    first.close()
+    near = second.source(RUN, 1)
+    assert list(near.transports) == [SHM, GRPC] and near.incarnation == "b"
+    assert (await receive(third, version, manifest, near)).transport == SHM
+    near.shm_nonce = ""
+    assert (await receive(fourth, version, manifest, near)).transport == GRPC
+
+
+async def test_a_version_already_held_moves_nothing_and_another_digest_is_a_conflict(stores):
+    producer, receiver, other = stores("a"), stores("b"), stores("c")
+    version, manifest = publish(producer)
+    await receive(receiver, version, manifest, producer.source(RUN, 1))
+    again = await receive(receiver, version, manifest)
+    assert again.bytes_moved == 0 and again.body == receiver.get(RUN, 1).body
+    different = publish(other, seed=9)
+    with pytest.raises(ServiceError, match="CONFLICT"):
+        await receive(receiver, *different, other.source(RUN, 1))
+
+
+def spoil(path, offset):
+    os.chmod(path, 0o600)
+    with path.open("r+b") as file:
+        file.seek(offset)
+        byte = file.read(1)
+        file.seek(offset)
+        file.write(bytes([byte[0] ^ 1]))
+
+
+async def test_one_flipped_bit_is_refused_over_both_transports_and_leaves_nothing(stores, serve_store):
+    producer, receiver = stores("a"), stores("b")
+    await serve_store(producer)
+    version, manifest = publish(producer)
+    spoil(producer.get(RUN, 1).path, manifest.entries[1].offset_bytes + 7)
+    with pytest.raises(ServiceError, match="DIGEST_MISMATCH") as caught:
+        await receive(receiver, version, manifest, producer.source(RUN, 1))
+    assert "shm from a: tensor head" in caught.value.message
+    assert "grpc from a: tensor head" in caught.value.message
+    assert receiver.find(RUN, 1) is None
+    assert [path.name for path in receiver.directory.iterdir()] == ["nonce"]
+
+
+async def test_a_spoiled_source_is_passed_over_for_a_sound_one(stores):
+    spoiled, sound, receiver = stores("a"), stores("b"), stores("c")
+    version, manifest = publish(spoiled)
+    publish(sound)
+    spoil(spoiled.get(RUN, 1).path, 0)
+    received = await receive(
+        receiver, version, manifest, spoiled.source(RUN, 1), sound.source(RUN, 1)
+    )
+    assert received.transport == SHM and "tensor embed" in received.fallbacks[0]
+    assert received.body == sound.get(RUN, 1).body
+
+
+async def test_a_manifest_that_contradicts_itself_is_refused_before_anything_moves(stores):
+    producer, receiver = stores("a"), stores("b")
+    version, manifest = publish(producer)
+    source = producer.source(RUN, 1)
+
+    def changed(change):
+        copy = common_pb2.WeightManifest.FromString(manifest.SerializeToString())
+        change(copy)
+        return copy
+
+    for change in (
+        lambda m: setattr(m, "size_bytes", m.size_bytes + 1),
+        lambda m: setattr(m.entries[1], "offset_bytes", 0),
+        lambda m: setattr(m.entries[1], "size_bytes", 1 << 60),
+        lambda m: m.entries[0].shape.append(2),
+        lambda m: setattr(m.entries[0], "digest", "0" * 32),
+        lambda m: setattr(m.entries[0], "name", "head"),
+        lambda m: m.entries.pop(),
+        lambda m: setattr(m, "digest", "0" * 32),
+    ):
+        with pytest.raises(ServiceError) as caught:
+            await receive(receiver, version, changed(change), source)
+        assert caught.value.reason in ("INVALID", "DIGEST_MISMATCH")
+    with pytest.raises(ServiceError, match="DIGEST_MISMATCH"):
+        await receive(receiver, common_pb2.PolicyVersion(number=1, digest="x"), manifest, source)
+
+
+async def test_a_dead_source_is_named_and_leaves_nothing(stores, serve_store):
+    producer, receiver = stores("a"), stores("b")
+    server = await serve_store(producer)
+    version, manifest = publish(producer)
+    source = producer.source(RUN, 1)
+    source.shm_nonce = ""
+    await server.drain(0)
+    with pytest.raises(ServiceError, match="WEIGHTS_UNAVAILABLE") as caught:
+        await receive(receiver, version, manifest, source)
+    assert producer.address in caught.value.message
+    assert [path.name for path in receiver.directory.iterdir()] == ["nonce"]
+
+
+class Stuttering(weights_pb2_grpc.WeightServiceServicer):
+    """Breaks its stream after every piece."""
+
+    def __init__(self, store):
+        self.inner, self.calls = WeightServicer(store), 0
+
+    async def FetchWeights(self, request, context):
+        self.calls += 1
+        async for piece in self.inner.FetchWeights(request, context):
+            yield piece
+            await asyncio.sleep(0.05)
+            raise ServiceError(__import__("grpc").StatusCode.UNAVAILABLE, "DRAINING", "going")
+
+
+async def test_a_broken_stream_goes_on_where_it_broke(stores):
+    producer, receiver = stores("a"), stores("b")
+    servicer = Stuttering(producer)
+    server = GrpcServer("127.0.0.1:0", token=None)
+    server.add_service(weights_pb2_grpc.add_WeightServiceServicer_to_server, servicer, "w")
+    producer.address = await server.start()
+    version, manifest = publish(producer)
+    source = producer.source(RUN, 1)
+    source.shm_nonce = ""
+    received = await receive(receiver, version, manifest, source)
+    assert received.transport == GRPC and servicer.calls == 4
+    await server.drain(0)
+
+
+async def test_dropped_versions_are_gone_but_bodies_in_use_stay(stores):
+    producer, receiver = stores("a"), stores("b")
+    version, manifest = publish(producer)
+    publish(producer, number=2, seed=1)
+    received = await receive(receiver, version, manifest, producer.source(RUN, 1))
+    before, own = bytes(received.body), producer.get(RUN, 1).body
+    path = producer.get(RUN, 1).path
+    producer.keep(RUN, {2})
+    assert not path.exists() and producer.find(RUN, 1) is None and producer.find(RUN, 2)
+    receiver.keep(RUN, set())
+    producer.close()
+    assert bytes(received.body) == before and bytes(own) == before
+
+
+def test_keep_touches_one_run_only(stores):
+    store = stores("a")
+    publish(store)
+    store.keep("runs/other", set())
+    assert store.find(RUN, 1)
+
+
+HOLDER = """
+import sys, time
+from pathlib import Path
+from headrace_servicekit.weights import WeightStore
+store = WeightStore(Path(sys.argv[1]), sys.argv[2])
+print("ready", flush=True)
+time.sleep(60)
+"""
+
+
+def test_the_next_store_reaps_the_directories_of_the_dead_and_only_those(tmp_path):
+    root = tmp_path / "shm"
+    holders = {
+        name: subprocess.Popen([sys.executable, "-c", HOLDER, str(root), name], stdout=subprocess.PIPE)
+        for name in ("dies", "lives")
+    }
+    for holder in holders.values():
+        assert holder.stdout.readline() == b"ready\n"
+    holders["dies"].send_signal(signal.SIGKILL)
+    holders["dies"].wait(10)
+    store = WeightStore(root, "new")
+    assert sorted(path.name for path in root.iterdir()) == ["lives", "new"]
+    store.close()
+    assert [path.name for path in root.iterdir()] == ["lives"]
+    holders["lives"].kill()
+    holders["lives"].wait(10)
+
+
+def test_an_incarnation_that_lives_cannot_be_taken(stores):
+    stores("a")
+    with pytest.raises(ServiceError, match="incarnation id a"):
+        stores("a")
+
+
+def test_a_full_tmpfs_is_a_sentence(tmp_path):
+    if os.geteuid() != 0 or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "none", tmp_path]).returncode:
+        pytest.skip("needs the right to mount a small tmpfs")
+    try:
+        store = WeightStore(tmp_path / "shm", "a")
+        with pytest.raises(ServiceError) as caught:
+            store.begin(RUN, 1, LAYOUT)
+        assert (caught.value.code.name, caught.value.reason) == ("RESOURCE_EXHAUSTED", "NO_SPACE")
+        assert str(tmp_path) in caught.value.message and "--shm-dir" in caught.value.message
+        assert [path.name for path in store.directory.iterdir()] == ["nonce"]
+        store.close()
+    finally:
+        subprocess.run(["umount", "-l", tmp_path], check=True)
+
+
+async def test_an_offset_beyond_the_body_and_an_unknown_version_are_refused(stores, serve_store):
+    from headrace_servicekit.client import dial
+    from headrace_servicekit.errors import reason_of
+
+    from headrace.common.v1 import weights_pb2
+
+    store = stores("a")
+    await serve_store(store)
+    version, manifest = publish(store)
+    async with dial(store.address, token=None) as channel:
+        stub = weights_pb2_grpc.WeightServiceStub(channel)
+        reply = await stub.GetManifest(weights_pb2.GetManifestRequest(run=RUN, number=1))
+        assert (reply.version, reply.manifest) == (version, manifest)
+        for number, offset, reason in ((2, 0, "NOT_FOUND"), (1, 1 << 40, "INVALID")):
+            call = stub.FetchWeights(
+                weights_pb2.FetchWeightsRequest(run=RUN, number=number, offset_bytes=offset)
+            )
+            with pytest.raises(Exception) as caught:
+                await call.read()
+            assert reason_of(caught.value) == reason
