@@ -28,19 +28,22 @@ class FleetView:
     devices: Sequence[str]
 
     @classmethod
-    def of(cls, instances: Iterable[InstanceView], devices: Iterable[DeviceView]) -> FleetView:
-        """The union over ready instances; devices of any state but QUARANTINED."""
+    def of(cls, instances: Iterable[InstanceView], devices: Iterable[DeviceView] | None = None) -> FleetView:
+        """The union over ready instances; devices but QUARANTINED ones (none given: the instances' own)."""
         capabilities: dict[str, dict[str, frozenset[str]]] = {}
         counts: dict[str, int] = {}
+        own: dict[str, None] = {}
         for instance in instances:
             if instance.state != "READY":
                 continue
+            own |= dict.fromkeys(instance.devices)
             counts[instance.kind] = counts.get(instance.kind, 0) + 1
             facets = capabilities.setdefault(instance.kind, {})
             for facet, names in instance.capabilities.items():
                 facets[facet] = facets.get(facet, frozenset()) | set(names)
-        usable = [device.name for device in devices if device.state != "QUARANTINED"]
-        return cls(capabilities, counts, usable)
+        if devices is None:
+            return cls(capabilities, counts, list(own))
+        return cls(capabilities, counts, [device.name for device in devices if device.state != "QUARANTINED"])
 
     def names(self, kind: str, facet: str) -> frozenset[str]:
         """Capabilities of one kind and facet."""

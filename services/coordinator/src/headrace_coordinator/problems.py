@@ -81,8 +81,15 @@ def path(parts: Sequence[str | int]) -> str:
 
 def explain(error: ValidationError, model: type[BaseModel], prefix: str = "") -> list[KeyProblemView]:
     """The problems behind a validation error of `model`; `prefix` is the key path of the model itself."""
+    return explain_details(error.errors(include_url=False), model, prefix)
+
+
+def explain_details(
+    details: Sequence[ErrorDetails], model: type[BaseModel], prefix: str = ""
+) -> list[KeyProblemView]:
+    """The same for pydantic's own list of errors."""
     found: list[KeyProblemView] = []
-    for detail in error.errors(include_url=False):
+    for detail in details:
         inner = detail.get("ctx", {}).get("error")
         if isinstance(inner, Impossible):
             found += [item.model_copy(update={"key": _join(prefix, item.key)}) for item in inner.problems]

@@ -40,13 +40,15 @@ class Dataset:
 
     @classmethod
     def open(cls, section: DataSection, seed: int) -> Dataset:
-        """Reads the source (slow when large) and splits it. The run's `seed` orders the training.
+        """Reads the source, which may be slow, and splits it. `seed`, the run's, orders the training part.
 
         Raises:
-            Impossible: the source, an option, a template or a number does not fit; its problems name the keys.
+            Impossible: a source, option, template or number does not fit; its problems name the keys.
         """
         source = open_source(section.source, section.options)
         items = _items(type(source), source.model_dump_json(), source.fingerprint())
+        if isinstance(items, Impossible):
+            raise Impossible(items.problems)
         return cls(section, items, seed)
 
     @property
@@ -94,9 +96,14 @@ def known_fields(items: Sequence[DataItem]) -> set[str]:
 
 
 @lru_cache(maxsize=2)
-def _items(source_class: type[DataSource], options: str, fingerprint: str) -> tuple[DataItem, ...]:
-    """Items of a source. Kept, because a run is checked, started and resumed in one process."""
-    return tuple(source_class.model_validate_json(options).items())
+def _items(
+    source_class: type[DataSource], options: str, fingerprint: str
+) -> tuple[DataItem, ...] | Impossible:
+    """Items of a source, or why there are none. Kept, as a run is checked and started in one process."""
+    try:
+        return tuple(source_class.model_validate_json(options).items())
+    except Impossible as error:
+        return error
 
 
 def _enough(section: DataSection, kept: int, excluded: int) -> None:

@@ -30,7 +30,7 @@ class Jsonl(DataSource):
             state = Path(self.path).expanduser().stat()
         except OSError:
             return "unreadable"
-        return f"{state.st_mtime_ns}-{state.st_size}"
+        return f"{state.st_mtime_ns}-{state.st_ctime_ns}-{state.st_size}"
 
     def items(self) -> Iterator[DataItem]:
         """Yields an item a line; blank lines are skipped, ill-formed ones named by their number."""

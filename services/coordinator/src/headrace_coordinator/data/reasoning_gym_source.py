@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import time
 from collections.abc import Iterator
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 from pydantic import Field, model_validator
 
@@ -21,6 +22,7 @@ from headrace_coordinator.problems import Impossible, choose, problem, show
 PATIENCE = 30
 PATIENCE_FLOOR = 3000
 DRAWS_PER_ITEM = 100
+DRAWING_S = 60.0
 
 
 class ReasoningGym(DataSource):
@@ -47,7 +49,10 @@ class ReasoningGym(DataSource):
         generator = self._generator()
         seen: set[str] = set()
         misses = 0
+        deadline = time.monotonic() + DRAWING_S
         for index in range(self.limit * DRAWS_PER_ITEM):
+            if time.monotonic() > deadline:
+                self._too_slow(len(seen))
             entry = generator[index]
             key = canonical(entry["question"])
             if key in seen:
@@ -60,6 +65,13 @@ class ReasoningGym(DataSource):
             yield self._item(entry)
             if len(seen) == self.limit:
                 return
+
+    def _too_slow(self, drawn: int) -> NoReturn:
+        reason = (
+            f"{self.dataset} gave {drawn} distinct items in {DRAWING_S:.0f} s, not the {self.limit} asked for"
+        )
+        fix = f"the nearest valid value is about {max(1, drawn // 2)}"
+        raise Impossible([problem("data.options.limit", reason, fix)])
 
     def _item(self, entry: dict[str, Any]) -> DataItem:
         # Through JSON once, so that an item is the same here and on the scorer's side (tuples become lists).

@@ -1,0 +1,46 @@
+"""Pages of lists. A token names the last entry shown, so that new entries never shift a page."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from headrace_coordinator.control import Refused
+from headrace_coordinator.http.errors import invalid
+from headrace_coordinator.problems import problem
+
+Item = TypeVar("Item")
+
+
+def foreign_token(token: str) -> Refused:
+    """The refusal of a token that this list did not give, or whose entry is gone."""
+    reason = f"{token[:40]!r} names no entry of this list"
+    return invalid([problem("page_token", reason, "take next_page_token of a page, or begin without one")])
+
+
+def page(items: Sequence[Item], key: Callable[[Item], str], size: int, token: str) -> tuple[list[Item], str]:
+    """(entries, token of the next page) of a list whose entries have unique keys."""
+    start = 0
+    if token:
+        found = next((index for index, item in enumerate(items) if key(item) == token), None)
+        if found is None:
+            raise foreign_token(token)
+        start = found + 1
+    return _cut(items, key, start, size)
+
+
+def page_ascending(
+    items: Sequence[Item], number: Callable[[Item], int], size: int, token: str
+) -> tuple[list[Item], str]:
+    """The same for entries in ascending order of a number; an entry that a rewind took away does no harm."""
+    start = 0
+    if token:
+        if not (token.isascii() and token.isdigit() and len(token) < 20):
+            raise foreign_token(token)
+        start = next((index for index, item in enumerate(items) if number(item) > int(token)), len(items))
+    return _cut(items, lambda item: str(number(item)), start, size)
+
+
+def _cut(items: Sequence[Item], key: Callable[[Item], str], start: int, size: int) -> tuple[list[Item], str]:
+    shown = list(items[start : start + size])
+    return shown, key(shown[-1]) if shown and start + size < len(items) else ""

@@ -1,0 +1,259 @@
+"""A coordinator without runs or a fleet of its own: `Control` in memory, for tests of the HTTP API."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+from headrace_coordinator.admission import FleetView, check
+from headrace_coordinator.control import Refused
+from headrace_coordinator.http import make_app
+from headrace_coordinator.problems import nearest
+from headrace_coordinator.spec import RunSpec
+from headrace_coordinator.views import (
+    CertificateView,
+    CheckpointView,
+    CountsView,
+    DeviceView,
+    EventView,
+    InstanceView,
+    KeyProblemView,
+    LeaseView,
+    PolicyView,
+    RunView,
+    StepView,
+)
+
+SPEC: dict[str, Any] = {
+    "name": "sums",
+    "model": {"path": "owner/model"},
+    "data": {"source": "copy_digits", "heldout": 10},
+    "reward": {"scorers": [{"name": "exact"}]},
+}
+ENDED = {"SUCCEEDED", "FAILED", "CANCELLED"}
+
+
+class FakeControl:
+    """Keeps runs, keys and events in memory; moves a run only when a request or a test says so."""
+
+    def __init__(self) -> None:
+        self.records: dict[str, RunView] = {}
+        self.keys: dict[str, tuple[str, str]] = {}
+        self.log: dict[str, list[EventView]] = {}
+        self.news = asyncio.Condition()
+        self.broken_after: int | None = None
+
+    def check(self, spec: RunSpec) -> list[KeyProblemView]:
+        capabilities = {
+            "rollout": {"engines": frozenset({"transformers"})},
+            "trainer": {"backends": frozenset({"fsdp"}), "algorithms": frozenset({"grpo"})},
+            "reward": {"scorers": frozenset({"exact", "last_number"})},
+        }
+        counts = {"rollout": 1, "trainer": 1, "reward": 1}
+        return check(spec, FleetView(capabilities, counts, ["h/cpu:0", "h/cpu:1"]))
+
+    async def submit(self, spec: RunSpec, idempotency_key: str) -> RunView:
+        body = spec.model_dump_json()
+        if known := self.keys.get(idempotency_key):
+            if known[1] != body:
+                raise Refused("CONFLICT", "the key was used for another spec")
+            return self.records[known[0]]
+        if problems := self.check(spec):
+            raise Refused("INVALID", "the fleet cannot run this", problems)
+        run_id = f"{spec.name}-{len(self.records)}"
+        self.keys[idempotency_key] = (run_id, body)
+        self.records[run_id] = run_view(run_id, spec)
+        self.log[run_id] = []
+        return self.records[run_id]
+
+    async def emit(self, run_id: str, type: str, state: str = "RUNNING", **data: Any) -> None:
+        """Adds an event and moves the run."""
+        number = len(self.log[run_id]) + 1
+        self.log[run_id].append(EventView(id=number, type=type, time=1.0, run=run_id, data=data))
+        self.records[run_id] = self.records[run_id].model_copy(update={"state": state})
+        async with self.news:
+            self.news.notify_all()
+
+    def runs(self) -> list[RunView]:
+        return list(reversed(self.records.values()))
+
+    def run(self, run_id: str) -> RunView:
+        if run_id not in self.records:
+            close = nearest(run_id, self.records)
+            raise Refused(
+                "NOT_FOUND", f"there is no run {run_id!r}" + (f"; did you mean {close}?" if close else "")
+            )
+        return self.records[run_id]
+
+    def _move(self, run_id: str, state: str) -> RunView:
+        if self.run(run_id).state in ENDED:
+            raise Refused("CONFLICT", f"run {run_id} has ended")
+        self.records[run_id] = self.records[run_id].model_copy(update={"state": state})
+        return self.records[run_id]
+
+    async def pause(self, run_id: str, now: bool, idempotency_key: str) -> RunView:
+        return self._move(run_id, "PAUSED" if now else "PAUSING")
+
+    async def resume(self, run_id: str, idempotency_key: str) -> RunView:
+        return self._move(run_id, "RUNNING")
+
+    async def cancel(self, run_id: str, idempotency_key: str) -> RunView:
+        return self._move(run_id, "CANCELLED")
+
+    async def events(self, run_id: str, after: int) -> AsyncIterator[EventView]:
+        sent = 0
+        while True:
+            while sent < len(self.log[run_id]):
+                event = self.log[run_id][sent]
+                sent += 1
+                if event.id > after:
+                    yield event
+            if self.records[run_id].state in ENDED:
+                return
+            async with self.news:
+                await self.news.wait()
+
+    def steps(self, run_id: str) -> list[StepView]:
+        self.run(run_id)
+        return [step_view(number) for number in range(7)]
+
+    def certificates(self, run_id: str) -> list[CertificateView]:
+        self.run(run_id)
+        return [certificate_view(number) for number in range(1, 6)]
+
+    async def checkpoints(self, run_id: str) -> list[CheckpointView]:
+        self.run(run_id)
+        policy = PolicyView(number=1, parent=0, ordinal=1, digest="d")
+        return [CheckpointView(name=f"step-{number}", version=policy, size_bytes=9) for number in (9, 4)]
+
+    def instances(self) -> list[InstanceView]:
+        return [
+            InstanceView(
+                name=f"rollout-{number}",
+                incarnation=f"i{number}",
+                kind="rollout",
+                state="READY",
+                host="h",
+                address="h:1",
+                devices=[f"h/cpu:{number}"],
+                capabilities={"engines": ["transformers"]},
+                run="",
+                resident_memory_bytes=1000,
+                last_heartbeat_age_s=0.5,
+            )
+            for number in range(3)
+        ]
+
+    def leases(self) -> list[LeaseView]:
+        return [
+            LeaseView(
+                epoch=7,
+                state="HELD",
+                instance="i0",
+                run="",
+                stage="learn",
+                devices=["h/cpu:0"],
+                expires_in_s=9,
+            )
+        ]
+
+    def devices(self) -> list[DeviceView]:
+        return [DeviceView(name="h/cpu:0", state="LEASED", holder="i0", reason="")]
+
+    async def scale(self, kind: str, count: int, idempotency_key: str) -> int:
+        if kind == "simulator":
+            raise Refused("UNAVAILABLE", "no supervisor can change the number of simulator processes")
+        return count
+
+
+def run_view(run_id: str, spec: RunSpec) -> RunView:
+    return RunView(
+        name=f"runs/{run_id}",
+        id=run_id,
+        state="QUEUED",
+        reason="",
+        step=0,
+        steps=spec.steps,
+        created_at=1.0,
+        started_at=None,
+        finished_at=None,
+        waiting_for=[],
+        policy=None,
+        warmup_steps=0,
+        baseline_prefill=None,
+        evaluations=[],
+        last_step=step_view(6),
+        counts=CountsView(trained=0, dropped=0, duplicates=0, max_staleness=0, frontier=0),
+        recoveries=0,
+        run_directory="",
+        export_path="",
+        spec=spec.model_dump(mode="json"),
+    )
+
+
+def step_view(number: int) -> StepView:
+    return StepView(
+        step=number,
+        version=number + 1,
+        wall_s=2.0,
+        reward_mean=0.25,
+        tokens=100,
+        tokens_per_s=50.0,
+        stage_s={"generate": 1.0},
+        devices={},
+        trained=32,
+        dropped=0,
+        max_staleness=0,
+        figures={"loss": float("nan")},
+    )
+
+
+def certificate_view(number: int) -> CertificateView:
+    return CertificateView(
+        version=PolicyView(number=number * 10, parent=0, ordinal=number, digest="d"),
+        step=number,
+        attempt=1,
+        live=True,
+        trained=[(0, 0, 1)],
+        dropped=[(0, 1, "GROUP_INCOMPLETE")],
+        set_digest="d",
+        tokens=2,
+        tokens_by_version={number: 2},
+        max_staleness=0,
+        log_prob_mismatch_mean=0.0,
+        drop_rate_by_length={},
+        drop_rate_by_pass_rate={},
+    )
+
+
+@pytest.fixture
+def spec_json() -> dict[str, Any]:
+    """A spec that the fake fleet can run."""
+    return SPEC | {}
+
+
+@pytest.fixture
+def fake_control() -> FakeControl:
+    """A `Control` in memory."""
+    return FakeControl()
+
+
+@pytest.fixture
+def api_app(fake_control, tmp_path):
+    """The API over it, without a token, with a quick heartbeat."""
+    return make_app(fake_control, runs_directory=tmp_path, heartbeat_s=0.1)
+
+
+@pytest.fixture
+async def api(api_app):
+    """A client of the API in this process; a 500 raises its cause."""
+    transport = httpx.ASGITransport(api_app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
+        yield client
+
+
+@pytest.fixture
+async def run_id(api, spec_json) -> str:
+    """A submitted run."""
+    return (await api.post("/v1/runs", json=spec_json)).json()["id"]

@@ -1,0 +1,358 @@
+"""The HTTP API: what each route answers, and how it refuses."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import pytest
+from headrace_coordinator.http import make_app
+from headrace_coordinator.http.openapi import description
+from headrace_coordinator.projections import RunProjection
+from headrace_coordinator.views import TrajectoryView
+
+
+def problems(response) -> dict[str, str]:
+    """Problems by key, after checking that the answer is an ErrorView."""
+    body = response.json()
+    assert set(body) == {"reason", "message", "problems"}
+    return {item["key"]: f"{item['problem']}; {item['fix']}" for item in body["problems"]}
+
+
+async def test_a_run_is_queued_and_shown(api, spec_json):
+    answer = await api.post("/v1/runs", json=spec_json, headers={"Idempotency-Key": "k1"})
+    assert (answer.status_code, answer.headers["idempotency-key"]) == (201, "k1")
+    run = answer.json()
+    assert run["state"] == "QUEUED"
+    assert run["spec"]["algorithm"]["name"] == "grpo"
+    assert (await api.get(f"/v1/runs/{run['id']}")).json() == run
+    # What JSON cannot say is null, not a 500.
+    assert run["last_step"]["figures"] == {"loss": None}
+
+
+async def test_a_repeated_key_repeats_the_answer_and_refuses_another_body(api, spec_json, fake_control):
+    headers = {"Idempotency-Key": "k1"}
+    first = await api.post("/v1/runs", json=spec_json, headers=headers)
+    second = await api.post("/v1/runs", json=spec_json, headers=headers)
+    assert first.json()["id"] == second.json()["id"]
+    assert len(fake_control.records) == 1
+    other = await api.post("/v1/runs", json=spec_json | {"steps": 3}, headers=headers)
+    assert (other.status_code, other.json()["reason"]) == (409, "CONFLICT")
+
+
+async def test_without_a_key_one_is_made_and_returned(api, spec_json):
+    keys = {(await api.post("/v1/runs", json=spec_json)).headers["idempotency-key"] for _ in range(2)}
+    assert len(keys) == 2
+
+
+@pytest.mark.parametrize("flag", ["dry_run", "dry_run=true", "dry_run=1"])
+async def test_a_dry_run_answers_the_spec_with_defaults_and_starts_nothing(
+    api, spec_json, fake_control, flag
+):
+    answer = await api.post(f"/v1/runs?{flag}", json=spec_json)
+    assert answer.status_code == 200
+    assert answer.json()["optimizer"]["schedule"] == {
+        "name": "constant",
+        "warmup_steps": 0,
+        "total_steps": None,
+        "final_fraction": 0.0,
+    }
+    assert fake_control.records == {}
+
+
+async def test_a_mistyped_dry_run_starts_nothing(api, spec_json, fake_control):
+    answer = await api.post("/v1/runs?dryrun=true", json=spec_json)
+    assert answer.status_code == 422
+    assert "did you mean dry_run?" in problems(answer)["dryrun"]
+    assert fake_control.records == {}
+
+
+@pytest.mark.parametrize("path", ["/v1/runs", "/v1/runs?dry_run"])
+async def test_every_mistake_is_named_before_anything_starts(api, spec_json, fake_control, path):
+    wrong = spec_json | {"stpes": 3, "seed": "x", "data": {"source": "copy_digits", "heldout": -1}}
+    answer = await api.post(path, json=wrong)
+    assert (answer.status_code, answer.json()["reason"]) == (422, "INVALID")
+    found = problems(answer)
+    assert set(found) == {"stpes", "seed", "data.heldout"}
+    assert "did you mean steps?" in found["stpes"]
+    unfit = spec_json | {
+        "rollout": {"instances": 5},
+        "data": {"source": "reasoning_gym", "options": {"dataset": "x"}},
+    }
+    answer = await api.post(path, json=unfit)
+    assert answer.status_code == 422
+    assert {"rollout.instances", "data.options.dataset"} <= set(problems(answer))
+    assert fake_control.records == {}
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (b"", "is not JSON"),
+        (b"{", "is not JSON"),
+        (b"\xff", "is not JSON"),
+        (b"[" * 50_000, "is not JSON"),
+        (b'{"seed": NaN}', "is not JSON"),
+        (b'{"x": [1e999]}', "beyond 1e308"),
+        (b"3", "should be"),
+        (b"null", "should be"),
+    ],
+)
+async def test_a_body_that_is_no_spec(api, body, words):
+    answer = await api.post("/v1/runs", content=body, headers={"Content-Type": "application/json"})
+    assert answer.status_code == 422
+    assert words in problems(answer)[""]
+
+
+async def test_a_body_too_large_or_of_another_type(api, fake_control):
+    huge = await api.post(
+        "/v1/runs",
+        content=b" " * (1024 * 1024 + 1),
+        headers={"Content-Type": "application/json; charset=utf-8"},
+    )
+    assert (huge.status_code, huge.json()["reason"]) == (413, "TOO_LARGE")
+    form = await api.post("/v1/runs", content=b"{}", headers={"Content-Type": "text/plain"})
+    assert (form.status_code, form.json()["reason"]) == (415, "UNSUPPORTED_MEDIA_TYPE")
+
+
+async def test_pause_resume_cancel(api, run_id):
+    assert (await api.post(f"/v1/runs/{run_id}:pause")).json()["state"] == "PAUSING"
+    for flag in ("now", "now=true"):
+        assert (await api.post(f"/v1/runs/{run_id}:pause?{flag}")).json()["state"] == "PAUSED"
+    assert (await api.post(f"/v1/runs/{run_id}:resume")).json()["state"] == "RUNNING"
+    assert (await api.post(f"/v1/runs/{run_id}:cancel")).json()["state"] == "CANCELLED"
+    again = await api.post(f"/v1/runs/{run_id}:cancel")
+    assert (again.status_code, again.json()["reason"]) == (409, "CONFLICT")
+
+
+async def test_an_unknown_run_names_the_nearest(api, run_id):
+    paths = ["", "/metrics", "/trajectories", "/checkpoints", "/certificates", "/events"]
+    answers = [await api.get(f"/v1/runs/{run_id}x{path}") for path in paths]
+    answers += [await api.post(f"/v1/runs/{run_id}x:{verb}") for verb in ("pause", "resume", "cancel")]
+    for answer in answers:
+        assert (answer.status_code, answer.json()["reason"]) == (404, "NOT_FOUND")
+        assert f"did you mean {run_id}?" in answer.json()["message"]
+
+
+async def walk(api, path: str, key: str, size: int) -> list[dict]:
+    """All entries of a list, page by page."""
+    found, token = [], ""
+    while True:
+        body = (await api.get(path, params={"page_size": size, "page_token": token})).json()
+        found += body[key]
+        assert len(body[key]) <= size
+        token = body["next_page_token"]
+        if not token:
+            return found
+
+
+async def test_lists_come_in_pages(api, spec_json, run_id):
+    for _ in range(6):
+        await api.post("/v1/runs", json=spec_json)
+    for path, key, count in (
+        ("/v1/runs", "runs", 7),
+        (f"/v1/runs/{run_id}/metrics", "steps", 7),
+        (f"/v1/runs/{run_id}/certificates", "certificates", 5),
+        (f"/v1/runs/{run_id}/checkpoints", "checkpoints", 2),
+        ("/v1/instances", "instances", 3),
+        ("/v1/leases", "leases", 1),
+    ):
+        whole = (await api.get(path)).json()[key]
+        assert len(whole) == count
+        for size in (1, 2, 3, 1000):
+            assert await walk(api, path, key, size) == whole
+
+
+async def test_a_new_run_shifts_no_page(api, spec_json, run_id):
+    for _ in range(3):
+        await api.post("/v1/runs", json=spec_json)
+    first = (await api.get("/v1/runs?page_size=2")).json()
+    await api.post("/v1/runs", json=spec_json)
+    second = (
+        await api.get("/v1/runs", params={"page_size": 2, "page_token": first["next_page_token"]})
+    ).json()
+    assert [run["id"] for run in first["runs"] + second["runs"]] == ["sums-3", "sums-2", "sums-1", "sums-0"]
+
+
+@pytest.mark.parametrize(
+    "list_path", ["", "/R/metrics", "/R/certificates", "/R/checkpoints", "/R/trajectories"]
+)
+@pytest.mark.parametrize(
+    "query", ["page_size=0", "page_size=1001", "page_size=x", "page_token=nonsense", "pagesize=3"]
+)
+async def test_a_wrong_page_is_named(api, run_id, list_path, query):
+    answer = await api.get(f"/v1/runs{list_path.replace('R', run_id)}?{query}")
+    assert answer.status_code == 422
+    assert set(problems(answer)) == {query.partition("=")[0]}
+
+
+async def test_trajectories_are_read_from_the_runs_directory(api, run_id, tmp_path):
+    def view(step: int, prompt: int) -> TrajectoryView:
+        return TrajectoryView(
+            step=step,
+            version=step,
+            prompt_ordinal=prompt,
+            sample_index=0,
+            attempt=1,
+            prompt="1 + 1 =",
+            completion="²",
+            reference="2",
+            reward=0.5,
+            parts={},
+            finish_reason="EOS",
+            tokens=1,
+        )
+
+    path = f"/v1/runs/{run_id}/trajectories"
+    assert (await api.get(path)).json() == {"trajectories": [], "next_page_token": ""}
+    projection = RunProjection(tmp_path / run_id)
+    projection.trajectories([view(step, 2 * step + prompt) for step in range(3) for prompt in range(2)])
+    projection.close()
+    found = await walk(api, path, "trajectories", 4)
+    assert [item["prompt_ordinal"] for item in found] == [0, 1, 2, 3, 4, 5]
+    assert found[0]["completion"] == "²"
+    only = (await api.get(path, params={"step": 1})).json()["trajectories"]
+    assert [item["prompt_ordinal"] for item in only] == [2, 3]
+
+
+async def test_leases_come_with_devices_and_a_service_is_scaled(api):
+    assert (await api.get("/v1/leases")).json()["devices"][0]["name"] == "h/cpu:0"
+    answer = await api.post("/v1/services/rollout:scale", json={"count": 3})
+    assert answer.json() == {"kind": "rollout", "count": 3}
+    unable = await api.post("/v1/services/simulator:scale", json={"count": 1})
+    assert (unable.status_code, unable.headers["retry-after"]) == (503, "1")
+
+
+@pytest.mark.parametrize(
+    ("kind", "body", "key", "words"),
+    [
+        ("rolout", {"count": 1}, "kind", "did you mean rollout?"),
+        ("rollout", {"count": -1}, "count", "the nearest valid value is 0"),
+        ("rollout", {"count": "2"}, "count", "write 2 without quotes"),
+        ("rollout", {"cuont": 2}, "cuont", "did you mean count?"),
+        ("rollout", {}, "count", "required key is missing"),
+    ],
+)
+async def test_a_wrong_scale_is_named(api, kind, body, key, words):
+    answer = await api.post(f"/v1/services/{kind}:scale", json=body)
+    assert answer.status_code == 422
+    assert words in problems(answer)[key]
+
+
+async def test_the_spec_schema_describes_every_section(api, spec_json):
+    schema = (await api.get("/v1/spec-schema")).json()
+    assert set(spec_json) <= set(schema["properties"])
+    assert "limits" in schema["properties"]
+
+
+async def test_prometheus_shows_the_fleet_the_runs_and_requests(api, run_id):
+    answer = await api.get("/metrics")
+    assert answer.headers["content-type"].startswith("text/plain")
+    for line in (
+        'headrace_runs{state="QUEUED"} 1.0',
+        'headrace_instances{kind="rollout",state="READY"} 3.0',
+        'headrace_devices{state="LEASED"} 1.0',
+        f'headrace_run_reward_mean{{run="{run_id}"}} 0.25',
+        f'headrace_run_stage_seconds{{run="{run_id}",stage="generate"}} 1.0',
+        'headrace_http_requests_total{method="POST",route="/v1/runs",status="201"}',
+    ):
+        assert line in answer.text
+
+
+async def test_there_is_no_such_route(api):
+    missing = await api.get("/v1/run")
+    assert (missing.status_code, missing.json()["reason"]) == (404, "NOT_FOUND")
+    assert "did you mean GET /v1/runs?" in missing.json()["message"]
+    wrong = await api.delete("/v1/runs")
+    assert (wrong.status_code, wrong.json()["reason"]) == (405, "METHOD_NOT_ALLOWED")
+    assert (await api.get("/v1/runs/")).status_code in (404, 405)
+
+
+async def test_a_bug_is_a_sentence_without_a_traceback(api_app, fake_control, monkeypatch):
+    def broken():
+        raise KeyError("secret detail")
+
+    monkeypatch.setattr(fake_control, "instances", broken)
+    transport = httpx.ASGITransport(api_app, raise_app_exceptions=False)
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+        answer = await client.get("/v1/instances")
+    assert (answer.status_code, answer.json()["reason"]) == (500, "INTERNAL")
+    assert "secret detail" not in answer.text
+
+
+async def test_with_a_token_every_request_bears_it(fake_control, tmp_path, spec_json):
+    transport = httpx.ASGITransport(make_app(fake_control, runs_directory=tmp_path, token="s3cret"))
+    async with httpx.AsyncClient(transport=transport, base_url="http://coordinator:8470") as client:
+        assert (await client.get("/healthz")).json() == {"status": "ok"}
+        for wrong in ({}, {"Authorization": "Bearer other"}, {"Authorization": "Basic s3cret"}):
+            for path in ("/v1/runs", "/metrics", "/openapi.json", "/nowhere"):
+                answer = await client.get(path, headers=wrong)
+                assert (answer.status_code, answer.headers["www-authenticate"]) == (401, "Bearer")
+        right = {"Authorization": "Bearer s3cret"}
+        assert (await client.get("/v1/runs", headers=right)).status_code == 200
+        refused = await client.post("/v1/runs", json=spec_json)
+        assert refused.status_code == 401
+    assert fake_control.records == {}
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        ("127.0.0.1:8470", 200),
+        ("localhost:8470", 200),
+        ("[::1]:8470", 200),
+        ("10.1.2.3", 200),
+        ("box.localhost", 200),
+        ("evil.example", 403),
+        ("evil.example:8470", 403),
+        ("localhost.evil.example", 403),
+    ],
+)
+async def test_without_a_token_other_names_of_this_machine_are_refused(api, host, status):
+    assert (await api.get("/v1/runs", headers={"Host": host})).status_code == status
+
+
+async def test_without_a_token_web_pages_of_other_sites_are_refused(api, run_id):
+    cancel = f"/v1/runs/{run_id}:cancel"
+    assert (await api.post(cancel, headers={"Origin": "https://evil.example"})).status_code == 403
+    assert (await api.post(cancel, headers={"Origin": "null"})).status_code == 403
+    assert (await api.post(cancel, headers={"Origin": "http://127.0.0.1"})).status_code == 200
+
+
+@pytest.mark.parametrize("key", ["", "a b", "x" * 201, "é"])
+async def test_an_ill_formed_key_is_refused(api, spec_json, fake_control, key):
+    answer = await api.post("/v1/runs", json=spec_json, headers=[("Idempotency-Key", key.encode("latin-1"))])
+    assert answer.status_code == 422
+    assert fake_control.records == {}
+
+
+async def test_the_description_is_the_checked_in_one(api):
+    checked_in = (Path(__file__).parents[1] / "openapi.json").read_text()
+    assert checked_in == description(), (
+        "run: python -m headrace_coordinator.http.openapi services/coordinator/openapi.json"
+    )
+    served = (await api.get("/openapi.json")).json()
+    assert served == json.loads(checked_in)
+
+
+def test_the_description_resolves_and_names_the_routes_of_the_architecture():
+    text = description()
+    document = json.loads(text)
+    names = set(document["components"]["schemas"])
+    assert {part.split('"')[0] for part in text.split("#/components/schemas/")[1:]} <= names
+    assert "HTTPValidationError" not in names
+    routes = {f"{method} {path}" for path, methods in document["paths"].items() for method in methods}
+    assert "post /v1/runs/{run_id}:pause" in routes
+    assert not [route for route in routes if "plan" in route or "timeline" in route]
+
+
+def test_the_api_starts_at_once_and_without_heavy_packages():
+    program = (
+        "import sys, time\n"
+        "import headrace_coordinator.http\n"
+        "heavy = ('torch', 'grpc', 'numpy', 'reasoning_gym', 'tensorboardX', 'redis')\n"
+        "print([name for name in heavy if name in sys.modules])"
+    )
+    output = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert output.stdout.strip() == "[]"

@@ -1,0 +1,137 @@
+"""Server-sent events over a real server: nothing missed or doubled, alive while silent, ended at the end."""
+
+import asyncio
+import contextlib
+import json
+import socket
+
+import httpx
+import pytest
+import uvicorn
+
+
+@pytest.fixture
+async def server(api_app):
+    """A real server on a free port; yields its URL."""
+    listening = socket.create_server(("127.0.0.1", 0))
+    config = uvicorn.Config(api_app, log_level="warning", lifespan="off", timeout_graceful_shutdown=1)
+    http = uvicorn.Server(config)
+    http.install_signal_handlers = lambda: None
+    serving = asyncio.create_task(http.serve(sockets=[listening]))
+    while not http.started:  # noqa: ASYNC110  uvicorn has no event to wait for
+        await asyncio.sleep(0.01)
+    yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+    http.should_exit = http.force_exit = True
+    await serving
+    listening.close()
+
+
+@pytest.fixture
+async def run_id(server, spec_json):
+    async with httpx.AsyncClient(base_url=server) as client:
+        return (await client.post("/v1/runs", json=spec_json)).json()["id"]
+
+
+@contextlib.asynccontextmanager
+async def listening_to(server, run_id, **request):
+    """Lines of an event stream."""
+    async with httpx.AsyncClient(base_url=server, timeout=5) as client:
+        async with client.stream("GET", f"/v1/runs/{run_id}/events", **request) as response:
+            assert response.headers["content-type"].startswith("text/event-stream")
+            yield response.aiter_lines()
+
+
+async def ids(lines, count: int | None = None) -> list[int]:
+    """Ids of the next events, of all until the end where no count is given."""
+    found = []
+    async for line in lines:
+        if line.startswith("id: "):
+            found.append(int(line[4:]))
+            if len(found) == count:
+                break
+    return found
+
+
+async def test_a_stream_carries_every_event_and_ends_with_the_run(server, run_id, fake_control):
+    await fake_control.emit(run_id, "RunSubmitted")
+    async with listening_to(server, run_id) as lines:
+        assert await anext(lines) == "retry: 1000"
+        assert await anext(lines) == ""
+        first = [await anext(lines) for _ in range(3)]
+        assert first[:2] == ["id: 1", "event: RunSubmitted"]
+        assert json.loads(first[2].removeprefix("data: "))["run"] == run_id
+        await fake_control.emit(run_id, "StepCommitted", text="two\nlines\r\n\u2028")
+        await fake_control.emit(run_id, "RunEnded", state="SUCCEEDED")
+        rest = [line async for line in lines]
+    assert [line for line in rest if line.startswith("id:")] == ["id: 2", "id: 3"]
+    data = [json.loads(line[6:]) for line in rest if line.startswith("data: ")]
+    assert data[0]["data"]["text"] == "two\nlines\r\n\u2028"
+
+
+async def test_a_reconnect_gets_exactly_the_missing_events(server, run_id, fake_control):
+    for _ in range(5):
+        await fake_control.emit(run_id, "Noted")
+    async with listening_to(server, run_id) as lines:
+        seen = await ids(lines, 3)
+    await fake_control.emit(run_id, "Noted")
+    async with listening_to(server, run_id, headers={"Last-Event-ID": str(seen[-1])}) as lines:
+        seen += await ids(lines, 2)
+    await fake_control.emit(run_id, "RunEnded", state="FAILED")
+    # The header of a reconnecting client wins over the address that it was given first.
+    async with listening_to(
+        server, run_id, headers={"Last-Event-ID": str(seen[-1])}, params={"after": 1}
+    ) as lines:
+        seen += await ids(lines)
+    assert seen == [1, 2, 3, 4, 5, 6, 7]
+    async with listening_to(server, run_id, params={"after": 5}) as lines:
+        assert await ids(lines) == [6, 7]
+    async with listening_to(server, run_id, params={"after": 7}) as lines:
+        assert await ids(lines) == []
+
+
+async def test_silence_is_filled_with_comments(server, run_id):
+    async with listening_to(server, run_id) as lines:
+        assert (await anext(lines)).startswith("retry")
+        comments = [line for _ in range(6) if (line := await anext(lines))]
+    assert set(comments) == {": alive"}
+
+
+async def test_a_client_that_leaves_frees_its_stream(server, run_id, fake_control):
+    closed = asyncio.Event()
+    events = fake_control.events
+
+    async def watched(*arguments):
+        try:
+            async for event in events(*arguments):
+                yield event
+        finally:
+            closed.set()
+
+    fake_control.events = watched
+    async with listening_to(server, run_id) as lines:
+        await anext(lines)
+        assert not closed.is_set()
+    async with asyncio.timeout(5):
+        await closed.wait()
+
+
+@pytest.mark.parametrize("given", ["x", "-1", "1.5", str(2**63), "9" * 5000])
+async def test_a_wrong_place_to_go_on_from_is_named(server, run_id, given):
+    async with httpx.AsyncClient(base_url=server) as client:
+        header = await client.get(f"/v1/runs/{run_id}/events", headers={"Last-Event-ID": given})
+        query = await client.get(f"/v1/runs/{run_id}/events", params={"after": given})
+    assert (header.status_code, query.status_code) == (422, 422)
+    assert [answer.json()["problems"][0]["key"] for answer in (header, query)] == ["last-event-id", "after"]
+
+
+async def test_many_streams_of_one_run_see_the_same(server, run_id, fake_control):
+    async def listen() -> list[int]:
+        async with listening_to(server, run_id) as lines:
+            return await ids(lines)
+
+    listeners = [asyncio.create_task(listen()) for _ in range(20)]
+    await asyncio.sleep(0.1)
+    for _ in range(10):
+        await fake_control.emit(run_id, "Noted")
+    await fake_control.emit(run_id, "RunEnded", state="CANCELLED")
+    assert await asyncio.gather(*listeners) == [list(range(1, 12))] * 20
