@@ -135,3 +135,21 @@ async def test_many_streams_of_one_run_see_the_same(server, run_id, fake_control
         await fake_control.emit(run_id, "Noted")
     await fake_control.emit(run_id, "RunEnded", state="CANCELLED")
     assert await asyncio.gather(*listeners) == [list(range(1, 12))] * 20
+
+
+async def test_open_streams_are_bounded_and_a_closed_one_makes_room(server, run_id, monkeypatch):
+    monkeypatch.setattr("headrace_coordinator.http.sse.MAX_STREAMS", 2)
+    async with httpx.AsyncClient(base_url=server) as client, listening_to(server, run_id) as first:
+        await anext(first)
+        async with listening_to(server, run_id) as second:
+            await anext(second)
+            refused = await client.get(f"/v1/runs/{run_id}/events")
+            assert (refused.status_code, refused.json()["reason"]) == (503, "UNAVAILABLE")
+        async with asyncio.timeout(5):
+            while (await _status(client, run_id)) == 503:  # noqa: ASYNC110  as a client would
+                await asyncio.sleep(0.02)
+
+
+async def _status(client: httpx.AsyncClient, run_id: str) -> int:
+    async with client.stream("GET", f"/v1/runs/{run_id}/events") as response:
+        return response.status_code

@@ -171,6 +171,8 @@ def _records(routes: APIRouter, control: Control, runs_directory: Path) -> None:
 
 
 def _events(routes: APIRouter, control: Control, heartbeat_s: float) -> None:
+    streams = sse.Streams(heartbeat_s)
+
     @routes.get("/{run_id}/events", response_class=StreamingResponse, responses=EVENT_ANSWER)
     async def stream_events(
         run_id: str,
@@ -180,4 +182,4 @@ def _events(routes: APIRouter, control: Control, heartbeat_s: float) -> None:
         """Events of a run as they happen, until it has ended."""
         run = control.run(run_id)
         events = control.events(run.id, after if last_event_id is None else last_event_id)
-        return StreamingResponse(sse.stream(events, heartbeat_s), 200, sse.HEADERS, sse.MEDIA_TYPE)
+        return StreamingResponse(streams.start(events), 200, sse.HEADERS, sse.MEDIA_TYPE)
