@@ -14,6 +14,9 @@ import grpc
 import psutil
 import pytest
 from headrace.reward.v1 import reward_pb2
+from headrace_reward.config import PoolSettings, RewardSection
+from headrace_reward.pool import OpenFault
+from headrace_reward.runs import Item, Run, Status
 from headrace_servicekit.errors import message_of
 
 OK = reward_pb2.SCORE_STATUS_OK
@@ -152,14 +155,34 @@ async def test_scorers_that_cannot_work_are_refused_at_opening(reward, scorer_fi
     assert children() == []
 
 
-async def test_code_that_changes_during_a_run_is_not_taken_up(reward, scorer_file):
+async def test_code_that_changes_during_a_run_is_not_taken_up(scorer_file, tmp_path):
     name = scorer_file('while completion == "hang": pass\nreturn 1.0')
-    await reward.open(name, timeout_s=0.3)
+    section = RewardSection.model_validate({"scorers": [{"name": name}], "timeout_s": 0.3})
+    run = Run(section, tmp_path, PoolSettings(children=1))
+    await run.open()
     scorer_file("return 5.0")
-    await reward.answers("hang", "hang")
-    results = await reward.answers(*["a"] * 4)
-    assert all(each.status == BROKEN and "changed" in each.detail for each in results if each.status != OK)
-    assert all(each.reward != 5.0 for each in results)
+    hung = await run.score(Item(0, 0, 1, False, False, answer("hang")))
+    after = await run.score(Item(1, 0, 1, False, False, answer("a")))
+    await run.close()
+    assert hung.status is Status.ANSWER_FAILED
+    assert after.status is Status.SCORER_BROKEN and "has changed since the run was opened" in after.detail
+
+
+async def test_the_debug_pool_judges_in_this_process(scorer_file, tmp_path):
+    name = scorer_file('import os; return float(os.getpid()) if completion else float("nan")')
+    run = Run(
+        RewardSection.model_validate({"scorers": [{"name": name}]}), tmp_path, PoolSettings(), inline=True
+    )
+    await run.open()
+    verdict = await run.score(Item(0, 0, 1, False, False, answer("a")))
+    assert (verdict.status, verdict.reward) == (Status.OK, os.getpid())
+    wrong = RewardSection.model_validate({"scorers": [{"name": "exat"}]})
+    with pytest.raises(OpenFault, match="did you mean 'exact'"):
+        await Run(wrong, tmp_path, PoolSettings(), inline=True).open()
+
+
+def answer(completion: str) -> dict:
+    return {"prompt": "", "completion": completion, "reference": "", "metadata": {}, "token_count": 1}
 
 
 async def test_neighbours_of_the_file_can_be_imported(reward, scorer_file, tmp_path):

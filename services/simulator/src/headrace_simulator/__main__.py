@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING
 
-from headrace_servicekit.instance import InstanceConfig, parse_instance_config
+from headrace_servicekit.instance_config import InstanceConfig, parse_instance_config
+
+if TYPE_CHECKING:
+    from headrace_servicekit.instance import Instance
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -15,8 +20,20 @@ def main(argv: list[str] | None = None) -> None:
 
 async def serve(config: InstanceConfig) -> None:
     """Serves one instance; its children die with it."""
-    from headrace.simulator.v1 import simulator_pb2_grpc
+    # Not at the top: `--help` answers without a server's imports.
     from headrace_servicekit.instance import Instance
+
+    instance = Instance(config)
+    close = await mount(instance)
+    try:
+        await instance.run()
+    finally:
+        await close()
+
+
+async def mount(instance: Instance) -> Callable[[], Awaitable[None]]:
+    """Adds the service to an instance that has not started; returns what ends its children."""
+    from headrace.simulator.v1 import simulator_pb2_grpc
 
     from headrace_simulator.config import SimulatorSettings
     from headrace_simulator.host import list_environments
@@ -26,17 +43,13 @@ async def serve(config: InstanceConfig) -> None:
     settings = SimulatorSettings.from_environment()
     catalogue = await list_environments(settings.open_timeout_s)
     pools = Pools(settings)
-    instance = Instance(config)
     instance.capabilities["backends"] = sorted({backend for backend, _ in catalogue})
     instance.add_service(
         simulator_pb2_grpc.add_SimulatorServiceServicer_to_server,
         SimulatorServicer(instance, pools, catalogue, settings),
         "headrace.simulator.v1.SimulatorService",
     )
-    try:
-        await instance.run()
-    finally:
-        await pools.close_all()
+    return pools.close_all
 
 
 if __name__ == "__main__":

@@ -69,7 +69,5 @@ def action_fault(space: ArraySpace, action: np.ndarray) -> str | None:
     outside |= value > space.high if space.high is not None else False
     if outside.any():
         where = tuple(int(i) for i in np.argwhere(outside)[0])
-        return (
-            f"element {list(where)} of the action is {value[where]:g}, out of the bounds of the action space"
-        )
+        return f"element {list(where)} of the action is {value[where]:g}, out of its bounds"
     return None

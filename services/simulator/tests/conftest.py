@@ -1,0 +1,201 @@
+"""A real simulator instance on a free port with real children, and short ways to speak to it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from itertools import count
+
+import numpy as np
+import pytest
+from google.protobuf import duration_pb2
+from headrace.common.v1 import common_pb2
+from headrace.simulator.v1 import simulator_pb2, simulator_pb2_grpc
+from headrace_servicekit.client import dial
+from headrace_servicekit.instance import Instance, InstanceConfig
+from headrace_servicekit.tensors import decode_tensor, encode_tensor
+from headrace_simulator.__main__ import mount
+
+# What a test needs of an environment: it counts its steps, and does as its action says.
+TEST_ENVIRONMENT = """
+import os
+import time
+
+import gymnasium
+import numpy as np
+from gymnasium import spaces
+
+
+class Counter(gymnasium.Env):
+    metadata = {"render_modes": ["rgb_array"]}
+    action_space = spaces.Box(-10.0, 10.0, (2,), np.float32)
+
+    def __init__(self, ends_at=1000, picture=True):
+        self.observation_space = spaces.Dict(
+            {
+                "steps": spaces.Discrete(1001),
+                "camera": spaces.Dict({"rgb.front": spaces.Box(0, 255, (4, 6, 3), np.uint8)}),
+                "start": spaces.Box(-np.inf, np.inf, (1,), np.float64),
+            }
+        )
+        self.ends_at, self.picture, self.steps, self.start = ends_at, picture, 0, 0.0
+
+    def observe(self):
+        image = np.full((4, 6, 3), self.steps % 256, np.uint8)
+        return {"steps": self.steps, "camera": {"rgb.front": image}, "start": np.array([self.start])}
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        print("noise on stdout")
+        if (options or {}).get("hang"):
+            time.sleep(60)
+        self.steps, self.start = 0, float(self.np_random.random())
+        return self.observe(), {"pid": os.getpid(), "options": str(options)}
+
+    def step(self, action):
+        what = int(round(float(action[0])))
+        if what == 9:
+            time.sleep(60)
+        if what == 8:
+            raise RuntimeError("the gripper fell off")
+        if what == 7:
+            os._exit(7)
+        self.steps += 1
+        reward = float("nan") if what == 6 else float(action[1])
+        info = {"is_success": what == 5, "depth": np.float32(0.5)}
+        info |= {"nothing": np.zeros(3), "bad": float("inf")}
+        return self.observe(), reward, self.steps >= self.ends_at, False, info
+
+    def render(self):
+        return np.full((8, 8, 3), self.steps, np.uint8) if self.picture else None
+
+
+class Text(gymnasium.Env):
+    observation_space = spaces.Text(5)
+    action_space = spaces.Discrete(2)
+
+
+class Many(gymnasium.Env):
+    observation_space = spaces.Discrete(5)
+    action_space = spaces.MultiDiscrete([2, 3])
+
+
+make_env, make_text, make_many = Counter, Text, Many
+
+
+def make_broken():
+    raise ValueError("no robot today")
+"""
+
+
+@dataclass
+class PoolClient:
+    """One open pool; counts the step index of each environment."""
+
+    stub: simulator_pb2_grpc.SimulatorServiceStub
+    opened: simulator_pb2.OpenPoolResponse
+    header: common_pb2.CommandHeader
+    next_index: dict[int, int] = field(default_factory=dict)
+
+    async def send(self, *operations) -> dict[int, simulator_pb2.EnvironmentOutcome]:
+        """Sends operations in one message; outcomes by environment."""
+
+        async def requests():
+            yield simulator_pb2.StepRequest(
+                header=self.header,
+                pool=self.opened.pool,
+                pool_incarnation=self.opened.pool_incarnation,
+                operations=operations,
+            )
+
+        outcomes = {}
+        async for response in self.stub.Step(requests(), timeout=60):
+            for outcome in response.outcomes:
+                outcomes[outcome.environment] = outcome
+                if outcome.status != simulator_pb2.OUTCOME_STATUS_REFUSED:
+                    self.next_index[outcome.environment] = outcome.step_index + 1
+        return outcomes
+
+    def reset_operation(self, environment=0, *, index=None, seed=None, options=None):
+        reset = simulator_pb2.ResetOperation(seed=seed, options_json=json.dumps(options) if options else "")
+        index = self.next_index.get(environment, 0) if index is None else index
+        return simulator_pb2.EnvironmentOperation(environment=environment, step_index=index, reset=reset)
+
+    def action_operation(self, action, environment=0, *, index=None):
+        index = self.next_index.get(environment, 0) if index is None else index
+        tensor = encode_tensor(np.asarray(action))
+        return simulator_pb2.EnvironmentOperation(environment=environment, step_index=index, action=tensor)
+
+    async def reset(self, environment=0, **fields):
+        return (await self.send(self.reset_operation(environment, **fields)))[environment]
+
+    async def act(self, action, environment=0, **fields):
+        return (await self.send(self.action_operation(action, environment, **fields)))[environment]
+
+
+@dataclass
+class SimulatorClient:
+    """Speaks to one instance."""
+
+    stub: simulator_pb2_grpc.SimulatorServiceStub
+    requests: count = field(default_factory=count)
+
+    def header(self, request_id="", epoch=1) -> common_pb2.CommandHeader:
+        request_id = request_id or f"request-{next(self.requests)}"
+        return common_pb2.CommandHeader(request_id=request_id, run="runs/test", coordinator_epoch=epoch)
+
+    async def open(
+        self, name, *, request_id="", backend="gymnasium", options=None, step_timeout_s=5.0, **fields
+    ):
+        """Opens a pool of one environment, or of `count`."""
+        header = self.header(request_id)
+        timeout = duration_pb2.Duration()
+        timeout.FromNanoseconds(int(step_timeout_s * 1e9))
+        request = simulator_pb2.OpenPoolRequest(
+            header=header,
+            environment=simulator_pb2.Environment(backend=backend, name=name),
+            count=fields.pop("count", 1),
+            options_json=json.dumps(options) if options is not None else "",
+            step_timeout=timeout,
+            **fields,
+        )
+        return PoolClient(self.stub, await self.stub.OpenPool(request, timeout=60), header)
+
+
+@pytest.fixture
+def environment_file(tmp_path) -> str:
+    """The name of the test environment's file."""
+    (tmp_path / "robots.py").write_text(TEST_ENVIRONMENT)
+    return "robots.py"
+
+
+@pytest.fixture
+async def instance(tmp_path, monkeypatch):
+    """A stand-alone instance, started in the test's own directory; at most two processes a pool."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HEADRACE_SIMULATOR_CHILDREN", "2")
+    monkeypatch.setenv("HEADRACE_SIMULATOR_ENVIRONMENTS", "32")
+    monkeypatch.setenv("HEADRACE_SIMULATOR_RESET_TIMEOUT_S", "1.0")
+    made = Instance(InstanceConfig(kind="simulator", shm_dir=tmp_path / "shm", data_dir=tmp_path / "data"))
+    close = await mount(made)
+    await made.start()
+    yield made
+    await close()
+    await made.stop()
+
+
+@pytest.fixture
+async def simulator(instance):
+    channel = dial(instance.address, token=None)
+    yield SimulatorClient(simulator_pb2_grpc.SimulatorServiceStub(channel))
+    await channel.close()
+
+
+@pytest.fixture
+def arrays():
+    """Observation arrays of an outcome, by name."""
+
+    def decode(outcome) -> dict[str, np.ndarray]:
+        return {name: decode_tensor(each, max_bytes=1 << 20) for name, each in outcome.observation.items()}
+
+    return decode
