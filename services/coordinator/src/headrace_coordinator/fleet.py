@@ -134,14 +134,21 @@ class Fleet:
         self.kernel.wake()
 
     def supervised(self, supervisor: Supervisor) -> None:
-        """A supervisor's table: registered processes of its host that it does not run any more are proven gone."""
+        """A supervisor's table: it runs every process of its host, so whoever is not in it is proven gone."""
         previous = self.supervisors.get(supervisor.host)
         self.supervisors[supervisor.host] = supervisor
         if previous is None:
-            for state in list(self.kernel.state.instances.values()):
-                if state.host == supervisor.host and state.incarnation not in supervisor.incarnations:
-                    self.exited(state.incarnation, "its supervisor no longer runs it")
+            for incarnation in self._known_on(supervisor.host) - supervisor.incarnations:
+                self.exited(incarnation, "its supervisor no longer runs it")
         self.kernel.wake()
+
+    def _known_on(self, host: str) -> set[str]:
+        """Processes of a host that are registered, hold a lease or have a device in quarantine."""
+        state = self.kernel.state
+        devices = [(lease.incarnation, lease.devices) for lease in state.table.leases.values()]
+        devices += [(quarantine.incarnation, [name]) for name, quarantine in state.table.quarantined.items()]
+        known = {incarnation for incarnation, names in devices if names and names[0].startswith(f"{host}/")}
+        return known | {i.incarnation for i in state.instances.values() if i.host == host}
 
     def _quarantines(self, incarnation: str) -> bool:
         return any(q.incarnation == incarnation for q in self.kernel.state.table.quarantined.values())
@@ -211,28 +218,48 @@ class Fleet:
             WaitTimeout: naming the busy devices and who holds them.
             InstanceDown: a holder went away, or refused.
         """
-        held = [self._held_already(request) for request in requests]
-        if all(held):
-            return held
+        held = {request: self._held_already(request) for request in requests}
+        missing = [request for request in requests if not held[request]]
+        if missing:
+            grants = await self._grant(missing, timeout)
+            held |= {request: grant.epoch for request, grant in zip(missing, grants, strict=True)}
+        return [held[request] for request in requests]
+
+    async def _grant(self, requests: Sequence[LeaseRequest], timeout: float) -> list[ev.LeaseGranted]:
         run, deadline = requests[0].run, asyncio.get_running_loop().time() + timeout
         while True:
+            self._all_alive(requests)
             try:
                 grants = leases.plan_grant(self.kernel.state.table, requests, self.kernel.now())
                 break
             except Blocked as blocked:
                 left = deadline - asyncio.get_running_loop().time()
-                table = self.kernel.state.table
-                before = (set(table.leases), set(table.quarantined))
-                with self.waits.named(run, str(blocked)):
-                    await self.kernel.wait_until(
-                        lambda: (set(table.leases), set(table.quarantined)) != before, left, str(blocked)  # noqa: B023
-                    )
+                await self._wait_for_change(run, requests, str(blocked), left)
         await self.kernel.commit(*grants)
         for grant in grants:
             self._renewed_at[grant.epoch] = self.kernel.now()
             self._send(grant.incarnation, "grant", grant)
         await self._until_held(run, grants, timeout)
-        return [grant.epoch for grant in grants]
+        return grants
+
+    def _all_alive(self, requests: Iterable[LeaseRequest]) -> None:
+        """A grant to a process that is gone would hold its device until it expires."""
+        for request in requests:
+            if not self.alive(request.incarnation):
+                raise InstanceDown(request.incarnation, f"gone before it could take {', '.join(request.devices)}")
+
+    async def _wait_for_change(
+        self, run: str, requests: Sequence[LeaseRequest], what: str, timeout: float
+    ) -> None:
+        table = self.kernel.state.table
+        before = (set(table.leases), set(table.quarantined))
+
+        def changed() -> bool:
+            gone = not all(self.alive(request.incarnation) for request in requests)
+            return gone or (set(table.leases), set(table.quarantined)) != before
+
+        with self.waits.named(run, what):
+            await self.kernel.wait_until(changed, timeout, what)
 
     def _held_already(self, request: LeaseRequest) -> int:
         for lease in self.kernel.state.table.of(request.incarnation):
@@ -245,13 +272,14 @@ class Fleet:
         live = self.kernel.state.table.leases
 
         def settled() -> bool:
-            return all(g.epoch not in live or live[g.epoch].state != leases.GRANTED for g in grants)
+            gone = any(not self.alive(g.incarnation) for g in grants)
+            return gone or all(g.epoch not in live or live[g.epoch].state != leases.GRANTED for g in grants)
 
         what = "; ".join(f"{g.incarnation} to take {', '.join(g.devices)}" for g in grants)
         with self.waits.named(run, what):
             await self.kernel.wait_until(settled, timeout, what)
         for grant in grants:
-            if grant.epoch not in live:
+            if grant.epoch not in live or live[grant.epoch].state == leases.GRANTED:
                 raise InstanceDown(grant.incarnation, f"did not take {', '.join(grant.devices)}")
 
     async def release(self, run: str, epochs: Sequence[int]) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from headrace_coordinator.domain.state import InstanceState
 from headrace_coordinator.fleet import Fleet
+from headrace_coordinator.ports import InstanceDown
 from headrace_coordinator.run.members import Member, RewardMember, RolloutMember, TrainerMember
 from headrace_coordinator.spec import RunSpec
 
@@ -26,7 +27,9 @@ class Crew:
 
     @property
     def leader(self) -> TrainerMember:
-        """Rank 0, the only one that accepts steps."""
+        """Rank 0, the only one that accepts steps; raises `InstanceDown` while there is none."""
+        if not self.trainers:
+            raise InstanceDown("trainer", "the gang is not formed")
         return self.trainers[0]
 
     @property
@@ -50,12 +53,13 @@ class Crew:
         alive = self.fleet.alive
         self.rollouts = [m for m in self.rollouts if alive(m.incarnation)]
         self.rewards = [m for m in self.rewards if alive(m.incarnation)]
-        if not all(alive(m.incarnation) for m in self.trainers):
-            self.trainers = []
 
     async def staff(self) -> bool:
         """Replaces lost members; waits for each kind with the run's deadline. True when the gang is new."""
         self._drop_lost()
+        alive = self.fleet.alive
+        if not all(alive(m.incarnation) for m in self.trainers):
+            self.trainers = []
         timeout = self.fleet_timeout
         for kind, count in (("trainer", self.spec.trainer.ranks), ("reward", 1)):
             await self.fleet.claim(self.run, kind, count, timeout)

@@ -18,7 +18,7 @@ from headrace_servicekit.digests import trajectory_digest
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain.dispatch import Dispatcher, GroupWork
 from headrace_coordinator.domain.slots import DROPPED, FINISHED, PENDING, Offer, Slot, accepts, plan_assign
-from headrace_coordinator.ports import CallRefused, InstanceDown
+from headrace_coordinator.ports import InstanceDown
 from headrace_coordinator.run.context import RunContext
 from headrace_coordinator.run.members import Published, RolloutMember, SlotKey
 from headrace_coordinator.run.meter import Meter
@@ -28,6 +28,7 @@ from headrace_coordinator.run.together import together
 from headrace_coordinator.waits import Pulse
 
 SAMPLE_RETRIES = 2
+LOOK_S = 5.0
 
 
 @dataclass
@@ -106,7 +107,9 @@ class Generation:
                 if not drives and self._dispatcher.waiting:
                     await self._context.placement.add_rollout(self._published)
                     continue
-                await asyncio.wait({news, *drives.values()}, return_when=asyncio.FIRST_COMPLETED)
+                futures: set[asyncio.Future[None]] = {news, *drives.values()}
+                await asyncio.wait(futures, timeout=LOOK_S, return_when=asyncio.FIRST_COMPLETED)
+                self._leave_the_dead(drives)
                 for incarnation in [key for key, task in drives.items() if task.done()]:
                     drives.pop(incarnation).result()
             self._scoring.close()
@@ -125,36 +128,36 @@ class Generation:
 
     async def _adopt_finished(self) -> None:
         """After an aborted attempt: finished slots whose body is still in custody go straight to scoring."""
-        slots = [(slot.prompt, slot.sample) for slot in self._ledger.members(FINISHED)]
-        found = await self._relay.bodies(slots, self._crew.rollouts) if slots else {}
-        for key, body in found.items():
-            slot = self._ledger.slot(*key)
-            if slot and (slot.attempt, slot.digest) == (body.attempt, trajectory_digest(body)):
-                self._score(body)
-        lost = [key for key in slots if key not in found]
-        self._dispatcher.put_back(lost)
+        finished = self._ledger.members(FINISHED)
+        found = await self._relay.bodies(finished, self._crew.rollouts) if finished else {}
+        for body in found.values():
+            self._score(body)
+        keys = [(slot.prompt, slot.sample) for slot in finished]
+        self._dispatcher.put_back([key for key in keys if key not in found])
 
     # --- one rollout
 
     async def _drive(self, member: RolloutMember) -> None:
-        started = self._meter_now()
+        started, why = self._context.kernel.now(), "its Generate stream ended early"
         try:
             async for response in member.generate(
                 self._opening(), self._assignments(member), self._context.spec.limits.step_timeout_s
             ):
                 for chunk in response.chunks:
                     await self._take_chunk(member, chunk)
-            # A stream that ends before its samples do has lost them.
-            self._requeue(member, "its Generate stream ended early")
-        except (InstanceDown, CallRefused) as fault:
-            self._requeue(member, str(fault))
-            await self._context.lost(member, str(fault))
+        except InstanceDown as fault:
+            why = str(fault)
+            await self._context.lost(member, why)
         finally:
-            self._meter.add("generate", (started, self._meter_now()), member.devices)
+            # However a stream ends, samples that it did not finish are made again.
+            self._requeue(member, why)
+            self._meter.add("generate", (started, self._context.kernel.now()), member.devices)
             self._news.beat()
 
-    def _meter_now(self) -> float:
-        return self._context.kernel.now()
+    def _leave_the_dead(self, drives: dict[str, asyncio.Task[None]]) -> None:
+        """A stream to an instance without a session may hang for long: it is not waited for."""
+        for incarnation in [key for key in drives if not self._crew.fleet.alive(key)]:
+            drives.pop(incarnation).cancel()
 
     def _requeue(self, member: RolloutMember, why: str) -> None:
         lost = self._dispatcher.lost(member.incarnation)

@@ -97,9 +97,9 @@ class Learning:
                 await asyncio.shield(news)
 
     async def _groups(self, prompts: list[int]) -> list[trainer.SettledGroup]:
-        slots = [(slot.prompt, slot.sample) for prompt in prompts for slot in self._ledger.group(prompt)]
+        slots = [slot for prompt in prompts for slot in self._ledger.group(prompt)]
         bodies = await self._relay.bodies(slots, self._context.crew.rollouts)
-        lost = [slot for slot in slots if slot not in bodies]
+        lost = [key for slot in slots if (key := (slot.prompt, slot.sample)) not in bodies]
         if lost:
             raise LostBodies(lost)
         return [

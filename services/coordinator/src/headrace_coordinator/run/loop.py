@@ -77,7 +77,9 @@ class RunLoop:
     async def _prepare(self) -> None:
         """Instances claimed and opened, leases held, gang formed, ledger and trainer at one version."""
         context = self.context
-        if context.state.state not in (runs.RECOVERING, runs.PAUSING):
+        if context.state.state == runs.RUNNING:
+            self._move(runs.RECOVERING, "the coordinator restarted")
+        elif context.state.state == runs.QUEUED:
             self._move(runs.PLANNING, "waiting for instances and devices")
         await context.crew.staff()
         context.placement.assign()

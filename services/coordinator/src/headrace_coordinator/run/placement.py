@@ -78,6 +78,12 @@ class Placement:
         await together(*(member.suspend() for member in held))
         await self._let_go(held)
 
+    def _strays(self, members: Sequence[Member]) -> list[int]:
+        """Leases of this run whose holder has no business on these devices now, such as one that was cut off."""
+        welcome = {m.incarnation for m in (members if self.in_turns else self.crew.members)}
+        leases = self.crew.fleet.kernel.state.table.leases.values()
+        return [lease.epoch for lease in leases if lease.run == self.crew.run and lease.incarnation not in welcome]
+
     async def _let_go(self, members: Sequence[Member]) -> None:
         await self.crew.fleet.release(self.crew.run, [member.lease_epoch for member in members])
         for member in members:
@@ -88,6 +94,7 @@ class Placement:
         requests = [LeaseRequest(m.incarnation, self.crew.run, stage, m.devices) for m in members if m.devices]
         if not requests:
             return []
+        await self.crew.fleet.release(self.crew.run, self._strays(members))
         epochs = await self.crew.fleet.acquire(requests, self.crew.fleet_timeout)
         fresh = []
         for member, epoch in zip((m for m in members if m.devices), epochs, strict=True):

@@ -6,10 +6,12 @@ Keeps nothing for long: what does not fit stays in its producer's custody and is
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 
 from headrace.common.v1 import common_pb2 as common
+from headrace_servicekit.digests import trajectory_digest
 
+from headrace_coordinator.domain.slots import Slot
 from headrace_coordinator.run.members import RolloutMember, SlotKey
 
 
@@ -47,13 +49,18 @@ class Relay:
         self._freed.set()
 
     async def bodies(
-        self, slots: Sequence[SlotKey], producers: Iterable[RolloutMember]
+        self, slots: Iterable[Slot], producers: Iterable[RolloutMember]
     ) -> dict[SlotKey, common.Trajectory]:
-        """Bodies of `slots`, fetched from custody where the relay has none; lost ones are left out."""
-        found = {slot: self._bodies[slot] for slot in slots if slot in self._bodies}
+        """Bodies of finished slots, fetched from custody where the relay has none.
+
+        Left out are those that nobody has: a producer may hold another attempt, which is another body.
+        """
+        wanted = {(slot.prompt, slot.sample): slot for slot in slots}
+        found = {key: self._bodies[key] for key in wanted if key in self._bodies}
         for producer in producers:
-            missing = [slot for slot in slots if slot not in found]
-            if missing:
-                for body in await producer.fetch(missing):
-                    found[body.sample.prompt_ordinal, body.sample.sample_index] = body
+            missing = [key for key in wanted if key not in found]
+            for body in await producer.fetch(missing) if missing else ():
+                slot = wanted[body.sample.prompt_ordinal, body.sample.sample_index]
+                if (slot.attempt, slot.digest) == (body.attempt, trajectory_digest(body)):
+                    found[slot.prompt, slot.sample] = body
         return found

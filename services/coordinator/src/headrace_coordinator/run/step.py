@@ -43,7 +43,7 @@ class Step:
             try:
                 batch = await self._gather()
             except LostBodies as lost:
-                await self._abort(str(lost))
+                await self._again(str(lost))
                 continue
             if not self._ledger.members(ACCUMULATED):
                 await self._skip("every group was dropped")
@@ -53,7 +53,7 @@ class Step:
                 await self.record(opened, response, batch)
                 return
             nonfinite += response.result == trainer.COMMIT_RESULT_NONFINITE
-            await self._abort(trainer.CommitResult.Name(response.result))
+            await self._again(trainer.CommitResult.Name(response.result))
             if nonfinite >= STEP_ATTEMPTS:
                 await self._skip("NONFINITE")
                 return
@@ -171,6 +171,11 @@ class Step:
                 f"limits.max_drop_rate: {ledger.dropped_total} of {ledger.terminal_total} slots were dropped, "
                 f"more than {spec.limits.max_drop_rate:.0%}; see /certificates for the reasons"
             )
+
+    async def _again(self, reason: str) -> None:
+        await self._abort(reason)
+        with self._meter.stage("switch"):
+            await self._context.placement.generate(self._published)
 
     async def _abort(self, reason: str) -> None:
         opened = (self._ledger.step, self._ledger.attempt)

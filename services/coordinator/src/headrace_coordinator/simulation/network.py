@@ -9,6 +9,9 @@ from typing import Any, Protocol
 
 from headrace_coordinator.ports import CallRefused, InstanceDown
 
+KEEPALIVE_S = 20.0
+"""After so long a silent peer counts as unreachable."""
+
 
 class Answers(Protocol):
     """An imaginary instance as the network sees it."""
@@ -37,7 +40,7 @@ class SimulatedPort:
         if not self._instance.alive:
             raise InstanceDown(self._instance.incarnation, "connection refused")
         if self._instance.cut_off:
-            await asyncio.sleep(timeout)
+            await asyncio.sleep(min(timeout, KEEPALIVE_S))
             raise InstanceDown(self._instance.incarnation, "deadline exceeded")
 
     def _happens(self, probability: float) -> bool:

@@ -89,7 +89,7 @@ class World:
                 "deterministic": rng.random() < 0.2,
                 "model": {"path": "imaginary"},
                 "data": {"source": "copy_digits", "options": {"digits": 1}, "heldout": 2},
-                "algorithm": {"group_size": rng.randint(2, 4), "prompts_per_step": rng.randint(1, 4)},
+                "algorithm": {"group_size": rng.randint(2, 4), "prompts_per_step": rng.choice([2, 4])},
                 "rollout": {"instances": rng.randint(1, 2)},
                 "trainer": {"ranks": rng.choice([1, 1, 2])},
                 "reward": {"scorers": [{"name": "exact"}]},
@@ -134,9 +134,17 @@ class World:
                 await self._session(instance, fleet)
 
     async def _session(self, instance: Instance, fleet: Fleet) -> None:
-        def send(command: str, body: Any) -> None:
-            self._spawn(self._command(instance, fleet, command, body))
+        commands: asyncio.Queue[tuple[str, Any]] = asyncio.Queue()
 
+        def send(command: str, body: Any) -> None:
+            commands.put_nowait((command, body))
+
+        async def obey() -> None:
+            while True:  # One after the other: a session is a stream.
+                await self._command(instance, fleet, *await commands.get())
+
+        obeying = asyncio.ensure_future(obey())
+        self._tasks.append(obeying)
         fleet.attach(instance.incarnation, send)
         silence = 0.0
         while instance.alive and fleet is self._fleet() and silence < 15.0:
@@ -152,6 +160,7 @@ class World:
                     instance.held.pop(epoch, None)
             await asyncio.sleep(SETTINGS.heartbeat)
             silence += SETTINGS.heartbeat if instance.cut_off else 0.0
+        obeying.cancel()
         fleet.detach(instance.incarnation, send)
 
     async def _command(self, instance: Instance, fleet: Fleet, command: str, body: Any) -> None:
