@@ -1,0 +1,92 @@
+"""What a training backend does, on every rank alike. Knows no wire, no steps and no other backend."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from torch import Tensor
+
+from headrace_trainer.samples import Rows
+
+WeightSink = Callable[[str, Tensor], None]
+
+
+@dataclass(frozen=True)
+class MicroReport:
+    """One micro-batch. When `finite` is false on any rank, no rank has accumulated anything."""
+
+    finite: bool
+
+
+@dataclass(frozen=True)
+class CommitReport:
+    """One optimizer step. `grad_norm` is global, before clipping; when it is not finite nothing changed.
+
+    `token_sums` and `token_maxima` are figures over all ranks since the last `zero`, with the number of
+    tokens they are over under "tokens".
+    """
+
+    finite: bool
+    grad_norm: float
+    token_sums: dict[str, float] = field(default_factory=dict)
+    token_maxima: dict[str, float] = field(default_factory=dict)
+
+
+class StateReader(Protocol):
+    """Named full tensors of a checkpoint."""
+
+    def weight(self, name: str) -> Tensor:
+        """fp32 weight, or a buffer in its own type."""
+
+    def moment(self, kind: str, name: str) -> Tensor:
+        """fp32 optimizer moment, kind exp_avg or exp_avg_sq."""
+
+    @property
+    def optimizer_steps(self) -> int:
+        """Optimizer steps behind the moments."""
+
+
+class Backend(Protocol):
+    """A model with its optimizer, sharded over the ranks; all ranks call the same methods in one order."""
+
+    def load_initial(self) -> None:
+        """The configured model, optimizer state empty."""
+
+    def load_state(self, reader: StateReader | None) -> None:
+        """A checkpoint's weights and optimizer state; rank 0 reads, the others pass None."""
+
+    def warm_up(self) -> int:
+        """Supervised steps on reference answers, how many; the optimizer is empty again afterwards."""
+
+    def zero(self) -> None:
+        """Drops accumulated gradients and figures."""
+
+    def micro(self, rows: Rows) -> MicroReport:
+        """Accumulates the loss gradient of a micro-batch; no rows: a zero-weight dummy."""
+
+    def infer(self, rows: Rows) -> list[list[float]]:
+        """Log-probs of the trained tokens, a list for each sequence, in order; no rows: a dummy."""
+
+    def commit(self, denominator: float, learning_rate: float) -> CommitReport:
+        """Reduces, divides, clips and steps; accumulators are empty afterwards."""
+
+    def weight_layout(self) -> list[tuple[str, str, tuple[int, ...]]]:
+        """(name, published type, shape) of every weight in canonical order."""
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Full weights by name; gathered one at a time, so every rank must exhaust it."""
+
+    def moments(self) -> Iterator[tuple[str, Tensor]]:
+        """Full optimizer moments, named kind/weight; every rank must exhaust it."""
+
+    @property
+    def optimizer_steps(self) -> int:
+        """Optimizer steps since the state was empty."""
+
+    def suspend(self) -> int:
+        """Gives device memory back, keeping open accumulators; returns the bytes released."""
+
+    def wake(self) -> None:
+        """Undoes `suspend`."""

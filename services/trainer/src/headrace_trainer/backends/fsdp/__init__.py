@@ -1,0 +1,12 @@
+"""The fsdp backend: PyTorch's fully_shard over Gloo (CPU) or NCCL (GPU); one rank is the same code."""
+
+from headrace_trainer.algorithms._base import Algorithm
+from headrace_trainer.backends._base import Backend
+from headrace_trainer.backends.fsdp.backend import FsdpBackend
+from headrace_trainer.config import TrainerConfig
+from headrace_trainer.gang import Gang
+
+
+def build(config: TrainerConfig, algorithm: Algorithm, gang: Gang) -> Backend:
+    """The backend of one rank, without weights yet."""
+    return FsdpBackend(config, algorithm, gang)

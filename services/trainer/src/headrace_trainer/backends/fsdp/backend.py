@@ -1,0 +1,269 @@
+"""One rank of a model trained with FSDP2: forward, backward, optimizer, state. Knows no steps and no wire.
+
+Gradients of micro-batches are added up unnormalised in fp32 and divided by the step's denominator when it is
+known, so the order and the packing in which groups come do not matter.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from headrace_modelkit.loading import DTYPES, load_model
+from headrace_modelkit.weights import load_weights, state_tensors
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from headrace_trainer.algorithms._base import Algorithm, TokenBatch
+from headrace_trainer.allocator import give_back
+from headrace_trainer.backends._base import CommitReport, MicroReport, StateReader
+from headrace_trainer.backends.fsdp.figures import TokenFigures
+from headrace_trainer.backends.fsdp.optimizer import MOMENTS, ShardedAdamW
+from headrace_trainer.backends.fsdp.sharding import ShardedModel
+from headrace_trainer.backends.fsdp.warmup import SupervisedBatches
+from headrace_trainer.config import OptimizerConfig, TrainerConfig
+from headrace_trainer.errors import Refusal, invalid
+from headrace_trainer.gang import Gang
+from headrace_trainer.packing import MicroBatch, pack
+from headrace_trainer.samples import Rows, Sequence
+
+# A rank without work still takes part in every collective of the round.
+DUMMY: Rows = [[Sequence(tokens=[0, 0], trained=[1], engine_log_probs=[math.nan])]]
+
+LossOf = Callable[[Tensor, MicroBatch], Tensor]
+
+
+class FsdpBackend:
+    """See `Backend`."""
+
+    def __init__(self, config: TrainerConfig, algorithm: Algorithm, gang: Gang) -> None:
+        self._config = config
+        self._algorithm = algorithm
+        self._gang = gang
+        self._dtype = DTYPES[config.model.dtype]
+        self._figures = TokenFigures()
+        self._dirty = False
+        self._model: ShardedModel | None = None
+        self._optimizer: ShardedAdamW | None = None
+        if config.deterministic:
+            torch.use_deterministic_algorithms(True)
+
+    def load_initial(self) -> None:
+        """See `Backend`."""
+        self._shard(load_model(self._config.model, weights=self._gang.leads))
+
+    def load_state(self, reader: StateReader | None) -> None:
+        """See `Backend`."""
+        model = load_model(self._config.model, weights=False, dtype=torch.float32)
+        if reader is not None:
+            load_weights(model, {name: reader.weight(name) for name, _ in state_tensors(model)})
+        self._shard(model)
+        steps = int(self._gang.sum({"steps": float(reader.optimizer_steps if reader else 0)})["steps"])
+        if steps:
+            moments = {
+                kind: {
+                    name: self._sharded.scatter(name, reader.moment(kind, name) if reader else None)
+                    for name in self._sharded.parameters
+                }
+                for kind in MOMENTS
+            }
+            self._adamw.load(moments, steps)
+
+    def warm_up(self) -> int:
+        """See `Backend`."""
+        warmup = self._config.trainer.warmup
+        batches = SupervisedBatches(self._config, self._gang.rank, self._gang.world_size)
+        optimizer = self._new_optimizer()
+        for step in range(warmup.steps):
+            work, tokens = batches.step(step, shared=self._shares_prefixes())
+            rounds = int(self._gang.maximum({"rounds": float(len(work))})["rounds"])
+            for index in range(rounds):
+                rows = work[index] if index < len(work) else []
+                self._backward(rows, lambda log_probs_K, batch: -(log_probs_K * batch.weights_K).sum())
+            self._apply(optimizer, self._gang.sum({"tokens": float(tokens)})["tokens"], warmup.lr)
+        self.zero()
+        return warmup.steps
+
+    def zero(self) -> None:
+        """See `Backend`."""
+        if self._dirty:
+            self._sharded.finish_backward()
+        self._sharded.drop_gradients()
+        self._figures = TokenFigures()
+        self._dirty = False
+
+    def micro(self, rows: Rows) -> MicroReport:
+        """See `Backend`."""
+        found = TokenFigures()
+
+        def loss_of(log_probs_K: Tensor, batch: MicroBatch) -> Tensor:
+            sums = self._algorithm.loss(
+                TokenBatch(log_probs_K, batch.engine_log_probs_K, batch.advantages_K, batch.weights_K)
+            )
+            found.add(sums, log_probs_K, batch.engine_log_probs_K)
+            return sums.loss
+
+        entropy_K = self._backward(rows, loss_of)
+        if entropy_K is None:
+            return MicroReport(finite=False)
+        if rows:
+            found.add_entropy(entropy_K)
+            self._figures.merge(found)
+        return MicroReport(finite=True)
+
+    def infer(self, rows: Rows) -> list[list[float]]:
+        """See `Backend`."""
+        batch = self._pack(rows or DUMMY)
+        with torch.no_grad():
+            log_probs_K, _ = self._sharded.policy(batch, self._temperature(), torch.zeros(()))
+        values = iter(log_probs_K.tolist())
+        return [[next(values) for _ in sequence.trained] for row in rows for sequence in row]
+
+    def commit(self, denominator: float, learning_rate: float) -> CommitReport:
+        """See `Backend`."""
+        norm = self._apply(self._adamw, denominator, learning_rate)
+        sums = self._gang.sum(self._figures.sums())
+        maxima = self._gang.maximum(self._figures.maxima())
+        self._figures = TokenFigures()
+        return CommitReport(math.isfinite(norm), norm, sums, maxima)
+
+    def reduced_gradient(self, denominator: float) -> dict[str, Tensor]:
+        """The step's whole gradient before clipping, by weight; consumes the accumulators. For tests and figures."""
+        self._sharded.finish_backward()
+        shards = self._sharded.gradients()
+        whole = {name: self._sharded.gather(name, shard) / denominator for name, shard in shards.items()}
+        self._dirty = False
+        self.zero()
+        return whole
+
+    def weight_layout(self) -> list[tuple[str, str, tuple[int, ...]]]:
+        """See `Backend`."""
+        parameters = [(name, p, self._dtype) for name, p in self._sharded.parameters.items()]
+        buffers = [(name, b, b.dtype) for name, b in self._sharded.buffers.items()]
+        return [
+            (name, str(dtype).removeprefix("torch."), tuple(value.shape))
+            for name, value, dtype in [*parameters, *buffers]
+        ]
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """See `Backend`."""
+        return self._sharded.weights()
+
+    def moments(self) -> Iterator[tuple[str, Tensor]]:
+        """See `Backend`."""
+        shards = self._sharded.shards()
+        for kind in MOMENTS:
+            for name, shard in shards.items():
+                own = self._adamw.moment(kind, name) if shard.numel() else shard
+                yield f"{kind}/{name}", self._sharded.gather(name, own)
+
+    @property
+    def optimizer_steps(self) -> int:
+        """See `Backend`."""
+        return self._adamw.steps
+
+    def suspend(self) -> int:
+        """See `Backend`. Optimizer moments go to host memory where the device is not the host."""
+        released = self._sharded.release()
+        if self._gang.device.type == "cuda":
+            self._adamw.move(torch.device("cpu"))
+        return released + give_back()
+
+    def wake(self) -> None:
+        """See `Backend`."""
+        self._adamw.move(self._gang.device)
+
+    def _shard(self, model: PreTrainedModel) -> None:
+        # Master weights start from the values that the engine computes with, not from finer ones.
+        model = _float(model)
+        for _, tensor in state_tensors(model):
+            self._gang.share(tensor.data)
+        if self._config.trainer.gradient_checkpointing:
+            untyped: Any = model
+            untyped.gradient_checkpointing_enable({"use_reentrant": False})
+            model.train()  # transformers checkpoints in training mode only; modelkit has turned dropout off
+        self._model = ShardedModel(
+            model, self._gang, self._dtype, reshard=self._config.trainer.reshard_micro_batches
+        )
+        self._optimizer = self._new_optimizer()
+        self._dirty = False
+
+    def _new_optimizer(self) -> ShardedAdamW:
+        decays = {name for name, p in self._sharded.parameters.items() if p.dim() > 1}
+        config: OptimizerConfig = self._config.optimizer
+        return ShardedAdamW(config, self._sharded.shards(), decays=decays)
+
+    def _backward(self, rows: Rows, loss_of: LossOf) -> Tensor | None:
+        """Accumulates the loss gradient; the tokens' entropies, or None when any rank is not finite."""
+        batch = self._pack(rows or DUMMY)
+        log_probs_K, entropy_K = self._sharded.policy(batch, self._temperature(), torch.zeros(()))
+        loss = loss_of(log_probs_K, batch)
+        finite = bool(torch.isfinite(loss)) and bool(torch.isfinite(log_probs_K).all())
+        if not self._gang.all_true(finite):
+            return None
+        self._dirty = True
+        torch.autograd.backward(loss)
+        detached: Tensor = entropy_K.detach()
+        return detached
+
+    def _apply(self, optimizer: ShardedAdamW, denominator: float, rate: float) -> float:
+        """Reduce, vote, clip and step; the global norm before clipping. A non-finite one changes nothing."""
+        if self._dirty:
+            self._sharded.finish_backward()
+        gradients = self._sharded.gradients()
+        norm = self._global_norm(gradients) / denominator
+        if math.isfinite(norm):
+            clip = min(1.0, self._config.optimizer.grad_clip / (norm + 1e-6))
+            optimizer.step(gradients, denominator / clip, rate)
+        self._sharded.drop_gradients()
+        self._dirty = False
+        return norm
+
+    def _global_norm(self, gradients: dict[str, Tensor]) -> float:
+        norms = torch._foreach_norm(list(gradients.values()))
+        own = torch.stack(norms).double().square().sum().item()
+        return math.sqrt(self._gang.sum({"square": own})["square"])
+
+    def _pack(self, rows: Rows) -> MicroBatch:
+        batch = pack(rows, shared=self._shares_prefixes())
+        window = self._window()
+        if batch.mask_R1LL is not None and window and batch.tokens_RL.shape[1] > window:
+            raise invalid(
+                f"trainer.shared_prefix: the model attends to the last {window} tokens only and a row has "
+                f"{batch.tokens_RL.shape[1]}; set trainer.shared_prefix: false"
+            )
+        return batch.to(self._gang.device)
+
+    def _shares_prefixes(self) -> bool:
+        # Only sdpa takes a mask of four dimensions as it is.
+        implementation = getattr(self._sharded.model.config, "_attn_implementation", "")
+        return self._config.trainer.shared_prefix and implementation == "sdpa"
+
+    def _window(self) -> int:
+        text = self._sharded.model.config.get_text_config()
+        kinds = getattr(text, "layer_types", None)
+        slides = "sliding_attention" in kinds if kinds else True
+        return int(getattr(text, "sliding_window", None) or 0) if slides else 0
+
+    def _temperature(self) -> float:
+        return self._config.sampling.temperature
+
+    @property
+    def _sharded(self) -> ShardedModel:
+        if self._model is None:
+            raise Refusal("NOT_OPEN", "no weights are loaded; call Restore first")
+        return self._model
+
+    @property
+    def _adamw(self) -> ShardedAdamW:
+        if self._optimizer is None:
+            raise Refusal("NOT_OPEN", "no weights are loaded; call Restore first")
+        return self._optimizer
+
+
+def _float(model: PreTrainedModel) -> PreTrainedModel:
+    for parameter in model.parameters():
+        parameter.data = parameter.data.float()
+    return model

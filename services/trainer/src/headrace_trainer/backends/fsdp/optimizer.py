@@ -1,0 +1,73 @@
+"""AdamW over local shards. Knows no model, no ranks and no schedule."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from headrace_trainer.config import OptimizerConfig
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class ShardedAdamW:
+    """AdamW (arXiv 1711.05101) on the ranks' own shards: plain tensors, one fused kernel.
+
+    Dividing by the step's denominator and clipping happen inside the kernel, so the gradient is read once.
+    Matrices decay, vectors (norms, biases) do not.
+    """
+
+    def __init__(self, config: OptimizerConfig, shards: dict[str, Tensor], *, decays: set[str]) -> None:
+        self._shards = {name: nn.Parameter(shard) for name, shard in shards.items() if shard.numel()}
+        groups = [
+            {
+                "params": [p for name, p in self._shards.items() if (name in decays) is decayed],
+                "weight_decay": config.weight_decay if decayed else 0.0,
+            }
+            for decayed in (True, False)
+        ]
+        self._adamw: Any = torch.optim.AdamW(
+            [group for group in groups if group["params"]],
+            lr=config.lr,
+            betas=(config.beta1, config.beta2),
+            eps=config.eps,
+            fused=True,
+        )
+        self.steps = 0
+
+    def step(self, gradients: dict[str, Tensor], divisor: float, rate: float) -> None:
+        """One step with gradients / divisor, in place on the shards."""
+        for group in self._adamw.param_groups:
+            group["lr"] = rate
+        for name, shard in self._shards.items():
+            shard.grad = gradients[name]
+        device = next(iter(self._shards.values())).device
+        # The fused kernel divides by this as it does for a gradient scaler.
+        self._adamw.grad_scale = torch.tensor(divisor, dtype=torch.float32, device=device)
+        self._adamw.found_inf = torch.zeros((), dtype=torch.float32, device=device)
+        self._adamw.step()
+        for shard in self._shards.values():
+            shard.grad = None
+        self.steps += 1
+
+    def moment(self, kind: str, name: str) -> Tensor:
+        """The shard of a moment; zeros before the first step."""
+        shard = self._shards[name]
+        state = self._adamw.state.get(shard)
+        return state[kind] if state else torch.zeros_like(shard)
+
+    def load(self, moments: dict[str, dict[str, Tensor]], steps: int) -> None:
+        """Replaces the state: kind → name → shard."""
+        self.steps = steps
+        for name, shard in self._shards.items():
+            own = {kind: moments[kind][name].to(shard.device, torch.float32).clone() for kind in MOMENTS}
+            counter = torch.tensor(float(steps), dtype=torch.float32, device=shard.device)
+            self._adamw.state[shard] = {"step": counter, **own}
+
+    def move(self, device: torch.device) -> None:
+        """Takes the moments to another memory; they must be back before the next step."""
+        for state in self._adamw.state.values():
+            for key, value in state.items():
+                state[key] = value.to(device)

@@ -1,0 +1,44 @@
+"""The root module of the sharded model: token ids in, log-probs of the wanted tokens out.
+
+Shapes as in `packing`; D hidden size.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from headrace_modelkit.logprobs import Head, hidden_log_probs
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from headrace_trainer.packing import MicroBatch
+
+
+class Policy(nn.Module):
+    """A causal language model whose forward runs the head at trained positions only, in fp32."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, batch: MicroBatch | None, temperature: float, anchor: Tensor) -> tuple[Tensor, Tensor]:
+        """(log-probs, entropies) of the K trained tokens, fp32; entropies carry no gradient.
+
+        Without a batch returns the anchor itself: a backward through it runs no layer and only lets
+        fully_shard finish what earlier backwards have accumulated.
+        """
+        if batch is None:
+            return anchor * 1.0, anchor.detach()
+        body: Any = self.model.base_model
+        hidden_RLD = body(
+            input_ids=batch.tokens_RL,
+            position_ids=batch.positions_RL,
+            attention_mask=batch.mask_R1LL,
+            use_cache=False,
+        ).last_hidden_state
+        hidden_UD = hidden_RLD.flatten(0, 1)[batch.sources_U]
+        # Taken anew each time: fully_shard swaps the parameters between sharded and whole.
+        head = Head.of(self.model)
+        log_probs_U, entropy_U = hidden_log_probs(head, hidden_UD, batch.targets_U, temperature, entropy=True)
+        assert entropy_U is not None
+        return log_probs_U[batch.index_K], entropy_U.detach()[batch.index_K]

@@ -1,0 +1,123 @@
+"""From a whole model to FSDP2 shards and back, one tensor at a time. Knows no loss and no optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from headrace_modelkit.weights import state_tensors
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+from transformers import PreTrainedModel
+
+from headrace_trainer.backends.fsdp.policy import Policy
+from headrace_trainer.gang import Gang
+
+
+class ShardedModel:
+    """A policy sharded over a gang: fp32 master shards, forward in `compute_dtype`, gradients in fp32.
+
+    Between micro-batches nothing is reduced or resharded (unless `reshard` asks for it): each rank keeps the
+    whole parameters in `compute_dtype` and adds up whole gradients in fp32 until `reduce`.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, gang: Gang, compute_dtype: torch.dtype, *, reshard: bool
+    ) -> None:
+        self._gang = gang
+        self._reshard = reshard
+        self.model = model
+        self.policy = Policy(model)
+        mixed = MixedPrecisionPolicy(
+            param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+        )
+        layers = set(getattr(model, "_no_split_modules", None) or ())
+        for module in [m for m in model.modules() if type(m).__name__ in layers]:
+            fully_shard(module, mesh=gang.mesh, mp_policy=mixed, reshard_after_forward=reshard)
+        root = fully_shard(self.policy, mesh=gang.mesh, mp_policy=mixed, reshard_after_forward=reshard)
+        root.set_gradient_divide_factor(1.0)  # unnormalised sums over the ranks
+        self._root: FSDPModule = root
+        self._anchor = torch.zeros(1, device=gang.device)
+        self._accumulating(reshard)
+        self.finish_backward()  # fixes the sharded parameters for good
+        tensors = list(state_tensors(model))
+        self.parameters = {name: value for name, value in tensors if isinstance(value, DTensor)}
+        self.buffers = {name: value for name, value in tensors if not isinstance(value, DTensor)}
+
+    def shards(self) -> dict[str, Tensor]:
+        """This rank's own fp32 master shards; writing to them changes the model."""
+        return {name: p.to_local().detach() for name, p in self.parameters.items()}
+
+    def gradients(self) -> dict[str, Tensor]:
+        """This rank's shards of the reduced gradient; zeros where nothing was accumulated."""
+        found = {}
+        for name, parameter in self.parameters.items():
+            gradient = parameter.grad
+            local = gradient.to_local() if isinstance(gradient, DTensor) else None
+            found[name] = torch.zeros_like(parameter.to_local()) if local is None else local
+        return found
+
+    def drop_gradients(self) -> None:
+        """Forgets reduced gradients."""
+        for parameter in self.parameters.values():
+            parameter.grad = None
+
+    def finish_backward(self) -> None:
+        """Reduces what was accumulated over the ranks into sharded gradients, and reshards.
+
+        fully_shard reduces at the end of a backward, for every module that holds an accumulated gradient,
+        also for those which that backward did not touch: so one through the root alone suffices.
+        """
+        self._accumulating(False, last=True)
+        anchor = self._anchor.clone().requires_grad_()
+        self.policy(None, 1.0, anchor)[0].sum().backward()
+        self._accumulating(self._reshard)
+
+    def release(self) -> int:
+        """Frees whole parameters; the next forward gathers them again. Returns the bytes."""
+        released = 0
+        for module in self.policy.modules():
+            if isinstance(module, FSDPModule):
+                before = sum(p.numel() * p.element_size() for p in module.parameters(recurse=True))
+                module.reshard()
+                released += before if module is self._root else 0
+        return released
+
+    def gather(self, name: str, shard: Tensor | None = None) -> Tensor:
+        """The whole of a parameter, or of a tensor sharded like it, on the CPU; all ranks call it."""
+        parameter = self.parameters[name]
+        local = parameter.to_local().detach() if shard is None else shard
+        if self._gang.world_size == 1:
+            return local.cpu()
+        whole = DTensor.from_local(
+            local,
+            parameter.device_mesh,
+            parameter.placements,
+            run_check=False,
+            shape=parameter.shape,
+            stride=parameter.stride(),
+        ).full_tensor()
+        return whole.cpu()
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Every parameter and buffer, whole; all ranks exhaust it."""
+        for name in self.parameters:
+            yield name, self.gather(name)
+        for name, buffer in self.buffers.items():
+            yield name, buffer.detach().cpu()
+
+    def scatter(self, name: str, whole: Tensor | None) -> Tensor:
+        """This rank's shard of a tensor that rank 0 holds whole, sharded like parameter `name`."""
+        parameter = self.parameters[name]
+        value = torch.empty(parameter.shape, dtype=torch.float32) if whole is None else whole.float()
+        value = value.contiguous().to(self._gang.device)
+        self._gang.share(value)
+        sharded = distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
+        return sharded.to_local().clone()
+
+    def _accumulating(self, reshard: bool, *, last: bool = False) -> None:
+        reduce = last or reshard
+        self._root.set_requires_gradient_sync(reduce)
+        self._root.set_reshard_after_backward(reduce)
+        self._root.set_is_last_backward(reduce)

@@ -1,0 +1,31 @@
+"""What the trainer refuses, as a reason, a sentence and a kind. Knows no wire; `service` maps the kinds."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+Kind = Literal["precondition", "invalid", "not_found", "exhausted", "unavailable", "data_loss"]
+
+
+class Refusal(Exception):
+    """A request that the trainer's state or its own content does not allow.
+
+    `reason` is a stable upper-case word for programs; the message says what to change.
+    """
+
+    def __init__(self, reason: str, message: str, kind: Kind = "precondition", **metadata: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+        self.message = message
+        self.kind: Kind = kind
+        self.metadata = metadata
+
+
+def invalid(message: str, reason: str = "INVALID") -> Refusal:
+    """A request whose content is wrong, whatever the state."""
+    return Refusal(reason, message, "invalid")
+
+
+def conflict(message: str) -> Refusal:
+    """The key of an earlier request with another body."""
+    return Refusal("CONFLICT", message)

@@ -1,0 +1,92 @@
+"""Casts a version straight into the weight store's memory, and makes it visible when it may be seen.
+
+Knows no steps: `session` says when.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import torch
+from headrace.common.v1 import common_pb2
+from headrace_servicekit.weights import PendingWeights, StoredWeights, WeightStore
+from torch import Tensor
+
+from headrace_trainer.errors import Refusal
+from headrace_trainer.step import Version
+
+_DATA_TYPES = {
+    "float64": common_pb2.DATA_TYPE_FLOAT64,
+    "float32": common_pb2.DATA_TYPE_FLOAT32,
+    "float16": common_pb2.DATA_TYPE_FLOAT16,
+    "bfloat16": common_pb2.DATA_TYPE_BFLOAT16,
+    "int64": common_pb2.DATA_TYPE_INT64,
+    "int32": common_pb2.DATA_TYPE_INT32,
+    "int16": common_pb2.DATA_TYPE_INT16,
+    "int8": common_pb2.DATA_TYPE_INT8,
+    "uint8": common_pb2.DATA_TYPE_UINT8,
+    "bool": common_pb2.DATA_TYPE_BOOL,
+}
+
+Layout = list[tuple[str, str, tuple[int, ...]]]
+
+
+class Publisher:
+    """The versions of one run on this host: one staged (cast, unseen), base and current published."""
+
+    def __init__(self, store: WeightStore, run: str, layout: Layout) -> None:
+        self._store = store
+        self._run = run
+        self._layout = layout
+        self._types = {name: getattr(torch, data_type) for name, data_type, _ in layout}
+        self._staged: tuple[int, PendingWeights, common_pb2.WeightManifest] | None = None
+        self._published: list[int] = []
+        self.stage_seconds = 0.0
+
+    def stage(self, number: int, weights: Iterator[tuple[str, Tensor]]) -> str:
+        """Casts the weights into a new body; its manifest's digest. Raises ServiceError NO_SPACE.
+
+        A version has its digest from the commit on, and the cast is the publication's anyway.
+        """
+        started = time.monotonic()
+        self.discard()
+        layout = [(name, _DATA_TYPES[data_type], shape) for name, data_type, shape in self._layout]
+        pending = self._store.begin(self._run, number, layout)
+        for name, tensor in weights:
+            if tensor.numel():
+                out = torch.frombuffer(pending.buffer(name), dtype=self._types[name], count=tensor.numel())
+                out.view(tensor.shape).copy_(tensor)
+                del out  # a living view would keep the body writable
+        manifest = pending.manifest()
+        self._staged = (number, pending, manifest)
+        self.stage_seconds = time.monotonic() - started
+        return str(manifest.digest)
+
+    def publish(self, version: Version) -> StoredWeights:
+        """Makes the staged version visible, drops all but it and the one before. A retry finds it."""
+        found = self._store.find(self._run, version.number)
+        if found is not None:
+            return found
+        if self._staged is None or self._staged[0] != version.number:
+            raise Refusal("NOT_OPEN", f"version {version.number} is not staged: restore or commit it first")
+        _, pending, manifest = self._staged
+        message = common_pb2.PolicyVersion(
+            number=version.number, parent=version.parent, ordinal=version.ordinal, digest=manifest.digest
+        )
+        stored = pending.publish(message, manifest)
+        self._staged = None
+        self._published = [*self._published, version.number][-2:]
+        self._store.keep(self._run, set(self._published))
+        return stored
+
+    def discard(self) -> None:
+        """Throws away what is staged and not published."""
+        if self._staged is not None:
+            self._staged[1].discard()
+            self._staged = None
+
+    def close(self) -> None:
+        """Drops everything of the run."""
+        self.discard()
+        self._store.keep(self._run, set())

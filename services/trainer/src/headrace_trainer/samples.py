@@ -1,0 +1,104 @@
+"""Settled groups as the trainer sees them: ids, which of them are trained, rewards. No wire, no torch."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass, field
+from enum import Enum
+
+import msgspec
+
+MemberKey = tuple[int, int, int, str]
+"""(prompt ordinal, sample index, attempt, body digest)."""
+
+
+class Sequence(msgspec.Struct, frozen=True, array_like=True):
+    """One token sequence as a rank works on it.
+
+    `trained` are positions in `tokens`, each ≥ 1; `engine_log_probs` has one value for each of them, NaN
+    where the engine gave none. `advantage` and `weight` apply to each trained token.
+    """
+
+    tokens: list[int]
+    trained: list[int]
+    engine_log_probs: list[float]
+    advantage: float = 0.0
+    weight: float = 0.0
+
+
+Rows = list[list[Sequence]]
+"""The rows of one micro-batch; the sequences of a row may share what they have in common."""
+
+
+@dataclass(frozen=True)
+class Member:
+    """One finished trajectory with its reward. `versions` has the sampling version of each trained token."""
+
+    sample_index: int
+    attempt: int
+    body_digest: str
+    reward: float
+    tokens: list[int]
+    trained: list[int]
+    engine_log_probs: list[float]
+    versions: list[int]
+    truncated: bool = False
+    masked: bool = False
+
+
+@dataclass(frozen=True)
+class Group:
+    """All members of one prompt. `digest` is the set digest over the members."""
+
+    prompt_ordinal: int
+    members: tuple[Member, ...]
+    digest: str
+
+    def keys(self) -> list[MemberKey]:
+        """What a set digest is computed over."""
+        return [(self.prompt_ordinal, m.sample_index, m.attempt, m.body_digest) for m in self.members]
+
+    def token_count(self) -> int:
+        """Tokens of all members, prompts included once a member: an upper bound of the work."""
+        return sum(len(member.tokens) for member in self.members)
+
+    def problem(self) -> str:
+        """Why the group's values cannot be learned from; empty when they are finite."""
+        for member in self.members:
+            where = f"sample {member.sample_index} of prompt {self.prompt_ordinal}"
+            if not math.isfinite(member.reward):
+                return f"{where}: the reward is {member.reward}"
+            if any(math.isinf(value) for value in member.engine_log_probs):
+                return f"{where}: an engine log-prob is infinite"
+        return ""
+
+
+class Disposition(Enum):
+    """What became of a group."""
+
+    ACCUMULATED = "accumulated"
+    NONFINITE = "nonfinite"
+    STALE = "stale"
+
+
+@dataclass(frozen=True)
+class GroupRecord:
+    """What a step attempt remembers of a group; counts are 0 unless it is accumulated.
+
+    `tokens` and `trained_sequences` are what carries loss; `sequences` counts every member.
+    """
+
+    prompt_ordinal: int
+    digest: str
+    keys: tuple[MemberKey, ...]
+    disposition: Disposition
+    detail: str = ""
+    sequences: int = 0
+    trained_sequences: int = 0
+    tokens: int = 0
+    staleness: int = 0
+    all_equal: bool = False
+    tokens_by_version: Counter[int] = field(default_factory=Counter)
+    rewards: tuple[float, ...] = ()
+    answer_lengths: tuple[int, ...] = ()

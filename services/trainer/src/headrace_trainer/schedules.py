@@ -1,0 +1,25 @@
+"""The learning rate of a step."""
+
+from __future__ import annotations
+
+import math
+
+from headrace_trainer.config import OptimizerConfig
+
+
+def learning_rate(config: OptimizerConfig, step: int, run_steps: int) -> float:
+    """Rate of step `step` (from 0), as transformers' schedules: linear warm-up, then the named decay.
+
+    Decays to `final_fraction` of the peak at `total_steps` (default: the run's steps) and stays there.
+    """
+    schedule = config.schedule
+    if step < schedule.warmup_steps:
+        return config.lr * (step + 1) / schedule.warmup_steps
+    total = schedule.total_steps or run_steps
+    done = (step - schedule.warmup_steps) / max(1, total - schedule.warmup_steps)
+    left = {
+        "constant": lambda: 1.0,
+        "linear": lambda: 1.0 - min(1.0, done),
+        "cosine": lambda: 0.5 * (1.0 + math.cos(math.pi * min(1.0, done))),
+    }[schedule.name]()
+    return config.lr * (schedule.final_fraction + (1.0 - schedule.final_fraction) * left)

@@ -1,0 +1,414 @@
+"""TrainerService: gRPC to the trainer's own records and back, on one compute thread. Decides nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import grpc
+import grpc.aio
+from headrace.common.v1 import common_pb2
+from headrace.trainer.v1 import trainer_pb2, trainer_pb2_grpc
+from headrace_servicekit.client import deadlines_enabled
+from headrace_servicekit.config import parse_config
+from headrace_servicekit.devices import bind_cpu
+from headrace_servicekit.digests import digest_bytes
+from headrace_servicekit.errors import ServiceError
+from headrace_servicekit.failpoints import failpoint
+from headrace_servicekit.instance import Instance
+
+from headrace_trainer import wire
+from headrace_trainer.algorithms._base import Barrier
+from headrace_trainer.config import TrainerConfig
+from headrace_trainer.errors import Kind, Refusal
+from headrace_trainer.learn_queue import LearnQueue
+from headrace_trainer.samples import GroupRecord
+from headrace_trainer.session import LearnItem, Session
+from headrace_trainer.step import Begin, Commit, StepState
+from headrace_trainer.trainer import Trainer
+
+Result = TypeVar("Result")
+Context = Any
+# Requests of one stream that are read ahead of their acknowledgements.
+STREAM_AHEAD = 8
+JOIN_TIMEOUT_S = 60.0
+FOLLOW_TIMEOUT_S = 55.0
+
+_CODES: dict[Kind, grpc.StatusCode] = {
+    "precondition": grpc.StatusCode.FAILED_PRECONDITION,
+    "invalid": grpc.StatusCode.INVALID_ARGUMENT,
+    "not_found": grpc.StatusCode.NOT_FOUND,
+    "exhausted": grpc.StatusCode.RESOURCE_EXHAUSTED,
+    "unavailable": grpc.StatusCode.ABORTED,
+    "data_loss": grpc.StatusCode.DATA_LOSS,
+}
+_BARRIERS = {Barrier.GROUP: trainer_pb2.BARRIER_GROUP, Barrier.BATCH: trainer_pb2.BARRIER_BATCH}
+
+
+@contextmanager
+def refusals() -> Iterator[None]:
+    """Turns a Refusal into the ServiceError that the interceptor sends."""
+    try:
+        yield
+    except Refusal as refusal:
+        code = _CODES[refusal.kind]
+        raise ServiceError(code, refusal.reason, refusal.message, **refusal.metadata) from refusal
+
+
+class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):  # type: ignore[misc]
+    """See the contract; `instance` gives the fence, the weight store and the lease."""
+
+    def __init__(self, instance: Instance) -> None:
+        self._instance = instance
+        self._trainer = Trainer(lambda: instance.weights, deadlines=deadlines_enabled())
+        # One thread computes: torch's threads are the lease's, and rounds must not overlap.
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="compute")
+        self._queue: LearnQueue | None = None
+        self._committing = False
+        instance.on_grant = self._on_grant
+        instance.on_revoke = self._on_revoke
+
+    # Runs and gangs
+
+    async def OpenRun(
+        self, request: trainer_pb2.OpenRunRequest, context: Context
+    ) -> trainer_pb2.OpenRunResponse:
+        self._check(request.header, lease=False, run=False)
+        config = parse_config(TrainerConfig, request.config_json, "config_json of the trainer")
+        directory = Path(request.run_directory)
+        if not directory.is_absolute():
+            raise ServiceError(
+                grpc.StatusCode.INVALID_ARGUMENT,
+                "INVALID",
+                f"run_directory {str(directory)!r}: give an absolute path",
+            )
+        barrier = await self._compute(self._trainer.open_run, request.header.run, config, directory)
+        self._instance.open_runs.add(request.header.run)
+        tokens = config.trainer.micro_batch_tokens * config.trainer.ranks
+        self._queue = LearnQueue(self._learn, limit_tokens=max(16 * tokens, 1 << 16), batch_tokens=2 * tokens)
+        return trainer_pb2.OpenRunResponse(barrier=_BARRIERS[barrier])
+
+    async def CloseRun(
+        self, request: trainer_pb2.CloseRunRequest, context: Context
+    ) -> trainer_pb2.CloseRunResponse:
+        self._check(request.header, lease=False, run=False)
+        if request.header.run in self._instance.open_runs:
+            await self._compute(self._trainer.close_run)
+            self._instance.open_runs.discard(request.header.run)
+        return trainer_pb2.CloseRunResponse()
+
+    async def JoinGang(
+        self, request: trainer_pb2.JoinGangRequest, context: Context
+    ) -> trainer_pb2.JoinGangResponse:
+        self._check(request.header, lease=False, run=False)
+        timeout = request.timeout.ToNanoseconds() / 1e9 or JOIN_TIMEOUT_S
+        await self._compute(
+            self._trainer.join,
+            request.generation,
+            request.rank,
+            request.world_size,
+            request.rendezvous,
+            timeout,
+        )
+        return trainer_pb2.JoinGangResponse(generation=request.generation)
+
+    async def LeaveGang(
+        self, request: trainer_pb2.LeaveGangRequest, context: Context
+    ) -> trainer_pb2.LeaveGangResponse:
+        self._check(request.header, lease=False, run=False)
+        await self._compute(self._trainer.leave, request.generation)
+        return trainer_pb2.LeaveGangResponse()
+
+    async def Restore(
+        self, request: trainer_pb2.RestoreRequest, context: Context
+    ) -> trainer_pb2.RestoreResponse:
+        self._check(request.header, lease=True)
+        if self._trainer.follows():
+            # The leader's round does the work; its version is the leader's to tell.
+            steps = await self._blocking(self._trainer.restored_steps, FOLLOW_TIMEOUT_S)
+            return trainer_pb2.RestoreResponse(warmup_steps=steps)
+        session = self._awake()
+        found = await self._compute(session.restore, request.checkpoint, request.number, request.store_id)
+        return trainer_pb2.RestoreResponse(
+            version=wire.version_message(found.version),
+            warmup_steps=found.warmup_steps,
+            figures=found.figures,
+        )
+
+    # Steps
+
+    async def BeginStep(
+        self, request: trainer_pb2.BeginStepRequest, context: Context
+    ) -> trainer_pb2.BeginStepResponse:
+        self._check(request.header, lease=True)
+        command = Begin(request.step, request.attempt, request.base_number, request.next_number)
+        await self._compute(self._session().begin, command)
+        return trainer_pb2.BeginStepResponse()
+
+    async def Learn(
+        self, requests: AsyncIterator[trainer_pb2.LearnRequest], context: Context
+    ) -> AsyncIterator[trainer_pb2.LearnResponse]:
+        ahead: asyncio.Queue[tuple[float, asyncio.Future[list[GroupRecord]]] | None] = asyncio.Queue(
+            STREAM_AHEAD
+        )
+        reader = asyncio.create_task(self._read_learn(requests, ahead), name="learn stream")
+        try:
+            while (entry := await ahead.get()) is not None:
+                with refusals():
+                    records = await entry[1]
+                figures = wire.metrics("learn", time.monotonic() - entry[0], records)
+                self._instance.report(figures)
+                yield trainer_pb2.LearnResponse(
+                    outcomes=[wire.outcome(record) for record in records], metrics=figures
+                )
+            await reader
+        finally:
+            reader.cancel()
+
+    async def CommitStep(
+        self, request: trainer_pb2.CommitStepRequest, context: Context
+    ) -> trainer_pb2.CommitStepResponse:
+        self._check(request.header, lease=True)
+        command = Commit(
+            request.step,
+            request.attempt,
+            request.base_number,
+            request.next_number,
+            request.set_digest,
+            digest_bytes(request.step_manifest),
+        )
+        session = self._awake()
+        self._committing = True
+        try:
+            reply = await self._compute(session.commit, command, bytes(request.step_manifest))
+        finally:
+            self._committing = False
+        await failpoint("trainer.commit.before_reply")
+        message = wire.commit_message(reply)
+        assert message is not None
+        return message
+
+    async def RecordStep(
+        self, request: trainer_pb2.RecordStepRequest, context: Context
+    ) -> trainer_pb2.RecordStepResponse:
+        self._check(request.header, lease=False)
+        await self._compute(self._session().record, request.step, request.attempt, request.number)
+        return trainer_pb2.RecordStepResponse()
+
+    async def AbortStep(
+        self, request: trainer_pb2.AbortStepRequest, context: Context
+    ) -> trainer_pb2.AbortStepResponse:
+        self._check(request.header, lease=False)
+        await self._compute(self._session().abort, request.step, request.attempt)
+        return trainer_pb2.AbortStepResponse()
+
+    async def GetStepState(
+        self, request: trainer_pb2.GetStepStateRequest, context: Context
+    ) -> trainer_pb2.GetStepStateResponse:
+        self._check(request.header, lease=False, run=False)
+        state = StepState() if request.header.run not in self._instance.open_runs else self._state()
+        begun = state.begun
+        committed = state.phase.value == "committed"
+        return trainer_pb2.GetStepStateResponse(
+            phase=wire.PHASES[state.phase],
+            version=wire.version_message(state.version),
+            step=begun.step if begun else 0,
+            attempt=begun.attempt if begun else 0,
+            accumulated_prompts=[record.prompt_ordinal for record in state.accumulated],
+            commit=wire.commit_message(state.last_reply) if committed else None,
+            generation=self._trainer.generation,
+        )
+
+    async def Infer(self, request: trainer_pb2.InferRequest, context: Context) -> trainer_pb2.InferResponse:
+        self._check(request.header, lease=True)
+        if request.kind != trainer_pb2.INFER_KIND_LOG_PROBS:
+            kind = trainer_pb2.InferKind.Name(request.kind)
+            raise ServiceError(
+                grpc.StatusCode.UNIMPLEMENTED, "UNIMPLEMENTED", f"{kind} is not served; ask for LOG_PROBS"
+            )
+        session = self._awake()
+        with refusals():
+            sampling = self._trainer.config.sampling
+            sequences = [wire.read_sequence(trajectory, sampling) for trajectory in request.trajectories]
+        values = await self._compute(session.infer, sequences)
+        version = session.state.version
+        return trainer_pb2.InferResponse(
+            sequences=[trainer_pb2.InferredSequence(values=own) for own in values],
+            policy_number=version.number if version else 0,
+        )
+
+    # What leaves the trainer
+
+    async def PublishPolicy(
+        self, request: trainer_pb2.PublishPolicyRequest, context: Context
+    ) -> trainer_pb2.PublishPolicyResponse:
+        self._check(request.header, lease=False)
+        started = time.monotonic()
+        stored, cast_s = await self._compute(self._session().publish, request.number)
+        return trainer_pb2.PublishPolicyResponse(
+            version=stored.version,
+            manifest=stored.manifest,
+            source=self._instance.weights.source(request.header.run, request.number),
+            publish_time=wire.duration(cast_s + time.monotonic() - started),
+        )
+
+    async def SaveCheckpoint(
+        self, request: trainer_pb2.SaveCheckpointRequest, context: Context
+    ) -> trainer_pb2.SaveCheckpointResponse:
+        self._check(request.header, lease=False)
+        session = self._session()
+        if request.wait:
+            await self._land(session)
+        write = session.saver.result(request.number) if session.saver else None
+        stood_still = 0.0
+        if write is None:
+            saver, snapshot, stood_still = await self._compute(
+                session.snapshot, request.number, bytes(request.ledger)
+            )
+            with refusals():
+                write = saver.start(snapshot)
+        if request.wait:
+            with refusals():
+                await asyncio.wrap_future(write)
+        durable = write.done() and write.exception() is None
+        checkpoint = (
+            wire.checkpoint_message(write.result(), ledger=False) if durable else self._begun(session)
+        )
+        return trainer_pb2.SaveCheckpointResponse(
+            checkpoint=checkpoint, durable=durable, snapshot_time=wire.duration(stood_still)
+        )
+
+    async def ListCheckpoints(
+        self, request: trainer_pb2.ListCheckpointsRequest, context: Context
+    ) -> trainer_pb2.ListCheckpointsResponse:
+        self._check(request.header, lease=False)
+        with refusals():
+            directory, saver = self._trainer.checkpoints()
+        found = await self._blocking(directory.live)
+        first = int(request.page_token) if request.page_token.isdigit() else 0
+        size = request.page_size or 50
+        page = found[first : first + size]
+        return trainer_pb2.ListCheckpointsResponse(
+            checkpoints=[wire.checkpoint_message(saved, ledger=True) for saved in page],
+            next_page_token=str(first + size) if first + size < len(found) else "",
+            last_failure=saver.last_failure if saver else "",
+        )
+
+    async def ExportModel(
+        self, request: trainer_pb2.ExportModelRequest, context: Context
+    ) -> trainer_pb2.ExportModelResponse:
+        self._check(request.header, lease=False)
+        path, version = await self._compute(self._session().export, request.name)
+        return trainer_pb2.ExportModelResponse(path=str(path), version=wire.version_message(version))
+
+    # The device
+
+    async def Suspend(
+        self, request: trainer_pb2.SuspendRequest, context: Context
+    ) -> trainer_pb2.SuspendResponse:
+        self._check(request.header, lease=False)
+        if self._committing:
+            raise ServiceError(
+                grpc.StatusCode.FAILED_PRECONDITION,
+                "COMMITTING",
+                "a commit is running: suspend after its reply",
+            )
+        released, free = await self._compute(self._trainer.suspend)
+        return trainer_pb2.SuspendResponse(released_bytes=released, free_memory_bytes=free)
+
+    async def Wake(self, request: trainer_pb2.WakeRequest, context: Context) -> trainer_pb2.WakeResponse:
+        self._check(request.header, lease=True)
+        await self._compute(self._trainer.wake)
+        return trainer_pb2.WakeResponse()
+
+    async def close(self) -> None:
+        """Leaves run and gang, after what is being computed."""
+        await self._compute(self._trainer.close_run)
+        self._thread.shutdown()
+
+    # Parts
+
+    def _check(self, header: common_pb2.CommandHeader, *, lease: bool, run: bool = True) -> None:
+        self._instance.fence.check(header, lease=lease)
+        if run:
+            with refusals():
+                self._trainer.check_run(header.run)
+
+    def _session(self) -> Session:
+        with refusals():
+            return self._trainer.session()
+
+    def _awake(self) -> Session:
+        with refusals():
+            return self._trainer.awake_session()
+
+    def _state(self) -> StepState:
+        return self._trainer.state()
+
+    async def _compute(self, function: Callable[..., Result], *arguments: Any) -> Result:
+        """Runs on the compute thread, after what was asked of it before."""
+        with refusals():
+            return await asyncio.get_running_loop().run_in_executor(self._thread, function, *arguments)
+
+    async def _blocking(self, function: Callable[..., Result], *arguments: Any) -> Result:
+        """Runs on some other thread: waits and disk reads that must not hold up the compute thread."""
+        with refusals():
+            return await asyncio.to_thread(function, *arguments)
+
+    async def _learn(self, items: list[LearnItem]) -> list[list[GroupRecord] | Refusal]:
+        session = self._awake()
+        return await self._compute(session.learn, items)
+
+    async def _read_learn(
+        self,
+        requests: AsyncIterator[trainer_pb2.LearnRequest],
+        ahead: asyncio.Queue[tuple[float, asyncio.Future[list[GroupRecord]]] | None],
+    ) -> None:
+        header: common_pb2.CommandHeader | None = None
+        try:
+            async for request in requests:
+                header = request.header if request.HasField("header") else header
+                if header is None:
+                    raise ServiceError(
+                        grpc.StatusCode.INVALID_ARGUMENT,
+                        "INVALID",
+                        "the first message of a Learn stream needs a header",
+                    )
+                self._check(header, lease=True)
+                self._awake()
+                assert self._queue is not None
+                with refusals():
+                    sampling = self._trainer.config.sampling
+                    groups = [wire.read_group(group, sampling) for group in request.groups]
+                future = await self._queue.put(LearnItem(request.step, request.attempt, groups))
+                await ahead.put((time.monotonic(), future))
+        finally:
+            await ahead.put(None)
+
+    async def _land(self, session: Session) -> None:
+        """Waits until no checkpoint is in flight; how it ended is its own caller's business."""
+        write = session.saver.flight() if session.saver else None
+        if write is not None:
+            await asyncio.wait([asyncio.wrap_future(write)])
+
+    def _begun(self, session: Session) -> trainer_pb2.Checkpoint:
+        version = session.state.version
+        assert version is not None and session.saver is not None
+        return trainer_pb2.Checkpoint(
+            name=session.saver.name(version.ordinal), version=wire.version_message(version)
+        )
+
+    async def _on_grant(self, lease: common_pb2.Lease) -> None:
+        self._trainer.threads = bind_cpu(lease.devices)
+        gpus = [name.rpartition(":")[2] for name in lease.devices if "gpu:" in name]
+        if gpus:
+            self._trainer.use_gpu(int(gpus[0]))
+
+    async def _on_revoke(self, epoch: int, notice_s: float) -> int:
+        _, free = await self._compute(self._trainer.suspend)
+        return int(free)

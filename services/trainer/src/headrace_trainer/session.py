@@ -1,0 +1,366 @@
+"""What the leader does with a run: restore, learn, commit, record, publish, save. One thread calls it.
+
+Joins the step's rules, the rounds and the checkpoints; each of those knows nothing of the others.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from collections.abc import Sequence as Many
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from headrace_modelkit.loading import DTYPES, load_model, save_model
+from headrace_modelkit.tokenizer import load_tokenizer
+from headrace_modelkit.weights import load_weights
+from headrace_servicekit.digests import set_digest
+from headrace_servicekit.failpoints import failpoint_sync
+from headrace_servicekit.weights import StoredWeights, WeightStore
+from torch import Tensor
+
+from headrace_trainer import step as steps
+from headrace_trainer.allocator import resident_bytes
+from headrace_trainer.checkpoints import CheckpointDirectory, CheckpointReader, Snapshot
+from headrace_trainer.errors import Refusal, conflict, invalid
+from headrace_trainer.figures import step_figures
+from headrace_trainer.learner import Learner
+from headrace_trainer.packing import plan_batches, plan_rows
+from headrace_trainer.publishing import Publisher
+from headrace_trainer.rank import Copies, Rank, commit_report, micro_finite
+from headrace_trainer.rounds import RoundLost, Rounds
+from headrace_trainer.samples import Group, GroupRecord, Rows, Sequence
+from headrace_trainer.saver import Saver
+from headrace_trainer.schedules import learning_rate
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What Restore answers."""
+
+    version: steps.Version
+    warmup_steps: int
+    figures: dict[str, float]
+
+
+@dataclass(frozen=True)
+class LearnItem:
+    """One message of a Learn stream."""
+
+    step: int
+    attempt: int
+    groups: list[Group]
+
+
+class Session:
+    """One run on the leader of one gang."""
+
+    def __init__(self, run: str, run_directory: Path, rank: Rank, rounds: Rounds, store: WeightStore) -> None:
+        self.state = steps.StepState()
+        self.checkpoints = CheckpointDirectory(run_directory)
+        self.saver: Saver | None = None
+        self._run = run
+        self._directory = run_directory
+        self._rank = rank
+        self._rounds = rounds
+        self._store = store
+        self._publisher: Publisher | None = None
+        self._learner: Learner | None = None
+        self._last_restore: tuple[str, Restored] | None = None
+        self._store_id = ""
+        self._base_checkpoint = ""
+        self._manifest = b""
+        self._learn_seconds = 0.0
+
+    # Life of a version
+
+    def restore(self, checkpoint: str, number: int, store_id: str) -> Restored:
+        """Loads a checkpoint, or the initial model when the name is empty, as version `number`."""
+        if (reply := self._restored_before(checkpoint, number)) is not None:
+            return reply
+        steps.check_restore(self.state, number)
+        saved = self.checkpoints.open(checkpoint) if checkpoint else None
+        started = time.monotonic()
+        self.state, self._manifest = steps.lost(self.state), b""
+        reader = CheckpointReader(saved) if saved else None
+        self._rank.reader = reader
+        self._lead("restore", checkpoint=checkpoint)
+        if reader is not None:
+            torch.set_rng_state(reader.random_state())
+        self._assemble()
+        parent, ordinal = (saved.version.number, saved.version.ordinal) if saved else (0, 0)
+        version = steps.Version(number, parent, ordinal, self._stage(number))
+        self.state = steps.restored(self.state, version, saved.lineage if saved else {})
+        self._store_id, self._base_checkpoint, self.saver = store_id, checkpoint, None
+        figures = {"restore_seconds": time.monotonic() - started, "resident_bytes": float(resident_bytes())}
+        reply = Restored(version, self._rank.warmup_steps, figures)
+        self._last_restore = (checkpoint, reply)
+        self._claim_lineage()
+        return reply
+
+    def begin(self, command: steps.Begin) -> None:
+        """Opens a step attempt with zeroed accumulators."""
+        state, fresh = steps.begin(self.state, command)
+        if fresh:
+            self._drop_accumulators()
+            self._learn_seconds = 0.0
+        self.state = state
+
+    def learn(self, items: Many[LearnItem]) -> list[list[GroupRecord] | Refusal]:
+        """Accumulates what has queued up; for each item what became of its groups, or why it is refused."""
+        failpoint_sync("trainer.learn")
+        started = time.monotonic()
+        groups: dict[int, Group] = {}
+        refusals: dict[int, Refusal] = {}
+        for index, item in enumerate(items):
+            try:
+                self._admit(item, groups)
+            except Refusal as refusal:
+                refusals[index] = refusal
+        if groups:
+            assert self._learner is not None
+            self.state = self._learner.learn(self.state, list(groups.values()))
+        self._learn_seconds += time.monotonic() - started
+        return [
+            refusals[index]
+            if index in refusals
+            else [self.state.groups[group.prompt_ordinal] for group in item.groups]
+            for index, item in enumerate(items)
+        ]
+
+    def _admit(self, item: LearnItem, groups: dict[int, Group]) -> None:
+        """Adds an item's groups, all or none. Raises Refusal NOT_OPEN or CONFLICT."""
+        steps.check_open(self.state, item.step, item.attempt)
+        for group in item.groups:
+            other = groups.get(group.prompt_ordinal)
+            if other is not None and other.digest != group.digest:
+                raise conflict(f"prompt {group.prompt_ordinal} came twice with other members or bodies")
+            steps.known(self.state, group)
+        groups.update((group.prompt_ordinal, group) for group in item.groups)
+
+    def commit(self, command: steps.Commit, manifest: bytes) -> steps.CommitReply:
+        """Applies the step, or says why not; the same key gets the same reply.
+
+        `manifest` is the coordinator's, opaque, kept for the next checkpoint.
+        """
+        if reply := steps.retried(self.state, command):
+            return reply
+        steps.check_commit(self.state, command)
+        records = self.state.accumulated
+        if set_digest(key for record in records for key in record.keys) != command.set_digest:
+            return self._refuse(command, steps.Result.SET_MISMATCH)
+        if self.state.tainted:
+            return self._refuse(command, steps.Result.NONFINITE)
+        try:
+            reply = self._apply(command)
+        except BaseException:
+            # Between the optimizer's start and the reply the weights are undefined: only a restore goes on.
+            self.state = steps.lost(self.state)
+            raise
+        self.state = (
+            steps.committed(self.state, command, reply)
+            if reply.version is not None
+            else steps.refused(self.state, command, reply)
+        )
+        self._manifest = manifest if reply.version is not None else self._manifest
+        return reply
+
+    def record(self, step: int, attempt: int, number: int) -> None:
+        """The commit is in the ledger."""
+        self.state = steps.recorded(self.state, step, attempt, number)
+
+    def abort(self, step: int, attempt: int) -> None:
+        """Drops the accumulators of an attempt."""
+        before = self.state
+        self.state = steps.aborted(self.state, step, attempt)
+        if before.phase is steps.Phase.ACCUMULATING and self.state.phase is steps.Phase.IDLE:
+            self._drop_accumulators()
+
+    def publish(self, number: int) -> tuple[StoredWeights, float]:
+        """Makes the held and recorded version visible; with the seconds that its cast took at the commit."""
+        version = steps.check_recorded(self.state, number)
+        assert self._publisher is not None
+        return self._publisher.publish(version), self._publisher.stage_seconds
+
+    # Figures of given sequences
+
+    def infer(self, sequences: list[Sequence]) -> list[list[float]]:
+        """Log-probs of the trained tokens under the current weights, a list for each sequence."""
+        steps.held_version(self.state)
+        budget = self._rank.config.trainer.micro_batch_tokens
+        rows = plan_rows(sequences, budget, shared=self._shared)
+        batches = plan_batches([length for length, _ in rows], budget)
+        found: list[list[float]] = [[] for _ in sequences]
+        world = self._rank.gang.world_size
+        for first in range(0, len(batches), world):
+            chosen = batches[first : first + world]
+            members = [[index for row in batch for index in rows[row][1]] for batch in chosen]
+            work = [[[sequences[i] for i in rows[row][1]] for row in batch] for batch in chosen]
+            results = self._lead("infer", work=work + [[]] * (world - len(work)))
+            assert isinstance(results, list)
+            for indices, values in zip(members, results, strict=False):
+                for index, own in zip(indices, values, strict=True):
+                    found[index] = own
+        return found
+
+    # Durability
+
+    def snapshot(self, number: int, ledger: bytes) -> tuple[Saver, Snapshot, float]:
+        """A host copy of the held and recorded version, and the seconds that training stood still."""
+        version = steps.check_recorded(self.state, number)
+        saver = self.saver or self._claim_lineage(required=True)
+        assert saver is not None
+        if (busy := saver.in_flight()) is not None:
+            raise Refusal("BUSY", f"the checkpoint of version {busy} is still being written; ask again later")
+        started = time.monotonic()
+        copies = self._lead("snapshot")
+        assert isinstance(copies, Copies)
+        snapshot = Snapshot(
+            version=version,
+            weights=copies.weights,
+            optimizer=copies.optimizer,
+            optimizer_steps=copies.optimizer_steps,
+            lineage=self.state.lineage,
+            store_id=self._store_id,
+            ledger=ledger,
+            step_manifest=self._manifest,
+        )
+        return saver, snapshot, time.monotonic() - started
+
+    def export(self, name: str) -> tuple[Path, steps.Version]:
+        """Writes the held weights as a Hugging Face directory below the run's directory."""
+        version = steps.held_version(self.state)
+        target = self._directory / name
+        if not name or target.resolve().parent != self._directory.resolve() or name == "checkpoints":
+            raise invalid(f"name {name!r}: give the name of a directory below the run's own, without a slash")
+        config = self._rank.config.model
+        weights: dict[str, Tensor] = {}
+
+        def collect(found: Iterator[tuple[str, Tensor]]) -> None:
+            weights.update(
+                (key, value.to(DTYPES[config.dtype]) if value.is_floating_point() else value)
+                for key, value in found
+            )
+
+        self._gather(collect)
+        model = load_model(config, weights=False)
+        load_weights(model, weights)
+        save_model(model, load_tokenizer(config), target)
+        return target, version
+
+    def close(self) -> None:
+        """Drops what the run published."""
+        if self._publisher is not None:
+            self._publisher.close()
+
+    # Parts
+
+    @property
+    def _shared(self) -> bool:
+        return self._rank.config.trainer.shared_prefix
+
+    def _restored_before(self, checkpoint: str, number: int) -> Restored | None:
+        """The reply of the same restore, when nothing has happened since."""
+        if self._last_restore is None or self._last_restore[0] != checkpoint:
+            return None
+        reply = self._last_restore[1]
+        untouched = self.state.phase is steps.Phase.IDLE and self.state.version == reply.version
+        return reply if untouched and reply.version.number == number else None
+
+    def _assemble(self) -> None:
+        if self._publisher is None:
+            self._publisher = Publisher(self._store, self._run, self._rank.backend.weight_layout())
+        self._learner = Learner(
+            self._rank.config,
+            self._rank.algorithm,
+            self._rank.gang.world_size,
+            shared=self._shared,
+            run_round=self._micro,
+        )
+
+    def _micro(self, work: list[Rows]) -> bool:
+        begun = self.state.begun
+        assert begun is not None
+        return micro_finite(self._lead("micro", work=work, step=begun.step, attempt=begun.attempt))
+
+    def _apply(self, command: steps.Commit) -> steps.CommitReply:
+        config = self._rank.config
+        started = time.monotonic()
+        records = self.state.accumulated
+        counts = steps.totals(self.state)
+        denominator = self._rank.algorithm.denominator(
+            counts.tokens, sum(record.trained_sequences for record in records)
+        )
+        rate = learning_rate(config.optimizer, command.step, config.steps)
+        failpoint_sync("trainer.commit.before_optimizer")
+        report = commit_report(
+            self._lead(
+                "commit",
+                step=command.step,
+                attempt=command.attempt,
+                denominator=denominator,
+                learning_rate=rate,
+            )
+        )
+        if not report.finite:
+            return steps.CommitReply(steps.Result.NONFINITE)
+        failpoint_sync("trainer.commit.after_optimizer")
+        version = steps.Version(
+            command.next_number, command.base_number, command.step + 1, self._stage(command.next_number)
+        )
+        seconds = self._learn_seconds + time.monotonic() - started
+        figures = step_figures(report, records, denominator=denominator, rate=rate, seconds=seconds)
+        return replace(counts, version=version, figures=figures)
+
+    def _refuse(self, command: steps.Commit, result: steps.Result) -> steps.CommitReply:
+        reply = steps.CommitReply(result)
+        self._drop_accumulators()
+        self.state = steps.refused(self.state, command, reply)
+        return reply
+
+    def _stage(self, number: int) -> str:
+        digest = ""
+
+        def collect(weights: Iterator[tuple[str, Tensor]]) -> None:
+            nonlocal digest
+            assert self._publisher is not None
+            digest = self._publisher.stage(number, weights)
+
+        self._gather(collect)
+        return digest
+
+    def _gather(self, collect: object) -> None:
+        self._rank.collect = collect  # type: ignore[assignment]
+        try:
+            self._lead("publish")
+        finally:
+            self._rank.collect = None
+
+    def _drop_accumulators(self) -> None:
+        self._lead("abort")
+
+    def _lead(self, kind: str, **fields: object) -> object:
+        try:
+            return self._rounds.lead(kind, **fields)  # type: ignore[arg-type]
+        except RoundLost as error:
+            self.state = steps.lost(self.state)
+            raise Refusal(
+                "GANG_LOST", f"{error}; form the gang anew and restore a checkpoint", "unavailable"
+            ) from error
+
+    def _claim_lineage(self, *, required: bool = False) -> Saver | None:
+        config = self._rank.config.checkpoint
+        if not (config.enabled or required):
+            return None
+        version = steps.held_version(self.state)
+        try:
+            lineage = self.checkpoints.new_lineage(self._base_checkpoint, version.number, self._store_id)
+        except OSError as error:
+            if required:
+                raise Refusal(
+                    "CHECKPOINT_FAILED", f"{self.checkpoints.root}: {error}; free the disk", "exhausted"
+                ) from error
+            return None  # asked for again by the first save
+        self.saver = Saver(self.checkpoints, lineage, config.keep)
+        return self.saver

@@ -1,0 +1,249 @@
+"""One trainer process: the run it has open, the gang it is in, and its device. Knows no gRPC.
+
+A leader gets a `Session`; a follower a thread that does what the leader's rounds say.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import psutil
+import torch
+from headrace_modelkit.config import ModelNotReadable
+from headrace_modelkit.loading import load_architecture
+from headrace_servicekit.logs import get_logger
+from headrace_servicekit.weights import WeightStore
+
+from headrace_trainer.algorithms import build_algorithm
+from headrace_trainer.algorithms._base import Barrier
+from headrace_trainer.allocator import resident_bytes
+from headrace_trainer.backends._registry import check_backend
+from headrace_trainer.checkpoints import CheckpointDirectory
+from headrace_trainer.config import TrainerConfig
+from headrace_trainer.errors import Refusal, conflict, invalid
+from headrace_trainer.gang import Gang, join_gang
+from headrace_trainer.rank import Rank
+from headrace_trainer.rounds import Round, RoundLost, Rounds
+from headrace_trainer.saver import Saver
+from headrace_trainer.session import Session
+from headrace_trainer.step import StepState
+
+_log = get_logger(__name__)
+FOLLOWER_STOP_S = 60.0
+
+
+class Trainer:
+    """Everything a process holds. All methods but the read-only ones run on the compute thread."""
+
+    def __init__(self, store: Callable[[], WeightStore], *, deadlines: bool = True) -> None:
+        self._store = store
+        self._deadlines = deadlines
+        self._run = ""
+        self._config: TrainerConfig | None = None
+        self._directory = Path()
+        self._gang: Gang | None = None
+        self._joined: tuple[int, int, int, str] | None = None
+        self._rank: Rank | None = None
+        self._rounds: Rounds | None = None
+        self._session: Session | None = None
+        self._follower: threading.Thread | None = None
+        self.device = torch.device("cpu")
+        self.threads = 1
+        self.suspended = False
+
+    @property
+    def config(self) -> TrainerConfig:
+        """The open run's. Raises Refusal NOT_OPEN."""
+        if self._config is None:
+            raise Refusal("NOT_OPEN", "no run is open: call OpenRun first")
+        return self._config
+
+    @property
+    def generation(self) -> int:
+        """Generation of the gang, 0 for none."""
+        return self._joined[0] if self._joined else 0
+
+    def check_run(self, run: str) -> None:
+        """Raises Refusal NOT_OPEN unless `run` is open."""
+        if run != self._run:
+            raise Refusal(
+                "NOT_OPEN", f"{run} is not open here ({self._run or 'no run is'}): call OpenRun first"
+            )
+
+    def open_run(self, run: str, config: TrainerConfig, directory: Path) -> Barrier:
+        """Prepares for a run; the barrier of its algorithm. Raises Refusal BUSY, CONFLICT or INVALID."""
+        if self._run:
+            if self._run != run:
+                raise Refusal("BUSY", f"{self._run} is open here, and a trainer serves one run at a time")
+            if (self._config, self._directory) != (config, directory):
+                raise conflict(f"{run} is open with another config or directory: close it first")
+        check_backend(config.trainer.backend)
+        algorithm = build_algorithm(config.algorithm)
+        try:
+            load_architecture(config.model)
+        except ModelNotReadable as error:
+            raise invalid(str(error), "MODEL_NOT_READABLE") from error
+        if not self._run:
+            self._run, self._config, self._directory = run, config, directory
+            self._assemble()
+        return algorithm.barrier
+
+    def close_run(self) -> None:
+        """Forgets the run and what it held, and leaves its gang. Repeated calls do nothing."""
+        self._disband()
+        self._run, self._config, self._joined = "", None, None
+
+    def join(self, generation: int, rank: int, world_size: int, rendezvous: str, timeout_s: float) -> None:
+        """Joins a gang; what an older generation held is lost. Raises CONFLICT or RENDEZVOUS_TIMEOUT."""
+        key = (generation, rank, world_size, rendezvous)
+        if self._joined == key and self._gang is not None:
+            return
+        if self._joined and generation <= self.generation:
+            raise conflict(
+                f"generation {generation} is not above {self.generation}, which was joined as "
+                f"{self._joined[1:]}"
+            )
+        self._disband()
+        self._await_follower()
+        self._gang = join_gang(generation, rank, world_size, rendezvous, timeout_s, self.device)
+        self._joined = key
+        self._assemble()
+
+    def leave(self, generation: int) -> None:
+        """Leaves the gang between steps. Raises Refusal INVALID for another generation."""
+        if self._gang is None and generation <= self.generation:
+            return
+        if generation != self.generation:
+            raise invalid(f"generation {generation} is not the gang's, which is {self.generation or 'none'}")
+        self._disband()
+
+    def session(self) -> Session:
+        """The leader's session. Raises Refusal NOT_OPEN or NOT_LEADER."""
+        _ = self.config
+        if self._gang is None:
+            raise Refusal("NOT_OPEN", "the trainer is in no gang: call JoinGang first")
+        if self._session is None:
+            raise Refusal("NOT_LEADER", f"rank {self._gang.rank} follows; send this to rank 0 of the gang")
+        return self._session
+
+    def awake_session(self) -> Session:
+        """The leader's session, when the device is not given back. Raises Refusal SUSPENDED too."""
+        if self.suspended:
+            raise Refusal("SUSPENDED", "the trainer is suspended: call Wake first")
+        return self.session()
+
+    def state(self) -> StepState:
+        """Where the leader stands; empty on a follower and before a gang is joined."""
+        return self._session.state if self._session is not None else StepState()
+
+    def checkpoints(self) -> tuple[CheckpointDirectory, Saver | None]:
+        """The run's checkpoints, on any rank. Raises Refusal NOT_OPEN."""
+        _ = self.config
+        return CheckpointDirectory(self._directory), self._session.saver if self._session else None
+
+    def use_gpu(self, index: int) -> None:
+        """Trains on a GPU from the next gang on."""
+        self.device = torch.device("cuda", index)
+        torch.cuda.set_device(self.device)
+
+    def follows(self) -> bool:
+        """Whether this rank follows another's rounds."""
+        return self._gang is not None and not self._gang.leads
+
+    def restored_steps(self, deadline_s: float) -> int:
+        """Waits until the leader's restore round has run here; warm-up steps. Raises Refusal on timeout."""
+        end = time.monotonic() + deadline_s
+        while time.monotonic() < end:
+            if self._rank is not None and self._rank.restored:
+                return self._rank.warmup_steps
+            time.sleep(0.02)
+        raise Refusal(
+            "TIMEOUT",
+            f"no restore round of the leader came in {deadline_s:g} s: call Restore on rank 0 too",
+            "unavailable",
+        )
+
+    def suspend(self) -> tuple[int, int]:
+        """Gives the device back between rounds; bytes released, and bytes now free on it."""
+        released = 0
+        if not self.suspended and self._rank is not None and self._rounds is not None and self._rank.loaded:
+            before = resident_bytes()
+            with self._rounds.between:
+                released = self._rank.backend.suspend()
+            released = max(released, before - resident_bytes())
+        self.suspended = True
+        return released, self._free_bytes()
+
+    def wake(self) -> None:
+        """Takes the device again."""
+        if self.suspended and self._rank is not None and self._rounds is not None and self._rank.loaded:
+            with self._rounds.between:
+                self._rank.backend.wake()
+        self.suspended = False
+
+    def _assemble(self) -> None:
+        """Makes a rank once both a run and a gang are there."""
+        if self._config is None or self._gang is None or self._rank is not None:
+            return
+        self._rank = Rank(self._config, self._gang)
+        self._rounds = Rounds(self._gang, partial(self._execute, self._rank), deadlines=self._deadlines)
+        if self._gang.leads:
+            self._session = Session(self._run, self._directory, self._rank, self._rounds, self._store())
+        else:
+            parts = (self._rounds, self._gang)
+            self._follower = threading.Thread(target=self._follow, args=parts, name="follower", daemon=True)
+            self._follower.start()
+
+    def _execute(self, rank: Rank, header: Round) -> object:
+        if torch.get_num_threads() != self.threads:
+            torch.set_num_threads(self.threads)
+        return rank.execute(header)
+
+    def _follow(self, rounds: Rounds, gang: Gang) -> None:
+        try:
+            rounds.follow()
+        except RoundLost as error:
+            _log.error("gang lost", extra={"generation": gang.generation, "reason": str(error)})
+        finally:
+            # Also when a round failed here: a closed connection is what tells the others, who wait for us.
+            gang.leave()
+
+    def _disband(self) -> None:
+        """Leaves the gang. A follower's thread ends when the leader has left too; `join` waits for it."""
+        if self._gang is None:
+            return
+        if self._gang.leads:
+            self._dismiss(self._gang)
+        if self._session is not None:
+            self._session.close()
+        self._gang = self._rank = self._rounds = self._session = None
+
+    def _await_follower(self) -> None:
+        if self._follower is None:
+            return
+        self._follower.join(FOLLOWER_STOP_S)
+        if self._follower.is_alive():
+            raise Refusal(
+                "BUSY",
+                f"the leader of generation {self.generation} still leads: call LeaveGang on rank 0",
+                "unavailable",
+            )
+        self._follower = None
+
+    def _dismiss(self, gang: Gang) -> None:
+        if self._rounds is not None and gang.world_size > 1:
+            try:
+                self._rounds.lead("leave")
+            except RoundLost as error:
+                _log.warning("followers are gone", extra={"reason": str(error)})
+        gang.leave()
+
+    def _free_bytes(self) -> int:
+        if self.device.type == "cuda":
+            free, _ = torch.cuda.mem_get_info(self.device)
+            return int(free)
+        return int(psutil.virtual_memory().available)

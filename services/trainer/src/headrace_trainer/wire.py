@@ -1,0 +1,187 @@
+"""Messages to and from the trainer's own records. Checks that they are well formed; decides nothing else."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+from google.protobuf import duration_pb2
+from headrace.common.v1 import common_pb2
+from headrace.trainer.v1 import trainer_pb2
+from headrace_servicekit.digests import set_digest, trajectory_digest
+
+from headrace_trainer.checkpoints import Saved
+from headrace_trainer.config import SamplingConfig
+from headrace_trainer.errors import invalid
+from headrace_trainer.samples import Disposition, Group, GroupRecord, Member, Sequence
+from headrace_trainer.step import CommitReply, Phase, Result, Version
+
+_SETTLED = {
+    common_pb2.FINISH_REASON_EOS,
+    common_pb2.FINISH_REASON_STOP,
+    common_pb2.FINISH_REASON_LENGTH,
+}
+_DISPOSITIONS = {
+    Disposition.ACCUMULATED: trainer_pb2.GROUP_DISPOSITION_ACCUMULATED,
+    Disposition.NONFINITE: trainer_pb2.GROUP_DISPOSITION_NONFINITE,
+    Disposition.STALE: trainer_pb2.GROUP_DISPOSITION_STALE,
+}
+_RESULTS = {
+    Result.COMMITTED: trainer_pb2.COMMIT_RESULT_COMMITTED,
+    Result.SET_MISMATCH: trainer_pb2.COMMIT_RESULT_SET_MISMATCH,
+    Result.NONFINITE: trainer_pb2.COMMIT_RESULT_NONFINITE,
+}
+PHASES = {
+    Phase.EMPTY: trainer_pb2.STEP_PHASE_UNSPECIFIED,
+    Phase.IDLE: trainer_pb2.STEP_PHASE_IDLE,
+    Phase.ACCUMULATING: trainer_pb2.STEP_PHASE_ACCUMULATING,
+    Phase.COMMITTED: trainer_pb2.STEP_PHASE_COMMITTED,
+}
+
+
+def read_group(message: trainer_pb2.SettledGroup, sampling: SamplingConfig) -> Group:
+    """A settled group. Raises Refusal INVALID or DIGEST_MISMATCH."""
+    if not message.members:
+        raise invalid(f"prompt {message.prompt_ordinal}: a group without members")
+    members = tuple(_read_member(message.prompt_ordinal, member, sampling) for member in message.members)
+    if len({member.sample_index for member in members}) != len(members):
+        raise invalid(f"prompt {message.prompt_ordinal}: a sample is in the group twice")
+    keys = [(message.prompt_ordinal, m.sample_index, m.attempt, m.body_digest) for m in members]
+    return Group(message.prompt_ordinal, members, set_digest(keys))
+
+
+def read_sequence(message: common_pb2.Trajectory, sampling: SamplingConfig) -> Sequence:
+    """A trajectory to be scored. Raises Refusal INVALID."""
+    tokens, trained, log_probs, _ = _read_tokens(message, _name(message), sampling)
+    return Sequence(tokens, trained, log_probs)
+
+
+def _read_member(prompt: int, message: trainer_pb2.SettledTrajectory, sampling: SamplingConfig) -> Member:
+    trajectory = message.trajectory
+    where = _name(trajectory)
+    if trajectory.sample.prompt_ordinal != prompt:
+        raise invalid(f"{where} is in the group of prompt {prompt}")
+    if trajectory.finish_reason not in _SETTLED:
+        reason = common_pb2.FinishReason.Name(trajectory.finish_reason)
+        raise invalid(f"{where} ended with {reason}: only finished answers may be learned from")
+    if trajectory_digest(trajectory) != trajectory.body_digest:
+        raise invalid(f"{where}: its content does not have its body_digest", "DIGEST_MISMATCH")
+    tokens, trained, log_probs, versions = _read_tokens(trajectory, where, sampling)
+    return Member(
+        sample_index=trajectory.sample.sample_index,
+        attempt=trajectory.attempt,
+        body_digest=trajectory.body_digest,
+        reward=message.reward,
+        tokens=tokens,
+        trained=trained,
+        engine_log_probs=log_probs,
+        versions=versions,
+        truncated=trajectory.finish_reason == common_pb2.FINISH_REASON_LENGTH,
+        masked=message.masked,
+    )
+
+
+def _read_tokens(
+    trajectory: common_pb2.Trajectory, where: str, sampling: SamplingConfig
+) -> tuple[list[int], list[int], list[float], list[int]]:
+    """Ids, trained positions, engine log-probs and versions of the trained ones."""
+    tokens: list[int] = []
+    trained: list[int] = []
+    log_probs: list[float] = []
+    versions: list[int] = []
+    for segment in trajectory.segments:
+        if segment.WhichOneof("body") != "tokens":
+            raise invalid(f"{where}: segments of actions need a policy that acts; this run trains on tokens")
+        ids = segment.tokens.token_ids
+        if segment.policy_number:
+            _check_distribution(segment.tokens, where, sampling)
+            trained += range(len(tokens), len(tokens) + len(ids))
+            log_probs += segment.tokens.log_probs
+            versions += [segment.policy_number] * len(ids)
+        tokens += ids
+    if len(log_probs) not in (0, len(trained)):
+        raise invalid(f"{where}: {len(log_probs)} log-probs for {len(trained)} sampled ids")
+    if trained and trained[0] == 0:
+        raise invalid(f"{where}: the first id is sampled; a prompt of at least one id must come before")
+    return tokens, trained, log_probs or [math.nan] * len(trained), versions
+
+
+def _check_distribution(tokens: common_pb2.TokenSegment, where: str, sampling: SamplingConfig) -> None:
+    if not tokens.HasField("distribution"):
+        return
+    found = tokens.distribution
+    if not math.isclose(found.temperature, sampling.temperature, rel_tol=1e-5):
+        raise invalid(
+            f"{where} was sampled at temperature {found.temperature:g}; this run trains at "
+            f"{sampling.temperature:g}"
+        )
+    if found.log_prob_kind == common_pb2.LOG_PROB_KIND_RAW:
+        raise invalid(f"{where}: log-probs are of the raw distribution; set the engine to processed ones")
+
+
+def _name(trajectory: common_pb2.Trajectory) -> str:
+    return f"sample {trajectory.sample.sample_index} of prompt {trajectory.sample.prompt_ordinal}"
+
+
+def outcome(record: GroupRecord) -> trainer_pb2.GroupOutcome:
+    """What became of a group."""
+    return trainer_pb2.GroupOutcome(
+        prompt_ordinal=record.prompt_ordinal,
+        disposition=_DISPOSITIONS[record.disposition],
+        digest=record.digest,
+        detail=record.detail,
+    )
+
+
+def version_message(version: Version | None) -> common_pb2.PolicyVersion | None:
+    """A version, or None."""
+    if version is None:
+        return None
+    return common_pb2.PolicyVersion(
+        number=version.number, parent=version.parent, ordinal=version.ordinal, digest=version.digest
+    )
+
+
+def commit_message(reply: CommitReply | None) -> trainer_pb2.CommitStepResponse | None:
+    """A commit's reply, or None."""
+    if reply is None:
+        return None
+    return trainer_pb2.CommitStepResponse(
+        result=_RESULTS[reply.result],
+        version=version_message(reply.version),
+        group_count=reply.groups,
+        sequence_count=reply.sequences,
+        token_count=reply.tokens,
+        max_staleness=reply.max_staleness,
+        tokens_by_version=dict(reply.tokens_by_version),
+        figures=dict(reply.figures),
+    )
+
+
+def checkpoint_message(saved: Saved, *, ledger: bool) -> trainer_pb2.Checkpoint:
+    """A checkpoint, with its ledger when asked."""
+    return trainer_pb2.Checkpoint(
+        name=saved.name,
+        version=version_message(saved.version),
+        ledger=saved.ledger() if ledger else b"",
+        size_bytes=saved.size,
+        store_id=saved.store_id,
+    )
+
+
+def duration(seconds: float) -> duration_pb2.Duration:
+    """Seconds as a Duration."""
+    message = duration_pb2.Duration()
+    message.FromNanoseconds(int(seconds * 1e9))
+    return message
+
+
+def metrics(stage: str, seconds: float, groups: Iterable[GroupRecord]) -> common_pb2.StageMetrics:
+    """One execution of a stage over groups."""
+    records = list(groups)
+    return common_pb2.StageMetrics(
+        stage=stage,
+        wall_time=duration(seconds),
+        items=sum(record.sequences for record in records),
+        tokens=sum(record.tokens for record in records),
+    )
