@@ -13,14 +13,28 @@ def parse(argv: list[str]) -> argparse.Namespace:
     """Flags, with HEADRACE_* as defaults."""
     parser = argparse.ArgumentParser(prog="headrace_coordinator", description=__doc__)
     env = os.environ.get
-    parser.add_argument("--listen", default=env("HEADRACE_LISTEN", "127.0.0.1:8471"), help="host:port for gRPC")
-    parser.add_argument("--http", default=env("HEADRACE_HTTP", "127.0.0.1:8470"), help="host:port for the HTTP API")
-    parser.add_argument("--redis", default=env("HEADRACE_REDIS_URL", "redis://127.0.0.1:6379/0"), help="Redis URL")
+    parser.add_argument(
+        "--listen", default=env("HEADRACE_LISTEN", "127.0.0.1:8471"), help="host:port for gRPC"
+    )
+    parser.add_argument(
+        "--http", default=env("HEADRACE_HTTP", "127.0.0.1:8470"), help="host:port for the HTTP API"
+    )
+    parser.add_argument(
+        "--redis", default=env("HEADRACE_REDIS_URL", "redis://127.0.0.1:6379/0"), help="Redis URL"
+    )
     parser.add_argument("--data-dir", type=Path, default=Path(env("HEADRACE_DATA_DIR", ".headrace")))
-    parser.add_argument("--token-file", type=Path, default=env("HEADRACE_TOKEN_FILE"), help="secret of the fleet")
-    parser.add_argument("--http-token-file", type=Path, default=env("HEADRACE_HTTP_TOKEN_FILE"), help="API secret")
-    parser.add_argument("--lease-ttl", type=float, default=float(env("HEADRACE_LEASE_TTL_S", "30")), help="seconds")
-    parser.add_argument("--heartbeat", type=float, default=float(env("HEADRACE_HEARTBEAT_S", "5")), help="seconds")
+    parser.add_argument(
+        "--token-file", type=Path, default=env("HEADRACE_TOKEN_FILE"), help="secret of the fleet"
+    )
+    parser.add_argument(
+        "--http-token-file", type=Path, default=env("HEADRACE_HTTP_TOKEN_FILE"), help="API secret"
+    )
+    parser.add_argument(
+        "--lease-ttl", type=float, default=float(env("HEADRACE_LEASE_TTL_S", "30")), help="seconds"
+    )
+    parser.add_argument(
+        "--heartbeat", type=float, default=float(env("HEADRACE_HEARTBEAT_S", "5")), help="seconds"
+    )
     parser.add_argument("--log-level", default=env("HEADRACE_LOG_LEVEL", "info"))
     parser.add_argument("--reflection", action="store_true", help="answer gRPC reflection")
     return parser.parse_args(argv)

@@ -1,4 +1,7 @@
-"""What the HTTP API may ask of the coordinator. Implemented by `coordinator.Coordinator`, and by a fake in tests of the API."""
+"""What the HTTP API may ask of the coordinator.
+
+Implemented by `coordinator.Coordinator`, and by a fake in tests of the API.
+"""
 
 from __future__ import annotations
 

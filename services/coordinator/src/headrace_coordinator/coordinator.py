@@ -100,7 +100,7 @@ class Coordinator:
             self.kernel.post(*runs.plan_move(run, runs.FAILED, str(error), self.kernel.now()))
         except asyncio.CancelledError:
             raise
-        except Exception as error:  # noqa: BLE001  a bug must end its run with a sentence, not the coordinator
+        except Exception as error:
             log.exception("run %s broke", run.id)
             reason = f"a bug in the coordinator ended the run: {type(error).__name__}: {error}"
             await self.fleet.release_all(run.id)
@@ -242,7 +242,9 @@ class Coordinator:
         if self.kernel.store_away:
             waiting.append("the store (Redis) to come back")
         if run.state == runs.QUEUED:
-            waiting += [f"run {other.id}, which is {other.state}" for other in self._all() if other.state in ACTIVE]
+            waiting += [
+                f"run {other.id}, which is {other.state}" for other in self._all() if other.state in ACTIVE
+            ]
         return present.run_view(run, self.kernel.history[run_id], waiting)
 
     async def events(self, run_id: str, after: int) -> AsyncIterator[EventView]:

@@ -76,12 +76,12 @@ class Fleet:
         now = self.kernel.now()
         for epoch in honoured & set(held):
             self._renewed_at[epoch] = now
-            self.kernel.post(
-                *leases.plan_held(self.kernel.state.table, epoch, instance.incarnation, now)
-            )
+            self.kernel.post(*leases.plan_held(self.kernel.state.table, epoch, instance.incarnation, now))
         for epoch in honoured - set(held):
             # Granted by a coordinator that died before the grant reached the holder.
-            self._post_ends(leases.plan_release(self.kernel.state.table, epoch, instance.incarnation, "never held", now))
+            self._post_ends(
+                leases.plan_release(self.kernel.state.table, epoch, instance.incarnation, "never held", now)
+            )
         return [epoch for epoch in held if epoch not in honoured]
 
     def attach(self, incarnation: str, send: Callable[[str, Any], None]) -> None:
@@ -98,7 +98,9 @@ class Fleet:
             self._silent_since[incarnation] = self.kernel.now()
             self.kernel.wake()
 
-    def heartbeat(self, incarnation: str, epochs: Iterable[int], resident: int) -> tuple[list[int], list[int]]:
+    def heartbeat(
+        self, incarnation: str, epochs: Iterable[int], resident: int
+    ) -> tuple[list[int], list[int]]:
         """Renews leases; returns (renewed, stale) epochs."""
         now, own = self.kernel.now(), {lease.epoch for lease in self.kernel.state.table.of(incarnation)}
         if session := self.sessions.get(incarnation):
@@ -163,7 +165,11 @@ class Fleet:
     def ready(self, kind: str) -> list[InstanceState]:
         """Registered instances of a kind with a live session, by name."""
         return sorted(
-            (i for i in self.kernel.state.instances.values() if i.kind == kind and i.incarnation in self.sessions),
+            (
+                i
+                for i in self.kernel.state.instances.values()
+                if i.kind == kind and i.incarnation in self.sessions
+            ),
             key=lambda instance: instance.instance,
         )
 
@@ -174,7 +180,9 @@ class Fleet:
     async def fate(self, incarnation: str, patience: float = 2.0) -> bool:
         """After a failed call: waits a little for the instance's end to be noticed; True when it seems alive."""
         try:
-            await self.kernel.wait_until(lambda: not self.alive(incarnation), patience, f"{incarnation}'s fate")
+            await self.kernel.wait_until(
+                lambda: not self.alive(incarnation), patience, f"{incarnation}'s fate"
+            )
         except WaitTimeout:
             return True
         return False
@@ -203,7 +211,11 @@ class Fleet:
         return chosen
 
     def _busy_text(self, kind: str) -> str:
-        taken = [f"{i.instance} works for {self.busy[i.incarnation]}" for i in self.ready(kind) if i.incarnation in self.busy]
+        taken = [
+            f"{i.instance} works for {self.busy[i.incarnation]}"
+            for i in self.ready(kind)
+            if i.incarnation in self.busy
+        ]
         return f" ({'; '.join(taken) or f'no other {kind} instance is registered'})"
 
     def unclaim(self, run: str) -> None:
@@ -246,7 +258,9 @@ class Fleet:
         """A grant to a process that is gone would hold its device until it expires."""
         for request in requests:
             if not self.alive(request.incarnation):
-                raise InstanceDown(request.incarnation, f"gone before it could take {', '.join(request.devices)}")
+                raise InstanceDown(
+                    request.incarnation, f"gone before it could take {', '.join(request.devices)}"
+                )
 
     async def _wait_for_change(
         self, run: str, requests: Sequence[LeaseRequest], what: str, timeout: float
@@ -263,7 +277,11 @@ class Fleet:
 
     def _held_already(self, request: LeaseRequest) -> int:
         for lease in self.kernel.state.table.of(request.incarnation):
-            same = (lease.run, lease.stage, tuple(lease.devices)) == (request.run, request.stage, request.devices)
+            same = (lease.run, lease.stage, tuple(lease.devices)) == (
+                request.run,
+                request.stage,
+                request.devices,
+            )
             if same and lease.state == leases.HELD:
                 return lease.epoch
         return 0
@@ -337,7 +355,7 @@ class Fleet:
         if self.kernel.store_away:
             self._expiry_from = now + self.settings.lease_ttl
         if now < self._expiry_from:
-            self._renewed_at = {epoch: now for epoch in self._renewed_at}
+            self._renewed_at = dict.fromkeys(self._renewed_at, now)
             return
         for lease in self.kernel.state.table.leases.values():
             self._renewed_at.setdefault(lease.epoch, now)
@@ -354,7 +372,11 @@ class Fleet:
                 session = self.sessions[state.incarnation]
                 if now - session.heard_at > self.settings.lease_ttl:
                     self.detach(state.incarnation, session.send)
-            since = self._silent_since.setdefault(state.incarnation, now) if not self.alive(state.incarnation) else now
+            since = (
+                self._silent_since.setdefault(state.incarnation, now)
+                if not self.alive(state.incarnation)
+                else now
+            )
             if now - since > self.settings.lease_ttl:
                 self.kill(state.incarnation, "unheard of for a lease's lifetime")
                 self.kernel.post(

@@ -90,7 +90,9 @@ def certificate_views(run: RunState, history: Iterable[HistoryItem]) -> list[Cer
             fields = msgspec.structs.asdict(certificate)
             policy = {name: fields.pop(name) for name in ("number", "parent", "ordinal", "digest")}
             version = run.lineage.versions.get(certificate.number)
-            views.append(CertificateView(version=PolicyView(**policy), live=bool(version and version.live), **fields))
+            views.append(
+                CertificateView(version=PolicyView(**policy), live=bool(version and version.live), **fields)
+            )
     return views
 
 
@@ -151,16 +153,23 @@ def lease_views(fleet: Fleet) -> list[LeaseView]:
 def device_views(fleet: Fleet) -> list[DeviceView]:
     """All devices that any instance may be given."""
     table = fleet.kernel.state.table
-    names = {device for i in fleet.kernel.state.instances.values() for device in i.devices} | set(table.quarantined)
+    names = {device for i in fleet.kernel.state.instances.values() for device in i.devices} | set(
+        table.quarantined
+    )
     return [_device(fleet, table, name) for name in sorted(names)]
 
 
 def _device(fleet: Fleet, table: LeaseTable, name: str) -> DeviceView:
     if quarantine := table.quarantined.get(name):
-        return DeviceView(name=name, state="QUARANTINED", holder=quarantine.incarnation, reason=quarantine.reason)
+        return DeviceView(
+            name=name, state="QUARANTINED", holder=quarantine.incarnation, reason=quarantine.reason
+        )
     if lease := table.holder_of(name):
         return DeviceView(
-            name=name, state="LEASED", holder=_name(fleet, lease.incarnation), reason=f"{lease.run} {lease.stage}"
+            name=name,
+            state="LEASED",
+            holder=_name(fleet, lease.incarnation),
+            reason=f"{lease.run} {lease.stage}",
         )
     return DeviceView(name=name, state="FREE", holder="", reason="")
 

@@ -53,7 +53,9 @@ async def serve(arguments: argparse.Namespace) -> None:
     )
     coordinator = Coordinator(kernel, fleet, arguments.data_dir.resolve())
     async with _background(kernel, fleet, coordinator):
-        server = GrpcServer(arguments.listen, token=token, instance="coordinator", reflection=arguments.reflection)
+        server = GrpcServer(
+            arguments.listen, token=token, instance="coordinator", reflection=arguments.reflection
+        )
         servicer = FleetServicer(fleet, coordinator.scaled)
         from headrace.coordinator.v1 import fleet_pb2_grpc
 
@@ -86,7 +88,9 @@ async def _open(kernel: Kernel, arguments: argparse.Namespace) -> None:
             raise Refusal(str(error)) from error
         except StoreAway as error:
             if asyncio.get_running_loop().time() > deadline:
-                raise Refusal(f"no store at {arguments.redis} for {STORE_PATIENCE_S:.0f} s: {error}") from error
+                raise Refusal(
+                    f"no store at {arguments.redis} for {STORE_PATIENCE_S:.0f} s: {error}"
+                ) from error
             await asyncio.sleep(0.2)
 
 
@@ -109,8 +113,12 @@ async def _background(kernel: Kernel, fleet: Fleet, coordinator: Coordinator) ->
 
 async def _serve_http(arguments: argparse.Namespace, coordinator: Coordinator, kernel: Kernel) -> None:
     host, port = split_address(arguments.http)
-    app = make_app(coordinator, runs_directory=arguments.data_dir / "runs", token=_secret(arguments.http_token_file))
-    config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=2, lifespan="off")
+    app = make_app(
+        coordinator, runs_directory=arguments.data_dir / "runs", token=_secret(arguments.http_token_file)
+    )
+    config = uvicorn.Config(
+        app, log_level="warning", access_log=False, timeout_graceful_shutdown=2, lifespan="off"
+    )
     http = uvicorn.Server(config)
     listening = _listen(host, int(port))
     loop = asyncio.get_running_loop()
@@ -138,5 +146,7 @@ def _listen(host: str, port: int) -> socket.socket:
     try:
         listening.bind((host, port))
     except OSError as error:
-        raise Refusal(f"cannot listen on {host}:{port}: {os.strerror(error.errno or 0)}; set another --http") from error
+        raise Refusal(
+            f"cannot listen on {host}:{port}: {os.strerror(error.errno or 0)}; set another --http"
+        ) from error
     return listening

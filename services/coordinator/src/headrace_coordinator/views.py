@@ -19,7 +19,9 @@ class PolicyView(BaseModel):
 class EvaluationView(BaseModel):
     """One evaluation of held-out items."""
 
-    kind: str = Field(description="heldout, or baseline_prefill for the untrained model with its answer begun")
+    kind: str = Field(
+        description="heldout, or baseline_prefill for the untrained model with its answer begun"
+    )
     step: int = Field(description="ordinal of the evaluated version")
     version: int
     score: float = Field(description="mean weighted score over all answers")
@@ -37,7 +39,9 @@ class StepView(BaseModel):
     reward_mean: float
     tokens: int
     tokens_per_s: float
-    stage_s: dict[str, float] = Field(description="seconds by stage: generate, score, learn, sync, switch, protocol")
+    stage_s: dict[str, float] = Field(
+        description="seconds by stage: generate, score, learn, sync, switch, protocol"
+    )
     devices: dict[str, dict[str, float]] = Field(description="seconds by device and stage")
     trained: int
     dropped: int
@@ -111,8 +115,12 @@ class CertificateView(BaseModel):
     tokens_by_version: dict[int, int]
     max_staleness: int
     log_prob_mismatch_mean: float
-    drop_rate_by_length: dict[str, float] = Field(description="share dropped by bucket of answer length in tokens")
-    drop_rate_by_pass_rate: dict[str, float] = Field(description="share dropped by bucket of the prompt's pass rate")
+    drop_rate_by_length: dict[str, float] = Field(
+        description="share dropped by bucket of answer length in tokens"
+    )
+    drop_rate_by_pass_rate: dict[str, float] = Field(
+        description="share dropped by bucket of the prompt's pass rate"
+    )
 
 
 class CertificateListView(BaseModel):

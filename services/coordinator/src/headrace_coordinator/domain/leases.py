@@ -156,7 +156,9 @@ def plan_expire(
         if now - renewed_at.get(lease.epoch, now) > ttl:
             expired.append(ev.LeaseEnded(at=now, epoch=lease.epoch, cause="not renewed", proven=False))
         elif lease.state == REVOKING and now > lease.deadline:
-            expired.append(ev.LeaseEnded(at=now, epoch=lease.epoch, cause="revoked past notice", proven=False))
+            expired.append(
+                ev.LeaseEnded(at=now, epoch=lease.epoch, cause="revoked past notice", proven=False)
+            )
     return expired
 
 

@@ -57,7 +57,9 @@ def _pass_rates(slots: Iterable[Slot]) -> dict[int, str]:
     for slot in slots:
         if slot.state == ACCUMULATED:
             rewards.setdefault(slot.prompt, []).append(slot.reward)
-    return {prompt: f"{round(4 * sum(r > 0 for r in rs) / len(rs)) / 4:.2f}" for prompt, rs in rewards.items()}
+    return {
+        prompt: f"{round(4 * sum(r > 0 for r in rs) / len(rs)) / 4:.2f}" for prompt, rs in rewards.items()
+    }
 
 
 def _drop_rates(slots: Iterable[Slot], bucket: Callable[[Slot], Hashable]) -> dict[str, float]:

@@ -112,4 +112,6 @@ class Checkpointer:
         if reason != self._last_failure:
             self._last_failure = reason
             context = self._context
-            context.kernel.post(ev.CheckpointFailed(at=context.kernel.now(), run=context.run_id, reason=reason))
+            context.kernel.post(
+                ev.CheckpointFailed(at=context.kernel.now(), run=context.run_id, reason=reason)
+            )

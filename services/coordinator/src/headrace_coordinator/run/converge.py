@@ -95,7 +95,11 @@ async def _record_commit(context: RunContext, state: trainer.GetStepStateRespons
         base=base.number,
         number=number,
     )
-    step = Step(context, Published(state.version, common.WeightManifest(), common.WeightSource()), Meter(context.kernel.now))
+    step = Step(
+        context,
+        Published(state.version, common.WeightManifest(), common.WeightSource()),
+        Meter(context.kernel.now),
+    )
     await step.record(opened, state.commit, Batch())
 
 

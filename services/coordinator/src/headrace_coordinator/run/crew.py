@@ -97,7 +97,10 @@ class Crew:
         known = {member.incarnation for member in self.rewards}
         await self.fleet.claim(self.run, "reward", 1, self.fleet_timeout)
         for state in self.fleet.ready("reward"):
-            if state.incarnation not in known and self.fleet.busy.get(state.incarnation, self.run) == self.run:
+            if (
+                state.incarnation not in known
+                and self.fleet.busy.get(state.incarnation, self.run) == self.run
+            ):
                 member = RewardMember(self.run, state, self.fleet.port(state.incarnation), self._epoch)
                 await member.open_run(self.spec.reward.model_dump_json())
                 self.fleet.busy[state.incarnation] = self.run

@@ -22,7 +22,9 @@ EXAMPLES = 5
 ATTEMPTS = 5
 
 
-async def evaluate(context: RunContext, published: Published, kind: str, prefill: str | None) -> EvaluationView:
+async def evaluate(
+    context: RunContext, published: Published, kind: str, prefill: str | None
+) -> EvaluationView:
     """Generates and scores every held-out item with the installed version."""
     items = context.dataset.heldout_items()
     bodies = await _generate(context, published, items, prefill)

@@ -272,7 +272,9 @@ class Generation:
     def _retry(self, key: SlotKey, why: str) -> None:
         self._failures[key] += 1
         if self._failures[key] > SAMPLE_RETRIES:
-            self._drop(key[0], "GROUP_INCOMPLETE", f"sample {key[1]} failed {self._failures[key]} times: {why}")
+            self._drop(
+                key[0], "GROUP_INCOMPLETE", f"sample {key[1]} failed {self._failures[key]} times: {why}"
+            )
         else:
             self._dispatcher.put_back([key])
             self._news.beat()
@@ -311,11 +313,15 @@ class Generation:
     def _settle(self, prompt: int) -> None:
         group = self._ledger.group(prompt)
         scores = [self.batch.scored.get((prompt, slot.sample)) for slot in group]
-        if any(slot.state != FINISHED for slot in group) or any(s is None or s.reward != s.reward for s in scores):
+        if any(slot.state != FINISHED for slot in group) or any(
+            s is None or s.reward != s.reward for s in scores
+        ):
             return
         rewards = [scored.reward for scored in scores if scored is not None]
         self._context.kernel.post(
-            ev.GroupsSettled(at=self._context.kernel.now(), run=self._context.run_id, groups=[(prompt, rewards)])
+            ev.GroupsSettled(
+                at=self._context.kernel.now(), run=self._context.run_id, groups=[(prompt, rewards)]
+            )
         )
         self.batch.settled.add(prompt)
         self._on_settled(prompt)

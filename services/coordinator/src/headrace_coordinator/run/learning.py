@@ -74,7 +74,9 @@ class Learning:
             self._meter.add("learn", (now - seconds, now), leader.devices)
             self._take(response)
         if self._sent:
-            raise CallRefused(leader.incarnation, "INTERNAL", f"Learn left {len(self._sent)} groups unanswered")
+            raise CallRefused(
+                leader.incarnation, "INTERNAL", f"Learn left {len(self._sent)} groups unanswered"
+            )
 
     async def _messages(self) -> AsyncIterator[list[trainer.SettledGroup]]:
         while (message := await self._ready.get()) is not None:
@@ -106,7 +108,8 @@ class Learning:
             trainer.SettledGroup(
                 prompt_ordinal=prompt,
                 members=[
-                    self._member(slot, bodies[slot.prompt, slot.sample]) for slot in self._ledger.group(prompt)
+                    self._member(slot, bodies[slot.prompt, slot.sample])
+                    for slot in self._ledger.group(prompt)
                 ],
             )
             for prompt in prompts

@@ -161,7 +161,11 @@ class TrainerMember(Member):
     async def join(self, generation: int, world: int, rendezvous: str, timeout: float) -> None:
         """Meets the other ranks."""
         request = trainer.JoinGangRequest(
-            header=self.header(), generation=generation, rank=self.rank, world_size=world, rendezvous=rendezvous
+            header=self.header(),
+            generation=generation,
+            rank=self.rank,
+            world_size=world,
+            rendezvous=rendezvous,
         )
         request.timeout.FromMilliseconds(int(timeout * 1000))
         await self.port.call("JoinGang", request, timeout + 10)

@@ -82,7 +82,9 @@ class Placement:
         """Leases of this run whose holder has no business on these devices now, such as one that was cut off."""
         welcome = {m.incarnation for m in (members if self.in_turns else self.crew.members)}
         leases = self.crew.fleet.kernel.state.table.leases.values()
-        return [lease.epoch for lease in leases if lease.run == self.crew.run and lease.incarnation not in welcome]
+        return [
+            lease.epoch for lease in leases if lease.run == self.crew.run and lease.incarnation not in welcome
+        ]
 
     async def _let_go(self, members: Sequence[Member]) -> None:
         await self.crew.fleet.release(self.crew.run, [member.lease_epoch for member in members])
@@ -91,7 +93,9 @@ class Placement:
 
     async def _take(self, members: Sequence[Member], stage: str) -> list[Member]:
         """Leases for `members`; returns those that did not hold theirs before."""
-        requests = [LeaseRequest(m.incarnation, self.crew.run, stage, m.devices) for m in members if m.devices]
+        requests = [
+            LeaseRequest(m.incarnation, self.crew.run, stage, m.devices) for m in members if m.devices
+        ]
         if not requests:
             return []
         await self.crew.fleet.release(self.crew.run, self._strays(members))
@@ -110,9 +114,13 @@ def default_devices(
     """Devices by (kind, host): the spec's, else all (collocated) or a half each (disaggregated)."""
     chosen: dict[tuple[str, str], list[str]] = {}
     for host in {member.instance.host for member in (*rollouts, *trainers)}:
-        everything = sorted({d for m in (*rollouts, *trainers) if m.instance.host == host for d in m.instance.devices})
+        everything = sorted(
+            {d for m in (*rollouts, *trainers) if m.instance.host == host for d in m.instance.devices}
+        )
         trainer_side, rollout_side = list(everything), list(everything)
-        both = any(m.instance.host == host for m in rollouts) and any(m.instance.host == host for m in trainers)
+        both = any(m.instance.host == host for m in rollouts) and any(
+            m.instance.host == host for m in trainers
+        )
         if section.mode == "disaggregated" and both:
             if len(everything) < 2:
                 raise PlacementError(
@@ -133,7 +141,9 @@ def _named(named: Sequence[str], everything: Sequence[str], host: str, kind: str
     full = [name if "/" in name else f"{host}/{name}" for name in named]
     missing = [name for name in full if name.startswith(f"{host}/") and name not in everything]
     if missing:
-        raise PlacementError(f"placement.{kind}: {', '.join(missing)} does not exist; {host} has {', '.join(everything)}")
+        raise PlacementError(
+            f"placement.{kind}: {', '.join(missing)} does not exist; {host} has {', '.join(everything)}"
+        )
     return [name for name in full if name.startswith(f"{host}/")]
 
 

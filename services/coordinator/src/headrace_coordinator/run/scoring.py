@@ -101,4 +101,3 @@ async def score_with_retry(crew: Crew, batch: Sequence[reward.ScoreItem]) -> lis
         except InstanceDown:
             crew.rewards.remove(member)
             await crew.fleet.fate(member.incarnation)
-

@@ -181,7 +181,11 @@ class Step:
         opened = (self._ledger.step, self._ledger.attempt)
         await self._kernel.commit(
             ev.StepAborted(
-                at=self._kernel.now(), run=self._context.run_id, step=opened[0], attempt=opened[1], reason=reason
+                at=self._kernel.now(),
+                run=self._context.run_id,
+                step=opened[0],
+                attempt=opened[1],
+                reason=reason,
             )
         )
         await self._context.crew.leader.abort(*opened)
@@ -192,7 +196,9 @@ class Step:
         if self._ledger.open:
             await self._abort(why)
         await self._kernel.commit(
-            ev.StepSkipped(at=self._kernel.now(), run=self._context.run_id, step=self._ledger.step, dropped=dropped)
+            ev.StepSkipped(
+                at=self._kernel.now(), run=self._context.run_id, step=self._ledger.step, dropped=dropped
+            )
         )
         await self._end_custody(slots)
         self._check_drop_rate()

@@ -32,7 +32,12 @@ def main() -> None:
     seconds = time.monotonic() - started
     print(
         json.dumps(
-            {"seeds": arguments.seeds, "faults": dict(faults), "recoveries": recoveries, "wall_s": round(seconds, 1)}
+            {
+                "seeds": arguments.seeds,
+                "faults": dict(faults),
+                "recoveries": recoveries,
+                "wall_s": round(seconds, 1),
+            }
         )
     )
 

@@ -62,7 +62,9 @@ class Instance:
 
     def using(self) -> set[str]:
         """Devices that it works on now."""
-        return {device for epoch in self.live_leases() for device in self.held[epoch]} if self.alive else set()
+        return (
+            {device for epoch in self.live_leases() for device in self.held[epoch]} if self.alive else set()
+        )
 
     async def handle(self, method: str, request: Any) -> Any:
         """A unary call, killed with the instance."""
@@ -128,7 +130,9 @@ class Rollout(Instance):
         try:
             while not (reading.done() and not work and done.empty()):
                 waiting = asyncio.ensure_future(done.get())
-                pending: set[asyncio.Future[Any]] = {waiting, *work} | (set() if reading.done() else {reading})
+                pending: set[asyncio.Future[Any]] = {waiting, *work} | (
+                    set() if reading.done() else {reading}
+                )
                 await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
                 work -= {task for task in work if task.done()}
                 if waiting.done():
@@ -248,7 +252,9 @@ class Reward(Instance):
     async def CloseRun(self, request: reward.CloseRunRequest) -> reward.CloseRunResponse:
         return reward.CloseRunResponse()
 
-    async def Score(self, requests: AsyncIterator[reward.ScoreRequest]) -> AsyncIterator[reward.ScoreResponse]:
+    async def Score(
+        self, requests: AsyncIterator[reward.ScoreRequest]
+    ) -> AsyncIterator[reward.ScoreResponse]:
         async for request in requests:
             await asyncio.sleep(self.rng.uniform(0.01, 0.2))
             items = list(request.items)
@@ -313,7 +319,8 @@ class Trainer(Instance):
     async def Restore(self, request: trainer.RestoreRequest) -> trainer.RestoreResponse:
         self.fence(request.header, lease=True)
         await asyncio.sleep(0.5)
-        ordinal, weights = 0, ()
+        ordinal = 0
+        weights: Weights = ()
         for name, version, saved, _, _ in self.disk.checkpoints:
             if name == request.checkpoint:
                 ordinal, weights = version.ordinal, saved
@@ -339,7 +346,9 @@ class Trainer(Instance):
         self.next_number = request.next_number
         return trainer.BeginStepResponse()
 
-    async def Learn(self, requests: AsyncIterator[trainer.LearnRequest]) -> AsyncIterator[trainer.LearnResponse]:
+    async def Learn(
+        self, requests: AsyncIterator[trainer.LearnRequest]
+    ) -> AsyncIterator[trainer.LearnResponse]:
         async for request in requests:
             self.fence(request.header, lease=True)
             for group in request.groups:
@@ -350,7 +359,12 @@ class Trainer(Instance):
         if self.phase != trainer.STEP_PHASE_ACCUMULATING or self.attempt != (request.step, request.attempt):
             raise self._refuse("CONFLICT", "no such attempt is open")
         members = [
-            (m.trajectory.sample.prompt_ordinal, m.trajectory.sample.sample_index, m.trajectory.attempt, m.trajectory.body_digest)
+            (
+                m.trajectory.sample.prompt_ordinal,
+                m.trajectory.sample.sample_index,
+                m.trajectory.attempt,
+                m.trajectory.body_digest,
+            )
             for m in group.members
         ]
         if self.rng.random() < 0.005:
@@ -430,7 +444,9 @@ class Trainer(Instance):
             checkpoint=trainer.Checkpoint(name=name, version=self.version), durable=request.wait
         )
 
-    async def ListCheckpoints(self, request: trainer.ListCheckpointsRequest) -> trainer.ListCheckpointsResponse:
+    async def ListCheckpoints(
+        self, request: trainer.ListCheckpointsRequest
+    ) -> trainer.ListCheckpointsResponse:
         return trainer.ListCheckpointsResponse(
             checkpoints=[
                 trainer.Checkpoint(name=name, version=version, ledger=ledger)

@@ -78,7 +78,9 @@ class SimulatedPort:
 
         return self._responses(method, one(), timeout)
 
-    async def _responses(self, method: str, requests: AsyncIterator[Any], timeout: float) -> AsyncIterator[Any]:
+    async def _responses(
+        self, method: str, requests: AsyncIterator[Any], timeout: float
+    ) -> AsyncIterator[Any]:
         await self._travel(timeout)
         source = self._instance.handle_stream(method, requests)
         try:

@@ -73,7 +73,11 @@ class World:
         self.disk = Disk()
         self.spec = self._spec()
         self.instances: dict[str, Instance] = {}
-        self.counts = {"rollout": self.spec.rollout.instances, "trainer": self.spec.trainer.ranks, "reward": 1}
+        self.counts = {
+            "rollout": self.spec.rollout.instances,
+            "trainer": self.spec.trainer.ranks,
+            "reward": 1,
+        }
         self.faults: Counter[str] = Counter()
         self._born = 0
         self._coordinator: Coordinator | None = None
@@ -96,7 +100,11 @@ class World:
                 "placement": {"mode": rng.choice(["collocated", "disaggregated"])},
                 "checkpoint": {"interval_steps": rng.randint(1, 3)},
                 "evaluation": {"every": rng.choice([0, 2])},
-                "limits": {"max_drop_rate": 0.9, "recoveries": 50, "in_flight_bytes": rng.choice([200, 10**7])},
+                "limits": {
+                    "max_drop_rate": 0.9,
+                    "recoveries": 50,
+                    "in_flight_bytes": rng.choice([200, 10**7]),
+                },
             }
         )
 
@@ -125,7 +133,13 @@ class World:
                 await asyncio.sleep(0.5)
                 continue
             state = InstanceState(
-                instance.name, instance.incarnation, instance.KIND, HOST, f"{HOST}:1", list(instance.devices), {}
+                instance.name,
+                instance.incarnation,
+                instance.KIND,
+                HOST,
+                f"{HOST}:1",
+                list(instance.devices),
+                {},
             )
             stale = await fleet.register(state, list(instance.held), instance.coordinator_epoch)
             for epoch in stale:
@@ -248,7 +262,9 @@ class World:
         """Faults at random times, until it has been enough."""
         for _ in range(self.rng.randint(2, 7)):
             await asyncio.sleep(self.rng.expovariate(1 / 6.0))
-            fault = self.rng.choice(["kill", "kill", "kill", "coordinator", "store", "partition", "pause", "reply"])
+            fault = self.rng.choice(
+                ["kill", "kill", "kill", "coordinator", "store", "partition", "pause", "reply"]
+            )
             self.faults[fault] += 1
             await getattr(self, f"_fault_{fault}")()
 
@@ -279,10 +295,14 @@ class World:
         run = self._run()
         if self._coordinator is None or run is None or run.state not in (runs.RUNNING, runs.PLANNING):
             return
-        await self._coordinator.pause(run.id, now=self.rng.random() < 0.5, idempotency_key=f"p{self.rng.random()}")
+        await self._coordinator.pause(
+            run.id, now=self.rng.random() < 0.5, idempotency_key=f"p{self.rng.random()}"
+        )
         coordinator = self._coordinator
         await coordinator.kernel.wait_until(
-            lambda: run.state in (runs.PAUSED, *runs.TERMINAL) or coordinator is not self._coordinator, 600.0, "pause"
+            lambda: run.state in (runs.PAUSED, *runs.TERMINAL) or coordinator is not self._coordinator,
+            600.0,
+            "pause",
         )
         if self._coordinator is coordinator and run.state == runs.PAUSED:
             await coordinator.resume(run.id, f"r{self.rng.random()}")
@@ -302,7 +322,9 @@ class World:
         assert self._coordinator is not None
         now = self._coordinator.kernel.now()
         await self._coordinator.kernel.commit(
-            ev.RunSubmitted(at=now, run="run", spec=self.spec.model_dump(mode="json"), directory="/simulated/run")
+            ev.RunSubmitted(
+                at=now, run="run", spec=self.spec.model_dump(mode="json"), directory="/simulated/run"
+            )
         )
         trouble = asyncio.ensure_future(self.trouble()) if self.faulty else None
         while not ((run := self._run()) and run.state in runs.TERMINAL and self._settled()):
@@ -311,7 +333,9 @@ class World:
             self._surface(trouble)
             if asyncio.get_running_loop().time() > LIMIT_S:
                 waiting = self._coordinator.fleet.waits.of("run") if self._coordinator else "no coordinator"
-                raise Violation(f"liveness: the run is {run and run.state} after {LIMIT_S} s; waits for {waiting}")
+                raise Violation(
+                    f"liveness: the run is {run and run.state} after {LIMIT_S} s; waits for {waiting}"
+                )
         if trouble:
             trouble.cancel()
         return self._judge(run)
@@ -357,9 +381,12 @@ class World:
             if isinstance(step, ev.StepCommitted)
             for prompt, sample, _ in sorted(step.certificate.trained)
         ]
-        leaders = [i for i in self.instances.values() if isinstance(i, Trainer) and i.alive and i.version.number]
+        leaders = [
+            i for i in self.instances.values() if isinstance(i, Trainer) and i.alive and i.version.number
+        ]
         head = self._coordinator.kernel.state.runs["run"].lineage.head  # type: ignore[union-attr]
         weights = [leader.weights for leader in leaders if leader.version.number == head]
+        weights += [saved for _, version, saved, _, _ in self.disk.checkpoints if version.number == head]
         if not weights or list(weights[0]) != certified:
             raise Violation(f"G1: the weights hold {weights}, the certificates say {certified}")
         for step in live_steps(history):
