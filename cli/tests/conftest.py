@@ -1,13 +1,15 @@
-"""Fixtures: the CLI as a process, a scripted coordinator, and fleets of stand-in services that leave nothing behind."""
+"""Fixtures: the CLI as a process, a scripted coordinator, and fleets of stand-in services."""
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -104,21 +106,42 @@ def _environment(**extra: str) -> dict[str, str]:
     return {**kept, "COLUMNS": "160", "NO_COLOR": "1", **extra}
 
 
+@dataclass
+class Outcome:
+    returncode: int
+    stdout: str
+    stderr: str
+
+
 @pytest.fixture
-def headrace(coordinator: FakeCoordinator, tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """Runs `headrace …` against the scripted coordinator."""
+def headrace(
+    coordinator: FakeCoordinator,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> Iterator[Callable[..., Outcome]]:
+    """Runs `headrace …` against the scripted coordinator: the real entry point, in this process to be quick."""
+    from headrace_cli.main import main
 
-    def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, "-m", "headrace_cli", *arguments],
-            env=_environment(**{"HEADRACE_URL": coordinator.url, **environment}),
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    monkeypatch.chdir(tmp_path)
 
-    return run
+    def run(*arguments: str, **environment: str) -> Outcome:
+        capsys.readouterr()
+        for key, value in _environment(**{"HEADRACE_URL": coordinator.url, **environment}).items():
+            monkeypatch.setenv(key, value)
+        monkeypatch.setattr(sys, "argv", ["headrace", *arguments])
+        code = 0
+        try:
+            main()
+        except SystemExit as ended:
+            code = int(ended.code or 0)
+        captured = capsys.readouterr()
+        return Outcome(code, captured.out, captured.err)
+
+    yield run
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
 
 
 @dataclass
@@ -176,3 +199,115 @@ def fleet(tmp_path: Path, free_port: int) -> Iterator[Fleet]:
     yield made
     made.run("down")
     assert made.processes() == []
+
+
+class ScriptedRun:
+    """A run that advances by itself on a scripted coordinator: a step every `step_s` seconds."""
+
+    def __init__(
+        self, coordinator: FakeCoordinator, steps: int, step_s: float, final: str = "SUCCEEDED"
+    ) -> None:
+        self.steps, self.step_s, self.final = steps, step_s, final
+        self.submitted_at = 0.0
+        self.cancelled = False
+        self.spec: dict[str, Any] = {}
+        self.trained_shown = 0
+        path = "/v1/runs/r-1"
+        coordinator.routes |= {
+            "GET /healthz": (200, {"status": "ok"}),
+            "POST /v1/runs": self.submit,
+            f"GET {path}": lambda got: (200, self.view()),
+            f"POST {path}:cancel": self.cancel,
+            f"GET {path}/metrics": lambda got: (200, {"steps": [self.step(n + 1) for n in range(self.done)]}),
+            f"GET {path}/certificates": lambda got: (200, {"certificates": self.certificates()}),
+            f"GET {path}/events": lambda got: (200, self.events(int(got.headers.get("last-event-id", 0)))),
+            "GET /v1/leases": lambda got: (200, self.leases()),
+        }
+
+    def submit(self, got: Received) -> tuple[int, Any]:
+        self.spec, self.submitted_at = got.body, time.time()
+        return 201, self.view()
+
+    def cancel(self, got: Received) -> tuple[int, Any]:
+        self.cancelled = True
+        return 200, self.view()
+
+    @property
+    def done(self) -> int:
+        return min(self.steps, int((time.time() - self.submitted_at) / self.step_s))
+
+    @property
+    def state(self) -> str:
+        if self.cancelled:
+            return "CANCELLED"
+        return self.final if self.done == self.steps else "RUNNING"
+
+    def step(self, number: int) -> dict[str, Any]:
+        stages = {"generate": 2.1, "score": 0.02, "learn": 6.9, "sync": 0.3, "switch": 0.05, "protocol": 0.08}
+        devices = {f"host/cpu:{core}": {"generate": 2.1, "learn": 6.9} for core in (0, 1)}
+        return {
+            "step": number, "version": number, "wall_s": 9.4, "reward_mean": 0.3 + 0.5 * number / self.steps,
+            "tokens": 320, "tokens_per_s": 140.0, "stage_s": stages, "devices": devices, "trained": 32,
+            "dropped": 0, "max_staleness": 0, "figures": {"loss": None},
+        }  # fmt: skip
+
+    def certificates(self) -> list[dict[str, Any]]:
+        made = []
+        for number in range(1, self.done + 1):
+            policy = {"number": number, "parent": number - 1, "ordinal": number, "digest": "d"}
+            slots = [[number * 4 + index // 8, index % 8, 0] for index in range(32)]
+            made.append({"version": policy, "step": number, "attempt": 0, "live": True, "trained": slots,
+                         "dropped": [], "set_digest": "s", "tokens": 320, "max_staleness": 0,
+                         "log_prob_mismatch_mean": 0.001})  # fmt: skip
+        return made
+
+    def evaluation(self, step: int) -> dict[str, Any]:
+        score = 0.35 + 0.4 * step / self.steps
+        prompt = "user\nCalculate 3 + 5.\nExamples: 4 + 4 = 8\n3 + 5 =<|im_end|>\nassistant\n"
+        answer = "8" if step else "The answer to this is that you need to add the numbers"
+        example = {"prompt": prompt, "completion": answer, "reference": "8", "reward": float(step > 0)}
+        return {"kind": "heldout", "step": step, "version": step, "score": score, "answers": 80,
+                "parts": {"last_number": score, "exact": score / 2}, "examples": [example]}  # fmt: skip
+
+    def view(self) -> dict[str, Any]:
+        done = self.done
+        marks = [0, *(n for n in range(1, done + 1) if n % 5 == 0 or n == self.steps)]
+        return {
+            "name": "runs/r-1", "id": "r-1", "state": self.state, "reason": "", "step": done,
+            "steps": self.steps,
+            "created_at": self.submitted_at, "started_at": self.submitted_at,
+            "finished_at": time.time() if self.state != "RUNNING" else None,
+            "waiting_for": ["lease on host/cpu:0, held by trainer-0 for learn"] if 0 < done < 3 else [],
+            "policy": {"number": done, "parent": 0, "ordinal": done, "digest": "abcdef"}, "warmup_steps": 0,
+            "baseline_prefill": {**self.evaluation(0), "kind": "baseline_prefill", "score": 0.62},
+            "evaluations": [self.evaluation(n) for n in marks],
+            "last_step": self.step(done) if done else None,
+            "counts": {"trained": 32 * done + self.trained_shown, "dropped": 0, "duplicates": 0,
+                       "max_staleness": 0, "frontier": 32 * done},
+            "recoveries": 0, "run_directory": "/data/runs/r-1", "export_path": "/data/runs/r-1/export",
+            "spec": self.spec,
+        }  # fmt: skip
+
+    def events(self, after: int) -> str:
+        events = [
+            {"id": n, "type": "step", "time": 0.0, "run": "runs/r-1", "data": {"step": n}}
+            for n in range(1, 5)
+        ]
+        return "".join(
+            f"id: {e['id']}\nevent: step\ndata: {json.dumps(e)}\n\n" for e in events if e["id"] > after
+        )
+
+    def leases(self) -> dict[str, Any]:
+        names = ["host/cpu:0", "host/cpu:1"]
+        learning = int(time.time() * 2) % 2
+        instance, stage = ("trainer-0", "learn") if learning else ("rollout-0", "generate")
+        lease = {"epoch": 7, "state": "HELD", "instance": instance, "run": "runs/r-1", "stage": stage,
+                 "devices": names, "expires_in_s": 25.0}  # fmt: skip
+        devices = [{"name": name, "state": "LEASED", "holder": instance, "reason": ""} for name in names]
+        return {"leases": [lease], "devices": devices}
+
+
+@pytest.fixture
+def scripted_run(coordinator: FakeCoordinator) -> Callable[..., ScriptedRun]:
+    """Makes a run that `POST /v1/runs` starts."""
+    return lambda steps=4, step_s=0.3, **options: ScriptedRun(coordinator, steps, step_s, **options)

@@ -48,6 +48,9 @@ def test_up_is_ready_and_down_leaves_only_data(fleet):
     token = fleet.data_dir / "token"
     assert stat.S_IMODE(token.stat().st_mode) == 0o600 and len(token.read_text()) >= 32
 
+    environment = Path(f"/proc/{pid_of(fleet, 'rollout')}/environ").read_bytes().split(b"\0")
+    assert b"OMP_NUM_THREADS=1" in environment
+
     down = fleet.run("down", "--json")
     assert (down.returncode, json.loads(down.stdout)) == (0, {"stopped": True})
     assert fleet.processes() == []
@@ -84,22 +87,14 @@ def test_sigkill_of_the_launcher_takes_everything_along(fleet):
     wait_for(lambda: not services & set(fleet.processes()), "the services' end")
     # Children of services in sessions of their own are the next command's to sweep.
     assert grandchildren & set(fleet.processes())
-    assert fleet.run("down").returncode == 0
-    assert fleet.processes() == []
-
-
-def test_up_after_sigkill_forgets_the_stale_state(fleet):
-    first = fleet.up()
-    os.kill(first["launcher_pid"], signal.SIGKILL)
-    wait_for(lambda: first["launcher_pid"] not in fleet.processes(), "the launcher's end")
+    # So it does for `up`, which takes no notice of the state file that was left.
     assert (fleet.data_dir / "fleet.json").exists()
-    second = fleet.up()
-    assert second["launcher_pid"] != first["launcher_pid"]
+    assert fleet.up()["launcher_pid"] != ready["launcher_pid"]
+    assert not grandchildren & set(fleet.processes())
 
 
-@pytest.mark.parametrize("signal_number", [signal.SIGTERM, signal.SIGINT])
-def test_signals_stop_the_fleet(fleet, signal_number):
-    os.kill(fleet.up()["launcher_pid"], signal_number)
+def test_sigterm_stops_the_fleet(fleet):
+    os.kill(fleet.up()["launcher_pid"], signal.SIGTERM)
     wait_for(lambda: not fleet.processes(), "the fleet's end")
     assert not (fleet.data_dir / "fleet.json").exists()
 
@@ -178,15 +173,10 @@ def test_long_data_dir_still_gets_a_socket(tmp_path):
     data_dir.short_folder.rmdir()
 
 
-def test_children_get_one_thread(fleet):
-    fleet.up()
-    environment = Path(f"/proc/{pid_of(fleet, 'rollout')}/environ").read_bytes().split(b"\0")
-    assert b"OMP_NUM_THREADS=1" in environment
-
-
 def test_help_is_quick():
     started_at = time.monotonic()
     subprocess.run([sys.executable, "-m", "headrace_cli", "--help"], check=True, capture_output=True)
     assert time.monotonic() - started_at < 2.0  # 0.3 s on an idle machine; the test machine may be busy
-    heavy = "import sys, headrace_cli.main; print([m for m in ('torch', 'grpc', 'httpx', 'yaml', 'pydantic') if m in sys.modules])"
-    assert subprocess.check_output([sys.executable, "-c", heavy], text=True).strip() == "[]"
+    heavy = "{'torch', 'grpc', 'httpx', 'yaml', 'pydantic'}"
+    code = f"import sys, headrace_cli.main; print(sorted({heavy} & set(sys.modules)))"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"

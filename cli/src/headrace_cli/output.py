@@ -37,13 +37,23 @@ def print_json(document: Any) -> None:
     sys.stdout.flush()
 
 
-def table(headers: Sequence[str], rows: Iterable[Sequence[object]], title: str | None = None) -> Table:
-    """A plain table; headers that start with '>' are right-aligned."""
+def table(
+    headers: Sequence[str], rows: Iterable[Sequence[object]], title: str | None = None, narrow: bool = False
+) -> Table:
+    """A plain table; headers that start with '>' are right-aligned; without headers when all are empty."""
     from rich import box
     from rich.table import Table
     from rich.text import Text
 
-    made = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", title_style="bold", pad_edge=False)
+    made = Table(
+        box=box.SIMPLE_HEAD,
+        title=title,
+        title_justify="left",
+        title_style="bold",
+        pad_edge=False,
+        padding=(0, 0 if narrow else 1),
+        show_header=any(headers),
+    )
     for header in headers:
         right = header.startswith(">")
         made.add_column(header.removeprefix(">"), justify="right" if right else "left", overflow="fold")
@@ -53,7 +63,7 @@ def table(headers: Sequence[str], rows: Iterable[Sequence[object]], title: str |
 
 
 def print_error(error: CommandError, as_json: bool) -> None:
-    """A sentence and its keys on standard error; the same as one JSON document on standard output when asked."""
+    """A sentence and its keys on standard error; when asked, the same as JSON on standard output."""
     from rich.text import Text
 
     out = error_console()

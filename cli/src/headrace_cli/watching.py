@@ -1,4 +1,4 @@
-"""Follows a run until it ends: asks the coordinator, hands what it learned to a reporter. Knows no terminal."""
+"""Follows a run until it ends: asks the coordinator, tells a reporter. Knows no terminal."""
 
 from __future__ import annotations
 

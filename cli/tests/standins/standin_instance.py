@@ -10,12 +10,24 @@ from pathlib import Path
 
 def run(kind: str) -> None:
     parser = argparse.ArgumentParser()
-    flags = ("name", "incarnation", "host", "coordinator", "listen", "devices", "token-file", "shm-dir", "data-dir")
+    flags = (
+        "name",
+        "incarnation",
+        "host",
+        "coordinator",
+        "listen",
+        "devices",
+        "token-file",
+        "shm-dir",
+        "data-dir",
+    )
     for flag in flags:
         parser.add_argument(f"--{flag}", default="")
     arguments = parser.parse_args()
     sleep = [sys.executable, "-c", "import time; time.sleep(600)"]
-    child = subprocess.Popen(sleep, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    child = subprocess.Popen(
+        sleep, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
     folder = Path(arguments.data_dir) / "standins"
     folder.mkdir(exist_ok=True)
     view = {

@@ -22,8 +22,9 @@ EVENT_SILENCE_S = 60.0  # the server sends comments more often than this; longer
 class Client:
     """A coordinator as Python sees it.
 
-    Runs are named by their id (`r-1a2b`) or their resource name (`runs/r-1a2b`). Every method raises `HeadraceError`
-    when the coordinator refuses (with its reason and the keys to mend) or does not answer for `patience_s` seconds.
+    Runs are named by their id (`r-1a2b`) or their resource name (`runs/r-1a2b`). Every method raises
+    `HeadraceError` when the coordinator refuses (with its reason and the keys to mend) or does not answer for
+    `patience_s` seconds.
 
     A worked example, with a fleet that `headrace up` started:
 
@@ -73,7 +74,7 @@ class Client:
         return Run.from_json(self._transport.post("/v1/runs", body, idempotency_key=idempotency_key))
 
     def check(self, spec: Spec, overrides: Overrides = ()) -> dict[str, Any]:
-        """Checks a spec against the schema and the fleet without queueing it; returns the coordinator's answer."""
+        """Checks a spec against schema and fleet without queueing it; returns the coordinator's answer."""
         answer: dict[str, Any] = self._transport.post("/v1/runs", load_spec(spec, overrides), dry_run="true")
         return answer
 
@@ -88,7 +89,7 @@ class Client:
     def events(self, run: str, after: int = 0) -> Iterator[Event]:
         """Events with ids above `after`, then live ones, until the run has ended.
 
-        A broken connection is taken up again where it broke (Last-Event-ID), so that nothing is missed or doubled.
+        A broken connection is taken up where it broke (Last-Event-ID): nothing is missed or doubled.
         """
         give_up_at = time.monotonic() + self._transport.patience_s
         while True:
@@ -113,7 +114,10 @@ class Client:
                 yield event
 
     def wait(self, run: str, timeout: float) -> Run:
-        """The run once it has ended; HeadraceError DEADLINE_EXCEEDED after `timeout` seconds says what it waits for."""
+        """The run once it has ended.
+
+        HeadraceError DEADLINE_EXCEEDED after `timeout` seconds says what it waits for.
+        """
         give_up_at = time.monotonic() + timeout
         while not (current := self.get(run)).ended:
             if time.monotonic() >= give_up_at:
@@ -175,7 +179,7 @@ class Client:
         return Leases.from_json(self._transport.get("/v1/leases"))
 
     def scale(self, kind: str, count: int) -> int:
-        """Sets the number of processes of a kind (rollout, trainer, reward, simulator); returns the wanted number."""
+        """Sets the number of processes of a kind: rollout, trainer, reward or simulator. Returns it."""
         return int(self._transport.post(f"/v1/services/{kind}:scale", {"count": count})["count"])
 
     def spec_schema(self) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-USER_STATUSES = frozenset({400, 404, 405, 409, 413, 415, 422})
+USER_STATUSES = frozenset({400, 401, 403, 404, 405, 409, 413, 415, 422})
 
 
 @dataclass(frozen=True)
@@ -19,12 +19,12 @@ class Problem:
 class HeadraceError(Exception):
     """A request that was refused, or that found nobody.
 
-    `reason` is a constant such as INVALID, NOT_FOUND, CONFLICT, UNAVAILABLE, UNREACHABLE or DEADLINE_EXCEEDED;
-    `problems` name keys and fixes; `status` is the HTTP status, 0 when no answer came.
+    `reason` is a constant such as INVALID, NOT_FOUND, CONFLICT, UNAVAILABLE, UNREACHABLE, DEADLINE_EXCEEDED.
+    `problems` name keys and fixes. `status` is the HTTP status, 0 when no answer came.
 
-    >>> error = HeadraceError("INVALID", "1 problem", [Problem("steps", "is -1", "use a number above 0")], 422)
+    >>> error = HeadraceError("INVALID", "1 problem", [Problem("steps", "is -1", "use 1 or more")], 422)
     >>> error.is_users_mistake, error.problems[0].fix
-    (True, 'use a number above 0')
+    (True, 'use 1 or more')
     """
 
     def __init__(

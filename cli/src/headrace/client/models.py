@@ -6,6 +6,7 @@ one lacks have their default.
 
 from __future__ import annotations
 
+import math
 import types
 import typing
 from collections.abc import Mapping
@@ -31,8 +32,12 @@ class Resource:
         >>> Policy.from_json({"number": 3, "ordinal": 2, "new_field": 1}).number
         3
         """
-        known = {name: _convert(kind, data[name]) for name, kind in _field_types(typing.cast(Any, cls)).items() if name in data}
-        return cls(raw=dict(data), **known)
+        kinds = _field_types(typing.cast(Any, cls))
+        known = {name: _convert(kind, data[name]) for name, kind in kinds.items() if name in data}
+        return cls(raw=dict(data), **{name: value for name, value in known.items() if value is not _DEFAULT})
+
+
+_DEFAULT = object()
 
 
 @cache
@@ -42,11 +47,12 @@ def _field_types(cls: Any) -> dict[str, Any]:
 
 
 def _convert(kind: Any, value: Any) -> Any:
-    if value is None:
-        return None
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin in (types.UnionType, typing.Union):
-        return _convert(next(a for a in arguments if a is not types.NoneType), value)
+        inner = next(a for a in arguments if a is not types.NoneType)
+        return None if value is None else _convert(inner, value)
+    if value is None:  # JSON has no NaN: the coordinator sends null
+        return math.nan if kind is float else _DEFAULT
     if origin is list and is_dataclass(arguments[0]):
         return [_convert(arguments[0], item) for item in value]
     if isinstance(kind, type) and issubclass(kind, Resource):
@@ -150,7 +156,10 @@ class Event(Resource):
 
 @dataclass(frozen=True, kw_only=True)
 class Certificate(Resource):
-    """Attests one update: `trained` holds (prompt ordinal, sample index, attempt), `dropped` a reason last."""
+    """Attests one update.
+
+    `trained` holds (prompt ordinal, sample index, attempt), `dropped` (prompt ordinal, sample index, reason).
+    """
 
     version: Policy = field(default_factory=Policy)
     step: int = 0

@@ -1,4 +1,4 @@
-"""Run specs from files, with `a.b=c` overrides. Knows no schema: what keys mean is the coordinator's to say."""
+"""Run specs from files, with `a.b=c` overrides. Knows no schema: keys are the coordinator's to judge."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def _mistake(key: str, problem: str, fix: str) -> HeadraceError:
 def load_spec(spec: Spec, overrides: Overrides = ()) -> dict[str, Any]:
     """The spec as a dictionary of its own, overrides applied.
 
-    `spec` is a dictionary or the path of a YAML file. `overrides` is a dictionary of dotted keys, or a list of
-    `key=value` whose values are read as YAML. Raises HeadraceError INVALID for files that cannot be read and for keys
-    that do not lead into a mapping or a list.
+    `spec` is a dictionary or the path of a YAML file. `overrides` is a dictionary of dotted keys, or a list
+    of `key=value` whose values are read as YAML. Raises HeadraceError INVALID for files that cannot be read
+    and for keys that do not lead into a mapping or a list.
 
     List items are numbered: `reward.scorers.0.weight=2` or `reward.scorers[0].weight=2`.
 

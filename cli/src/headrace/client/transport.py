@@ -17,8 +17,8 @@ PAGE_SIZE = 500
 class Transport:
     """Speaks JSON to one coordinator.
 
-    Requests that found nobody are repeated for `patience_s` seconds. Repeating a write is safe: each carries an
-    Idempotency-Key, the same in every repetition.
+    Requests that found nobody are repeated for `patience_s` seconds. Repeating a write is safe: each carries
+    an Idempotency-Key, the same in every repetition.
     """
 
     def __init__(self, base_url: str, token: str | None, timeout_s: float, patience_s: float) -> None:

@@ -93,7 +93,7 @@ def get(
 
     console().print(run_table(found))
     if steps:
-        console().print(steps_table(steps[-12:], heldout(found)))
+        console().print(steps_table(steps[-12:], heldout(found), console().width))
 
 
 @app.command()

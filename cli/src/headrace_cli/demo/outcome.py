@@ -44,7 +44,7 @@ class Outcome:
 
 
 def outcome(run: Run, steps: Sequence[Step], wall_s: float, up_s: float) -> Outcome:
-    """The figures of a run; the counts are the coordinator's, recomputed from certificates and slot ledger."""
+    """The figures of a run. The counts are the coordinator's, from certificates and slot ledger."""
     evaluations = heldout(run)
     first, last = (evaluations[0], evaluations[-1]) if evaluations else (None, None)
     stage_s: dict[str, float] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any
 
 from rich.markup import escape
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 SHOWN_ANSWERS = 6
+CHAT_ROLES = frozenset({"system", "user", "assistant"})
 
 
 def print_report(console: Console, run: Run, result: Outcome) -> None:
@@ -42,14 +44,19 @@ def answers(run: Run) -> list[tuple[str, str, str, str]]:
 
 
 def _question(example: dict[str, Any]) -> str:
-    """The last line of a prompt with words in it: the question, without examples and chat markers."""
-    lines = [line.strip() for line in str(example.get("prompt", "")).splitlines() if line.strip()]
-    return lines[-1].replace("<|im_end|>", "") if lines else ""
+    """The last line of a prompt that is not the chat template's own."""
+    lines = [line.strip() for line in _plain(str(example.get("prompt", ""))).splitlines()]
+    return next((line for line in reversed(lines) if line and line not in CHAT_ROLES), "")
 
 
-def _answer(example: dict[str, Any], characters: int = 48) -> str:
-    text = " ".join(str(example.get("completion", "")).replace("<|im_end|>", "").split())
+def _answer(example: dict[str, Any], characters: int = 40) -> str:
+    text = " ".join(_plain(str(example.get("completion", ""))).split())
     return (text if len(text) <= characters else text[: characters - 1] + "…") or "(nothing)"
+
+
+def _plain(text: str) -> str:
+    """Text without a tokenizer's special tokens."""
+    return re.sub(r"<\|\w+\|>|</?s>", "", text)
 
 
 def sentences(run: Run, result: Outcome) -> list[str]:

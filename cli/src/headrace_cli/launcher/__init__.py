@@ -1,1 +1,1 @@
-"""Runs a fleet as local processes under one data directory: store, coordinator, and the services' instances."""
+"""Runs a fleet as local processes under one data directory: store, coordinator, services' instances."""

@@ -14,7 +14,7 @@ DEFAULT_PORT = 8470
 
 @dataclass(frozen=True)
 class FleetPlan:
-    """A fleet to start; `counts` is by kind, `devices` are names without the host, none: what the host has."""
+    """A fleet to start. `counts` is by kind; `devices` are names without the host, none: all it has."""
 
     data_dir: str
     port: int = DEFAULT_PORT

@@ -41,8 +41,8 @@ class ReadyFleet:
 def start_fleet(plan: FleetPlan, progress: Callable[[str], None] = lambda text: None) -> ReadyFleet:
     """Starts a fleet; returns when it is ready.
 
-    Raises CommandError: exit code 2 when the data directory or the port cannot be used or carries a fleet already,
-    1 when a process does not come up. Then, and on Ctrl-C, what was started is stopped again.
+    Raises CommandError: exit code 2 when the data directory or the port cannot be used or carries a fleet
+    already, 1 when a process does not come up. Then, and on Ctrl-C, what was started is stopped again.
     """
     data_dir = DataDir.at(plan.data_dir)
     refuse_second_fleet(data_dir)

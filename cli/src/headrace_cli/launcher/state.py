@@ -1,4 +1,4 @@
-"""What is known about a running fleet: a state file replaced whole, and a lock that only a living launcher holds."""
+"""What is known of a fleet: a state file replaced whole, and a lock that only a living launcher holds."""
 
 from __future__ import annotations
 

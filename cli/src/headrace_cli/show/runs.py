@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 STAGES = ("generate", "score", "learn", "sync", "switch", "protocol")
+STEP_COLUMNS = ("step", "reward", "held-out", "tokens/s", "staleness", "wall s", *STAGES)
+WIDE_ONLY = frozenset({"staleness", "switch"})
+WIDE_COLUMNS = 112
 
 
 def runs_table(runs: Sequence[Run]) -> Table:
@@ -54,28 +57,27 @@ def run_table(run: Run) -> Table:
     return table(("", ""), [row for row in rows if str(row[1])])
 
 
-def steps_table(steps: Sequence[Step], evaluations: Sequence[Evaluation]) -> Table:
-    """One line a step; held-out where that version was evaluated."""
-    heldout = {item.step: item.score for item in evaluations}
-    rows = [step_cells(item, heldout) for item in steps]
-    return table(
-        (">step", ">reward", ">held-out", ">tokens/s", ">staleness", ">wall s", *(f">{s}" for s in STAGES)),
-        rows,
-    )
+def steps_table(steps: Sequence[Step], evaluations: Sequence[Evaluation], width: int) -> Table:
+    """One line a step; held-out where that version was evaluated. Fits terminals of 80 columns."""
+    scores = {item.step: item.score for item in evaluations}
+    narrow = width < WIDE_COLUMNS
+    columns = [column for column in STEP_COLUMNS if not (narrow and column in WIDE_ONLY)]
+    rows = [[_step_cell(item, column, scores) for column in columns] for item in steps]
+    return table([f">{column}" for column in columns], rows, narrow=narrow)
 
 
-def step_cells(step: Step, heldout: dict[int, float]) -> tuple[str, ...]:
-    """Cells of one step: seconds by stage last."""
-    score = heldout.get(step.step)
-    return (
-        str(step.step),
-        f"{step.reward_mean:.3f}",
-        "" if score is None else f"{score:.3f}",
-        f"{step.tokens_per_s:,.0f}",
-        str(step.max_staleness),
-        f"{step.wall_s:.2f}",
-        *(f"{step.stage_s.get(stage, 0.0):.2f}" for stage in STAGES),
-    )
+def _step_cell(step: Step, column: str, scores: dict[int, float]) -> str:
+    if column in STAGES:
+        return f"{step.stage_s.get(column, 0.0):.2f}"
+    score = scores.get(step.step)
+    return {
+        "step": str(step.step),
+        "reward": f"{step.reward_mean:.3f}",
+        "held-out": "" if score is None else f"{score:.3f}",
+        "tokens/s": f"{step.tokens_per_s:,.0f}",
+        "staleness": str(step.max_staleness),
+        "wall s": f"{step.wall_s:.2f}",
+    }[column]
 
 
 def step_line(step: Step, steps: int, heldout: dict[int, float]) -> str:
@@ -113,10 +115,20 @@ def trajectories_table(trajectories: Sequence[Trajectory]) -> Table:
 def certificates_table(certificates: Sequence[Certificate]) -> Table:
     """One line an update."""
     rows = [
-        (item.step, item.version.number, item.attempt, "yes" if item.live else "abandoned", len(item.trained),
-         len(item.dropped), item.tokens, item.max_staleness, f"{item.log_prob_mismatch_mean:.2g}", item.set_digest[:16])
+        (
+            item.step,
+            item.version.number,
+            item.attempt,
+            "yes" if item.live else "abandoned",
+            len(item.trained),
+            len(item.dropped),
+            item.tokens,
+            item.max_staleness,
+            f"{item.log_prob_mismatch_mean:.2g}",
+            item.set_digest[:16],
+        )
         for item in certificates
-    ]  # fmt: skip
+    ]
     headers = (
         ">step",
         ">version",

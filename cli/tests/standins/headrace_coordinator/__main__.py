@@ -27,7 +27,9 @@ class Handler(BaseHTTPRequestHandler):
         if self.headers.get("Authorization") != f"Bearer {token}":
             return self.answer(401, {"reason": "UNAUTHENTICATED", "message": "no token", "problems": []})
         if self.path.startswith("/v1/instances"):
-            return self.answer(200, {"instances": [json.loads(file.read_text()) for file in registered.glob("*.json")]})
+            return self.answer(
+                200, {"instances": [json.loads(file.read_text()) for file in registered.glob("*.json")]}
+            )
         if self.path.startswith("/v1/leases"):
             return self.answer(200, {"leases": [], "devices": []})
         return self.answer(200, {"runs": []})

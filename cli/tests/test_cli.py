@@ -1,0 +1,291 @@
+"""The command line as users and scripts see it: exit codes, JSON, sentences."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+INVALID = {
+    "reason": "INVALID",
+    "message": "the run spec has 1 problem",
+    "problems": [{"key": "algorithm.grup_size", "problem": "unknown key", "fix": "did you mean group_size?"}],
+}
+
+
+@pytest.fixture
+def spec_file(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump({"name": "mine", "steps": 3, "algorithm": {"group_size": 8}}))
+    return str(path)
+
+
+def one_document(text: str):
+    """The only line of standard output, as JSON."""
+    (line,) = text.splitlines()
+    return json.loads(line)
+
+
+def test_submit_with_overrides(headrace, coordinator, scripted_run, spec_file):
+    scripted_run()
+    result = headrace(
+        "run", "submit", spec_file, "--set", "steps=7", "--set", "algorithm.name=grpo", "--json"
+    )
+    assert result.returncode == 0
+    assert one_document(result.stdout)["id"] == "r-1"
+    (got,) = coordinator.requests("POST /v1/runs")
+    assert got.body == {"name": "mine", "steps": 7, "algorithm": {"group_size": 8, "name": "grpo"}}
+
+
+def test_refusal_is_exit_2_with_key_problem_and_fix(headrace, coordinator, spec_file):
+    coordinator.routes["POST /v1/runs"] = (422, INVALID)
+    result = headrace("run", "submit", spec_file)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert "algorithm.grup_size: unknown key; did you mean group_size?" in result.stderr
+    as_json = headrace("run", "submit", spec_file, "--json")
+    assert as_json.returncode == 2
+    assert one_document(as_json.stdout) == {"error": INVALID}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["run", "submit", "nowhere.yaml"], "nowhere.yaml: cannot be read"),
+        (["scale", "rolout=2"], "rollout=2"),
+        (["demo", "--preset", "smol"], "tiny or smollm2"),
+        (["run", "get", "r-9"], "no /v1/runs/r-9"),
+        (["up", "--rollout", "-1"], "--rollout"),
+    ],
+)
+def test_users_mistakes_are_exit_2_and_a_sentence(headrace, arguments, words):
+    result = headrace(*arguments)
+    assert result.returncode == 2
+    assert words in result.stderr and "Traceback" not in result.stderr
+
+
+def test_no_fleet_is_exit_1_with_what_to_do(headrace, free_port):
+    result = headrace("run", "list", HEADRACE_URL=f"http://127.0.0.1:{free_port}")
+    assert result.returncode == 1
+    assert "headrace up" in result.stderr and "Traceback" not in result.stderr
+
+
+def test_yaml_error_names_the_place(headrace, tmp_path):
+    (tmp_path / "bad.yaml").write_text("steps: [1\nname: x")
+    result = headrace("run", "submit", "bad.yaml")
+    assert result.returncode == 2 and "line 2" in result.stderr
+
+
+def test_yaml_tags_run_nothing(headrace, tmp_path):
+    (tmp_path / "bad.yaml").write_text(f"!!python/object/apply:os.mkdir ['{tmp_path}/made']")
+    assert headrace("run", "submit", "bad.yaml").returncode == 2
+    assert not (tmp_path / "made").exists()
+
+
+def test_dry_run_without_a_fleet_names_every_problem(headrace, spec_file):
+    result = headrace("run", "submit", spec_file, "--dry-run", "--set", "stepz=3", HEADRACE_URL="")
+    assert result.returncode == 2
+    assert "stepz: unknown key; did you mean steps?" in result.stderr
+    assert "model: required key is missing" in result.stderr
+
+
+@pytest.mark.parametrize("name", ["tiny", "smollm2", "own_reward"])
+def test_examples_are_valid(headrace, name):
+    result = headrace("run", "submit", str(EXAMPLES / f"{name}.yaml"), "--dry-run", "--json", HEADRACE_URL="")
+    assert result.returncode == 0, result.stderr
+    assert one_document(result.stdout)["valid"] is True
+
+
+def test_dry_run_asks_a_fleet_that_is_there(headrace, coordinator, spec_file):
+    coordinator.routes["POST /v1/runs"] = (200, {"name": "mine"})
+    assert headrace("run", "submit", spec_file, "--dry-run").returncode == 0
+    assert coordinator.requests("POST /v1/runs")[0].query == {"dry_run": ["true"]}
+
+
+def test_own_reward_is_short():
+    lines = (EXAMPLES / "own_reward.py").read_text().splitlines()
+    assert len(lines) < 20
+
+
+@pytest.mark.parametrize(("final", "code"), [("SUCCEEDED", 0), ("FAILED", 1), ("CANCELLED", 1)])
+def test_watch_ends_with_the_run(headrace, scripted_run, spec_file, final, code):
+    scripted_run(steps=3, step_s=0.2, final=final)
+    result = headrace("run", "submit", spec_file, "--watch")
+    assert result.returncode == code, result.stderr
+    assert f"run r-1 is {final}" in result.stdout
+    assert "step 3/3 reward=0.800" in result.stdout and "held-out=0.750" in result.stdout
+
+
+def test_watch_as_json_is_lines_of_json(headrace, scripted_run, spec_file):
+    scripted_run(steps=1, step_s=0.1)
+    headrace("run", "submit", spec_file)
+    time.sleep(0.2)
+    result = headrace("run", "watch", "r-1", "--json")
+    documents = [json.loads(line) for line in result.stdout.splitlines()]
+    assert [item["id"] for item in documents] == [1, 2, 3, 4, "r-1"]
+    assert headrace("run", "logs", "r-1", "--after", "3", "--json").stdout.count("\n") == 1
+
+
+def test_interrupted_watch_leaves_the_run(headrace, coordinator, scripted_run, tmp_path, spec_file):
+    scripted_run(steps=1000, step_s=0.2)
+    command = [sys.executable, "-m", "headrace_cli", "run", "submit", spec_file, "--watch"]
+    environment = {**os.environ, "HEADRACE_URL": coordinator.url}
+    process = subprocess.Popen(
+        command, env=environment, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None and "RUNNING" in process.stdout.readline()
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=20)
+    assert process.returncode == 130 and "headrace run cancel r-1" in errors and "Traceback" not in errors
+    assert not coordinator.requests("POST /v1/runs/r-1:cancel")
+
+
+def test_tables_and_json_of_everything(headrace, coordinator, scripted_run):
+    run = scripted_run(steps=4, step_s=0.01)
+    run.submitted_at = time.time() - 10
+    run.spec = {"name": "mine"}
+    trajectory = {"step": 1, "prompt": "3 + 5 =", "completion": "8\n", "reference": "8", "reward": 1.0}
+    instance = {"name": "instances/rollout-0", "kind": "rollout", "state": "READY", "devices": ["host/cpu:0"]}
+    coordinator.routes |= {
+        "GET /v1/runs": (200, {"runs": [run.view()]}),
+        "GET /v1/runs/r-1/trajectories": (200, {"trajectories": [trajectory]}),
+        "GET /v1/instances": (200, {"instances": [instance]}),
+        "POST /v1/services/rollout:scale": (200, {"kind": "rollout", "count": 2}),
+        "GET /v1/spec-schema": (200, {"type": "object"}),
+    }
+    shown = {
+        ("run", "list"): "0.350 → 0.750",
+        ("run", "get", "r-1"): "128 trained",
+        ("run", "trajectories", "r-1"): "8\\n",
+        ("run", "certificates", "r-1"): "set digest",
+        ("instances",): "cpu:0",
+        ("leases",): "r-1",
+        ("status",): "rollout-0",
+        ("scale", "rollout=2"): "2 wanted",
+        ("spec-schema",): "object",
+    }
+    for arguments, words in shown.items():
+        result = headrace(*arguments)
+        assert result.returncode == 0, (arguments, result.stderr)
+        assert words in result.stdout, (arguments, result.stdout)
+        one_document(headrace(*arguments, "--json").stdout)
+
+
+def test_token_from_the_environment(headrace, coordinator):
+    coordinator.routes["GET /v1/runs"] = (200, {"runs": []})
+    headrace("run", "list", HEADRACE_TOKEN="of mine")
+    assert coordinator.received[0].headers["authorization"] == "Bearer of mine"
+
+
+@pytest.fixture
+def demo_dir(tmp_path):
+    """A data directory with a model that need not be made."""
+    for preset in ("tiny", "smollm2"):
+        model = tmp_path / "demo" / "models" / preset
+        model.mkdir(parents=True)
+        (model / "config.json").write_text("{}")
+        (model / "model.safetensors").touch()
+    return tmp_path / "demo"
+
+
+def test_demo_ends_with_one_json_line(headrace, coordinator, scripted_run, demo_dir):
+    scripted_run(steps=4, step_s=0.2)
+    result = headrace("demo", "--preset", "smollm2", "--seed", "3", "--data-dir", str(demo_dir), "--json")
+    assert result.returncode == 0, result.stderr
+    figures = one_document(result.stdout)
+    expected = {
+        "run": "r-1", "state": "SUCCEEDED", "eval_before": 0.35, "eval_after": 0.75, "baseline_prefill": 0.62,
+        "steps": 4, "trained": 128, "dropped": 0, "duplicates": 0, "max_staleness": 0, "warmup_steps": 0,
+        "exact_before": 0.175, "exact_after": 0.375, "export_path": "/data/runs/r-1/export",
+    }  # fmt: skip
+    assert {key: figures[key] for key in expected} == expected
+    assert figures["stage_s"]["learn"] == pytest.approx(4 * 6.9) and figures["wall_s"] > 0
+    assert figures["protocol_share"] == pytest.approx(0.08 / 9.4, abs=1e-3)
+    spec = coordinator.requests("POST /v1/runs")[0].body
+    assert (spec["seed"], spec["model"]["path"]) == (3, str(demo_dir / "models" / "smollm2"))
+
+
+def test_demo_says_what_was_learned(headrace, scripted_run, demo_dir):
+    scripted_run(steps=4, step_s=0.1)
+    result = headrace("demo", "--preset", "smollm2", "--data-dir", str(demo_dir))
+    for words in (
+        "held-out score 0.350 → 0.750 over 80 answers",
+        "exact match    0.175 → 0.375",
+        "0.620: the untrained model with its answer begun for it",
+        "Much of what it learns is to answer at all",
+        "0 trained twice",
+        "3 + 5 =",
+        "/data/runs/r-1/export",
+    ):
+        assert words in result.stdout
+
+
+def test_demo_distrusts_counts_that_certificates_deny(headrace, scripted_run, demo_dir):
+    scripted_run(steps=2, step_s=0.1).trained_shown = 1
+    result = headrace("demo", "--data-dir", str(demo_dir), "--json")
+    assert result.returncode == 1
+    assert "the certificates say" in result.stderr
+
+
+def test_failed_demo_is_exit_1(headrace, scripted_run, demo_dir):
+    scripted_run(steps=2, step_s=0.1, final="FAILED")
+    result = headrace("demo", "--data-dir", str(demo_dir), "--json")
+    assert result.returncode == 1
+    assert json.loads(result.stdout.splitlines()[0])["state"] == "FAILED"
+
+
+def test_interrupted_demo_cancels_its_run(coordinator, scripted_run, demo_dir, tmp_path):
+    scripted_run(steps=1000, step_s=0.2)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "headrace_cli", "demo", "--data-dir", str(demo_dir)],
+        env={**os.environ, "HEADRACE_URL": coordinator.url},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None and "RUNNING" in process.stdout.readline()
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == 130 and "Traceback" not in errors
+    assert coordinator.requests("POST /v1/runs/r-1:cancel")
+
+
+def test_demo_that_cannot_start_its_run_leaves_no_fleet(fleet, demo_dir, tmp_path):
+    # The stand-in coordinator takes no runs.
+    demo_dir.rename(fleet.data_dir)
+    result = fleet.run("demo", "--port", str(fleet.port), "--json")
+    assert result.returncode == 1 and "Traceback" not in result.stderr
+    assert fleet.processes() == []
+
+
+def test_a_terminal_gets_a_picture(coordinator, scripted_run, spec_file):
+    scripted_run(steps=6, step_s=0.3)
+    leader, follower = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "headrace_cli", "run", "submit", spec_file, "--watch"],
+        env={**os.environ, "HEADRACE_URL": coordinator.url, "TERM": "xterm-256color", "COLUMNS": "120"},
+        stdin=follower,
+        stdout=follower,
+        stderr=follower,
+    )
+    os.close(follower)
+    shown = b""
+    while select.select([leader], [], [], 20)[0]:
+        try:
+            shown += os.read(leader, 65536)
+        except OSError:  # the other side closed
+            break
+    os.close(leader)
+    assert process.wait(10) == 0
+    text = shown.decode()
+    for words in ("step 6/6", "held-out 0.350 → 0.750", "trainer-0: learn", "waits for lease on host/cpu:0"):
+        assert words in text

@@ -1,0 +1,223 @@
+"""The Python client against a scripted coordinator: what it sends, makes of answers, and survives."""
+
+from __future__ import annotations
+
+import doctest
+import json
+import math
+import threading
+import time
+
+import headrace.client.errors
+import headrace.client.models
+import headrace.client.specs
+import headrace.client.sse
+import pytest
+from headrace.client import Client, HeadraceError, Run, load_spec
+
+
+@pytest.fixture
+def client(coordinator):
+    with Client(coordinator.url, "secret", patience_s=0) as made:
+        yield made
+
+
+@pytest.mark.parametrize("module", ["errors", "models", "specs", "sse"])
+def test_docstring_examples_hold(module):
+    result = doctest.testmod(getattr(headrace.client, module))
+    assert result.attempted and not result.failed
+
+
+def test_submit_sends_spec_token_and_key(client, coordinator, scripted_run):
+    scripted_run()
+    run = client.submit({"name": "mine", "optimizer": {"lr": 1}}, {"optimizer.lr": 2}, idempotency_key="k-1")
+    (got,) = coordinator.requests("POST /v1/runs")
+    assert run.id == "r-1" and run.spec == {"name": "mine", "optimizer": {"lr": 2}} == got.body
+    assert got.headers["authorization"] == "Bearer secret"
+    assert got.headers["idempotency-key"] == "k-1"
+
+
+def test_resources_are_lenient():
+    run = Run.from_json({"id": "r", "policy": None, "counts": {"trained": 2, "brand_new": 1}, "brand_new": 5})
+    assert (run.counts.trained, run.policy, run.raw["brand_new"]) == (2, None, 5)
+
+
+def test_null_figures_are_nan(client, coordinator):
+    coordinator.routes["GET /v1/runs/r-1/metrics"] = (200, {"steps": [{"step": 1, "reward_mean": None}]})
+    assert math.isnan(client.metrics("r-1")[0].reward_mean)
+
+
+def test_lists_follow_pages(client, coordinator):
+    def page(got):
+        if "page_token" not in got.query:
+            return 200, {"runs": [{"id": "b"}], "next_page_token": "t"}
+        assert got.query["page_token"] == ["t"]
+        return 200, {"runs": [{"id": "a"}], "next_page_token": ""}
+
+    coordinator.routes["GET /v1/runs"] = page
+    assert [run.id for run in client.list()] == ["b", "a"]
+
+
+def test_refusals_carry_reason_and_keys(client, coordinator):
+    problem = {"key": "steps", "problem": "must be above 0", "fix": "the nearest valid value is 1"}
+    coordinator.routes["POST /v1/runs"] = (422, {"reason": "INVALID", "message": "no", "problems": [problem]})
+    with pytest.raises(HeadraceError) as caught:
+        client.submit({"steps": 0})
+    assert caught.value.reason == "INVALID" and caught.value.is_users_mistake
+    assert [(p.key, p.fix) for p in caught.value.problems] == [("steps", "the nearest valid value is 1")]
+
+
+def test_other_bodies_become_errors_too(client, coordinator):
+    coordinator.routes["GET /v1/runs/r"] = (502, ["a proxy"])
+    with pytest.raises(HeadraceError) as caught:
+        client.get("r")
+    assert caught.value.reason == "HTTP_502" and not caught.value.is_users_mistake
+
+
+def test_unreachable_is_an_error_at_once_without_patience(free_port):
+    client = Client(f"http://127.0.0.1:{free_port}", patience_s=0)
+    with pytest.raises(HeadraceError, match=f"no coordinator answers at http://127.0.0.1:{free_port}"):
+        client.list()
+    assert client.healthy() is False
+
+
+def test_broken_write_is_repeated_with_its_key(coordinator, scripted_run):
+    run = scripted_run()
+    keys = []
+
+    def breaks_once(got):
+        keys.append(got.headers["idempotency-key"])
+        if len(keys) == 1:
+            raise ConnectionAbortedError("the answer is lost")
+        return run.submit(got)
+
+    coordinator.routes["POST /v1/runs"] = breaks_once
+    with Client(coordinator.url, patience_s=10) as client:
+        assert client.submit({"name": "once"}).id == "r-1"
+    assert len(keys) == 2 and keys[0] == keys[1]
+
+
+def sse(*ids: int) -> str:
+    lines = ["retry: 1000\n\n: alive\n\n"]
+    for number in ids:
+        event = {"id": number, "type": "step", "time": 1.0, "run": "runs/r", "data": {"n": number}, "new": 1}
+        lines.append(f"id: {number}\nevent: step\ndata: {json.dumps(event)}\n\n")
+    return "".join(lines)
+
+
+def test_events_go_on_where_the_stream_broke(client, coordinator):
+    asked = []
+
+    def stream(got):
+        asked.append(got.headers["last-event-id"])
+        return 200, {1: sse(1, 2) + "id: 3\ndata: {", 2: sse(2, 3)}.get(len(asked), sse(4))
+
+    coordinator.routes["GET /v1/runs/r/events"] = stream
+    coordinator.routes["GET /v1/runs/r"] = lambda got: (
+        200,
+        {"id": "r", "state": "RUNNING" if len(asked) < 2 else "SUCCEEDED"},
+    )
+    assert [event.id for event in client.events("r")] == [1, 2, 3, 4]
+    assert asked == ["0", "2", "3"]
+
+
+def test_events_outlive_a_coordinator_that_is_away(coordinator):
+    coordinator.routes["GET /v1/runs/r"] = (200, {"id": "r", "state": "SUCCEEDED"})
+    calls = []
+
+    def stream(got):
+        calls.append(1)
+        if len(calls) < 3:
+            raise ConnectionAbortedError
+        return 200, sse(1)
+
+    coordinator.routes["GET /v1/runs/r/events"] = stream
+    with Client(coordinator.url, patience_s=20) as client:
+        assert [event.id for event in client.events("r")] == [1]
+
+
+def test_wait_says_what_is_waited_for(client, coordinator):
+    view = {"name": "runs/r", "id": "r", "state": "RUNNING", "step": 3, "waiting_for": ["a lease on cpu:0"]}
+    coordinator.routes["GET /v1/runs/r"] = (200, view)
+    with pytest.raises(HeadraceError, match=r"runs/r is RUNNING .* at step 3: a lease on cpu:0") as caught:
+        client.wait("r", timeout=0.1)
+    assert caught.value.reason == "DEADLINE_EXCEEDED"
+
+
+def test_wait_returns_the_end(client, coordinator):
+    coordinator.routes["GET /v1/runs/r"] = (200, {"id": "r", "state": "RUNNING"})
+
+    def end() -> None:
+        time.sleep(0.3)
+        coordinator.routes["GET /v1/runs/r"] = (200, {"id": "r", "state": "FAILED"})
+
+    threading.Thread(target=end).start()
+    assert client.wait("runs/r", timeout=10).state == "FAILED"
+
+
+def test_steering_and_scaling(client, coordinator):
+    for verb in ("pause", "resume", "cancel"):
+        coordinator.routes[f"POST /v1/runs/r:{verb}"] = (200, {"id": "r", "state": verb.upper()})
+    coordinator.routes["POST /v1/services/rollout:scale"] = lambda got: (200, {"kind": "rollout", **got.body})
+    assert client.pause("r", now=True).state == "PAUSE"
+    assert coordinator.requests("POST /v1/runs/r:pause")[0].query == {"now": ["true"]}
+    assert (client.resume("r").state, client.cancel("r").state) == ("RESUME", "CANCEL")
+    assert client.scale("rollout", 3) == 3
+
+
+def test_trajectories_by_step_and_limit(client, coordinator):
+    found = [{"step": 2, "prompt_ordinal": n, "completion": "8"} for n in range(5)]
+    coordinator.routes["GET /v1/runs/r/trajectories"] = (200, {"trajectories": found})
+    assert [item.prompt_ordinal for item in client.trajectories("r", step=2, limit=3)] == [0, 1, 2]
+    assert coordinator.requests("GET /v1/runs/r/trajectories")[0].query["step"] == ["2"]
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("optimizer.lr=2e-5", {"optimizer": {"lr": 2e-5}}),
+        ("a.b.c=[1, x]", {"a": {"b": {"c": [1, "x"]}}}),
+        ("flag=true", {"flag": True}),
+        ("name=run-7", {"name": "run-7"}),
+        ("version=1.2.3", {"version": "1.2.3"}),
+        ("nothing=", {"nothing": None}),
+    ],
+)
+def test_override_values_are_yaml(override, expected):
+    assert load_spec({}, [override]) == expected
+
+
+@pytest.mark.parametrize("key", ["reward.scorers.1.weight", "reward.scorers[1].weight"])
+def test_overrides_reach_into_lists(key):
+    spec = {"reward": {"scorers": [{"weight": 1}, {"weight": 1}]}}
+    assert load_spec(spec, [f"{key}=3"])["reward"]["scorers"][1] == {"weight": 3}
+    assert spec["reward"]["scorers"][1] == {"weight": 1}
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        ("steps", "is not key=value"),
+        ("steps.x=1", "steps is a int, not a section"),
+        ("list.7=1", "is a list of 2"),
+        ("a=[1", "is not a YAML value"),
+    ],
+)
+def test_bad_overrides_name_key_and_fix(override, sentence):
+    with pytest.raises(HeadraceError) as caught:
+        load_spec({"steps": 1, "list": [1, 2]}, [override])
+    (problem,) = caught.value.problems
+    assert sentence in problem.problem and problem.fix and caught.value.is_users_mistake
+
+
+def test_paths_in_files_become_absolute(tmp_path):
+    (tmp_path / "mine.py").write_text("def score(*_): return 1.0")
+    (tmp_path / "models" / "m").mkdir(parents=True)
+    file = tmp_path / "run.yaml"
+    scorers = "{scorers: [{name: mine.py:score}, {name: exact}]}"
+    file.write_text(f"model: {{path: models/m}}\nreward: {scorers}")
+    spec = load_spec(file)
+    assert spec["model"]["path"] == str(tmp_path / "models" / "m")
+    assert [item["name"] for item in spec["reward"]["scorers"]] == [f"{tmp_path / 'mine.py'}:score", "exact"]
+    file.write_text("model: {path: HuggingFaceTB/SmolLM2-135M-Instruct}")
+    assert load_spec(file)["model"]["path"] == "HuggingFaceTB/SmolLM2-135M-Instruct"
