@@ -1,20 +1,20 @@
 """Real servers on free ports, a scripted FleetService, and waiting with a deadline and a name."""
 
 import asyncio
+import subprocess
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
 
 import grpc
 import pytest
 from google.protobuf import duration_pb2
-from headrace_servicekit.client import dial
-from headrace_servicekit.errors import ServiceError
-from headrace_servicekit.server import GrpcServer
-
 from headrace.common.v1 import common_pb2
 from headrace.coordinator.v1 import fleet_pb2, fleet_pb2_grpc
 from headrace.reward.v1 import reward_pb2, reward_pb2_grpc
+from headrace_servicekit.client import dial
+from headrace_servicekit.errors import ServiceError
+from headrace_servicekit.server import GrpcServer
 
 REWARD = "headrace.reward.v1.RewardService"
 FLEET = "headrace.coordinator.v1.FleetService"
@@ -68,6 +68,10 @@ class Fleet(fleet_pb2_grpc.FleetServiceServicer):
     commands: asyncio.Queue = field(default_factory=asyncio.Queue)
     supervisor_commands: asyncio.Queue = field(default_factory=asyncio.Queue)
     acknowledge: bool = True
+    reading: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def __post_init__(self):
+        self.reading.set()
 
     async def Register(self, request, context):
         self.registered.append(request)
@@ -81,6 +85,7 @@ class Fleet(fleet_pb2_grpc.FleetServiceServicer):
     async def Session(self, request_iterator, context):
         async def read():
             async for request in request_iterator:
+                await self.reading.wait()
                 self.events.append(request)
                 if request.WhichOneof("event") == "heartbeat" and self.acknowledge:
                     await self.commands.put(self.ack(request.heartbeat))
@@ -114,7 +119,9 @@ class Fleet(fleet_pb2_grpc.FleetServiceServicer):
         return fleet_pb2.SessionResponse(heartbeat_ack=ack)
 
     def grant(self, epoch, ttl_s=None):
-        lease = common_pb2.Lease(epoch=epoch, run="runs/r", devices=["h/cpu:0"], ttl=seconds(ttl_s or self.ttl_s))
+        lease = common_pb2.Lease(
+            epoch=epoch, run="runs/r", devices=["h/cpu:0"], ttl=seconds(ttl_s or self.ttl_s)
+        )
         self.commands.put_nowait(fleet_pb2.SessionResponse(grant=fleet_pb2.Grant(lease=lease)))
 
     def revoke(self, epoch, notice_s=1.0):
@@ -148,7 +155,7 @@ def until() -> Callable:
 
 @pytest.fixture
 async def servers() -> AsyncIterator[Callable]:
-    """`await servers(servicer, token=..., listen=...)` starts a RewardService or FleetService; returns (server, address)."""
+    """`await servers(servicer, token=..., listen=...)` starts a server; returns it and its address."""
     started = []
 
     async def start(servicer, *, token=None, listen="127.0.0.1:0", **options):
@@ -178,6 +185,21 @@ async def reward_stub() -> AsyncIterator[Callable]:
     yield make
     for channel in channels:
         await channel.close()
+
+
+@pytest.fixture
+def processes() -> Iterator[Callable]:
+    """`processes(command, **options)` starts a process that is gone at the end."""
+    started = []
+
+    def start(command, **options):
+        started.append(subprocess.Popen(command, **options))
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait(10)
 
 
 @pytest.fixture

@@ -1,15 +1,12 @@
 """dial(): deadlines and retries by default."""
 
 import json
-import os
-import subprocess
 import sys
 
 import grpc
 import pytest
-from headrace_servicekit import client
-
 from headrace.reward.v1 import reward_pb2
+from headrace_servicekit import client
 
 UNARY_DEADLINE_PROBE = """
 import asyncio, sys
@@ -40,9 +37,9 @@ async def test_a_deadline_ends_a_call(servers, reward_stub, scripted_reward):
     assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
 
 
-async def test_deadlines_can_be_switched_off_for_a_process(servers, scripted_reward, until):
+async def test_deadlines_can_be_switched_off_for_a_process(servers, scripted_reward, processes, until):
     _, address = await servers(scripted_reward)
-    probe = subprocess.Popen([sys.executable, "-c", UNARY_DEADLINE_PROBE, address], env=os.environ)
+    probe = processes([sys.executable, "-c", UNARY_DEADLINE_PROBE, address])
     await until(lambda: probe.poll() is not None, "the probe to end", 30)
     assert probe.returncode == 0
     assert scripted_reward.deadlines[0] is None

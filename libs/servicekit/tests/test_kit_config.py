@@ -74,7 +74,9 @@ def test_parse_config_reads_json_and_says_where():
         parse_config(Outer, {"path": "x", "algoritm": {}}, "config_json of the trainer")
     error = caught.value
     assert error.code is grpc.StatusCode.INVALID_ARGUMENT and error.reason == "INVALID"
-    assert error.message.startswith("config_json of the trainer: algoritm: unknown key; did you mean 'algorithm'?")
+    assert error.message.startswith(
+        "config_json of the trainer: algoritm: unknown key; did you mean 'algorithm'?"
+    )
     assert error.metadata["key"] == "algoritm"
 
 

@@ -13,7 +13,9 @@ import os, threading, time
 from headrace_servicekit.devices import bind_cpu
 threading.Thread(target=time.sleep, args=(5,), daemon=True).start()
 core = max(os.sched_getaffinity(0))
-print(bind_cpu([f"h/cpu:{core}"]), {tuple(os.sched_getaffinity(int(t))) for t in os.listdir("/proc/self/task")} == {(core,)})
+count = bind_cpu([f"h/cpu:{core}"])
+masks = {tuple(os.sched_getaffinity(int(thread))) for thread in os.listdir("/proc/self/task")}
+print(count, masks == {(core,)})
 """
 
 

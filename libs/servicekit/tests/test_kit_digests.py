@@ -2,11 +2,10 @@
 
 import random
 
+from headrace.common.v1 import common_pb2
 from headrace_servicekit.digests import digest_bytes, manifest_digest, set_digest, trajectory_digest
 from hypothesis import given
 from hypothesis import strategies as st
-
-from headrace.common.v1 import common_pb2
 
 
 def trajectory(**changes):

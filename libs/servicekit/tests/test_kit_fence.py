@@ -1,10 +1,9 @@
 """The fence: past coordinators and leases not held now are refused."""
 
 import pytest
+from headrace.common.v1 import common_pb2
 from headrace_servicekit.errors import ServiceError
 from headrace_servicekit.fence import Fence
-
-from headrace.common.v1 import common_pb2
 
 
 def header(coordinator=1, lease=0):

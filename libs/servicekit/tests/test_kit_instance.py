@@ -1,4 +1,4 @@
-"""An instance and its session: registration, leases over a real stream, restarts of the coordinator, its end."""
+"""An instance and its session: registration, leases over a real stream, a restarted coordinator, its end."""
 
 import asyncio
 import os
@@ -8,12 +8,11 @@ import sys
 
 import grpc
 import pytest
-from headrace_servicekit.errors import ServiceError
-from headrace_servicekit.instance import Instance, InstanceConfig, parse_instance_config
-
 from headrace.common.v1 import common_pb2
 from headrace.coordinator.v1 import fleet_pb2
-from headrace.reward.v1 import reward_pb2_grpc
+from headrace.reward.v1 import reward_pb2, reward_pb2_grpc
+from headrace_servicekit.errors import ServiceError
+from headrace_servicekit.instance import Instance, InstanceConfig, parse_instance_config
 
 REWARD = "headrace.reward.v1.RewardService"
 
@@ -44,7 +43,13 @@ async def instances(tmp_path, scripted_reward):
     started = []
 
     async def start(coordinator="", *, prepare=lambda instance: None, **config):
-        fields = {"kind": "rollout", "host": "h", "devices": ("cpu:0",), "shm_dir": tmp_path / "shm", **config}
+        fields = {
+            "kind": "rollout",
+            "host": "h",
+            "devices": ("cpu:0",),
+            "shm_dir": tmp_path / "shm",
+            **config,
+        }
         instance = Instance(InstanceConfig(coordinator=coordinator, **fields))
         instance.calls = []
 
@@ -74,8 +79,6 @@ async def test_register_says_who_and_where_and_the_address_answers(fleet, instan
     assert (request.instance, request.incarnation, request.host) == ("rollout-3", "abc", "h")
     assert request.kind == fleet_pb2.SERVICE_KIND_ROLLOUT and list(request.devices) == ["h/cpu:0"]
     assert request.address == instance.address
-    from headrace.reward.v1 import reward_pb2
-
     assert await reward_stub(request.address).OpenRun(reward_pb2.OpenRunRequest())
 
 
@@ -144,7 +147,9 @@ async def test_a_stale_epoch_is_given_up(fleet, instances, until):
     assert instance.calls[-1] == ("revoke", 7, 0.0) and not instance.fence.holds(7)
 
 
-async def test_a_restarted_coordinator_hears_of_leases_runs_and_its_predecessors_epoch(fleet, instances, until):
+async def test_a_restarted_coordinator_hears_of_leases_runs_and_its_predecessors_epoch(
+    fleet, instances, until
+):
     instance = await instances(fleet.address)
     instance.open_runs.add("runs/r")
     fleet.grant(7)
@@ -204,6 +209,19 @@ async def test_stopping_releases_leases_and_tells_it(fleet, instances, until):
     await instance.stop(2.0)
     assert instance.calls[-1] == ("revoke", 7, 2.0)
     assert [released.epoch for released in fleet.said("lease_released")] == [7]
+
+
+async def test_stopping_waits_until_the_release_has_arrived(fleet, instances, until):
+    instance = await instances(fleet.address)
+    fleet.grant(7)
+    await until(lambda: instance.fence.holds(7), "the lease")
+    fleet.reading.clear()
+    stopping = asyncio.ensure_future(instance.stop(0.5))
+    await asyncio.sleep(0.5)
+    assert not fleet.said("lease_released")
+    fleet.reading.set()
+    await stopping
+    assert fleet.said("lease_released")
 
 
 async def test_a_drain_runs_the_callback_within_its_grace(fleet, instances, until):
@@ -271,9 +289,9 @@ asyncio.run(main())
 """
 
 
-async def test_sigterm_ends_a_process_in_order(fleet, until, tmp_path):
+async def test_sigterm_ends_a_process_in_order(fleet, until, tmp_path, processes):
     arguments = ["--coordinator", fleet.address, "--name", "reward-9", "--shm-dir", str(tmp_path)]
-    process = subprocess.Popen(
+    process = processes(
         [sys.executable, "-c", SERVICE, *arguments], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
     )
     await until(lambda: fleet.registered, "the registration", 30)

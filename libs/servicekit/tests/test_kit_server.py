@@ -9,12 +9,11 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from headrace.common.v1 import common_pb2
+from headrace.reward.v1 import reward_pb2
 from headrace_servicekit.client import dial
 from headrace_servicekit.errors import ServiceError, message_of, metadata_of, reason_of
 from headrace_servicekit.server import GrpcServer, advertised_host, is_loopback, split_address
-
-from headrace.common.v1 import common_pb2
-from headrace.reward.v1 import reward_pb2
 
 REWARD = "headrace.reward.v1.RewardService"
 
@@ -53,14 +52,22 @@ async def test_streams_need_the_token_too(servers, reward_stub, scripted_reward)
     assert (await failure(call.read())).code() is grpc.StatusCode.UNAUTHENTICATED
 
 
-async def test_a_service_error_arrives_with_code_reason_sentence_and_metadata(servers, reward_stub, scripted_reward):
+async def test_a_service_error_arrives_with_code_reason_sentence_and_metadata(
+    servers, reward_stub, scripted_reward
+):
     _, address = await servers(scripted_reward)
     error = await failure(reward_stub(address).OpenRun(opening("refuse:NOT_OPEN")))
     assert error.code() is grpc.StatusCode.FAILED_PRECONDITION
-    assert (reason_of(error), message_of(error), metadata_of(error)) == ("NOT_OPEN", "not now; later", {"key": "k"})
+    assert (reason_of(error), message_of(error), metadata_of(error)) == (
+        "NOT_OPEN",
+        "not now; later",
+        {"key": "k"},
+    )
 
 
-async def test_a_service_error_inside_a_stream_arrives_after_what_was_sent(servers, reward_stub, scripted_reward):
+async def test_a_service_error_inside_a_stream_arrives_after_what_was_sent(
+    servers, reward_stub, scripted_reward
+):
     _, address = await servers(scripted_reward)
     items = [reward_pb2.ScoreItem(attempt=attempt) for attempt in (1, 13)]
     call = reward_stub(address).Score(iter([reward_pb2.ScoreRequest(items=items)]))
@@ -108,7 +115,9 @@ async def test_two_servers_never_share_a_port(servers, scripted_reward):
         await servers(scripted_reward, listen=address)
 
 
-async def test_draining_refuses_new_calls_and_lets_running_ones_end(servers, reward_stub, scripted_reward, until):
+async def test_draining_refuses_new_calls_and_lets_running_ones_end(
+    servers, reward_stub, scripted_reward, until
+):
     server, address = await servers(scripted_reward)
     stub = reward_stub(address)
     running = asyncio.ensure_future(stub.OpenRun(opening("sleep:0.6")))

@@ -1,6 +1,7 @@
-"""The supervisor with real children: restarts, kills, last words, no orphans, and its line to the coordinator."""
+"""The supervisor with real children: restarts, kills, last words, no orphans, its line to the coordinator."""
 
 import asyncio
+import itertools
 import os
 import signal
 import subprocess
@@ -9,32 +10,31 @@ import time
 
 import psutil
 import pytest
+from headrace.coordinator.v1 import fleet_pb2
 from headrace_servicekit import child
 from headrace_servicekit.supervisor import Supervisor
 
-from headrace.coordinator.v1 import fleet_pb2
 
-SLEEP = [sys.executable, "-S", "-c", "import time; time.sleep(600)"]
-CRASH = [sys.executable, "-S", "-c", "import sys; print('out'); sys.exit('broken: no such model')"]
-STUBBORN = [
-    sys.executable,
-    "-S",
-    "-c",
-    "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); time.sleep(600)",
-]
-PARENT = [
-    sys.executable,
-    "-S",
-    "-c",
-    "import subprocess, sys, time; p = subprocess.Popen([sys.executable, '-S', '-c', 'import time; time.sleep(600)']);"
-    "print(p.pid, flush=True); time.sleep(600)",
-]
-ENVIRONMENT = [
-    sys.executable,
-    "-S",
-    "-c",
-    "import os, time; print(os.environ['HEADRACE_NAME'], os.environ['HEADRACE_INCARNATION'], flush=True); time.sleep(600)",
-]
+def python(script):
+    return [sys.executable, "-S", "-c", script]
+
+
+SLEEP = python("import time; time.sleep(600)")
+CRASH = python("import sys; print('out'); sys.exit('broken: no such model')")
+DEAF = python(
+    "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN);"
+    "print('deaf', flush=True); time.sleep(600)"
+)
+PARENT = python(
+    "import subprocess, sys, time;"
+    "child = subprocess.Popen([sys.executable, '-S', '-c', 'import time; time.sleep(600)']);"
+    "print(child.pid, flush=True); time.sleep(600)"
+)
+ENVIRONMENT = python(
+    "import os, time;"
+    "print(os.environ['HEADRACE_NAME'], os.environ['HEADRACE_INCARNATION'], flush=True); time.sleep(600)"
+)
+ENTRY_POINT = [sys.executable, "-m", "headrace_servicekit.supervise", "--kind", "rollout"]
 
 
 @pytest.fixture
@@ -97,7 +97,7 @@ async def test_a_crashing_process_is_restarted_more_and_more_slowly(supervise, u
     await supervise(CRASH, on_end=lambda end: ends.append((time.monotonic(), end)))
     await until(lambda: len(ends) >= 4, "four ends")
     times = [at for at, _ in ends]
-    pauses = [later - earlier for earlier, later in zip(times, times[1:], strict=False)]
+    pauses = [later - earlier for earlier, later in itertools.pairwise(times)]
     assert pauses[0] >= 0.2 and pauses[1] >= 0.4 and pauses[2] >= 0.8
     assert ends[0][1].status == 1 and "broken: no such model" in ends[0][1].last_words
 
@@ -144,7 +144,7 @@ async def test_stop_asks_first_and_kills_after_the_grace(supervise, until):
 
 
 async def test_a_process_deaf_to_sigterm_is_killed(supervise, until):
-    supervisor = await supervise(STUBBORN)
+    supervisor = await supervise(DEAF)
     await until(lambda: any(i.log_file.exists() for i in supervisor.processes()), "its first word")
     (pid,) = pids(supervisor)
     assert await supervisor.stop(0.5) == -signal.SIGKILL
@@ -169,41 +169,39 @@ async def test_a_command_that_does_not_exist_is_its_last_word(supervise, until):
     ends = []
     await supervise(["/no/such/program"], on_end=ends.append)
     await until(lambda: ends, "the end")
-    assert ends[0].status == 127 and ends[0].last_words == "cannot start /no/such/program: No such file or directory"
+    assert ends[0].status == 127
+    assert ends[0].last_words == "cannot start /no/such/program: No such file or directory"
 
 
-async def test_children_die_with_a_killed_supervisor(tmp_path, until):
-    command = [sys.executable, "-m", "headrace_servicekit.supervise", "--kind", "rollout", "--log-dir", str(tmp_path)]
-    supervisor = subprocess.Popen([*command, "--", *SLEEP], stderr=subprocess.DEVNULL)
-    try:
-        (child_process,) = await until(lambda: psutil.Process(supervisor.pid).children(), "the child", 20)
-        await until(lambda: "time.sleep" in child_process.cmdline()[-1] and len(child_process.cmdline()) == 4, "exec")
-        supervisor.kill()
-        await until(lambda: gone(child_process.pid), "the child's end")
-    finally:
-        supervisor.kill()
-        supervisor.wait(10)
+async def test_children_die_with_a_killed_supervisor(tmp_path, until, processes):
+    supervisor = processes([*ENTRY_POINT, "--log-dir", tmp_path, "--", *SLEEP], stderr=subprocess.DEVNULL)
+    (started,) = await until(lambda: psutil.Process(supervisor.pid).children(), "the child", 20)
+    await until(lambda: started.cmdline() == SLEEP, "the child's exec")
+    supervisor.kill()
+    await until(lambda: gone(started.pid), "the child's end")
 
 
-async def test_the_container_entry_point_stops_its_child_and_shows_its_output(tmp_path, until):
-    command = [sys.executable, "-m", "headrace_servicekit.supervise", "--kind", "rollout", "--name", "rollout-x"]
-    script = "import os, time; print(os.environ['HEADRACE_NAME'], flush=True); time.sleep(600)"
-    supervisor = subprocess.Popen(
-        [*command, "--log-dir", str(tmp_path), "--", sys.executable, "-S", "-c", script], stderr=subprocess.PIPE
-    )
-    assert await asyncio.to_thread(supervisor.stderr.readline) == b"rollout-x\n"
-    (child_process,) = psutil.Process(supervisor.pid).children()
+async def test_the_container_entry_point_stops_its_child_and_shows_its_output(tmp_path, until, processes):
+    arguments = ["--name", "rollout-x", "--log-dir", tmp_path, "--", *ENVIRONMENT]
+    supervisor = processes([*ENTRY_POINT, *arguments], stderr=subprocess.PIPE)
+    line = await asyncio.to_thread(supervisor.stderr.readline)
+    assert line.startswith(b"rollout-x ")
+    (started,) = psutil.Process(supervisor.pid).children()
     supervisor.send_signal(signal.SIGTERM)
     await until(lambda: supervisor.poll() is not None, "the end")
-    assert gone(child_process.pid) and supervisor.returncode == 1  # the child ended by the signal
+    assert gone(started.pid) and supervisor.returncode == 1  # the child ended by the signal
 
 
-async def test_the_coordinator_hears_of_processes_and_ends_with_last_words(supervise, until, servers, new_fleet):
+def exits_told(fleet):
+    return [message.exit for message in fleet.supervised if message.WhichOneof("event") == "exit"]
+
+
+async def test_the_coordinator_hears_of_processes_and_ends(supervise, until, servers, new_fleet):
     fleet = new_fleet()
     _, address = await servers(fleet)
     supervisor = await supervise(CRASH, coordinator=address, scalable_kinds=["rollout"])
     supervisor.set_count("coordinator", 1)
-    exits = await until(lambda: [m.exit for m in fleet.supervised if m.WhichOneof("event") == "exit"], "an exit")
+    exits = await until(lambda: exits_told(fleet), "an exit")
     assert (exits[0].instance, exits[0].exit_status) == ("rollout-0", 1)
     assert "no such model" in exits[0].last_words and fleet.supervised[0].host == "h"
     tables = [m.processes for m in fleet.supervised if m.WhichOneof("event") == "processes"]
@@ -233,7 +231,7 @@ async def test_the_coordinator_scales_and_kills(supervise, until, servers, new_f
     info = supervisor.processes()[0]
     send(kill=fleet_pb2.Kill(instance=info.instance, incarnation=info.incarnation, reason="stuck"))
     await until(lambda: gone(info.pid), "the kill")
-    exits = await until(lambda: [m.exit for m in fleet.supervised if m.WhichOneof("event") == "exit"], "its exit")
+    exits = await until(lambda: exits_told(fleet), "its exit")
     assert (exits[0].incarnation, exits[0].exit_status) == (info.incarnation, -signal.SIGKILL)
 
 
@@ -249,6 +247,6 @@ async def test_a_restarted_coordinator_hears_of_ends_that_it_missed(supervise, u
     later = new_fleet()
     await until(lambda: supervisor.processes()[0].restarts, "the restart")
     await servers(later, listen=address)
-    exits = await until(lambda: [m.exit for m in later.supervised if m.WhichOneof("event") == "exit"], "the exit")
+    exits = await until(lambda: exits_told(later), "the exit")
     assert exits[0].incarnation == before.incarnation
     assert later.supervised[0].WhichOneof("event") == "processes"

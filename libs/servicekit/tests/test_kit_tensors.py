@@ -3,13 +3,12 @@
 import ml_dtypes
 import numpy as np
 import pytest
+from headrace.common.v1 import common_pb2
 from headrace_servicekit.errors import ServiceError
 from headrace_servicekit.tensors import NUMPY_TYPES, decode_tensor, encode_tensor
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
-
-from headrace.common.v1 import common_pb2
 
 DTYPES = sorted(NUMPY_TYPES.values(), key=str)
 SHAPES = hnp.array_shapes(min_dims=0, max_dims=4, min_side=0, max_side=5)
@@ -90,9 +89,7 @@ def test_a_bool_is_0_or_1():
 
 def test_a_blob_is_not_taken_for_an_empty_body():
     blob = common_pb2.BlobRef(blob_id="x")
-    assert "blob" in refusal(
-        common_pb2.Tensor(data_type=common_pb2.DATA_TYPE_UINT8, shape=[0], blob=blob)
-    )
+    assert "blob" in refusal(common_pb2.Tensor(data_type=common_pb2.DATA_TYPE_UINT8, shape=[0], blob=blob))
 
 
 def test_big_endian_and_strided_arrays_travel_by_value():

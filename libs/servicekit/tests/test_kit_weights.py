@@ -8,12 +8,11 @@ import sys
 
 import numpy as np
 import pytest
+from headrace.common.v1 import common_pb2, weights_pb2_grpc
 from headrace_servicekit.digests import digest_bytes
 from headrace_servicekit.errors import ServiceError
 from headrace_servicekit.server import GrpcServer
 from headrace_servicekit.weights import WeightServicer, WeightStore, receive_weights
-
-from headrace.common.v1 import common_pb2, weights_pb2_grpc
 
 RUN = "runs/r"
 SHM, GRPC = common_pb2.WEIGHT_TRANSPORT_SHM, common_pb2.WEIGHT_TRANSPORT_GRPC
@@ -135,7 +134,12 @@ async def test_files_that_are_not_there_lead_to_grpc(stores, serve_store, field)
 
 
 async def test_who_took_it_by_grpc_serves_others_by_both(stores, serve_store):
-    first, second, third, fourth = stores("a"), stores("b", root="x"), stores("c", root="x"), stores("d", root="y")
+    first, second, third, fourth = (
+        stores("a"),
+        stores("b", root="x"),
+        stores("c", root="x"),
+        stores("d", root="y"),
+    )
     await serve_store(first)
     await serve_store(second)
     version, manifest = publish(first)
@@ -188,9 +192,7 @@ async def test_a_spoiled_source_is_passed_over_for_a_sound_one(stores):
     version, manifest = publish(spoiled)
     publish(sound)
     spoil(spoiled.get(RUN, 1).path, 0)
-    received = await receive(
-        receiver, version, manifest, spoiled.source(RUN, 1), sound.source(RUN, 1)
-    )
+    received = await receive(receiver, version, manifest, spoiled.source(RUN, 1), sound.source(RUN, 1))
     assert received.transport == SHM and "tensor embed" in received.fallbacks[0]
     assert received.body == sound.get(RUN, 1).body
 
@@ -319,7 +321,10 @@ def test_an_incarnation_that_lives_cannot_be_taken(stores):
 
 
 def test_a_full_tmpfs_is_a_sentence(tmp_path):
-    if os.geteuid() != 0 or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "none", tmp_path]).returncode:
+    if (
+        os.geteuid() != 0
+        or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "none", tmp_path]).returncode
+    ):
         pytest.skip("needs the right to mount a small tmpfs")
     try:
         store = WeightStore(tmp_path / "shm", "a")
@@ -334,10 +339,9 @@ def test_a_full_tmpfs_is_a_sentence(tmp_path):
 
 
 async def test_an_offset_beyond_the_body_and_an_unknown_version_are_refused(stores, serve_store):
+    from headrace.common.v1 import weights_pb2
     from headrace_servicekit.client import dial
     from headrace_servicekit.errors import reason_of
-
-    from headrace.common.v1 import weights_pb2
 
     store = stores("a")
     await serve_store(store)

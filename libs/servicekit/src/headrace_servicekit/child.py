@@ -105,8 +105,7 @@ class Child:
         self._stopping.set()
         if self._task is None:
             return 0
-        if self._pid:
-            os.kill(self._pid, signal.SIGTERM)
+        self._ask_to_end()
         done, _ = await asyncio.wait({self._task}, timeout=grace_s)
         if not done:
             _logger.warning("did not stop in time, killing", extra={"supervised": self._settings.name})
@@ -114,6 +113,14 @@ class Child:
                 signal_group(self._pid, signal.SIGKILL)
             await self._task
         return self._last_status
+
+    def _ask_to_end(self) -> None:
+        """SIGTERM to the process itself: what it started is its own to end."""
+        try:
+            if self._pid:
+                os.kill(self._pid, signal.SIGTERM)
+        except ProcessLookupError:
+            pass  # it ended by itself; its end is being noticed
 
     async def _keep_running(self) -> None:
         backoff = FIRST_BACKOFF_S
@@ -142,7 +149,7 @@ class Child:
         copying = asyncio.create_task(self._copy_output(readable))
         settings.on_start()
         if self._stopping.is_set():
-            process.terminate()
+            self._ask_to_end()
         status = await process.wait()
         signal_group(process.pid, signal.SIGKILL)  # whatever it started and left behind
         self._pid, self._last_status = 0, status
