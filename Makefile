@@ -1,0 +1,68 @@
+# The commands of this repository; `make help` lists them. Everything is made inside the checkout.
+
+PYTHON ?= python3
+PRESET ?= smollm2
+SEED ?=
+# Where torch comes from when not from pip's own index: a folder or page of wheels, or an index.
+TORCH_FIND_LINKS ?=
+TORCH_INDEX_URL ?=
+TORCH_VERSION := 2.13.0
+
+export PIP_CACHE_DIR ?= $(CURDIR)/.cache/pip
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+PIP := .venv/bin/python -m pip
+PINNED := -c constraints/base.txt
+DISTS := proto libs/servicekit libs/modelkit services/coordinator services/rollout services/trainer \
+	services/simulator services/reward cli
+TORCH_FROM := $(if $(TORCH_FIND_LINKS),--find-links $(TORCH_FIND_LINKS)) $(if $(TORCH_INDEX_URL),--index-url $(TORCH_INDEX_URL))
+
+.DEFAULT_GOAL := help
+.PHONY: help setup run test lint nightly docs spec-docs freeze clean
+
+help: ## List the targets.
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
+	@echo "  PRESET=smollm2|tiny and SEED=N choose the run; PYTHON=, TORCH_FIND_LINKS=, TORCH_INDEX_URL= the set-up."
+
+setup: .venv/.complete ## Make .venv with all packages, editable (what run, test and lint call).
+
+# A venv is complete once the stamp is there: an interrupted set-up starts again.
+.venv/.complete: pyproject.toml constraints/base.txt $(DISTS:%=%/pyproject.toml)
+	@sh ci/check_host.sh "$(PYTHON)"
+	@rm -f $@
+	"$(PYTHON)" -m venv .venv
+	$(PIP) install -q $(PINNED) --upgrade pip
+	$(PIP) install -q $(PINNED) hatchling editables
+	$(PIP) install -q $(PINNED) --no-deps $(TORCH_FROM) "torch==$(TORCH_VERSION)"
+	$(PIP) install -q --no-deps --no-build-isolation $(DISTS:%=-e ./%)
+	$(PIP) install -q $(PINNED) --group dev "headrace[local]"
+	$(PIP) check
+	@touch $@
+
+run: setup ## Train a model from nothing and show it live (PRESET=smollm2 or tiny).
+	.venv/bin/headrace demo --preset $(PRESET) $(if $(SEED),--seed $(SEED))
+
+test: setup ## All tests of .ci/run: units, seeded simulation, flows, faults, packaging.
+	.venv/bin/python ci/parts.py test
+
+lint: setup ## ruff, mypy, import rules, contracts, generated files.
+	.venv/bin/python ci/parts.py lint
+
+nightly: setup ## What takes too long for every change: many seeds of the simulation, tests marked nightly.
+	.venv/bin/python ci/parts.py nightly
+
+docs: setup spec-docs ## Build the documentation site into .cache/site (tools in .envs/docs).
+	test -x .envs/docs/bin/mkdocs || "$(PYTHON)" -m venv .envs/docs
+	.envs/docs/bin/python -m pip install -q -c constraints/docs.txt mkdocs-material
+	.envs/docs/bin/mkdocs build --strict --site-dir .cache/site
+
+spec-docs: setup ## Write docs/run-spec.md again from the run spec's schema.
+	.venv/bin/python ci/spec_docs.py docs/run-spec.md
+
+freeze: ## Write constraints/base.txt from what .venv holds now.
+	@{ sed -n '/^#/p' constraints/base.txt; $(PIP) freeze --all --exclude-editable | sed -e '/^#/d' -e 's/^torch==.*/torch==$(TORCH_VERSION)/'; } > .base.txt
+	@mv .base.txt constraints/base.txt
+
+clean: ## Remove environments, caches and build products; runs and models (.headrace) stay.
+	rm -rf .venv .envs .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
