@@ -6,13 +6,12 @@ engines and devices exist) is checked at submission by `admission`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, model_validator
 
-from headrace_coordinator.problems import Impossible, problem
-from headrace_coordinator.views import KeyProblemView
+from headrace_coordinator.problems import Impossible
+from headrace_coordinator.spec_rules import impossible_combinations
 
 # Strict: `true` and "8" are no numbers. Bounded: every count fits the wire's int32 (bytes: int64).
 Count = Annotated[int, Field(strict=True, ge=1, le=2**31 - 1)]
@@ -263,133 +262,7 @@ class RunSpec(Section):
 
     @model_validator(mode="after")
     def _combinations(self) -> RunSpec:
-        problems = [
-            *_batch(self),
-            *_prompt(self),
-            *_sampling(self),
-            *_placement(self),
-            *_evaluation(self),
-            *_reward(self),
-        ]
+        problems = list(impossible_combinations(self))
         if problems:
             raise Impossible(problems)
         return self
-
-
-def _batch(spec: RunSpec) -> Iterator[KeyProblemView]:
-    algorithm, ranks = spec.algorithm, spec.trainer.ranks
-    if algorithm.name == "grpo" and algorithm.group_size < 2:
-        yield problem("algorithm.group_size", "grpo compares the samples of a group", "use at least 2")
-    if algorithm.prompts_per_step % ranks:
-        yield problem(
-            "algorithm.prompts_per_step",
-            f"{algorithm.prompts_per_step} groups cannot be shared evenly by trainer.ranks: {ranks}",
-            f"the nearest valid value is {max(1, round(algorithm.prompts_per_step / ranks)) * ranks}",
-        )
-    if algorithm.clip_low >= 1:
-        yield problem(
-            "algorithm.clip_low", "the ratio is clipped below at 1 - clip_low", "use a number below 1"
-        )
-    schedule = spec.optimizer.schedule
-    total = schedule.total_steps or spec.steps
-    if schedule.warmup_steps > total:
-        yield problem(
-            "optimizer.schedule.warmup_steps",
-            f"the warm-up of {schedule.warmup_steps} steps does not end within the schedule's {total}",
-            f"the nearest valid value is {total}",
-        )
-
-
-def _prompt(spec: RunSpec) -> Iterator[KeyProblemView]:
-    prompt = spec.data.prompt
-    if prompt.system is not None and not prompt.chat:
-        yield problem(
-            "data.prompt.system",
-            "text that is fed as it is has no system message",
-            "remove it, or set data.prompt.chat: true",
-        )
-
-
-def _sampling(spec: RunSpec) -> Iterator[KeyProblemView]:
-    sampling, context = spec.sampling, spec.model.max_context
-    neutral: dict[str, float] = {"top_p": 1, "top_k": 0, "min_p": 0, "repetition_penalty": 1}
-    for key, value in neutral.items():
-        if getattr(sampling, key) != value:
-            yield problem(
-                f"sampling.{key}",
-                "truncated or penalised sampling is refused on policy (the kept set does not travel)",
-                f"set {key}: {value}",
-            )
-    for key, tokens in (
-        ("sampling", sampling.max_new_tokens),
-        ("evaluation", spec.evaluation.max_new_tokens),
-    ):
-        if context is not None and tokens is not None and tokens >= context:
-            yield problem(
-                f"{key}.max_new_tokens",
-                f"{tokens} new tokens leave no room for a prompt within model.max_context: {context}",
-                f"use less than {context}",
-            )
-    if any(not text for text in sampling.stop):
-        yield problem("sampling.stop", "an empty text ends every answer at once", "remove it")
-
-
-def _placement(spec: RunSpec) -> Iterator[KeyProblemView]:
-    placement = spec.placement
-    shared = sorted(set(placement.rollout) & set(placement.trainer))
-    if placement.mode == "collocated" and sorted(placement.rollout) != sorted(placement.trainer):
-        yield problem(
-            "placement.trainer",
-            "collocated placement takes turns on the same devices",
-            "make placement.rollout and placement.trainer equal, or set placement.mode: disaggregated",
-        )
-    if placement.mode == "disaggregated" and shared:
-        yield problem(
-            "placement.trainer",
-            f"{', '.join(shared)} generates too; disaggregated placement needs disjoint devices",
-            "name other devices, or set placement.mode: collocated",
-        )
-    for key, users in (("rollout", spec.rollout.instances), ("trainer", spec.trainer.ranks)):
-        devices: list[str] = getattr(placement, key)
-        if len(set(devices)) < len(devices):
-            yield problem(f"placement.{key}", "a device is named twice", "name each device once")
-        elif devices and len(devices) < users:
-            what = "rollout.instances" if key == "rollout" else "trainer.ranks"
-            yield problem(
-                f"placement.{key}",
-                f"{len(devices)} devices are too few for {what}: {users}",
-                f"name at least {users} devices, or set {what}: {len(devices)}",
-            )
-
-
-def _evaluation(spec: RunSpec) -> Iterator[KeyProblemView]:
-    evaluation = spec.evaluation
-    wants = (
-        "every" if evaluation.every else "baseline_prefill" if evaluation.baseline_prefill is not None else ""
-    )
-    if wants and not spec.data.heldout:
-        yield problem(
-            f"evaluation.{wants}", "there are no held-out items to evaluate", "set data.heldout above 0"
-        )
-    if evaluation.greedy and evaluation.samples > 1:
-        yield problem(
-            "evaluation.samples",
-            "greedy decoding gives the same answer every time",
-            "set evaluation.samples: 1, or evaluation.greedy: false",
-        )
-
-
-def _reward(spec: RunSpec) -> Iterator[KeyProblemView]:
-    for part in ("scorers", "evaluation"):
-        scorers: list[ScorerSection] = getattr(spec.reward, part)
-        if scorers and all(scorer.weight == 0 for scorer in scorers):
-            yield problem(
-                f"reward.{part}", "every weight is 0, so every answer is worth the same", "weigh one scorer"
-            )
-        for index, scorer in enumerate(scorers):
-            if scorer.name.endswith((".py", ".py:")):
-                yield problem(
-                    f"reward.{part}[{index}].name",
-                    f"{scorer.name} names a file but no function in it",
-                    f"write {scorer.name.rstrip(':')}:function",
-                )
