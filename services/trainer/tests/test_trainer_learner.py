@@ -1,0 +1,119 @@
+"""What becomes of groups: stale, not finite, masked, all equal, larger than a micro-batch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from headrace_trainer import step as steps
+from headrace_trainer.algorithms import build_algorithm
+from headrace_trainer.config import TrainerConfig
+from headrace_trainer.learner import Learner
+from headrace_trainer.samples import Disposition
+
+
+@pytest.fixture
+def opened():
+    state = steps.restored(steps.StepState(), steps.Version(1, 0, 0), {})
+    state = steps.restored(state, steps.Version(5, 1, 1), {1: 0})
+    return steps.begin(state, steps.Begin(1, 1, 5, 6))[0]
+
+
+@pytest.fixture
+def make_learner(make_config):
+    def make(finite=lambda work: True, world_size=1, **sections):
+        config = TrainerConfig.model_validate(make_config(**sections))
+        rounds = []
+
+        def run_round(work):
+            rounds.append(work)
+            return finite(work)
+
+        algorithm = build_algorithm(config.algorithm)
+        return Learner(config, algorithm, world_size, shared=True, run_round=run_round), rounds
+
+    return make
+
+
+def dispositions(state):
+    return {prompt: record.disposition for prompt, record in state.groups.items()}
+
+
+def test_stale_and_foreign_versions_stay_outside(opened, make_learner, make_group):
+    learner, rounds = make_learner()
+    state = learner.learn(
+        opened, [make_group(0, version=5), make_group(1, version=1), make_group(2, version=3)]
+    )
+    assert dispositions(state) == {0: Disposition.ACCUMULATED, 1: Disposition.STALE, 2: Disposition.STALE}
+    assert "lags 1 steps" in state.groups[1].detail and "no live ancestor" in state.groups[2].detail
+    assert len(rounds) == 1 and len(rounds[0][0]) == 1
+
+
+def test_non_finite_values_stay_outside(opened, make_learner, make_group):
+    learner, rounds = make_learner()
+    rewards = [1.0, float("nan"), 0.0, 0.0]
+    state = learner.learn(opened, [make_group(0, version=5, rewards=rewards)])
+    assert dispositions(state) == {0: Disposition.NONFINITE} and not rounds
+
+
+def test_a_non_finite_round_is_split_until_the_culprit_is_alone(opened, make_learner, make_group):
+    groups = [make_group(prompt, version=5) for prompt in range(3)]
+    bad = groups[1].members[0].tokens
+
+    def finite(work):
+        return all(s.tokens[:9] != bad[:9] for rows in work for row in rows for s in row)
+
+    learner, rounds = make_learner(finite)
+    state = learner.learn(opened, groups)
+    assert dispositions(state)[1] is Disposition.NONFINITE
+    assert [record.prompt_ordinal for record in state.accumulated] == [0, 2]
+    assert len(rounds) == 4 and not state.tainted
+
+
+def test_a_part_inside_the_accumulators_taints_the_attempt(opened, make_learner, make_group):
+    calls = iter([True, False, True, True, True])
+    learner, _ = make_learner(lambda work: next(calls), trainer={"micro_batch_tokens": 12})
+    state = learner.learn(opened, [make_group(0, version=5)])
+    assert dispositions(state) == {0: Disposition.NONFINITE}
+    assert "part of it" in state.tainted
+
+
+def test_equal_rewards_count_and_are_not_computed(opened, make_learner, make_group):
+    learner, rounds = make_learner()
+    state = learner.learn(opened, [make_group(0, version=5, rewards=[1.0] * 4)])
+    record = state.groups[0]
+    assert record.all_equal and record.tokens > 0 and record.disposition is Disposition.ACCUMULATED
+    assert not rounds
+
+
+def test_masked_and_truncated_answers_carry_no_loss(opened, make_learner, make_group):
+    group = make_group(0, version=5)
+    members = (
+        replace(group.members[0], masked=True),
+        replace(group.members[1], truncated=True),
+        *group.members[2:],
+    )
+    learner, rounds = make_learner(algorithm={"truncated": "mask"})
+    record = learner.learn(opened, [replace(group, members=members)]).groups[0]
+    assert (record.sequences, record.trained_sequences) == (4, 2)
+    assert record.tokens == sum(len(member.trained) for member in members[2:])
+    assert sum(record.tokens_by_version.values()) == record.tokens
+    assert len(rounds[0][0][0]) == 2
+    keeping, _ = make_learner(algorithm={"truncated": "keep"})
+    assert keeping.learn(opened, [replace(group, members=members)]).groups[0].trained_sequences == 3
+
+
+def test_ranks_share_the_micro_batches_of_a_round(opened, make_learner, make_group):
+    learner, rounds = make_learner(world_size=2, trainer={"micro_batch_tokens": 32})
+    learner.learn(opened, [make_group(prompt, version=5) for prompt in range(3)])
+    assert all(len(work) == 2 for work in rounds)
+    sequences = [s for work in rounds for rows in work for row in rows for s in row]
+    assert len(sequences) == 12
+
+
+def test_deterministic_packs_one_group_at_a_time_in_order(opened, make_learner, make_group):
+    learner, rounds = make_learner(deterministic=True)
+    groups = [make_group(prompt, version=5) for prompt in (2, 0, 1)]
+    learner.learn(opened, groups)
+    starts = [work[0][0][0].tokens[:9] for work in rounds]
+    assert starts == [groups[index].members[0].tokens[:9] for index in (1, 2, 0)]

@@ -1,0 +1,102 @@
+"""Prefix trees compute the same gradient as one row a sequence, and streaming the same as one batch."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from headrace_trainer.packing import PrefixTree, context, pack, plan_batches, plan_rows
+from headrace_trainer.samples import Sequence
+
+
+def test_tree_attends_to_ancestors_only():
+    tree = PrefixTree()
+    assert tree.add([5, 6, 7]) == [0, 1, 2]
+    assert tree.add([5, 6, 8]) == [0, 1, 3]
+    batch = pack(
+        [[Sequence([5, 6, 7, 9], [2, 3], [0.0, 0.0]), Sequence([5, 6, 8, 9], [2, 3], [0.0, 0.0])]],
+        shared=True,
+    )
+    assert batch.tokens_RL.tolist() == [[5, 6, 7, 8]]
+    assert batch.positions_RL.tolist() == [[0, 1, 2, 2]]
+    assert batch.mask_R1LL[0, 0].int().tolist() == [[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [1, 1, 0, 1]]
+    assert (batch.sources_U[batch.index_K].tolist(), batch.targets_U[batch.index_K].tolist()) == (
+        [1, 2, 1, 3],
+        [7, 9, 8, 9],
+    )
+
+
+def test_rows_respect_the_budget_and_keep_every_sequence(sequences):
+    group = sequences(3, count=8)
+    rows = plan_rows(group, 16, shared=True)
+    assert sorted(index for _, members in rows for index in members) == list(range(8))
+    assert all(length <= 16 for length, _ in rows)
+    assert sum(length for length, _ in rows) < sum(len(context(sequence)) for sequence in group)
+    batches = plan_batches([5, 9, 3, 9], 18)
+    assert batches == [[1, 3], [0, 2]]
+
+
+@pytest.mark.parametrize("budget", [24, 4096])
+def test_shared_prefixes_give_the_plain_gradient(make_backend, sequences, accumulate, relative_l2, budget):
+    groups = [sequences(seed) for seed in range(3)]
+    found = {}
+    for shared in (True, False):
+        backend = make_backend(trainer={"shared_prefix": shared})
+        accumulate(backend, groups, budget, shared=shared)
+        found[shared] = backend.reduced_gradient(17.0)
+    assert relative_l2(found[True], found[False]) <= 1e-5
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [("float32", 1e-5), ("bfloat16", 1e-2)])
+def test_streaming_gives_the_gradient_of_the_batch(
+    make_backend, sequences, accumulate, relative_l2, dtype, bound
+):
+    groups = [sequences(seed) for seed in range(6)]
+    backend = make_backend(model={"dtype": dtype})
+    accumulate(backend, groups, 4096)
+    batch = backend.reduced_gradient(50.0)
+    random.Random(0).shuffle(groups)
+    for group in groups:
+        accumulate(backend, [group], 24)
+    assert 0 < relative_l2(backend.reduced_gradient(50.0), batch) <= bound
+
+
+@pytest.mark.parametrize("option", ["gradient_checkpointing", "reshard_micro_batches"])
+def test_memory_options_leave_the_gradient_alone(make_backend, sequences, accumulate, relative_l2, option):
+    groups = [sequences(seed) for seed in range(3)]
+    found = {}
+    for on in (True, False):
+        backend = make_backend(trainer={option: on})
+        for group in groups:
+            accumulate(backend, [group], 64)
+        found[on] = backend.reduced_gradient(17.0)
+    assert relative_l2(found[True], found[False]) <= 1e-5
+
+
+def test_infer_gives_the_model_s_log_probs(make_backend, sequences):
+    from headrace_modelkit.config import ModelConfig
+    from headrace_modelkit.loading import load_model
+
+    backend = make_backend(sampling={"temperature": 0.8})
+    group = sequences(1)
+    model = load_model(ModelConfig.model_validate(backend._config.model.model_dump()))
+    for sequence, found in zip(group, backend.infer([group]), strict=True):
+        with torch.no_grad():
+            logits_TV = model(torch.tensor([sequence.tokens])).logits[0] / 0.8
+        expected_TV = logits_TV.log_softmax(-1)
+        expected = [
+            float(expected_TV[position - 1, sequence.tokens[position]]) for position in sequence.trained
+        ]
+        torch.testing.assert_close(torch.tensor(found), torch.tensor(expected))
+
+
+def test_a_non_finite_loss_accumulates_nothing(make_backend, sequences, accumulate, relative_l2):
+    backend = make_backend()
+    good, bad = sequences(1), sequences(2)
+    accumulate(backend, [good], 512)
+    poisoned = [Sequence(s.tokens, s.trained, s.engine_log_probs, float("inf"), 1.0) for s in bad]
+    assert not backend.micro([poisoned]).finite
+    found = backend.reduced_gradient(7.0)
+    accumulate(backend, [good], 512)
+    assert relative_l2(found, backend.reduced_gradient(7.0)) == 0

@@ -1,0 +1,327 @@
+"""The whole life of a run over real gRPC with one rank: restore, learn, commit, record, publish, save, resume."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import grpc
+import numpy as np
+import pytest
+from headrace.common.v1 import weights_pb2, weights_pb2_grpc
+from headrace.trainer.v1 import trainer_pb2 as pb
+from headrace_servicekit.errors import message_of, reason_of
+from safetensors.numpy import load_file
+
+pytestmark = pytest.mark.timeout(90)
+
+
+async def refused(call) -> str:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call
+    return str(reason_of(caught.value))
+
+
+async def test_a_step_from_restore_to_publish(client, make_settled, settled_digest):
+    restored = await client.open()
+    assert (restored.version.number, restored.version.parent, restored.version.ordinal) == (1, 0, 0)
+    assert restored.version.digest and restored.warmup_steps == 0
+    first = await client.publish(1)
+    assert first.manifest.digest == restored.version.digest
+
+    groups = [make_settled(prompt, version=restored.version) for prompt in range(3)]
+    groups[2] = make_settled(2, version=restored.version, rewards=[1.0] * 4)
+    await client.begin(0, 1, 1, 2)
+    responses = await client.learn(0, 1, groups)
+    outcomes = [outcome for response in responses for outcome in response.outcomes]
+    assert {o.prompt_ordinal for o in outcomes if o.disposition == pb.GROUP_DISPOSITION_ACCUMULATED} == {
+        0,
+        1,
+        2,
+    }
+    assert outcomes[0].digest == settled_digest([groups[outcomes[0].prompt_ordinal]])
+
+    state = await client.state()
+    assert state.phase == pb.STEP_PHASE_ACCUMULATING and list(state.accumulated_prompts) == [0, 1, 2]
+    reply = await client.commit(0, 1, 1, 2, settled_digest(groups))
+    tokens = sum(len(m.trajectory.segments[1].tokens.token_ids) for g in groups for m in g.members)
+    assert reply.result == pb.COMMIT_RESULT_COMMITTED
+    assert (reply.group_count, reply.sequence_count, reply.token_count) == (3, 12, tokens)
+    assert dict(reply.tokens_by_version) == {1: tokens} and reply.max_staleness == 0
+    assert (reply.version.number, reply.version.parent, reply.version.ordinal) == (2, 1, 1)
+    assert reply.figures["groups_all_equal"] == 1 and reply.figures["grad_norm"] > 0
+    assert reply.figures["learning_rate"] == pytest.approx(1e-3)
+    assert 0 < reply.figures["log_prob_mismatch_mean"] <= reply.figures["log_prob_mismatch_max"]
+    assert 0 < reply.figures["entropy"] <= np.log(32) + 1e-3 and reply.figures["clip_fraction"] == 0
+    assert await refused(client.publish(2)) == "NOT_RECORDED"
+    assert await refused(client.begin(1, 1, 2, 3)) == "NOT_RECORDED"
+
+    committed = await client.state()
+    assert committed.phase == pb.STEP_PHASE_COMMITTED and committed.commit == reply
+    await client.record(0, 1, 2)
+    second = await client.publish(2)
+    assert second.version == reply.version and second.manifest.digest == reply.version.digest
+    assert second.manifest.digest != first.manifest.digest
+    assert await client.body(2) == Path(second.source.shm_path).read_bytes()
+
+
+async def test_retries_get_the_same_reply_and_other_bodies_are_conflicts(
+    client, make_settled, settled_digest
+):
+    version = (await client.open()).version
+    assert (await client.open()).version == version
+    groups = [make_settled(prompt, version=version) for prompt in range(2)]
+    await client.begin(0, 1, 1, 2)
+    await client.begin(0, 1, 1, 2)
+    assert await refused(client.begin(0, 1, 1, 5)) == "CONFLICT"
+    once = await client.learn(0, 1, groups)
+    again = await client.learn(0, 1, groups)
+    assert [r.outcomes for r in again] == [r.outcomes for r in once]
+    assert await refused(client.learn(0, 1, [make_settled(0, version=version, attempt=2)])) == "CONFLICT"
+    digest = settled_digest(groups)
+    reply = await client.commit(0, 1, 1, 2, digest)
+    assert reply.token_count > 0
+    assert await client.commit(0, 1, 1, 2, digest) == reply
+    assert await refused(client.commit(0, 1, 1, 2, digest, manifest=b"other")) == "CONFLICT"
+    await client.record(0, 1, 2)
+    await client.record(0, 1, 2)
+    assert await client.commit(0, 1, 1, 2, digest) == reply
+    assert (await client.publish(2)) is not None
+    assert (await client.publish(2)).version == reply.version
+    assert await refused(client.learn(0, 1, groups)) == "NOT_OPEN"
+
+
+async def test_a_set_mismatch_aborts_the_attempt_and_leaves_the_weights(client, make_settled, settled_digest):
+    version = (await client.open()).version
+    groups = [make_settled(prompt, version=version) for prompt in range(2)]
+    await client.begin(0, 1, 1, 2)
+    await client.learn(0, 1, groups)
+    reply = await client.commit(0, 1, 1, 2, settled_digest(groups[:1]))
+    assert reply.result == pb.COMMIT_RESULT_SET_MISMATCH and not reply.HasField("version")
+    assert (await client.state()).phase == pb.STEP_PHASE_IDLE
+    await client.begin(0, 2, 1, 3)
+    await client.learn(0, 2, groups[:1])
+    await client.abort(0, 2)
+    await client.begin(0, 3, 1, 4)
+    await client.learn(0, 3, groups)
+    aborted = await client.commit(0, 3, 1, 4, settled_digest(groups))
+
+    other = await client.reopen()
+    await client.begin(0, 1, other.version.number, 20)
+    fresh = [make_settled(prompt, version=other.version) for prompt in range(2)]
+    await client.learn(0, 1, fresh)
+    clean = await client.commit(0, 1, other.version.number, 20, settled_digest(fresh))
+    assert clean.version.digest == aborted.version.digest
+
+
+async def test_stale_damaged_and_foreign_groups_are_refused(client, make_settled):
+    version = (await client.open()).version
+    await client.begin(0, 1, 1, 2)
+    stale = make_settled(0, version=version)
+    for member in stale.members:
+        member.trajectory.segments[1].policy_number = 7
+    assert await refused(client.learn(0, 1, [stale])) == "DIGEST_MISMATCH"
+    foreign = make_settled(0, version=type(version)(number=7))
+    [response] = await client.learn(0, 1, [foreign])
+    assert response.outcomes[0].disposition == pb.GROUP_DISPOSITION_STALE
+    broken = make_settled(1, version=version, rewards=[float("nan")] * 4)
+    [response] = await client.learn(0, 1, [broken])
+    assert response.outcomes[0].disposition == pb.GROUP_DISPOSITION_NONFINITE
+    assert list((await client.state()).accumulated_prompts) == []
+
+
+async def test_a_stale_lease_or_coordinator_changes_nothing(client, make_settled):
+    version = (await client.open()).version
+    await client.begin(0, 1, 1, 2)
+    lease = client.lease
+    client.lease = lease + 1
+    assert await refused(client.learn(0, 1, [make_settled(0, version=version)])) == "EPOCH_STALE"
+    assert await refused(client.commit(0, 1, 1, 2, "")) == "EPOCH_STALE"
+    client.lease, client.epoch = lease, 0
+    assert await refused(client.begin(0, 2, 1, 2)) == "EPOCH_STALE"
+    client.epoch = 1
+    assert list((await client.state()).accumulated_prompts) == []
+
+
+async def test_bad_configs_name_the_key(client, make_config):
+    bad = make_config(optimizer={"lrr": 1.0})
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await client.open_run(bad)
+    assert "optimizer.lrr" in message_of(caught.value) and "'lr'" in message_of(caught.value)
+    assert await refused(client.open_run(make_config(algorithm={"name": "grop"}))) == "INVALID"
+    assert await refused(client.open_run(make_config(trainer={"backend": "fdsp"}))) == "INVALID"
+    missing = make_config(model={"path": "/nowhere/model"})
+    assert await refused(client.open_run(missing)) == "MODEL_NOT_READABLE"
+    warm = make_config(trainer={"warmup": {"steps": 2}})
+    assert await refused(client.open_run(warm)) == "INVALID"
+
+
+async def test_order_of_calls_is_told(client, make_config):
+    assert await refused(client.begin(0, 1, 1, 2)) == "NOT_OPEN"
+    await client.open_run(make_config())
+    assert await refused(client.restore("", 1)) == "NOT_OPEN"
+    assert await refused(client.open_run(make_config(seed=9))) == "CONFLICT"
+    assert await refused(client.open_run(make_config(), run="runs/other")) == "BUSY"
+
+
+async def test_warm_up_learns_and_is_reported(client, make_config):
+    examples = [{"text": f"copy {n}: ", "answer": str(n)} for n in range(100, 140)]
+    config = make_config(trainer={"warmup": {"steps": 30, "lr": 5e-3, "batch": 16}}, warmup_examples=examples)
+    restored = await client.open(config)
+    assert restored.warmup_steps == 30
+    trajectory = pb.InferRequest().trajectories.add()
+    from headrace_modelkit.config import ModelConfig
+    from headrace_modelkit.tokenizer import load_tokenizer
+
+    codec = load_tokenizer(ModelConfig(path=config["model"]["path"], dtype="float32"))
+    trajectory.segments.add().tokens.token_ids.extend(codec.encode_prompt(text="copy 123: "))
+    answer = trajectory.segments.add(policy_number=1)
+    answer.tokens.token_ids.extend(codec.encode_answer("1"))
+    [found] = (await client.infer([trajectory])).sequences
+    assert len(found.values) == 2 and found.values[0] > np.log(0.5)
+
+
+async def test_suspend_keeps_open_accumulators(client, make_settled, settled_digest):
+    version = (await client.open()).version
+    groups = [make_settled(prompt, version=version) for prompt in range(2)]
+    digests = []
+    for attempt, suspends in ((1, False), (2, True)):
+        if suspends:
+            version = (await client.reopen()).version
+            groups = [make_settled(prompt, version=version) for prompt in range(2)]
+        await client.begin(0, attempt, version.number, version.number + 1)
+        await client.learn(0, attempt, groups[:1])
+        if suspends:
+            suspended = await client.suspend()
+            assert suspended.free_memory_bytes > 0
+            assert await refused(client.learn(0, attempt, groups[1:])) == "SUSPENDED"
+            await client.wake()
+        await client.learn(0, attempt, groups[1:])
+        reply = await client.commit(0, attempt, version.number, version.number + 1, settled_digest(groups))
+        digests.append(reply.version.digest)
+    assert digests[0] == digests[1]
+
+
+async def train(client, make_settled, settled_digest, version, steps, number):
+    for _ in range(steps):
+        number += 1
+        groups = [make_settled(100 * version.ordinal + p, version=version) for p in range(3)]
+        await client.begin(version.ordinal, 1, version.number, number)
+        await client.learn(version.ordinal, 1, groups)
+        reply = await client.commit(version.ordinal, 1, version.number, number, settled_digest(groups))
+        await client.record(version.ordinal, 1, number)
+        version = reply.version
+    return version, number
+
+
+async def test_resume_gives_the_weights_of_the_uninterrupted_run(
+    client, make_config, make_settled, settled_digest
+):
+    config = make_config(deterministic=True, optimizer={"schedule": {"name": "linear"}})
+    version = (await client.open(config)).version
+    version, number = await train(client, make_settled, settled_digest, version, 2, 1)
+    saved = await client.save(version.number, ledger=b"the ledger")
+    assert saved.durable and saved.checkpoint.name == "lineage-1/step-2"
+    straight, _ = await train(client, make_settled, settled_digest, version, 2, number)
+
+    await client.close_run()
+    resumed = await client.open(config, checkpoint="lineage-1/step-2", number=50)
+    assert (resumed.version.number, resumed.version.parent, resumed.version.ordinal) == (
+        50,
+        version.number,
+        2,
+    )
+    assert resumed.version.digest == version.digest
+    again, _ = await train(client, make_settled, settled_digest, resumed.version, 2, 50)
+    assert again.digest == straight.digest
+
+    await client.save(again.number, ledger=b"later")
+    listed = (await client.checkpoints()).checkpoints
+    assert [entry.name for entry in listed] == ["lineage-2/step-4", "lineage-1/step-2"]
+    assert [entry.ledger for entry in listed] == [b"later", b"the ledger"]
+    assert listed[0].version.digest == straight.digest and listed[0].store_id == "store"
+
+
+async def test_a_save_runs_beside_the_next_step_one_at_a_time(
+    client, make_settled, settled_digest, monkeypatch
+):
+    from headrace_servicekit import failpoints
+
+    version = (await client.open()).version
+    version, number = await train(client, make_settled, settled_digest, version, 1, 1)
+    failpoints.arm("trainer.checkpoint.before_rename=delay:1.0@1")
+    try:
+        begun = await client.save(version.number, wait=False)
+        assert not begun.durable
+        version, number = await train(client, make_settled, settled_digest, version, 1, number)
+        assert await refused(client.save(version.number, wait=False)) == "BUSY"
+        done = await client.save(version.number)
+        assert done.durable
+    finally:
+        failpoints.arm("")
+    names = [entry.name for entry in (await client.checkpoints()).checkpoints]
+    assert names == ["lineage-1/step-2", "lineage-1/step-1"]
+
+
+async def test_a_full_disk_fails_the_save_and_not_the_training(
+    client, make_settled, settled_digest, monkeypatch
+):
+    from headrace_trainer import checkpoint_files
+
+    version = (await client.open()).version
+    version, number = await train(client, make_settled, settled_digest, version, 1, 1)
+    monkeypatch.setattr(checkpoint_files.HashedFile, "write", _no_space)
+    assert await refused(client.save(version.number)) == "CHECKPOINT_FAILED"
+    listed = await client.checkpoints()
+    assert not listed.checkpoints and "No space left" in listed.last_failure
+    monkeypatch.undo()
+    version, number = await train(client, make_settled, settled_digest, version, 1, number)
+    assert (await client.save(version.number)).durable
+
+
+def _no_space(self, data):
+    raise OSError(28, "No space left on device")
+
+
+async def test_export_writes_a_model_directory(client, make_settled, settled_digest):
+    from transformers import AutoModelForCausalLM
+
+    version = (await client.open()).version
+    version, _ = await train(client, make_settled, settled_digest, version, 1, 1)
+    published = await client.publish(version.number)
+    exported = await client.export("final")
+    tensors = load_file(Path(exported.path) / "model.safetensors")
+    assert {entry.name for entry in published.manifest.entries} == set(tensors)
+    body = await client.body(version.number)
+    for entry in published.manifest.entries:
+        data = body[entry.offset_bytes : entry.offset_bytes + entry.size_bytes]
+        assert tensors[entry.name].tobytes() == data
+    assert AutoModelForCausalLM.from_pretrained(exported.path).config.model_type == "qwen3"
+    assert await refused(client.export("../elsewhere")) == "INVALID"
+
+
+async def test_weights_are_served(client):
+    await client.open()
+    await client.publish(1)
+    stub = weights_pb2_grpc.WeightServiceStub(client.channel)
+    request = weights_pb2.GetManifestRequest(run="runs/test", number=1)
+    assert (await stub.GetManifest(request)).version.number == 1
+
+
+async def test_unserved_kinds_of_inference_say_so(client):
+    await client.open()
+    assert await refused(client.infer([], pb.INFER_KIND_VALUES)) == "UNIMPLEMENTED"
+
+
+def test_capabilities_and_help_need_no_torch():
+    import subprocess
+    import sys
+
+    code = (
+        "import sys; from headrace_trainer import __main__; "
+        "from headrace_trainer.algorithms import algorithm_names; assert algorithm_names() == ['grpo'];"
+        "from headrace_trainer.backends import backend_names; assert backend_names() == ['fsdp'];"
+        "assert 'torch' not in sys.modules, 'torch was imported'"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    assert json.dumps({}) == "{}"
