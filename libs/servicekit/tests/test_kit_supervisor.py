@@ -59,6 +59,13 @@ def pids(supervisor):
     return [info.pid for info in supervisor.processes() if info.pid]
 
 
+def lines_of(supervisor):
+    """The whole lines that each process has written; nothing until all have."""
+    logs = [info.log_file for info in supervisor.processes()]
+    texts = [log.read_text() if log.exists() else "" for log in logs]
+    return [text.splitlines() for text in texts] if all(text.endswith("\n") for text in texts) else None
+
+
 def gone(pid):
     return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
@@ -71,13 +78,9 @@ async def test_each_process_has_a_name_an_incarnation_and_a_log(supervise, until
         return ENVIRONMENT
 
     supervisor = await supervise(spawn, n=2)
-    infos = await until(
-        lambda: all(i.log_file.exists() for i in supervisor.processes()) and supervisor.processes(), "logs"
-    )
-    assert [info.log_file.read_text().split() for info in infos] == [
-        ["rollout-0", infos[0].incarnation],
-        ["rollout-1", infos[1].incarnation],
-    ]
+    lines = await until(lambda: lines_of(supervisor), "their logs")
+    infos = supervisor.processes()
+    assert lines == [[f"rollout-{index} {infos[index].incarnation}"] for index in (0, 1)]
     assert sorted(given) == sorted(("rollout", info.index, info.incarnation) for info in infos)
     assert infos[0].incarnation != infos[1].incarnation
 
@@ -145,7 +148,7 @@ async def test_stop_asks_first_and_kills_after_the_grace(supervise, until):
 
 async def test_a_process_deaf_to_sigterm_is_killed(supervise, until):
     supervisor = await supervise(DEAF)
-    await until(lambda: any(i.log_file.exists() for i in supervisor.processes()), "its first word")
+    await until(lambda: lines_of(supervisor), "its first word")
     (pid,) = pids(supervisor)
     assert await supervisor.stop(0.5) == -signal.SIGKILL
     assert gone(pid)
@@ -154,10 +157,8 @@ async def test_a_process_deaf_to_sigterm_is_killed(supervise, until):
 @pytest.mark.parametrize("how", ["kill", "stop"])
 async def test_what_a_process_started_goes_with_it(supervise, until, how):
     supervisor = await supervise(PARENT)
-    (info,) = await until(
-        lambda: supervisor.processes()[0].log_file.exists() and supervisor.processes(), "the grandchild"
-    )
-    grandchild = int(info.log_file.read_text())
+    ((line,),) = await until(lambda: lines_of(supervisor), "the grandchild")
+    (info,), grandchild = supervisor.processes(), int(line)
     if how == "kill":
         supervisor.kill(info.instance, info.incarnation)
     else:

@@ -217,12 +217,13 @@ async def _drain_into(
             piece = await asyncio.wait_for(call.read(), IDLE_TIMEOUT_S)
             if not isinstance(piece, weights_pb2.FetchWeightsResponse):  # grpc.aio.EOF
                 raise _unavailable(f"the stream ended at byte {offset} of {len(whole)}")
-            end = offset + len(piece.data)
-            if piece.offset_bytes != offset or not piece.data or end > len(whole):
+            data = piece.data  # each access copies
+            end = offset + len(data)
+            if piece.offset_bytes != offset or not data or end > len(whole):
                 raise _unavailable(
-                    f"a piece of {len(piece.data)} bytes at {piece.offset_bytes}, expected one at {offset}"
+                    f"a piece of {len(data)} bytes at {piece.offset_bytes}, expected one at {offset}"
                 )
-            whole[offset:end] = piece.data
+            whole[offset:end] = data
             offset = end
     except grpc.aio.AioRpcError as error:
         raise _Broken(offset, error) from error
