@@ -87,10 +87,12 @@ class Coordinator:
         return idle and any(run.state == runs.QUEUED for run in states)
 
     async def _run(self, run: RunState) -> None:
+        projection: Projection | None = None
         try:
             spec = RunSpec.model_validate(run.spec)
             dataset = await self._open_dataset(spec)
             projection = self._make_projection(Path(run.directory))
+            projection.spec(run.spec)
             loop = RunLoop(RunContext(self.kernel, self.fleet, run.id, dataset, projection))
             self._loops[run.id] = loop
             if run.state == runs.CANCELLING:
@@ -107,6 +109,8 @@ class Coordinator:
             self.fleet.unclaim(run.id)
             self.kernel.post(*runs.plan_move(run, runs.FAILED, reason, self.kernel.now()))
         finally:
+            if projection is not None:
+                projection.close()
             self._loops.pop(run.id, None)
             self._tasks.pop(run.id, None)
             self.kernel.wake()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from typing import Protocol
+from typing import Any, Protocol
 
 from headrace.common.v1 import common_pb2 as common
 from headrace.rollout.v1 import rollout_pb2 as rollout
@@ -27,6 +27,9 @@ log = logging.getLogger(__name__)
 
 class Projection(Protocol):
     """Derived files of a run; a failing disk never stops it."""
+
+    def spec(self, spec: dict[str, Any]) -> None:
+        """What was submitted."""
 
     def step(self, view: StepView) -> None:
         """One committed step."""

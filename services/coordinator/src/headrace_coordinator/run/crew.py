@@ -37,17 +37,12 @@ class Crew:
         """Everybody."""
         return [*self.rollouts, *self.trainers, *self.rewards]
 
-    def _adopt_lease(self, member: Member) -> None:
-        """After a coordinator restart a member may hold a lease already."""
-        for lease in self.fleet.kernel.state.table.of(member.incarnation):
-            if lease.run == self.run:
-                member.lease_epoch, member.devices = lease.epoch, tuple(lease.devices)
-
-    def forget_ended_leases(self) -> None:
-        """After a fault: what a member held may have ended without it."""
+    def adopt_leases(self) -> None:
+        """After a fault or a restart: what each member holds is what the lease table says."""
         for member in self.members:
-            if member.lease_epoch not in self.fleet.kernel.state.table.leases:
-                member.lease_epoch = 0
+            mine = [lease for lease in self.fleet.kernel.state.table.of(member.incarnation) if lease.run == self.run]
+            member.lease_epoch = mine[0].epoch if mine else 0
+            member.devices = tuple(mine[0].devices) if mine else member.devices
 
     def _drop_lost(self) -> None:
         alive = self.fleet.alive
@@ -68,8 +63,8 @@ class Crew:
             states = await self.fleet.claim(self.run, "trainer", self.spec.trainer.ranks, timeout)
             self.trainers = [self._trainer(state, rank) for rank, state in enumerate(states)]
             for trainer in self.trainers:
-                self._adopt_lease(trainer)
                 await trainer.open_run(self._trainer_config(), self._directory)
+            self.adopt_leases()
         await self.staff_rewards()
         await self.staff_rollouts(self.spec.rollout.instances)
         return new_gang
@@ -87,9 +82,9 @@ class Crew:
         for state in states:
             if state.incarnation not in known:
                 member = RolloutMember(self.run, state, self.fleet.port(state.incarnation), self._epoch)
-                self._adopt_lease(member)
                 await member.open_run(self._section_json("model", "rollout", "seed"))
                 self.rollouts.append(member)
+                self.adopt_leases()
 
     async def staff_rewards(self) -> None:
         """Every free reward instance; at least one."""

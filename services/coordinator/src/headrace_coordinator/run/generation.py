@@ -226,6 +226,7 @@ class Generation:
             self.batch.refused += 1
             return
         self._dispatcher.done(member.incarnation, *key)
+        self._news.beat()  # There is room for the next group.
         if body.finish_reason == common.FINISH_REASON_PROMPT_TOO_LONG:
             self._drop(key[0], "PROMPT_TOO_LONG", "the prompt does not fit model.max_context")
         elif body.finish_reason in (common.FINISH_REASON_ERROR, common.FINISH_REASON_ABORTED):

@@ -176,7 +176,6 @@ class RunLoop:
 
     async def _end(self, state: str, reason: str) -> None:
         await self._let_go(close=True)
-        self.context.projection.close()
         for event in runs.plan_move(self.context.state, state, reason, self._kernel.now()):
             await self._kernel.commit(event)
 
@@ -213,7 +212,7 @@ class RunLoop:
         if isinstance(fault, InstanceDown):
             await self.context.fleet.fate(fault.incarnation)
         await asyncio.sleep(min(0.1 * 2**run.recoveries_in_a_row, 5.0))
-        self.context.crew.forget_ended_leases()
+        self.context.crew.adopt_leases()
 
     def _move(self, state: str, reason: str) -> None:
         self._kernel.post(*runs.plan_move(self.context.state, state, reason, self._kernel.now()))

@@ -46,6 +46,7 @@ class Member:
     coordinator_epoch: int
     devices: tuple[str, ...] = ()
     lease_epoch: int = 0
+    awake: bool = False
     _requests: ClassVar[Iterable[int]] = itertools.count(1)
 
     @property
@@ -105,7 +106,7 @@ class RolloutMember(Member):
         """Pause, then give the memory back."""
         await self.port.call("Pause", rollout.PauseRequest(header=self.header()), QUICK_S)
         await self.port.call("Suspend", rollout.SuspendRequest(header=self.header()), SLOW_S)
-        self.installed = 0
+        self.installed, self.awake = 0, False
 
     async def wake(self, published: Published) -> None:
         """Weights' room, install, then the cache's room (PROTOCOL, Versions)."""
@@ -114,6 +115,7 @@ class RolloutMember(Member):
         await self.install(published)
         await self.port.call("Wake", rollout.WakeRequest(header=self.header(), scope=cache), SLOW_S)
         await self.port.call("Resume", rollout.ResumeRequest(header=self.header()), QUICK_S)
+        self.awake = True
 
     async def abort(self) -> None:
         """Ends everything that runs."""
@@ -255,10 +257,12 @@ class TrainerMember(Member):
     async def suspend(self) -> None:
         """Gives the device back."""
         await self.port.call("Suspend", trainer.SuspendRequest(header=self.header()), SLOW_S)
+        self.awake = False
 
     async def wake(self) -> None:
         """Takes the device."""
         await self.port.call("Wake", trainer.WakeRequest(header=self.header()), SLOW_S)
+        self.awake = True
 
     async def close_run(self) -> None:
         """Forgets the run."""

@@ -46,16 +46,16 @@ class Placement:
         """The gang holds its devices, awake."""
         if self.in_turns:
             await self._stand_down_rollouts()
-        fresh = await self._take(self.crew.trainers, "learn")
-        await together(*(member.wake() for member in self.crew.trainers if member in fresh))
+        await self._take(self.crew.trainers, "learn")
+        await together(*(member.wake() for member in self.crew.trainers if not member.awake))
 
     async def generate(self, published: Published) -> None:
         """The rollouts hold their devices with `published` installed and verified."""
         if self.in_turns:
             await self._stand_down_trainers()
-        fresh = await self._take(self.crew.rollouts, "generate")
-        behind = [m for m in self.crew.rollouts if m.installed != published.version.number]
-        await together(*(m.wake(published) if m in fresh else m.install(published) for m in behind))
+        await self._take(self.crew.rollouts, "generate")
+        behind = [m for m in self.crew.rollouts if not m.awake or m.installed != published.version.number]
+        await together(*(m.install(published) if m.awake else m.wake(published) for m in behind))
 
     async def add_rollout(self, published: Published) -> None:
         """A replacement for lost rollouts, inside a step."""
@@ -91,21 +91,13 @@ class Placement:
         for member in members:
             member.lease_epoch = 0
 
-    async def _take(self, members: Sequence[Member], stage: str) -> list[Member]:
-        """Leases for `members`; returns those that did not hold theirs before."""
-        requests = [
-            LeaseRequest(m.incarnation, self.crew.run, stage, m.devices) for m in members if m.devices
-        ]
-        if not requests:
-            return []
+    async def _take(self, members: Sequence[Member], stage: str) -> None:
+        with_devices = [member for member in members if member.devices]
+        requests = [LeaseRequest(m.incarnation, self.crew.run, stage, m.devices) for m in with_devices]
         await self.crew.fleet.release(self.crew.run, self._strays(members))
         epochs = await self.crew.fleet.acquire(requests, self.crew.fleet_timeout)
-        fresh = []
-        for member, epoch in zip((m for m in members if m.devices), epochs, strict=True):
-            if member.lease_epoch != epoch:
-                fresh.append(member)
+        for member, epoch in zip(with_devices, epochs, strict=True):
             member.lease_epoch = epoch
-        return fresh
 
 
 def default_devices(

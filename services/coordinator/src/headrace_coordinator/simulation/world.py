@@ -36,6 +36,9 @@ class Violation(AssertionError):
 class Quiet:
     """A projection that keeps nothing."""
 
+    def spec(self, spec: object) -> None:
+        """See `Projection.spec`."""
+
     def step(self, view: object) -> None:
         """See `Projection.step`."""
 

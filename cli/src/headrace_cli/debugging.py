@@ -1,0 +1,135 @@
+"""`headrace debug`: the same servicers as a fleet's, in one process, deadlines off, state in memory.
+
+So a `breakpoint()` in a loss, a reward or an engine stops right there, with the terminal attached.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from headrace_coordinator.coordinator import Coordinator
+    from headrace_coordinator.fleet import Fleet
+    from headrace_coordinator.kernel import Kernel
+    from headrace_coordinator.spec import RunSpec
+    from headrace_servicekit.instance import Instance
+
+FOR_EVER_S = 10_000_000.0
+KINDS = ("trainer", "rollout", "reward")
+START_S = 60.0
+
+
+def without_deadlines(spec: dict[str, Any]) -> dict[str, Any]:
+    """The spec with limits that a person at a breakpoint cannot exceed."""
+    limits = {**spec.get("limits", {}), "step_timeout_s": FOR_EVER_S, "instance_timeout_s": FOR_EVER_S}
+    return {**spec, "limits": limits}
+
+
+async def debug(spec: dict[str, Any], say: Callable[[str, dict[str, Any]], None]) -> str:
+    """Runs a spec in this process, calls `say(type, data)` for each event, returns the final state."""
+    from headrace_coordinator.spec import RunSpec
+    from headrace_servicekit.client import disable_deadlines
+
+    disable_deadlines()
+    run_spec = RunSpec.model_validate(without_deadlines(spec))
+    with tempfile.TemporaryDirectory(prefix="headrace-debug-") as directory:
+        async with _fleet_in_process(run_spec, Path(directory)) as coordinator:
+            run = await coordinator.submit(run_spec, "debug")
+            async for event in coordinator.events(run.id, 0):
+                say(event.type, event.data)
+            return coordinator.run(run.id).state
+
+
+@asynccontextmanager
+async def _fleet_in_process(spec: RunSpec, directory: Path) -> AsyncIterator[Coordinator]:
+    from headrace.coordinator.v1 import fleet_pb2_grpc
+    from headrace_coordinator.clients.grpc_port import GrpcPort
+    from headrace_coordinator.coordinator import Coordinator
+    from headrace_coordinator.fleet import Fleet, FleetSettings
+    from headrace_coordinator.kernel import Kernel
+    from headrace_coordinator.service import FleetServicer
+    from headrace_coordinator.store.memory_store import MemoryStore
+    from headrace_servicekit.server import GrpcServer
+
+    kernel = Kernel(MemoryStore(), time.time)
+    await kernel.open("headrace debug")
+    settings = FleetSettings(lease_ttl=FOR_EVER_S, heartbeat=1.0, notice=FOR_EVER_S)
+    fleet = Fleet(kernel, lambda kind, address, who: GrpcPort(kind, address, who, None), settings)
+    coordinator = Coordinator(kernel, fleet, directory)
+    server = GrpcServer("127.0.0.1:0", token=None, instance="coordinator")
+    add = fleet_pb2_grpc.add_FleetServiceServicer_to_server
+    name = "headrace.coordinator.v1.FleetService"
+    server.add_service(add, FleetServicer(fleet, coordinator.scaled), name)
+    address = await server.start()
+    async with AsyncExitStack() as stack:
+        stack.push_async_callback(server.drain, 0.0)
+        for kind in KINDS:
+            for index in range(_wanted(kind, spec)):
+                await _start_instance(stack, kind, index, address, directory)
+        await stack.enter_async_context(_tasks(kernel, fleet, coordinator))
+        await kernel.wait_until(lambda: all(fleet.ready(kind) for kind in KINDS), START_S, "the services to register")
+        stack.push_async_callback(coordinator.stop)
+        yield coordinator
+
+
+def _wanted(kind: str, spec: RunSpec) -> int:
+    return {"trainer": spec.trainer.ranks, "rollout": spec.rollout.instances}.get(kind, 1)
+
+
+async def _start_instance(stack: AsyncExitStack, kind: str, index: int, coordinator: str, directory: Path) -> None:
+    from headrace_servicekit.instance import Instance, InstanceConfig
+
+    config = InstanceConfig.model_validate(
+        {
+            "kind": kind,
+            "name": f"{kind}-{index}",
+            "coordinator": coordinator,
+            "devices": "auto" if kind in ("rollout", "trainer") else "",
+            "data_dir": directory,
+            "shm_dir": directory / "shm",
+        }
+    )
+    instance = Instance(config)
+    close = await _mount(kind, instance)
+    if close is not None:
+        stack.push_async_callback(close)
+    await instance.start()
+    stack.push_async_callback(instance.stop, 1.0)
+
+
+async def _mount(kind: str, instance: Instance) -> Callable[[], Any] | None:
+    if kind == "trainer":
+        from headrace_trainer.__main__ import mount as mount_trainer
+
+        return await mount_trainer(instance)
+    if kind == "rollout":
+        from headrace_rollout.__main__ import mount as mount_rollout
+
+        return await mount_rollout(instance)
+    from headrace_reward.__main__ import mount as mount_reward
+
+    return await mount_reward(instance)
+
+
+@asynccontextmanager
+async def _tasks(kernel: Kernel, fleet: Fleet, coordinator: Coordinator) -> AsyncIterator[None]:
+    tasks = [asyncio.create_task(work) for work in (kernel.run(), fleet.sweep(), coordinator.schedule())]
+    try:
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def run_debug(spec: dict[str, Any], say: Callable[[str, dict[str, Any]], None]) -> str:
+    """Blocking form of `debug`; torch gets every core of the process."""
+    os.environ.setdefault("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))))
+    return asyncio.run(debug(spec, say))

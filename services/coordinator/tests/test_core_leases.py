@@ -1,0 +1,141 @@
+"""The lease reducer: exclusive, fenced, all or none, whatever happens in whatever order."""
+
+import pytest
+from headrace_coordinator.domain import events as ev
+from headrace_coordinator.domain import leases
+from headrace_coordinator.domain.leases import Blocked, LeaseRequest, LeaseTable
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+DEVICES = ["h/cpu:0", "h/cpu:1", "h/cpu:2"]
+HOLDERS = ["a", "b", "c"]
+
+
+def request(holder, *devices):
+    return LeaseRequest(holder, "run", "learn", devices)
+
+
+def grant(table, *requests):
+    for event in leases.plan_grant(table, requests, 0.0):
+        table.apply(event)
+
+
+def test_all_or_none():
+    table = LeaseTable()
+    grant(table, request("a", "h/cpu:0"))
+    with pytest.raises(Blocked, match="h/cpu:0 is held by a for run learn"):
+        grant(table, request("b", "h/cpu:0"), request("c", "h/cpu:1"))
+    assert table.holder_of("h/cpu:1") is None
+
+
+def test_one_device_is_not_granted_twice_in_one_set():
+    with pytest.raises(Blocked, match="wanted twice"):
+        grant(LeaseTable(), request("a", "h/cpu:0"), request("b", "h/cpu:0"))
+
+
+def test_only_the_holder_can_release_or_acknowledge():
+    table = LeaseTable()
+    grant(table, request("a", "h/cpu:0"))
+    assert leases.plan_release(table, 1, "b", "released", 0.0) == []
+    assert leases.plan_held(table, 1, "b", 0.0) == []
+    assert leases.plan_held(table, 1, "a", 0.0) != []
+
+
+def test_unrenewed_lease_quarantines_its_devices_until_the_exit_is_proven():
+    table = LeaseTable()
+    grant(table, request("a", "h/cpu:0"))
+    (expired,) = leases.plan_expire(table, {1: 0.0}, ttl=30.0, now=31.0)
+    table.apply(expired)
+    with pytest.raises(Blocked, match="quarantined: a is not proven gone"):
+        grant(table, request("b", "h/cpu:0"))
+    table.apply(ev.InstanceLost(at=32.0, incarnation="a", reason="killed", proven=True))
+    grant(table, request("b", "h/cpu:0"))
+    assert table.holder_of("h/cpu:0").epoch == 2
+
+
+def test_renewed_lease_does_not_expire_but_an_overdue_revoke_does():
+    table = LeaseTable()
+    grant(table, request("a", "h/cpu:0"))
+    assert leases.plan_expire(table, {1: 25.0}, ttl=30.0, now=31.0) == []
+    table.apply(leases.plan_revoke(table, 1, deadline=40.0, now=31.0)[0])
+    assert leases.plan_expire(table, {1: 41.0}, ttl=30.0, now=41.0)[0].cause == "revoked past notice"
+
+
+def test_epochs_leap_over_a_restart():
+    table = LeaseTable()
+    grant(table, request("a", "h/cpu:0"))
+    table.apply(ev.CoordinatorStarted(at=0.0, epoch=2, store_id="s", leap=1000))
+    grant(table, request("b", "h/cpu:1"))
+    assert table.holder_of("h/cpu:1").epoch == 1002
+
+
+class LeaseMachine(RuleBasedStateMachine):
+    """Any order of requests, releases, expiries and exits."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.now, self.epochs = LeaseTable(), 0.0, []
+
+    @rule(holder=st.sampled_from(HOLDERS), devices=st.sets(st.sampled_from(DEVICES), min_size=1))
+    def ask(self, holder, devices):
+        try:
+            events = leases.plan_grant(self.table, [request(holder, *sorted(devices))], self.now)
+        except Blocked:
+            busy = {d for lease in self.table.leases.values() for d in lease.devices} | set(
+                self.table.quarantined
+            )
+            assert busy & devices
+            return
+        self.epochs += [event.epoch for event in events]
+        for event in events:
+            self.table.apply(event)
+
+    @precondition(lambda self: self.table.leases)
+    @rule(data=st.data(), holder=st.sampled_from(HOLDERS))
+    def release(self, data, holder):
+        epoch = data.draw(st.sampled_from(sorted(self.table.leases)))
+        owner = self.table.leases[epoch].incarnation
+        events = leases.plan_release(self.table, epoch, holder, "released", self.now)
+        assert bool(events) == (owner == holder)
+        for event in events:
+            self.table.apply(event)
+
+    @rule(step=st.floats(1, 40))
+    def time_passes(self, step):
+        self.now += step
+        renewed = dict.fromkeys(self.table.leases, self.now - step)
+        for event in leases.plan_expire(self.table, renewed, 30.0, self.now):
+            self.table.apply(event)
+
+    @rule(holder=st.sampled_from(HOLDERS))
+    def exit(self, holder):
+        for event in leases.plan_exit(self.table, holder, self.now):
+            self.table.apply(event)
+        self.table.apply(ev.InstanceLost(at=self.now, incarnation=holder, reason="exit", proven=True))
+        assert not self.table.of(holder)
+        assert all(q.incarnation != holder for q in self.table.quarantined.values())
+
+    @invariant()
+    def no_device_has_two_holders(self):
+        used = [d for lease in self.table.leases.values() for d in lease.devices] + list(
+            self.table.quarantined
+        )
+        assert len(used) == len(set(used))
+
+    @invariant()
+    def epochs_only_rise(self):
+        assert self.epochs == sorted(set(self.epochs))
+
+
+TestLeaseMachine = LeaseMachine.TestCase
+TestLeaseMachine.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+
+
+@given(st.permutations(["x", "y", "z"]))
+def test_renewals_of_other_leases_do_not_matter(order):
+    table = LeaseTable()
+    for index, holder in enumerate(order):
+        grant(table, request(holder, DEVICES[index]))
+    expired = leases.plan_expire(table, {1: 0.0, 2: 100.0, 3: 100.0}, 30.0, 100.0)
+    assert [event.epoch for event in expired] == [1]

@@ -1,0 +1,288 @@
+"""Versions, slots, the dispatcher, run life and the audit: pure rules."""
+
+import pytest
+from headrace_coordinator.audit import audit
+from headrace_coordinator.domain import events as ev
+from headrace_coordinator.domain import runs
+from headrace_coordinator.domain.dispatch import Dispatcher
+from headrace_coordinator.domain.runs import RunState
+from headrace_coordinator.domain.slots import (
+    ACCUMULATED,
+    DROPPED,
+    FINISHED,
+    PENDING,
+    Offer,
+    SlotLedger,
+    accepts,
+    plan_assign,
+)
+from headrace_coordinator.domain.state import State, restore, snapshot
+from headrace_coordinator.domain.versions import Lineage
+from headrace_coordinator.run.meter import Meter, covered
+from hypothesis import given
+from hypothesis import strategies as st
+
+
+def restored(number, parent=0, ordinal=0, frontier=0):
+    return ev.VersionRestored(
+        at=0,
+        run="r",
+        number=number,
+        parent=parent,
+        ordinal=ordinal,
+        digest=f"d{number}",
+        checkpoint="",
+        frontier_step=frontier,
+    )
+
+
+def certificate(number, parent, ordinal, step, trained=(), dropped=()):
+    return ev.Certificate(
+        number=number, parent=parent, ordinal=ordinal, digest=f"d{number}", step=step, attempt=1,
+        trained=list(trained), dropped=list(dropped), set_digest="", tokens=0, tokens_by_version={}, max_staleness=0,
+        log_prob_mismatch_mean=0.0, drop_rate_by_length={}, drop_rate_by_pass_rate={},
+    )  # fmt: skip
+
+
+def committed(*args, **kwargs):
+    return ev.StepCommitted(at=0, run="r", certificate=certificate(*args, **kwargs), view={})
+
+
+def opened(step, attempt, number=9):
+    return ev.StepOpened(at=0, run="r", step=step, attempt=attempt, base=1, number=number)
+
+
+def open_ledger(groups=2, size=2):
+    ledger = SlotLedger(size, groups)
+    ledger.apply(opened(0, 1))
+    return ledger
+
+
+def assign(ledger, slots, holder="x"):
+    ledger.apply(plan_assign(ledger, "r", slots, holder, 0.0))
+
+
+# --- versions
+
+
+def test_a_rewind_abandons_everything_after_the_checkpoint():
+    lineage = Lineage()
+    for event in (
+        restored(1),
+        committed(2, 1, 1, 0),
+        committed(3, 2, 2, 1),
+        restored(7, parent=2, ordinal=1, frontier=1),
+    ):
+        lineage.apply(event)
+    assert {n: v.live for n, v in lineage.versions.items()} == {1: True, 2: True, 3: False, 7: True}
+    assert lineage.chain(lineage.head) == [7, 2, 1]
+
+
+def test_staleness_counts_ordinals_and_refuses_abandoned_versions():
+    lineage = Lineage()
+    for event in (
+        restored(1),
+        committed(2, 1, 1, 0),
+        committed(3, 2, 2, 1),
+        restored(7, parent=2, ordinal=1),
+    ):
+        lineage.apply(event)
+    assert lineage.staleness(7, 7) == 0
+    assert lineage.staleness(1, 7) == 1
+    assert lineage.staleness(3, 7) is None
+    assert lineage.staleness(99, 7) is None
+
+
+def test_a_burnt_number_is_never_given_again():
+    lineage = Lineage()
+    for event in (restored(1), ev.NumberBurnt(at=0, run="r", number=5), opened(0, 1, number=6)):
+        lineage.apply(event)
+    assert lineage.last_number == 6
+
+
+# --- slots
+
+
+def test_slots_of_a_step_are_decided_before_dispatch():
+    ledger = open_ledger(groups=2, size=3)
+    assert sorted(ledger.slots) == list(range(6))
+    assert [slot.state for slot in ledger.slots.values()] == [PENDING] * 6
+
+
+def test_only_the_assigned_attempt_fills_a_slot_and_only_with_one_digest():
+    ledger = open_ledger()
+    assign(ledger, ledger.group(0))
+    assert accepts(ledger, Offer(0, 0, 7, "a", 1)) == "attempt 7 is not the assigned attempt 1"
+    assert accepts(ledger, Offer(0, 0, 1, "a", 1)) == ""
+    ledger.apply(ev.SlotsFinished(at=0, run="r", slots=[(0, 0, 1, "a", 1)]))
+    assert accepts(ledger, Offer(0, 0, 1, "a", 1)) == ""
+    assert "already offered with digest a" in accepts(ledger, Offer(0, 0, 1, "b", 1))
+    assert accepts(ledger, Offer(9, 0, 1, "a", 1)) == "not a slot of the open step"
+
+
+def test_attempts_rise_over_reissue_and_restart():
+    ledger = open_ledger()
+    assign(ledger, ledger.group(0))
+    assign(ledger, ledger.group(0))
+    assert [slot.attempt for slot in ledger.group(0)] == [3, 4]
+    ledger.apply(ev.CoordinatorStarted(at=0, epoch=2, store_id="s", leap=100))
+    assign(ledger, ledger.group(1))
+    assert [slot.attempt for slot in ledger.group(1)] == [105, 106]
+
+
+def test_an_aborted_attempt_keeps_what_is_finished_and_drops_stay_dropped():
+    ledger = open_ledger(groups=3)
+    assign(ledger, [slot for prompt in range(3) for slot in ledger.group(prompt)])
+    ledger.apply(ev.SlotsFinished(at=0, run="r", slots=[(0, s, s + 1, "d", 1) for s in (0, 1)]))
+    ledger.apply(ev.GroupsSettled(at=0, run="r", groups=[(0, [1.0, 0.0])]))
+    ledger.apply(ev.GroupsAccumulated(at=0, run="r", step=0, attempt=1, prompts=[0]))
+    ledger.apply(ev.GroupDropped(at=0, run="r", step=0, prompt=2, reason="NONFINITE", detail=""))
+    ledger.apply(ev.StepAborted(at=0, run="r", step=0, attempt=1, reason="test"))
+    ledger.apply(opened(0, 2))
+    states = [[slot.state for slot in ledger.group(prompt)] for prompt in range(3)]
+    assert states == [[FINISHED] * 2, [PENDING] * 2, [DROPPED] * 2]
+
+
+def test_commit_moves_the_frontier_and_counts_drops():
+    ledger = open_ledger()
+    ledger.apply(ev.GroupDropped(at=0, run="r", step=0, prompt=1, reason="X", detail=""))
+    ledger.apply(committed(2, 1, 1, 0))
+    assert (ledger.frontier, ledger.dropped_total, ledger.terminal_total) == (4, 2, 4)
+
+
+def test_a_rewind_returns_slots_to_the_front():
+    ledger = open_ledger()
+    ledger.apply(committed(2, 1, 1, 0))
+    ledger.apply(opened(1, 1))
+    ledger.apply(restored(5, frontier=0))
+    assert (ledger.frontier, ledger.slots) == (0, {})
+
+
+def test_unsettled_names_groups_that_are_neither_accumulated_nor_dropped():
+    ledger = open_ledger()
+    for slot in ledger.group(0):
+        slot.state = ACCUMULATED
+    assert ledger.unsettled() == [1]
+
+
+# --- dispatch
+
+
+def test_longest_expected_starts_first_and_work_is_shared_evenly():
+    groups = [(prompt, [0, 1]) for prompt in range(4)]
+    dispatcher = Dispatcher(groups, expected=lambda prompt: float(prompt))
+    assert [g[0] for g in dispatcher.take("a", capacity=100, holders=2)] == [3, 2]
+    assert [g[0] for g in dispatcher.take("b", capacity=100, holders=2)] == [1, 0]
+
+
+def test_without_expectation_order_is_by_ordinal():
+    dispatcher = Dispatcher([(1, [0]), (0, [0])])
+    assert [g[0] for g in dispatcher.take("a", 10, 1)] == [0, 1]
+
+
+def test_a_lost_holders_work_goes_to_the_front():
+    dispatcher = Dispatcher([(p, [0, 1]) for p in range(3)])
+    dispatcher.take("a", 2, 1)
+    dispatcher.done("a", 0, 1)
+    assert dispatcher.lost("a") == [(0, 0)]
+    assert dispatcher.take("b", 100, 1)[0] == (0, [0])
+
+
+def test_a_forgotten_group_is_nobodys_work():
+    dispatcher = Dispatcher([(0, [0]), (1, [0])])
+    dispatcher.forget(1)
+    dispatcher.take("a", 10, 1)
+    dispatcher.forget(0)
+    assert dispatcher.lost("a") == [] and not dispatcher.waiting
+
+
+@given(st.lists(st.integers(1, 5), min_size=1, max_size=12), st.integers(1, 8), st.integers(1, 4), st.data())
+def test_every_sample_is_handed_out_exactly_once_even_when_holders_die(sizes, capacity, holders, data):
+    dispatcher = Dispatcher([(p, list(range(n))) for p, n in enumerate(sizes)])
+    done, names = [], [f"h{i}" for i in range(holders)]
+    for _ in range(500):
+        name = data.draw(st.sampled_from(names))
+        taken = [(p, s) for p, samples in dispatcher.take(name, capacity, holders) for s in samples]
+        if taken and data.draw(st.booleans()):
+            assert set(taken) <= set(dispatcher.lost(name))
+            continue
+        for slot in taken:
+            dispatcher.done(name, *slot)
+            done.append(slot)
+        if not dispatcher.waiting:
+            break
+    for name in names:
+        dispatcher.lost(name)
+    while groups := dispatcher.take("last", 10**6, 1):
+        done += [(p, s) for p, samples in groups for s in samples]
+    assert sorted(done) == [(p, s) for p, n in enumerate(sizes) for s in range(n)]
+
+
+# --- run life, audit, snapshot, meter
+
+
+def run_state(**fields):
+    return RunState("r", {}, "", SlotLedger(2, 2), Lineage(), 0.0, **fields)
+
+
+def test_terminal_states_are_final():
+    for state in runs.TERMINAL:
+        with pytest.raises(runs.IllegalTransition, match=f"run r is {state}"):
+            runs.plan_move(run_state(state=state), runs.PLANNING, "", 0.0)
+
+
+def test_every_state_can_fail_or_be_cancelled_until_it_is_terminal():
+    for state in set(runs.FOLLOWS) - runs.TERMINAL:
+        assert runs.FAILED in runs.FOLLOWS[state]
+
+
+def history(*events):
+    return list(enumerate(events))
+
+
+def test_audit_finds_a_slot_trained_twice_and_one_that_is_missing():
+    run = run_state()
+    run.ledger.step = 2
+    twice = [(0, 0, 1), (0, 1, 1), (1, 0, 1), (1, 1, 1)]
+    found = audit(
+        run, history(committed(2, 1, 1, 0, twice), committed(3, 2, 2, 1, [*twice[:1], (2, 0, 1), (3, 0, 1)]))
+    )
+    assert (found.duplicates, found.missing, found.trained) == (1, 2, 7)
+
+
+def test_audit_forgets_what_a_rewind_abandoned():
+    run = run_state()
+    run.ledger.step = 1
+    slots = [(p, s, 1) for p in (0, 1) for s in (0, 1)]
+    found = audit(
+        run, history(committed(2, 1, 1, 0, slots), restored(5, frontier=0), committed(6, 5, 1, 0, slots))
+    )
+    assert (found.duplicates, found.missing, found.trained) == (0, 0, 4)
+
+
+def test_state_survives_its_snapshot():
+    state = State()
+    spec = {"algorithm": {"group_size": 2, "prompts_per_step": 2}, "steps": 3}
+    for event in (
+        ev.RunSubmitted(at=1, run="r", spec=spec, directory="d"),
+        restored(1),
+        opened(0, 1),
+        ev.LeaseGranted(at=1, epoch=1, incarnation="a", run="r", stage="learn", devices=["d"]),
+        ev.KeyUsed(at=1, key="k", body="b", resource="r"),
+    ):
+        state.apply(event)
+    assert restore(snapshot(state)) == state
+
+
+def test_overlapping_intervals_count_once():
+    assert covered([(0, 2), (1, 3), (5, 6)]) == 4
+
+
+def test_protocol_time_is_what_no_stage_covers():
+    now = [0.0]
+    meter = Meter(lambda: now[0])
+    meter.add("generate", (0.0, 2.0), ["cpu:0"])
+    meter.add("learn", (1.0, 3.0), ["cpu:1"])
+    now[0] = 4.0
+    assert meter.stages() == {"generate": 2.0, "learn": 2.0, "protocol": 1.0}
+    assert meter.devices() == {"cpu:0": {"generate": 2.0}, "cpu:1": {"learn": 2.0}}

