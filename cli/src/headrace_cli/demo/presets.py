@@ -10,7 +10,7 @@ from typing import Self
 
 from headrace_cli.launcher.data_dir import DataDir
 from headrace_cli.launcher.start import last_lines
-from headrace_cli.launcher.tether import child_environment, tether
+from headrace_cli.launcher.tether import tether
 from headrace_cli.mistakes import CommandError, mistake
 
 PRESETS = {
@@ -40,23 +40,22 @@ class ModelMaker:
         self._log = data_dir.log_file(f"model-{preset}")
         self._child: subprocess.Popen[bytes] | None = None
         if not self.is_there:
-            self._child = self._start(preset, child_environment(data_dir.fleet_id))
+            self._child = self._start(preset)
 
     @property
     def is_there(self) -> bool:
         """Whether the model directory is complete: its weights are written last."""
         return any(self.directory.glob("*.safetensors")) and (self.directory / "config.json").is_file()
 
-    def _start(self, preset: str, environment: dict[str, str]) -> subprocess.Popen[bytes]:
+    def _start(self, preset: str) -> subprocess.Popen[bytes]:
+        """Without the fleet's mark: the launcher, which starts meanwhile, kills what carries it."""
         self.directory.parent.mkdir(parents=True, exist_ok=True)
-        del environment["OMP_NUM_THREADS"]
         with self._log.open("ab") as log:
             return subprocess.Popen(
                 [sys.executable, "-m", f"headrace_modelkit.presets.{preset}", str(self.directory)],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env=environment,
                 start_new_session=True,
                 preexec_fn=tether(),
             )

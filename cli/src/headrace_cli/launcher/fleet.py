@@ -156,9 +156,13 @@ class LocalFleet:
             for item in supervisor.processes()
         ]
         written = asdict(self._state)
-        if written != self._written:
+        if written == self._written:
+            return
+        try:
             self._state.write(self.data_dir)
             self._written = written
+        except OSError as error:  # a full disk is no reason to take the fleet down
+            print(f"the state file cannot be written: {error}", flush=True)
 
 
 async def _wait(event: asyncio.Event, seconds: float) -> None:
