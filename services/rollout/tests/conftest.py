@@ -1,19 +1,25 @@
-"""A tiny real model, engines over it, and streams that collect what an engine sends."""
+"""A tiny real model, engines and listening instances over it, and streams that collect what they send."""
 
 from __future__ import annotations
 
 import asyncio
+import gc
+import json
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import grpc
 import pytest
 import torch
+from headrace.common.v1 import common_pb2, weights_pb2_grpc
+from headrace.rollout.v1 import rollout_pb2, rollout_pb2_grpc
 from headrace_modelkit.config import ModelConfig
 from headrace_modelkit.loading import load_model
 from headrace_modelkit.presets.tiny import write_tiny
 from headrace_modelkit.tokenizer import TextCodec, load_tokenizer
 from headrace_modelkit.weights import copy_out, weight_layout
+from headrace_rollout.__main__ import build_instance
 from headrace_rollout.engines import load_engine
 from headrace_rollout.engines.base import (
     Distribution,
@@ -28,6 +34,10 @@ from headrace_rollout.engines.base import (
     Stream,
     WeightView,
 )
+from headrace_servicekit.client import dial
+from headrace_servicekit.instance import Instance, InstanceConfig
+from headrace_servicekit.server import GrpcServer
+from headrace_servicekit.weights import WeightServicer, WeightStore
 
 WAIT_S = 30.0
 
@@ -178,3 +188,166 @@ def resumed():
         return replace(group, samples=samples)
 
     return resume
+
+
+RUN = "runs/test"
+HEADER = common_pb2.CommandHeader(request_id="r", run=RUN, coordinator_epoch=1, lease_epoch=1)
+DATA_TYPES = {torch.float32: common_pb2.DATA_TYPE_FLOAT32, torch.bfloat16: common_pb2.DATA_TYPE_BFLOAT16}
+
+
+@dataclass
+class Rollout:
+    """A rollout instance that listens, and a stub to it."""
+
+    instance: Instance
+    stub: rollout_pb2_grpc.RolloutServiceStub
+
+    async def open(self, model_path, **rollout):
+        model = {"path": str(model_path), "dtype": "float32", "max_context": 128}
+        config = json.dumps({"model": model, "rollout": rollout, "seed": 7})
+        return await self.stub.OpenRun(rollout_pb2.OpenRunRequest(header=HEADER, config_json=config))
+
+    async def install(self, published: Published):
+        return await self.stub.InstallPolicy(
+            rollout_pb2.InstallPolicyRequest(
+                header=HEADER,
+                version=published.version,
+                manifest=published.manifest,
+                sources=[published.source],
+            )
+        )
+
+    def generate(self, groups, *, half_close=True, **options) -> GenerateCall:
+        return GenerateCall(self.stub, groups, half_close, options)
+
+
+class GenerateCall:
+    """A Generate stream; `responses` collects, `assign` and `close` write."""
+
+    def __init__(self, stub, groups, half_close, options):
+        self.call = stub.Generate()
+        self.chunks, self.partials = [], []
+        fields = {"policy_number": 1, "max_new_tokens": 24, "seed": 7, **options}
+        distribution = common_pb2.SamplingDistribution(temperature=fields.pop("temperature", 1.0))
+        self._opening = rollout_pb2.GenerateOpen(header=HEADER, distribution=distribution, **fields)
+        self._groups, self._half_close = groups, half_close
+
+    async def start(self) -> GenerateCall:
+        await self.call.write(rollout_pb2.GenerateRequest(open=self._opening))
+        await self.assign(self._groups)
+        if self._half_close:
+            await self.call.done_writing()
+        return self
+
+    async def assign(self, groups) -> None:
+        await self.call.write(rollout_pb2.GenerateRequest(assign=rollout_pb2.AssignGroups(groups=groups)))
+
+    async def read_until(self, condition) -> None:
+        async with asyncio.timeout(WAIT_S):
+            while not condition(self):
+                response = await self.call.read()
+                if response is grpc.aio.EOF:
+                    return
+                self.chunks += response.chunks
+                self.partials += response.partials
+
+    async def read_all(self) -> dict[tuple[int, int], common_pb2.Trajectory]:
+        await self.read_until(lambda _: False)
+        return self.finished()
+
+    def finished(self) -> dict[tuple[int, int], common_pb2.Trajectory]:
+        return {
+            (chunk.sample.prompt_ordinal, chunk.sample.sample_index): chunk.finished
+            for chunk in self.chunks
+            if chunk.HasField("finished")
+        }
+
+
+@dataclass
+class Published:
+    """A version as a trainer publishes it."""
+
+    version: common_pb2.PolicyVersion
+    manifest: common_pb2.WeightManifest
+    source: common_pb2.WeightSource
+
+
+@pytest.fixture
+def shm_root(tmp_path) -> Path:
+    return tmp_path / "shm"
+
+
+@pytest.fixture
+async def trainer_store(shm_root) -> AsyncIterator[WeightStore]:
+    """A store with a served address, as the trainer has."""
+    server = GrpcServer("127.0.0.1:0", token=None)
+    store = WeightStore(shm_root, "trainer")
+    server.add_service(
+        weights_pb2_grpc.add_WeightServiceServicer_to_server,
+        WeightServicer(store),
+        "headrace.common.v1.WeightService",
+    )
+    store.address = await server.start()
+    yield store
+    await server.drain(1)
+    store.close()
+
+
+@pytest.fixture
+def publish(trainer_store):
+    """Publishes a model's weights under a number."""
+
+    def publish(model, number: int, *, run: str = RUN) -> Published:
+        layout = weight_layout(model, torch.float32)
+        wire = [(name, DATA_TYPES[dtype], shape) for name, dtype, shape in layout]
+        pending = trainer_store.begin(run, number, wire)
+        for name, dtype, _ in layout:
+            copy_out(model, name, pending.buffer(name), dtype)
+        gc.collect()
+        version, manifest = pending.seal(number - 1, number - 1)
+        return Published(version, manifest, trainer_store.source(run, number))
+
+    return publish
+
+
+@pytest.fixture
+async def new_rollout(shm_root) -> AsyncIterator[Callable]:
+    """Starts instances on free ports; each holds lease 1."""
+    started: list[tuple[Instance, grpc.aio.Channel]] = []
+
+    async def start(name: str = "rollout-0") -> Rollout:
+        config = InstanceConfig(kind="rollout", name=name, shm_dir=shm_root, devices=("cpu:0",))
+        instance = build_instance(config)
+        address = await instance.start()
+        instance.fence.grant(1)
+        channel = dial(address, token=None)
+        started.append((instance, channel))
+        return Rollout(instance, rollout_pb2_grpc.RolloutServiceStub(channel))
+
+    yield start
+    for instance, channel in started:
+        await channel.close()
+        await instance.stop(2.0)
+
+
+@pytest.fixture
+async def rollout(new_rollout, tiny_directory, publish, reference) -> Rollout:
+    """An instance with an open run and version 1 installed."""
+    rollout = await new_rollout()
+    await rollout.open(tiny_directory, max_concurrency=16)
+    await rollout.install(publish(reference, 1))
+    return rollout
+
+
+@pytest.fixture
+def assignments() -> list[rollout_pb2.GroupAssignment]:
+    """Four text prompts with three samples each."""
+    texts = ["7", "copy 123 =", "sort 9 8 7 :", "1 + 2 ="]
+    return [
+        rollout_pb2.GroupAssignment(
+            prompt_ordinal=ordinal,
+            prompt=rollout_pb2.Prompt(text=text),
+            samples=[rollout_pb2.SampleAssignment(sample_index=index, attempt=1) for index in range(3)],
+        )
+        for ordinal, text in enumerate(texts)
+    ]

@@ -94,8 +94,8 @@ class Generation:
             raise ServiceError(
                 grpc.StatusCode.RESOURCE_EXHAUSTED,
                 "CUSTODY_FULL",
-                f"{len(custody)} trajectories of {custody.size_bytes} bytes are kept and {custody.budget_bytes} "
-                "are allowed; call ReleaseTrajectories for what is trained or dropped",
+                f"{len(custody)} trajectories, {custody.size_bytes} bytes, are kept; {custody.budget_bytes} "
+                "are allowed: call ReleaseTrajectories for what is trained or dropped",
             )
 
     async def _next_outputs(self) -> list[Output]:

@@ -1,0 +1,382 @@
+"""The rollout service over real gRPC, with weights from a real store."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import grpc
+import pytest
+from headrace.common.v1 import common_pb2
+from headrace.rollout.v1 import rollout_pb2
+from headrace_modelkit.presets.tiny import tiny_model
+from headrace_servicekit.digests import trajectory_digest
+from headrace_servicekit.errors import message_of, reason_of
+
+RUN = "runs/test"
+HEADER = common_pb2.CommandHeader(request_id="r", run=RUN, coordinator_epoch=1, lease_epoch=1)
+
+
+def sampled(trajectory):
+    return [i for segment in trajectory.segments[1:] for i in segment.tokens.token_ids]
+
+
+async def refused(awaitable, reason, *words):
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await awaitable
+    assert reason_of(caught.value) == reason, caught.value
+    for word in words:
+        assert word in message_of(caught.value)
+    return caught.value.code()
+
+
+async def test_generate_sends_whole_trajectories(rollout, assignments, codec):
+    call = await rollout.generate(assignments, stop=["zz"]).start()
+    trajectories = await call.read_all()
+    assert len(trajectories) == 12 and not call.partials
+    for (ordinal, _), trajectory in trajectories.items():
+        prompt, *answer = trajectory.segments
+        assert list(prompt.tokens.token_ids) == codec.encode_prompt(text=assignments[ordinal].prompt.text)
+        assert prompt.policy_number == 0 and not prompt.tokens.log_probs
+        assert [segment.policy_number for segment in answer] == [1]
+        tokens = answer[0].tokens
+        assert len(tokens.log_probs) == len(tokens.token_ids)
+        assert tokens.distribution.log_prob_kind == common_pb2.LOG_PROB_KIND_PROCESSED
+        assert trajectory.completion_text == codec.decode(tokens.token_ids)
+        assert trajectory.body_digest == trajectory_digest(trajectory)
+        assert trajectory.producer == rollout.instance.config.incarnation
+        assert trajectory.attempt == 1
+
+
+async def test_chunks_stream_while_it_decodes(rollout, assignments):
+    call = await rollout.generate(assignments, chunk_tokens=2).start()
+    trajectories = await call.read_all()
+    assert len(call.chunks) > 24
+    for (ordinal, index), trajectory in trajectories.items():
+        key = common_pb2.SampleKey(prompt_ordinal=ordinal, sample_index=index)
+        chunks = [chunk for chunk in call.chunks if chunk.sample == key]
+        assert [i for chunk in chunks for i in chunk.token_ids] == sampled(trajectory)
+        assert [chunk.token_offset for chunk in chunks] == list(range(0, 2 * len(chunks), 2))
+
+
+async def test_groups_assigned_later_on_the_same_stream_are_filled(rollout, assignments):
+    call = await rollout.generate(assignments[:1], half_close=False).start()
+    await call.read_until(lambda call: len(call.finished()) == 3)
+    await call.assign(assignments[1:])
+    await call.call.done_writing()
+    assert len(await call.read_all()) == 12
+
+
+async def test_a_chat_prompt_goes_through_the_template(rollout, codec):
+    chat = rollout_pb2.ChatPrompt(
+        messages=[rollout_pb2.ChatMessage(role="user", content="copy 12")], prefill=" ="
+    )
+    group = rollout_pb2.GroupAssignment(
+        prompt=rollout_pb2.Prompt(chat=chat), samples=[rollout_pb2.SampleAssignment(attempt=1)]
+    )
+    (trajectory,) = (await (await rollout.generate([group]).start()).read_all()).values()
+    assert list(trajectory.segments[0].tokens.token_ids) == codec.encode_prompt(text="copy 12 =")
+
+
+async def test_a_prompt_that_does_not_fit_ends_with_a_reason(rollout):
+    prompts = [rollout_pb2.TokenIds(values=[7] * 128), rollout_pb2.TokenIds(values=[7] * 120)]
+    groups = [
+        rollout_pb2.GroupAssignment(
+            prompt_ordinal=ordinal,
+            prompt=rollout_pb2.Prompt(token_ids=ids),
+            samples=[rollout_pb2.SampleAssignment(attempt=1)],
+        )
+        for ordinal, ids in enumerate(prompts)
+    ]
+    trajectories = await (await rollout.generate(groups).start()).read_all()
+    assert trajectories[0, 0].finish_reason == common_pb2.FINISH_REASON_PROMPT_TOO_LONG
+    assert len(trajectories[0, 0].segments) == 1
+    assert len(sampled(trajectories[1, 0])) <= 8
+
+
+async def test_paused_samples_go_on_at_another_instance_as_if_nothing_happened(
+    rollout, new_rollout, assignments, tiny_directory, publish, reference
+):
+    expected = await (await rollout.generate(assignments, evaluation=True).start()).read_all()
+
+    call = await rollout.generate(assignments, chunk_tokens=1).start()
+    await call.read_until(lambda call: len(call.chunks) > 20)
+    paused = await rollout.stub.Pause(rollout_pb2.PauseRequest(header=HEADER))
+    done = await call.read_all()
+    assert paused.partial_count == len(call.partials) == 12 - len(done) > 0
+
+    other = await new_rollout("rollout-1")
+    await other.open(tiny_directory, max_concurrency=16)
+    await other.install(publish(reference, 2))
+    groups = [
+        rollout_pb2.GroupAssignment(
+            prompt_ordinal=partial.sample.prompt_ordinal,
+            prompt=assignments[partial.sample.prompt_ordinal].prompt,
+            samples=[
+                rollout_pb2.SampleAssignment(
+                    sample_index=partial.sample.sample_index, attempt=2, resume=partial.state
+                )
+            ],
+        )
+        for partial in call.partials
+    ]
+    resumed = await (await other.generate(groups, policy_number=2).start()).read_all()
+    everything = {**done, **resumed}
+    assert {key: sampled(t) for key, t in everything.items()} == {
+        key: sampled(t) for key, t in expected.items()
+    }
+    for partial in call.partials:
+        trajectory = resumed[partial.sample.prompt_ordinal, partial.sample.sample_index]
+        if count := len(partial.state.token_ids):
+            first, *rest = trajectory.segments[1:]
+            assert (first.policy_number, len(first.tokens.token_ids)) == (1, count)
+            assert list(first.tokens.log_probs) == list(partial.state.log_probs)
+            assert [segment.policy_number for segment in rest] == [2]
+
+
+async def test_abort_sends_partials_on_the_stream(rollout, assignments):
+    call = await rollout.generate(assignments, chunk_tokens=1, max_new_tokens=90).start()
+    await call.read_until(lambda call: call.chunks)
+    answer = await rollout.stub.Abort(rollout_pb2.AbortRequest(header=HEADER))
+    done = await call.read_all()
+    assert answer.aborted_count == len(call.partials) == 12 - len(done) > 0
+
+
+async def test_install_takes_shared_memory_once_and_verifies(new_rollout, tiny_directory, publish, reference):
+    rollout = await new_rollout()
+    await rollout.open(tiny_directory)
+    published = publish(reference, 1)
+    first = await rollout.install(published)
+    assert first.transport == common_pb2.WEIGHT_TRANSPORT_SHM and not first.fallbacks
+    assert first.transfer_time.nanos > 0 and first.pause_time.nanos > 0
+    again = await rollout.install(published)
+    assert again.version == published.version
+    assert again.transport == common_pb2.WEIGHT_TRANSPORT_UNSPECIFIED and again.bytes_moved == 0
+    # A rewind: the same weights under a higher number.
+    renumbered = publish(reference, 5)
+    assert renumbered.version.digest == published.version.digest
+    assert (await rollout.install(renumbered)).bytes_moved == 0
+    code = await refused(rollout.install(published), "POLICY_MISMATCH", "version 1", "5")
+    assert code is grpc.StatusCode.FAILED_PRECONDITION
+
+
+async def test_install_by_grpc_gives_the_same_policy(rollout, assignments, publish):
+    model = tiny_model(seed=3)
+    published = publish(model, 2)
+    del published.source.transports[:]
+    published.source.transports.append(common_pb2.WEIGHT_TRANSPORT_GRPC)
+    response = await rollout.install(published)
+    assert response.transport == common_pb2.WEIGHT_TRANSPORT_GRPC
+    assert response.bytes_moved == published.manifest.size_bytes
+    call = await rollout.generate(assignments[:1], policy_number=2).start()
+    assert all(t.segments[1].policy_number == 2 for t in (await call.read_all()).values())
+
+
+async def test_install_refuses_other_weights_and_keeps_the_installed_ones(rollout, assignments, publish):
+    wrong = publish(tiny_model(seed=1, vocab_size=40), 2)
+    await refused(rollout.install(wrong), "WEIGHTS_MISMATCH", "shape")
+    forged = publish(tiny_model(seed=2), 3)
+    forged.version.digest = "0" * 32
+    await refused(rollout.install(forged), "DIGEST_MISMATCH")
+    assert len(await (await rollout.generate(assignments[:1]).start()).read_all()) == 3
+
+
+async def test_install_is_refused_while_a_sequence_of_another_version_lives(rollout, assignments, publish):
+    call = await rollout.generate(assignments, half_close=False, chunk_tokens=1, max_new_tokens=100).start()
+    await call.read_until(lambda call: call.chunks)
+    published = publish(tiny_model(seed=3), 2)
+    assert await refused(rollout.install(published), "POLICY_MISMATCH", "live") is (
+        grpc.StatusCode.FAILED_PRECONDITION
+    )
+    await rollout.stub.Abort(rollout_pb2.AbortRequest(header=HEADER))
+    await rollout.install(published)
+    # The stream was opened for version 1: it takes no more work.
+    await call.assign(assignments[:1])
+    await refused(call.read_all(), "POLICY_MISMATCH", "version 1 is wanted and 2 is installed")
+
+
+async def test_suspend_gives_memory_back_and_wake_takes_it_in_order(
+    new_rollout, tmp_path, assignments, publish
+):
+    from headrace_modelkit.loading import save_model
+    from headrace_modelkit.presets.tiny import character_tokenizer
+
+    # Wide enough to be seen in the resident memory: 33 million parameters, 134 MB.
+    wide = tiny_model(hidden_size=1024, intermediate_size=4096, num_hidden_layers=2, head_dim=64)
+    save_model(wide, character_tokenizer(), tmp_path / "wide")
+    size = 4 * sum(parameter.numel() for parameter in wide.parameters())
+    first, second = publish(wide, 1), publish(wide, 2)
+    rollout = await new_rollout()
+    await rollout.open(tmp_path / "wide")
+    await rollout.install(first)
+    before = await (await rollout.generate(assignments, evaluation=True).start()).read_all()
+
+    def wake(scope):
+        return rollout.stub.Wake(rollout_pb2.WakeRequest(header=HEADER, scope=scope))
+
+    suspend = rollout_pb2.SuspendRequest(header=HEADER)
+    await refused(rollout.stub.Suspend(suspend), "NOT_PAUSED", "Pause first")
+    await rollout.stub.Pause(rollout_pb2.PauseRequest(header=HEADER))
+    freed = await rollout.stub.Suspend(suspend)
+    assert 0.8 * size < freed.released_bytes < 2 * size
+    assert freed.free_memory_bytes > size
+    assert (await rollout.stub.Suspend(suspend)).released_bytes < size / 10
+
+    await refused(rollout.install(second), "SUSPENDED", "Wake WEIGHTS first")
+    await refused(rollout.stub.Resume(rollout_pb2.ResumeRequest(header=HEADER)), "SUSPENDED")
+    await refused(wake(rollout_pb2.WAKE_SCOPE_KV_CACHE), "SUSPENDED")
+    await wake(rollout_pb2.WAKE_SCOPE_WEIGHTS)
+    await refused(wake(rollout_pb2.WAKE_SCOPE_KV_CACHE), "POLICY_MISMATCH", "install")
+    await rollout.install(second)
+    await wake(rollout_pb2.WAKE_SCOPE_KV_CACHE)
+    await wake(rollout_pb2.WAKE_SCOPE_UNSPECIFIED)
+    after = await (await rollout.generate(assignments, policy_number=2).start()).read_all()
+    assert {key: sampled(t) for key, t in after.items()} == {key: sampled(t) for key, t in before.items()}
+
+
+async def test_custody_lasts_until_released(rollout, assignments):
+    trajectories = await (await rollout.generate(assignments).start()).read_all()
+    await (await rollout.generate(assignments[:1], evaluation=True, seed=99).start()).read_all()
+    inventory = await rollout.stub.ListInventory(rollout_pb2.ListInventoryRequest(header=HEADER))
+    assert len(inventory.items) == 12
+    for item in inventory.items:
+        kept = trajectories[item.sample.prompt_ordinal, item.sample.sample_index]
+        assert (item.body_digest, item.attempt, item.size_bytes) == (kept.body_digest, 1, kept.ByteSize())
+    keys = [item.sample for item in inventory.items]
+    wanted = [keys[0], keys[5], common_pb2.SampleKey(prompt_ordinal=99)]
+    fetch = rollout.stub.FetchTrajectories(
+        rollout_pb2.FetchTrajectoriesRequest(header=HEADER, samples=wanted)
+    )
+    fetched = [trajectory async for response in fetch for trajectory in response.trajectories]
+    assert fetched == [trajectories[key.prompt_ordinal, key.sample_index] for key in wanted[:2]]
+    for _ in range(2):
+        await rollout.stub.ReleaseTrajectories(
+            rollout_pb2.ReleaseTrajectoriesRequest(header=HEADER, samples=keys[:11])
+        )
+    inventory = await rollout.stub.ListInventory(rollout_pb2.ListInventoryRequest(header=HEADER))
+    assert [item.sample for item in inventory.items] == keys[11:]
+
+
+async def test_a_caller_that_goes_away_leaves_no_work_and_loses_no_body(rollout, assignments):
+    call = await rollout.generate(assignments, chunk_tokens=1, max_new_tokens=110).start()
+    await call.read_until(lambda call: len(call.finished()) >= 1)
+    call.call.cancel()
+    again = await (await rollout.generate(assignments[:1], evaluation=True).start()).read_all()
+    assert len(again) == 3
+    inventory = await rollout.stub.ListInventory(rollout_pb2.ListInventoryRequest(header=HEADER))
+    assert len(call.finished()) <= len(inventory.items) < 12
+
+
+async def test_score_gives_the_sampled_log_probs(rollout, assignments):
+    trajectories = await (await rollout.generate(assignments, temperature=0.5).start()).read_all()
+    sequences, expected = [], []
+    for trajectory in trajectories.values():
+        prompt = list(trajectory.segments[0].tokens.token_ids)
+        ids = [*prompt, *sampled(trajectory)]
+        sequences.append(rollout_pb2.ScoreSequence(token_ids=ids, start=len(prompt)))
+        expected.append(list(trajectory.segments[1].tokens.log_probs))
+    request = rollout_pb2.ScoreRequest(
+        header=HEADER, sequences=sequences, distribution=common_pb2.SamplingDistribution(temperature=0.5)
+    )
+    response = await rollout.stub.Score(request)
+    assert response.policy_number == 1
+    for scored, values in zip(response.sequences, expected, strict=True):
+        assert list(scored.log_probs) == pytest.approx(values, abs=1e-4)
+    request.sequences[0].start = 0
+    assert await refused(rollout.stub.Score(request), "INVALID", "sequences[0]") is (
+        grpc.StatusCode.INVALID_ARGUMENT
+    )
+
+
+async def test_open_run_says_what_is_wrong(new_rollout, tiny_directory, tmp_path):
+    rollout = await new_rollout()
+    await refused(rollout.open(tiny_directory, engin="x"), "INVALID", "rollout.engin", "engine")
+    await refused(rollout.open(tiny_directory, engine="warp"), "INVALID", "rollout.engine", "transformers")
+    await refused(rollout.open(tmp_path / "nothing"), "MODEL_NOT_READABLE", "model.path", "config.json")
+    opened = await rollout.open(tiny_directory, max_concurrency=3)
+    assert (opened.max_concurrency, opened.max_context_tokens) == (3, 128)
+    assert await rollout.open(tiny_directory, max_concurrency=3) == opened
+    await refused(rollout.open(tiny_directory, max_concurrency=4), "CONFLICT", "close it first")
+    other = common_pb2.CommandHeader(run="runs/other", coordinator_epoch=1)
+    config = json.dumps({"model": {"path": str(tiny_directory)}})
+    request = rollout_pb2.OpenRunRequest(header=other, config_json=config)
+    await refused(rollout.stub.OpenRun(request), "BUSY", RUN)
+    for _ in range(2):
+        await rollout.stub.CloseRun(rollout_pb2.CloseRunRequest(header=HEADER))
+    await rollout.stub.OpenRun(request)
+    await refused(rollout.stub.Pause(rollout_pb2.PauseRequest(header=HEADER)), "NOT_OPEN")
+
+
+@pytest.mark.parametrize(
+    ("group", "words"),
+    [
+        (rollout_pb2.GroupAssignment(), ["prompt"]),
+        (
+            rollout_pb2.GroupAssignment(
+                prompt=rollout_pb2.Prompt(text="1"),
+                samples=[
+                    rollout_pb2.SampleAssignment(resume=common_pb2.ResumeState(token_ids=[5], rng_position=1))
+                ],
+            ),
+            ["log_probs"],
+        ),
+    ],
+)
+async def test_assignments_that_cannot_be_filled_are_refused(rollout, group, words):
+    call = await rollout.generate([group]).start()
+    assert await refused(call.read_all(), "INVALID", *words) is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_generate_needs_the_version_and_an_awake_engine(rollout, assignments):
+    for options, reason in (({"policy_number": 2}, "POLICY_MISMATCH"), ({"max_new_tokens": 0}, "INVALID")):
+        call = await rollout.generate(assignments, **options).start()
+        await refused(call.read_all(), reason)
+    await rollout.stub.Pause(rollout_pb2.PauseRequest(header=HEADER))
+    call = await rollout.generate(assignments).start()
+    await refused(call.read_all(), "PAUSED", "Resume")
+    await rollout.stub.Resume(rollout_pb2.ResumeRequest(header=HEADER))
+    assert len(await (await rollout.generate(assignments).start()).read_all()) == 12
+
+
+async def test_a_stale_epoch_or_a_missing_lease_changes_nothing(rollout, assignments, publish):
+    stale = common_pb2.CommandHeader(run=RUN, coordinator_epoch=0, lease_epoch=1)
+    await refused(rollout.stub.Pause(rollout_pb2.PauseRequest(header=stale)), "EPOCH_STALE")
+    rollout.instance.fence.release(1)
+    await refused(rollout.install(publish(tiny_model(seed=4), 2)), "EPOCH_STALE", "lease")
+    call = await rollout.generate(assignments).start()
+    await refused(call.read_all(), "EPOCH_STALE", "lease")
+
+
+async def test_a_revoked_lease_sends_partials_and_frees_the_device(rollout, assignments):
+    call = await rollout.generate(assignments, chunk_tokens=1, max_new_tokens=110).start()
+    await call.read_until(lambda call: call.chunks)
+    assert await rollout.instance.on_revoke(1, 1.0) > 0
+    await call.read_all()
+    assert call.partials
+    wake = rollout_pb2.WakeRequest(header=HEADER, scope=rollout_pb2.WAKE_SCOPE_WEIGHTS)
+    await rollout.stub.Wake(wake)
+
+
+async def test_episodes_are_not_offered(rollout):
+    call = rollout.stub.RunEpisodes(iter([rollout_pb2.RunEpisodesRequest(header=HEADER)]))
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call.read()
+    assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+async def test_figures_reach_the_session(rollout, assignments):
+    await (await rollout.generate(assignments).start()).read_all()
+    reports = rollout.instance._take_metrics()
+    assert {report.stage for report in reports} == {"generate"}
+    assert sum(report.items for report in reports) == 12
+    assert reports[-1].values["custody_trajectories"] == 12
+    shared, computed = (
+        sum(report.values[name] for report in reports) for name in ("shared_prompt_tokens", "prefill_tokens")
+    )
+    assert shared == 2 * computed > 0
+
+
+def test_the_command_line_starts_without_torch():
+    script = "import sys, headrace_rollout.__main__; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", script], timeout=60, check=False).returncode == 0
