@@ -25,11 +25,12 @@ help: ## List the targets.
 	@echo "  PRESET=smollm2|tiny and SEED=N choose the run; PYTHON=, TORCH_FIND_LINKS=, TORCH_INDEX_URL= the set-up."
 
 setup: .venv/.complete ## Make .venv with all packages, editable (what run, test and lint call).
+	@:
 
 # A venv is complete once the stamp is there: an interrupted set-up starts again.
 .venv/.complete: pyproject.toml constraints/base.txt $(DISTS:%=%/pyproject.toml)
 	@sh ci/check_host.sh "$(PYTHON)"
-	@rm -f $@
+	@rm -f $@ && echo "make setup: this takes some minutes the first time"
 	"$(PYTHON)" -m venv .venv
 	$(PIP) install -q $(PINNED) --upgrade pip
 	$(PIP) install -q $(PINNED) hatchling editables
@@ -37,19 +38,19 @@ setup: .venv/.complete ## Make .venv with all packages, editable (what run, test
 	$(PIP) install -q --no-deps --no-build-isolation $(DISTS:%=-e ./%)
 	$(PIP) install -q $(PINNED) --group dev "headrace[local]"
 	$(PIP) check
-	@touch $@
+	@touch $@ && echo "make setup: .venv is complete"
 
 run: setup ## Train a model from nothing and show it live (PRESET=smollm2 or tiny).
 	.venv/bin/headrace demo --preset $(PRESET) $(if $(SEED),--seed $(SEED))
 
 test: setup ## All tests of .ci/run: units, seeded simulation, flows, faults, packaging.
-	.venv/bin/python ci/parts.py test
+	.venv/bin/python -m ci.parts test
 
 lint: setup ## ruff, mypy, import rules, contracts, generated files.
-	.venv/bin/python ci/parts.py lint
+	.venv/bin/python -m ci.parts lint
 
 nightly: setup ## What takes too long for every change: many seeds of the simulation, tests marked nightly.
-	.venv/bin/python ci/parts.py nightly
+	.venv/bin/python -m ci.parts nightly
 
 docs: setup spec-docs ## Build the documentation site into .cache/site (tools in .envs/docs).
 	test -x .envs/docs/bin/mkdocs || "$(PYTHON)" -m venv .envs/docs
@@ -57,7 +58,7 @@ docs: setup spec-docs ## Build the documentation site into .cache/site (tools in
 	.envs/docs/bin/mkdocs build --strict --site-dir .cache/site
 
 spec-docs: setup ## Write docs/run-spec.md again from the run spec's schema.
-	.venv/bin/python ci/spec_docs.py docs/run-spec.md
+	.venv/bin/python -m ci.spec_docs docs/run-spec.md
 
 freeze: ## Write constraints/base.txt from what .venv holds now.
 	@{ sed -n '/^#/p' constraints/base.txt; $(PIP) freeze --all --exclude-editable | sed -e '/^#/d' -e 's/^torch==.*/torch==$(TORCH_VERSION)/'; } > .base.txt

@@ -1,0 +1,145 @@
+"""Writes docs/run-spec.md from the run spec's schema: every key, its type, its default, what it means.
+
+`python -m ci.spec_docs [--check] FILE`. With --check it writes nothing and fails when the file is not current.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from headrace_coordinator.spec import RunSpec
+
+HEAD = """# Run spec
+
+<!-- Written by `make spec-docs` from the coordinator's `spec.py`; change the text there. -->
+
+A run is one YAML (or JSON) document. These are its keys, in the order of the schema. A key without a default must be
+given; an unknown key is refused with the nearest valid one. `headrace run submit FILE --dry-run` checks a document
+against your fleet without starting anything, `--set a.b=c` overrides a key, and `headrace spec-schema` prints the JSON
+Schema that this page is made from. The files in `examples/` are complete documents.
+
+Integers are at most 2147483647 unless said otherwise. Combinations that cannot work (a batch that the ranks cannot
+share evenly, two services on one device that do not take turns, …) are refused with the key and the nearest value.
+"""
+BOUNDS = {
+    "minimum": "≥ {}",
+    "exclusiveMinimum": "> {}",
+    "maximum": "≤ {}",
+    "exclusiveMaximum": "< {}",
+    "minItems": "at least {} items",
+}
+USUAL_LIMITS = {2**31 - 1, 2**63}
+
+
+def page() -> str:
+    """The whole page."""
+    schema = RunSpec.model_json_schema()
+    definitions = schema["$defs"]
+    blocks = [HEAD, "## The document itself\n", table("", schema, definitions)]
+    for path, section in sections("", schema, definitions):
+        blocks += [
+            f"## `{path}`\n",
+            f"{section.get('description', '').strip()}\n",
+            table(path, section, definitions),
+        ]
+    return "\n".join(blocks).rstrip() + "\n"
+
+
+def sections(
+    path: str, schema: dict[str, Any], definitions: dict[str, Any]
+) -> list[tuple[str, dict[str, Any]]]:
+    """All sections below a schema with their dotted paths; `[]` marks an element of a list. Each type once."""
+    found: dict[str, tuple[str, dict[str, Any]]] = {}
+
+    def walk(path: str, schema: dict[str, Any]) -> None:
+        for key, value in schema["properties"].items():
+            below = f"{path}.{key}".strip(".")
+            is_list = value.get("type") == "array"
+            target = reference(value["items"] if is_list else value)
+            if target and target not in found:
+                found[target] = (below + "[]" * is_list, definitions[target])
+                walk(*found[target])
+
+    walk(path, schema)
+    return list(found.values())
+
+
+def reference(value: dict[str, Any]) -> str:
+    """Name of the definition that a property refers to, or nothing."""
+    return str(value.get("$ref", "")).rpartition("/")[2]
+
+
+def table(path: str, section: dict[str, Any], definitions: dict[str, Any]) -> str:
+    """One row per key of a section."""
+    rows = ["| key | type | default | meaning |", "| --- | --- | --- | --- |"]
+    required = section.get("required", [])
+    for key, value in section["properties"].items():
+        if reference(value):
+            rows.append(
+                f"| `{key}` | section | {'required' if key in required else ''} | {_about(value, definitions)} |"
+            )
+            continue
+        default = "required" if key in required else f"`{json.dumps(_default(value), ensure_ascii=False)}`"
+        meaning = _cell(value.get("description", ""))
+        rows.append(f"| `{key}` | {_cell(kind(value))} | {default} | {meaning} |")
+    return "\n".join(rows) + "\n"
+
+
+def _default(value: dict[str, Any]) -> Any:
+    return value.get("default", {} if value.get("type") == "object" else [])
+
+
+def _about(value: dict[str, Any], definitions: dict[str, Any]) -> str:
+    return _cell(definitions[reference(value)].get("description", "").split("\n")[0])
+
+
+def kind(value: dict[str, Any]) -> str:
+    """A property's type and bounds in words."""
+    if "const" in value:
+        return f"`{json.dumps(value['const'])}`"
+    if "enum" in value:
+        return " or ".join(f"`{json.dumps(option)}`" for option in value["enum"])
+    if "anyOf" in value:
+        return " or ".join(sorted((kind(option) for option in value["anyOf"]), key=len))
+    if value.get("type") == "array":
+        return ", ".join([f"list of {_element(value['items'])}", *_bounds(value)])
+    return ", ".join([str(value.get("type", "any")), *_bounds(value)])
+
+
+def _element(items: dict[str, Any]) -> str:
+    return "sections" if reference(items) else f"{kind(items)}s"
+
+
+def _bounds(value: dict[str, Any]) -> list[str]:
+    bounds = [
+        words.format(value[key]) for key, words in BOUNDS.items() if value.get(key, 2**63) not in USUAL_LIMITS
+    ]
+    return bounds + ([f"matches `{value['pattern']}`"] if "pattern" in value else [])
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|")
+
+
+def main(arguments: list[str]) -> int:
+    """Writes or checks the page; exit status 1 when it is not current."""
+    check, file = "--check" in arguments, Path(arguments[-1])
+    fresh = page()
+    if not check:
+        file.write_text(fresh, encoding="utf-8")
+        return 0
+    present = file.read_text(encoding="utf-8") if file.exists() else ""
+    sys.stdout.writelines(
+        difflib.unified_diff(present.splitlines(True), fresh.splitlines(True), str(file), "schema", n=0)
+    )
+    if present != fresh:
+        print(f"{file} is not what the schema says; run: make spec-docs")
+    return int(present != fresh)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

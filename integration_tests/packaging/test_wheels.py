@@ -1,0 +1,48 @@
+"""What is inside the wheels."""
+
+import zipfile
+
+import pytest
+
+
+def members(wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        return archive.namelist()
+
+
+def test_there_is_a_wheel_for_every_pyproject_file(wheels, repository):
+    folders = {path.parent.relative_to(repository).parts for path in repository.glob("*/**/pyproject.toml")}
+    folders = {folder for folder in folders if not any(part.startswith(".") for part in folder)}
+    assert len(wheels) == len(folders)
+
+
+def test_wheels_hold_typed_packages_and_no_tests(wheels):
+    for name, wheel in wheels.items():
+        names = members(wheel)
+        assert any(member.endswith("py.typed") for member in names), name
+        strays = [member for member in names if "test" in member or member.endswith((".pyc", ".proto~"))]
+        assert not strays, (name, strays)
+
+
+def test_no_wheel_splits_the_namespace(wheels):
+    for name, wheel in wheels.items():
+        assert "headrace/__init__.py" not in members(wheel), name
+
+
+@pytest.mark.parametrize(
+    ("dist", "member"),
+    [
+        ("headrace-proto", "headrace/trainer/v1/trainer.proto"),
+        ("headrace-coordinator", "headrace_coordinator/store/append_if.lua"),
+        ("headrace", "headrace_cli/examples/tiny.yaml"),
+    ],
+)
+def test_files_that_are_no_code_travel_along(wheels, dist, member):
+    assert member in members(wheels[dist])
+
+
+def test_two_wheels_never_bring_the_same_file(wheels):
+    owners = {}
+    for name, wheel in wheels.items():
+        for member in members(wheel):
+            assert owners.setdefault(member, name) == name, member
