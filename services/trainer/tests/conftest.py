@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from google.protobuf import duration_pb2
 from headrace.common.v1 import common_pb2, weights_pb2, weights_pb2_grpc
 from headrace.trainer.v1 import trainer_pb2, trainer_pb2_grpc
 from headrace_modelkit.presets.tiny import write_tiny
@@ -253,7 +254,9 @@ class TrainerClient:
         await self.join(self._generation)
         return await self.restore(checkpoint, number)
 
-    async def join(self, generation: int, rank: int = 0, world_size: int = 1, rendezvous: str = "") -> Any:
+    async def join(
+        self, generation: int, rank: int = 0, world_size: int = 1, rendezvous: str = "", timeout_s: int = 30
+    ) -> Any:
         return await self.stub.JoinGang(
             trainer_pb2.JoinGangRequest(
                 header=self.header(),
@@ -261,7 +264,13 @@ class TrainerClient:
                 rank=rank,
                 world_size=world_size,
                 rendezvous=rendezvous,
+                timeout=duration_pb2.Duration(seconds=timeout_s),
             )
+        )
+
+    async def leave(self, generation: int) -> Any:
+        return await self.stub.LeaveGang(
+            trainer_pb2.LeaveGangRequest(header=self.header(), generation=generation)
         )
 
     async def restore(self, checkpoint: str, number: int) -> Any:
@@ -372,3 +381,9 @@ async def client(tmp_path: Path, make_config: Callable[..., dict[str, Any]]) -> 
     finally:
         await close()
         await instance.stop(1.0)
+
+
+@pytest.fixture
+def trainer_client() -> type[TrainerClient]:
+    """The class of `client`, for trainers that a test starts itself."""
+    return TrainerClient

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from headrace_modelkit.weights import state_tensors
@@ -33,10 +34,12 @@ class ShardedModel:
             param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
         )
         layers = set(getattr(model, "_no_split_modules", None) or ())
-        for module in [m for m in model.modules() if type(m).__name__ in layers]:
-            fully_shard(module, mesh=gang.mesh, mp_policy=mixed, reshard_after_forward=reshard)
-        root = fully_shard(self.policy, mesh=gang.mesh, mp_policy=mixed, reshard_after_forward=reshard)
-        root.set_gradient_divide_factor(1.0)  # unnormalised sums over the ranks
+        parts = [module for module in model.modules() if type(module).__name__ in layers]
+        for module in [*parts, self.policy]:
+            sharded = fully_shard(module, mesh=gang.mesh, mp_policy=mixed, reshard_after_forward=reshard)
+            sharded.set_gradient_divide_factor(1.0)  # unnormalised sums over the ranks
+            sharded.set_force_sum_reduction_for_comms(True)  # Gloo cannot scale inside a reduction
+        root: Any = self.policy
         self._root: FSDPModule = root
         self._anchor = torch.zeros(1, device=gang.device)
         self._accumulating(reshard)

@@ -1,0 +1,199 @@
+"""Two trainer processes with Gloo are one trainer: same losses and weights, resharding, a lost rank."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import grpc
+import numpy as np
+import pytest
+from headrace.trainer.v1 import trainer_pb2 as pb
+from headrace_servicekit.client import dial
+from headrace_servicekit.errors import reason_of
+
+pytestmark = pytest.mark.timeout(100)
+SETTINGS = {
+    "trainer": {"ranks": 2, "micro_batch_tokens": 48, "warmup": {"steps": 3, "lr": 1e-4, "batch": 6}},
+    # Adam's first steps turn float noise of near-zero gradients into differences of the order of the rate.
+    "optimizer": {"lr": 1e-4},
+    "warmup_examples": [{"text": f"copy {n}: ", "answer": str(n)} for n in range(10, 20)],
+}
+
+
+@pytest.fixture(scope="module")
+def spawn(tmp_path_factory):
+    """Starts trainer processes; each is killed after the last test."""
+    directory = tmp_path_factory.mktemp("ranks")
+    children = []
+
+    def start(name: str) -> tuple[subprocess.Popen[bytes], Path]:
+        port_file = directory / f"{name}.address"
+        script = Path(__file__).parent / "two_ranks.py"
+        child = subprocess.Popen(
+            [sys.executable, str(script), str(port_file), str(directory / "shm")],
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        children.append(child)
+        return child, port_file
+
+    yield start
+    for child in children:
+        child.kill()
+        child.wait()
+
+
+@pytest.fixture(scope="module")
+def processes(spawn):
+    """Two trainer processes that the tests of this file share; the last test kills one."""
+    return [spawn("zero"), spawn("one")]
+
+
+async def address_of(port_file: Path) -> str:
+    end = time.monotonic() + 60
+    while not await asyncio.to_thread(port_file.exists):
+        assert time.monotonic() < end, "the trainer did not start"
+        await asyncio.sleep(0.05)
+    return await asyncio.to_thread(port_file.read_text)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture
+async def pair(processes, tmp_path, make_config, trainer_client):
+    """Leader and follower, not yet in a gang, with the follower's process."""
+    addresses = [await address_of(port_file) for _, port_file in processes]
+    async with dial(addresses[0], token=None) as first, dial(addresses[1], token=None) as second:
+        leader = trainer_client(first, tmp_path / "run", make_config)
+        follower = trainer_client(second, tmp_path / "run", make_config)
+        yield leader, follower, processes[1][0]
+        await leader.close_run()
+        if processes[1][0].poll() is None:
+            await follower.close_run()
+
+
+async def form(leader, follower, config, generation=1):
+    rendezvous = f"127.0.0.1:{free_port()}"
+    for rank in (leader, follower):
+        await rank.open_run(config)
+    await asyncio.gather(
+        leader.join(generation, 0, 2, rendezvous), follower.join(generation, 1, 2, rendezvous)
+    )
+
+
+async def train(client, make_settled, settled_digest, version, count):
+    """Steps whose groups need several rounds; the replies."""
+    replies = []
+    for _ in range(count):
+        groups = [make_settled(100 * version.ordinal + p, version=version) for p in range(3)]
+        number = version.number + 1
+        await client.begin(version.ordinal, 1, version.number, number)
+        await client.learn(version.ordinal, 1, groups)
+        reply = await client.commit(version.ordinal, 1, version.number, number, settled_digest(groups))
+        await client.record(version.ordinal, 1, number)
+        replies.append(reply)
+        version = reply.version
+    return replies
+
+
+async def weights(client, number) -> np.ndarray:
+    await client.publish(number)
+    return np.frombuffer(await client.body(number), dtype=np.float32)
+
+
+async def test_a_rank_alone_gives_up_at_its_deadline(client, make_config):
+    await client.open_run(make_config(**SETTINGS))
+    started = time.monotonic()
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await client.join(1, 0, 2, f"127.0.0.1:{free_port()}", timeout_s=2)
+    assert reason_of(caught.value) == "RENDEZVOUS_TIMEOUT"
+    assert time.monotonic() - started < 20
+
+
+async def test_two_ranks_equal_one(pair, client, make_config, make_settled, settled_digest):
+    leader, follower, _ = pair
+    config = make_config(**SETTINGS)
+    await form(leader, follower, config)
+    restored, followed = await asyncio.gather(leader.restore("", 1), follower.restore("", 1))
+    assert restored.warmup_steps == followed.warmup_steps == 3
+    two = await train(leader, make_settled, settled_digest, restored.version, 3)
+
+    alone = await client.open(config)
+    one = await train(client, make_settled, settled_digest, alone.version, 3)
+    for ours, reference in zip(two, one, strict=True):
+        for name in ("loss", "grad_norm", "entropy", "log_prob_mismatch_mean", "log_prob_mismatch_max"):
+            assert ours.figures[name] == pytest.approx(reference.figures[name], rel=1e-4, abs=1e-6), name
+        assert ours.token_count == reference.token_count
+    np.testing.assert_allclose(await weights(leader, 4), await weights(client, 4), atol=1e-5)
+
+    trajectory = make_settled(0, version=restored.version).members[1].trajectory
+    values = [[s.values for s in (await c.infer([trajectory] * 3)).sequences] for c in (leader, client)]
+    np.testing.assert_allclose(values[0], values[1], atol=1e-5)
+
+    call = follower.begin(3, 1, 4, 5)
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call
+    assert reason_of(caught.value) == "NOT_LEADER"
+
+
+async def test_a_checkpoint_of_two_ranks_restores_on_one_and_back(
+    pair, client, make_config, make_settled, settled_digest
+):
+    leader, follower, _ = pair
+    config = make_config(**SETTINGS)
+    await form(leader, follower, config)
+    restored = await leader.restore("", 1)
+    [reply] = await train(leader, make_settled, settled_digest, restored.version, 1)
+    saved = await leader.save(reply.version.number)
+    assert saved.durable
+    straight = await train(leader, make_settled, settled_digest, reply.version, 1)
+
+    alone = await client.open(config, checkpoint=saved.checkpoint.name, number=40)
+    assert alone.version.digest == reply.version.digest
+    again = await train(client, make_settled, settled_digest, alone.version, 1)
+    for name in ("loss", "grad_norm"):
+        assert again[0].figures[name] == pytest.approx(straight[0].figures[name], rel=1e-4)
+    np.testing.assert_allclose(await weights(leader, 3), await weights(client, 41), atol=1e-5)
+    single = await client.save(41)
+
+    await asyncio.gather(leader.leave(1), follower.leave(1))
+    await form(leader, follower, config, generation=2)
+    back, _ = await asyncio.gather(
+        leader.restore(single.checkpoint.name, 60), follower.restore(single.checkpoint.name, 60)
+    )
+    assert back.version.digest == again[0].version.digest
+
+
+async def test_a_lost_rank_is_told_and_a_new_gang_goes_on(
+    pair, spawn, make_config, make_settled, settled_digest, trainer_client, tmp_path
+):
+    leader, follower, process = pair
+    config = make_config(**SETTINGS)
+    await form(leader, follower, config)
+    restored = await leader.restore("", 1)
+    [reply] = await train(leader, make_settled, settled_digest, restored.version, 1)
+    saved = await leader.save(reply.version.number)
+    process.kill()
+    process.wait()
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await leader.begin(1, 1, 2, 3)
+        await leader.learn(1, 1, [make_settled(5, version=reply.version)])
+    assert reason_of(caught.value) == "GANG_LOST"
+    assert (await leader.state()).phase == pb.STEP_PHASE_UNSPECIFIED
+
+    _, port_file = spawn("two")
+    async with dial(await address_of(port_file), token=None) as channel:
+        fresh = trainer_client(channel, tmp_path / "run", make_config)
+        await form(leader, fresh, config, generation=2)
+        back = await leader.restore(saved.checkpoint.name, 30)
+        assert back.version.digest == reply.version.digest
+        await train(leader, make_settled, settled_digest, back.version, 1)
