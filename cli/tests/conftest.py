@@ -120,7 +120,7 @@ def headrace(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> Iterator[Callable[..., Outcome]]:
-    """Runs `headrace …` against the scripted coordinator: the real entry point, in this process to be quick."""
+    """Runs `headrace …` against the scripted coordinator: the entry point, in this process to be quick."""
     from headrace_cli.main import main
 
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}

@@ -52,11 +52,10 @@ def follow(client: Client, run_id: str, reporter: Reporter, timeout_s: float | N
 def look(client: Client, run_id: str, before: Snapshot | None) -> Snapshot:
     """The run now; steps are asked for only when there are new ones."""
     run = client.get(run_id)
+    leases = None if run.ended else client.leases()
     if before and _steps_known(run, before):
-        steps = before.steps
-    else:
-        steps = client.metrics(run_id) if run.step else []
-    return Snapshot(run, steps, None if run.ended else client.leases())
+        return Snapshot(run, before.steps, leases)
+    return Snapshot(run, client.metrics(run_id) if run.step else [], leases)
 
 
 def _steps_known(run: Run, before: Snapshot) -> bool:
