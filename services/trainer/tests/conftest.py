@@ -225,6 +225,7 @@ class TrainerClient:
     """The coordinator's side of one trainer: every call with a valid header."""
 
     run = "runs/test"
+    instance: Instance
 
     def __init__(self, channel: Any, directory: Path, make_config: Callable[..., dict[str, Any]]) -> None:
         self.channel = channel
@@ -377,7 +378,9 @@ async def client(tmp_path: Path, make_config: Callable[..., dict[str, Any]]) -> 
     instance.fence.grant(11)
     try:
         async with dial(address, token=None) as channel:
-            yield TrainerClient(channel, tmp_path / "run", make_config)
+            client = TrainerClient(channel, tmp_path / "run", make_config)
+            client.instance = instance
+            yield client
     finally:
         await close()
         await instance.stop(1.0)

@@ -10,7 +10,7 @@ from pathlib import Path
 import grpc
 import numpy as np
 import pytest
-from headrace.common.v1 import weights_pb2, weights_pb2_grpc
+from headrace.common.v1 import common_pb2, weights_pb2, weights_pb2_grpc
 from headrace.trainer.v1 import trainer_pb2 as pb
 from headrace_servicekit.errors import message_of, reason_of
 from safetensors.numpy import load_file
@@ -202,6 +202,19 @@ async def test_suspend_keeps_open_accumulators(client, make_settled, settled_dig
         reply = await client.commit(0, attempt, version.number, version.number + 1, settled_digest(groups))
         digests.append(reply.version.digest)
     assert digests[0] == digests[1]
+
+
+async def test_a_revoke_suspends_and_the_next_grant_wakes(client, make_settled):
+    version = (await client.open()).version
+    await client.begin(0, 1, 1, 2)
+    assert await client.instance.on_revoke(11, 5.0) > 0
+    assert await refused(client.learn(0, 1, [make_settled(0, version=version)])) == "SUSPENDED"
+    await client.instance.on_grant(common_pb2.Lease(epoch=11))
+    assert await client.learn(0, 1, [make_settled(0, version=version)])
+    await client.suspend()
+    await client.instance.on_revoke(11, 5.0)
+    await client.instance.on_grant(common_pb2.Lease(epoch=11))
+    assert await refused(client.learn(0, 1, [make_settled(1, version=version)])) == "SUSPENDED"
 
 
 async def train(client, make_settled, settled_digest, version, steps, number):

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -24,40 +22,22 @@ from headrace_servicekit.instance import Instance
 
 from headrace_trainer import wire
 from headrace_trainer.algorithms._base import Barrier
+from headrace_trainer.compute import ComputeThread, elsewhere, refusals
 from headrace_trainer.config import TrainerConfig
-from headrace_trainer.errors import Kind, Refusal
+from headrace_trainer.errors import Refusal
 from headrace_trainer.learn_queue import LearnQueue
 from headrace_trainer.samples import GroupRecord
 from headrace_trainer.session import LearnItem, Session
 from headrace_trainer.step import Begin, Commit, StepState
 from headrace_trainer.trainer import Trainer
 
-Result = TypeVar("Result")
 Context = Any
 # Requests of one stream that are read ahead of their acknowledgements.
 STREAM_AHEAD = 8
 JOIN_TIMEOUT_S = 60.0
 FOLLOW_TIMEOUT_S = 55.0
 
-_CODES: dict[Kind, grpc.StatusCode] = {
-    "precondition": grpc.StatusCode.FAILED_PRECONDITION,
-    "invalid": grpc.StatusCode.INVALID_ARGUMENT,
-    "not_found": grpc.StatusCode.NOT_FOUND,
-    "exhausted": grpc.StatusCode.RESOURCE_EXHAUSTED,
-    "unavailable": grpc.StatusCode.ABORTED,
-    "data_loss": grpc.StatusCode.DATA_LOSS,
-}
 _BARRIERS = {Barrier.GROUP: trainer_pb2.BARRIER_GROUP, Barrier.BATCH: trainer_pb2.BARRIER_BATCH}
-
-
-@contextmanager
-def refusals() -> Iterator[None]:
-    """Turns a Refusal into the ServiceError that the interceptor sends."""
-    try:
-        yield
-    except Refusal as refusal:
-        code = _CODES[refusal.kind]
-        raise ServiceError(code, refusal.reason, refusal.message, **refusal.metadata) from refusal
 
 
 class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):  # type: ignore[misc]
@@ -66,10 +46,10 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):  # type: ignore[
     def __init__(self, instance: Instance) -> None:
         self._instance = instance
         self._trainer = Trainer(lambda: instance.weights, deadlines=deadlines_enabled())
-        # One thread computes: torch's threads are the lease's, and rounds must not overlap.
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="compute")
+        self._compute = ComputeThread()
         self._queue: LearnQueue | None = None
         self._committing = False
+        self._revoked = False
         instance.on_grant = self._on_grant
         instance.on_revoke = self._on_revoke
 
@@ -130,7 +110,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):  # type: ignore[
         self._check(request.header, lease=True)
         if self._trainer.follows():
             # The leader's round does the work; its version is the leader's to tell.
-            steps = await self._blocking(self._trainer.restored_steps, FOLLOW_TIMEOUT_S)
+            steps = await elsewhere(self._trainer.restored_steps, FOLLOW_TIMEOUT_S)
             return trainer_pb2.RestoreResponse(warmup_steps=steps)
         session = self._awake()
         found = await self._compute(session.restore, request.checkpoint, request.number, request.store_id)
@@ -289,7 +269,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):  # type: ignore[
         self._check(request.header, lease=False)
         with refusals():
             directory, saver = self._trainer.checkpoints()
-        found = await self._blocking(directory.live)
+        found = await elsewhere(directory.live)
         first = int(request.page_token) if request.page_token.isdigit() else 0
         size = request.page_size or 50
         page = found[first : first + size]
@@ -329,7 +309,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):  # type: ignore[
     async def close(self) -> None:
         """Leaves run and gang, after what is being computed."""
         await self._compute(self._trainer.close_run)
-        self._thread.shutdown()
+        self._compute.close()
 
     # Parts
 
@@ -349,16 +329,6 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):  # type: ignore[
 
     def _state(self) -> StepState:
         return self._trainer.state()
-
-    async def _compute(self, function: Callable[..., Result], *arguments: Any) -> Result:
-        """Runs on the compute thread, after what was asked of it before."""
-        with refusals():
-            return await asyncio.get_running_loop().run_in_executor(self._thread, function, *arguments)
-
-    async def _blocking(self, function: Callable[..., Result], *arguments: Any) -> Result:
-        """Runs on some other thread: waits and disk reads that must not hold up the compute thread."""
-        with refusals():
-            return await asyncio.to_thread(function, *arguments)
 
     async def _learn(self, items: list[LearnItem]) -> list[list[GroupRecord] | Refusal]:
         session = self._awake()
@@ -408,7 +378,12 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):  # type: ignore[
         gpus = [name.rpartition(":")[2] for name in lease.devices if "gpu:" in name]
         if gpus:
             self._trainer.use_gpu(int(gpus[0]))
+        if self._revoked:
+            self._revoked = False
+            await self._compute(self._trainer.wake)
 
     async def _on_revoke(self, epoch: int, notice_s: float) -> int:
+        # A revoke undoes itself with the next grant; an explicit Suspend waits for its Wake.
+        self._revoked = self._revoked or not self._trainer.suspended
         _, free = await self._compute(self._trainer.suspend)
         return int(free)

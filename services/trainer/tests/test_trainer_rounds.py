@@ -1,0 +1,95 @@
+"""The queue before the compute thread is bounded, and a stuck round ends the process with a clear line."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+
+import pytest
+from headrace_trainer.errors import Refusal
+from headrace_trainer.learn_queue import LearnQueue
+from headrace_trainer.session import LearnItem
+
+
+@pytest.fixture
+def item(make_group):
+    def make(prompt: int) -> LearnItem:
+        return LearnItem(0, 1, [make_group(prompt)])
+
+    return make
+
+
+async def test_a_full_queue_slows_its_sender(item):
+    gate = asyncio.Event()
+    batches = []
+
+    async def learn(items):
+        batches.append(len(items))
+        await gate.wait()
+        return [[] for _ in items]
+
+    size = item(0).groups[0].token_count()
+    queue = LearnQueue(learn, limit_tokens=3 * size + size // 2, batch_tokens=2 * size + size // 2)
+    sender = asyncio.create_task(_put(queue, [item(0)] * 9))
+    await asyncio.sleep(0.05)
+    assert not sender.done() and batches == [2]
+    gate.set()
+    futures = await asyncio.wait_for(sender, 5)
+    assert await asyncio.gather(*futures) == [[]] * 9
+    assert max(batches) == 2 and sum(batches) == 9
+
+
+async def _put(queue, items):
+    return [await queue.put(one) for one in items]
+
+
+async def test_a_refusal_reaches_its_item_alone(item):
+    async def learn(items):
+        return [Refusal("CONFLICT", "no") if index == 1 else [] for index, _ in enumerate(items)]
+
+    queue = LearnQueue(learn, limit_tokens=10**6, batch_tokens=10**6)
+    first, second, third = [await queue.put(item(prompt)) for prompt in range(3)]
+    assert await first == [] and await third == []
+    with pytest.raises(Refusal):
+        await second
+
+
+async def test_a_failed_batch_is_heard_and_the_queue_goes_on(item):
+    calls = []
+
+    async def learn(items):
+        calls.append(items)
+        if len(calls) == 1:
+            raise RuntimeError("out of memory")
+        return [[] for _ in items]
+
+    queue = LearnQueue(learn, limit_tokens=10**6, batch_tokens=10**6)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        await (await queue.put(item(0)))
+    assert await (await queue.put(item(1))) == []
+
+
+STUCK = """
+import time, torch
+from headrace_trainer import rounds
+from headrace_trainer.gang import join_gang
+rounds.DEADLINE_S = 0.3
+gang = join_gang(4, 0, 1, "", 5, torch.device("cpu"))
+rounds.Rounds(gang, lambda header: time.sleep(60)).lead("commit", step=7, attempt=2)
+"""
+
+
+def test_a_stuck_round_exits_with_a_clear_last_line():
+    child = subprocess.run(
+        [sys.executable, "-c", STUCK],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert child.returncode == 70
+    last = child.stderr.strip().splitlines()[-1]
+    assert "stuck in round 1 (commit) of generation 4, step 7 attempt 2" in last
