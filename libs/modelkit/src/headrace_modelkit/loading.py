@@ -15,12 +15,17 @@ import torch
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, GgufConfig, PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
+from transformers.utils import logging as transformers_logging
 
 from headrace_modelkit.config import ModelConfig, ModelNotReadable
 
-# transformers' auto classes are not annotated.
+# transformers' functions and auto classes are not annotated.
 _Configs: Any = AutoConfig
 _Models: Any = AutoModelForCausalLM
+_Logging: Any = transformers_logging
+
+# A service's log is no place for progress bars.
+_Logging.disable_progress_bar()
 
 DTYPES: dict[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 

@@ -38,13 +38,7 @@ class TextCodec:
             raise ValueError("a prompt is either a chat or a text")
         if chat is not None:
             return self._ids(self._render(chat) + prefill, special=False)
-        ids = self._ids(f"{text}{prefill}", special=True)
-        # Some tokenizers append their end to every text: the answer would begin after an end.
-        while (
-            len(ids) > 1 and ids[-1] in self.eos_ids and not f"{text}{prefill}".endswith(self._piece(ids[-1]))
-        ):
-            ids.pop()
-        return ids
+        return self._text_ids(f"{text}{prefill}")
 
     def encode_answer(self, text: str) -> list[int]:
         """Ids of a reference answer, ended by the tokenizer's own end-of-sequence id."""
@@ -68,13 +62,18 @@ class TextCodec:
         )
         return rendered
 
+    def _text_ids(self, text: str) -> list[int]:
+        """Ids of a text with what the tokenizer puts before it, and not what it puts behind it."""
+        plain, decorated = self._ids(text, special=False), self._ids(text, special=True)
+        # Some tokenizers append their end to every text: the answer would begin after an end.
+        for start in range(len(decorated) - len(plain) + 1):
+            if plain and decorated[start : start + len(plain)] == plain:
+                return decorated[: start + len(plain)]
+        return [token for token in decorated if token not in self.eos_ids]
+
     def _ids(self, text: str, *, special: bool) -> list[int]:
         ids: list[int] = self.tokenizer.encode(text, add_special_tokens=special)
         return ids
-
-    def _piece(self, token_id: int) -> str:
-        piece: str = self.tokenizer.convert_ids_to_tokens(token_id)
-        return piece
 
 
 def load_tokenizer(config: ModelConfig) -> TextCodec:
@@ -82,6 +81,11 @@ def load_tokenizer(config: ModelConfig) -> TextCodec:
     architecture = load_architecture(config)
     with reading(config):
         tokenizer = AutoTokenizer.from_pretrained(config.path, **location(config))
+    # Without any tokenizer file transformers makes an empty one for some architectures.
+    if len(tokenizer) <= len(tokenizer.all_special_ids):
+        raise ModelNotReadable(
+            f"model.path: {config.path!r} holds no tokenizer; put its tokenizer.json beside config.json"
+        )
     eos_ids = _eos_ids(tokenizer, architecture, _generation_config(config))
     if not eos_ids:
         raise ModelNotReadable(

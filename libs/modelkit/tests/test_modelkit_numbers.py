@@ -1,0 +1,115 @@
+"""Log-probs, entropies and the weight layout."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from headrace_modelkit import logprobs
+from headrace_modelkit.logprobs import Head, hidden_log_probs, token_entropy, token_log_probs
+from headrace_modelkit.presets.tiny import tiny_model
+from headrace_modelkit.weights import copy_out, load_weights, state_tensors, weight_layout
+
+B, T, V = 3, 5, 11
+
+
+@pytest.fixture(params=[1 << 24, 2 * V], ids=["whole", "in chunks of two rows"])
+def chunk_elements(request, monkeypatch):
+    monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", request.param)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.5, 1.0])
+def test_log_probs_and_entropy_equal_the_definition(chunk_elements, temperature):
+    logits = torch.randn(B, T, V, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    tokens = torch.arange(B * T).reshape(B, T) % V
+    full = (logits / (temperature or 1.0)).log_softmax(-1)
+    expected = full.gather(-1, tokens[..., None])[..., 0]
+    found = token_log_probs(logits, tokens, temperature)
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(token_entropy(logits, temperature), -(full.exp() * full).sum(-1))
+    weights = torch.arange(B * T).reshape(B, T).float()
+    (mine,) = torch.autograd.grad((found * weights).sum(), logits, retain_graph=True)
+    (theirs,) = torch.autograd.grad((expected * weights).sum(), logits)
+    torch.testing.assert_close(mine, theirs)
+
+
+def test_bf16_logits_are_widened_before_the_softmax():
+    logits = (torch.randn(1, T, V) * 5).bfloat16()
+    tokens = torch.zeros(1, T, dtype=torch.long)
+    found = token_log_probs(logits, tokens, 1.0)
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found, logits.float().log_softmax(-1)[..., 0])
+
+
+def test_the_head_rounds_no_logit_to_bf16(chunk_elements):
+    """Logits of a bf16 head are off by up to 2^-9 of themselves; the fp32 head is exact."""
+    model = tiny_model().to(torch.bfloat16)
+    head = Head.of(model)
+    hidden = (torch.randn(7, 64) * 4).bfloat16()
+    exact = hidden.double() @ head.weight_VD.double().T
+    for each in (head, head.widened()):
+        torch.testing.assert_close(each.logits(hidden).double(), exact, rtol=1e-5, atol=1e-5)
+    tokens = torch.arange(7)
+    found, entropy = hidden_log_probs(head, hidden, tokens, 0.7, entropy=True)
+    expected = (exact / 0.7).log_softmax(-1)
+    torch.testing.assert_close(
+        found.double(), expected.gather(-1, tokens[:, None])[:, 0], rtol=1e-4, atol=1e-4
+    )
+    torch.testing.assert_close(entropy.double(), -(expected.exp() * expected).sum(-1), rtol=1e-4, atol=1e-4)
+    assert torch.backends.mkldnn.matmul.fp32_precision != "bf16", "the setting is put back"
+
+
+def test_hidden_log_probs_are_differentiable_in_hidden_states_and_head(chunk_elements):
+    model = tiny_model()
+    head, tokens = Head.of(model), torch.arange(7)
+    hidden = torch.randn(7, 64, requires_grad=True)
+    expected = (hidden @ head.weight_VD.T / 0.7).log_softmax(-1).gather(-1, tokens[:, None])[:, 0].sum()
+    found, none = hidden_log_probs(head, hidden, tokens, 0.7)
+    assert none is None
+    inputs = [hidden, model.lm_head.weight]
+    for mine, theirs in zip(
+        torch.autograd.grad(found.sum(), inputs), torch.autograd.grad(expected, inputs), strict=True
+    ):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_layout_round_trips_with_tied_weights_once(tied):
+    model, other = tiny_model(1, tie_word_embeddings=tied), tiny_model(2, tie_word_embeddings=tied)
+    layout = weight_layout(model, torch.float32)
+    names = [name for name, _, _ in layout]
+    assert names[0] == "model.embed_tokens.weight" and ("lm_head.weight" in names) is not tied
+    assert names == [name for name, _, _ in weight_layout(other, torch.bfloat16)]
+    bodies = {}
+    for name, dtype, shape in layout:
+        body = bytearray(dtype.itemsize * torch.Size(shape).numel())
+        copy_out(model, name, memoryview(body), dtype)
+        bodies[name] = torch.frombuffer(body, dtype=dtype).view(shape)
+    load_weights(other, bodies)
+    ids = torch.arange(20)[None]
+    with torch.no_grad():
+        assert torch.equal(model(ids).logits, other(ids).logits)
+
+
+def test_the_layout_casts_parameters():
+    model = tiny_model()
+    body = bytearray(2 * 64)
+    copy_out(model, "model.norm.weight", memoryview(body), torch.bfloat16)
+    assert torch.equal(torch.frombuffer(body, dtype=torch.bfloat16), model.model.norm.weight.bfloat16())
+    assert {dtype for _, dtype, _ in weight_layout(model, torch.bfloat16)} == {torch.bfloat16}
+
+
+def test_weights_of_another_model_are_refused_before_anything_is_written():
+    model = tiny_model(1)
+    before = {name: tensor.clone() for name, tensor in state_tensors(model)}
+    good = dict(state_tensors(tiny_model(2)))
+    missing = {name: tensor for name, tensor in good.items() if name != "model.norm.weight"}
+    bad_shape = {**good, "model.norm.weight": torch.zeros(3)}
+    for tensors, word in (
+        (missing, "missing"),
+        ({**good, "extra": torch.zeros(1)}, "unknown"),
+        (bad_shape, "shape"),
+    ):
+        with pytest.raises(ValueError, match=word):
+            load_weights(model, tensors)
+    for name, tensor in state_tensors(model):
+        assert torch.equal(tensor, before[name])
