@@ -60,13 +60,20 @@ async def test_catastrophic_backtracking_is_an_endless_answer(reward):
     assert (evil_result.status, good.reward) == (FAILED, 1)
 
 
-async def test_the_hung_child_is_gone_with_what_it_started(reward, scorer_file):
-    started = 'import subprocess, time; subprocess.Popen(["sleep", "77"]); time.sleep(77)'
-    name = scorer_file(f'if completion == "hang":\n    {started}\nreturn 1.0')
-    await reward.open(name, timeout_s=0.5)
+async def test_the_hung_child_is_gone_with_what_it_started(reward, scorer_file, tmp_path):
+    body = """
+import subprocess, time
+if completion == "hang":
+    with open("pid", "w") as file:
+        file.write(str(subprocess.Popen(["sleep", "60"]).pid))
+    time.sleep(60)
+return 1.0"""
+    await reward.open(scorer_file(body), timeout_s=0.5)
     await reward.answers("hang", "a")
     await asyncio.sleep(0.2)
-    assert not [each for each in psutil.process_iter(["cmdline"]) if each.info["cmdline"] == ["sleep", "77"]]
+    started = int((tmp_path / "pid").read_text())
+    # Where nobody reaps orphans, a killed one stays as a zombie.
+    assert not psutil.pid_exists(started) or psutil.Process(started).status() == psutil.STATUS_ZOMBIE
 
 
 @pytest.mark.parametrize("way", ["os._exit(3)", "sys.exit(3)", "os.kill(os.getpid(), 9)"])
@@ -224,7 +231,8 @@ async def test_nothing_is_left_when_the_service_is_killed(tmp_path):
         stub = reward_pb2_grpc.RewardServiceStub(channel)
         header = common_pb2.CommandHeader(run="runs/a", coordinator_epoch=1)
         config = '{"scorers": [{"name": "slow.py:score"}], "timeout_s": 60}'
-        await stub.OpenRun(reward_pb2.OpenRunRequest(header=header, config_json=config))
+        request = reward_pb2.OpenRunRequest(header=header, config_json=config)
+        await stub.OpenRun(request, timeout=60, wait_for_ready=True)
         call = stub.Score()
         await call.write(reward_pb2.ScoreRequest(header=header, items=[reward_pb2.ScoreItem(completion="a")]))
         await asyncio.sleep(0.5)

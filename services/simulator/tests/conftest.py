@@ -56,6 +56,8 @@ class Counter(gymnasium.Env):
         what = int(round(float(action[0])))
         if what == 9:
             time.sleep(60)
+        if what == 4:
+            time.sleep(0.5)
         if what == 8:
             raise RuntimeError("the gripper fell off")
         if what == 7:

@@ -50,8 +50,9 @@ async def test_a_loss_is_remembered_for_a_repeated_request(pool):
     assert (await pool.send(operation))[0] == first
 
 
-async def test_a_new_environment_starts_from_its_seed(pool, simulator, environment_file, arrays):
-    await pool.act([EXIT, 0.0], 1)
+@pytest.mark.parametrize("loss", [EXIT, RAISE])
+async def test_a_new_environment_starts_from_its_seed(pool, simulator, environment_file, arrays, loss):
+    await pool.act([loss, 0.0], 1)
     fresh = await simulator.open(f"{environment_file}:make_env", count=4, seed=5)
     expected, found = await fresh.reset(1), await pool.reset(1)
     assert arrays(found)["start"] == arrays(expected)["start"]
@@ -151,7 +152,7 @@ async def test_nothing_is_left_when_the_service_is_killed(tmp_path, environment_
             count=2,
         )
         request.header.request_id = "a"
-        opened = await stub.OpenPool(request, timeout=30)
+        opened = await stub.OpenPool(request, timeout=60, wait_for_ready=True)
         call = stub.Step()
         hang = simulator_pb2.EnvironmentOperation(
             reset=simulator_pb2.ResetOperation(options_json='{"hang": true}')

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 
 import grpc
@@ -160,7 +161,7 @@ async def test_a_repeated_index_is_answered_from_memory(simulator, environment_f
 async def test_an_operation_outlives_the_stream_that_asked(simulator, environment_file, arrays):
     pool = await simulator.open(f"{environment_file}:make_env")
     await pool.reset()
-    operation = pool.action_operation([0.0, 1.0])
+    operation = pool.action_operation([4.0, 1.0])
     call = pool.stub.Step()
     request = simulator_pb2.StepRequest(
         header=pool.header,
@@ -169,9 +170,11 @@ async def test_an_operation_outlives_the_stream_that_asked(simulator, environmen
         operations=[operation],
     )
     await call.write(request)
+    await asyncio.sleep(0.25)
     call.cancel()
     outcome = (await pool.send(operation))[0]
     assert (outcome.status, int(arrays(outcome)["steps"])) == (OK, 1)
+    assert arrays(await pool.act([0.0, 1.0], index=2))["steps"] == 2
 
 
 async def test_opening_is_idempotent_by_request(simulator):

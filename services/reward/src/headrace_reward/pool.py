@@ -16,7 +16,7 @@ from headrace_reward.children import Child, ChildGone, ChildTimeout, exit_descri
 from headrace_reward.config import PoolSettings
 
 Message = dict[str, Any]
-# Died, not timed out: whoever killed it, the answer deserves a second child before it is blamed.
+# A child that died may have been killed from outside: who was in it deserves a second one before it is blamed.
 _TRIES = 2
 
 
@@ -150,13 +150,15 @@ class ScorerPool:
 
     async def _replace(self, jobs: deque[_Job]) -> Child | None:
         """A fresh child; where none can be had, the jobs are the scorer's fault and None comes back."""
-        try:
-            return await self._start()
-        except OpenFault as fault:
-            for job in jobs:
-                _settle(job, Finding("scorer", f"the scorers cannot be loaded again: {fault.message}"))
-            jobs.clear()
-            return None
+        for attempt in range(1, _TRIES + 1):
+            try:
+                return await self._start()
+            except OpenFault as fault:
+                if attempt == _TRIES:
+                    broken = Finding("scorer", f"the scorers cannot be loaded again: {fault.message}")
+        while jobs:
+            _settle(jobs.popleft(), broken)
+        return None
 
     async def _judge(self, child: Child, jobs: deque[_Job]) -> bool:
         """Judges jobs from the left, taking off what is settled; False when the child is no longer of use."""
