@@ -21,6 +21,7 @@ DISTS = {
     "headrace-reward": "services/reward",
     "headrace": "cli",
 }
+ENVIRONMENTS = ROOT / ".cache" / "packaging"
 INSTALL_S = 540
 
 
@@ -117,18 +118,20 @@ def repository():
     return ROOT
 
 
-@pytest.fixture(scope="module")
-def make_environment(tmp_path_factory, wheels):
-    """Makes empty environments and removes them with the module's end: one with torch takes a gigabyte."""
-    made = []
+@pytest.fixture(scope="session")
+def make_environment(wheels):
+    """Makes empty environments in the checkout's cache.
+
+    They stay until the next time: removing a gigabyte of small files takes minutes on some disks.
+    """
 
     def make(name):
-        made.append(tmp_path_factory.mktemp(name) / "venv")
-        return Environment(made[-1], wheels)
+        directory = ENVIRONMENTS / name
+        if directory.exists():
+            shutil.rmtree(directory)
+        return Environment(directory, wheels)
 
-    yield make
-    for directory in made:
-        shutil.rmtree(directory)
+    return make
 
 
 @pytest.fixture
