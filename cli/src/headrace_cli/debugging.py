@@ -9,7 +9,7 @@ import asyncio
 import os
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from headrace_coordinator.fleet import Fleet
     from headrace_coordinator.kernel import Kernel
     from headrace_coordinator.spec import RunSpec
-    from headrace_servicekit.instance import Instance
+    from headrace_servicekit.instance import Instance, InstanceConfig
 
 FOR_EVER_S = 10_000_000.0
 KINDS = ("trainer", "rollout", "reward")
@@ -74,7 +74,9 @@ async def _fleet_in_process(spec: RunSpec, directory: Path) -> AsyncIterator[Coo
             for index in range(_wanted(kind, spec)):
                 await _start_instance(stack, kind, index, address, directory)
         await stack.enter_async_context(_tasks(kernel, fleet, coordinator))
-        await kernel.wait_until(lambda: all(fleet.ready(kind) for kind in KINDS), START_S, "the services to register")
+        await kernel.wait_until(
+            lambda: all(fleet.ready(kind) for kind in KINDS), START_S, "the services to register"
+        )
         stack.push_async_callback(coordinator.stop)
         yield coordinator
 
@@ -83,8 +85,10 @@ def _wanted(kind: str, spec: RunSpec) -> int:
     return {"trainer": spec.trainer.ranks, "rollout": spec.rollout.instances}.get(kind, 1)
 
 
-async def _start_instance(stack: AsyncExitStack, kind: str, index: int, coordinator: str, directory: Path) -> None:
-    from headrace_servicekit.instance import Instance, InstanceConfig
+async def _start_instance(
+    stack: AsyncExitStack, kind: str, index: int, coordinator: str, directory: Path
+) -> None:
+    from headrace_servicekit.instance import InstanceConfig
 
     config = InstanceConfig.model_validate(
         {
@@ -96,26 +100,32 @@ async def _start_instance(stack: AsyncExitStack, kind: str, index: int, coordina
             "shm_dir": directory / "shm",
         }
     )
-    instance = Instance(config)
-    close = await _mount(kind, instance)
-    if close is not None:
-        stack.push_async_callback(close)
+    instance, close = await _build(config)
+    stack.push_async_callback(close)
     await instance.start()
     stack.push_async_callback(instance.stop, 1.0)
 
 
-async def _mount(kind: str, instance: Instance) -> Callable[[], Any] | None:
-    if kind == "trainer":
+async def _build(config: InstanceConfig) -> tuple[Instance, Callable[[], Awaitable[None]]]:
+    """An instance of the config's kind, not yet listening, and what ends it."""
+    from headrace_servicekit.instance import Instance
+
+    if config.kind == "rollout":
+        from headrace_rollout.__main__ import build_instance
+
+        return build_instance(config), _nothing
+    instance = Instance(config)
+    if config.kind == "trainer":
         from headrace_trainer.__main__ import mount as mount_trainer
 
-        return await mount_trainer(instance)
-    if kind == "rollout":
-        from headrace_rollout.__main__ import mount as mount_rollout
-
-        return await mount_rollout(instance)
+        return instance, await mount_trainer(instance)
     from headrace_reward.__main__ import mount as mount_reward
 
-    return await mount_reward(instance)
+    return instance, await mount_reward(instance)
+
+
+async def _nothing() -> None:
+    """A rollout has nothing beside its instance to end."""
 
 
 @asynccontextmanager

@@ -16,7 +16,7 @@ BY_FLEET = "by the schema and by the fleet"
 def check(spec: dict[str, Any], target: Target) -> dict[str, Any]:
     """`{"valid": true, "checked": …}`; raises CommandError (exit code 2) with every problem otherwise."""
     if not target.known and _schema_is_installed():
-        _check_schema(spec)
+        check_schema(spec)
         return {"valid": True, "checked": BY_SCHEMA}
     with connect(target) as client:
         client.check(spec)
@@ -38,7 +38,8 @@ def _schema_is_installed() -> bool:
     return find_spec("headrace_coordinator") is not None
 
 
-def _check_schema(spec: dict[str, Any]) -> None:
+def check_schema(spec: dict[str, Any]) -> None:
+    """Raises CommandError (exit code 2) with every problem that the schema finds."""
     from headrace_coordinator.problems import explain
     from headrace_coordinator.spec import RunSpec
     from pydantic import ValidationError

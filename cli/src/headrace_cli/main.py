@@ -6,7 +6,7 @@ import sys
 
 import typer
 
-from headrace_cli.commands import demo, fleet, inspect, run
+from headrace_cli.commands import debug, demo, fleet, inspect, run
 from headrace_cli.mistakes import EXIT_INTERRUPTED, CommandError
 from headrace_cli.output import print_error
 
@@ -22,6 +22,7 @@ fleet.add_to(app)
 demo.add_to(app)
 app.add_typer(run.app, name="run")
 inspect.add_to(app)
+debug.add_to(app)
 
 
 def main() -> None:

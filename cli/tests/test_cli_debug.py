@@ -1,0 +1,52 @@
+"""`headrace debug`: the real servicers in this one process, down to a reward that sees its own process id."""
+
+import json
+import os
+import subprocess
+import sys
+
+import yaml
+
+SPEC = {
+    "name": "debugged",
+    "steps": 2,
+    "model": {"dtype": "float32"},
+    "data": {"source": "copy_digits", "options": {"digits": 1}, "prompt": {"chat": False}},
+    "algorithm": {"group_size": 2, "prompts_per_step": 2},
+    "sampling": {"max_new_tokens": 2},
+    "trainer": {"warmup": {"steps": 1, "batch": 4}},
+}
+REWARD = """
+import os, pathlib
+def score(prompt, completion, reference, metadata):
+    pathlib.Path({seen!r}).write_text(str(os.getpid()))
+    return float(len(completion) % 2)
+"""
+
+
+def test_the_reward_runs_in_the_process_of_the_command(tmp_path):
+    model, seen = tmp_path / "model", tmp_path / "seen"
+    subprocess.run(
+        [sys.executable, "-m", "headrace_modelkit.presets.tiny", str(model)], check=True, timeout=100
+    )
+    (tmp_path / "mine.py").write_text(REWARD.format(seen=str(seen)))
+    spec = {**SPEC, "reward": {"scorers": [{"name": f"{tmp_path}/mine.py:score"}]}}
+    spec["model"] = {**SPEC["model"], "path": str(model)}
+    (tmp_path / "spec.yaml").write_text(yaml.safe_dump(spec))
+    command = [sys.executable, "-m", "headrace_cli", "debug", str(tmp_path / "spec.yaml"), "--json"]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+    output, _ = process.communicate(timeout=110)
+    events = [json.loads(line) for line in output.splitlines() if line.startswith('{"type"')]
+    assert process.returncode == 0
+    assert [e["state"] for e in events if e["type"] == "run_state_changed"][-1] == "SUCCEEDED"
+    assert int(seen.read_text()) == process.pid
+
+
+def test_a_wrong_key_is_exit_code_2_and_names_it(tmp_path):
+    (tmp_path / "spec.yaml").write_text(yaml.safe_dump({**SPEC, "stepz": 3}))
+    command = [sys.executable, "-m", "headrace_cli", "debug", str(tmp_path / "spec.yaml")]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 2
+    assert "stepz" in ended.stderr
