@@ -40,7 +40,11 @@ class Crew:
     def adopt_leases(self) -> None:
         """After a fault or a restart: what each member holds is what the lease table says."""
         for member in self.members:
-            mine = [lease for lease in self.fleet.kernel.state.table.of(member.incarnation) if lease.run == self.run]
+            mine = [
+                lease
+                for lease in self.fleet.kernel.state.table.of(member.incarnation)
+                if lease.run == self.run
+            ]
             member.lease_epoch = mine[0].epoch if mine else 0
             member.devices = tuple(mine[0].devices) if mine else member.devices
 
