@@ -51,7 +51,7 @@ def _tests(name: str, folder: str, *options: str, timeout_s: int = 600) -> Part:
 
 
 LINT = [
-    _tool("ruff", "ruff", "check", "."),
+    _tool("ruff", "ruff", "check", "--output-format=concise", "."),
     _tool("format", "ruff", "format", "--check", "."),
     _tool("mypy", "mypy", *(part for package in PACKAGES for part in ("-p", package))),
     _tool("mypy-ci", "mypy", "-p", "ci"),

@@ -59,7 +59,7 @@ def test_paths_of_one_machine_are_found(tmp_path):
     bad = [
         "see " + "/work" + "/main/x",
         "cp " + "/tmp" + "/x y",
-        "(../" + "shared/facts)",
+        "(.." + "/" + "shared" + "/facts)",
         "`" + "shared" + "/x`",
     ]
     assert all(FOREIGN.search(text) for text in bad)
