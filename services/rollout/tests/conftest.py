@@ -34,6 +34,7 @@ from headrace_rollout.engines.base import (
     Stream,
     WeightView,
 )
+from headrace_rollout.service import RolloutServicer
 from headrace_servicekit.client import dial
 from headrace_servicekit.instance import Instance, InstanceConfig
 from headrace_servicekit.server import GrpcServer
@@ -201,13 +202,21 @@ class Rollout:
 
     instance: Instance
     stub: rollout_pb2_grpc.RolloutServiceStub
+    model_path: Path = Path()
+    last: Published | None = None
+
+    @property
+    def servicer(self) -> RolloutServicer:
+        return self.instance.on_grant.__self__
 
     async def open(self, model_path, **rollout):
+        self.model_path = model_path
         model = {"path": str(model_path), "dtype": "float32", "max_context": 128}
         config = json.dumps({"model": model, "rollout": rollout, "seed": 7})
         return await self.stub.OpenRun(rollout_pb2.OpenRunRequest(header=HEADER, config_json=config))
 
     async def install(self, published: Published):
+        self.last = published
         return await self.stub.InstallPolicy(
             rollout_pb2.InstallPolicyRequest(
                 header=HEADER,
@@ -216,6 +225,19 @@ class Rollout:
                 sources=[published.source],
             )
         )
+
+    async def reopen(self, **rollout) -> None:
+        """Opens the run again after a close, with the weights of the last install."""
+        assert self.last is not None
+        await self.open(self.model_path, **rollout)
+        await self.install(self.last)
+
+    @property
+    def engine(self) -> Engine:
+        return self.servicer._run.engine
+
+    def decoding_threads(self) -> int:
+        return self.engine._executor.submit(torch.get_num_threads).result(WAIT_S)
 
     def generate(self, groups, *, half_close=True, **options) -> GenerateCall:
         return GenerateCall(self.stub, groups, half_close, options)

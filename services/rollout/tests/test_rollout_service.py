@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 
@@ -268,6 +269,41 @@ async def test_a_caller_that_goes_away_leaves_no_work_and_loses_no_body(rollout,
     assert len(call.finished()) <= len(inventory.items) < 12
 
 
+async def test_full_custody_takes_no_more_work_until_released(rollout, assignments, monkeypatch):
+    monkeypatch.setattr("headrace_rollout.run.CUSTODY_BYTES", 500)
+    await rollout.stub.CloseRun(rollout_pb2.CloseRunRequest(header=HEADER))
+    await rollout.reopen()
+    trajectories = await (await rollout.generate(assignments).start()).read_all()
+    call = await rollout.generate(assignments).start()
+    code = await refused(call.read_all(), "CUSTODY_FULL", "12 trajectories", "ReleaseTrajectories")
+    assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert await (await rollout.generate(assignments, evaluation=True).start()).read_all()
+    keys = [trajectory.sample for trajectory in trajectories.values()]
+    await rollout.stub.ReleaseTrajectories(
+        rollout_pb2.ReleaseTrajectoriesRequest(header=HEADER, samples=keys)
+    )
+    assert len(await (await rollout.generate(assignments).start()).read_all()) == 12
+
+
+async def test_assignments_beyond_the_bound_wait_at_the_caller(rollout, assignments, monkeypatch):
+    monkeypatch.setattr("headrace_rollout.generation.WAITING_SAMPLES", 4)
+    await rollout.stub.CloseRun(rollout_pb2.CloseRunRequest(header=HEADER))
+    await rollout.reopen(max_concurrency=1)
+    call = await rollout.generate([], half_close=False, chunk_tokens=1).start()
+    for assignment in assignments:
+        await call.assign([assignment])
+    await call.call.done_writing()
+    most = 0
+
+    def look(call):
+        nonlocal most
+        most = max(most, rollout.engine.waiting_samples)
+        return False
+
+    await call.read_until(look)
+    assert len(call.finished()) == 12 and 4 < most <= 4 + 3
+
+
 async def test_score_gives_the_sampled_log_probs(rollout, assignments):
     trajectories = await (await rollout.generate(assignments, temperature=0.5).start()).read_all()
     sequences, expected = [], []
@@ -356,6 +392,21 @@ async def test_a_revoked_lease_sends_partials_and_frees_the_device(rollout, assi
     assert call.partials
     wake = rollout_pb2.WakeRequest(header=HEADER, scope=rollout_pb2.WAKE_SCOPE_WEIGHTS)
     await rollout.stub.Wake(wake)
+
+
+async def test_a_grant_sets_cores_and_threads_of_the_decoding_thread(rollout):
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) < 2:
+        pytest.skip("needs two cores")
+    try:
+        lease = common_pb2.Lease(epoch=2, devices=[f"host/cpu:{core}" for core in cores[:2]])
+        await rollout.instance.on_grant(lease)
+        assert rollout.decoding_threads() == 2
+        await rollout.instance.on_revoke(2, 1.0)
+        assert rollout.decoding_threads() == 1
+    finally:
+        for thread in os.listdir("/proc/self/task"):
+            os.sched_setaffinity(int(thread), cores)
 
 
 async def test_episodes_are_not_offered(rollout):
