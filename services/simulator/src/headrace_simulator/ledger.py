@@ -42,7 +42,7 @@ class EnvironmentLedger:
         self._steps = 0
         self._waiting_for_reset = "it is new"
 
-    def admit(self, operation: Operation, generation: int) -> Outcome | None:
+    def admit(self, operation: Operation) -> Outcome | None:
         """The outcome, where it is known without running the operation; None where it has to run.
 
         A refusal changes nothing: the next operation has the same step index.
@@ -63,7 +63,7 @@ class EnvironmentLedger:
         if kind == "reset":
             fault = _options_fault(operation.reset.options_json)
             return self._refuse(index, fault) if fault else None
-        return self._admit_action(operation, generation)
+        return self._admit_action(operation)
 
     def effective(self, operation: Operation, generation: int) -> Operation:
         """The operation with the seed that it implies: the first reset of a new environment has one."""
@@ -91,10 +91,8 @@ class EnvironmentLedger:
             environment=self.environment, step_index=operation.step_index, status=_LOST, detail=detail
         )
 
-    def _admit_action(self, operation: Operation, generation: int) -> Outcome | None:
+    def _admit_action(self, operation: Operation) -> Outcome | None:
         index = operation.step_index
-        if not self._waiting_for_reset and generation != self.generation:
-            return self.record(operation, self.lost(operation, "the process that held it ended"), generation)
         if self._waiting_for_reset:
             return self._refuse(index, f"the environment needs a reset: {self._waiting_for_reset}")
         try:

@@ -127,7 +127,7 @@ class EnvironmentPool:
 
     async def _in_turn(self, place: _Place, operation: Operation) -> Outcome:
         async with place.turn:
-            known = place.ledger.admit(operation, place.host.generation)
+            known = place.ledger.admit(operation)
             return known if known is not None else await self._run(place, operation)
 
     async def _run(self, place: _Place, operation: Operation) -> Outcome:
