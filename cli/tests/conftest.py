@@ -123,7 +123,7 @@ def headrace(
     """Runs `headrace …` against the scripted coordinator: the entry point, in this process to be quick."""
     from headrace_cli.main import main
 
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     monkeypatch.chdir(tmp_path)
 
     def run(*arguments: str, **environment: str) -> Outcome:

@@ -14,6 +14,9 @@ from pathlib import Path
 
 import pytest
 import yaml
+from headrace.client import Client
+from headrace_cli.commands.demo import cancel_leftovers
+from rich.console import Console
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 INVALID = {
@@ -257,6 +260,17 @@ def test_interrupted_demo_cancels_its_run(coordinator, scripted_run, demo_dir, t
     _, errors = process.communicate(timeout=30)
     assert process.returncode == 130 and "Traceback" not in errors
     assert coordinator.requests("POST /v1/runs/r-1:cancel")
+
+
+def test_demo_ends_what_a_killed_demo_left(coordinator, capsys):
+    runs = [{"id": "r-2", "state": "RECOVERING"}, {"id": "r-1", "state": "SUCCEEDED"}]
+    coordinator.routes["GET /v1/runs"] = (200, {"runs": runs})
+    coordinator.routes["POST /v1/runs/r-2:cancel"] = (200, {"id": "r-2", "state": "CANCELLED"})
+    with Client(coordinator.url) as client:
+        cancel_leftovers(client, Console())
+    assert "cancelling run r-2" in capsys.readouterr().out
+    assert len(coordinator.requests("POST /v1/runs/r-2:cancel")) == 1
+    assert not coordinator.requests("POST /v1/runs/r-1:cancel")
 
 
 def test_demo_that_cannot_start_its_run_leaves_no_fleet(fleet, demo_dir, tmp_path):

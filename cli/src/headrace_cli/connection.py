@@ -30,6 +30,7 @@ class Target:
 def find_target(url: str | None, data_dir: Path) -> Target:
     """`--url` or HEADRACE_URL, else the fleet that lives on the data directory, else the default port."""
     token = os.environ.get("HEADRACE_TOKEN")
+    url = url or None  # an empty variable names nothing
     state = living_state(DataDir.at(data_dir))
     if state and url in (None, state.url):
         return Target(state.url, token or _read_token(state.token_file), True)

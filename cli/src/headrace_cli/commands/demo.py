@@ -14,17 +14,19 @@ import typer
 
 from headrace_cli.commands.options import DataDirOption, JsonFlag, Url
 from headrace_cli.connection import Target, connect, find_target
-from headrace_cli.launcher.plan import DEFAULT_PORT, FleetPlan
+from headrace_cli.launcher.plan import FleetPlan
 from headrace_cli.mistakes import EXIT_INTERRUPTED, CommandError
 from headrace_cli.output import console, error_console, print_json
 
 if TYPE_CHECKING:
     from headrace.client import Client
+    from rich.console import Console
 
     from headrace_cli.watching import Reporter, Snapshot
 
 PATIENCE_S = 60.0
 CANCEL_S = 5.0
+REAP_S = 10.0
 DEMO_DATA_DIR = Path(".headrace/demo")
 
 
@@ -51,8 +53,8 @@ def demo(
 ) -> None:
     """Train a model end to end: make it, start a fleet, run, show what it learned, stop the fleet."""
     started_at = time.monotonic()
-    signal.signal(signal.SIGTERM, _interrupt)
-    signal.signal(signal.SIGHUP, _interrupt)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _interrupt)  # SIGINT too: in the background of a script it would be ignored
     overrides = [f"seed={seed}", *([f"steps={steps}"] if steps else []), *(sets or [])]
     try:
         _demo(_Request(preset, overrides, port, url, data_dir, as_json), started_at)
@@ -94,6 +96,8 @@ def _demo(request: _Request, started_at: float) -> None:
             request.out.print(maker.sentence)
         spec = _load(spec_file, [f"model.path={maker.wait()}", *request.overrides])
         with connect(target, patience_s=PATIENCE_S) as client:
+            if not request.url:
+                cancel_leftovers(client, request.out)
             snapshot = _run(client, spec, request)
             run = snapshot.run
             result = outcome(run, snapshot.steps, time.monotonic() - started_at, up_s)
@@ -128,9 +132,11 @@ def _fleet(request: _Request, data_dir: Path) -> Iterator[Target]:
         return
     from headrace_cli.commands.fleet import start_quietly, start_with_spinner
     from headrace_cli.launcher.data_dir import DataDir
+    from headrace_cli.launcher.ports import free_port
     from headrace_cli.launcher.stop import stop_fleet
 
-    plan = FleetPlan(str(data_dir), request.port or _a_port(), tethered=True)
+    # Never the default port: other commands without --url would find the demo's fleet there.
+    plan = FleetPlan(str(data_dir), request.port or free_port(), tethered=True)
     quiet = request.as_json or not sys.stdout.isatty()
     fleet = start_quietly(plan) if quiet else start_with_spinner(plan)
     request.out.print(
@@ -141,17 +147,7 @@ def _fleet(request: _Request, data_dir: Path) -> Iterator[Target]:
     finally:
         with _undisturbed():
             stop_fleet(DataDir.at(data_dir), fleet.launcher.pid)
-            fleet.launcher.wait()
-
-
-def _a_port() -> int:
-    from headrace_cli.launcher.ports import free_port, require_free_port
-
-    try:
-        require_free_port(DEFAULT_PORT)
-    except CommandError:
-        return free_port()
-    return DEFAULT_PORT
+            fleet.launcher.wait(REAP_S)
 
 
 @contextmanager
@@ -164,6 +160,14 @@ def _undisturbed() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
+def cancel_leftovers(client: Client, out: Console) -> None:
+    """Ends runs that a killed demo left in its data directory: a new fleet would go on with them."""
+    for run in client.list():
+        if not run.ended:
+            out.print(f"cancelling run {run.id}, which an earlier demo did not finish", markup=False)
+            client.cancel(run.id)
+
+
 def _run(client: Client, spec: dict[str, Any], request: _Request) -> Snapshot:
     """Submits the run and follows it; when that is interrupted the run is cancelled."""
     from headrace_cli.commands.run import make_reporter
@@ -174,8 +178,9 @@ def _run(client: Client, spec: dict[str, Any], request: _Request) -> Snapshot:
     try:
         return follow(client, run.id, reporter)
     except BaseException:
-        reporter.close()
         with _undisturbed():
+            reporter.close()
+            request.out.print("stopping: cancelling the run, then the fleet (up to half a minute)")
             _cancel(client, run.id)
         raise
     finally:
