@@ -188,7 +188,8 @@ async def test_a_lost_rank_is_told_and_a_new_gang_goes_on(
         await leader.begin(1, 1, 2, 3)
         await leader.learn(1, 1, [make_settled(5, version=reply.version)])
     assert reason_of(caught.value) == "GANG_LOST"
-    assert (await leader.state()).phase == pb.STEP_PHASE_UNSPECIFIED
+    state = await leader.state()
+    assert (state.phase, state.generation) == (pb.STEP_PHASE_UNSPECIFIED, 0)
 
     _, port_file = spawn("two")
     async with dial(await address_of(port_file), token=None) as channel:

@@ -60,6 +60,7 @@ class Session:
         self.state = steps.StepState()
         self.checkpoints = CheckpointDirectory(run_directory)
         self.saver: Saver | None = None
+        self.gang_lost = False
         self._run = run
         self._directory = run_directory
         self._rank = rank
@@ -344,7 +345,7 @@ class Session:
         try:
             return self._rounds.lead(kind, **fields)  # type: ignore[arg-type]
         except RoundLost as error:
-            self.state = steps.lost(self.state)
+            self.state, self.gang_lost = steps.lost(self.state), True
             raise Refusal(
                 "GANG_LOST", f"{error}; form the gang anew and restore a checkpoint", "unavailable"
             ) from error

@@ -64,7 +64,14 @@ class Trainer:
 
     @property
     def generation(self) -> int:
-        """Generation of the gang, 0 for none."""
+        """Generation of the gang that this rank is in; 0 for none, also when the gang has lost a rank."""
+        lost = (
+            self._session.gang_lost if self._session else not (self._follower and self._follower.is_alive())
+        )
+        return 0 if self._gang is None or lost else self._last_generation
+
+    @property
+    def _last_generation(self) -> int:
         return self._joined[0] if self._joined else 0
 
     def check_run(self, run: str) -> None:
@@ -102,9 +109,9 @@ class Trainer:
         key = (generation, rank, world_size, rendezvous)
         if self._joined == key and self._gang is not None:
             return
-        if self._joined and generation <= self.generation:
+        if self._joined and generation <= self._last_generation:
             raise conflict(
-                f"generation {generation} is not above {self.generation}, which was joined as "
+                f"generation {generation} is not above {self._last_generation}, which was joined as "
                 f"{self._joined[1:]}"
             )
         self._disband()
@@ -115,10 +122,12 @@ class Trainer:
 
     def leave(self, generation: int) -> None:
         """Leaves the gang between steps. Raises Refusal INVALID for another generation."""
-        if self._gang is None and generation <= self.generation:
+        if self._gang is None and generation <= self._last_generation:
             return
-        if generation != self.generation:
-            raise invalid(f"generation {generation} is not the gang's, which is {self.generation or 'none'}")
+        if generation != self._last_generation:
+            raise invalid(
+                f"generation {generation} is not the gang's, which is {self._last_generation or 'none'}"
+            )
         self._disband()
 
     def session(self) -> Session:
@@ -229,7 +238,7 @@ class Trainer:
         if self._follower.is_alive():
             raise Refusal(
                 "BUSY",
-                f"the leader of generation {self.generation} still leads: call LeaveGang on rank 0",
+                f"the leader of generation {self._last_generation} still leads: call LeaveGang on rank 0",
                 "unavailable",
             )
         self._follower = None
