@@ -244,6 +244,26 @@ async def test_deterministic_waves_admit_nobody_and_start_at_token_zero(new_engi
     assert outputs[SampleKey(9, 0)].whole.spans[0][0] == 1
 
 
+async def test_a_wave_that_needs_more_rows_goes_on_in_a_second_one(new_engine, collector, groups):
+    engine = await new_engine(2)
+    await engine.submit(collector.stream(deterministic=True, chunk_tokens=1), groups[1:2])
+    await collector.wait_ended(3)
+    third = [i for i, output in enumerate(collector.outputs) if output.key.sample_index == 2]
+    others = [i for i, output in enumerate(collector.outputs) if output.key.sample_index != 2]
+    assert min(third) > max(others)
+
+
+async def test_rows_of_one_batch_keep_their_own_distribution(engine, new_collector, groups, reference):
+    hot, cold = new_collector(), new_collector()
+    await engine.submit(hot.stream(Distribution(2.0), chunk_tokens=1, max_new_tokens=60), groups)
+    await hot.wait(lambda c: len(c.outputs) > 15)
+    await engine.submit(cold.stream(Distribution(0.4), max_new_tokens=60), groups)
+    for collector, temperature in ((hot, 2.0), (cold, 0.4)):
+        for output in (await collector.wait_ended(15)).values():
+            expected = reference_log_probs(reference, output, temperature)
+            assert output.whole.log_probs == pytest.approx(expected, abs=1e-4)
+
+
 async def test_pause_gives_everything_back_and_later_groups_too(engine, collector, groups):
     stream = collector.stream(chunk_tokens=1, max_new_tokens=80)
     await engine.submit(stream, groups)

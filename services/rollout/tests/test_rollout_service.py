@@ -157,7 +157,8 @@ async def test_install_takes_shared_memory_once_and_verifies(new_rollout, tiny_d
     # A rewind: the same weights under a higher number.
     renumbered = publish(reference, 5)
     assert renumbered.version.digest == published.version.digest
-    assert (await rollout.install(renumbered)).bytes_moved == 0
+    third = await rollout.install(renumbered)
+    assert third.version.number == 5 and third.transport == common_pb2.WEIGHT_TRANSPORT_UNSPECIFIED
     code = await refused(rollout.install(published), "POLICY_MISMATCH", "version 1", "5")
     assert code is grpc.StatusCode.FAILED_PRECONDITION
 
@@ -390,8 +391,23 @@ async def test_a_revoked_lease_sends_partials_and_frees_the_device(rollout, assi
     assert await rollout.instance.on_revoke(1, 1.0) > 0
     await call.read_all()
     assert call.partials
-    wake = rollout_pb2.WakeRequest(header=HEADER, scope=rollout_pb2.WAKE_SCOPE_WEIGHTS)
-    await rollout.stub.Wake(wake)
+    again = rollout.generate(assignments)
+    await refused((await again.start()).read_all(), "POLICY_MISMATCH", "none is installed")
+    # The next lease begins as the first one did.
+    await rollout.install(rollout.last)
+    assert len(await (await rollout.generate(assignments).start()).read_all()) == 12
+
+
+async def test_a_lease_that_is_not_renewed_makes_no_more_tokens_until_it_is(rollout, assignments):
+    call = await rollout.generate(assignments, half_close=False, chunk_tokens=1, max_new_tokens=110).start()
+    await call.read_until(lambda call: call.chunks)
+    rollout.instance.fence.release(1)
+    await rollout.instance.on_quiesce(1)
+    await call.assign(assignments)
+    await refused(call.read_all(), "EPOCH_STALE", "lease")
+    assert call.partials
+    rollout.instance.fence.grant(1)
+    assert len(await (await rollout.generate(assignments).start()).read_all()) == 12
 
 
 async def test_a_grant_sets_cores_and_threads_of_the_decoding_thread(rollout):

@@ -22,18 +22,24 @@ Requests = AsyncIterator[rollout_pb2.GenerateRequest]
 
 
 class Generation:
-    """The life of a stream; `after_response` is called after each response, for figures."""
+    """The life of a stream.
+
+    `admit` raises when the caller may assign no more; `after_response` is called after each response.
+    """
 
     def __init__(
         self,
         run: OpenedRun,
         opening: rollout_pb2.GenerateOpen,
         producer: str,
+        *,
+        admit: Callable[[], None],
         after_response: Callable[[], None],
     ) -> None:
         self._run = run
         self._producer = producer
         self._evaluation = opening.evaluation
+        self._admit = admit
         self._after_response = after_response
         self._outstanding = 0
         self._reading = True
@@ -80,6 +86,7 @@ class Generation:
         # Not reading the next assignment slows the caller through the stream's flow control.
         while self._run.engine.waiting_samples > WAITING_SAMPLES:  # noqa: ASYNC110  # counted in a thread
             await asyncio.sleep(_POLL_S)
+        self._admit()
         await self._submit(groups)
 
     async def _submit(self, groups: list[Group]) -> None:

@@ -79,7 +79,6 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
             run = self._run
             if run is not None and run.name == request.header.run:
                 self._run = None
-                await run.engine.pause()
                 await run.engine.close()
                 self._instance.weights.keep(run.name, set())
                 self._instance.open_runs.discard(run.name)
@@ -94,7 +93,13 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         run = self._opened(opening.header)
         with refusals():
             _check_ready(run, opening.policy_number)
-        generation = Generation(run, opening, self._instance.config.incarnation, lambda: self._report(run))
+        generation = Generation(
+            run,
+            opening,
+            self._instance.config.incarnation,
+            admit=lambda: self._instance.fence.check(opening.header, lease=True),
+            after_response=lambda: self._report(run),
+        )
         async for response in generation.responses(request_iterator):
             yield response
         self._report(run, now=True)
@@ -236,13 +241,12 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         await self._use_threads(1)
         if self._run is None:
             return await self._free_host_bytes(epoch, notice_s)
-        await self._run.engine.pause()
-        return (await self._run.engine.suspend()).free_bytes
+        return (await self._run.engine.release()).free_bytes
 
     async def on_quiesce(self, epoch: int) -> None:
-        """The lease was not renewed in time: no new token; memory stays."""
+        """The lease was not renewed in time: no new token, and the fence admits none; memory stays."""
         if self._run is not None:
-            await self._run.engine.pause()
+            await self._run.engine.abort(None)
 
     async def on_drain(self, grace_s: float) -> None:
         """Sends partial outputs, so that others go on."""

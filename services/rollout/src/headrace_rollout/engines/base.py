@@ -217,6 +217,9 @@ class Engine(Protocol):
     async def suspend(self) -> Freed:
         """Gives memory back; NOT_PAUSED unless paused."""
 
+    async def release(self) -> Freed:
+        """Ends everything with partial outputs and gives all memory back: as built, nothing installed."""
+
     async def wake(self, scope: Scope) -> None:
         """Takes memory again, WEIGHTS before KV_CACHE; awake already is no error."""
 

@@ -156,13 +156,18 @@ class TransformersEngine:
         def act() -> Freed:
             if not self._paused:
                 raise Refused("NOT_PAUSED", "Suspend needs a paused engine; call Pause first")
-            before = self._used_bytes()
-            if self._memory not in (_Memory.SUSPENDED, _Memory.COLD):
-                self._decoder.reset()
-                self._model.free_memory()
-                return_to_system(self._model.device)
             self._memory = _Memory.SUSPENDED
-            return Freed(max(0, before - self._used_bytes()), available_bytes(self._model.device))
+            return self._free()
+
+        return await self._call(act)
+
+    async def release(self) -> Freed:
+        """See Engine."""
+
+        def act() -> Freed:
+            self._decoder.stop(None, None)
+            self._memory, self._paused = _Memory.COLD, False
+            return self._free()
 
         return await self._call(act)
 
@@ -189,17 +194,18 @@ class TransformersEngine:
 
     async def close(self) -> None:
         """See Engine."""
-        await self._call(self._free)
+        await self.release()
         await asyncio.to_thread(self._executor.shutdown)
 
     async def _call(self, act: Callable[[], _Result]) -> _Result:
         return await asyncio.wrap_future(self._executor.submit(act))
 
-    def _free(self) -> None:
-        self._streams.clear()
+    def _free(self) -> Freed:
+        before = self._used_bytes()
         self._decoder.reset()
         self._model.free_memory()
         return_to_system(self._model.device)
+        return Freed(max(0, before - self._used_bytes()), available_bytes(self._model.device))
 
     def _schedule(self) -> None:
         if not self._scheduled and self._decoder.living:
