@@ -1,0 +1,80 @@
+"""Makes the harness importable, gives tests with real processes time, and shows a fleet's logs when one fails."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE))
+
+from harness.fleet import LIVING, Fleet  # noqa: E402
+from harness.gate import Gate  # noqa: E402
+from harness.processes import run_python  # noqa: E402
+from harness.specs import small_spec  # noqa: E402
+
+PATIENT = ("flows", "contracts", "faults")
+TEST_S = 600  # names a hang; a busy machine of two cores needs a tenth of it
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.parent.name in PATIENT and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(TEST_S))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: Any) -> Iterator[None]:
+    report = yield
+    if report.failed:
+        for fleet in list(LIVING):
+            if fleet.data_dir.is_dir() and (logs := fleet.logs()):
+                report.sections.append((f"logs of the fleet on {fleet.data_dir}", logs))
+    return report
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Qwen3 with random weights and a tokenizer of characters."""
+    directory = tmp_path_factory.mktemp("models") / "tiny"
+    run_python("-m", "headrace_modelkit.presets.tiny", directory)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def spec_of(tiny_model: Path) -> Callable[..., dict[str, Any]]:
+    """Makes small run specs; see `small_spec`."""
+
+    def make(**overrides: Any) -> dict[str, Any]:
+        return small_spec(tiny_model, **overrides)
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    """A fleet that the tests of a module share."""
+    with Fleet(tmp_path_factory.mktemp("fleet") / "data", "--simulator", "0") as shared:
+        yield shared
+
+
+@pytest.fixture
+def own_fleet(tmp_path: Path) -> Callable[..., Fleet]:
+    """Makes a fleet of the test's own, not yet up."""
+
+    def make(*arguments: str, **environment: str) -> Fleet:
+        return Fleet(tmp_path / "data", "--simulator", "0", *arguments, **environment)
+
+    return make
+
+
+@pytest.fixture
+def gate(tmp_path: Path) -> Iterator[Gate]:
+    """A scorer that the test can hold; open again when the test ends."""
+    made = Gate(tmp_path / "gate")
+    yield made
+    made.open()
