@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 import pytest
-from headrace_servicekit.devices import bind_cpu, detect_devices, qualify
+from headrace_servicekit.devices import bind_cpu, detect_devices, let_idle_threads_sleep, qualify
 from headrace_servicekit.errors import ServiceError
 
 BIND = """
@@ -44,3 +44,12 @@ def test_names():
 def test_detection_finds_something():
     kinds = {name.partition(":")[0] for name in detect_devices()}
     assert kinds in ({"cpu"}, {"gpu"})
+
+
+def test_idle_threads_sleep_unless_the_user_says_otherwise(monkeypatch):
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    let_idle_threads_sleep()
+    assert os.environ["OMP_WAIT_POLICY"] == "PASSIVE"
+    monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
+    let_idle_threads_sleep()
+    assert os.environ["OMP_WAIT_POLICY"] == "ACTIVE"

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from headrace.common.v1 import weights_pb2_grpc
 from headrace.rollout.v1 import rollout_pb2_grpc
+from headrace_servicekit.devices import let_idle_threads_sleep
 from headrace_servicekit.errors import ServiceError
 from headrace_servicekit.instance import Instance, InstanceConfig, parse_instance_config
 from headrace_servicekit.logs import configure_logging
@@ -42,6 +43,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Command line."""
     config = parse_instance_config("rollout", argv)
     configure_logging(config.log_level, instance=config.name)
+    let_idle_threads_sleep()
     try:
         asyncio.run(_serve(config))
     except ServiceError as error:

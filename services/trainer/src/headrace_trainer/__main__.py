@@ -15,8 +15,11 @@ if TYPE_CHECKING:
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs until SIGTERM, SIGINT or a drain."""
     config = parse_instance_config("trainer", argv)
+    from headrace_servicekit.devices import let_idle_threads_sleep
+
     from headrace_trainer.allocator import keep_freed_memory
 
+    let_idle_threads_sleep()
     keep_freed_memory()
     asyncio.run(serve(config))
 
