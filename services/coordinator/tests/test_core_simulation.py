@@ -4,7 +4,7 @@ import pytest
 from headrace_coordinator.simulation.world import Violation, World, run_world
 
 FAILED_ONCE = [0, 3, 40, 43, 49, 50, 63, 73, 109, 183, 476, 881, 1803]
-"""Seeds that found a bug: stray leases, grants to the dead, foreign attempts, hung streams, reordered commands, unnoticed room."""
+"""Seeds that found a bug: stray leases, grants to the dead, foreign attempts, hung streams, unnoticed room."""
 
 CHUNK = 25
 

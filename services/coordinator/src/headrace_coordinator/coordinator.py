@@ -242,7 +242,7 @@ class Coordinator:
     def run(self, run_id: str) -> RunView:
         """See `Control.run`."""
         run = self._find(run_id)
-        waiting = self.fleet.waits.of(run_id)
+        waiting = [self.fleet.readable(what) for what in self.fleet.waits.of(run_id)]
         if self.kernel.store_away:
             waiting.append("the store (Redis) to come back")
         if run.state == runs.QUEUED:

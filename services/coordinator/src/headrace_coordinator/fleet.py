@@ -56,6 +56,7 @@ class Fleet:
         self.sessions: dict[str, Session] = {}
         self.supervisors: dict[str, Supervisor] = {}
         self.busy: dict[str, str] = {}
+        self.names = {i.incarnation: i.instance for i in kernel.state.instances.values()}
         self._connect = connect
         self._ports: dict[str, Port] = {}
         self._renewed_at: dict[int, float] = {}
@@ -68,6 +69,7 @@ class Fleet:
         """Takes a process in; returns the epochs it holds that are no longer honoured."""
         if epoch_seen > self.kernel.state.epoch:
             self.kernel.post(ev.EpochRaised(at=self.kernel.now(), epoch=epoch_seen + 1))
+        self.names[instance.incarnation] = instance.instance
         known = self.kernel.state.instances.get(instance.incarnation)
         if known != instance:
             fields = {name: getattr(instance, name) for name in instance.__struct_fields__}
@@ -176,6 +178,12 @@ class Fleet:
     def alive(self, incarnation: str) -> bool:
         """The process is registered and its session is open."""
         return incarnation in self.kernel.state.instances and incarnation in self.sessions
+
+    def readable(self, text: str) -> str:
+        """`text` with instance names for incarnation ids."""
+        for incarnation, name in self.names.items():
+            text = text.replace(incarnation, name)
+        return text
 
     async def fate(self, incarnation: str, patience: float = 2.0) -> bool:
         """After a failed call: waits a little for the instance's end to be noticed; True when it seems alive."""

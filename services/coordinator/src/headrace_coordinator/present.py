@@ -140,7 +140,7 @@ def lease_views(fleet: Fleet) -> list[LeaseView]:
         LeaseView(
             epoch=lease.epoch,
             state=lease.state,
-            instance=_name(fleet, lease.incarnation),
+            instance=fleet.readable(lease.incarnation),
             run=lease.run,
             stage=lease.stage,
             devices=lease.devices,
@@ -168,12 +168,7 @@ def _device(fleet: Fleet, table: LeaseTable, name: str) -> DeviceView:
         return DeviceView(
             name=name,
             state="LEASED",
-            holder=_name(fleet, lease.incarnation),
+            holder=fleet.readable(lease.incarnation),
             reason=f"{lease.run} {lease.stage}",
         )
     return DeviceView(name=name, state="FREE", holder="", reason="")
-
-
-def _name(fleet: Fleet, incarnation: str) -> str:
-    state = fleet.kernel.state.instances.get(incarnation)
-    return state.instance if state else incarnation

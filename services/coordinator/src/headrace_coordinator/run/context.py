@@ -107,6 +107,7 @@ class RunContext:
 
     def note(self, text: str) -> None:
         """Tells the run's user."""
+        text = self.fleet.readable(text)
         log.info("run %s: %s", self.run_id, text)
         self.kernel.post(ev.Noted(at=self.kernel.now(), run=self.run_id, text=text))
 

@@ -175,6 +175,7 @@ class RunLoop:
             self._move(runs.PAUSED, "paused at once; the step in hand will be made again")
 
     async def _end(self, state: str, reason: str) -> None:
+        reason = self.context.fleet.readable(reason)
         await self._let_go(close=True)
         for event in runs.plan_move(self.context.state, state, reason, self._kernel.now()):
             await self._kernel.commit(event)
@@ -205,10 +206,11 @@ class RunLoop:
             raise RunFailed(f"{fault}; raise limits.instance_timeout_s, or see `headrace leases`") from fault
         if run.recoveries_in_a_row >= limit:
             raise RunFailed(f"{limit} recoveries without a finished step; the last: {fault}") from fault
-        log.warning("run %s recovers: %s", run.id, fault)
+        reason = self.context.fleet.readable(str(fault))
+        log.warning("run %s recovers: %s", run.id, reason)
         if run.state != runs.PAUSING:
-            self._move(runs.RECOVERING, str(fault))
-        await self._kernel.commit(ev.RunRecovering(at=self._kernel.now(), run=run.id, reason=str(fault)))
+            self._move(runs.RECOVERING, reason)
+        await self._kernel.commit(ev.RunRecovering(at=self._kernel.now(), run=run.id, reason=reason))
         if isinstance(fault, InstanceDown):
             await self.context.fleet.fate(fault.incarnation)
         await asyncio.sleep(min(0.1 * 2**run.recoveries_in_a_row, 5.0))

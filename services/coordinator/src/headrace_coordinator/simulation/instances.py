@@ -130,9 +130,10 @@ class Rollout(Instance):
         try:
             while not (reading.done() and not work and done.empty()):
                 waiting = asyncio.ensure_future(done.get())
-                pending: set[asyncio.Future[Any]] = {waiting, *work} | (
-                    set() if reading.done() else {reading}
-                )
+                pending: set[asyncio.Future[Any]] = {waiting}
+                pending.update(work)
+                if not reading.done():
+                    pending.add(reading)
                 await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
                 work -= {task for task in work if task.done()}
                 if waiting.done():
