@@ -38,22 +38,32 @@ def up(
     simulator: Count = 1,
     devices: Annotated[
         str,
-        typer.Option(help="Devices to lease, such as cpu:0,cpu:1 or gpu:0; default: one slot a CPU core."),
+        typer.Option(
+            help="Devices to lease, such as cpu:0,cpu:1 or gpu:0; default: the GPUs, or else all cores."
+        ),
     ] = "",
     foreground: Annotated[bool, typer.Option("--foreground", help="Stay; Ctrl-C stops the fleet.")] = False,
     as_json: JsonFlag = False,
 ) -> None:
     """Start the services as local processes and return when they are ready."""
+    from headrace_cli.launcher.data_dir import DataDir
+    from headrace_cli.launcher.stop import stop_fleet
+
     counts = {"rollout": rollout, "trainer": trainer, "reward": reward, "simulator": simulator}
     named = _device_names(devices)
     plan = FleetPlan(str(data_dir.expanduser().absolute()), port, counts, named, tethered=foreground)
     fleet = start_quietly(plan) if as_json or not sys.stdout.isatty() else start_with_spinner(plan)
-    if as_json:
-        print_json(_ready_document(fleet))
-    else:
-        _show_ready(fleet, data_dir, foreground)
-    if foreground:
-        _stay(fleet, data_dir)
+    try:
+        if as_json:
+            print_json(_ready_document(fleet))
+        else:
+            _show_ready(fleet, data_dir, foreground)
+        if foreground:
+            _stay(fleet, data_dir)
+    except KeyboardInterrupt:
+        if not foreground:
+            raise
+        stop_fleet(DataDir.at(data_dir), fleet.launcher.pid)
 
 
 def _device_names(text: str) -> list[str]:
@@ -104,15 +114,7 @@ def _show_ready(fleet: ReadyFleet, data_dir: Path, foreground: bool) -> None:
 
 
 def _stay(fleet: ReadyFleet, data_dir: Path) -> None:
-    from headrace_cli.launcher.data_dir import DataDir
-    from headrace_cli.launcher.stop import stop_fleet
-
-    try:
-        status = fleet.launcher.wait()
-    except KeyboardInterrupt:
-        stop_fleet(DataDir.at(data_dir), fleet.launcher.pid)
-        return
-    if status:
+    if status := fleet.launcher.wait():
         raise CommandError(
             f"the launcher ended with status {status}; see {data_dir / 'logs' / 'launcher.log'}"
         )
