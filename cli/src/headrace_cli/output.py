@@ -56,7 +56,8 @@ def table(
     )
     for header in headers:
         right = header.startswith(">")
-        made.add_column(header.removeprefix(">"), justify="right" if right else "left", overflow="fold")
+        name = header.removeprefix(">")
+        made.add_column(name, justify="right" if right else "left", overflow="fold", min_width=len(name))
     for row in rows:
         made.add_row(*(cell if isinstance(cell, Text) else Text(str(cell)) for cell in row))
     return made
