@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from headrace.common.v1 import common_pb2, weights_pb2, weights_pb2_grpc
 from headrace.trainer.v1 import trainer_pb2 as pb
+from headrace_servicekit import failpoints
 from headrace_servicekit.errors import message_of, reason_of
 from safetensors.numpy import load_file
 
@@ -204,6 +205,28 @@ async def test_suspend_keeps_open_accumulators(client, make_settled, settled_dig
     assert digests[0] == digests[1]
 
 
+@pytest.mark.parametrize("place", ["before_optimizer", "after_optimizer"])
+async def test_a_failure_inside_the_commit_needs_a_restore(client, make_settled, settled_digest, place):
+    version = (await client.open()).version
+    groups = [make_settled(prompt, version=version) for prompt in range(2)]
+    await client.begin(0, 1, 1, 2)
+    await client.learn(0, 1, groups)
+    failpoints.arm(f"trainer.commit.{place}=error@1")
+    try:
+        assert await refused(client.commit(0, 1, 1, 2, settled_digest(groups))) == "FAILPOINT"
+    finally:
+        failpoints.arm("")
+    assert (await client.state()).phase == pb.STEP_PHASE_UNSPECIFIED
+    assert await refused(client.commit(0, 1, 1, 2, settled_digest(groups))) == "NOT_OPEN"
+    assert await refused(client.restore("", 2)) == "INVALID"
+    again = (await client.restore("", 3)).version
+    assert again.digest == version.digest
+    groups = [make_settled(prompt, version=again) for prompt in range(2)]
+    await client.begin(0, 2, 3, 4)
+    await client.learn(0, 2, groups)
+    assert (await client.commit(0, 2, 3, 4, settled_digest(groups))).result == pb.COMMIT_RESULT_COMMITTED
+
+
 async def test_a_revoke_suspends_and_the_next_grant_wakes(client, make_settled):
     version = (await client.open()).version
     await client.begin(0, 1, 1, 2)
@@ -260,8 +283,6 @@ async def test_resume_gives_the_weights_of_the_uninterrupted_run(
 async def test_a_save_runs_beside_the_next_step_one_at_a_time(
     client, make_settled, settled_digest, monkeypatch
 ):
-    from headrace_servicekit import failpoints
-
     version = (await client.open()).version
     version, number = await train(client, make_settled, settled_digest, version, 1, 1)
     failpoints.arm("trainer.checkpoint.before_rename=delay:1.0@1")

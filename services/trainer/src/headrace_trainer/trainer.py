@@ -20,7 +20,6 @@ from headrace_servicekit.weights import WeightStore
 
 from headrace_trainer.algorithms import build_algorithm
 from headrace_trainer.algorithms._base import Barrier
-from headrace_trainer.allocator import resident_bytes
 from headrace_trainer.backends._registry import check_backend
 from headrace_trainer.checkpoints import CheckpointDirectory
 from headrace_trainer.config import TrainerConfig
@@ -180,10 +179,8 @@ class Trainer:
         """Gives the device back between rounds; bytes released, and bytes now free on it."""
         released = 0
         if not self.suspended and self._rank is not None and self._rounds is not None and self._rank.loaded:
-            before = resident_bytes()
             with self._rounds.between:
                 released = self._rank.backend.suspend()
-            released = max(released, before - resident_bytes())
         self.suspended = True
         return released, self._free_bytes()
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from headrace_trainer.algorithms._base import Algorithm, TokenBatch
-from headrace_trainer.allocator import give_back
+from headrace_trainer.allocator import give_back_if_short
 from headrace_trainer.backends._base import CommitReport, MicroReport, StateReader
 from headrace_trainer.backends.fsdp.figures import TokenFigures
 from headrace_trainer.backends.fsdp.optimizer import MOMENTS, ShardedAdamW
@@ -47,8 +47,7 @@ class FsdpBackend:
         self._dirty = False
         self._model: ShardedModel | None = None
         self._optimizer: ShardedAdamW | None = None
-        if config.deterministic:
-            torch.use_deterministic_algorithms(True)
+        torch.use_deterministic_algorithms(config.deterministic)
 
     def load_initial(self) -> None:
         """See `Backend`."""
@@ -166,10 +165,14 @@ class FsdpBackend:
 
     def suspend(self) -> int:
         """See `Backend`. Optimizer moments go to host memory where the device is not the host."""
-        released = self._sharded.release()
-        if self._gang.device.type == "cuda":
-            self._adamw.move(torch.device("cpu"))
-        return released + give_back()
+        if self._gang.device.type == "cpu":
+            self._sharded.release()
+            return give_back_if_short()
+        before = torch.cuda.memory_reserved(self._gang.device)
+        self._sharded.release()
+        self._adamw.move(torch.device("cpu"))
+        torch.cuda.empty_cache()
+        return before - torch.cuda.memory_reserved(self._gang.device)
 
     def wake(self) -> None:
         """See `Backend`."""

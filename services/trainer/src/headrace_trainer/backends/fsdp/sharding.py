@@ -77,15 +77,11 @@ class ShardedModel:
         self.policy(None, 1.0, anchor)[0].sum().backward()
         self._accumulating(self._reshard)
 
-    def release(self) -> int:
-        """Frees whole parameters; the next forward gathers them again. Returns the bytes."""
-        released = 0
+    def release(self) -> None:
+        """Frees whole parameters; the next forward gathers them again. Accumulated gradients stay."""
         for module in self.policy.modules():
             if isinstance(module, FSDPModule):
-                before = sum(p.numel() * p.element_size() for p in module.parameters(recurse=True))
                 module.reshard()
-                released += before if module is self._root else 0
-        return released
 
     def gather(self, name: str, shard: Tensor | None = None) -> Tensor:
         """The whole of a parameter, or of a tensor sharded like it, on the CPU; all ranks call it."""
