@@ -125,7 +125,7 @@ def test_watch_ends_with_the_run(headrace, scripted_run, spec_file, final, code)
     result = headrace("run", "submit", spec_file, "--watch")
     assert result.returncode == code, result.stderr
     assert f"run r-1 is {final}" in result.stdout
-    assert "step 3/3 reward=0.800" in result.stdout and "held-out=0.750" in result.stdout
+    assert "step 3/3 reward=0.800" in result.stdout and "heldout at step 3: 0.750" in result.stdout
 
 
 def test_watch_as_json_is_lines_of_json(headrace, scripted_run, spec_file):
