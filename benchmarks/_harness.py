@@ -1,0 +1,117 @@
+"""What the benchmarks share: a fleet of real processes, a table, and the JSON line at the end. Measures nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+COMMAND_S = 120.0
+COMMAND = [sys.executable, "-m", "headrace_cli"]
+
+
+def say(text: str) -> None:
+    """Tells the reader something; standard output is for the JSON line alone."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def emit(benchmark: str, figures: Mapping[str, float | None]) -> None:
+    """Prints the script's only line on standard output, its figures rounded to six digits."""
+    rounded = {name: value if value is None else float(f"{value:.6g}") for name, value in figures.items()}
+    print(json.dumps({"benchmark": benchmark, "figures": rounded}), flush=True)
+
+
+def headrace(*arguments: str, environment: Mapping[str, str] | None = None) -> str:
+    """Standard output of a `headrace` command; RuntimeError with its words when it fails."""
+    done = subprocess.run(
+        [*COMMAND, *arguments],
+        env={**os.environ, **(environment or {})},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=COMMAND_S,
+        check=False,
+    )
+    if done.returncode:
+        words = (done.stderr or done.stdout).strip()
+        raise RuntimeError(f"headrace {' '.join(arguments)} ended with {done.returncode}: {words}")
+    return done.stdout
+
+
+def machine() -> str:
+    """One line about who else uses the machine: figures from a busy one say little."""
+    load = os.getloadavg()[0]
+    return f"{os.cpu_count()} cores, load {load:.1f}"
+
+
+class Fleet:
+    """`headrace up` in a data directory of its own, and `headrace down` at the end, whatever happened."""
+
+    def __init__(self, *options: str, environment: Mapping[str, str] | None = None) -> None:
+        self.directory = Path(tempfile.mkdtemp(prefix="headrace-benchmark-"))
+        self.data_dir = self.directory / "data"
+        self.up_s = 0.0
+        self.ready: dict[str, Any] = {}
+        self._options = options
+        self._environment = environment
+
+    def __enter__(self) -> Self:
+        started = time.perf_counter()
+        where = ("--data-dir", str(self.data_dir), "--port", str(_free_port()))
+        try:
+            answer = headrace("up", "--json", *where, *self._options, environment=self._environment)
+        except BaseException:
+            self._end()
+            raise
+        self.up_s = time.perf_counter() - started
+        self.ready = json.loads(answer)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._end()
+
+    @property
+    def url(self) -> str:
+        """Address of the HTTP API."""
+        return str(self.ready["url"])
+
+    @property
+    def token(self) -> str:
+        """The fleet's secret."""
+        return Path(self.ready["token_file"]).read_text(encoding="ascii").strip()
+
+    @property
+    def store_url(self) -> str:
+        """Address of the fleet's store."""
+        return str(json.loads((self.data_dir / "fleet.json").read_text(encoding="utf-8"))["redis_url"])
+
+    def _end(self) -> None:
+        try:
+            headrace("down", "--json", "--data-dir", str(self.data_dir))
+        finally:
+            shutil.rmtree(self.directory, ignore_errors=True)
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+    """Rows under a header, for the reader."""
+    cells = [list(header), *([f"{v:.3f}" if isinstance(v, float) else str(v) for v in row] for row in rows)]
+    widths = [max(len(row[column]) for row in cells) for column in range(len(header))]
+    for row in cells:
+        say("  ".join(text.rjust(width) for text, width in zip(row, widths, strict=True)))
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,115 @@
+"""The arithmetic of a two-stage pipeline: when a step could have ended, and how much of that was reached.
+
+Works on times that were measured elsewhere, in seconds. Knows no services.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass
+class StepTimes:
+    """One step as the event log tells it. By prompt: when its group settled, and its work in trained tokens."""
+
+    step: int
+    opened: float
+    settled: dict[int, float] = field(default_factory=dict)
+    work: dict[int, float] = field(default_factory=dict)
+    lengths: dict[tuple[int, int], int] = field(default_factory=dict)
+    accumulated: float = 0.0
+    committed: float = 0.0
+
+    @property
+    def wall(self) -> float:
+        """From the step's opening to its commit."""
+        return self.committed - self.opened
+
+    @property
+    def generate(self) -> float:
+        """Until the last group was generated and scored."""
+        return max(self.settled.values()) - self.opened
+
+    @property
+    def drain(self) -> float:
+        """From the last settled group to the last accumulated one; all of learning where it waits for the batch."""
+        return self.accumulated - max(self.settled.values())
+
+    @property
+    def commit(self) -> float:
+        """From the last accumulated group to the recorded version."""
+        return self.committed - self.accumulated
+
+
+def read_steps(events: Iterable[Mapping[str, object]]) -> list[StepTimes]:
+    """Committed steps from the coordinator's events of one run, as JSON objects in order."""
+    steps: list[StepTimes] = []
+    rewards: dict[int, list[float]] = {}
+    now: StepTimes | None = None
+    for event in events:
+        kind, at = event["type"], float(str(event["at"]))
+        if kind == "StepOpened":
+            now, rewards = StepTimes(int(str(event.get("step", 0))), at), {}
+        if now is None:
+            continue
+        if kind == "SlotsFinished":
+            now.lengths.update({(p, s): tokens for p, s, _, _, tokens in _rows(event, "slots")})
+        elif kind == "GroupsSettled":
+            for prompt, values in _rows(event, "groups"):
+                now.settled[prompt], rewards[prompt] = at, values
+        elif kind == "GroupsAccumulated":
+            now.accumulated = at
+        elif kind == "StepCommitted":
+            now.committed = at
+            now.work = _work(now.lengths, rewards)
+            steps.append(now)
+            now = None
+    return steps
+
+
+def ideal_end(ready: Sequence[float], work: Sequence[float]) -> float:
+    """When a learner that takes groups as they get ready, and is never idle while one is, has done them all.
+
+    No order ends sooner (one machine with release dates), so this is the pipeline's bound: the fill is the time
+    to the first group, the drain what is left after the last.
+    """
+    end = 0.0
+    for start, duration in sorted(zip(ready, work, strict=True)):
+        end = max(end, start) + duration
+    return end
+
+
+def ideal_wall(waiting: StepTimes) -> float:
+    """The bound on a step's wall time, from the undisturbed stages of the step that waited for its batch.
+
+    Its learning time is shared out to the groups by their trained tokens; the commit comes on top.
+    """
+    total = sum(waiting.work.values())
+    prompts = sorted(waiting.settled)
+    ready = [waiting.settled[prompt] - waiting.opened for prompt in prompts]
+    learn = [waiting.drain * waiting.work[prompt] / total for prompt in prompts]
+    return ideal_end(ready, learn) + waiting.commit
+
+
+def overlap_share(waited: float, streamed: float, ideal: float) -> float:
+    """How much of what overlapping could save was saved: 0 as slow as waiting, 1 at the bound."""
+    if ideal >= waited:
+        raise ValueError(f"nothing can overlap: the bound, {ideal:g} s, is not below {waited:g} s")
+    return (waited - streamed) / (waited - ideal)
+
+
+def _work(lengths: Mapping[tuple[int, int], int], rewards: Mapping[int, list[float]]) -> dict[int, float]:
+    # A group whose rewards are all equal has no gradient: the trainer skips its forward.
+    return {
+        prompt: float(sum(count for (owner, _), count in lengths.items() if owner == prompt))
+        if len(set(values)) > 1
+        else 0.0
+        for prompt, values in rewards.items()
+    }
+
+
+def _rows(event: Mapping[str, object], name: str) -> list[list[object]] | list:  # type: ignore[type-arg]
+    rows = event[name]
+    assert isinstance(rows, list)
+    return rows

@@ -1,0 +1,76 @@
+"""The benchmarks' arithmetic on hand-made times; their measurements are no tests."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from _harness import emit
+from _pipeline import ideal_end, ideal_wall, overlap_share, read_steps
+
+
+@pytest.mark.parametrize(
+    ("ready", "work", "end"),
+    [
+        ([1, 2, 3, 4], [1, 1, 1, 1], 5),  # as fast as they come: fill 1, drain 1
+        ([1, 2, 3, 4], [2, 2, 2, 2], 9),  # learning is the bottleneck: fill and all of it
+        ([1, 2, 3, 10], [1, 1, 1, 1], 11),  # the long tail alone
+        ([4, 1], [1, 5], 7),  # the order of arrival counts, not the order of the list
+        ([3, 3, 3], [0, 0, 0], 3),
+    ],
+)
+def test_the_bound_is_the_best_schedule(ready, work, end):
+    assert ideal_end(ready, work) == end
+
+
+def test_the_share_goes_from_waiting_to_the_bound():
+    assert overlap_share(10, 10, 6) == 0
+    assert overlap_share(10, 6, 6) == 1
+    assert overlap_share(10, 7, 6) == pytest.approx(0.75)
+    with pytest.raises(ValueError, match="nothing can overlap"):
+        overlap_share(5, 4, 5)
+
+
+def _events():
+    yield {"type": "RunStateChanged", "at": 90.0, "run": "r"}
+    yield {"type": "StepOpened", "at": 100.0, "run": "r", "step": 3, "attempt": 1, "base": 4, "number": 5}
+    yield {"type": "SlotsFinished", "at": 101.0, "run": "r", "slots": [[6, 0, 1, "a", 8], [6, 1, 1, "b", 12]]}
+    yield {"type": "GroupsSettled", "at": 101.5, "run": "r", "groups": [[6, [0.0, 1.0]]]}
+    yield {"type": "SlotsFinished", "at": 103.0, "run": "r", "slots": [[7, 0, 1, "c", 60], [8, 0, 1, "d", 9]]}
+    yield {"type": "GroupsSettled", "at": 104.0, "run": "r", "groups": [[7, [0.5, 0.2]], [8, [1.0, 1.0]]]}
+    yield {
+        "type": "GroupsAccumulated",
+        "at": 108.0,
+        "run": "r",
+        "step": 3,
+        "attempt": 1,
+        "prompts": [6, 7, 8],
+    }
+    yield {"type": "StepCommitted", "at": 108.5, "run": "r", "certificate": {}, "view": {}}
+    yield {"type": "StepOpened", "at": 109.0, "run": "r", "step": 4, "attempt": 1, "base": 5, "number": 6}
+
+
+def test_steps_are_read_from_the_event_log():
+    (step,) = read_steps(_events())
+    assert (step.step, step.wall, step.generate, step.drain, step.commit) == (3, 8.5, 4.0, 4.0, 0.5)
+    assert step.work == {6: 20.0, 7: 60.0, 8: 0.0}  # equal rewards carry no gradient
+    # Group 6 is ready at 1.5 and takes 4 s x 20/80; group 7 is ready at 4 and takes 3 s; then the commit.
+    assert ideal_wall(step) == pytest.approx(4.0 + 3.0 + 0.5)
+
+
+def test_the_only_line_on_standard_output_is_json(capsys):
+    emit("example", {"share": 0.8123456789, "missing": None})
+    assert json.loads(capsys.readouterr().out) == {
+        "benchmark": "example",
+        "figures": {"share": 0.812346, "missing": None},
+    }
+
+
+@pytest.mark.parametrize("script", ["streaming.py", "idle.py"])
+def test_scripts_explain_themselves(script):
+    path = Path(__file__).parents[1] / script
+    done = subprocess.run(
+        [sys.executable, path, "--help"], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0 and "usage" in done.stdout
