@@ -142,6 +142,9 @@ class TrainerSection(Section):
     ranks: Count = Field(default=1, description="ranks of the gang, one trainer instance each")
     micro_batch_tokens: Count = Field(default=2048, description="most tokens of one packed forward")
     gradient_checkpointing: bool = False
+    shared_prefix: bool = Field(
+        default=True, description="compute a group's common beginning once, exactly, where attention allows it"
+    )
     warmup: WarmupSection = WarmupSection()
 
 

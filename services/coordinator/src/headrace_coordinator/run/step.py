@@ -74,7 +74,9 @@ class Step:
     async def _gather(self) -> Batch:
         context, ledger = self._context, self._ledger
         settled: list[int] = []
-        streamed = not context.placement.in_turns and context.crew.leader.barrier != trainer.BARRIER_BATCH
+        # Deterministic runs accumulate in ordinal order, whatever settles first.
+        waits = context.spec.deterministic or context.crew.leader.barrier == trainer.BARRIER_BATCH
+        streamed = not context.placement.in_turns and not waits
         generation = Generation(
             context,
             self._relay,
