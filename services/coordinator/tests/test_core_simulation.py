@@ -55,11 +55,30 @@ def test_the_world_notices_two_holders_of_one_device(monkeypatch):
     from headrace_coordinator.simulation.virtual_time import run_virtual
 
     with pytest.raises(Violation, match="G4"):
-        run_virtual(_collocated(world).live())
+        run_virtual(_placed(world, "collocated").live())
 
 
-def _collocated(world):
-    placement = world.spec.placement.model_copy(update={"mode": "collocated"})
+@pytest.mark.parametrize(("mode", "budget"), [("disaggregated", 11), ("collocated", 19)])
+def test_a_step_keeps_to_its_budget_of_calls(mode, budget):
+    from headrace_coordinator.simulation.virtual_time import run_virtual
+
+    totals = []
+    for steps in (4, 14):
+        world = _placed(World(5, faults=False), mode)
+        one_each = {"rollout": world.spec.rollout.model_copy(update={"instances": 1})}
+        one_each |= {"trainer": world.spec.trainer.model_copy(update={"ranks": 1}), "steps": steps}
+        one_each |= {"evaluation": world.spec.evaluation.model_copy(update={"every": 0})}
+        one_each |= {"checkpoint": world.spec.checkpoint.model_copy(update={"interval_steps": 1000})}
+        world.spec = world.spec.model_copy(update=one_each)
+        world.counts = {"rollout": 1, "trainer": 1, "reward": 1}
+        run_virtual(world.live())
+        # Score carries whatever has finished meanwhile: as many calls as the answers' ends are apart.
+        totals.append(sum(sum(p.calls.values()) - p.calls["Score"] for p in world.ports))
+    assert (totals[1] - totals[0]) / 10 <= budget
+
+
+def _placed(world, mode):
+    placement = world.spec.placement.model_copy(update={"mode": mode})
     world.spec = world.spec.model_copy(update={"placement": placement})
     return world
 

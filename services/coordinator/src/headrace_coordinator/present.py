@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from headrace_coordinator.audit import audit, live_steps
+from headrace_coordinator.audit import Audit, live_steps
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain.leases import LeaseTable
 from headrace_coordinator.domain.runs import RunState
@@ -26,11 +26,10 @@ from headrace_coordinator.views import (
 )
 
 
-def run_view(run: RunState, history: list[HistoryItem], waiting_for: list[str]) -> RunView:
+def run_view(run: RunState, history: list[HistoryItem], waiting_for: list[str], counts: Audit) -> RunView:
     """One run."""
-    steps = step_views(history)
+    last = next((s for s in reversed(live_steps(history)) if isinstance(s, ev.StepCommitted)), None)
     evaluations = evaluation_views(history)
-    counts = audit(run, history)
     base = run.lineage.base
     return RunView(
         name=f"runs/{run.id}",
@@ -49,7 +48,7 @@ def run_view(run: RunState, history: list[HistoryItem], waiting_for: list[str]) 
         warmup_steps=run.warmup_steps,
         baseline_prefill=next((e for e in evaluations if e.kind == "baseline_prefill"), None),
         evaluations=[e for e in evaluations if e.kind == "heldout"],
-        last_step=steps[-1] if steps else None,
+        last_step=StepView.model_validate(last.view) if last else None,
         counts=CountsView(
             trained=counts.trained,
             dropped=counts.dropped,

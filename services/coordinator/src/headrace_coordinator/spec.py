@@ -143,7 +143,8 @@ class TrainerSection(Section):
     micro_batch_tokens: Count = Field(default=2048, description="most tokens of one packed forward")
     gradient_checkpointing: bool = False
     shared_prefix: bool = Field(
-        default=True, description="compute a group's common beginning once, exactly, where attention allows it"
+        default=True,
+        description="compute a group's common beginning once, exactly, where attention allows it",
     )
     warmup: WarmupSection = WarmupSection()
 

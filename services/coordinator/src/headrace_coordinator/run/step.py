@@ -18,6 +18,8 @@ from headrace_coordinator.run.relay import Relay
 from headrace_coordinator.run.together import together
 
 STEP_ATTEMPTS = 3
+MISMATCH_BOUND = {"float32": 1e-3, "bfloat16": 0.1}
+"""Mean |engine − trainer| log-prob that rounding explains, by the type of the forward pass."""
 
 
 class RunFailed(Exception):
@@ -131,6 +133,8 @@ class Step:
         context, slots = self._context, [slot for _, slot in sorted(self._ledger.slots.items())]
         certificate = certify(context.state, opened, response, slots)
         self._same_counts(response, slots)
+        if certificate.ordinal == 1:
+            self._first_step_agrees(certificate)
         view = step_view(context, certificate, response, slots, self._meter)
         texts = trajectory_views(context, certificate, slots, batch)
         await self._kernel.commit(
@@ -154,6 +158,17 @@ class Step:
                 f"the trainer counts {response.sequence_count} sequences in step {self._ledger.step}, "
                 f"the ledger {ours}: the certificate cannot attest both"
             )
+
+    def _first_step_agrees(self, certificate: ev.Certificate) -> None:
+        """Engine and trainer hold the same weights at the first step, so their log-probs must agree."""
+        bound = MISMATCH_BOUND[self._context.spec.model.dtype]
+        found = certificate.log_prob_mismatch_mean
+        if not found <= bound:
+            raise RunFailed(
+                f"engine and trainer disagree: mean |log-prob difference| is {found:.3g} at the first step, above "
+                f"{bound} for {self._context.spec.model.dtype}; they do not compute the same model"
+            )
+        self._context.note(f"engine and trainer agree: mean |log-prob difference| {found:.2g}, bound {bound}")
 
     async def _end_custody(self, slots: list[Slot]) -> None:
         keys = [(slot.prompt, slot.sample) for slot in slots]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections import Counter
 from collections.abc import AsyncIterator
 from typing import Any, Protocol
 
@@ -34,6 +35,7 @@ class SimulatedPort:
         self._instance = instance
         self._rng = rng
         self._faulty = faulty
+        self.calls: Counter[str] = Counter()
 
     async def _travel(self, timeout: float) -> None:
         await asyncio.sleep(self._rng.uniform(0.0005, 0.02))
@@ -48,6 +50,7 @@ class SimulatedPort:
 
     async def call(self, method: str, request: Any, timeout: float) -> Any:
         """See `Port.call`. Any call may be delivered twice, or executed and its reply lost."""
+        self.calls[method] += 1
         await self._travel(timeout)
         answer = await self._handle(method, request)
         if self._happens(0.02):
@@ -81,6 +84,7 @@ class SimulatedPort:
     async def _responses(
         self, method: str, requests: AsyncIterator[Any], timeout: float
     ) -> AsyncIterator[Any]:
+        self.calls[method] += 1
         await self._travel(timeout)
         source = self._instance.handle_stream(method, requests)
         try:

@@ -82,6 +82,7 @@ class World:
             "reward": 1,
         }
         self.faults: Counter[str] = Counter()
+        self.ports: list[SimulatedPort] = []
         self._born = 0
         self._coordinator: Coordinator | None = None
         self._tasks: list[asyncio.Task[Any]] = []
@@ -230,7 +231,9 @@ class World:
 
     def _connect(self, kind: str, address: str, incarnation: str) -> SimulatedPort:
         seed = f"{self.seed}/port/{incarnation}"
-        return SimulatedPort(self.instances[incarnation], random.Random(seed), self.faulty)
+        port = SimulatedPort(self.instances[incarnation], random.Random(seed), self.faulty)
+        self.ports.append(port)
+        return port
 
     async def kill_coordinator(self, down_s: float) -> None:
         """SIGKILL: tasks vanish, what was not appended is lost; a new one starts after `down_s`."""
