@@ -21,6 +21,10 @@ PATIENT = ("flows", "contracts", "faults")
 TEST_S = 600  # names a hang; a busy machine of two cores needs a tenth of it
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "slow: takes about a minute; runs in CI all the same")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.parent.name in PATIENT and item.get_closest_marker("timeout") is None:

@@ -74,7 +74,7 @@ class Fleet:
         """Command line of `headrace …` on this data directory."""
         return [sys.executable, "-m", "headrace_cli", *map(str, arguments), "--data-dir", str(self.data_dir)]
 
-    def variables(self, command: str | Path, environment: Mapping[str, str] = {}) -> dict[str, str]:  # noqa: B006
+    def variables(self, command: str | Path, environment: Mapping[str, str]) -> dict[str, str]:
         """Environment of a command. Without the URL, a command finds whichever fleet is on the default port."""
         url = {} if command in ("up", "down", "demo") else {"HEADRACE_URL": self.url}
         return clean_environment(**{**url, **self.environment, **environment})
@@ -167,6 +167,10 @@ class Fleet:
             if matches:
                 return process
         return None
+
+    def runs(self, instance: str) -> bool:
+        """Whether an instance has a process now."""
+        return self._find(instance) is not None
 
     def pid_of(self, instance: str) -> int:
         """Process id of an instance."""

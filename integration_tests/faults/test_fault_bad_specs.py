@@ -1,0 +1,114 @@
+"""Specs that cannot work: refused before anything starts, with the key, the reason and what to write instead."""
+
+from __future__ import annotations
+
+import pytest
+import yaml
+from harness.waiting import wait_for
+from headrace.client import HeadraceError
+
+
+def unreadable(tmp_path):
+    (tmp_path / "empty").mkdir()
+    return str(tmp_path / "empty")
+
+
+def placed(mode, device):
+    return {"placement": {"mode": mode, "rollout": [device], "trainer": [device]}}
+
+
+BAD = {
+    "unknown section": ({"optimiser": {"lr": 1e-4}}, "optimiser", "optimizer"),
+    "unknown key": ({"algorithm__group_sise": 4}, "algorithm.group_sise", "group_size"),
+    "ill-typed": ({"steps": "many"}, "steps", ""),
+    "a number as text": ({"optimizer__lr": "fast"}, "optimizer.lr", ""),
+    "out of range": ({"data__heldout": -1}, "data.heldout", "0"),
+    "groups of one": ({"algorithm__group_size": 1}, "algorithm.group_size", "2"),
+    "indivisible": (
+        {"algorithm__prompts_per_step": 3, "trainer__ranks": 2},
+        "algorithm.prompts_per_step",
+        "4",
+    ),
+    "truncated sampling": ({"sampling__top_p": 0.9}, "sampling.top_p", "1"),
+    "a device twice": (placed("disaggregated", "cpu:0"), "placement.trainer", "collocated"),
+    "a device that is not there": (placed("collocated", "cpu:7"), "placement.rollout[0]", "cpu:"),
+    "more instances than there are": ({"rollout__instances": 9}, "rollout.instances", "headrace scale"),
+    "unknown scorer": ({"reward": {"scorers": [{"name": "exakt"}]}}, "reward.scorers[0].name", "exact"),
+    "a scorer without function": ({"reward": {"scorers": [{"name": "mine.py"}]}}, "reward.scorers[0].name", "mine.py:"),
+    "unknown engine": ({"rollout__engine": "transformer"}, "rollout.engine", "transformers"),
+    "unknown algorithm": ({"algorithm__name": "grpoo"}, "algorithm.name", "grpo"),
+    "unknown source": ({"data__source": "copy_digit"}, "data.source", "copy_digits"),
+    "unknown option of a source": ({"data__options": {"digit": 3}}, "data.options.digit", "digits"),
+    "too many held out": ({"data__heldout": 5000}, "data.heldout", ""),
+    "a place that is no field": ({"data__prompt": {"template": "{questoin}"}}, "data.prompt.template", "question"),
+    "no model there": ({"model__path": "/no/such/model"}, "model.path", "exists"),
+    "no model inside": ({"model__path": unreadable}, "model.path", "Hugging Face"),
+    "an answer without room": ({"model__max_context": 4}, "sampling.max_new_tokens", "less than 4"),
+}  # fmt: skip
+
+
+def spec_with(spec_of, overrides, tmp_path):
+    values = {key: value(tmp_path) if callable(value) else value for key, value in overrides.items()}
+    return spec_of(**values)
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_over_http_it_is_422_with_key_and_fix(fleet, spec_of, tmp_path, name):
+    overrides, key, fix = BAD[name]
+    before = len(fleet.client.list())
+    with pytest.raises(HeadraceError) as refused:
+        fleet.submit(spec_with(spec_of, overrides, tmp_path))
+    error = refused.value
+    assert (error.status, error.reason) == (422, "INVALID")
+    found = [problem for problem in error.problems if problem.key == key]
+    assert found, f"{key} is not among {error.problems}"
+    assert found[0].problem and fix in found[0].fix, found
+    assert len(fleet.client.list()) == before, "nothing was queued"
+
+
+@pytest.mark.parametrize("dry_run", [True, False])
+@pytest.mark.parametrize("name", ["unknown key", "ill-typed", "unknown scorer"])
+def test_on_the_command_line_it_is_exit_code_2(fleet, spec_of, tmp_path, name, dry_run):
+    overrides, key, fix = BAD[name]
+    file = tmp_path / "run.yaml"
+    file.write_text(yaml.safe_dump(spec_with(spec_of, overrides, tmp_path)))
+    done = fleet.headrace("run", "submit", file, *(["--dry-run"] if dry_run else []))
+    assert done.returncode == 2
+    assert key in done.stderr and fix in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("def score(prompt, completion, reference, metadata)\n    return 1.0\n", "SyntaxError"),
+        ("def score(prompt, completion, reference, metadata):\n    return 'good'\n", "not a number"),
+        ("def other(prompt, completion, reference, metadata):\n    return 1.0\n", "score"),
+    ],
+)
+def test_a_users_scorer_that_cannot_work_ends_the_run_with_its_key(fleet, spec_of, tmp_path, source, said):
+    (tmp_path / "mine.py").write_text(source)
+    scorers = [{"name": f"{tmp_path / 'mine.py'}:score"}]
+    try:
+        run = fleet.submit(spec_of(reward={"scorers": scorers}))
+    except HeadraceError as error:
+        (problem,) = error.problems
+        assert error.status == 422 and problem.key == "reward.scorers[0].name"
+        assert said in problem.problem
+        return
+    ended = fleet.client.wait(run.id, 240)
+    assert (ended.state, ended.step) == ("FAILED", 0)
+    assert "reward.scorers[0].name" in ended.reason and said in ended.reason
+    assert not fleet.client.leases().leases, "its devices are free again"
+
+
+def test_a_model_that_cannot_be_loaded_ends_the_run_with_a_sentence(fleet, spec_of, tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "no-such-architecture"}')
+    (tmp_path / "model.safetensors").write_bytes(b"no tensors")
+    try:
+        run = fleet.submit(spec_of(model__path=str(tmp_path)))
+    except HeadraceError as error:
+        assert error.status == 422 and error.problems[0].key == "model.path"
+        return
+    ended = fleet.client.wait(run.id, 240)
+    assert ended.state == "FAILED" and str(tmp_path) in ended.reason
+    wait_for(lambda: not fleet.client.leases().leases, "its devices to be free again", 60)

@@ -1,0 +1,102 @@
+"""The launcher killed, started twice, or interrupted: a sentence, no orphans, and runs that go on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+
+import pytest
+from harness.fleet import Fleet
+from harness.ledger import audit
+from harness.processes import free_port
+from harness.specs import BATCH
+from harness.waiting import wait_for
+
+
+def test_a_killed_launcher_leaves_no_orphans(own_fleet, spec_of, gate):
+    with own_fleet() as fleet:
+        gate.hold_after(2 * BATCH + 3)
+        run = fleet.submit(spec_of(steps=3, reward=gate.reward))
+        gate.wait_until_held()
+        fleet.reach(run, 2)
+        everybody = fleet.look()
+        assert len(everybody) >= 7, "launcher, store, coordinator, three services and scorers' children"
+        fleet.kill("launcher")
+        wait_for(
+            lambda: not [p for p in everybody if p.is_running() and p.status() != "zombie"], "its end", 60
+        )
+        gate.open()
+        fleet.up()
+        assert len(audit(fleet, fleet.succeed(run)).trained) == 3 * BATCH
+
+
+def test_a_second_up_is_one_sentence(fleet, tmp_path):
+    before = fleet.pid_of("launcher")
+    same_directory = fleet.headrace("up", "--port", str(free_port()))
+    with_its_port = Fleet(tmp_path / "other")
+    same_port = with_its_port.headrace("up", "--port", str(fleet.port))
+    for done, key in ((same_directory, "--data-dir"), (same_port, "--port")):
+        assert done.returncode == 2
+        assert len(done.stderr.strip().splitlines()) == 1 and key in done.stderr
+    assert "headrace down" in same_directory.stderr
+    assert fleet.pid_of("launcher") == before and fleet.json("status")["instances"]
+    with_its_port.assert_nothing_left()
+
+
+def test_a_port_of_somebody_else_is_one_sentence(tmp_path):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        other = Fleet(tmp_path / "other")
+        done = other.headrace("up", "--port", str(taken.getsockname()[1]))
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    other.assert_nothing_left()
+
+
+@pytest.fixture
+def demo(tmp_path):
+    """Starts a demo in a process group of its own, as a terminal does; (fleet, process, its messages)."""
+    fleet = Fleet(tmp_path / "data")
+    messages = tmp_path / "messages"
+    with messages.open("wb") as out:
+        process = subprocess.Popen(
+            fleet.command("demo", "--preset", "tiny", "--json"),
+            env=fleet.variables("demo", {}),
+            cwd=tmp_path,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=out,
+            start_new_session=True,
+        )
+    yield fleet, process, lambda: messages.read_text(errors="replace")
+    process.kill()
+    process.wait()
+    fleet.headrace("down")
+
+
+@pytest.mark.parametrize(
+    ("when", "signal_number"),
+    [("fleet ready", signal.SIGINT), ("eval", signal.SIGINT), ("fleet ready", signal.SIGTERM)],
+)
+def test_an_interrupted_demo_stops_cleanly(demo, when, signal_number):
+    fleet, process, messages = demo
+    wait_for(lambda: when in messages() or process.poll() is not None, f"the demo to say {when!r}", 300)
+    assert process.poll() is None, messages()
+    assert fleet.look()
+    # Ctrl-C reaches the whole foreground group, not the command alone.
+    os.killpg(process.pid, signal_number)
+    assert process.wait(90) == 130, messages()
+    assert "interrupted" in messages() and "Traceback" not in messages()
+    fleet.assert_nothing_left()
+
+
+def test_ctrl_c_while_the_fleet_starts(demo):
+    fleet, process, messages = demo
+    wait_for(lambda: fleet.runs("launcher"), "the launcher")
+    fleet.look()
+    os.killpg(process.pid, signal.SIGINT)
+    assert process.wait(90) == 130, messages()
+    assert "Traceback" not in messages()
+    fleet.assert_nothing_left()

@@ -1,0 +1,67 @@
+"""`headrace demo`: one command from nothing to a trained model, and its last line for machines."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from harness.processes import run_python
+
+FIGURES = {
+    *("run", "state", "eval_before", "eval_after", "baseline_prefill", "steps", "wall_s"),
+    *("trained", "dropped", "duplicates", "max_staleness", "warmup_steps"),
+}
+SLOTS = 128
+
+
+def last_line(done):
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    assert "Traceback" not in done.stderr
+    lines = done.stdout.splitlines()
+    assert len(lines) == 1, "with --json nothing else is on standard output"
+    return json.loads(lines[-1])
+
+
+def test_a_short_demo_tells_its_figures(own_fleet):
+    fleet = own_fleet()
+    done = fleet.headrace("demo", "--preset", "tiny", "--steps", "2", "--json", timeout_s=400)
+    figures = last_line(done)
+    assert figures.keys() >= FIGURES
+    assert (figures["state"], figures["steps"], figures["warmup_steps"]) == ("SUCCEEDED", 2, 25)
+    counts = [figures[name] for name in ("trained", "dropped", "duplicates", "max_staleness")]
+    assert counts == [2 * SLOTS, 0, 0, 0]
+    assert figures["wall_s"] > 0
+    fleet.look()
+    fleet.assert_nothing_left()
+
+
+@pytest.mark.slow
+def test_the_tiny_model_learns(own_fleet):
+    """The preset's own claim, as README makes it."""
+    fleet = own_fleet()
+    figures = last_line(fleet.headrace("demo", "--preset", "tiny", "--json", timeout_s=550))
+    assert figures["eval_before"] < 0.2 and figures["eval_after"] >= 0.9, figures
+    assert (figures["trained"], figures["duplicates"], figures["max_staleness"]) == (
+        figures["steps"] * SLOTS - figures["dropped"],
+        0,
+        0,
+    )
+    loaded = run_python("-c", GREEDY, figures["export_path"])
+    assert float(loaded) >= 0.9, "the exported model answers as the run says"
+    fleet.look()
+    fleet.assert_nothing_left()
+
+
+GREEDY = """
+import sys
+from transformers import AutoModelForCausalLM, AutoTokenizer
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
+tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
+right = 0
+for number in range(0, 1000, 20):
+    inputs = tokenizer(f"{number:03d}=", return_tensors="pt")
+    made = model.generate(input_ids=inputs["input_ids"], max_new_tokens=4, do_sample=False)
+    text = tokenizer.decode(made[0, inputs["input_ids"].shape[1]:], skip_special_tokens=True)
+    right += text.strip().startswith(f"{number:03d}")
+print(right / 50)
+"""

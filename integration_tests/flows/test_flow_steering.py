@@ -1,0 +1,90 @@
+"""A run is paused, resumed, cancelled and queued by its user; nothing of it is trained twice or lost."""
+
+from __future__ import annotations
+
+import pytest
+from harness.ledger import audit
+from harness.specs import BATCH
+from headrace.client import HeadraceError
+
+
+@pytest.fixture
+def held(fleet, spec_of, gate):
+    """A run of 4 steps that stands still in its third, and its gate."""
+    gate.hold_after(2 * BATCH + 3)
+    run = fleet.submit(spec_of(steps=4, reward=gate.reward))
+    gate.wait_until_held()
+    return fleet.reach(run, 2)
+
+
+def test_pause_finishes_the_step_and_resume_goes_on(fleet, held, gate):
+    assert fleet.headrace("run", "pause", held.id).returncode == 0
+    assert fleet.client.get(held.id).state == "PAUSING"
+    gate.open()
+    paused = fleet.state(held, "PAUSED")
+    assert paused.step == 3
+    assert not fleet.client.leases().leases, "a paused run holds no device"
+    assert fleet.headrace("run", "resume", held.id).returncode == 0
+    assert len(audit(fleet, fleet.succeed(held)).trained) == 4 * BATCH
+
+
+def test_pause_now_aborts_the_step_and_makes_it_again(fleet, held, gate):
+    assert fleet.headrace("run", "pause", held.id, "--now").returncode == 0
+    paused = fleet.state(held, "PAUSED")
+    assert paused.step == 2
+    gate.open()
+    fleet.client.resume(held.id)
+    run = fleet.succeed(held)
+    assert len(audit(fleet, run).trained) == 4 * BATCH
+    assert [e.data["step"] for e in fleet.events(run) if e.type == "step_aborted"] == [2]
+
+
+def test_cancel_ends_the_run_and_the_next_one_starts(fleet, held, gate, spec_of):
+    waiting = fleet.submit(spec_of(steps=1))
+    assert any(held.id in text for text in fleet.client.get(waiting.id).waiting_for)
+    assert fleet.headrace("run", "cancel", held.id).returncode == 0
+    cancelled = fleet.state(held, "CANCELLED")
+    assert cancelled.step == 2 and len(audit(fleet, cancelled).trained) == 2 * BATCH
+    assert fleet.client.checkpoints(held.id), "its last checkpoint stays"
+    gate.open()
+    assert fleet.succeed(waiting).step == 1
+    with pytest.raises(HeadraceError) as refused:
+        fleet.client.resume(held.id)
+    assert refused.value.reason == "CONFLICT" and "CANCELLED" in refused.value.message
+
+
+def test_two_runs_wait_for_each_other_in_order(fleet, spec_of):
+    first, second = (fleet.submit(spec_of(name=name, steps=2)) for name in ("first", "second"))
+    later = fleet.succeed(second)
+    earlier = fleet.client.get(first.id)
+    assert earlier.state == "SUCCEEDED" and earlier.finished_at <= later.started_at
+    for run in (earlier, later):
+        assert len(audit(fleet, run).trained) == 2 * BATCH
+
+
+def test_a_queued_run_can_be_cancelled(fleet, held, gate, spec_of):
+    queued = fleet.submit(spec_of())
+    fleet.client.cancel(queued.id)
+    fleet.state(queued, "CANCELLED")
+    gate.open()
+    fleet.succeed(held)
+    assert fleet.client.get(queued.id).started_at is None
+
+
+def test_scaling_a_service_serves_the_next_run(fleet, held, gate, spec_of):
+    wanted = spec_of(steps=2, rollout__instances=2, reward=gate.reward)
+    with pytest.raises(HeadraceError) as refused:
+        fleet.submit(wanted)
+    assert [problem.key for problem in refused.value.problems] == ["rollout.instances"]
+    assert fleet.json("scale", "rollout=2") == {"kind": "rollout", "count": 2}
+    fleet.ready("rollout-0", "rollout-1")
+    gate.open()
+    assert len(audit(fleet, fleet.succeed(held)).trained) == 4 * BATCH
+    gate.hold_after(BATCH + 1)
+    run = fleet.submit(wanted)
+    gate.wait_until_held()
+    busy = {item.name for item in fleet.client.instances() if item.kind == "rollout" and item.run}
+    assert busy == {"rollout-0", "rollout-1"}
+    gate.open()
+    assert len(audit(fleet, fleet.succeed(run)).trained) == 2 * BATCH
+    fleet.json("scale", "rollout=1")
