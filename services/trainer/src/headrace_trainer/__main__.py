@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING
 
+from headrace_servicekit.errors import ServiceError
 from headrace_servicekit.instance_config import InstanceConfig, parse_instance_config
 
 if TYPE_CHECKING:
@@ -21,7 +23,10 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     let_idle_threads_sleep()
     keep_freed_memory()
-    asyncio.run(serve(config))
+    try:
+        asyncio.run(serve(config))
+    except ServiceError as error:
+        sys.exit(f"headrace-trainer: {error.message}")
 
 
 async def serve(config: InstanceConfig) -> None:
