@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
 
+from headrace_servicekit.errors import ServiceError
 from headrace_servicekit.instance_config import InstanceConfig, parse_instance_config
 
 if TYPE_CHECKING:
@@ -15,7 +17,10 @@ if TYPE_CHECKING:
 def main(argv: list[str] | None = None) -> None:
     """Runs until SIGTERM, SIGINT or a drain."""
     config = parse_instance_config("simulator", argv)
-    asyncio.run(serve(config))
+    try:
+        asyncio.run(serve(config))
+    except ServiceError as error:
+        sys.exit(f"headrace-simulator: {error.message}")
 
 
 async def serve(config: InstanceConfig) -> None:
