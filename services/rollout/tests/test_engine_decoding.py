@@ -68,11 +68,11 @@ async def test_samples_do_not_depend_on_their_neighbours(new_engine, new_collect
 
 async def test_a_join_in_mid_batch_changes_nobodys_tokens(new_engine, new_collector, groups):
     calm = new_collector()
-    await (await new_engine()).submit(calm.stream(), groups)
+    await (await new_engine()).submit(calm.stream(Distribution(0.9)), groups)
     expected = tokens_of(await calm.wait_ended(15))
 
     engine, joined = await new_engine(), new_collector()
-    stream = joined.stream(chunk_tokens=1)
+    stream = joined.stream(Distribution(0.9), chunk_tokens=1)
     for group in groups:
         before = len(joined.outputs)
         await engine.submit(stream, [group])
@@ -257,7 +257,10 @@ async def test_rows_of_one_batch_keep_their_own_distribution(engine, new_collect
     hot, cold = new_collector(), new_collector()
     await engine.submit(hot.stream(Distribution(2.0), chunk_tokens=1, max_new_tokens=60), groups)
     await hot.wait(lambda c: len(c.outputs) > 15)
-    await engine.submit(cold.stream(Distribution(0.4), max_new_tokens=60), groups)
+    stream = cold.stream(Distribution(0.4), max_new_tokens=60)
+    for group in groups:
+        await engine.submit(stream, [group])
+        await asyncio.sleep(0.01)
     for collector, temperature in ((hot, 2.0), (cold, 0.4)):
         for output in (await collector.wait_ended(15)).values():
             expected = reference_log_probs(reference, output, temperature)
@@ -288,7 +291,9 @@ async def test_abort_ends_only_what_it_names(engine, new_collector, groups):
     assert not any(output.stopped for output in (await other.wait_ended(3)).values())
 
 
-async def test_a_failed_round_fails_its_streams_and_the_engine_lives_on(engine, new_collector, groups):
+async def test_a_failed_round_fails_its_streams_and_the_engine_lives_on(
+    engine, new_collector, groups, weight_views
+):
     broken, fine = new_collector(), new_collector()
     failpoints.arm("rollout.round=error@2")
     try:
@@ -299,7 +304,8 @@ async def test_a_failed_round_fails_its_streams_and_the_engine_lives_on(engine, 
     finally:
         failpoints.arm("")
     assert "rollout.round" in broken.failures[0]
-    await engine.submit(fine.stream(), groups[:1])
+    await engine.install(Policy(2, "two"), weight_views)  # refused while a sequence lives
+    await engine.submit(fine.stream(policy_number=2), groups[:1])
     assert len(await fine.wait_ended(3)) == 3
 
 
