@@ -73,13 +73,17 @@ class DataSection(Section):
 class SamplingSection(Section):
     """The distribution that answers are drawn from."""
 
-    temperature: Annotated[float, Field(gt=0)] = 1.0
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    top_k: CountOrZero = 0
-    min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    repetition_penalty: PositiveFloat = 1.0
-    max_new_tokens: Count = 64
-    stop: list[str] = Field(default_factory=list)
+    temperature: Annotated[float, Field(gt=0)] = Field(
+        default=1.0, description="divides the logits; log-probs are of the divided ones"
+    )
+    top_p: Annotated[float, Field(gt=0, le=1)] = Field(
+        default=1.0, description="refused unless 1: the kept set does not travel"
+    )
+    top_k: CountOrZero = Field(default=0, description="refused unless 0")
+    min_p: Annotated[float, Field(ge=0, lt=1)] = Field(default=0.0, description="refused unless 0")
+    repetition_penalty: PositiveFloat = Field(default=1.0, description="refused unless 1")
+    max_new_tokens: Count = Field(default=64, description="longest answer in tokens")
+    stop: list[str] = Field(default_factory=list, description="texts that end an answer and are cut off")
 
 
 class AlgorithmSection(Section):
@@ -88,12 +92,16 @@ class AlgorithmSection(Section):
     name: str = Field(default="grpo", description="name in the trainer's registry")
     group_size: Count = Field(default=8, description="samples of one prompt")
     prompts_per_step: Count = Field(default=4, description="groups of one step")
-    clip_low: PositiveFloat = 0.2
-    clip_high: PositiveFloat = 0.2
+    clip_low: PositiveFloat = Field(
+        default=0.2, description="the probability ratio is clipped below at 1 - clip_low"
+    )
+    clip_high: PositiveFloat = Field(default=0.2, description="and above at 1 + clip_high")
     normalize_std: bool = Field(
         default=True, description="divide group-centred rewards by their standard deviation"
     )
-    loss_aggregation: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum"] = "token-mean"
+    loss_aggregation: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum"] = Field(
+        default="token-mean", description="what tokens and sequences weigh in the loss"
+    )
     truncated: Literal["keep", "mask"] = Field(
         default="keep", description="answers cut by the length limit: train or mask"
     )
@@ -107,32 +115,36 @@ class AlgorithmSection(Section):
 class ScheduleSection(Section):
     """The learning rate over steps."""
 
-    name: Literal["constant", "linear", "cosine"] = "constant"
-    warmup_steps: CountOrZero = 0
+    name: Literal["constant", "linear", "cosine"] = Field(
+        default="constant", description="shape after the warm-up"
+    )
+    warmup_steps: CountOrZero = Field(default=0, description="steps of a linear rise from 0")
     total_steps: Count | None = Field(
         default=None, description="steps until the final rate; default: the run's steps"
     )
-    final_fraction: Annotated[float, Field(ge=0, le=1)] = 0.0
+    final_fraction: Annotated[float, Field(ge=0, le=1)] = Field(
+        default=0.0, description="final rate as a share of lr"
+    )
 
 
 class OptimizerSection(Section):
     """AdamW."""
 
-    lr: PositiveFloat = 1e-6
-    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
-    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
-    eps: PositiveFloat = 1e-8
-    weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    grad_clip: PositiveFloat = 1.0
+    lr: PositiveFloat = Field(default=1e-6, description="learning rate at the peak")
+    beta1: Annotated[float, Field(ge=0, lt=1)] = Field(default=0.9, description="decay of the first moment")
+    beta2: Annotated[float, Field(ge=0, lt=1)] = Field(default=0.95, description="decay of the second moment")
+    eps: PositiveFloat = Field(default=1e-8, description="added to the root of the second moment")
+    weight_decay: Annotated[float, Field(ge=0)] = Field(default=0.0, description="decoupled weight decay")
+    grad_clip: PositiveFloat = Field(default=1.0, description="largest norm of a step's gradient")
     schedule: ScheduleSection = ScheduleSection()
 
 
 class WarmupSection(Section):
     """Supervised steps on reference answers before the first RL step; reported as such."""
 
-    steps: CountOrZero = 0
-    lr: PositiveFloat = 1e-3
-    batch: Count = 64
+    steps: CountOrZero = Field(default=0, description="supervised steps")
+    lr: PositiveFloat = Field(default=1e-3, description="learning rate of these steps")
+    batch: Count = Field(default=64, description="examples of one such step")
 
 
 class TrainerSection(Section):
@@ -141,7 +153,9 @@ class TrainerSection(Section):
     backend: str = Field(default="fsdp", description="name in the trainer's registry")
     ranks: Count = Field(default=1, description="ranks of the gang, one trainer instance each")
     micro_batch_tokens: Count = Field(default=2048, description="most tokens of one packed forward")
-    gradient_checkpointing: bool = False
+    gradient_checkpointing: bool = Field(
+        default=False, description="recompute activations in the backward pass: less memory, more time"
+    )
     shared_prefix: bool = Field(
         default=True,
         description="compute a group's common beginning once, exactly, where attention allows it",
@@ -162,14 +176,16 @@ class ScorerSection(Section):
     """One scorer with its weight."""
 
     name: str = Field(description="a built-in scorer, or path/to/file.py:function")
-    weight: float = 1.0
-    options: dict[str, Any] = Field(default_factory=dict)
+    weight: float = Field(default=1.0, description="factor of its score; 0: shown, not counted")
+    options: dict[str, Any] = Field(default_factory=dict, description="options of the scorer")
 
 
 class RewardSection(Section):
     """What answers are worth."""
 
-    scorers: list[ScorerSection] = Field(min_length=1)
+    scorers: list[ScorerSection] = Field(
+        min_length=1, description="the reward is the sum of weights times scores"
+    )
     evaluation: list[ScorerSection] = Field(
         default_factory=list, description="scorers of held-out answers; default: the same scorers"
     )
@@ -187,7 +203,9 @@ class RewardSection(Section):
 class PlacementSection(Section):
     """Which devices generate and learn. Names as `headrace instances` shows them, without the host."""
 
-    mode: Literal["collocated", "disaggregated"] = "collocated"
+    mode: Literal["collocated", "disaggregated"] = Field(
+        default="collocated", description="take turns on the same devices, or side by side, streamed"
+    )
     rollout: list[str] = Field(
         default_factory=list, description="devices that generate; default: by the mode"
     )
@@ -198,7 +216,7 @@ class EvaluationSection(Section):
     """Held-out evaluation."""
 
     every: CountOrZero = Field(default=0, description="steps between evaluations; 0: only first and last")
-    greedy: bool = True
+    greedy: bool = Field(default=True, description="the likeliest token each time; false samples")
     temperature: PositiveFloat = Field(default=1.0, description="temperature when not greedy")
     samples: Count = Field(default=1, description="answers a held-out prompt")
     max_new_tokens: Count | None = Field(default=None, description="default: as in sampling")
@@ -216,7 +234,7 @@ class CheckpointSection(Section):
     )
     max_interval_s: PositiveFloat = Field(default=600.0, description="longest time between checkpoints")
     keep: Count = Field(default=2, description="checkpoints kept")
-    enabled: bool = True
+    enabled: bool = Field(default=True, description="false: no checkpoints; a lost trainer then begins anew")
 
 
 class LimitsSection(Section):
@@ -240,11 +258,15 @@ class LimitsSection(Section):
 class RunSpec(Section):
     """One run."""
 
-    name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,40}$")] = "run"
-    workflow: Literal["reasoning"] = "reasoning"
-    steps: Count = 10
-    seed: Seed = 0
-    deterministic: bool = False
+    name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,40}$")] = Field(
+        default="run", description="begins the run's id"
+    )
+    workflow: Literal["reasoning"] = Field(default="reasoning", description="the graph of stages")
+    steps: Count = Field(default=10, description="policy updates")
+    seed: Seed = Field(default=0, description="of the order of items and of all sampling")
+    deterministic: bool = Field(
+        default=False, description="same seed, same final weights, also over crashes; slower"
+    )
     export: bool = Field(default=True, description="write the final weights as a Hugging Face directory")
     model: ModelSection
     data: DataSection
