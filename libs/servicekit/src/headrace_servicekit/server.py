@@ -107,7 +107,11 @@ class GrpcServer:
         left = await self._guard.drain(grace_s)
         if left:
             _logger.warning("stopping with calls in flight", extra={"calls": left})
-        await self._server.stop(0)
+        try:
+            await asyncio.wait_for(self._server.stop(0), STOP_S)
+        except TimeoutError:
+            # Seen once in thousands of stops: gRPC's poller never reports the end. The process goes on to its own.
+            _log.warning("the gRPC server did not confirm its stop", extra={"waited_s": STOP_S})
         if self._stop_metrics is not None:
             self._stop_metrics()
             self._stop_metrics = None
