@@ -99,5 +99,4 @@ def _keep_top_p(scores_NV: Tensor, top_p_N: Tensor) -> Tensor:
     ordered_NV, order_NV = scores_NV.sort(dim=-1, descending=True)
     mass_NV = ordered_NV.softmax(-1)
     dropped_NV = mass_NV.cumsum(-1) - mass_NV >= top_p_N[:, None]
-    dropped_NV[:, 0] = False
     return scores_NV.masked_fill(dropped_NV.scatter(-1, order_NV, dropped_NV), float("-inf"))
