@@ -24,6 +24,7 @@ from headrace_servicekit.metrics import expose_metrics
 
 AddServicer = Callable[[Any, grpc.aio.Server], None]
 _logger = get_logger(__name__)
+STOP_S = 5.0
 
 
 class GrpcServer:
@@ -111,7 +112,7 @@ class GrpcServer:
             await asyncio.wait_for(self._server.stop(0), STOP_S)
         except TimeoutError:
             # Seen once in thousands of stops: gRPC's poller never reports the end. The process goes on to its own.
-            _log.warning("the gRPC server did not confirm its stop", extra={"waited_s": STOP_S})
+            _logger.warning("the gRPC server did not confirm its stop", extra={"waited_s": STOP_S})
         if self._stop_metrics is not None:
             self._stop_metrics()
             self._stop_metrics = None
