@@ -1,7 +1,8 @@
 """G1 to G5 under kills, partitions, outages, duplicates, lost replies and pauses: the real run loop, virtual time."""
 
 import pytest
-from headrace_coordinator.simulation.world import Violation, World, run_world
+from headrace_coordinator.simulation.judge import Violation
+from headrace_coordinator.simulation.world import World, run_world
 
 FAILED_ONCE = [0, 3, 40, 43, 49, 50, 63, 73, 109, 183, 476, 881, 1803]
 """Seeds that found a bug: stray leases, grants to the dead, foreign attempts, hung streams, unnoticed room."""
@@ -37,7 +38,7 @@ def test_the_same_seed_is_the_same_world():
 
 
 def test_the_world_notices_a_trainer_that_trains_a_group_twice(monkeypatch):
-    from headrace_coordinator.simulation.instances import Trainer
+    from headrace_coordinator.simulation.trainer import Trainer
 
     hold = Trainer._hold
 

@@ -11,12 +11,12 @@ from headrace.common.v1 import common_pb2
 from headrace.simulator.v1 import simulator_pb2, simulator_pb2_grpc
 from headrace_servicekit.errors import ServiceError
 from headrace_servicekit.instance import Instance
+from headrace_servicekit.streams import unordered
 
 from headrace_simulator.config import SimulatorSettings
 from headrace_simulator.host import HostFault, HostLost
 from headrace_simulator.pool import EnvironmentPool, PoolPlan
 from headrace_simulator.pools import Conflict, Pools, TooMany
-from headrace_simulator.streams import unordered
 
 Context = grpc.aio.ServicerContext[Any, Any]
 Outcomes = Iterator[Coroutine[None, None, simulator_pb2.EnvironmentOutcome]]

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from headrace_coordinator.audit import audit, live_steps
 from headrace_coordinator.coordinator import Coordinator
 from headrace_coordinator.data.dataset import Dataset
 from headrace_coordinator.domain import events as ev
@@ -17,8 +16,12 @@ from headrace_coordinator.domain import runs
 from headrace_coordinator.domain.state import InstanceState
 from headrace_coordinator.fleet import Fleet, FleetSettings, Supervisor
 from headrace_coordinator.kernel import Kernel
-from headrace_coordinator.simulation.instances import Disk, Instance, Reward, Rollout, Trainer
+from headrace_coordinator.simulation.instances import Instance
+from headrace_coordinator.simulation.judge import Violation, judge
 from headrace_coordinator.simulation.network import SimulatedPort
+from headrace_coordinator.simulation.reward import Reward
+from headrace_coordinator.simulation.rollout import Rollout
+from headrace_coordinator.simulation.trainer import Disk, Trainer, Weights
 from headrace_coordinator.simulation.virtual_time import run_virtual
 from headrace_coordinator.spec import RunSpec
 from headrace_coordinator.store.memory_store import MemoryStore
@@ -27,10 +30,6 @@ HOST = "host"
 SETTINGS = FleetSettings()
 LIMIT_S = 20_000.0
 CLASSES: dict[str, type[Instance]] = {"rollout": Rollout, "trainer": Trainer, "reward": Reward}
-
-
-class Violation(AssertionError):
-    """A guarantee does not hold; the message names it."""
 
 
 class Quiet:
@@ -359,16 +358,7 @@ class World:
 
     def _judge(self, run: runs.RunState) -> Outcome:
         assert self._coordinator is not None
-        history = self._coordinator.kernel.history["run"]
-        if run.state != runs.SUCCEEDED:
-            raise Violation(f"liveness: the run ended {run.state}: {run.reason}")
-        counts = audit(run, history)
-        if counts.duplicates or counts.missing:
-            raise Violation(f"G1: {counts.duplicates} slots terminal twice, {counts.missing} never")
-        self._check_weights(history)
-        self._check_versions(run, history)
-        if counts.max_staleness:
-            raise Violation("G3: a trained token is staler than max_staleness")
+        counts = judge(run, self._coordinator.kernel.history["run"], self._weights(run.lineage.head))
         return Outcome(
             self.seed,
             run.state,
@@ -379,45 +369,12 @@ class World:
             self.faults,
         )
 
-    def _check_weights(self, history: list[tuple[int, ev.Event]]) -> None:
-        """The final weights hold exactly what the live certificates say, each slot once, in step order."""
-        certified = [
-            (prompt, sample)
-            for step in live_steps(history)
-            if isinstance(step, ev.StepCommitted)
-            for prompt, sample, _ in sorted(step.certificate.trained)
-        ]
-        leaders = [
-            i for i in self.instances.values() if isinstance(i, Trainer) and i.alive and i.version.number
-        ]
-        head = self._coordinator.kernel.state.runs["run"].lineage.head  # type: ignore[union-attr]
-        weights = [leader.weights for leader in leaders if leader.version.number == head]
-        weights += [saved for _, version, saved, _, _ in self.disk.checkpoints if version.number == head]
-        if not weights or list(weights[0]) != certified:
-            raise Violation(f"G1: the weights hold {weights}, the certificates say {certified}")
-        for step in live_steps(history):
-            index = step.certificate.step if isinstance(step, ev.StepCommitted) else step.step
-            slots = self.spec.slots_per_step
-            terminal = (
-                [*step.certificate.trained, *step.certificate.dropped]
-                if isinstance(step, ev.StepCommitted)
-                else step.dropped
-            )
-            ordinals = sorted(slot[0] * self.spec.algorithm.group_size + slot[1] for slot in terminal)
-            if ordinals != list(range(index * slots, (index + 1) * slots)):
-                raise Violation(f"G5: step {index} holds other slots than its own: {ordinals}")
-
-    def _check_versions(self, run: runs.RunState, history: list[tuple[int, ev.Event]]) -> None:
-        numbers = [
-            event.certificate.number if isinstance(event, ev.StepCommitted) else event.number
-            for _, event in history
-            if isinstance(event, ev.StepCommitted | ev.VersionRestored)
-        ]
-        if numbers != sorted(set(numbers)):
-            raise Violation(f"G2: version numbers {numbers} do not only rise")
-        chain = [run.lineage.versions[number] for number in run.lineage.chain(run.lineage.head)]
-        if not all(version.live for version in chain):
-            raise Violation("G2: the head has an abandoned ancestor")
+    def _weights(self, head: int) -> Weights | None:
+        """The head's weights: in a living trainer, or on the disk when the trainer died last."""
+        trainers = [i for i in self.instances.values() if isinstance(i, Trainer) and i.alive]
+        found = [trainer.weights for trainer in trainers if trainer.version.number == head]
+        found += [saved for _, version, saved, _, _ in self.disk.checkpoints if version.number == head]
+        return found[0] if found else None
 
 
 def run_world(seed: int, faults: bool = True) -> Outcome:

@@ -1,0 +1,47 @@
+"""An imaginary reward service."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+from headrace.reward.v1 import reward_pb2 as reward
+
+from headrace_coordinator.simulation.instances import Instance
+
+
+@dataclass
+class Reward(Instance):
+    """Rewards that depend on (prompt, sample) only; now and then a scorer breaks once."""
+
+    KIND: ClassVar[str] = "reward"
+
+    async def OpenRun(self, request: reward.OpenRunRequest) -> reward.OpenRunResponse:
+        self.fence(request.header, lease=False)
+        return reward.OpenRunResponse(scorer_digest="simulated")
+
+    async def CloseRun(self, request: reward.CloseRunRequest) -> reward.CloseRunResponse:
+        return reward.CloseRunResponse()
+
+    async def Score(
+        self, requests: AsyncIterator[reward.ScoreRequest]
+    ) -> AsyncIterator[reward.ScoreResponse]:
+        async for request in requests:
+            await asyncio.sleep(self.rng.uniform(0.01, 0.2))
+            items = list(request.items)
+            self.rng.shuffle(items)
+            for item in items:
+                broken = not item.evaluation and self.rng.random() < 0.005
+                yield reward.ScoreResponse(
+                    results=[
+                        reward.ScoreResult(
+                            sample=item.sample,
+                            attempt=item.attempt,
+                            status=reward.SCORE_STATUS_SCORER_BROKEN if broken else reward.SCORE_STATUS_OK,
+                            reward=float((item.sample.prompt_ordinal + item.sample.sample_index) % 2),
+                            evaluation=item.evaluation,
+                        )
+                    ]
+                )

@@ -1,0 +1,166 @@
+"""An imaginary rollout: the contract without a model."""
+
+from __future__ import annotations
+
+import asyncio
+import zlib
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from headrace.common.v1 import common_pb2 as common
+from headrace.rollout.v1 import rollout_pb2 as rollout
+from headrace_servicekit.digests import trajectory_digest
+
+from headrace_coordinator.ports import CallRefused
+from headrace_coordinator.simulation.instances import Instance
+
+
+@dataclass
+class Rollout(Instance):
+    """Generates pseudo-tokens that depend on (prompt, sample) only, keeps custody, obeys strict installs."""
+
+    KIND: ClassVar[str] = "rollout"
+    version: common.PolicyVersion = field(default_factory=common.PolicyVersion)
+    custody: dict[tuple[int, int], common.Trajectory] = field(default_factory=dict)
+    paused: bool = False
+    running: int = 0
+
+    async def OpenRun(self, request: rollout.OpenRunRequest) -> rollout.OpenRunResponse:
+        self.fence(request.header, lease=False)
+        return rollout.OpenRunResponse(max_concurrency=8, max_context_tokens=512)
+
+    async def CloseRun(self, request: rollout.CloseRunRequest) -> rollout.CloseRunResponse:
+        self.fence(request.header, lease=False)
+        self.custody.clear()
+        return rollout.CloseRunResponse()
+
+    async def InstallPolicy(self, request: rollout.InstallPolicyRequest) -> rollout.InstallPolicyResponse:
+        self.fence(request.header, lease=True)
+        if self.running and self.version.number != request.version.number:
+            raise CallRefused(self.incarnation, "POLICY_MISMATCH", "sequences of another version live")
+        await asyncio.sleep(0.05)
+        self.version = request.version
+        return rollout.InstallPolicyResponse(version=self.version)
+
+    async def Generate(
+        self, requests: AsyncIterator[rollout.GenerateRequest]
+    ) -> AsyncIterator[rollout.GenerateResponse]:
+        opening = (await anext(aiter(requests))).open
+        self.fence(opening.header, lease=True)
+        if opening.policy_number != self.version.number:
+            raise CallRefused(self.incarnation, "POLICY_MISMATCH", "another version is installed")
+        done: asyncio.Queue[common.Trajectory] = asyncio.Queue()
+        work: set[asyncio.Future[None]] = set()
+        reading = asyncio.ensure_future(self._read(requests, opening, done, work))
+        try:
+            while not (reading.done() and not work and done.empty()):
+                waiting = asyncio.ensure_future(done.get())
+                pending: set[asyncio.Future[Any]] = {waiting}
+                pending.update(work)
+                if not reading.done():
+                    pending.add(reading)
+                await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+                work -= {task for task in work if task.done()}
+                if waiting.done():
+                    body = waiting.result()
+                    chunk = common.TrajectoryChunk(sample=body.sample, attempt=body.attempt, finished=body)
+                    yield rollout.GenerateResponse(chunks=[chunk])
+                else:
+                    waiting.cancel()
+        finally:
+            for task in (reading, *work):
+                task.cancel()
+
+    async def _read(
+        self,
+        requests: AsyncIterator[rollout.GenerateRequest],
+        opening: rollout.GenerateOpen,
+        done: asyncio.Queue[common.Trajectory],
+        work: set[asyncio.Future[None]],
+    ) -> None:
+        async for request in requests:
+            for group in request.assign.groups:
+                for sample in group.samples:
+                    made = self._make(opening, group.prompt_ordinal, sample, done)
+                    work.add(asyncio.ensure_future(made))
+
+    async def _make(
+        self,
+        opening: rollout.GenerateOpen,
+        prompt: int,
+        sample: rollout.SampleAssignment,
+        done: asyncio.Queue[common.Trajectory],
+    ) -> None:
+        length = 1 + zlib.crc32(f"{opening.seed}/{prompt}/{sample.sample_index}".encode()) % 12
+        self.running += 1
+        try:
+            await asyncio.sleep(length * self.rng.uniform(0.05, 0.2))
+        finally:
+            self.running -= 1
+        failed = not opening.evaluation and self.rng.random() < 0.01
+        body = common.Trajectory(
+            sample=common.SampleKey(prompt_ordinal=prompt, sample_index=sample.sample_index),
+            attempt=sample.attempt,
+            finish_reason=common.FINISH_REASON_ERROR if failed else common.FINISH_REASON_EOS,
+            producer=self.incarnation,
+        )
+        segment = body.segments.add(policy_number=self.version.number)
+        segment.tokens.token_ids.extend(range(length))
+        segment.tokens.log_probs.extend([-1.0] * length)
+        body.body_digest = trajectory_digest(body)
+        if not opening.evaluation and not failed and self.live_leases():
+            self.custody[prompt, sample.sample_index] = body
+        done.put_nowait(body)
+
+    async def Pause(self, request: rollout.PauseRequest) -> rollout.PauseResponse:
+        self.fence(request.header, lease=False)
+        self.paused = True
+        return rollout.PauseResponse()
+
+    async def Resume(self, request: rollout.ResumeRequest) -> rollout.ResumeResponse:
+        self.fence(request.header, lease=False)
+        self.paused = False
+        return rollout.ResumeResponse()
+
+    async def Abort(self, request: rollout.AbortRequest) -> rollout.AbortResponse:
+        self.fence(request.header, lease=False)
+        return rollout.AbortResponse()
+
+    async def Suspend(self, request: rollout.SuspendRequest) -> rollout.SuspendResponse:
+        self.fence(request.header, lease=False)
+        if not self.paused:
+            raise CallRefused(self.incarnation, "NOT_PAUSED", "pause first")
+        self.version = common.PolicyVersion()
+        return rollout.SuspendResponse()
+
+    async def Wake(self, request: rollout.WakeRequest) -> rollout.WakeResponse:
+        self.fence(request.header, lease=True)
+        return rollout.WakeResponse()
+
+    async def ListInventory(self, request: rollout.ListInventoryRequest) -> rollout.ListInventoryResponse:
+        self.fence(request.header, lease=False)
+        return rollout.ListInventoryResponse(
+            items=[
+                rollout.InventoryItem(sample=b.sample, attempt=b.attempt, body_digest=b.body_digest)
+                for b in self.custody.values()
+            ]
+        )
+
+    async def FetchTrajectories(
+        self, requests: AsyncIterator[rollout.FetchTrajectoriesRequest]
+    ) -> AsyncIterator[rollout.FetchTrajectoriesResponse]:
+        request = await anext(aiter(requests))
+        self.fence(request.header, lease=False)
+        keys = [(key.prompt_ordinal, key.sample_index) for key in request.samples]
+        yield rollout.FetchTrajectoriesResponse(
+            trajectories=[self.custody[key] for key in keys if key in self.custody]
+        )
+
+    async def ReleaseTrajectories(
+        self, request: rollout.ReleaseTrajectoriesRequest
+    ) -> rollout.ReleaseTrajectoriesResponse:
+        self.fence(request.header, lease=False)
+        for key in request.samples:
+            self.custody.pop((key.prompt_ordinal, key.sample_index), None)
+        return rollout.ReleaseTrajectoriesResponse()

@@ -1,0 +1,220 @@
+"""An imaginary trainer: its "weights" are the list of slots in them, so that what was trained can be read off them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from headrace.common.v1 import common_pb2 as common
+from headrace.trainer.v1 import trainer_pb2 as trainer
+from headrace_servicekit.digests import digest_bytes, set_digest
+
+from headrace_coordinator.ports import CallRefused
+from headrace_coordinator.simulation.instances import Instance
+
+Weights = tuple[tuple[int, int], ...]
+"""Slots (prompt, sample) that went into a version, in order of steps."""
+
+
+@dataclass
+class Disk:
+    """Checkpoints that outlive trainers: (name, version, weights, ledger), newest last."""
+
+    checkpoints: list[tuple[str, common.PolicyVersion, Weights, bytes, str]] = field(default_factory=list)
+
+
+@dataclass
+class Trainer(Instance):
+    """The step state machine of the contract, on weights that are lists of slots."""
+
+    KIND: ClassVar[str] = "trainer"
+    disk: Disk = field(default_factory=Disk)
+    generation: int = 0
+    phase: int = trainer.STEP_PHASE_UNSPECIFIED
+    version: common.PolicyVersion = field(default_factory=common.PolicyVersion)
+    weights: Weights = ()
+    attempt: tuple[int, int] = (0, 0)
+    next_number: int = 0
+    groups: dict[int, list[tuple[int, int, int, str]]] = field(default_factory=dict)
+    commit: trainer.CommitStepResponse = field(default_factory=trainer.CommitStepResponse)
+
+    def _refuse(self, reason: str, message: str) -> CallRefused:
+        return CallRefused(self.incarnation, reason, message)
+
+    async def OpenRun(self, request: trainer.OpenRunRequest) -> trainer.OpenRunResponse:
+        self.fence(request.header, lease=False)
+        return trainer.OpenRunResponse(barrier=trainer.BARRIER_GROUP)
+
+    async def CloseRun(self, request: trainer.CloseRunRequest) -> trainer.CloseRunResponse:
+        return trainer.CloseRunResponse()
+
+    async def JoinGang(self, request: trainer.JoinGangRequest) -> trainer.JoinGangResponse:
+        self.fence(request.header, lease=False)
+        self.generation = request.generation
+        return trainer.JoinGangResponse(generation=self.generation)
+
+    async def GetStepState(self, request: trainer.GetStepStateRequest) -> trainer.GetStepStateResponse:
+        self.fence(request.header, lease=False)
+        return trainer.GetStepStateResponse(
+            phase=self.phase,  # type: ignore[arg-type]
+            version=self.version,
+            step=self.attempt[0],
+            attempt=self.attempt[1],
+            accumulated_prompts=list(self.groups),
+            commit=self.commit if self.phase == trainer.STEP_PHASE_COMMITTED else None,
+            generation=self.generation,
+        )
+
+    async def Restore(self, request: trainer.RestoreRequest) -> trainer.RestoreResponse:
+        self.fence(request.header, lease=True)
+        await asyncio.sleep(0.5)
+        ordinal = 0
+        weights: Weights = ()
+        for name, version, saved, _, _ in self.disk.checkpoints:
+            if name == request.checkpoint:
+                ordinal, weights = version.ordinal, saved
+        parent = next((c[1].number for c in self.disk.checkpoints if c[0] == request.checkpoint), 0)
+        self._hold(weights, request.number, parent, ordinal)
+        self.groups, self.attempt = {}, (0, 0)
+        return trainer.RestoreResponse(version=self.version)
+
+    def _hold(self, weights: Weights, number: int, parent: int, ordinal: int) -> None:
+        self.weights = weights
+        digest = digest_bytes(repr(weights).encode())
+        self.version = common.PolicyVersion(number=number, parent=parent, ordinal=ordinal, digest=digest)
+        self.phase = trainer.STEP_PHASE_IDLE
+
+    async def BeginStep(self, request: trainer.BeginStepRequest) -> trainer.BeginStepResponse:
+        self.fence(request.header, lease=True)
+        key = (request.step, request.attempt)
+        if self.phase == trainer.STEP_PHASE_ACCUMULATING and self.attempt == key:
+            return trainer.BeginStepResponse()
+        if self.phase != trainer.STEP_PHASE_IDLE or self.version.number != request.base_number:
+            raise self._refuse("CONFLICT", f"cannot begin {key} in phase {self.phase}")
+        self.phase, self.attempt, self.groups = trainer.STEP_PHASE_ACCUMULATING, key, {}
+        self.next_number = request.next_number
+        return trainer.BeginStepResponse()
+
+    async def Learn(
+        self, requests: AsyncIterator[trainer.LearnRequest]
+    ) -> AsyncIterator[trainer.LearnResponse]:
+        async for request in requests:
+            self.fence(request.header, lease=True)
+            for group in request.groups:
+                await asyncio.sleep(self.rng.uniform(0.05, 0.3))
+                yield trainer.LearnResponse(outcomes=[self._accumulate(request, group)])
+
+    def _accumulate(self, request: trainer.LearnRequest, group: trainer.SettledGroup) -> trainer.GroupOutcome:
+        if self.phase != trainer.STEP_PHASE_ACCUMULATING or self.attempt != (request.step, request.attempt):
+            raise self._refuse("CONFLICT", "no such attempt is open")
+        members = [
+            (
+                m.trajectory.sample.prompt_ordinal,
+                m.trajectory.sample.sample_index,
+                m.trajectory.attempt,
+                m.trajectory.body_digest,
+            )
+            for m in group.members
+        ]
+        if self.rng.random() < 0.005:
+            return trainer.GroupOutcome(
+                prompt_ordinal=group.prompt_ordinal, disposition=trainer.GROUP_DISPOSITION_NONFINITE
+            )
+        self.groups[group.prompt_ordinal] = members
+        return trainer.GroupOutcome(
+            prompt_ordinal=group.prompt_ordinal,
+            disposition=trainer.GROUP_DISPOSITION_ACCUMULATED,
+            digest=set_digest(members),
+        )
+
+    async def CommitStep(self, request: trainer.CommitStepRequest) -> trainer.CommitStepResponse:
+        self.fence(request.header, lease=True)
+        key = (request.step, request.attempt)
+        if self.phase == trainer.STEP_PHASE_COMMITTED and self.attempt == key:
+            return self.commit
+        if self.phase != trainer.STEP_PHASE_ACCUMULATING or self.attempt != key:
+            raise self._refuse("CONFLICT", f"attempt {key} is not open")
+        members = [member for prompt in sorted(self.groups) for member in self.groups[prompt]]
+        if set_digest(members) != request.set_digest:
+            self.phase, self.groups = trainer.STEP_PHASE_IDLE, {}
+            return trainer.CommitStepResponse(result=trainer.COMMIT_RESULT_SET_MISMATCH)
+        await asyncio.sleep(0.3)
+        if self.rng.random() < 0.02:
+            self.phase, self.groups = trainer.STEP_PHASE_IDLE, {}
+            return trainer.CommitStepResponse(result=trainer.COMMIT_RESULT_NONFINITE)
+        base = self.version
+        slots = tuple((prompt, sample) for prompt, sample, _, _ in sorted(members))
+        self._hold(self.weights + slots, request.next_number, base.number, base.ordinal + 1)
+        self.phase = trainer.STEP_PHASE_COMMITTED
+        self.commit = trainer.CommitStepResponse(
+            result=trainer.COMMIT_RESULT_COMMITTED,
+            version=self.version,
+            group_count=len(self.groups),
+            sequence_count=len(members),
+            token_count=len(members),
+            tokens_by_version={base.number: len(members)},
+        )
+        return self.commit
+
+    async def RecordStep(self, request: trainer.RecordStepRequest) -> trainer.RecordStepResponse:
+        self.fence(request.header, lease=False)
+        if self.attempt == (request.step, request.attempt) and self.phase == trainer.STEP_PHASE_COMMITTED:
+            self.phase = trainer.STEP_PHASE_IDLE
+        return trainer.RecordStepResponse()
+
+    async def AbortStep(self, request: trainer.AbortStepRequest) -> trainer.AbortStepResponse:
+        self.fence(request.header, lease=False)
+        if self.phase == trainer.STEP_PHASE_ACCUMULATING and self.attempt == (request.step, request.attempt):
+            self.phase, self.groups = trainer.STEP_PHASE_IDLE, {}
+        return trainer.AbortStepResponse()
+
+    async def PublishPolicy(self, request: trainer.PublishPolicyRequest) -> trainer.PublishPolicyResponse:
+        self.fence(request.header, lease=False)
+        if self.phase == trainer.STEP_PHASE_COMMITTED or self.version.number != request.number:
+            raise self._refuse("CONFLICT", f"version {request.number} is not held and recorded")
+        return trainer.PublishPolicyResponse(version=self.version)
+
+    async def SaveCheckpoint(self, request: trainer.SaveCheckpointRequest) -> trainer.SaveCheckpointResponse:
+        self.fence(request.header, lease=False)
+        if self.phase == trainer.STEP_PHASE_COMMITTED or self.version.number != request.number:
+            raise self._refuse("CONFLICT", f"version {request.number} is not held and recorded")
+        name = f"lineage-{self.generation}/step-{self.version.ordinal}-{request.number}"
+        entry = (name, self.version, self.weights, request.ledger, "")
+
+        async def write() -> None:
+            await asyncio.sleep(self.rng.uniform(0.2, 2.0))
+            if entry not in self.disk.checkpoints:
+                self.disk.checkpoints.append(entry)
+
+        writing = asyncio.ensure_future(self._mortal(write()))
+        if request.wait:
+            await writing
+        return trainer.SaveCheckpointResponse(
+            checkpoint=trainer.Checkpoint(name=name, version=self.version), durable=request.wait
+        )
+
+    async def ListCheckpoints(
+        self, request: trainer.ListCheckpointsRequest
+    ) -> trainer.ListCheckpointsResponse:
+        return trainer.ListCheckpointsResponse(
+            checkpoints=[
+                trainer.Checkpoint(name=name, version=version, ledger=ledger)
+                for name, version, _, ledger, _ in reversed(self.disk.checkpoints)
+            ]
+        )
+
+    async def ExportModel(self, request: trainer.ExportModelRequest) -> trainer.ExportModelResponse:
+        self.fence(request.header, lease=False)
+        return trainer.ExportModelResponse(path="/export")
+
+    async def Suspend(self, request: trainer.SuspendRequest) -> trainer.SuspendResponse:
+        self.fence(request.header, lease=False)
+        if self.phase == trainer.STEP_PHASE_COMMITTED:
+            raise self._refuse("CONFLICT", "inside a commit")
+        return trainer.SuspendResponse()
+
+    async def Wake(self, request: trainer.WakeRequest) -> trainer.WakeResponse:
+        self.fence(request.header, lease=True)
+        return trainer.WakeResponse()
