@@ -53,6 +53,38 @@ def machine() -> str:
     return f"{os.cpu_count()} cores, load {load:.1f}"
 
 
+class CoreUse:
+    """Seconds that a process ran, and that it was ready to run while others had the core, from now on.
+
+    From schedstat's first two fields, thread by thread: call `look` often enough to see threads before they end.
+    """
+
+    def __init__(self, process: int) -> None:
+        self._process = process
+        self._threads: dict[str, tuple[int, int]] = {}
+        self.look()
+        self._before = self._totals()
+
+    def look(self) -> None:
+        """Takes the threads' counts of now."""
+        for file in Path(f"/proc/{self._process}/task").glob("*/schedstat"):
+            try:
+                ran, waited, _ = file.read_text().split()
+            except (OSError, ValueError):  # the thread ended
+                continue
+            self._threads[file.parent.name] = (int(ran), int(waited))
+
+    @property
+    def seconds(self) -> tuple[float, float]:
+        """(ran, waited) up to the last look."""
+        (ran, waited), (ran_before, waited_before) = self._totals(), self._before
+        return (ran - ran_before) / 1e9, (waited - waited_before) / 1e9
+
+    def _totals(self) -> tuple[int, int]:
+        counts = self._threads.values()
+        return sum(ran for ran, _ in counts), sum(waited for _, waited in counts)
+
+
 class Fleet:
     """`headrace up` in a data directory of its own, and `headrace down` at the end, whatever happened."""
 
@@ -94,7 +126,16 @@ class Fleet:
     @property
     def store_url(self) -> str:
         """Address of the fleet's store."""
-        return str(json.loads((self.data_dir / "fleet.json").read_text(encoding="utf-8"))["redis_url"])
+        return str(self._state["redis_url"])
+
+    def process(self, kind: str) -> int:
+        """Id of the first process of a kind."""
+        return next(int(item["pid"]) for item in self._state["processes"] if item["kind"] == kind)
+
+    @property
+    def _state(self) -> dict[str, Any]:
+        state: dict[str, Any] = json.loads((self.data_dir / "fleet.json").read_text(encoding="utf-8"))
+        return state
 
     def _end(self) -> None:
         try:

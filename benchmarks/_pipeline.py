@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass
@@ -42,21 +43,21 @@ class StepTimes:
         return self.committed - self.accumulated
 
 
-def read_steps(events: Iterable[Mapping[str, object]]) -> list[StepTimes]:
+def read_steps(events: Iterable[Mapping[str, Any]]) -> list[StepTimes]:
     """Committed steps from the coordinator's events of one run, as JSON objects in order."""
     steps: list[StepTimes] = []
     rewards: dict[int, list[float]] = {}
     now: StepTimes | None = None
     for event in events:
-        kind, at = event["type"], float(str(event["at"]))
+        kind, at = event["type"], event["at"]
         if kind == "StepOpened":
-            now, rewards = StepTimes(int(str(event.get("step", 0))), at), {}
+            now, rewards = StepTimes(event["step"], at), {}
         if now is None:
             continue
         if kind == "SlotsFinished":
-            now.lengths.update({(p, s): tokens for p, s, _, _, tokens in _rows(event, "slots")})
+            now.lengths.update({(p, s): tokens for p, s, _, _, tokens in event["slots"]})
         elif kind == "GroupsSettled":
-            for prompt, values in _rows(event, "groups"):
+            for prompt, values in event["groups"]:
                 now.settled[prompt], rewards[prompt] = at, values
         elif kind == "GroupsAccumulated":
             now.accumulated = at
@@ -107,9 +108,3 @@ def _work(lengths: Mapping[tuple[int, int], int], rewards: Mapping[int, list[flo
         else 0.0
         for prompt, values in rewards.items()
     }
-
-
-def _rows(event: Mapping[str, object], name: str) -> list[list[object]] | list:  # type: ignore[type-arg]
-    rows = event[name]
-    assert isinstance(rows, list)
-    return rows

@@ -37,7 +37,9 @@ def main() -> None:
         line = demo(arguments.preset, seed, arguments.data_dir)
         shown = {key: line.get(key) for key in KEYS}
         print(f"seed {seed}: {json.dumps(shown)}", file=sys.stderr, flush=True)
-        print(f"  stages {json.dumps(line['stage_s'])}, protocol {line['protocol_share']:.2%}", file=sys.stderr)
+        print(
+            f"  stages {json.dumps(line['stage_s'])}, protocol {line['protocol_share']:.2%}", file=sys.stderr
+        )
         figures |= {f"{key}_seed_{seed}": value for key, value in shown.items() if value is not None}
         figures[f"protocol_share_seed_{seed}"] = line["protocol_share"]
     print(json.dumps({"benchmark": f"learning-{arguments.preset}", "figures": figures}))

@@ -20,12 +20,13 @@ import json
 import os
 import random
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from _harness import Fleet, emit, machine, say, table
+from _harness import CoreUse, Fleet, emit, machine, say, table
 from _pipeline import StepTimes, ideal_wall, overlap_share, read_steps
 
 WAITING, STREAMED = "grpo_waiting", "grpo"
@@ -33,7 +34,7 @@ PLUGIN = Path(__file__).with_name("waiting_plugin")
 CHARACTERS = "0123456789abcdefghijklmnopqrstuvwxyz+-*/=.,:;?!"
 VOCABULARY = len(CHARACTERS) + 3
 GROUPS, GROUP_SIZE, LONGEST, PROMPT = 16, 4, 96, 12
-RUN_S = 600.0
+RUN_S, LOOK_S = 600.0, 0.3
 WARM_UP_STEPS = 1  # torch's first forward and backward in a process
 
 
@@ -46,6 +47,7 @@ def main() -> None:
         "--pairs", type=int, default=3, help="fleets to start, each for a waiting and a streamed run"
     )
     parser.add_argument("--steps", type=int, default=3, help="measured steps of a run")
+    parser.add_argument("--together", type=int, default=16, help="answers decoded together")
     parser.add_argument("--width", type=int, default=384, help="hidden size of the model")
     parser.add_argument("--layers", type=int, default=6, help="layers of the model")
     options = parser.parse_args()
@@ -55,7 +57,7 @@ def main() -> None:
         write_model(model, options.width, options.layers)
         write_prompts(prompts, GROUPS * (options.steps + WARM_UP_STEPS))
         differences = {name: difference(model, dtype) for name, dtype in DTYPES.items()}
-        spec = make_spec(model, prompts, options.steps + WARM_UP_STEPS)
+        spec = make_spec(model, prompts, options.steps + WARM_UP_STEPS, options.together)
         pairs = [pair for index in range(options.pairs) for pair in measure(spec, flipped=index % 2 == 1)]
     figures = summarise(pairs)
     say(f"at the end: {machine()}")
@@ -103,7 +105,7 @@ def write_prompts(path: Path, count: int) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
-def make_spec(model: Path, prompts: Path, steps: int) -> dict[str, Any]:
+def make_spec(model: Path, prompts: Path, steps: int, together: int) -> dict[str, Any]:
     """The run; only `algorithm.name` differs between the two."""
     return {
         "steps": steps,
@@ -115,8 +117,7 @@ def make_spec(model: Path, prompts: Path, steps: int) -> dict[str, Any]:
         "algorithm": {"group_size": GROUP_SIZE, "prompts_per_step": GROUPS},
         "optimizer": {"lr": 1e-12},
         "trainer": {"micro_batch_tokens": 1024},
-        # A quarter of the step's answers are decoded together, as where a batch is larger than the engine's.
-        "rollout": {"max_concurrency": GROUPS * GROUP_SIZE // 4},
+        "rollout": {"max_concurrency": together},
         # Any reward that differs inside a group will do: equal rewards carry no gradient.
         "reward": {"scorers": [{"name": "length", "options": {"target": 0, "limit": LONGEST + 1}}]},
         "placement": {"mode": "disaggregated", "rollout": ["cpu:0"], "trainer": ["cpu:1"]},
@@ -147,8 +148,16 @@ def run(fleet: Fleet, spec: dict[str, Any]) -> list[StepTimes]:
     """The steps of a finished run."""
     from headrace.client import Client
 
+    used = {kind: CoreUse(fleet.process(kind)) for kind in ("rollout", "trainer", "coordinator", "reward")}
+    give_up_at = time.monotonic() + RUN_S
     with Client(fleet.url, fleet.token) as client:
-        done = client.wait(client.submit(spec).id, timeout=RUN_S)
+        done = client.submit(spec)
+        while not done.ended and time.monotonic() < give_up_at:
+            time.sleep(LOOK_S)
+            for process in used.values():
+                process.look()
+            done = client.get(done.id)
+    show(spec["algorithm"]["name"], used)
     if done.state != "SUCCEEDED":
         raise RuntimeError(f"{done.name} is {done.state}: {done.reason}")
     steps = read_steps(event for event in asyncio.run(events(fleet.store_url)) if event.get("run") == done.id)
@@ -157,6 +166,15 @@ def run(fleet: Fleet, spec: dict[str, Any]) -> list[StepTimes]:
             f"the event log tells of {len(steps)} of {spec['steps']} steps; ask for fewer a run"
         )
     return steps
+
+
+def show(name: str, used: dict[str, CoreUse]) -> None:
+    """Says who ran, and who had to wait for a core: streaming keeps all cores busy, so others disturb it most."""
+    rows = [(kind, *use.seconds) for kind, use in used.items()]
+    say(
+        f"{name}: "
+        + ", ".join(f"{kind} ran {ran:.1f} s (waited {waited:.1f} s)" for kind, ran, waited in rows)
+    )
 
 
 async def events(store_url: str) -> list[dict[str, Any]]:
