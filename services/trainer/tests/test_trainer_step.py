@@ -59,12 +59,18 @@ def test_begin_is_idempotent_by_its_key():
     ("change", "expected"),
     [
         ({"base_number": 3}, "POLICY_MISMATCH"),
-        ({"step": 4}, "INVALID"),
+        ({"step": -1}, "INVALID"),
         ({"next_number": 1}, "INVALID"),
     ],
 )
 def test_begin_needs_the_held_base(change, expected):
     assert reason(steps.begin, idle(), replace(BEGIN, **change)) == expected
+
+
+def test_a_skipped_step_makes_no_version():
+    opened, fresh = steps.begin(idle(), replace(BEGIN, step=2))
+    assert fresh and opened.version == idle().version
+    assert reason(steps.begin, steps.aborted(opened, 2, 1), replace(BEGIN, step=1)) == "NOT_OPEN"
 
 
 def test_a_later_attempt_replaces_the_open_one_and_an_earlier_is_over():

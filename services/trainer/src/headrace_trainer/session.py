@@ -307,9 +307,9 @@ class Session:
         if not report.finite:
             return steps.CommitReply(steps.Result.NONFINITE)
         failpoint_sync("trainer.commit.after_optimizer")
-        version = steps.Version(
-            command.next_number, command.base_number, command.step + 1, self._stage(command.next_number)
-        )
+        ordinal = steps.held_version(self.state).ordinal + 1
+        digest = self._stage(command.next_number)
+        version = steps.Version(command.next_number, command.base_number, ordinal, digest)
         seconds = self._learn_seconds + time.monotonic() - started
         figures = step_figures(report, records, denominator=denominator, rate=rate, seconds=seconds)
         return replace(counts, version=version, figures=figures)
