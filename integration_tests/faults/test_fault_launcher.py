@@ -78,7 +78,7 @@ def demo(tmp_path):
 
 @pytest.mark.parametrize(
     ("when", "signal_number"),
-    [("fleet ready", signal.SIGINT), ("eval", signal.SIGINT), ("fleet ready", signal.SIGTERM)],
+    [("fleet ready", signal.SIGINT), ("is RUNNING", signal.SIGINT), ("fleet ready", signal.SIGTERM)],
 )
 def test_an_interrupted_demo_stops_cleanly(demo, when, signal_number):
     fleet, process, messages = demo

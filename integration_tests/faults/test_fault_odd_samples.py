@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 
-import pytest
 from harness.ledger import audit
 from harness.specs import BATCH, GROUPS, SAMPLES
 
@@ -65,22 +64,44 @@ def test_empty_answers_are_samples_like_others(fleet, spec_of):
     assert len(slots) == 2 * BATCH == run.counts.trained
 
 
+def test_steps_of_nothing_but_drops_are_skipped(fleet, spec_of, tmp_path):
+    """Where whole steps are dropped no version is made; the next one is made from the same base."""
+    spec = spec_of(
+        steps=5, model__max_context=16, limits={"max_drop_rate": 1.0}, trainer__warmup={"steps": 0}
+    )
+    spec["data"] = {**spec["data"], **questions(tmp_path / "items.jsonl", 1, 8)}
+    spec["algorithm"] = {"prompts_per_step": 1, "group_size": SAMPLES}
+    run = fleet.succeed(fleet.submit(spec | {"steps": 9}))
+    found = audit(fleet, run)
+    assert (len(found.live), len(found.trained), len(found.dropped)) == (1, SAMPLES, 8 * SAMPLES)
+
+
+def worth(completion):
+    """What the scorer below says, and what an answer is worth that it cannot read."""
+    try:
+        return float(int(completion) % 2)
+    except ValueError:
+        return -1.0
+
+
 def test_an_answer_that_breaks_the_scorer_gets_the_declared_reward(fleet, spec_of, tmp_path):
     reward = scorer(tmp_path, "return float(int(completion) % 2)") | {"failed_reward": -1.0}
     run = fleet.succeed(fleet.submit(spec_of(steps=2, reward=reward)))
     assert len(audit(fleet, run).trained) == 2 * BATCH
-    for answer in fleet.client.trajectories(run.id):
-        wanted = float(int(answer.completion) % 2) if answer.completion.strip().isdigit() else -1.0
-        assert answer.reward == wanted
+    answers = fleet.client.trajectories(run.id)
+    assert [answer.reward for answer in answers] == [worth(answer.completion) for answer in answers]
+    assert -1.0 in {answer.reward for answer in answers}
 
 
-def test_a_scorer_that_breaks_in_the_run_drops_groups(fleet, spec_of, tmp_path):
-    body = "return 1.0 if not completion else {}['nothing']"
-    run = fleet.submit(spec_of(steps=50, reward=scorer(tmp_path, body)))
+def test_a_scorer_that_breaks_in_the_run_drops_groups_and_ends_it(fleet, spec_of, tmp_path):
+    (tmp_path / "scale").write_text("2.0")
+    body = f"return float(open({str(tmp_path / 'scale')!r}).read()) * len(completion)"
+    run = fleet.submit(spec_of(steps=10_000, reward=scorer(tmp_path, body)))
+    fleet.reach(run, 1)
+    (tmp_path / "scale").unlink()
     ended = fleet.client.wait(run.id, 240)
-    if ended.state == "FAILED":
-        assert "limits.max_drop_rate" in ended.reason or "scorer" in ended.reason
-        reasons = [e.data["detail"] for e in fleet.events(run) if e.type == "group_dropped"]
-        assert any("scorer is broken" in reason and "KeyError" in reason for reason in reasons), reasons
-    else:
-        pytest.fail(f"a run whose scorer never answered ended {ended.state}")
+    assert ended.state == "FAILED" and "limits.max_drop_rate" in ended.reason
+    dropped = [event.data for event in fleet.events(run) if event.type == "group_dropped"]
+    assert {data["reason"] for data in dropped} == {"GROUP_INCOMPLETE"}
+    assert all("FileNotFoundError" in data["detail"] for data in dropped), dropped[:3]
+    assert audit(fleet, ended).dropped
