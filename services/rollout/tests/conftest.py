@@ -256,7 +256,8 @@ class GenerateCall:
 
     async def start(self) -> GenerateCall:
         await self.call.write(rollout_pb2.GenerateRequest(open=self._opening))
-        await self.assign(self._groups)
+        if self._groups:
+            await self.assign(self._groups)
         if self._half_close:
             await self.call.done_writing()
         return self

@@ -12,6 +12,7 @@ import pytest
 from headrace.common.v1 import common_pb2
 from headrace.rollout.v1 import rollout_pb2
 from headrace_modelkit.presets.tiny import tiny_model
+from headrace_rollout.custody import Custody
 from headrace_servicekit.digests import trajectory_digest
 from headrace_servicekit.errors import message_of, reason_of
 
@@ -134,6 +135,27 @@ async def test_paused_samples_go_on_at_another_instance_as_if_nothing_happened(
             assert (first.policy_number, len(first.tokens.token_ids)) == (1, count)
             assert list(first.tokens.log_probs) == list(partial.state.log_probs)
             assert [segment.policy_number for segment in rest] == [2]
+
+
+async def test_state_that_cannot_be_restored_starts_the_sample_again(rollout, assignments):
+    expected = await (await rollout.generate(assignments[:1], evaluation=True).start()).read_all()
+    state = {"token_ids": [5], "log_probs": [-1.0], "version_spans": [{"policy_number": 1, "token_count": 1}]}
+    for unknown in ({"rng_position": 9}, {"rng_position": 1, "extra_json": {"grammar": "{}"}}):
+        group = rollout_pb2.GroupAssignment()
+        group.CopyFrom(assignments[0])
+        group.samples[0].resume.CopyFrom(common_pb2.ResumeState(**state, **unknown))
+        found = await (await rollout.generate([group], evaluation=True).start()).read_all()
+        assert sampled(found[0, 0]) == sampled(expected[0, 0])
+
+
+def test_custody_keeps_the_latest_attempt():
+    custody = Custody(1000)
+    for attempt in (1, 3, 2):
+        custody.add(common_pb2.Trajectory(attempt=attempt, completion_text="x" * attempt))
+    (item,) = custody.items()
+    assert item.attempt == 3 and custody.size_bytes == item.size_bytes
+    custody.release([item.sample])
+    assert not custody.items() and custody.size_bytes == 0
 
 
 async def test_abort_sends_partials_on_the_stream(rollout, assignments):
@@ -266,6 +288,8 @@ async def test_a_caller_that_goes_away_leaves_no_work_and_loses_no_body(rollout,
     call.call.cancel()
     again = await (await rollout.generate(assignments[:1], evaluation=True).start()).read_all()
     assert len(again) == 3
+    paused = await rollout.stub.Pause(rollout_pb2.PauseRequest(header=HEADER))
+    assert paused.partial_count == 0, "nothing runs for a caller that is gone"
     inventory = await rollout.stub.ListInventory(rollout_pb2.ListInventoryRequest(header=HEADER))
     assert len(call.finished()) <= len(inventory.items) < 12
 
@@ -381,8 +405,9 @@ async def test_a_stale_epoch_or_a_missing_lease_changes_nothing(rollout, assignm
     await refused(rollout.stub.Pause(rollout_pb2.PauseRequest(header=stale)), "EPOCH_STALE")
     rollout.instance.fence.release(1)
     await refused(rollout.install(publish(tiny_model(seed=4), 2)), "EPOCH_STALE", "lease")
-    call = await rollout.generate(assignments).start()
-    await refused(call.read_all(), "EPOCH_STALE", "lease")
+    for groups in ([], assignments):
+        call = await rollout.generate(groups).start()
+        await refused(call.read_all(), "EPOCH_STALE", "lease")
 
 
 async def test_a_revoked_lease_sends_partials_and_frees_the_device(rollout, assignments):
@@ -393,9 +418,13 @@ async def test_a_revoked_lease_sends_partials_and_frees_the_device(rollout, assi
     assert call.partials
     again = rollout.generate(assignments)
     await refused((await again.start()).read_all(), "POLICY_MISMATCH", "none is installed")
-    # The next lease begins as the first one did.
-    await rollout.install(rollout.last)
-    assert len(await (await rollout.generate(assignments).start()).read_all()) == 12
+    # The next lease begins as the first one did, also when the engine was suspended before.
+    for _ in range(2):
+        await rollout.install(rollout.last)
+        assert len(await (await rollout.generate(assignments).start()).read_all()) == 12
+        await rollout.stub.Pause(rollout_pb2.PauseRequest(header=HEADER))
+        await rollout.stub.Suspend(rollout_pb2.SuspendRequest(header=HEADER))
+        await rollout.instance.on_revoke(1, 1.0)
 
 
 async def test_a_lease_that_is_not_renewed_makes_no_more_tokens_until_it_is(rollout, assignments):
