@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import subprocess
@@ -13,6 +14,7 @@ from headrace.common.v1 import common_pb2
 from headrace.rollout.v1 import rollout_pb2
 from headrace_modelkit.presets.tiny import tiny_model
 from headrace_rollout.custody import Custody
+from headrace_rollout.generation import Generation
 from headrace_servicekit.digests import trajectory_digest
 from headrace_servicekit.errors import message_of, reason_of
 
@@ -193,6 +195,7 @@ async def test_install_by_grpc_gives_the_same_policy(rollout, assignments, publi
     response = await rollout.install(published)
     assert response.transport == common_pb2.WEIGHT_TRANSPORT_GRPC
     assert response.bytes_moved == published.manifest.size_bytes
+    assert rollout.instance.weights.find(RUN, 1) is None, "the replaced version's memory is given back"
     call = await rollout.generate(assignments[:1], policy_number=2).start()
     assert all(t.segments[1].policy_number == 2 for t in (await call.read_all()).values())
 
@@ -327,6 +330,23 @@ async def test_assignments_beyond_the_bound_wait_at_the_caller(rollout, assignme
 
     await call.read_until(look)
     assert len(call.finished()) == 12 and 4 < most <= 4 + 3
+
+
+async def test_what_finished_unsent_when_a_caller_left_is_kept(rollout, assignments):
+    run = rollout.servicer._run
+    opening = rollout_pb2.GenerateOpen(header=HEADER, policy_number=1, max_new_tokens=8, chunk_tokens=1)
+
+    async def requests():
+        yield rollout_pb2.GenerateRequest(assign=rollout_pb2.AssignGroups(groups=assignments))
+
+    generation = Generation(run, opening, "me", admit=lambda: None, after_response=lambda: None)
+    responses = generation.responses(requests())
+    await anext(responses)
+    async with asyncio.timeout(30):
+        while run.engine.figures.samples < 12:
+            await asyncio.sleep(0.01)
+    await responses.aclose()
+    assert len(run.custody) == 12
 
 
 async def test_score_gives_the_sampled_log_probs(rollout, assignments):
