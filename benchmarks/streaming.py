@@ -9,7 +9,8 @@ tokens as its vocabulary has, so lengths spread from 1 to the limit of 96.
 Prints one JSON line with `overlap_share` = (T_wait - T_stream) / (T_wait - T_ideal), the median over the measured
 steps, where T_ideal is the pipeline's bound from the waiting step's stage times, fill, drain and commit included
 (`_pipeline.ideal_wall`); `gradient_difference_fp32` and `_bf16`, the relative L2 distance of the pre-clip gradients
-of streamed and batched accumulation; and the medians that the share comes from.
+of streamed and batched accumulation; the medians that the share comes from; and `overlap_share_quietest`, the share
+of the fastest repetition of each step, which other programs disturbed least.
 """
 
 from __future__ import annotations
@@ -205,7 +206,26 @@ def summarise(pairs: list[Pair]) -> dict[str, float]:
     table(COLUMNS, rows)
     columns = dict(zip(COLUMNS, zip(*rows, strict=True), strict=True))
     names = {"overlap_share": "share", "wait_s": "wait", "stream_s": "stream", "ideal_s": "ideal"}
-    return {name: median(columns[column]) for name, column in names.items()}
+    figures = {name: median(columns[column]) for name, column in names.items()}
+    return figures | {"overlap_share_quietest": median(share(*pair) for pair in quietest(pairs))}
+
+
+def quietest(pairs: list[Pair]) -> list[Pair]:
+    """For each step, which is the same work in every pair, the fastest of the waiting and of the streamed ones."""
+    by_step = {step: [pair for pair in pairs if pair[0].step == step] for step in {w.step for w, _ in pairs}}
+    return [
+        (min((w for w, _ in same), key=_wall), min((s for _, s in same), key=_wall))
+        for same in by_step.values()
+    ]
+
+
+def share(waiting: StepTimes, streamed: StepTimes) -> float:
+    """Of one step."""
+    return overlap_share(waiting.wall, streamed.wall, ideal_wall(waiting))
+
+
+def _wall(step: StepTimes) -> float:
+    return step.wall
 
 
 COLUMNS = (
@@ -224,10 +244,9 @@ COLUMNS = (
 
 def row(waiting: StepTimes, streamed: StepTimes) -> Iterator[float]:
     """See COLUMNS; seconds but for the share."""
-    ideal = ideal_wall(waiting)
     yield from (waiting.wall, waiting.generate, waiting.drain, waiting.commit)
     yield from (streamed.wall, streamed.generate, streamed.drain, streamed.commit)
-    yield from (ideal, overlap_share(waiting.wall, streamed.wall, ideal))
+    yield from (ideal_wall(waiting), share(waiting, streamed))
 
 
 if __name__ == "__main__":

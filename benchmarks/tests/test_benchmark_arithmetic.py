@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 from _harness import emit
-from _pipeline import ideal_end, ideal_wall, overlap_share, read_steps
+from _pipeline import StepTimes, ideal_end, ideal_wall, overlap_share, read_steps
+from streaming import quietest
 
 
 @pytest.mark.parametrize(
@@ -57,6 +58,15 @@ def test_steps_are_read_from_the_event_log():
     assert step.work == {6: 20.0, 7: 60.0, 8: 0.0}  # equal rewards carry no gradient
     # Group 6 is ready at 1.5 and takes 4 s x 20/80; group 7 is ready at 4 and takes 3 s; then the commit.
     assert ideal_wall(step) == pytest.approx(4.0 + 3.0 + 0.5)
+
+
+def test_the_quietest_repetition_of_each_step_counts():
+    def step(number, wall):
+        return StepTimes(number, 0.0, committed=wall)
+
+    pairs = [(step(1, 9.0), step(1, 5.0)), (step(2, 8.0), step(2, 7.0)), (step(1, 7.0), step(1, 6.0))]
+    found = [(w.step, w.wall, s.wall) for w, s in quietest(pairs)]
+    assert found == [(1, 7.0, 5.0), (2, 8.0, 7.0)]
 
 
 def test_the_only_line_on_standard_output_is_json(capsys):
