@@ -343,7 +343,7 @@ async def test_what_finished_unsent_when_a_caller_left_is_kept(rollout, assignme
     responses = generation.responses(requests())
     await anext(responses)
     async with asyncio.timeout(30):
-        while run.engine.figures.samples < 12:
+        while run.engine.figures.samples < 12:  # noqa: ASYNC110  # counted in a thread
             await asyncio.sleep(0.01)
     await responses.aclose()
     assert len(run.custody) == 12
