@@ -10,12 +10,14 @@ from harness.ledger import audit
 from harness.specs import BATCH
 
 STEPS = 4
+WORKERS = ("rollout-0", "trainer-0", "reward-0")
 SLOW_DECODING = "rollout.round=delay:0.05"
 
 
 @pytest.fixture
 def held(fleet, spec_of, gate, request):
     """A run that stands still in its third step, with answers that wait for their scores."""
+    fleet.ready(*WORKERS)
     gate.hold_after(2 * BATCH + 3)
     mode = getattr(request, "param", "collocated")
     run = fleet.submit(spec_of(steps=STEPS, reward=gate.reward, placement__mode=mode))
@@ -50,6 +52,7 @@ def test_a_killed_helper_of_the_run_costs_no_version(fleet, held, gate, instance
 
 def test_a_dead_trainers_versions_are_abandoned_and_made_again(fleet, gate, spec_of):
     """Checkpoints after every second step: the third version is lost with the trainer's memory."""
+    fleet.ready(*WORKERS)
     gate.hold_after(3 * BATCH + 3)
     run = fleet.submit(spec_of(steps=5, reward=gate.reward, checkpoint__interval_steps=2))
     gate.wait_until_held()
@@ -65,6 +68,7 @@ def test_a_dead_trainers_versions_are_abandoned_and_made_again(fleet, gate, spec
 
 
 def test_an_acknowledged_submission_survives_any_kill(fleet, spec_of):
+    fleet.ready(*WORKERS)
     run = fleet.submit(spec_of(steps=1), idempotency_key="survives")
     for instance in ("store", "coordinator"):
         fleet.replaced(instance, fleet.kill(instance))
@@ -81,11 +85,14 @@ def slow_fleet(tmp_path_factory):
 
 
 def kill_at_a_random_moment(fleet, spec_of, instance, seed):
-    run = fleet.submit(spec_of(steps=6, placement__mode=("collocated", "disaggregated")[seed % 2]))
+    fleet.ready(
+        *WORKERS
+    )  # the one that was killed last may not be back yet, and a run needs it to be admitted
+    run = fleet.submit(spec_of(steps=10, placement__mode=("collocated", "disaggregated")[seed % 2]))
     fleet.reach(run, 1)
     time.sleep(moment(seed, 0.0, 1.5))  # the moment is what is random here; nothing is waited for
     fleet.kill(instance)
-    assert len(audit(fleet, fleet.succeed(run)).trained) == 6 * BATCH
+    assert len(audit(fleet, fleet.succeed(run)).trained) == 10 * BATCH
 
 
 EVERYBODY = ["rollout-0", "reward-0", "trainer-0", "coordinator", "store"]

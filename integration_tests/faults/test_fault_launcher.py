@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -56,9 +57,10 @@ def test_a_port_of_somebody_else_is_one_sentence(tmp_path):
 
 
 @pytest.fixture
-def demo(tmp_path):
+def demo(tmp_path, tiny_model):
     """Starts a demo in a process group of its own, as a terminal does; (fleet, process, its messages)."""
     fleet = Fleet(tmp_path / "data")
+    shutil.copytree(tiny_model, tmp_path / "data" / "models" / "tiny")  # it makes none that is there
     messages = tmp_path / "messages"
     with messages.open("wb") as out:
         process = subprocess.Popen(

@@ -53,6 +53,7 @@ class Fleet:
         self.client.close()
         self.headrace("down")
         self.assert_nothing_left()
+        LIVING.discard(self)
 
     # --- the command line
 
