@@ -63,6 +63,7 @@ LINT = [
 
 TEST = [
     *(_tests(name, f"{folder}/tests") for name, folder in UNITS.items()),
+    _tests("benchmarks", "benchmarks/tests"),
     _script("simulation", "-m", "headrace_coordinator.simulation", "--seeds", "200", timeout_s=900),
     _tests("contracts", "integration_tests/contracts"),
     _tests("flows", "integration_tests/flows", timeout_s=1200),
