@@ -60,7 +60,7 @@ class Service:
 
         def look() -> bool:
             assert self.process.poll() is None, f"{self.kind} ended:\n{self.log}"
-            return self.health() == health_pb2.HealthCheckResponse.SERVING
+            return bool(self.health() == health_pb2.HealthCheckResponse.SERVING)
 
         wait_for(look, f"{self.kind} to serve", 180)
         return self

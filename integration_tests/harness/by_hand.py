@@ -44,7 +44,7 @@ class Engine:
     stub: Any = field(init=False)
 
     def __post_init__(self) -> None:
-        self.stub = rollout_pb2_grpc.RolloutServiceStub(self.channel)
+        self.stub = rollout_pb2_grpc.RolloutServiceStub(self.channel)  # type: ignore[no-untyped-call]
 
     def open(self, model: Path) -> rollout_pb2.OpenRunResponse:
         """Opens the run and takes memory for its weights."""
@@ -54,7 +54,7 @@ class Engine:
         )
         return opened
 
-    def wake(self, scope: int = rollout_pb2.WAKE_SCOPE_UNSPECIFIED) -> None:
+    def wake(self, scope: rollout_pb2.WakeScope = rollout_pb2.WAKE_SCOPE_UNSPECIFIED) -> None:
         """Takes memory."""
         self.stub.Wake(rollout_pb2.WakeRequest(header=header(self.lease), scope=scope), timeout=CALL_S)
 
@@ -120,7 +120,7 @@ class Learner:
     highest: int = 0
 
     def __post_init__(self) -> None:
-        self.stub = trainer_pb2_grpc.TrainerServiceStub(self.channel)
+        self.stub = trainer_pb2_grpc.TrainerServiceStub(self.channel)  # type: ignore[no-untyped-call]
 
     def open(self, model: Path) -> None:
         """Opens the run."""

@@ -30,7 +30,7 @@ class FakeFleet(fleet_pb2_grpc.FleetServiceServicer):  # type: ignore[misc]
         self._lease_ttl_s = lease_ttl_s
         self._outboxes: dict[str, queue.Queue[Any]] = {}
         self._server = grpc.server(ThreadPoolExecutor(16))
-        fleet_pb2_grpc.add_FleetServiceServicer_to_server(self, self._server)
+        fleet_pb2_grpc.add_FleetServiceServicer_to_server(self, self._server)  # type: ignore[no-untyped-call]
         self.address = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
 
     def __enter__(self) -> Self:

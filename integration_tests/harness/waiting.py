@@ -2,28 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import TypeVar
 
 PAUSE_S = 0.05
 Found = TypeVar("Found")
 
 
-def wait_for(look: Callable[[], Found], what: str, timeout_s: float = 120.0) -> Found:
+def wait_for(look: Callable[[], Found | None], what: str, timeout_s: float = 120.0) -> Found:
     """The first true value of `look`; fails the test after `timeout_s` seconds, naming `what`."""
     give_up_at = time.monotonic() + timeout_s
     while not (found := look()):
         assert time.monotonic() < give_up_at, f"waited {timeout_s:g} s for {what}"
         time.sleep(PAUSE_S)
-    return found
-
-
-async def wait_until(look: Callable[[], Awaitable[Found]], what: str, timeout_s: float = 120.0) -> Found:
-    """`wait_for`, for a test with an event loop."""
-    give_up_at = time.monotonic() + timeout_s
-    while not (found := await look()):
-        assert time.monotonic() < give_up_at, f"waited {timeout_s:g} s for {what}"
-        await asyncio.sleep(PAUSE_S)
     return found
