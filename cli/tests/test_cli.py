@@ -16,6 +16,8 @@ import pytest
 import yaml
 from headrace.client import Client
 from headrace_cli.commands.demo import cancel_leftovers
+from headrace_cli.connection import connect, find_target
+from headrace_cli.mistakes import CommandError
 from rich.console import Console
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -303,3 +305,11 @@ def test_a_terminal_gets_a_picture(coordinator, scripted_run, spec_file):
     text = shown.decode()
     for words in ("step 6/6", "held-out 0.350 → 0.750", "trainer-0: learn", "waits for lease on host/cpu:0"):
         assert words in text
+
+
+def test_a_named_data_directory_without_a_fleet_never_means_another_fleet(tmp_path, monkeypatch):
+    monkeypatch.delenv("HEADRACE_URL", raising=False)
+    target = find_target(None, tmp_path / "nobody")
+    assert (target.url, target.known) == ("", False)
+    with pytest.raises(CommandError, match="no fleet runs on the given --data-dir"), connect(target):
+        pass

@@ -133,7 +133,10 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
             case "exit":
                 words = message.exit.last_words.strip().splitlines()[-1:] or ["no last words"]
                 reason = f"exited with {message.exit.exit_status}: {words[0]}"
-                log.warning("%s %s", message.exit.instance, reason)
+                if (
+                    message.exit.incarnation in self._fleet.names
+                ):  # A reconnecting supervisor repeats old ends.
+                    log.warning("%s %s", message.exit.instance, reason)
                 self._fleet.exited(message.exit.incarnation, reason)
             case "scale_result":
                 result = message.scale_result
