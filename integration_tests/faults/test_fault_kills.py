@@ -67,6 +67,11 @@ def test_a_dead_trainers_versions_are_abandoned_and_made_again(fleet, gate, spec
     assert slots[0] == slots[1], "the slots go back to the front, in order"
 
 
+def test_a_submission_waits_for_an_instance_that_is_being_restarted(fleet, spec_of):
+    fleet.kill("trainer-0")
+    fleet.succeed(fleet.submit(spec_of(steps=1)))
+
+
 def test_an_acknowledged_submission_survives_any_kill(fleet, spec_of):
     fleet.ready(*WORKERS)
     run = fleet.submit(spec_of(steps=1), idempotency_key="survives")
@@ -98,6 +103,7 @@ def kill_at_a_random_moment(fleet, spec_of, instance, seed):
 EVERYBODY = ["rollout-0", "reward-0", "trainer-0", "coordinator", "store"]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("seed", "instance"), enumerate(EVERYBODY))
 def test_a_kill_at_a_random_moment(slow_fleet, spec_of, instance, seed):
     kill_at_a_random_moment(slow_fleet, spec_of, instance, seed)

@@ -19,7 +19,7 @@ from headrace_coordinator.data.dataset import Dataset
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain import runs
 from headrace_coordinator.domain.runs import RunState
-from headrace_coordinator.fleet import Fleet
+from headrace_coordinator.fleet import RESTART_S, Fleet
 from headrace_coordinator.kernel import Kernel
 from headrace_coordinator.problems import Impossible, nearest
 from headrace_coordinator.projections import RunProjection
@@ -130,6 +130,15 @@ class Coordinator:
         """See `Control.check`."""
         return check(spec, self._fleet_view())
 
+    async def _check_patiently(self, spec: RunSpec) -> list[KeyProblemView]:
+        """As `check`, but an instance that is just being restarted is waited for."""
+        if self.check(spec) and self.fleet.restarting():
+            with contextlib.suppress(WaitTimeout):
+                await self.kernel.wait_until(
+                    lambda: not self.check(spec), RESTART_S, "instances to be restarted"
+                )
+        return self.check(spec)
+
     def _fleet_view(self) -> FleetView:
         return FleetView.of(present.instance_views(self.fleet))
 
@@ -138,7 +147,7 @@ class Coordinator:
         body = _digest(spec.model_dump(mode="json"))
         if known := self._known(idempotency_key, body):
             return self.run(known)
-        if problems := self.check(spec):
+        if problems := await self._check_patiently(spec):
             raise Refused("INVALID", "the fleet cannot run this spec", problems)
         run_id = f"{spec.name}-{uuid.uuid4().hex[:6]}"
         now = self.kernel.now()

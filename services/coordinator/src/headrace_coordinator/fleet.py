@@ -19,6 +19,9 @@ from headrace_coordinator.kernel import Kernel
 from headrace_coordinator.ports import Connect, InstanceDown, Port
 from headrace_coordinator.waits import Waits, WaitTimeout
 
+RESTART_S = 20.0
+"""How long a supervisor's restart of a process may take before nobody counts on it."""
+
 
 class FleetSettings(msgspec.Struct, frozen=True):
     """Times of the lifeline, in seconds."""
@@ -61,6 +64,7 @@ class Fleet:
         self._ports: dict[str, Port] = {}
         self._renewed_at: dict[int, float] = {}
         self._silent_since: dict[str, float] = {}
+        self._last_exit = float("-inf")
         self._expiry_from = kernel.now() + settings.lease_ttl
 
     # --- the lifeline, from below
@@ -129,6 +133,7 @@ class Fleet:
     def exited(self, incarnation: str, reason: str) -> None:
         """A supervisor saw the process end: its devices are free at once."""
         now = self.kernel.now()
+        self._last_exit = now
         self._post_ends(leases.plan_exit(self.kernel.state.table, incarnation, now))
         if incarnation in self.kernel.state.instances or self._quarantines(incarnation):
             self.kernel.post(ev.InstanceLost(at=now, incarnation=incarnation, reason=reason, proven=True))
@@ -184,6 +189,12 @@ class Fleet:
         for incarnation, name in self.names.items():
             text = text.replace(incarnation, name)
         return text
+
+    def restarting(self) -> bool:
+        """A process ended a moment ago, or runs and has not registered yet: more instances may come."""
+        supervised = {who for supervisor in self.supervisors.values() for who in supervisor.incarnations}
+        recent = self.kernel.now() - self._last_exit < RESTART_S
+        return recent or not supervised <= self.kernel.state.instances.keys()
 
     async def fate(self, incarnation: str, patience: float = 2.0) -> bool:
         """After a failed call: waits a little for the instance's end to be noticed; True when it seems alive."""
