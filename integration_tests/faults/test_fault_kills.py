@@ -103,7 +103,6 @@ def kill_at_a_random_moment(fleet, spec_of, instance, seed):
 EVERYBODY = ["rollout-0", "reward-0", "trainer-0", "coordinator", "store"]
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize(("seed", "instance"), enumerate(EVERYBODY))
 def test_a_kill_at_a_random_moment(slow_fleet, spec_of, instance, seed):
     kill_at_a_random_moment(slow_fleet, spec_of, instance, seed)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import sys
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -39,6 +40,10 @@ from headrace_servicekit.client import dial
 from headrace_servicekit.instance import Instance, InstanceConfig
 from headrace_servicekit.server import GrpcServer
 from headrace_servicekit.weights import WeightServicer, WeightStore
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from rollout_calls import HEADER, RUN
 
 WAIT_S = 30.0
 
@@ -191,8 +196,6 @@ def resumed():
     return resume
 
 
-RUN = "runs/test"
-HEADER = common_pb2.CommandHeader(request_id="r", run=RUN, coordinator_epoch=1, lease_epoch=1)
 DATA_TYPES = {torch.float32: common_pb2.DATA_TYPE_FLOAT32, torch.bfloat16: common_pb2.DATA_TYPE_BFLOAT16}
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-import os
 import subprocess
 import sys
 
@@ -13,26 +11,12 @@ import pytest
 from headrace.common.v1 import common_pb2
 from headrace.rollout.v1 import rollout_pb2
 from headrace_modelkit.presets.tiny import tiny_model
-from headrace_rollout.custody import Custody
-from headrace_rollout.generation import Generation
 from headrace_servicekit.digests import trajectory_digest
-from headrace_servicekit.errors import message_of, reason_of
-
-RUN = "runs/test"
-HEADER = common_pb2.CommandHeader(request_id="r", run=RUN, coordinator_epoch=1, lease_epoch=1)
+from rollout_calls import HEADER, RUN, refused
 
 
 def sampled(trajectory):
     return [i for segment in trajectory.segments[1:] for i in segment.tokens.token_ids]
-
-
-async def refused(awaitable, reason, *words):
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await awaitable
-    assert reason_of(caught.value) == reason, caught.value
-    for word in words:
-        assert word in message_of(caught.value)
-    return caught.value.code()
 
 
 async def test_generate_sends_whole_trajectories(rollout, assignments, codec):
@@ -150,16 +134,6 @@ async def test_state_that_cannot_be_restored_starts_the_sample_again(rollout, as
         assert sampled(found[0, 0]) == sampled(expected[0, 0])
 
 
-def test_custody_keeps_the_latest_attempt():
-    custody = Custody(1000)
-    for attempt in (1, 3, 2):
-        custody.add(common_pb2.Trajectory(attempt=attempt, completion_text="x" * attempt))
-    (item,) = custody.items()
-    assert item.attempt == 3 and custody.size_bytes == item.size_bytes
-    custody.release([item.sample])
-    assert not custody.items() and custody.size_bytes == 0
-
-
 async def test_abort_sends_partials_on_the_stream(rollout, assignments):
     call = await rollout.generate(assignments, chunk_tokens=1, max_new_tokens=90).start()
     await call.read_until(lambda call: call.chunks)
@@ -262,93 +236,6 @@ async def test_suspend_gives_memory_back_and_wake_takes_it_in_order(
     assert {key: sampled(t) for key, t in after.items()} == {key: sampled(t) for key, t in before.items()}
 
 
-async def test_custody_lasts_until_released(rollout, assignments):
-    trajectories = await (await rollout.generate(assignments).start()).read_all()
-    await (await rollout.generate(assignments[:1], evaluation=True, seed=99).start()).read_all()
-    inventory = await rollout.stub.ListInventory(rollout_pb2.ListInventoryRequest(header=HEADER))
-    assert len(inventory.items) == 12
-    for item in inventory.items:
-        kept = trajectories[item.sample.prompt_ordinal, item.sample.sample_index]
-        assert (item.body_digest, item.attempt, item.size_bytes) == (kept.body_digest, 1, kept.ByteSize())
-    keys = [item.sample for item in inventory.items]
-    wanted = [keys[0], keys[5], common_pb2.SampleKey(prompt_ordinal=99)]
-    fetch = rollout.stub.FetchTrajectories(
-        rollout_pb2.FetchTrajectoriesRequest(header=HEADER, samples=wanted)
-    )
-    fetched = [trajectory async for response in fetch for trajectory in response.trajectories]
-    assert fetched == [trajectories[key.prompt_ordinal, key.sample_index] for key in wanted[:2]]
-    for _ in range(2):
-        await rollout.stub.ReleaseTrajectories(
-            rollout_pb2.ReleaseTrajectoriesRequest(header=HEADER, samples=keys[:11])
-        )
-    inventory = await rollout.stub.ListInventory(rollout_pb2.ListInventoryRequest(header=HEADER))
-    assert [item.sample for item in inventory.items] == keys[11:]
-
-
-async def test_a_caller_that_goes_away_leaves_no_work_and_loses_no_body(rollout, assignments):
-    call = await rollout.generate(assignments, chunk_tokens=1, max_new_tokens=110).start()
-    await call.read_until(lambda call: len(call.finished()) >= 1)
-    call.call.cancel()
-    again = await (await rollout.generate(assignments[:1], evaluation=True).start()).read_all()
-    assert len(again) == 3
-    paused = await rollout.stub.Pause(rollout_pb2.PauseRequest(header=HEADER))
-    assert paused.partial_count == 0, "nothing runs for a caller that is gone"
-    inventory = await rollout.stub.ListInventory(rollout_pb2.ListInventoryRequest(header=HEADER))
-    assert len(call.finished()) <= len(inventory.items) < 12
-
-
-async def test_full_custody_takes_no_more_work_until_released(rollout, assignments, monkeypatch):
-    monkeypatch.setattr("headrace_rollout.run.CUSTODY_BYTES", 500)
-    await rollout.stub.CloseRun(rollout_pb2.CloseRunRequest(header=HEADER))
-    await rollout.reopen()
-    trajectories = await (await rollout.generate(assignments).start()).read_all()
-    call = await rollout.generate(assignments).start()
-    code = await refused(call.read_all(), "CUSTODY_FULL", "12 trajectories", "ReleaseTrajectories")
-    assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
-    assert await (await rollout.generate(assignments, evaluation=True).start()).read_all()
-    keys = [trajectory.sample for trajectory in trajectories.values()]
-    await rollout.stub.ReleaseTrajectories(
-        rollout_pb2.ReleaseTrajectoriesRequest(header=HEADER, samples=keys)
-    )
-    assert len(await (await rollout.generate(assignments).start()).read_all()) == 12
-
-
-async def test_assignments_beyond_the_bound_wait_at_the_caller(rollout, assignments, monkeypatch):
-    monkeypatch.setattr("headrace_rollout.generation.WAITING_SAMPLES", 4)
-    await rollout.stub.CloseRun(rollout_pb2.CloseRunRequest(header=HEADER))
-    await rollout.reopen(max_concurrency=1)
-    call = await rollout.generate([], half_close=False, chunk_tokens=1).start()
-    for assignment in assignments:
-        await call.assign([assignment])
-    await call.call.done_writing()
-    most = 0
-
-    def look(call):
-        nonlocal most
-        most = max(most, rollout.engine.waiting_samples)
-        return False
-
-    await call.read_until(look)
-    assert len(call.finished()) == 12 and 4 < most <= 4 + 3
-
-
-async def test_what_finished_unsent_when_a_caller_left_is_kept(rollout, assignments):
-    run = rollout.servicer._run
-    opening = rollout_pb2.GenerateOpen(header=HEADER, policy_number=1, max_new_tokens=8, chunk_tokens=1)
-
-    async def requests():
-        yield rollout_pb2.GenerateRequest(assign=rollout_pb2.AssignGroups(groups=assignments))
-
-    generation = Generation(run, opening, "me", admit=lambda: None, after_response=lambda: None)
-    responses = generation.responses(requests())
-    await anext(responses)
-    async with asyncio.timeout(30):
-        while run.engine.figures.samples < 12:  # noqa: ASYNC110  # counted in a thread
-            await asyncio.sleep(0.01)
-    await responses.aclose()
-    assert len(run.custody) == 12
-
-
 async def test_score_gives_the_sampled_log_probs(rollout, assignments):
     trajectories = await (await rollout.generate(assignments, temperature=0.5).start()).read_all()
     sequences, expected = [], []
@@ -420,60 +307,6 @@ async def test_generate_needs_the_version_and_an_awake_engine(rollout, assignmen
     assert len(await (await rollout.generate(assignments).start()).read_all()) == 12
 
 
-async def test_a_stale_epoch_or_a_missing_lease_changes_nothing(rollout, assignments, publish):
-    stale = common_pb2.CommandHeader(run=RUN, coordinator_epoch=0, lease_epoch=1)
-    await refused(rollout.stub.Pause(rollout_pb2.PauseRequest(header=stale)), "EPOCH_STALE")
-    rollout.instance.fence.release(1)
-    await refused(rollout.install(publish(tiny_model(seed=4), 2)), "EPOCH_STALE", "lease")
-    for groups in ([], assignments):
-        call = await rollout.generate(groups).start()
-        await refused(call.read_all(), "EPOCH_STALE", "lease")
-
-
-async def test_a_revoked_lease_sends_partials_and_frees_the_device(rollout, assignments):
-    call = await rollout.generate(assignments, chunk_tokens=1, max_new_tokens=110).start()
-    await call.read_until(lambda call: call.chunks)
-    assert await rollout.instance.on_revoke(1, 1.0) > 0
-    await call.read_all()
-    assert call.partials
-    again = rollout.generate(assignments)
-    await refused((await again.start()).read_all(), "POLICY_MISMATCH", "none is installed")
-    # The next lease begins as the first one did, also when the engine was suspended before.
-    for _ in range(2):
-        await rollout.install(rollout.last)
-        assert len(await (await rollout.generate(assignments).start()).read_all()) == 12
-        await rollout.stub.Pause(rollout_pb2.PauseRequest(header=HEADER))
-        await rollout.stub.Suspend(rollout_pb2.SuspendRequest(header=HEADER))
-        await rollout.instance.on_revoke(1, 1.0)
-
-
-async def test_a_lease_that_is_not_renewed_makes_no_more_tokens_until_it_is(rollout, assignments):
-    call = await rollout.generate(assignments, half_close=False, chunk_tokens=1, max_new_tokens=110).start()
-    await call.read_until(lambda call: call.chunks)
-    rollout.instance.fence.release(1)
-    await rollout.instance.on_quiesce(1)
-    await call.assign(assignments)
-    await refused(call.read_all(), "EPOCH_STALE", "lease")
-    assert call.partials
-    rollout.instance.fence.grant(1)
-    assert len(await (await rollout.generate(assignments).start()).read_all()) == 12
-
-
-async def test_a_grant_sets_cores_and_threads_of_the_decoding_thread(rollout):
-    cores = sorted(os.sched_getaffinity(0))
-    if len(cores) < 2:
-        pytest.skip("needs two cores")
-    try:
-        lease = common_pb2.Lease(epoch=2, devices=[f"host/cpu:{core}" for core in cores[:2]])
-        await rollout.instance.on_grant(lease)
-        assert rollout.decoding_threads() == 2
-        await rollout.instance.on_revoke(2, 1.0)
-        assert rollout.decoding_threads() == 1
-    finally:
-        for thread in os.listdir("/proc/self/task"):
-            os.sched_setaffinity(int(thread), cores)
-
-
 async def test_episodes_are_not_offered(rollout):
     call = rollout.stub.RunEpisodes(iter([rollout_pb2.RunEpisodesRequest(header=HEADER)]))
     with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -496,3 +329,12 @@ async def test_figures_reach_the_session(rollout, assignments):
 def test_the_command_line_starts_without_torch():
     script = "import sys, headrace_rollout.__main__; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], timeout=60, check=False).returncode == 0
+
+
+async def test_a_fault_while_reading_assignments_ends_the_stream(rollout, assignments, monkeypatch):
+    def broken(groups, codec):
+        raise RuntimeError("a broken tokenizer")
+
+    monkeypatch.setattr("headrace_rollout.generation.groups_of", broken)
+    call = await rollout.generate(assignments).start()
+    await refused(call.read_all(), "BUG", "a broken tokenizer")

@@ -55,7 +55,7 @@ class Fleet:
     def __init__(self, kernel: Kernel, connect: Connect, settings: FleetSettings) -> None:
         self.kernel = kernel
         self.settings = settings
-        self.waits = Waits()
+        self.waits = Waits(kernel.now)
         self.sessions: dict[str, Session] = {}
         self.supervisors: dict[str, Supervisor] = {}
         self.busy: dict[str, str] = {}

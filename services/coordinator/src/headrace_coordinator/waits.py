@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 
@@ -15,21 +15,28 @@ class WaitTimeout(Exception):
 class Waits:
     """What each run waits for now."""
 
-    def __init__(self) -> None:
-        self._by_run: dict[str, list[str]] = defaultdict(list)
+    def __init__(self, now: Callable[[], float]) -> None:
+        self._now = now
+        self._by_run: dict[str, list[tuple[str, float, float]]] = defaultdict(list)
 
     @contextmanager
-    def named(self, run: str, what: str) -> Iterator[None]:
-        """Shows `what` while the body runs."""
-        self._by_run[run].append(what)
+    def named(self, run: str, what: str, *, after: float = 0.0) -> Iterator[None]:
+        """Shows `what` while the body runs; with `after`, once it has lasted so many seconds, and for how long."""
+        entry = (what, self._now(), after)
+        self._by_run[run].append(entry)
         try:
             yield
         finally:
-            self._by_run[run].remove(what)
+            self._by_run[run].remove(entry)
 
     def of(self, run: str) -> list[str]:
         """What a run waits for."""
-        return list(self._by_run.get(run, ()))
+        now = self._now()
+        return [
+            f"{what}, for {now - since:.0f} s" if after else what
+            for what, since, after in self._by_run.get(run, ())
+            if now - since >= after
+        ]
 
 
 class Pulse:

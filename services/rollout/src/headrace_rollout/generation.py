@@ -73,6 +73,9 @@ class Generation:
                 await self._assign(request)
         except ServiceError as error:
             self._inbox.put_nowait(error)
+        except Exception as error:  # noqa: BLE001  # without its reader, a stream would stay open for ever
+            message = f"reading assignments failed: {type(error).__name__}: {error}"
+            self._inbox.put_nowait(ServiceError(grpc.StatusCode.INTERNAL, "BUG", message))
         else:
             self._inbox.put_nowait(None)
 

@@ -9,6 +9,7 @@ from headrace_coordinator.domain.state import InstanceState
 from headrace_coordinator.fleet import Fleet
 from headrace_coordinator.ports import InstanceDown
 from headrace_coordinator.run.members import Member, RewardMember, RolloutMember, TrainerMember
+from headrace_coordinator.run.watched_port import WatchedPort
 from headrace_coordinator.spec import RunSpec
 
 
@@ -85,7 +86,7 @@ class Crew:
         states = await self.fleet.claim(self.run, "rollout", count, self.fleet_timeout)
         for state in states:
             if state.incarnation not in known:
-                member = RolloutMember(self.run, state, self.fleet.port(state.incarnation), self._epoch)
+                member = RolloutMember(self.run, state, self._port(state), self._epoch)
                 await member.open_run(self._section_json("model", "rollout", "seed"))
                 self.rollouts.append(member)
                 self.adopt_leases()
@@ -100,7 +101,7 @@ class Crew:
                 state.incarnation not in known
                 and self.fleet.busy.get(state.incarnation, self.run) == self.run
             ):
-                member = RewardMember(self.run, state, self.fleet.port(state.incarnation), self._epoch)
+                member = RewardMember(self.run, state, self._port(state), self._epoch)
                 await member.open_run(self.spec.reward.model_dump_json())
                 self.fleet.busy[state.incarnation] = self.run
                 self.rewards.append(member)
@@ -109,8 +110,11 @@ class Crew:
     def _epoch(self) -> int:
         return self.fleet.kernel.state.epoch
 
+    def _port(self, state: InstanceState) -> WatchedPort:
+        return WatchedPort(self.fleet.port(state.incarnation), self.fleet.waits, self.run, state.instance)
+
     def _trainer(self, state: InstanceState, rank: int) -> TrainerMember:
-        return TrainerMember(self.run, state, self.fleet.port(state.incarnation), self._epoch, rank=rank)
+        return TrainerMember(self.run, state, self._port(state), self._epoch, rank=rank)
 
     def _section_json(self, *sections: str) -> str:
         whole = self.spec.model_dump(mode="json")

@@ -139,17 +139,19 @@ class Generation:
 
     async def _drive(self, member: RolloutMember) -> None:
         started, why = self._context.kernel.now(), "its Generate stream ended early"
+        over = asyncio.Event()
+        assignments, limit = self._assignments(member, over), self._context.spec.limits.step_timeout_s
         try:
-            async for response in member.generate(
-                self._opening(), self._assignments(member), self._context.spec.limits.step_timeout_s
-            ):
+            async for response in member.generate(self._opening(), assignments, limit):
                 for chunk in response.chunks:
                     await self._take_chunk(member, chunk)
         except InstanceDown as fault:
             why = str(fault)
             await self._context.lost(member, why)
         finally:
-            # However a stream ends, samples that it did not finish are made again.
+            # However a stream ends, samples that it did not finish are made again, and not handed to it once more:
+            # gRPC still reads `assignments` when the stream is broken.
+            over.set()
             self._requeue(member, why)
             self._meter.add("generate", (started, self._context.kernel.now()), member.devices)
             self._news.beat()
@@ -176,8 +178,10 @@ class Generation:
             deterministic=spec.deterministic,
         )
 
-    async def _assignments(self, member: RolloutMember) -> AsyncIterator[rollout.AssignGroups]:
-        while not self.complete:
+    async def _assignments(
+        self, member: RolloutMember, over: asyncio.Event
+    ) -> AsyncIterator[rollout.AssignGroups]:
+        while not (self.complete or over.is_set()):
             news = self._news.next()
             live = sum(self._crew.fleet.alive(m.incarnation) for m in self._crew.rollouts)
             work = self._dispatcher.take(member.incarnation, member.max_concurrency, live)

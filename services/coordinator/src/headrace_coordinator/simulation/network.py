@@ -28,6 +28,30 @@ class Answers(Protocol):
         """A stream."""
 
 
+class Written:
+    """A caller's requests on their way, as gRPC takes them: in a task of its own.
+
+    That task learns of a broken stream only once it has the next request, which is lost.
+    """
+
+    def __init__(self, requests: AsyncIterator[Any]) -> None:
+        self.broken = False
+        self._sent: asyncio.Queue[Any] = asyncio.Queue()
+        self.task = asyncio.ensure_future(self._write(requests))
+
+    async def _write(self, requests: AsyncIterator[Any]) -> None:
+        async for request in requests:
+            if self.broken:
+                return
+            self._sent.put_nowait(request)
+        self._sent.put_nowait(None)
+
+    async def read(self) -> AsyncIterator[Any]:
+        """The instance's side."""
+        while (request := await self._sent.get()) is not None:
+            yield request
+
+
 class SimulatedPort:
     """A `Port` to one imaginary instance."""
 
@@ -86,7 +110,8 @@ class SimulatedPort:
     ) -> AsyncIterator[Any]:
         self.calls[method] += 1
         await self._travel(timeout)
-        source = self._instance.handle_stream(method, requests)
+        written = Written(requests)
+        source = self._instance.handle_stream(method, written.read())
         try:
             while True:
                 response = await self._next(source, method)
@@ -96,7 +121,12 @@ class SimulatedPort:
                 yield response
                 if self._happens(0.03):
                     yield response
+        except InstanceDown:
+            written.broken = True
+            raise
         finally:
+            if not written.broken:
+                written.task.cancel()
             await source.aclose()  # type: ignore[attr-defined]
 
     async def _next(self, source: AsyncIterator[Any], method: str) -> Any:
