@@ -30,7 +30,10 @@ def make_learner(make_config):
             return finite(work)
 
         algorithm = build_algorithm(config.algorithm)
-        return Learner(config, algorithm, world_size, shared=True, run_round=run_round), rounds
+        learner = Learner(
+            config, algorithm, world_size, shared=True, run_round=run_round, gradient_holds=lambda: True
+        )
+        return learner, rounds
 
     return make
 

@@ -117,6 +117,35 @@ async def test_a_set_mismatch_aborts_the_attempt_and_leaves_the_weights(client, 
     assert clean.version.digest == aborted.version.digest
 
 
+async def test_the_replay_of_a_non_finite_gradient_quarantines_its_culprits(
+    client, make_config, make_settled, settled_digest
+):
+    """Finite losses whose gradients overflow: only the gradient shows it, and only group by group shows whose."""
+    config = make_config(algorithm={"normalize_std": False})
+    version = (await client.open(config)).version
+    healthy = [make_settled(prompt, version=version) for prompt in (0, 2)]
+    culprits = [make_settled(prompt, version=version, rewards=[1e25, 0, 0, 0]) for prompt in (1, 3)]
+    groups = sorted([*healthy, *culprits], key=lambda group: group.prompt_ordinal)
+    await client.begin(0, 1, 1, 2)
+    await client.learn(0, 1, groups)
+    reply = await client.commit(0, 1, 1, 2, settled_digest(groups))
+    assert reply.result == pb.COMMIT_RESULT_NONFINITE and not reply.HasField("version")
+
+    await client.begin(0, 2, 1, 3)
+    responses = await client.learn(0, 2, groups)
+    outcomes = {o.prompt_ordinal: o for response in responses for o in response.outcomes}
+    kept = {prompt for prompt, o in outcomes.items() if o.disposition == pb.GROUP_DISPOSITION_ACCUMULATED}
+    assert kept == {0, 2} and "gradient" in outcomes[1].detail
+    reply = await client.commit(0, 2, 1, 3, settled_digest(healthy))
+    assert reply.result == pb.COMMIT_RESULT_NONFINITE, "what was accumulated before a culprit went with it"
+
+    await client.begin(0, 3, 1, 4)
+    await client.learn(0, 3, healthy)
+    reply = await client.commit(0, 3, 1, 4, settled_digest(healthy))
+    assert reply.result == pb.COMMIT_RESULT_COMMITTED and reply.group_count == 2
+    assert np.isfinite(reply.figures["grad_norm"])
+
+
 async def test_stale_damaged_and_foreign_groups_are_refused(client, make_settled):
     version = (await client.open()).version
     await client.begin(0, 1, 1, 2)

@@ -21,6 +21,8 @@ from headrace_trainer.samples import Disposition, Group, GroupRecord, Member, Ro
 
 RunRound = Callable[[list[Rows]], bool]
 """Runs one micro round with an entry of work for each rank; whether it was finite everywhere."""
+GradientHolds = Callable[[], bool]
+"""Whether the accumulated gradient is finite; when it is not, the accumulators have been emptied."""
 
 
 @dataclass(frozen=True)
@@ -42,12 +44,14 @@ class Learner:
         *,
         shared: bool,
         run_round: RunRound,
+        gradient_holds: GradientHolds,
     ) -> None:
         self._config = config
         self._algorithm = algorithm
         self._world_size = world_size
         self._shared = shared
         self._run_round = run_round
+        self._gradient_holds = gradient_holds
 
     def learn(self, state: steps.StepState, groups: Many[Group]) -> steps.StepState:
         """The state after these groups; each one's record is in `state.groups`. Raises Refusal CONFLICT."""
@@ -59,9 +63,12 @@ class Learner:
             else:
                 state = steps.learned(state, record)
         alone = [[prepared] for prepared in fresh.values()]
-        # One packing a group, whatever else has arrived, is what makes two runs equal.
-        for batch in alone if self._config.deterministic else [list(fresh.values())]:
+        # One packing a group, whatever else has arrived, is what makes two runs equal; and finds a culprit.
+        apart = self._config.deterministic or state.careful
+        for batch in alone if apart else [list(fresh.values())]:
             state = self._accumulate(state, batch)
+            if state.careful and not self._gradient_holds():
+                state = _quarantined(state, batch[0].record)
         return state
 
     def _refusal(self, state: steps.StepState, group: Group) -> GroupRecord | None:
@@ -156,14 +163,15 @@ class Learner:
         return inside, outside
 
 
-def _nonfinite(record: GroupRecord) -> GroupRecord:
-    return GroupRecord(
-        record.prompt_ordinal,
-        record.digest,
-        record.keys,
-        Disposition.NONFINITE,
-        "the loss is not finite under the current weights",
-    )
+def _nonfinite(record: GroupRecord, what: str = "loss") -> GroupRecord:
+    detail = f"the {what} is not finite under the current weights"
+    return GroupRecord(record.prompt_ordinal, record.digest, record.keys, Disposition.NONFINITE, detail)
+
+
+def _quarantined(state: steps.StepState, record: GroupRecord) -> steps.StepState:
+    """Without the group, and without hope for the attempt: what the others had accumulated went with it."""
+    taint = f"prompt {record.prompt_ordinal} has a gradient that is not finite"
+    return steps.learned(state, _nonfinite(record, "gradient"), taint=taint)
 
 
 def _taint(partly_inside: bool, prepared: Prepared) -> str:

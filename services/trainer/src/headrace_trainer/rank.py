@@ -64,6 +64,8 @@ class Rank:
         """Does this rank's part of a round; what it returns matters on the leader only."""
         if header.kind == "micro":
             return self.backend.micro(header.work[self.gang.rank]).finite
+        if header.kind == "check":
+            return self.backend.gradient_is_finite()
         if header.kind == "infer":
             return self._infer(header)
         if header.kind == "commit":
@@ -120,8 +122,8 @@ class Rank:
         return Copies(weights, optimizer, self.backend.optimizer_steps)
 
 
-def micro_finite(result: object) -> bool:
-    """The result of a micro round."""
+def is_finite(result: object) -> bool:
+    """The result of a micro or a check round."""
     assert isinstance(result, bool)
     return result
 

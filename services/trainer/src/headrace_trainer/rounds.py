@@ -17,7 +17,7 @@ import msgspec
 from headrace_trainer.gang import Gang
 from headrace_trainer.samples import Rows
 
-Kind = Literal["restore", "micro", "infer", "publish", "snapshot", "commit", "abort", "leave"]
+Kind = Literal["restore", "micro", "check", "infer", "publish", "snapshot", "commit", "abort", "leave"]
 
 STUCK_EXIT_CODE = 70
 # Restoring downloads or dequantises a model and may run a supervised warm-up.

@@ -28,7 +28,7 @@ from headrace_trainer.figures import step_figures
 from headrace_trainer.learner import Learner
 from headrace_trainer.packing import plan_batches, plan_rows
 from headrace_trainer.publishing import Publisher
-from headrace_trainer.rank import Copies, Rank, commit_report, micro_finite
+from headrace_trainer.rank import Copies, Rank, commit_report, is_finite
 from headrace_trainer.rounds import RoundLost, Rounds
 from headrace_trainer.samples import Group, GroupRecord, Rows, Sequence
 from headrace_trainer.saver import Saver
@@ -278,12 +278,19 @@ class Session:
             self._rank.gang.world_size,
             shared=self._shared,
             run_round=self._micro,
+            gradient_holds=self._gradient_holds,
         )
 
     def _micro(self, work: list[Rows]) -> bool:
         begun = self.state.begun
         assert begun is not None
-        return micro_finite(self._lead("micro", work=work, step=begun.step, attempt=begun.attempt))
+        return is_finite(self._lead("micro", work=work, step=begun.step, attempt=begun.attempt))
+
+    def _gradient_holds(self) -> bool:
+        if is_finite(self._lead("check")):
+            return True
+        self._drop_accumulators()
+        return False
 
     def _apply(self, command: steps.Commit) -> steps.CommitReply:
         config = self._rank.config

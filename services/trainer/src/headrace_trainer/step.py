@@ -79,7 +79,10 @@ class CommitReply:
 
 @dataclass(frozen=True)
 class StepState:
-    """Everything the reducer remembers. `lineage` maps live version numbers to ordinals."""
+    """Everything the reducer remembers. `lineage` maps live version numbers to ordinals.
+
+    An attempt at `suspect_step` has failed for a gradient that was not finite.
+    """
 
     phase: Phase = Phase.EMPTY
     version: Version | None = None
@@ -88,9 +91,15 @@ class StepState:
     begun: Begin | None = None
     groups: Mapping[int, GroupRecord] = field(default_factory=dict)
     tainted: str = ""
+    suspect_step: int = -1
     closed: tuple[int, int] = (-1, 0)
     last_commit: Commit | None = None
     last_reply: CommitReply | None = None
+
+    @property
+    def careful(self) -> bool:
+        """The open attempt replays one whose gradient was not finite: each group's is looked at."""
+        return self.begun is not None and self.begun.step == self.suspect_step
 
     @property
     def accumulated(self) -> list[GroupRecord]:
@@ -266,7 +275,9 @@ def committed(state: StepState, command: Commit, reply: CommitReply) -> StepStat
 
 def refused(state: StepState, command: Commit, reply: CommitReply) -> StepState:
     """After a mismatch or a non-finite gradient: the attempt is over and the base is still held."""
-    return replace(aborted(state, command.step, command.attempt), last_commit=command, last_reply=reply)
+    suspect = command.step if reply.result is Result.NONFINITE else state.suspect_step
+    over = aborted(state, command.step, command.attempt)
+    return replace(over, suspect_step=suspect, last_commit=command, last_reply=reply)
 
 
 def recorded(state: StepState, step: int, attempt: int, number: int) -> StepState:

@@ -66,6 +66,9 @@ class Backend(Protocol):
     def micro(self, rows: Rows) -> MicroReport:
         """Accumulates the loss gradient of a micro-batch; no rows: a zero-weight dummy."""
 
+    def gradient_is_finite(self) -> bool:
+        """Whether what is accumulated so far has a finite norm over all ranks. Costs a reduction."""
+
     def infer(self, rows: Rows) -> list[list[float]]:
         """Log-probs of the trained tokens, a list for each sequence, in order; no rows: a dummy."""
 

@@ -112,6 +112,13 @@ class FsdpBackend:
             self._figures.merge(found)
         return MicroReport(finite=True)
 
+    def gradient_is_finite(self) -> bool:
+        """See `Backend`."""
+        if self._dirty:
+            self._sharded.finish_backward()
+            self._dirty = False
+        return math.isfinite(self._global_norm(self._sharded.gradients()))
+
     def infer(self, rows: Rows) -> list[list[float]]:
         """See `Backend`."""
         batch = self._pack(rows or DUMMY)
