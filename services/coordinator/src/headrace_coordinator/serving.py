@@ -42,7 +42,7 @@ def _secret(path: Path | str | None) -> str | None:
 async def serve(arguments: argparse.Namespace) -> None:
     """Serves until SIGTERM; raises `Refusal`."""
     configure_logging(level=arguments.log_level)
-    store = RedisStore(arguments.redis)
+    store = RedisStore(arguments.redis, password=_secret(arguments.redis_password_file))
     kernel = Kernel(store, time.time)
     await _open(kernel, arguments)
     token = _secret(arguments.token_file)

@@ -23,8 +23,8 @@ PAGE = 1000
 class RedisStore:
     """A `Store` on one Redis database; all keys begin with `prefix`."""
 
-    def __init__(self, url: str, prefix: str = "headrace") -> None:
-        self._redis: Any = Redis.from_url(url, socket_timeout=5, socket_connect_timeout=2)
+    def __init__(self, url: str, prefix: str = "headrace", password: str | None = None) -> None:
+        self._redis: Any = Redis.from_url(url, password=password, socket_timeout=5, socket_connect_timeout=2)
         self._prefix = prefix
         self._identity = ""
         script = files("headrace_coordinator.store").joinpath("append_if.lua").read_text()
