@@ -10,8 +10,10 @@ import time
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from headrace_servicekit.worker_pipes import become_worker, frame, read_frame
+
 from headrace_reward import judge, scorers
-from headrace_reward.pipes import become_child, encode, read_frame
+from headrace_reward.pipes import decode, encode
 from headrace_reward.scorers.base import Answer, ScorerError
 
 Sets = dict[str, list[judge.LoadedScorer]]
@@ -19,9 +21,10 @@ Sets = dict[str, list[judge.LoadedScorer]]
 
 def main() -> None:
     """Serves until the parent closes the pipe."""
-    reader, writer = become_child()
+    reader, writer = become_worker()
     loaded: Sets = {}
-    while (message := read_frame(reader)) is not None:
+    while (body := read_frame(reader)) is not None:
+        message = decode(body)
         if message["operation"] == "score":
             score(loaded, message["answers"], writer)
         elif message["operation"] == "open":
@@ -84,7 +87,7 @@ def score(loaded: Sets, answers: list[dict[str, Any]], writer: BinaryIO) -> None
 
 def _write(writer: BinaryIO, message: dict[str, Any]) -> None:
     # At once: the parent's clock for the next answer starts when it reads this one.
-    writer.write(encode(message))
+    writer.write(frame(encode(message)))
     writer.flush()
 
 

@@ -10,12 +10,13 @@ import contextlib
 import time
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
-from headrace_reward.children import Child, ChildGone, ChildTimeout, exit_description
+from headrace_servicekit.worker import Worker, WorkerGone, WorkerTimeout, exit_description
+
 from headrace_reward.config import PoolSettings
+from headrace_reward.pipes import CODEC, Message
 
-Message = dict[str, Any]
 # A child that died may have been killed from outside: who was in it deserves a second one before it is blamed.
 _TRIES = 2
 
@@ -125,7 +126,7 @@ class ScorerPool:
         while not self._queue.empty():
             _settle_exception(self._queue.get_nowait())
 
-    async def _work(self, child: Child | None) -> None:
+    async def _work(self, child: Worker[Message] | None) -> None:
         jobs: deque[_Job] = deque()
         try:
             while True:
@@ -148,7 +149,7 @@ class ScorerPool:
         share = min(self._settings.batch - 1, self._queue.qsize() // self._settings.children)
         return jobs + [self._queue.get_nowait() for _ in range(share)]
 
-    async def _replace(self, jobs: deque[_Job]) -> Child | None:
+    async def _replace(self, jobs: deque[_Job]) -> Worker[Message] | None:
         """A fresh child; where none can be had, the jobs are the scorer's fault and None comes back."""
         for attempt in range(1, _TRIES + 1):
             try:
@@ -160,24 +161,24 @@ class ScorerPool:
             _settle(jobs.popleft(), broken)
         return None
 
-    async def _judge(self, child: Child, jobs: deque[_Job]) -> bool:
+    async def _judge(self, child: Worker[Message], jobs: deque[_Job]) -> bool:
         """Judges jobs from the left, taking off what is settled; False when the child is no longer of use."""
         child.send({"operation": "score", "answers": [job.answer for job in jobs]})
         while jobs:
             begin = time.monotonic()
             try:
                 reply = await child.receive(self._timeout_s)
-            except ChildTimeout:
+            except WorkerTimeout:
                 detail = f"scoring took longer than reward.timeout_s = {self._timeout_s:g} s"
                 _settle(jobs.popleft(), Finding("answer", detail, wall_s=time.monotonic() - begin))
                 return False
-            except ChildGone:
+            except WorkerGone:
                 await self._blame(child, jobs, time.monotonic() - begin)
                 return False
             _settle(jobs.popleft(), Finding(**reply))
         return True
 
-    async def _blame(self, child: Child, jobs: deque[_Job], wall_s: float) -> None:
+    async def _blame(self, child: Worker[Message], jobs: deque[_Job], wall_s: float) -> None:
         """The child ended while it judged the leftmost job."""
         jobs[0].tries += 1
         status = await child.wait_or_kill()
@@ -185,8 +186,8 @@ class ScorerPool:
             detail = f"the scoring process {exit_description(status)}, {_TRIES} times"
             _settle(jobs.popleft(), Finding("answer", detail, wall_s=wall_s))
 
-    async def _start(self) -> Child:
-        child = await Child.start("headrace_reward.child", self._settings.memory_bytes)
+    async def _start(self) -> Worker[Message]:
+        child = await Worker.start("headrace_reward.child", CODEC, self._settings.memory_bytes)
         try:
             child.send(self._opening)
             at = _At("scorers", 0, "loaded")
@@ -198,7 +199,7 @@ class ScorerPool:
             raise
         return child
 
-    async def _load(self, child: Child, at: _At) -> _At | dict[str, list[str]]:
+    async def _load(self, child: Worker[Message], at: _At) -> _At | dict[str, list[str]]:
         """The next step of loading, which the child announces, or the digests at its end.
 
         So whoever hangs or dies has a name.
@@ -206,9 +207,9 @@ class ScorerPool:
         limit = self._settings.load_timeout_s if at.doing == "loaded" else self._timeout_s
         try:
             reply = await child.receive(limit)
-        except ChildTimeout as error:
+        except WorkerTimeout as error:
             raise at.fault(f"was {at.doing} for {limit:g} s without an end") from error
-        except ChildGone as error:
+        except WorkerGone as error:
             status = await child.wait_or_kill()
             raise at.fault(f"its process {exit_description(status)} while it was {at.doing}") from error
         if "error" in reply:
@@ -231,9 +232,9 @@ async def list_scorers(settings: PoolSettings) -> list[Message]:
     """Name, description and options_schema of every registered scorer, from a child made for the question.
 
     Raises:
-        ChildGone, ChildTimeout: the child could not tell.
+        WorkerGone, WorkerTimeout: the child could not tell.
     """
-    child = await Child.start("headrace_reward.child", settings.memory_bytes)
+    child = await Worker.start("headrace_reward.child", CODEC, settings.memory_bytes)
     async with contextlib.AsyncExitStack() as stack:
         stack.push_async_callback(child.kill)
         child.send({"operation": "catalogue"})

@@ -15,10 +15,11 @@ from typing import Any, TypeVar
 import numpy as np
 from headrace.simulator.v1 import simulator_pb2
 from headrace_servicekit.tensors import decode_tensor, encode_tensor
+from headrace_servicekit.worker_pipes import MAX_FRAME_BYTES, become_worker, frame, read_frame
 
 from headrace_simulator import backends
 from headrace_simulator.backends.base import Backend, BackendError, Observation, SimulatedEnvironment
-from headrace_simulator.pipes import MAX_FRAME_BYTES, Kind, become_child, encode, read_frame
+from headrace_simulator.pipes import Kind, Message, decode, encode
 from headrace_simulator.spaces import to_message
 
 _RESULT = TypeVar("_RESULT")
@@ -106,20 +107,20 @@ class Host:
 
 def main() -> None:
     """Serves until the parent closes the pipe."""
-    reader, writer = become_child()
+    reader, writer = become_worker()
     host = Host()
-    while (frame := read_frame(reader)) is not None:
+    while (body := read_frame(reader)) is not None:
         try:
-            answer = encode(*_answer(host, *frame))
+            answer = _answer(host, *decode(body))
         except BackendError as error:
             answer = _fault(error.field, error.message)
         except Raised as error:
             answer = _fault("options_json", str(error))
-        writer.write(answer)
+        writer.write(frame(encode(answer)))
         writer.flush()
 
 
-def _answer(host: Host, kind: Kind, payload: bytes) -> tuple[Kind, bytes]:
+def _answer(host: Host, kind: Kind, payload: bytes) -> Message:
     if kind is Kind.OPERATE:
         operation = simulator_pb2.EnvironmentOperation.FromString(payload)
         return kind, host.operate(operation).SerializeToString()
@@ -142,8 +143,8 @@ def catalogue() -> list[tuple[str, str]]:
     return listed
 
 
-def _fault(field: str, message: str) -> bytes:
-    return encode(Kind.FAULT, json.dumps({"field": field, "message": message}).encode())
+def _fault(field: str, message: str) -> Message:
+    return Kind.FAULT, json.dumps({"field": field, "message": message}).encode()
 
 
 def _fill(

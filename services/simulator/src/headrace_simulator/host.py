@@ -7,8 +7,9 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from headrace_simulator.children import Child, ChildGone, ChildTimeout, exit_description
-from headrace_simulator.pipes import Kind
+from headrace_servicekit.worker import Worker, WorkerGone, WorkerTimeout, exit_description
+
+from headrace_simulator.pipes import CODEC, Kind, Message
 
 MODULE = "headrace_simulator.child"
 
@@ -35,7 +36,7 @@ class ChildHost:
         self._opening = json.dumps(opening).encode()
         self._open_timeout_s = open_timeout_s
         self._turn = asyncio.Lock()
-        self._starting: asyncio.Task[Child] | None = None
+        self._starting: asyncio.Task[Worker[Message]] | None = None
 
     async def open(self) -> None:
         """Starts the child; HostFault or HostLost where it cannot make its environments."""
@@ -61,13 +62,13 @@ class ChildHost:
             child = await self._child()
             if generation is not None and generation != self.generation:
                 raise HostLost("the process that held it ended")
-            child.send(kind, payload_for(self.generation))
+            child.send((kind, payload_for(self.generation)))
             try:
                 return _payload(await child.receive(timeout_s)), self.generation
-            except ChildTimeout as error:
+            except WorkerTimeout as error:
                 await self._replace(child)
                 raise HostLost(f"it took longer than {timeout_s:g} s and was killed") from error
-            except ChildGone as error:
+            except WorkerGone as error:
                 status = await child.wait_or_kill()
                 await self._replace(child)
                 raise HostLost(f"its process {exit_description(status)}") from error
@@ -82,7 +83,7 @@ class ChildHost:
         if not starting.cancelled() and starting.exception() is None:
             await starting.result().kill()
 
-    async def _child(self) -> Child:
+    async def _child(self) -> Worker[Message]:
         if self._starting is None:
             self._starting = asyncio.create_task(self._start())
         try:
@@ -92,21 +93,21 @@ class ChildHost:
             self._starting = None
             raise
 
-    async def _replace(self, child: Child) -> None:
+    async def _replace(self, child: Worker[Message]) -> None:
         await child.kill()
         self.generation += 1
         # At once, so that a new environment stands ready when its reset comes.
         self._starting = asyncio.create_task(self._start())
 
-    async def _start(self) -> Child:
-        child = await Child.start(MODULE)
+    async def _start(self) -> Worker[Message]:
+        child = await Worker.start(MODULE, CODEC)
         try:
-            child.send(Kind.OPEN, self._opening)
+            child.send((Kind.OPEN, self._opening))
             self.spaces = _payload(await child.receive(self._open_timeout_s))
-        except ChildTimeout as error:
+        except WorkerTimeout as error:
             await child.kill()
             raise HostLost(f"making it took longer than {self._open_timeout_s:g} s") from error
-        except ChildGone as error:
+        except WorkerGone as error:
             status = await child.wait_or_kill()
             raise HostLost(f"its process {exit_description(status)} while it was made") from error
         except BaseException:
@@ -126,11 +127,11 @@ async def list_environments(timeout_s: float) -> list[tuple[str, str]]:
     """Backend and name of every environment, from a child made for the question.
 
     Raises:
-        ChildGone, ChildTimeout: the child could not tell.
+        WorkerGone, WorkerTimeout: the child could not tell.
     """
-    child = await Child.start(MODULE)
+    child = await Worker.start(MODULE, CODEC)
     try:
-        child.send(Kind.CATALOGUE)
+        child.send((Kind.CATALOGUE, b""))
         _, payload = await child.receive(timeout_s)
         return [(backend, name) for backend, name in json.loads(payload)]
     finally:

@@ -1,4 +1,4 @@
-"""The parent's end of a child process: start, send, receive within a limit, kill. Knows no environment."""
+"""A worker: a child process for other people's code. Start, send, receive within a limit, kill."""
 
 from __future__ import annotations
 
@@ -7,39 +7,49 @@ import os
 import signal
 import sys
 from dataclasses import dataclass
+from typing import Generic
 
-from headrace_simulator.pipes import LENGTH, PARENT_VARIABLE, Kind, checked_size, decode, encode
+from headrace_servicekit.worker_pipes import (
+    LENGTH,
+    MEMORY_VARIABLE,
+    PARENT_VARIABLE,
+    Codec,
+    Message,
+    checked_size,
+    frame,
+)
 
 _REAP_TIMEOUT_S = 10.0
 _EXIT_TIMEOUT_S = 1.0
-# Camera observations are megabytes; the default of 64 KiB would take them in small bites.
+# Messages may be megabytes; the default of 64 KiB would take them in small bites.
 _BUFFER_BYTES = 4 * 1024 * 1024
 # After a limit has passed: a reply that lies in the pipe counts, however late this process got to read it.
 _GRACE_S = 0.05
 
 
-class ChildGone(Exception):
-    """The child ended, or broke the protocol; the message says how."""
+class WorkerGone(Exception):
+    """The worker ended, or broke the protocol; the message says how."""
 
 
-class ChildTimeout(Exception):
-    """The child did not reply within the limit."""
+class WorkerTimeout(Exception):
+    """The worker did not reply within the limit."""
 
 
 @dataclass
-class Child:
-    """One running child; whoever started it kills it."""
+class Worker(Generic[Message]):
+    """One running worker; whoever started it kills it."""
 
+    codec: Codec[Message]
     process: asyncio.subprocess.Process
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
     _killed: bool = False
 
     @classmethod
-    async def start(cls, module: str) -> Child:
+    async def start(cls, module: str, codec: Codec[Message], memory_bytes: int = 0) -> Worker[Message]:
         """Starts `python -m module` in a session of its own, without this service's settings and secrets."""
         environment = {key: value for key, value in os.environ.items() if not key.startswith("HEADRACE_")}
-        environment[PARENT_VARIABLE] = str(os.getpid())
+        environment |= {PARENT_VARIABLE: str(os.getpid()), MEMORY_VARIABLE: str(memory_bytes)}
         # -P: a file in the current directory must not stand in for a library.
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-P", "-m", module),
@@ -50,19 +60,19 @@ class Child:
             start_new_session=True,
         )
         if process.stdin is None or process.stdout is None:
-            raise RuntimeError("the child has no pipes")
-        return cls(process, process.stdout, process.stdin)
+            raise RuntimeError("the worker has no pipes")
+        return cls(codec, process, process.stdout, process.stdin)
 
-    def send(self, kind: Kind, payload: bytes = b"") -> None:
-        """Queues a frame; a dead child is noticed by the next `receive`."""
-        self.writer.write(encode(kind, payload))
+    def send(self, message: Message) -> None:
+        """Queues a message; a dead worker is noticed by the next `receive`."""
+        self.writer.write(frame(self.codec.encode(message)))
 
-    async def receive(self, timeout_s: float) -> tuple[Kind, bytes]:
-        """The next frame.
+    async def receive(self, timeout_s: float) -> Message:
+        """The next message.
 
         Raises:
-            ChildTimeout: none came within `timeout_s`.
-            ChildGone: the child ended or broke the protocol.
+            WorkerTimeout: none came within `timeout_s`.
+            WorkerGone: the worker ended or broke the protocol.
         """
         reading = asyncio.ensure_future(self._read())
         try:
@@ -70,18 +80,18 @@ class Child:
             if not done:
                 done, _ = await asyncio.wait({reading}, timeout=_GRACE_S)
             if not done:
-                raise ChildTimeout(f"no reply within {timeout_s:g} s")
+                raise WorkerTimeout(f"no reply within {timeout_s:g} s")
             return reading.result()
         finally:
             reading.cancel()
 
     async def wait_or_kill(self) -> int:
-        """For a child that seems to have ended: its own exit status, if it comes soon."""
+        """For a worker that seems to have ended: its own exit status, if it comes soon."""
         await asyncio.wait({asyncio.ensure_future(self.process.wait())}, timeout=_EXIT_TIMEOUT_S)
         return await self.kill()
 
     async def kill(self) -> int:
-        """Ends the child and what it started; returns its exit status. May be called twice."""
+        """Ends the worker and what it started; returns its exit status. May be called twice."""
         if not self._killed:
             self._killed = True
             try:
@@ -91,14 +101,14 @@ class Child:
             self.writer.close()
         return await asyncio.wait_for(self.process.wait(), _REAP_TIMEOUT_S)
 
-    async def _read(self) -> tuple[Kind, bytes]:
+    async def _read(self) -> Message:
         try:
             size = checked_size(await self.reader.readexactly(LENGTH.size))
-            return decode(await self.reader.readexactly(size))
+            return self.codec.decode(await self.reader.readexactly(size))
         except (asyncio.IncompleteReadError, ConnectionError) as error:
-            raise ChildGone("the child process ended") from error
+            raise WorkerGone("the worker process ended") from error
         except ValueError as error:
-            raise ChildGone(f"the child process broke the protocol: {error}") from error
+            raise WorkerGone(f"the worker process broke the protocol: {error}") from error
 
 
 def exit_description(status: int) -> str:
