@@ -19,11 +19,31 @@ def digest_bytes(data: bytes | bytearray | memoryview) -> str:
 
 def trajectory_digest(trajectory: common_pb2.Trajectory) -> str:
     """Digest of a trajectory's body: every field except completion_text and body_digest."""
+    whole = trajectory.SerializeToString(deterministic=True)
+    tail = _tail(trajectory)
+    if not whole.endswith(tail):  # fields of a newer contract come behind
+        return digest_bytes(_body(trajectory))
+    # Cutting the serialised tail spares a copy of the body, which may be images.
+    found = xxhash.xxh3_128(memoryview(whole)[: len(whole) - len(tail)])
+    found.update(common_pb2.Trajectory(producer=trajectory.producer).SerializeToString())
+    return str(found.hexdigest())
+
+
+def _tail(trajectory: common_pb2.Trajectory) -> bytes:
+    """completion_text, producer and body_digest: the fields with the highest numbers."""
+    return common_pb2.Trajectory(
+        completion_text=trajectory.completion_text,
+        producer=trajectory.producer,
+        body_digest=trajectory.body_digest,
+    ).SerializeToString()
+
+
+def _body(trajectory: common_pb2.Trajectory) -> bytes:
     body = common_pb2.Trajectory()
     body.CopyFrom(trajectory)
     body.ClearField("completion_text")
     body.ClearField("body_digest")
-    return digest_bytes(body.SerializeToString(deterministic=True))
+    return body.SerializeToString(deterministic=True)
 
 
 def set_digest(members: Iterable[tuple[int, int, int, str]]) -> str:

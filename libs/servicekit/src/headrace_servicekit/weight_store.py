@@ -293,7 +293,7 @@ def _make_private(root: Path) -> None:
     try:
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
-        _raise_no_space(error, root)
+        raise_no_space(error, root)
 
 
 def _lock_new_directory(directory: Path) -> int:
@@ -322,18 +322,18 @@ def _reserve(path: Path, size: int) -> mmap.mmap:
         return mmap.mmap(handle, size)
     except OSError as error:
         path.unlink(missing_ok=True)
-        _raise_no_space(error, path.parent, size)
+        raise_no_space(error, path.parent, size)
     finally:
         os.close(handle)
 
 
-def _raise_no_space(error: OSError, directory: Path, size: int = 0) -> NoReturn:
+def raise_no_space(error: OSError, directory: Path, size: int = 0) -> NoReturn:
+    """ServiceError NO_SPACE when that is what the error says, else the error itself."""
     if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EFBIG):
         raise error
     raise ServiceError(
         grpc.StatusCode.RESOURCE_EXHAUSTED,
         "NO_SPACE",
-        f"{directory} has no room for {size} bytes of weights; enlarge that tmpfs or set --shm-dir "
-        "(HEADRACE_SHM_DIR)",
+        f"{directory} has no room for {size} bytes; enlarge that tmpfs or set --shm-dir (HEADRACE_SHM_DIR)",
         directory=str(directory),
     ) from error

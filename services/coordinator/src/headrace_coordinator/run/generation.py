@@ -256,7 +256,6 @@ class Generation:
         )
         self._context.kernel.post(finished)
         self._context.saw_length(key[0], tokens)
-        self._relay.put(key, body)
         self._score(body)
 
     def _score(self, body: common.Trajectory) -> None:

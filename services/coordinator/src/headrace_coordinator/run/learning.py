@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 
 from headrace.common.v1 import common_pb2 as common
 from headrace.trainer.v1 import trainer_pb2 as trainer
@@ -21,6 +21,8 @@ from headrace_coordinator.run.together import together
 from headrace_coordinator.waits import Pulse
 
 GROUPS_A_MESSAGE = 64
+MESSAGE_BYTES = 1 << 20
+"""A message is sent once it has so much: gRPC is fastest at this size, and refuses those of 64 MiB."""
 
 
 class LostBodies(Exception):
@@ -43,7 +45,7 @@ class Learning:
         self._waiting: list[int] = []
         self._sent: set[int] = set()
         self._closed = False
-        self._ready: asyncio.Queue[list[trainer.SettledGroup] | None] = asyncio.Queue(maxsize=2)
+        self._ready: asyncio.Queue[trainer.LearnRequest | None] = asyncio.Queue(maxsize=2)
         self._news = Pulse()
 
     @property
@@ -78,7 +80,7 @@ class Learning:
                 leader.incarnation, "INTERNAL", f"Learn left {len(self._sent)} groups unanswered"
             )
 
-    async def _messages(self) -> AsyncIterator[list[trainer.SettledGroup]]:
+    async def _messages(self) -> AsyncIterator[trainer.LearnRequest]:
         while (message := await self._ready.get()) is not None:
             yield message
 
@@ -91,42 +93,49 @@ class Learning:
                 if self._context.spec.deterministic:
                     prompts.sort()
                 self._sent.update(prompts)
-                await self._ready.put(await self._groups(prompts))
+                for message in self._filled(prompts, await self._bodies(prompts)):
+                    await self._ready.put(message)
             elif self._closed:
                 await self._ready.put(None)
                 return
             else:
                 await asyncio.shield(news)
 
-    async def _groups(self, prompts: list[int]) -> list[trainer.SettledGroup]:
+    async def _bodies(self, prompts: list[int]) -> dict[SlotKey, common.Trajectory]:
         slots = [slot for prompt in prompts for slot in self._ledger.group(prompt)]
         bodies = await self._relay.bodies(slots, self._context.crew.rollouts)
         lost = [key for slot in slots if (key := (slot.prompt, slot.sample)) not in bodies]
         if lost:
             raise LostBodies(lost)
-        return [
-            trainer.SettledGroup(
-                prompt_ordinal=prompt,
-                members=[
-                    self._member(slot, bodies[slot.prompt, slot.sample])
-                    for slot in self._ledger.group(prompt)
-                ],
-            )
-            for prompt in prompts
-        ]
+        return bodies
 
-    def _member(self, slot: Slot, body: common.Trajectory) -> trainer.SettledTrajectory:
-        spec = self._context.spec
+    def _filled(
+        self, prompts: list[int], bodies: dict[SlotKey, common.Trajectory]
+    ) -> Iterator[trainer.LearnRequest]:
+        """Whole groups, in order, in messages of about MESSAGE_BYTES."""
+        message, size = trainer.LearnRequest(), 0
+        for prompt in prompts:
+            group = message.groups.add(prompt_ordinal=prompt)
+            for slot in self._ledger.group(prompt):
+                body = bodies[slot.prompt, slot.sample]
+                self._fill(group.members.add(), slot, body)
+                size += body.ByteSize()
+            if size >= MESSAGE_BYTES:
+                yield message
+                message, size = trainer.LearnRequest(), 0
+        if message.groups:
+            yield message
+
+    def _fill(self, member: trainer.SettledTrajectory, slot: Slot, body: common.Trajectory) -> None:
+        """In place: a body given to a constructor would be copied once for every message around it."""
         truncated = body.finish_reason == common.FINISH_REASON_LENGTH
         oldest = self._context.state.lineage.versions[self._batch.scored[slot.prompt, slot.sample].oldest]
-        return trainer.SettledTrajectory(
-            trajectory=body,
-            reward=slot.reward,
-            masked=truncated and spec.algorithm.truncated == "mask",
-            oldest_version=common.PolicyVersion(
-                number=oldest.number, parent=oldest.parent, ordinal=oldest.ordinal, digest=oldest.digest
-            ),
-        )
+        member.trajectory.CopyFrom(body)
+        member.reward = slot.reward
+        member.masked = truncated and self._context.spec.algorithm.truncated == "mask"
+        version = member.oldest_version
+        version.number, version.parent = oldest.number, oldest.parent
+        version.ordinal, version.digest = oldest.ordinal, oldest.digest
 
     def _take(self, response: trainer.LearnResponse) -> None:
         accumulated: list[int] = []

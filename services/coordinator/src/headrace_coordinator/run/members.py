@@ -200,13 +200,15 @@ class TrainerMember(Member):
         await self.port.call("BeginStep", request, SLOW_S)
 
     def learn(
-        self, step: int, attempt: int, groups: AsyncIterator[list[trainer.SettledGroup]], timeout: float
+        self, step: int, attempt: int, messages: AsyncIterator[trainer.LearnRequest], timeout: float
     ) -> AsyncIterator[trainer.LearnResponse]:
-        """Settled groups in, acknowledgements out."""
+        """Settled groups in, acknowledgements out; fills in what is the same for all messages."""
 
         async def requests() -> AsyncIterator[trainer.LearnRequest]:
-            async for batch in groups:
-                yield trainer.LearnRequest(header=self.header(), step=step, attempt=attempt, groups=batch)
+            async for message in messages:
+                message.header.CopyFrom(self.header())
+                message.step, message.attempt = step, attempt
+                yield message
 
         return self.port.stream("Learn", requests(), timeout)
 

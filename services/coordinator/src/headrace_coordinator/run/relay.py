@@ -20,7 +20,7 @@ class Relay:
 
     def __init__(self, limit_bytes: int) -> None:
         self._limit = limit_bytes
-        self._bodies: dict[SlotKey, common.Trajectory] = {}
+        self._bodies: dict[SlotKey, tuple[common.Trajectory, int]] = {}
         self._used = 0
         self._freed = asyncio.Event()
         self.spilled = 0
@@ -38,14 +38,14 @@ class Relay:
         if self._used + size > self._limit:
             self.spilled += 1
             return
-        self._bodies[slot] = body
+        self._bodies[slot] = (body, size)
         self._used += size
 
     def drop(self, slots: Iterable[SlotKey]) -> None:
         """The trainer has them, or nobody needs them."""
         for slot in slots:
-            body = self._bodies.pop(slot, None)
-            self._used -= body.ByteSize() if body is not None else 0
+            _, size = self._bodies.pop(slot, (None, 0))
+            self._used -= size
         self._freed.set()
 
     async def bodies(
@@ -56,7 +56,7 @@ class Relay:
         Left out are those that nobody has: a producer may hold another attempt, which is another body.
         """
         wanted = {(slot.prompt, slot.sample): slot for slot in slots}
-        found = {key: self._bodies[key] for key in wanted if key in self._bodies}
+        found = {key: self._bodies[key][0] for key in wanted if key in self._bodies}
         for producer in producers:
             missing = [key for key in wanted if key not in found]
             for body in await producer.fetch(missing) if missing else ():

@@ -1,0 +1,109 @@
+"""Blobs: taken from the tmpfs or by gRPC, verified, kept until released."""
+
+import pytest
+from headrace.common.v1 import blobs_pb2_grpc
+from headrace_servicekit.blobs import CHUNK_BYTES, BlobReader, BlobServicer, BlobStore
+from headrace_servicekit.errors import ServiceError
+from headrace_servicekit.server import GrpcServer
+from headrace_servicekit.weights import WeightStore
+
+TOKEN = "secret"
+BODY = bytes(range(256)) * 10_000  # three chunks, the last one short
+
+
+@pytest.fixture
+def kept(tmp_path):
+    weights = WeightStore(tmp_path / "shm", "producer")
+    yield BlobStore(weights.directory)
+    weights.close()
+
+
+@pytest.fixture
+async def reader(tmp_path):
+    """`reader("shm")` shares the producer's tmpfs, another name is another host."""
+    made = []
+
+    def make(root, token=TOKEN):
+        made.append(BlobReader(tmp_path / root, token))
+        return made[-1]
+
+    yield make
+    for one in made:
+        await one.close()
+
+
+@pytest.fixture
+async def served(kept):
+    server = GrpcServer("127.0.0.1:0", token=TOKEN)
+    add = blobs_pb2_grpc.add_BlobServiceServicer_to_server
+    server.add_service(add, BlobServicer(kept), "headrace.common.v1.BlobService")
+    kept.address = await server.start()
+    yield kept
+    await server.drain(0)
+
+
+@pytest.mark.parametrize("root", ["shm", "elsewhere"])
+@pytest.mark.parametrize("body", [BODY, b"", BODY[:CHUNK_BYTES]])
+async def test_a_body_is_the_same_on_the_host_and_beyond(served, reader, root, body):
+    reference = served.put(memoryview(body))
+    assert reference.size_bytes == len(body)
+    assert await reader(root).read(reference) == body
+
+
+async def test_the_file_needs_no_server(kept, reader):
+    assert await reader("shm").read(kept.put(BODY)) == BODY
+
+
+async def reason_of_reading(reader, reference):
+    with pytest.raises(ServiceError) as refused:
+        await reader.read(reference)
+    return refused.value.reason
+
+
+@pytest.mark.parametrize("root", ["shm", "elsewhere"])
+@pytest.mark.parametrize("field", [{"digest": "0" * 32}, {"size_bytes": 5}, {"size_bytes": len(BODY) + 1}])
+async def test_other_bytes_than_promised_are_refused(served, reader, root, field):
+    reference = served.put(BODY)
+    for name, value in field.items():
+        setattr(reference, name, value)
+    assert await reason_of_reading(reader(root), reference) == "DIGEST_MISMATCH"
+
+
+async def test_a_changed_file_is_refused(kept, reader):
+    reference = kept.put(BODY)
+    path = kept.path(reference)
+    path.chmod(0o600)
+    path.write_bytes(BODY[:-1] + b"x")
+    assert await reason_of_reading(reader("shm"), reference) == "DIGEST_MISMATCH"
+
+
+@pytest.mark.parametrize("root", ["shm", "elsewhere"])
+async def test_a_released_blob_is_gone(served, reader, root):
+    reference, other = served.put(BODY), served.put(b"other")
+    served.release(reference)
+    served.release(reference)
+    assert len(served) == 1
+    assert await reason_of_reading(reader(root), reference) == "BLOB_GONE"
+    assert await reader(root).read(other) == b"other"
+
+
+async def test_another_incarnations_blob_is_not_served(served, reader):
+    reference = served.put(BODY)
+    reference.incarnation = "successor"
+    assert await reason_of_reading(reader("elsewhere"), reference) == "BLOB_GONE"
+
+
+async def test_without_file_and_address_it_is_gone(kept, reader):
+    assert await reason_of_reading(reader("elsewhere"), kept.put(BODY)) == "BLOB_GONE"
+
+
+@pytest.mark.parametrize("field", [{"blob_id": "../nonce"}, {"incarnation": ".."}, {"blob_id": ""}])
+async def test_a_reference_cannot_leave_the_directory(kept, reader, field):
+    reference = kept.put(BODY)
+    for name, value in field.items():
+        setattr(reference, name, value)
+    assert await reason_of_reading(reader("shm"), reference) == "INVALID"
+
+
+async def test_the_token_is_needed(served, reader):
+    assert await reason_of_reading(reader("elsewhere", token=None), served.put(BODY)) == "BLOB_GONE"
