@@ -1,0 +1,99 @@
+"""Containers need an engine: one that answers, or one that the script in DOCKER_ENGINE_SCRIPT starts.
+
+That script takes `up`, `base` (makes the base images where there is no registry) and `down`. Without either the tests
+are skipped, and fail under CI=true.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from compose.fleet import ComposeFleet, run
+from harness.processes import ROOT
+from harness.specs import small_spec
+
+ENGINE = ROOT / ".cache" / "docker"
+WHEELS = ROOT / ".cache" / "wheels"
+TEST_S = 420
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.parent.name == "compose":
+            # The first one also starts the engine and builds the images.
+            item.add_marker(pytest.mark.timeout(TEST_S, func_only=True))
+
+
+@pytest.fixture(scope="session")
+def engine() -> Iterator[None]:
+    """A Docker engine that answers."""
+    if _answers():
+        yield
+        return
+    script = os.environ.get("DOCKER_ENGINE_SCRIPT", "")
+    if not Path(script).is_file():
+        _cannot_run("no Docker engine answers, and DOCKER_ENGINE_SCRIPT names no script that starts one")
+    os.environ.setdefault("DOCKER_WORK", str(ENGINE))
+    os.environ.setdefault("DOCKER_CONFIG", str(Path(os.environ["DOCKER_WORK"]) / "config"))
+    Path(os.environ["DOCKER_WORK"]).mkdir(parents=True, exist_ok=True)
+    try:
+        for command in ("up", "base"):
+            # To the terminal, not to a pipe: the engine would keep it open.
+            subprocess.run(["bash", script, command], check=True, timeout=300, stdin=subprocess.DEVNULL)
+        yield
+    finally:
+        subprocess.run(["bash", script, "down"], timeout=60, stdin=subprocess.DEVNULL)
+
+
+def _answers() -> bool:
+    if shutil.which("docker") is None:
+        return False
+    asked = subprocess.run(["docker", "info"], capture_output=True, timeout=60, stdin=subprocess.DEVNULL)
+    return asked.returncode == 0
+
+
+def _cannot_run(why: str) -> None:
+    if os.environ.get("CI") == "true":
+        pytest.fail(why)
+    pytest.skip(why)
+
+
+@pytest.fixture(scope="session")
+def torch_wheels() -> Path:
+    """A folder with the torch wheel of this environment if it is a CPU build, else an empty one."""
+    WHEELS.mkdir(parents=True, exist_ok=True)
+    torch = importlib.metadata.version("torch")
+    if torch.endswith("+cpu") and not list(WHEELS.glob("torch-*.whl")):
+        download = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", str(WHEELS)]
+        run([*download, f"torch=={torch.partition('+')[0]}"], timeout_s=300)
+    return WHEELS
+
+
+@pytest.fixture(scope="session")
+def fleet(engine: None, torch_wheels: Path) -> Iterator[ComposeFleet]:
+    """The containers that all tests share."""
+    composed = ComposeFleet(torch_wheels)
+    try:
+        composed.compose("build", "--quiet", timeout_s=900)
+        composed.up()
+        yield composed
+    finally:
+        composed.down()
+
+
+@pytest.fixture
+def spec_of() -> Callable[..., dict[str, Any]]:
+    """Makes small run specs on the model in the volume; see `small_spec`."""
+
+    def make(**overrides: Any) -> dict[str, Any]:
+        return small_spec(Path("/models/tiny"), **overrides)
+
+    return make

@@ -1,0 +1,83 @@
+"""Containers are killed, scaled and cut off in the middle of a run: it goes on, and its ledger is whole."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from harness.ledger import audit
+from harness.specs import BATCH
+
+STEPS = 12
+CUT_OFF_S = 30.0
+
+
+@pytest.fixture
+def running(fleet, spec_of):
+    """A run in its middle."""
+    fleet.ready()
+    return fleet.reach(fleet.submit(spec_of(steps=STEPS)), 2)
+
+
+def finish(fleet, run, steps=STEPS):
+    """The run succeeds with a whole ledger, and all instances are there again; returns its audit."""
+    found = audit(fleet, fleet.succeed(run))
+    assert len(found.trained) == steps * BATCH
+    fleet.ready()
+    return found
+
+
+@pytest.mark.parametrize("service", ["rollout", "trainer", "reward", "coordinator"])
+def test_a_killed_process_is_started_again_by_its_supervisor(fleet, running, service):
+    before = fleet.inspect(service)["RestartCount"]
+    fleet.kill_process(service)
+    found = finish(fleet, running)
+    assert found.rewinds == (service == "trainer"), "only the trainer holds what a version is made of"
+    assert fleet.inspect(service)["RestartCount"] == before, "the container itself went on"
+
+
+@pytest.mark.parametrize("service", ["rollout", "trainer", "coordinator"])
+def test_a_killed_supervisors_container_is_started_again_by_its_policy(fleet, running, service):
+    fleet.kill_supervisor(service)
+    finish(fleet, running)
+
+
+def test_a_killed_store_loses_nothing_acknowledged(fleet, running, spec_of):
+    queued = fleet.submit(spec_of(steps=1), idempotency_key="acknowledged")
+    step = fleet.client.get(running.id).step
+    fleet.kill_redis()
+    again = fleet.submit(spec_of(steps=1), idempotency_key="acknowledged")
+    assert again.id == queued.id and fleet.client.get(running.id).step >= step
+    assert finish(fleet, running).rewinds == 0
+    fleet.succeed(queued)
+
+
+def test_a_store_that_is_restarted_while_nobody_writes(fleet, spec_of):
+    run = fleet.succeed(fleet.submit(spec_of(steps=1)))
+    fleet.compose("restart", "redis", "coordinator")
+    fleet.up()
+    assert len(audit(fleet, fleet.client.get(run.id)).trained) == BATCH
+
+
+def test_services_are_scaled_in_the_middle_of_a_run(fleet, spec_of):
+    fleet.up("--scale", "rollout=2", "--scale", "reward=2")
+    try:
+        run = fleet.submit(spec_of(steps=2 * STEPS, rollout__instances=2))
+        fleet.reach(run, 3)
+        fleet.up("--scale", "rollout=1", "--scale", "reward=1")
+        step = fleet.client.get(run.id).step
+        fleet.reach(run, step + 2)
+        fleet.up("--scale", "rollout=2", "--scale", "reward=2")
+        assert not finish(fleet, run, 2 * STEPS).abandoned
+    finally:
+        fleet.up("--scale", "rollout=1", "--scale", "reward=1")
+
+
+def test_a_trainer_that_is_cut_off_for_half_a_minute(fleet, running):
+    fleet.disconnect("trainer")
+    try:
+        time.sleep(CUT_OFF_S)  # how long the network is away is the test itself
+        assert fleet.client.get(running.id).waiting_for
+    finally:
+        fleet.connect("trainer")
+    finish(fleet, running)
