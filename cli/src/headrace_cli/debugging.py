@@ -6,6 +6,7 @@ So a `breakpoint()` in a loss, a reward or an engine stops right there, with the
 from __future__ import annotations
 
 import asyncio
+import importlib
 import os
 import tempfile
 import time
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from headrace_coordinator.fleet import Fleet
     from headrace_coordinator.kernel import Kernel
     from headrace_coordinator.spec import RunSpec
-    from headrace_servicekit.instance import Instance, InstanceConfig
+    from headrace_servicekit.instance import Instance
 
 FOR_EVER_S = 10_000_000.0
 KINDS = ("trainer", "rollout", "reward")
@@ -88,7 +89,7 @@ def _wanted(kind: str, spec: RunSpec) -> int:
 async def _start_instance(
     stack: AsyncExitStack, kind: str, index: int, coordinator: str, directory: Path
 ) -> None:
-    from headrace_servicekit.instance import InstanceConfig
+    from headrace_servicekit.instance import Instance, InstanceConfig
 
     config = InstanceConfig.model_validate(
         {
@@ -100,32 +101,17 @@ async def _start_instance(
             "shm_dir": directory / "shm",
         }
     )
-    instance, close = await _build(config)
-    stack.push_async_callback(close)
+    instance = Instance(config)
+    stack.push_async_callback(await _mount(instance))
     await instance.start()
     stack.push_async_callback(instance.stop, 1.0)
 
 
-async def _build(config: InstanceConfig) -> tuple[Instance, Callable[[], Awaitable[None]]]:
-    """An instance of the config's kind, not yet listening, and what ends it."""
-    from headrace_servicekit.instance import Instance
-
-    if config.kind == "rollout":
-        from headrace_rollout.__main__ import build_instance
-
-        return build_instance(config), _nothing
-    instance = Instance(config)
-    if config.kind == "trainer":
-        from headrace_trainer.__main__ import mount as mount_trainer
-
-        return instance, await mount_trainer(instance)
-    from headrace_reward.__main__ import mount as mount_reward
-
-    return instance, await mount_reward(instance)
-
-
-async def _nothing() -> None:
-    """A rollout has nothing beside its instance to end."""
+async def _mount(instance: Instance) -> Callable[[], Awaitable[None]]:
+    """Adds its kind's service to an instance that has not started; returns what ends it."""
+    module = importlib.import_module(f"headrace_{instance.config.kind}.__main__")
+    close: Callable[[], Awaitable[None]] = await module.mount(instance)
+    return close
 
 
 @asynccontextmanager

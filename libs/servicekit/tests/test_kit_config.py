@@ -4,7 +4,7 @@ from typing import Literal
 
 import grpc
 import pytest
-from headrace_servicekit.config import explain, parse_config
+from headrace_servicekit.config import explain, parse_config, settings_from_environment
 from headrace_servicekit.errors import ServiceError
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -83,3 +83,16 @@ def test_parse_config_reads_json_and_says_where():
 def test_text_that_is_no_json_is_refused():
     with pytest.raises(ServiceError, match="config_json"):
         parse_config(Outer, "{path", "config_json")
+
+
+class Settings(BaseModel):
+    batch: int = Field(64, ge=1)
+    limit_s: float = 1.0
+
+
+def test_settings_come_from_the_environment_and_a_mistake_names_its_variable(monkeypatch):
+    monkeypatch.setenv("HEADRACE_TEST_BATCH", "8")
+    assert settings_from_environment(Settings, "HEADRACE_TEST_") == Settings(batch=8, limit_s=1.0)
+    monkeypatch.setenv("HEADRACE_TEST_BATCH", "0")
+    with pytest.raises(ServiceError, match="HEADRACE_TEST_BATCH"):
+        settings_from_environment(Settings, "HEADRACE_TEST_")

@@ -20,7 +20,7 @@ from headrace_modelkit.loading import load_model
 from headrace_modelkit.presets.tiny import write_tiny
 from headrace_modelkit.tokenizer import TextCodec, load_tokenizer
 from headrace_modelkit.weights import copy_out, weight_layout
-from headrace_rollout.__main__ import build_instance
+from headrace_rollout.__main__ import mount
 from headrace_rollout.engines import load_engine
 from headrace_rollout.engines.base import (
     Distribution,
@@ -343,7 +343,8 @@ async def new_rollout(shm_root) -> AsyncIterator[Callable]:
 
     async def start(name: str = "rollout-0") -> Rollout:
         config = InstanceConfig(kind="rollout", name=name, shm_dir=shm_root, devices=("cpu:0",))
-        instance = build_instance(config)
+        instance = Instance(config)
+        await mount(instance)
         address = await instance.start()
         instance.fence.grant(1)
         channel = dial(address, token=None)

@@ -6,8 +6,9 @@ Used for service sections that arrive as JSON, for the HTTP API and for the comm
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar, get_args
 
 import grpc
@@ -45,6 +46,17 @@ def parse_config(model_class: type[Model], data: Mapping[str, Any] | str, where:
         message = f"{where}: " + " | ".join(str(problem) for problem in problems)
         metadata = {"key": problems[0].key, "fix": problems[0].fix}
         raise ServiceError(grpc.StatusCode.INVALID_ARGUMENT, "INVALID", message, **metadata) from error
+
+
+def settings_from_environment(model_class: type[Model], prefix: str) -> Model:
+    """Settings from the variables `<prefix><FIELD>` that are set. Raises ServiceError INVALID, naming the variable."""
+    given = {name: os.environ.get(prefix + name.upper()) for name in model_class.model_fields}
+    try:
+        return model_class.model_validate({name: value for name, value in given.items() if value is not None})
+    except ValidationError as error:
+        problems = [replace(each, key=prefix + each.key.upper()) for each in explain(error, model_class)]
+        message = " | ".join(str(problem) for problem in problems)
+        raise ServiceError(grpc.StatusCode.INVALID_ARGUMENT, "INVALID", message) from error
 
 
 def explain(error: ValidationError, model_class: type[BaseModel]) -> list[KeyProblem]:

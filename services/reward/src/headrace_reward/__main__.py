@@ -1,56 +1,37 @@
-"""The reward service's process: parses, wires, serves."""
+"""The reward service's process: what is mounted on its instance."""
 
 from __future__ import annotations
 
-import asyncio
-import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from headrace_servicekit.errors import ServiceError
-from headrace_servicekit.instance_config import InstanceConfig, parse_instance_config
+from headrace_servicekit.entry import Close, run_service
 
 if TYPE_CHECKING:
     from headrace_servicekit.instance import Instance
 
 
-def main(argv: list[str] | None = None) -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """Runs until SIGTERM, SIGINT or a drain."""
-    config = parse_instance_config("reward", argv)
-    try:
-        asyncio.run(serve(config))
-    except ServiceError as error:
-        sys.exit(f"headrace-reward: {error.message}")
+    run_service("reward", mount, argv)
 
 
-async def serve(config: InstanceConfig) -> None:
-    """Serves one instance; its children die with it."""
-    # Not at the top: `--help` answers without a server's imports.
-    from headrace_servicekit.instance import Instance
-
-    instance = Instance(config)
-    close = await mount(instance)
-    try:
-        await instance.run()
-    finally:
-        await close()
-
-
-async def mount(instance: Instance) -> Callable[[], Awaitable[None]]:
+async def mount(instance: Instance) -> Close:
     """Adds the service to an instance that has not started; returns what ends its children.
 
     Where the process has its deadlines off (`headrace debug`), scorers run in it, without children.
     """
     from headrace.reward.v1 import reward_pb2_grpc
     from headrace_servicekit.client import deadlines_enabled
+    from headrace_servicekit.config import settings_from_environment
 
     from headrace_reward.config import PoolSettings
     from headrace_reward.pool import list_scorers
     from headrace_reward.runs import Runs
     from headrace_reward.service import RewardServicer
 
-    settings = PoolSettings.from_environment()
+    settings = settings_from_environment(PoolSettings, "HEADRACE_REWARD_")
     catalogue = await list_scorers(settings)
     runs = Runs(Path.cwd(), settings, inline=not deadlines_enabled())
     instance.capabilities["scorers"] = [entry["name"] for entry in catalogue]

@@ -45,10 +45,3 @@ class PoolSettings(Section):
     load_timeout_s: PositiveFloat = Field(120.0, description="limit of a child's start with its imports")
     memory_bytes: int = Field(16 * 1024**3, ge=0, description="address space of a child; 0: unlimited")
     remembered: PositiveInt = Field(65536, description="results kept for repeated requests, per run")
-
-    @classmethod
-    def from_environment(cls) -> PoolSettings:
-        """Reads the variables that are set; a ValidationError names a bad one's field."""
-        prefix = "HEADRACE_REWARD_"
-        given = {name: os.environ.get(prefix + name.upper()) for name in cls.model_fields}
-        return cls.model_validate({name: value for name, value in given.items() if value is not None})

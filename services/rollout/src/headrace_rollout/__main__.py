@@ -1,27 +1,31 @@
-"""Starts a rollout instance: `python -m headrace_rollout --help`. torch is imported when a run is opened."""
+"""The rollout's process: what is mounted on its instance. torch is imported when a run is opened."""
 
 from __future__ import annotations
 
-import asyncio
-import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from headrace.common.v1 import weights_pb2_grpc
-from headrace.rollout.v1 import rollout_pb2_grpc
-from headrace_servicekit.devices import let_idle_threads_sleep
-from headrace_servicekit.errors import ServiceError
-from headrace_servicekit.instance import Instance, InstanceConfig, parse_instance_config
-from headrace_servicekit.logs import configure_logging
-from headrace_servicekit.weights import WeightServicer
+from headrace_servicekit.entry import Close, run_service
 
-from headrace_rollout.engines import engine_names
-from headrace_rollout.service import RolloutServicer
+if TYPE_CHECKING:
+    from headrace_servicekit.instance import Instance
 
 
-def build_instance(config: InstanceConfig) -> Instance:
-    """The instance with its services mounted, not yet listening. Needs a running event loop."""
-    instance = Instance(config)
-    instance.capabilities = {"engines": engine_names(), "transports": ["shm", "grpc"]}
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs until SIGTERM, SIGINT or a drain."""
+    run_service("rollout", mount, argv)
+
+
+async def mount(instance: Instance) -> Close:
+    """Adds the services to an instance that has not started; returns what ends them: nothing."""
+    from headrace.common.v1 import weights_pb2_grpc
+    from headrace.rollout.v1 import rollout_pb2_grpc
+    from headrace_servicekit.weights import WeightServicer
+
+    from headrace_rollout.engines import engine_names
+    from headrace_rollout.service import RolloutServicer
+
+    instance.capabilities |= {"engines": engine_names(), "transports": ["shm", "grpc"]}
     instance.add_service(
         rollout_pb2_grpc.add_RolloutServiceServicer_to_server,
         RolloutServicer(instance),
@@ -32,22 +36,11 @@ def build_instance(config: InstanceConfig) -> Instance:
         WeightServicer(instance.weights),
         "headrace.common.v1.WeightService",
     )
-    return instance
 
+    async def close() -> None:
+        return
 
-async def _serve(config: InstanceConfig) -> None:
-    await build_instance(config).run()
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    """Command line."""
-    config = parse_instance_config("rollout", argv)
-    configure_logging(config.log_level, instance=config.name)
-    let_idle_threads_sleep()
-    try:
-        asyncio.run(_serve(config))
-    except ServiceError as error:
-        sys.exit(f"headrace-rollout: {error.message}")
+    return close
 
 
 if __name__ == "__main__":

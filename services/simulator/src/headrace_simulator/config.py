@@ -20,10 +20,3 @@ class SimulatorSettings(BaseModel):
     step_timeout_s: PositiveFloat = Field(60.0, description="limit of a step where the pool names none")
     reset_timeout_s: PositiveFloat = Field(60.0, description="least limit of a reset and of a picture")
     open_timeout_s: PositiveFloat = Field(120.0, description="limit of making one process's environments")
-
-    @classmethod
-    def from_environment(cls) -> SimulatorSettings:
-        """Reads the variables that are set; a ValidationError names a bad one's field."""
-        prefix = "HEADRACE_SIMULATOR_"
-        given = {name: os.environ.get(prefix + name.upper()) for name in cls.model_fields}
-        return cls.model_validate({name: value for name, value in given.items() if value is not None})

@@ -1,14 +1,13 @@
-"""headrace-trainer: parses, wires, serves."""
+"""The trainer's process: what is mounted on its instance."""
 
 from __future__ import annotations
 
-import asyncio
-import sys
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from headrace_servicekit.errors import ServiceError
-from headrace_servicekit.instance_config import InstanceConfig, parse_instance_config
+from headrace_servicekit.entry import Close, run_service
+
+from headrace_trainer.allocator import keep_freed_memory
 
 if TYPE_CHECKING:
     from headrace_servicekit.instance import Instance
@@ -16,33 +15,11 @@ if TYPE_CHECKING:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs until SIGTERM, SIGINT or a drain."""
-    config = parse_instance_config("trainer", argv)
-    from headrace_servicekit.devices import let_idle_threads_sleep
-
-    from headrace_trainer.allocator import keep_freed_memory
-
-    let_idle_threads_sleep()
     keep_freed_memory()
-    try:
-        asyncio.run(serve(config))
-    except ServiceError as error:
-        sys.exit(f"headrace-trainer: {error.message}")
+    run_service("trainer", mount, argv)
 
 
-async def serve(config: InstanceConfig) -> None:
-    """Serves one instance to its end."""
-    # Not at the top: `--help` must not wait for a server's imports, nor for torch.
-    from headrace_servicekit.instance import Instance
-
-    instance = Instance(config)
-    close = await mount(instance)
-    try:
-        await instance.run()
-    finally:
-        await close()
-
-
-async def mount(instance: Instance) -> Callable[[], Awaitable[None]]:
+async def mount(instance: Instance) -> Close:
     """Adds the services to an instance that has not started; returns what ends them."""
     import torch
     from headrace.common.v1 import weights_pb2_grpc

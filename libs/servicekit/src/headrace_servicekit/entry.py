@@ -1,0 +1,43 @@
+"""A service's process from its command line to its end. Imports no server before `--help` has been answered."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TYPE_CHECKING
+
+from headrace_servicekit.devices import let_idle_threads_sleep
+from headrace_servicekit.errors import ServiceError
+from headrace_servicekit.instance_config import InstanceConfig, parse_instance_config
+from headrace_servicekit.logs import configure_logging
+
+if TYPE_CHECKING:
+    from headrace_servicekit.instance import Instance
+
+Close = Callable[[], Awaitable[None]]
+Mount = Callable[["Instance"], Awaitable[Close]]
+"""Adds a service to an instance that has not started; returns what ends what it has started."""
+
+
+def run_service(kind: str, mount: Mount, argv: Sequence[str] | None = None) -> None:
+    """Runs one instance until SIGTERM, SIGINT or a drain. A refusal to start is one sentence and exit code 2."""
+    config = parse_instance_config(kind, argv)
+    configure_logging(config.log_level, instance=config.name)
+    let_idle_threads_sleep()
+    try:
+        asyncio.run(_serve(config, mount))
+    except ServiceError as error:
+        print(f"headrace-{kind}: {error.message}", file=sys.stderr)
+        raise SystemExit(2) from error
+
+
+async def _serve(config: InstanceConfig, mount: Mount) -> None:
+    from headrace_servicekit.instance import Instance
+
+    instance = Instance(config)
+    close = await mount(instance)
+    try:
+        await instance.run()
+    finally:
+        await close()
