@@ -85,20 +85,28 @@ def test_on_the_command_line_it_is_exit_code_2(fleet, spec_of, tmp_path, name, d
         ("def other(prompt, completion, reference, metadata):\n    return 1.0\n", "score"),
     ],
 )
-def test_a_users_scorer_that_cannot_work_ends_the_run_with_its_key(fleet, spec_of, tmp_path, source, said):
+def test_a_users_scorer_that_cannot_work_is_refused_with_its_key(fleet, spec_of, tmp_path, source, said):
     (tmp_path / "mine.py").write_text(source)
-    scorers = [{"name": f"{tmp_path / 'mine.py'}:score"}]
-    try:
-        run = fleet.submit(spec_of(reward={"scorers": scorers}))
-    except HeadraceError as error:
-        (problem,) = error.problems
-        assert error.status == 422 and problem.key == "reward.scorers[0].name"
-        assert said in problem.problem
-        return
-    ended = fleet.client.wait(run.id, 240)
-    assert (ended.state, ended.step) == ("FAILED", 0)
-    assert "reward.scorers[0].name" in ended.reason and said in ended.reason
-    assert not fleet.client.leases().leases, "its devices are free again"
+    refused_scorer(fleet, spec_of, {"name": f"{tmp_path / 'mine.py'}:score"}, "reward.scorers[0].name", said)
+
+
+@pytest.mark.parametrize(
+    ("scorer", "key", "said"),
+    [
+        ({"name": "/no/such/mine.py:score"}, "reward.scorers[0].name", "mine.py"),
+        ({"name": "regex", "options": {"patern": "1"}}, "reward.scorers[0].options.pattern", "missing"),
+    ],
+)
+def test_a_scorer_that_cannot_be_opened_is_refused_with_its_key(fleet, spec_of, scorer, key, said):
+    refused_scorer(fleet, spec_of, scorer, key, said)
+
+
+def refused_scorer(fleet, spec_of, scorer, key, said):
+    with pytest.raises(HeadraceError) as refused:
+        fleet.submit(spec_of(reward={"scorers": [scorer]}))
+    (problem,) = refused.value.problems
+    assert refused.value.status == 422 and problem.key == key, problem
+    assert said in problem.problem
 
 
 def test_a_model_that_cannot_be_loaded_ends_the_run_with_a_sentence(fleet, spec_of, tmp_path):

@@ -44,7 +44,7 @@ class FakeControl:
         self.news = asyncio.Condition()
         self.broken_after: int | None = None
 
-    def check(self, spec: RunSpec) -> list[KeyProblemView]:
+    async def check(self, spec: RunSpec) -> list[KeyProblemView]:
         capabilities = {
             "rollout": {"engines": frozenset({"transformers"})},
             "trainer": {"backends": frozenset({"fsdp"}), "algorithms": frozenset({"grpo"})},
@@ -59,7 +59,7 @@ class FakeControl:
             if known[1] != body:
                 raise Refused("CONFLICT", "the key was used for another spec")
             return self.records[known[0]]
-        if problems := self.check(spec):
+        if problems := await self.check(spec):
             raise Refused("INVALID", "the fleet cannot run this", problems)
         run_id = f"{spec.name}-{len(self.records)}"
         self.keys[idempotency_key] = (run_id, body)

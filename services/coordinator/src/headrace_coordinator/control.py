@@ -38,8 +38,8 @@ class Refused(Exception):
 class Control(Protocol):
     """The coordinator as the HTTP API sees it. Writes return once they are durable (G8)."""
 
-    def check(self, spec: RunSpec) -> list[KeyProblemView]:
-        """What the fleet as it is now cannot satisfy; empty when the run could start."""
+    async def check(self, spec: RunSpec) -> list[KeyProblemView]:
+        """What the fleet as it is now cannot satisfy, its scorers tried out; empty when the run could start."""
 
     async def submit(self, spec: RunSpec, idempotency_key: str) -> RunView:
         """Queues a run. The same key with the same spec returns the same run; with another spec: CONFLICT."""

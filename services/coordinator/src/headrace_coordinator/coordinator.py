@@ -26,6 +26,7 @@ from headrace_coordinator.projections import RunProjection
 from headrace_coordinator.run.context import Projection, RunContext
 from headrace_coordinator.run.loop import RunLoop
 from headrace_coordinator.spec import RunSpec
+from headrace_coordinator.trial import try_scorers
 from headrace_coordinator.views import (
     CertificateView,
     CheckpointView,
@@ -126,28 +127,24 @@ class Coordinator:
 
     # --- Control: writes
 
-    def check(self, spec: RunSpec) -> list[KeyProblemView]:
-        """See `Control.check`."""
-        return check(spec, self._fleet_view())
-
-    async def _check_patiently(self, spec: RunSpec) -> list[KeyProblemView]:
-        """As `check`, but an instance that is just being restarted is waited for."""
-        if self.check(spec) and self.fleet.restarting():
+    async def check(self, spec: RunSpec) -> list[KeyProblemView]:
+        """See `Control.check`. An instance that is just being restarted is waited for."""
+        if self._misfits(spec) and self.fleet.restarting():
             with contextlib.suppress(WaitTimeout):
                 await self.kernel.wait_until(
-                    lambda: not self.check(spec), RESTART_S, "instances to be restarted"
+                    lambda: not self._misfits(spec), RESTART_S, "instances to be restarted"
                 )
-        return self.check(spec)
+        return self._misfits(spec) or await try_scorers(spec, self.fleet)
 
-    def _fleet_view(self) -> FleetView:
-        return FleetView.of(present.instance_views(self.fleet))
+    def _misfits(self, spec: RunSpec) -> list[KeyProblemView]:
+        return check(spec, FleetView.of(present.instance_views(self.fleet)))
 
     async def submit(self, spec: RunSpec, idempotency_key: str) -> RunView:
         """See `Control.submit`."""
         body = _digest(spec.model_dump(mode="json"))
         if known := self._known(idempotency_key, body):
             return self.run(known)
-        if problems := await self._check_patiently(spec):
+        if problems := await self.check(spec):
             raise Refused("INVALID", "the fleet cannot run this spec", problems)
         run_id = f"{spec.name}-{uuid.uuid4().hex[:6]}"
         now = self.kernel.now()

@@ -17,13 +17,14 @@ class InstanceDown(Exception):
 
 
 class CallRefused(Exception):
-    """An instance answered with an error."""
+    """An instance answered with an error; `key` is the key of the spec that has to change, where it named one."""
 
-    def __init__(self, incarnation: str, reason: str, message: str) -> None:
+    def __init__(self, incarnation: str, reason: str, message: str, key: str = "") -> None:
         super().__init__(f"{incarnation} refused ({reason}): {message}")
         self.incarnation = incarnation
         self.reason = reason
         self.message = message
+        self.key = key
 
 
 class Port(Protocol):

@@ -11,7 +11,7 @@ from headrace.rollout.v1 import rollout_pb2_grpc
 from headrace.simulator.v1 import simulator_pb2_grpc
 from headrace.trainer.v1 import trainer_pb2_grpc
 from headrace_servicekit.client import dial
-from headrace_servicekit.errors import message_of, reason_of
+from headrace_servicekit.errors import message_of, metadata_of, reason_of
 
 from headrace_coordinator.ports import CallRefused, InstanceDown
 
@@ -65,4 +65,5 @@ class GrpcPort:
         if error.code() in _GONE:
             return InstanceDown(self._incarnation, f"{method}: {error.code().name} {error.details()}")
         reason = reason_of(error) or error.code().name
-        return CallRefused(self._incarnation, reason, f"{method}: {message_of(error)}")
+        key = metadata_of(error).get("key", "")
+        return CallRefused(self._incarnation, reason, f"{method}: {message_of(error)}", key)

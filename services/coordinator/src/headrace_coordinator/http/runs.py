@@ -89,7 +89,7 @@ def _writes(routes: APIRouter, control: Control) -> None:
         with suppress(Impossible):
             await asyncio.to_thread(Dataset.open, spec.data, spec.seed)
         if dry_run:
-            if problems := control.check(spec):
+            if problems := await control.check(spec):
                 raise invalid(problems, "the run spec")
             return view_response(spec)
         key = key_or_new(idempotency_key)

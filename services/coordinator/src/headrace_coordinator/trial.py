@@ -1,0 +1,44 @@
+"""What only an instance can tell of a spec: whether its scorers load, take their options and judge a blank answer."""
+
+from __future__ import annotations
+
+import uuid
+
+from headrace_coordinator.fleet import Fleet
+from headrace_coordinator.ports import CallRefused, InstanceDown
+from headrace_coordinator.problems import problem
+from headrace_coordinator.run.members import RewardMember
+from headrace_coordinator.spec import RunSpec
+from headrace_coordinator.views import KeyProblemView
+
+
+async def try_scorers(spec: RunSpec, fleet: Fleet) -> list[KeyProblemView]:
+    """Opens the spec's scorers at a ready reward instance and closes them; what it refuses, by key.
+
+    Scorers without a file or options of the user's are known to work. An instance in trouble is the run's to handle.
+    """
+    scorers = [*spec.reward.scorers, *spec.reward.evaluation]
+    ready = fleet.ready("reward")
+    if not ready or not any(".py:" in scorer.name or scorer.options for scorer in scorers):
+        return []
+    chosen = ready[0]
+    trial = RewardMember(
+        f"trial-{uuid.uuid4().hex[:6]}", chosen, fleet.port(chosen.incarnation), fleet.kernel.state.epoch
+    )
+    try:
+        await trial.open_run(spec.reward.model_dump_json())
+        await trial.close_run()
+    except CallRefused as refusal:
+        if refusal.reason != "INVALID":
+            return []
+        _, _, text = refusal.message.partition(f"{refusal.key}: ")
+        return [
+            problem(
+                refusal.key or "reward.scorers",
+                text or refusal.message,
+                f"mend it: {chosen.instance} has tried it, and its log says more",
+            )
+        ]
+    except InstanceDown:
+        return []
+    return []
