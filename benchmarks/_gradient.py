@@ -1,4 +1,4 @@
-"""How far the gradient of streamed groups is from the gradient of one batch, through the trainer's own backend."""
+"""Gradients of given groups through the trainer's own learner and backend, without a service."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from headrace_trainer import step as steps
 from headrace_trainer.algorithms import build_algorithm
 from headrace_trainer.backends.fsdp.backend import FsdpBackend
 from headrace_trainer.config import TrainerConfig
-from headrace_trainer.gang import join_gang
+from headrace_trainer.gang import Gang, join_gang
 from headrace_trainer.learner import Learner
 from headrace_trainer.samples import Group, Member
 from torch import Tensor
@@ -20,27 +20,61 @@ from torch import Tensor
 PROMPT_TOKENS = 12
 
 
+class Accumulation:
+    """One step attempt after the other on the model's initial weights: groups in, the step's gradient out."""
+
+    def __init__(
+        self, model: Path, dtype: str, gang: Gang, group_size: int, *, groups: int = 1, shared: bool = True
+    ) -> None:
+        self._config = TrainerConfig.model_validate(
+            {
+                "model": {"path": str(model), "dtype": dtype},
+                "algorithm": {"group_size": group_size, "prompts_per_step": groups},
+                "trainer": {"shared_prefix": shared},
+            }
+        )
+        self._backend = FsdpBackend(self._config, build_algorithm(self._config.algorithm), gang)
+        self._backend.load_initial()
+        self._open()
+
+    def learn(self, groups: list[Group]) -> None:
+        """Advantages, packing, forward, loss and backward."""
+        self._state = self._learner.learn(self._state, groups)
+
+    def gradient(self) -> dict[str, Tensor]:
+        """The pre-clip gradient of what was learned since the last call, by weight."""
+        found = self._backend.reduced_gradient(float(steps.totals(self._state).tokens))
+        self._open()
+        return found
+
+    def _open(self) -> None:
+        state = steps.restored(steps.StepState(), steps.Version(1, 0, 0, "initial"), {})
+        self._state, _ = steps.begin(state, steps.Begin(0, 1, 1, 2))
+        self._learner = Learner(
+            self._config,
+            build_algorithm(self._config.algorithm),
+            1,
+            shared=self._config.trainer.shared_prefix,
+            run_round=lambda work: self._backend.micro(work[0]).finite,
+        )
+
+
 def gradient_difference(
     model: Path, vocabulary: int, dtype: str, *, groups: int, size: int, longest: int
 ) -> float:
     """Relative L2 distance of the pre-clip gradients, groups one at a time in order of length against all at once."""
-    config = TrainerConfig.model_validate(
-        {
-            "model": {"path": str(model), "dtype": dtype},
-            "algorithm": {"group_size": size, "prompts_per_step": groups},
-        }
-    )
-    made = [_group(prompt, size, longest, vocabulary) for prompt in range(groups)]
+    made = [synthetic_group(prompt, size, (8, longest), vocabulary) for prompt in range(groups)]
     arrival = sorted(made, key=lambda group: max(len(member.trained) for member in group.members))
     gang = join_gang(1, 0, 1, "", 30.0, torch.device("cpu"))
     try:
-        backend = FsdpBackend(config, build_algorithm(config.algorithm), gang)
-        backend.load_initial()
-        batch = _gradient(config, backend, [made])
-        streamed = _gradient(config, backend, [[group] for group in arrival])
+        accumulation = Accumulation(model, dtype, gang, size, groups=groups)
+        accumulation.learn(made)
+        batch = accumulation.gradient()
+        for group in arrival:
+            accumulation.learn([group])
+        return relative_l2(accumulation.gradient(), batch)
     finally:
         gang.leave()
-    return relative_l2(streamed, batch)
 
 
 def relative_l2(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
@@ -49,31 +83,21 @@ def relative_l2(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
     return math.sqrt(difference / sum(float(value.double().square().sum()) for value in other.values()))
 
 
-def _gradient(config: TrainerConfig, backend: FsdpBackend, arrivals: list[list[Group]]) -> dict[str, Tensor]:
-    state = steps.restored(steps.StepState(), steps.Version(1, 0, 0, "initial"), {})
-    state, _ = steps.begin(state, steps.Begin(0, 1, 1, 2))
-    learner = Learner(
-        config,
-        build_algorithm(config.algorithm),
-        1,
-        shared=config.trainer.shared_prefix,
-        run_round=lambda work: backend.micro(work[0]).finite,
-    )
-    for groups in arrivals:
-        state = learner.learn(state, groups)
-    return backend.reduced_gradient(float(steps.totals(state).tokens))
-
-
-def _group(prompt: int, size: int, longest: int, vocabulary: int) -> Group:
+def synthetic_group(
+    prompt: int, size: int, lengths: tuple[int, int], vocabulary: int, *, given: int = PROMPT_TOKENS
+) -> Group:
+    """Random tokens, the same for the same prompt ordinal; answers of `lengths` (shortest, longest) tokens."""
     rng = random.Random(prompt)
-    given = [rng.randrange(3, vocabulary) for _ in range(PROMPT_TOKENS)]
-    members = tuple(_member(rng, sample, given, longest, vocabulary) for sample in range(size))
+    prompt_ids = [rng.randrange(3, vocabulary) for _ in range(given)]
+    members = tuple(_member(rng, sample, prompt_ids, lengths, vocabulary) for sample in range(size))
     keys = [(prompt, member.sample_index, member.attempt, member.body_digest) for member in members]
     return Group(prompt, members, set_digest(keys))
 
 
-def _member(rng: random.Random, sample: int, given: list[int], longest: int, vocabulary: int) -> Member:
-    answer = [rng.randrange(3, vocabulary) for _ in range(rng.randint(8, longest))]
+def _member(
+    rng: random.Random, sample: int, given: list[int], lengths: tuple[int, int], vocabulary: int
+) -> Member:
+    answer = [rng.randrange(3, vocabulary) for _ in range(rng.randint(*lengths))]
     return Member(
         sample_index=sample,
         attempt=1,
