@@ -90,6 +90,6 @@ async def _keep_after_revoke(self, instance, fleet, command, body):
         instance.held[body.epoch] = tuple(body.devices)
         instance.deadlines[body.epoch] = 1e9
         self._exclusive()
-        fleet.held(instance.incarnation, body.epoch, "")
+        fleet.desk.held(instance.incarnation, body.epoch, "")
     else:
-        fleet.released(instance.incarnation, body[0])
+        fleet.desk.released(instance.incarnation, body[0])

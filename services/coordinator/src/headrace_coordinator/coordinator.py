@@ -108,7 +108,7 @@ class Coordinator:
         except Exception as error:
             log.exception("run %s broke", run.id)
             reason = f"a bug in the coordinator ended the run: {type(error).__name__}: {error}"
-            await self.fleet.release_all(run.id)
+            await self.fleet.desk.release_all(run.id)
             self.fleet.unclaim(run.id)
             self.kernel.post(*runs.plan_move(run, runs.FAILED, reason, self.kernel.now()))
         finally:

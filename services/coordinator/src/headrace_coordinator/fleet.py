@@ -1,4 +1,4 @@
-"""Instances as they are now: sessions, liveness, leases in flight. Durable facts go through the kernel.
+"""Instances as they are now: sessions, liveness, supervisors. Durable facts go through the kernel.
 
 Knows no gRPC: a session is a function that sends a command to the instance.
 """
@@ -6,16 +6,15 @@ Knows no gRPC: a session is a function that sends a command to the instance.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import msgspec
 
 from headrace_coordinator.domain import events as ev
-from headrace_coordinator.domain import leases
-from headrace_coordinator.domain.leases import Blocked, LeaseRequest
 from headrace_coordinator.domain.state import InstanceState
 from headrace_coordinator.kernel import Kernel
+from headrace_coordinator.lease_desk import LeaseDesk
 from headrace_coordinator.ports import Connect, InstanceDown, Port
 from headrace_coordinator.waits import Waits, WaitTimeout
 
@@ -50,7 +49,7 @@ class Supervisor(msgspec.Struct):
 
 
 class Fleet:
-    """All instances, their leases and their supervisors."""
+    """All instances and their supervisors; `desk` has their leases."""
 
     def __init__(self, kernel: Kernel, connect: Connect, settings: FleetSettings) -> None:
         self.kernel = kernel
@@ -62,10 +61,9 @@ class Fleet:
         self.names = {i.incarnation: i.instance for i in kernel.state.instances.values()}
         self._connect = connect
         self._ports: dict[str, Port] = {}
-        self._renewed_at: dict[int, float] = {}
         self._silent_since: dict[str, float] = {}
         self._last_exit = float("-inf")
-        self._expiry_from = kernel.now() + settings.lease_ttl
+        self.desk = LeaseDesk(kernel, self, self.waits, settings.lease_ttl, settings.notice)
 
     # --- the lifeline, from below
 
@@ -78,16 +76,7 @@ class Fleet:
         if known != instance:
             fields = {name: getattr(instance, name) for name in instance.__struct_fields__}
             await self.kernel.commit(ev.InstanceRegistered(at=self.kernel.now(), **fields))
-        honoured = {lease.epoch for lease in self.kernel.state.table.of(instance.incarnation)}
-        now = self.kernel.now()
-        for epoch in honoured & set(held):
-            self._renewed_at[epoch] = now
-            self.kernel.post(*leases.plan_held(self.kernel.state.table, epoch, instance.incarnation, now))
-        for epoch in honoured - set(held):
-            # Granted by a coordinator that died before the grant reached the holder.
-            self._post_ends(
-                leases.plan_release(self.kernel.state.table, epoch, instance.incarnation, "never held", now)
-            )
+        honoured = self.desk.confirm(instance.incarnation, set(held))
         return [epoch for epoch in held if epoch not in honoured]
 
     def attach(self, incarnation: str, send: Callable[[str, Any], None]) -> None:
@@ -108,33 +97,16 @@ class Fleet:
         self, incarnation: str, epochs: Iterable[int], resident: int
     ) -> tuple[list[int], list[int]]:
         """Renews leases; returns (renewed, stale) epochs."""
-        now, own = self.kernel.now(), {lease.epoch for lease in self.kernel.state.table.of(incarnation)}
         if session := self.sessions.get(incarnation):
-            session.heard_at, session.resident_memory_bytes = now, resident
-        renewed = [epoch for epoch in epochs if epoch in own]
-        for epoch in renewed:
-            self._renewed_at[epoch] = now
-        return renewed, [epoch for epoch in epochs if epoch not in own]
-
-    def held(self, incarnation: str, epoch: int, refusal: str) -> None:
-        """The holder has its memory, or says why it cannot."""
-        now, table = self.kernel.now(), self.kernel.state.table
-        if refusal:
-            self._post_ends(leases.plan_release(table, epoch, incarnation, f"refused: {refusal}", now))
-        else:
-            self.kernel.post(*leases.plan_held(table, epoch, incarnation, now))
-
-    def released(self, incarnation: str, epoch: int) -> None:
-        """The holder has let go."""
-        self._post_ends(
-            leases.plan_release(self.kernel.state.table, epoch, incarnation, "released", self.kernel.now())
-        )
+            session.heard_at, session.resident_memory_bytes = self.kernel.now(), resident
+        renewed = self.desk.renew(incarnation, epochs)
+        return renewed, [epoch for epoch in epochs if epoch not in renewed]
 
     def exited(self, incarnation: str, reason: str) -> None:
         """A supervisor saw the process end: its devices are free at once."""
         now = self.kernel.now()
         self._last_exit = now
-        self._post_ends(leases.plan_exit(self.kernel.state.table, incarnation, now))
+        self.desk.exited(incarnation)
         if incarnation in self.kernel.state.instances or self._quarantines(incarnation):
             self.kernel.post(ev.InstanceLost(at=now, incarnation=incarnation, reason=reason, proven=True))
         self.sessions.pop(incarnation, None)
@@ -161,11 +133,6 @@ class Fleet:
 
     def _quarantines(self, incarnation: str) -> bool:
         return any(q.incarnation == incarnation for q in self.kernel.state.table.quarantined.values())
-
-    def _post_ends(self, events: Sequence[ev.Event]) -> None:
-        for event in events:
-            self._renewed_at.pop(event.epoch, None)  # type: ignore[attr-defined]
-        self.kernel.post(*events)
 
     # --- the run's side
 
@@ -242,106 +209,8 @@ class Fleet:
         self.busy = {incarnation: holder for incarnation, holder in self.busy.items() if holder != run}
         self.kernel.wake()
 
-    async def acquire(self, requests: Sequence[LeaseRequest], timeout: float) -> list[int]:
-        """Leases for all requests or none, held by their holders; returns their epochs.
-
-        Raises:
-            WaitTimeout: naming the busy devices and who holds them.
-            InstanceDown: a holder went away, or refused.
-        """
-        held = {request: self._held_already(request) for request in requests}
-        missing = [request for request in requests if not held[request]]
-        if missing:
-            grants = await self._grant(missing, timeout)
-            held |= {request: grant.epoch for request, grant in zip(missing, grants, strict=True)}
-        return [held[request] for request in requests]
-
-    async def _grant(self, requests: Sequence[LeaseRequest], timeout: float) -> list[ev.LeaseGranted]:
-        run, deadline = requests[0].run, asyncio.get_running_loop().time() + timeout
-        while True:
-            self._all_alive(requests)
-            try:
-                grants = leases.plan_grant(self.kernel.state.table, requests, self.kernel.now())
-                break
-            except Blocked as blocked:
-                left = deadline - asyncio.get_running_loop().time()
-                await self._wait_for_change(run, requests, str(blocked), left)
-        await self.kernel.commit(*grants)
-        for grant in grants:
-            self._renewed_at[grant.epoch] = self.kernel.now()
-            self._send(grant.incarnation, "grant", grant)
-        await self._until_held(run, grants, timeout)
-        return grants
-
-    def _all_alive(self, requests: Iterable[LeaseRequest]) -> None:
-        """A grant to a process that is gone would hold its device until it expires."""
-        for request in requests:
-            if not self.alive(request.incarnation):
-                raise InstanceDown(
-                    request.incarnation, f"gone before it could take {', '.join(request.devices)}"
-                )
-
-    async def _wait_for_change(
-        self, run: str, requests: Sequence[LeaseRequest], what: str, timeout: float
-    ) -> None:
-        table = self.kernel.state.table
-        before = (set(table.leases), set(table.quarantined))
-
-        def changed() -> bool:
-            gone = not all(self.alive(request.incarnation) for request in requests)
-            return gone or (set(table.leases), set(table.quarantined)) != before
-
-        with self.waits.named(run, what):
-            await self.kernel.wait_until(changed, timeout, what)
-
-    def _held_already(self, request: LeaseRequest) -> int:
-        for lease in self.kernel.state.table.of(request.incarnation):
-            same = (lease.run, lease.stage, tuple(lease.devices)) == (
-                request.run,
-                request.stage,
-                request.devices,
-            )
-            if same and lease.state == leases.HELD:
-                return lease.epoch
-        return 0
-
-    async def _until_held(self, run: str, grants: Sequence[ev.LeaseGranted], timeout: float) -> None:
-        live = self.kernel.state.table.leases
-
-        def settled() -> bool:
-            gone = any(not self.alive(g.incarnation) for g in grants)
-            return gone or all(g.epoch not in live or live[g.epoch].state != leases.GRANTED for g in grants)
-
-        what = "; ".join(f"{g.incarnation} to take {', '.join(g.devices)}" for g in grants)
-        with self.waits.named(run, what):
-            await self.kernel.wait_until(settled, timeout, what)
-        for grant in grants:
-            if grant.epoch not in live or live[grant.epoch].state == leases.GRANTED:
-                raise InstanceDown(grant.incarnation, f"did not take {', '.join(grant.devices)}")
-
-    async def release(self, run: str, epochs: Sequence[int]) -> None:
-        """Revokes leases with notice and waits until they are over."""
-        now, table = self.kernel.now(), self.kernel.state.table
-        for epoch in epochs:
-            lease = table.leases.get(epoch)
-            if lease is None:
-                continue
-            self.kernel.post(*leases.plan_revoke(table, epoch, now + self.settings.notice, now))
-            self._send(lease.incarnation, "revoke", (epoch, self.settings.notice))
-        what = "release of " + ", ".join(f"epoch {epoch}" for epoch in epochs)
-        with self.waits.named(run, what):
-            timeout = self.settings.notice + self.settings.lease_ttl
-            await self.kernel.wait_until(lambda: not any(e in table.leases for e in epochs), timeout, what)
-
-    async def release_all(self, run: str) -> None:
-        """Ends every lease of a run."""
-        epochs = [lease.epoch for lease in self.kernel.state.table.leases.values() if lease.run == run]
-        try:
-            await self.release(run, epochs)
-        except WaitTimeout:
-            return  # The sweep ends them; their devices stay quarantined until proven free.
-
-    def _send(self, incarnation: str, command: str, body: Any) -> None:
+    def send(self, incarnation: str, command: str, body: Any) -> None:
+        """A command to a process; lost where it has no session."""
         if session := self.sessions.get(incarnation):
             session.send(command, body)
 
@@ -357,11 +226,6 @@ class Fleet:
 
     # --- time
 
-    def expires_in(self, epoch: int) -> float:
-        """Seconds until a lease ends unless it is renewed."""
-        now = self.kernel.now()
-        return self.settings.lease_ttl - (now - self._renewed_at.get(epoch, now))
-
     async def sweep(self) -> None:
         """Ends leases that were not renewed and instances unheard of for a TTL, for ever."""
         while True:
@@ -369,19 +233,10 @@ class Fleet:
             self.sweep_once()
 
     def sweep_once(self) -> None:
-        """One look at the clock. A store outage suspends expiry, and so does one TTL after the start."""
-        now = self.kernel.now()
-        if self.kernel.store_away:
-            self._expiry_from = now + self.settings.lease_ttl
-        if now < self._expiry_from:
-            self._renewed_at = dict.fromkeys(self._renewed_at, now)
-            return
-        for lease in self.kernel.state.table.leases.values():
-            self._renewed_at.setdefault(lease.epoch, now)
-        self._lose_silent(now)
-        expired = leases.plan_expire(self.kernel.state.table, self._renewed_at, self.settings.lease_ttl, now)
-        holders = [self.kernel.state.table.leases[event.epoch].incarnation for event in expired]
-        self._post_ends(expired)
+        """One look at the clock."""
+        holders = self.desk.expire()
+        if not self.desk.lenient:
+            self._lose_silent(self.kernel.now())
         for incarnation in holders:
             self.kill(incarnation, "its lease was not renewed")
 

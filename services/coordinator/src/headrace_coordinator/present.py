@@ -143,7 +143,7 @@ def lease_views(fleet: Fleet) -> list[LeaseView]:
             run=lease.run,
             stage=lease.stage,
             devices=lease.devices,
-            expires_in_s=fleet.expires_in(lease.epoch),
+            expires_in_s=fleet.desk.expires_in(lease.epoch),
         )
         for lease in state.table.leases.values()
     ]

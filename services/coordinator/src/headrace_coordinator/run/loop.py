@@ -184,7 +184,7 @@ class RunLoop:
         context = self.context
         if close:
             await self._quietly(*(member.close_run() for member in context.crew.members))  # type: ignore[attr-defined]
-        await context.fleet.release_all(context.run_id)
+        await context.fleet.desk.release_all(context.run_id)
         context.fleet.unclaim(context.run_id)
 
     async def _quietly(self, *calls: Coroutine[Any, Any, Any]) -> None:

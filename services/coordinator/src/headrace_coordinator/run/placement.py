@@ -87,15 +87,15 @@ class Placement:
         ]
 
     async def _let_go(self, members: Sequence[Member]) -> None:
-        await self.crew.fleet.release(self.crew.run, [member.lease_epoch for member in members])
+        await self.crew.fleet.desk.release(self.crew.run, [member.lease_epoch for member in members])
         for member in members:
             member.lease_epoch = 0
 
     async def _take(self, members: Sequence[Member], stage: str) -> None:
         with_devices = [member for member in members if member.devices]
         requests = [LeaseRequest(m.incarnation, self.crew.run, stage, m.devices) for m in with_devices]
-        await self.crew.fleet.release(self.crew.run, self._strays(members))
-        epochs = await self.crew.fleet.acquire(requests, self.crew.fleet_timeout)
+        await self.crew.fleet.desk.release(self.crew.run, self._strays(members))
+        epochs = await self.crew.fleet.desk.acquire(requests, self.crew.fleet_timeout)
         for member, epoch in zip(with_devices, epochs, strict=True):
             member.lease_epoch = epoch
 

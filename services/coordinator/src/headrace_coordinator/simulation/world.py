@@ -189,11 +189,11 @@ class World:
             instance.held[body.epoch] = tuple(body.devices)
             instance.deadlines[body.epoch] = sent + SETTINGS.lease_ttl - 5.0
             self._exclusive()
-            fleet.held(instance.incarnation, body.epoch, "")
+            fleet.desk.held(instance.incarnation, body.epoch, "")
         elif command == "revoke":
             instance.held.pop(body[0], None)
             await asyncio.sleep(self.rng.uniform(0.0, 0.05))
-            fleet.released(instance.incarnation, body[0])
+            fleet.desk.released(instance.incarnation, body[0])
 
     def _exclusive(self) -> None:
         used = Counter(device for instance in self.instances.values() for device in instance.using())

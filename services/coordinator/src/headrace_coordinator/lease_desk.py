@@ -1,0 +1,213 @@
+"""Leases from request to end: grants, waits for their holders, revokes, lets them expire.
+
+The rules are `domain.leases`; who is alive and how a command reaches a process is the fleet's to know.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
+
+from headrace_coordinator.domain import events as ev
+from headrace_coordinator.domain import leases
+from headrace_coordinator.domain.leases import Blocked, LeaseRequest
+from headrace_coordinator.kernel import Kernel
+from headrace_coordinator.ports import InstanceDown
+from headrace_coordinator.waits import Waits, WaitTimeout
+
+
+class Holders(Protocol):
+    """The processes that hold leases."""
+
+    def alive(self, incarnation: str) -> bool:
+        """The process is registered and its session is open."""
+
+    def send(self, incarnation: str, command: str, body: Any) -> None:
+        """A command to a process; lost where it has no session."""
+
+
+class LeaseDesk:
+    """All leases of the fleet, and when each was renewed."""
+
+    def __init__(self, kernel: Kernel, holders: Holders, waits: Waits, ttl: float, notice: float) -> None:
+        self._kernel = kernel
+        self._holders = holders
+        self._waits = waits
+        self._ttl = ttl
+        self._notice = notice
+        self._renewed_at: dict[int, float] = {}
+        self._expiry_from = kernel.now() + ttl
+
+    # --- from the holders
+
+    def confirm(self, incarnation: str, held: set[int]) -> set[int]:
+        """A process has registered with what it holds; returns the epochs that are honoured."""
+        table, now = self._kernel.state.table, self._kernel.now()
+        own = {lease.epoch for lease in table.of(incarnation)}
+        for epoch in own & held:
+            self._renewed_at[epoch] = now
+            self._kernel.post(*leases.plan_held(table, epoch, incarnation, now))
+        for epoch in own - held:
+            # Granted by a coordinator that died before the grant reached the holder.
+            self._post_ends(leases.plan_release(table, epoch, incarnation, "never held", now))
+        return own & held
+
+    def renew(self, incarnation: str, epochs: Iterable[int]) -> list[int]:
+        """A heartbeat; returns the epochs that it renews."""
+        own, now = {lease.epoch for lease in self._kernel.state.table.of(incarnation)}, self._kernel.now()
+        renewed = [epoch for epoch in epochs if epoch in own]
+        self._renewed_at |= dict.fromkeys(renewed, now)
+        return renewed
+
+    def held(self, incarnation: str, epoch: int, refusal: str) -> None:
+        """The holder has its memory, or says why it cannot."""
+        now, table = self._kernel.now(), self._kernel.state.table
+        if refusal:
+            self._post_ends(leases.plan_release(table, epoch, incarnation, f"refused: {refusal}", now))
+        else:
+            self._kernel.post(*leases.plan_held(table, epoch, incarnation, now))
+
+    def released(self, incarnation: str, epoch: int) -> None:
+        """The holder has let go."""
+        table, now = self._kernel.state.table, self._kernel.now()
+        self._post_ends(leases.plan_release(table, epoch, incarnation, "released", now))
+
+    def exited(self, incarnation: str) -> None:
+        """The holder's process is proven gone."""
+        self._post_ends(leases.plan_exit(self._kernel.state.table, incarnation, self._kernel.now()))
+
+    def _post_ends(self, events: Sequence[ev.Event]) -> None:
+        for event in events:
+            self._renewed_at.pop(event.epoch, None)  # type: ignore[attr-defined]
+        self._kernel.post(*events)
+
+    # --- for a run
+
+    async def acquire(self, requests: Sequence[LeaseRequest], timeout: float) -> list[int]:
+        """Leases for all requests or none, held by their holders; returns their epochs.
+
+        Raises:
+            WaitTimeout: naming the busy devices and who holds them.
+            InstanceDown: a holder went away, or refused.
+        """
+        held = {request: self._held_already(request) for request in requests}
+        missing = [request for request in requests if not held[request]]
+        if missing:
+            grants = await self._grant(missing, timeout)
+            held |= {request: grant.epoch for request, grant in zip(missing, grants, strict=True)}
+        return [held[request] for request in requests]
+
+    async def _grant(self, requests: Sequence[LeaseRequest], timeout: float) -> list[ev.LeaseGranted]:
+        run, deadline = requests[0].run, asyncio.get_running_loop().time() + timeout
+        while True:
+            self._all_alive(requests)
+            try:
+                grants = leases.plan_grant(self._kernel.state.table, requests, self._kernel.now())
+                break
+            except Blocked as blocked:
+                left = deadline - asyncio.get_running_loop().time()
+                await self._wait_for_change(run, requests, str(blocked), left)
+        await self._kernel.commit(*grants)
+        for grant in grants:
+            self._renewed_at[grant.epoch] = self._kernel.now()
+            self._holders.send(grant.incarnation, "grant", grant)
+        await self._until_held(run, grants, timeout)
+        return grants
+
+    def _all_alive(self, requests: Iterable[LeaseRequest]) -> None:
+        """A grant to a process that is gone would hold its device until it expires."""
+        for request in requests:
+            if not self._holders.alive(request.incarnation):
+                raise InstanceDown(
+                    request.incarnation, f"gone before it could take {', '.join(request.devices)}"
+                )
+
+    async def _wait_for_change(
+        self, run: str, requests: Sequence[LeaseRequest], what: str, timeout: float
+    ) -> None:
+        table = self._kernel.state.table
+        before = (set(table.leases), set(table.quarantined))
+
+        def changed() -> bool:
+            gone = not all(self._holders.alive(request.incarnation) for request in requests)
+            return gone or (set(table.leases), set(table.quarantined)) != before
+
+        with self._waits.named(run, what):
+            await self._kernel.wait_until(changed, timeout, what)
+
+    def _held_already(self, request: LeaseRequest) -> int:
+        for lease in self._kernel.state.table.of(request.incarnation):
+            same = (lease.run, lease.stage, tuple(lease.devices)) == (
+                request.run,
+                request.stage,
+                request.devices,
+            )
+            if same and lease.state == leases.HELD:
+                return lease.epoch
+        return 0
+
+    async def _until_held(self, run: str, grants: Sequence[ev.LeaseGranted], timeout: float) -> None:
+        live = self._kernel.state.table.leases
+
+        def settled() -> bool:
+            gone = any(not self._holders.alive(g.incarnation) for g in grants)
+            return gone or all(g.epoch not in live or live[g.epoch].state != leases.GRANTED for g in grants)
+
+        what = "; ".join(f"{g.incarnation} to take {', '.join(g.devices)}" for g in grants)
+        with self._waits.named(run, what):
+            await self._kernel.wait_until(settled, timeout, what)
+        for grant in grants:
+            if grant.epoch not in live or live[grant.epoch].state == leases.GRANTED:
+                raise InstanceDown(grant.incarnation, f"did not take {', '.join(grant.devices)}")
+
+    async def release(self, run: str, epochs: Sequence[int]) -> None:
+        """Revokes leases with notice and waits until they are over."""
+        now, table = self._kernel.now(), self._kernel.state.table
+        for epoch in epochs:
+            lease = table.leases.get(epoch)
+            if lease is None:
+                continue
+            self._kernel.post(*leases.plan_revoke(table, epoch, now + self._notice, now))
+            self._holders.send(lease.incarnation, "revoke", (epoch, self._notice))
+        what = "release of " + ", ".join(f"epoch {epoch}" for epoch in epochs)
+        with self._waits.named(run, what):
+            timeout = self._notice + self._ttl
+            await self._kernel.wait_until(lambda: not any(e in table.leases for e in epochs), timeout, what)
+
+    async def release_all(self, run: str) -> None:
+        """Ends every lease of a run."""
+        epochs = [lease.epoch for lease in self._kernel.state.table.leases.values() if lease.run == run]
+        try:
+            await self.release(run, epochs)
+        except WaitTimeout:
+            return  # The sweep ends them; their devices stay quarantined until proven free.
+
+    # --- time
+
+    def expires_in(self, epoch: int) -> float:
+        """Seconds until a lease ends unless it is renewed."""
+        now = self._kernel.now()
+        return self._ttl - (now - self._renewed_at.get(epoch, now))
+
+    def expire(self) -> list[str]:
+        """One look at the clock; returns the holders of leases that ended. None ends during a store outage, nor
+        within one TTL after it or after the start."""
+        now = self._kernel.now()
+        if self._kernel.store_away:
+            self._expiry_from = now + self._ttl
+        if self.lenient:
+            self._renewed_at = dict.fromkeys(self._renewed_at, now)
+            return []
+        table = self._kernel.state.table
+        for lease in table.leases.values():
+            self._renewed_at.setdefault(lease.epoch, now)
+        expired = leases.plan_expire(table, self._renewed_at, self._ttl, now)
+        holders = [table.leases[event.epoch].incarnation for event in expired]
+        self._post_ends(expired)
+        return holders
+
+    @property
+    def lenient(self) -> bool:
+        """Silence proves nothing now."""
+        return self._kernel.now() < self._expiry_from
