@@ -71,10 +71,18 @@ class Head:
             getattr(config, "final_logit_softcapping", None),
         )
 
-    def widened(self) -> Head:
-        """The same head with its weights copied to fp32 once; for callers that score many times."""
+    def widened(self, into: Head | None = None) -> Head:
+        """The same head with its weights copied to fp32 once; for callers that score many times.
+
+        `into`, an earlier result for the same model, gives its memory away: fresh pages cost more than the copy.
+        """
         bias_V = None if self.bias_V is None else self.bias_V.detach().float()
-        return Head(self.weight_VD.detach().float(), bias_V, self.multiplier, self.softcap)
+        weight_VD = self.weight_VD.detach()
+        if into is not None and into.weight_VD.shape == weight_VD.shape:
+            wide_VD = into.weight_VD.copy_(weight_VD)
+        else:
+            wide_VD = weight_VD.float()
+        return Head(wide_VD, bias_V, self.multiplier, self.softcap)
 
     def logits(self, hidden_ND: Tensor) -> Tensor:
         """fp32 (N, V). Products of bf16 hidden states stay in bf16 units and are summed in fp32."""

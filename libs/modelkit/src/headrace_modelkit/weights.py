@@ -12,6 +12,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 
+ALIGNMENT_BYTES = 16
+"""Of tensors that are used where they are: what vector instructions like to read."""
+
+
 def state_tensors(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
     """(name, tensor) of every parameter and persistent buffer, parameters first, tied ones once."""
     tied = set(getattr(model, "all_tied_weights_keys", None) or {})
@@ -53,6 +57,21 @@ def load_weights(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> None:
     with torch.no_grad():
         for name, tensor in own.items():
             tensor.copy_(tensors[name])
+
+
+def share_weights(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> None:
+    """As `load_weights`, for a model that only reads: tensors of its own types become its weights, without a copy.
+
+    They may be read-only; the model keeps what they are views of. Odd addresses and other types are copied.
+    """
+    own = _named(model)
+    if problem := _difference(own, tensors):
+        raise ValueError(f"the weights are not this model's: {problem}")
+    for name, tensor in own.items():
+        given = tensors[name]
+        fits = given.dtype == tensor.dtype and given.device == tensor.device
+        aligned = given.data_ptr() % ALIGNMENT_BYTES == 0 and given.is_contiguous()
+        tensor.data = given if fits and aligned else given.to(tensor, copy=True)
 
 
 def _named(model: PreTrainedModel) -> dict[str, Tensor]:

@@ -17,6 +17,21 @@ def digest_bytes(data: bytes | bytearray | memoryview) -> str:
     return str(xxhash.xxh3_128_hexdigest(data))
 
 
+class RunningDigest:
+    """`digest_bytes` of all pieces together."""
+
+    def __init__(self) -> None:
+        self._hash = xxhash.xxh3_128()
+
+    def update(self, piece: bytes | bytearray | memoryview) -> None:
+        """Adds a piece."""
+        self._hash.update(piece)
+
+    def hexdigest(self) -> str:
+        """32 hexadecimal digits."""
+        return str(self._hash.hexdigest())
+
+
 def trajectory_digest(trajectory: common_pb2.Trajectory) -> str:
     """Digest of a trajectory's body: every field except completion_text and body_digest."""
     whole = trajectory.SerializeToString(deterministic=True)

@@ -1,18 +1,18 @@
 """Published weights in a host's memory: written once, verified by digest, shared by mapping.
 
 Bodies are files on a tmpfs, one flock'ed directory per incarnation, so that whoever comes next can reap
-the directories of the dead. Knows nothing of models or of who may install what.
+the directories of the dead. The file of a dropped version is kept for the next one. Knows nothing of models or
+of who may install what.
 """
 
 from __future__ import annotations
 
 import errno
 import fcntl
-import mmap
 import os
 import secrets
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -23,6 +23,7 @@ from headrace.common.v1 import common_pb2
 from headrace_servicekit.digests import digest_bytes, manifest_digest
 from headrace_servicekit.errors import ServiceError
 from headrace_servicekit.tensors import tensor_bytes
+from headrace_servicekit.weight_segments import MappedSegments, Segment, make_segment
 
 Layout = Sequence[tuple[str, "common_pb2.DataType", tuple[int, ...]]]
 
@@ -35,6 +36,7 @@ class StoredWeights:
     manifest: common_pb2.WeightManifest
     body: memoryview
     path: Path | None
+    segment: Segment
 
 
 class WeightStore:
@@ -48,6 +50,8 @@ class WeightStore:
         self.incarnation = incarnation
         self.address = address
         self._stored: dict[tuple[str, int], StoredWeights] = {}
+        self._mapped = MappedSegments()
+        self._spare: tuple[Segment, Path] | None = None
         _make_private(root)
         reap_dead_stores(root)
         self._directory = root / incarnation
@@ -107,7 +111,22 @@ class WeightStore:
         for key in [key for key in self._stored if key[0] == run and key[1] not in numbers]:
             stored = self._stored.pop(key)
             if stored.path is not None:
-                stored.path.unlink(missing_ok=True)
+                self._set_aside(stored.segment, stored.path)
+        if not numbers:
+            self._drop_spare()
+            self._mapped.forget()
+
+    def let_go(self, run: str) -> None:
+        """Drops what is another store's anyway, so that its pages leave this process with their last user."""
+        for key in [key for key in self._stored if key[0] == run and not self._stored[key].segment.own]:
+            path = self._stored.pop(key).path
+            if path is not None:
+                path.unlink(missing_ok=True)
+        self._mapped.forget()
+
+    def map_shared(self, path: Path, size: int) -> Segment:
+        """Another store's file. Raises OSError or ValueError; see `adopt`."""
+        return self._mapped.open(path, size)
 
     def adopt(
         self,
@@ -115,15 +134,16 @@ class WeightStore:
         version: common_pb2.PolicyVersion,
         manifest: common_pb2.WeightManifest,
         path: Path,
-        body: mmap.mmap,
+        segment: Segment,
+        body: memoryview,
     ) -> StoredWeights:
-        """Holds a verified body of another store; a hard link keeps it on the tmpfs for others."""
+        """Holds a verified body of another store, lent by `segment`; a hard link keeps it for others."""
         own: Path | None = self._new_path(run, version.number)
         try:
             os.link(path, own)  # type: ignore[arg-type]
         except OSError:
             own = None  # another file system, or the producer dropped it: the mapping stays good
-        return self._publish(run, version, manifest, memoryview(body), own)
+        return self._publish(run, StoredWeights(version, manifest, body, own, segment))
 
     def close(self) -> None:
         """Drops everything and removes the directory; repeated calls do nothing."""
@@ -133,18 +153,39 @@ class WeightStore:
             os.close(self._lock)
             self._lock = -1
 
-    def _publish(
-        self,
-        run: str,
-        version: common_pb2.PolicyVersion,
-        manifest: common_pb2.WeightManifest,
-        body: memoryview,
-        path: Path | None,
-    ) -> StoredWeights:
-        stored = StoredWeights(version, manifest, body, path)
-        if self._stored.setdefault((run, version.number), stored) is not stored and path is not None:
+    def _publish(self, run: str, stored: StoredWeights) -> StoredWeights:
+        found = self._stored.setdefault((run, stored.version.number), stored)
+        if found is not stored and stored.path is not None:
+            stored.path.unlink(missing_ok=True)
+        return found
+
+    def _reserve(self, path: Path, size: int) -> Segment:
+        """The spare file when it has the size and nobody uses it any more, else a new one."""
+        if self._spare is not None and self._spare[0].size == size and self._spare[0].take():
+            segment, before = self._spare
+            self._spare = None
+            before.rename(path)
+            return segment
+        self._drop_spare()
+        try:
+            return make_segment(path, size)
+        except OSError as error:
+            raise_no_space(error, path.parent, size)
+
+    def _set_aside(self, segment: Segment, path: Path) -> None:
+        """Keeps a dropped version's file for the next one, under a name that offers it to nobody."""
+        if not segment.own:
             path.unlink(missing_ok=True)
-        return self._stored[run, version.number]
+            return
+        self._drop_spare()
+        spare = self._directory / f"spare-{secrets.token_hex(4)}"
+        path.rename(spare)
+        self._spare = (segment, spare)
+
+    def _drop_spare(self) -> None:
+        if self._spare is not None:
+            self._spare[1].unlink(missing_ok=True)
+            self._spare = None
 
     def _new_path(self, run: str, number: int) -> Path:
         # The run's name may hold any character; the file's name tells people which version it is.
@@ -163,8 +204,8 @@ class PendingWeights:
         self._size = sum(entry.size_bytes for entry in self.entries)
         self._path = store._new_path(run, number)
         self._views: list[memoryview] = []
-        self._map = _reserve(self._path, self._size)
-        self._whole = memoryview(self._map)
+        self._segment = store._reserve(self._path, self._size)
+        self._whole = self._segment.write()
 
     def buffer(self, name: str) -> memoryview:
         """Writable bytes of one tensor, C-contiguous little-endian. Raises ServiceError NOT_FOUND."""
@@ -189,12 +230,13 @@ class PendingWeights:
         self.publish(version, manifest)
         return version, manifest
 
-    def manifest(self) -> common_pb2.WeightManifest:
-        """The manifest of the bytes as they are now."""
+    def manifest(self, digests: Mapping[str, str] | None = None) -> common_pb2.WeightManifest:
+        """The manifest of the bytes as they are now; `digests`, by tensor, are those taken while writing them."""
         for entry in self.entries:
-            entry.digest = digest_bytes(
-                self._whole[entry.offset_bytes : entry.offset_bytes + entry.size_bytes]
-            )
+            known = digests.get(entry.name) if digests is not None else None
+            part = self._whole[entry.offset_bytes : entry.offset_bytes + entry.size_bytes]
+            entry.digest = known or digest_bytes(part)
+            part.release()
         return common_pb2.WeightManifest(
             entries=self.entries, digest=manifest_digest(self.entries), size_bytes=self._size
         )
@@ -205,9 +247,10 @@ class PendingWeights:
         """Publishes verified bytes as `version`; see `seal`."""
         self._release()
         os.chmod(self._path, 0o400)
-        return self._store._publish(
-            self._run, version, manifest, memoryview(map_file(self._path, self._size)), self._path
-        )
+        body = self._segment.lend()
+        self._segment.written()
+        stored = StoredWeights(version, manifest, body, self._path, self._segment)
+        return self._store._publish(self._run, stored)
 
     def discard(self) -> None:
         """Throws the bytes away."""
@@ -220,19 +263,23 @@ class PendingWeights:
 
     def _release(self) -> None:
         """Gives up every writable view, so that nobody can change what the digests say."""
-        for view in self._views:
-            view.release()
+        try:
+            for view in self._views:
+                view.release()
+        except BufferError as error:
+            raise self._in_use() from error
         self._views.clear()
         self._whole.release()
-        try:
-            self._map.close()
-        except BufferError as error:
-            self._whole = memoryview(self._map)
-            raise ServiceError(
-                grpc.StatusCode.FAILED_PRECONDITION,
-                "BUFFER_IN_USE",
-                f"version {self._number}: an array over its buffers is still alive; drop it before sealing",
-            ) from error
+        if self._segment.in_use:
+            self._whole = self._segment.write()
+            raise self._in_use()
+
+    def _in_use(self) -> ServiceError:
+        return ServiceError(
+            grpc.StatusCode.FAILED_PRECONDITION,
+            "BUFFER_IN_USE",
+            f"version {self._number}: an array over its buffers is still alive; drop it before sealing",
+        )
 
 
 def entries_of(layout: Layout) -> list[common_pb2.WeightEntry]:
@@ -277,18 +324,6 @@ def reap_dead_stores(root: Path) -> list[str]:
     return reaped
 
 
-def map_file(path: Path, size: int) -> mmap.mmap:
-    """Maps a file of exactly `size` bytes read-only. Raises OSError or ValueError."""
-    handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
-    try:
-        found = os.fstat(handle).st_size
-        if found != size:
-            raise ValueError(f"{path} has {found} bytes, not {size}")
-        return mmap.mmap(handle, size, prot=mmap.PROT_READ)
-    finally:
-        os.close(handle)
-
-
 def _make_private(root: Path) -> None:
     try:
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -311,19 +346,6 @@ def _lock_new_directory(directory: Path) -> int:
         fcntl.flock(handle, fcntl.LOCK_EX)
         if directory.exists() and os.fstat(handle).st_ino == directory.stat().st_ino:
             return handle
-        os.close(handle)
-
-
-def _reserve(path: Path, size: int) -> mmap.mmap:
-    """A new file of `size` bytes, mapped for writing. The space is taken now: later would be a SIGBUS."""
-    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-    try:
-        os.posix_fallocate(handle, 0, size)
-        return mmap.mmap(handle, size)
-    except OSError as error:
-        path.unlink(missing_ok=True)
-        raise_no_space(error, path.parent, size)
-    finally:
         os.close(handle)
 
 

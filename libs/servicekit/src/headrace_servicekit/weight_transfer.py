@@ -6,7 +6,6 @@ All or nothing: a body is handed out only when every tensor's digest is the mani
 from __future__ import annotations
 
 import asyncio
-import mmap
 from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +18,7 @@ from headrace.common.v1 import common_pb2, weights_pb2, weights_pb2_grpc
 from headrace_servicekit.client import dial
 from headrace_servicekit.digests import digest_bytes, manifest_digest
 from headrace_servicekit.errors import ServiceError, message_of
-from headrace_servicekit.weight_store import PendingWeights, StoredWeights, WeightStore, entries_of, map_file
+from headrace_servicekit.weight_store import PendingWeights, StoredWeights, WeightStore, entries_of
 
 CHUNK_BYTES = 1024 * 1024
 IDLE_TIMEOUT_S = 30.0
@@ -139,11 +138,14 @@ async def _map_shared(
     path = Path(source.shm_path)
     try:
         _prove_same_host(source)
-        body = map_file(path, manifest.size_bytes)
+        segment = store.map_shared(path, manifest.size_bytes)
+        body = segment.lend()
+    except BlockingIOError as error:
+        raise _unavailable(f"{path} is being written with another version") from error
     except (OSError, ValueError) as error:
         raise _unavailable(str(error)) from error
     await asyncio.to_thread(_verify, body, manifest)
-    return store.adopt(run, version, manifest, path, body)
+    return store.adopt(run, version, manifest, path, segment, body)
 
 
 def _prove_same_host(source: common_pb2.WeightSource) -> None:
@@ -230,12 +232,11 @@ async def _drain_into(
     return offset
 
 
-def _verify(body: mmap.mmap, manifest: common_pb2.WeightManifest) -> None:
-    with memoryview(body) as whole:
-        for entry in manifest.entries:
-            with whole[entry.offset_bytes : entry.offset_bytes + entry.size_bytes] as part:
-                if digest_bytes(part) != entry.digest:
-                    raise _mismatch(f"tensor {entry.name}: the bytes are not those of the manifest")
+def _verify(body: memoryview, manifest: common_pb2.WeightManifest) -> None:
+    for entry in manifest.entries:
+        with body[entry.offset_bytes : entry.offset_bytes + entry.size_bytes] as part:
+            if digest_bytes(part) != entry.digest:
+                raise _mismatch(f"tensor {entry.name}: the bytes are not those of the manifest")
 
 
 def _compare(found: Sequence[common_pb2.WeightEntry], expected: Sequence[common_pb2.WeightEntry]) -> None:

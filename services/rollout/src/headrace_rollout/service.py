@@ -189,8 +189,10 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
     ) -> rollout_pb2.SuspendResponse:
         """Gives the memory of weights and cache back."""
         self._instance.fence.check(request.header, lease=False)
+        run = self._opened(request.header)
         with refusals():
-            freed = await self._opened(request.header).engine.suspend()
+            self._instance.weights.let_go(run.name)
+            freed = await run.engine.suspend()
         return rollout_pb2.SuspendResponse(
             released_bytes=freed.released_bytes, free_memory_bytes=freed.free_bytes
         )
@@ -241,6 +243,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         await self._use_threads(1)
         if self._run is None:
             return await self._free_host_bytes(epoch, notice_s)
+        self._instance.weights.let_go(self._run.name)
         return (await self._run.engine.release()).free_bytes
 
     async def on_quiesce(self, epoch: int) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import torch
 from headrace.common.v1 import common_pb2
+from headrace_servicekit.digests import RunningDigest
 from headrace_servicekit.weights import PendingWeights, StoredWeights, WeightStore
 from torch import Tensor
 
@@ -30,6 +31,24 @@ _DATA_TYPES = {
 }
 
 Layout = list[tuple[str, str, tuple[int, ...]]]
+
+
+CAST_ELEMENTS = 1 << 19
+"""Elements that are cast and hashed at a time: they stay in a core's cache."""
+
+
+def cast_into(out: memoryview, tensor: Tensor, dtype: torch.dtype) -> str:
+    """Writes a tensor's elements as `dtype`; the digest of the bytes written."""
+    count, size = tensor.numel(), dtype.itemsize
+    digest = RunningDigest()
+    target = torch.frombuffer(out, dtype=dtype, count=count)
+    flat = tensor.detach().reshape(-1)
+    for first in range(0, count, CAST_ELEMENTS):
+        last = min(first + CAST_ELEMENTS, count)
+        target[first:last].copy_(flat[first:last])
+        with out[first * size : last * size] as part:
+            digest.update(part)
+    return digest.hexdigest()
 
 
 class Publisher:
@@ -53,12 +72,12 @@ class Publisher:
         self.discard()
         layout = [(name, _DATA_TYPES[data_type], shape) for name, data_type, shape in self._layout]
         pending = self._store.begin(self._run, number, layout)
-        for name, tensor in weights:
-            if tensor.numel():
-                out = torch.frombuffer(pending.buffer(name), dtype=self._types[name], count=tensor.numel())
-                out.view(tensor.shape).copy_(tensor)
-                del out  # a living view would keep the body writable
-        manifest = pending.manifest()
+        digests = {
+            name: cast_into(pending.buffer(name), tensor, self._types[name])
+            for name, tensor in weights
+            if tensor.numel()
+        }
+        manifest = pending.manifest(digests)
         self._staged = (number, pending, manifest)
         self.stage_seconds = time.monotonic() - started
         return str(manifest.digest)

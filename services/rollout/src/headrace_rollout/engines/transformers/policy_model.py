@@ -14,7 +14,7 @@ import torch
 from headrace_modelkit.config import ModelConfig, ModelNotReadable
 from headrace_modelkit.loading import context_limit, load_architecture, load_model
 from headrace_modelkit.logprobs import Head
-from headrace_modelkit.weights import load_weights
+from headrace_modelkit.weights import load_weights, share_weights
 from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedConfig
@@ -81,14 +81,20 @@ class PolicyModel:
         return found
 
     def install(self, policy: Policy, tensors: Sequence[WeightView]) -> float:
-        """Copies all weights in, or none (ValueError); returns the seconds it took."""
+        """Takes all weights, or none (ValueError); returns the seconds it took.
+
+        On the CPU the views become the weights and are referenced until the next version; a GPU gets a copy.
+        """
         start = time.perf_counter()
         views = {view.name: _tensor(view) for view in tensors}
         self._memory.take()
-        load_weights(self._model, views)
+        if self.device == "cpu":
+            share_weights(self._model, views)
+        else:
+            load_weights(self._model, views)
         head = Head.of(self._model)
         # One fp32 copy for all tokens of the version; in fp32 the head is the model's own.
-        self._head = head if head.weight_VD.dtype == torch.float32 else head.widened()
+        self._head = head if head.weight_VD.dtype == torch.float32 else head.widened(self._head)
         self.policy = policy
         return time.perf_counter() - start
 
