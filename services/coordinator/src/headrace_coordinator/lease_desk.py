@@ -190,22 +190,21 @@ class LeaseDesk:
         now = self._kernel.now()
         return self._ttl - (now - self._renewed_at.get(epoch, now))
 
-    def expire(self) -> list[str]:
-        """One look at the clock; returns the holders of leases that ended. None ends during a store outage, nor
-        within one TTL after it or after the start."""
+    def expire(self) -> set[str]:
+        """One look at the clock; returns the holders that are to be killed, because their devices are in doubt:
+        again at every look, for a command to a supervisor that is cut off is lost. No lease ends during a store
+        outage, nor within one TTL after it or after the start."""
         now = self._kernel.now()
         if self._kernel.store_away:
             self._expiry_from = now + self._ttl
         if self.lenient:
             self._renewed_at = dict.fromkeys(self._renewed_at, now)
-            return []
+            return set()
         table = self._kernel.state.table
         for lease in table.leases.values():
             self._renewed_at.setdefault(lease.epoch, now)
-        expired = leases.plan_expire(table, self._renewed_at, self._ttl, now)
-        holders = [table.leases[event.epoch].incarnation for event in expired]
-        self._post_ends(expired)
-        return holders
+        self._post_ends(leases.plan_expire(table, self._renewed_at, self._ttl, now))
+        return {quarantine.incarnation for quarantine in table.quarantined.values()}
 
     @property
     def lenient(self) -> bool:
