@@ -1,7 +1,11 @@
 """G1 to G5 under kills, partitions, outages, duplicates, lost replies and pauses: the real run loop, virtual time."""
 
+import asyncio
+
 import pytest
 from headrace_coordinator.simulation.judge import Violation
+from headrace_coordinator.simulation.rollout import Rollout
+from headrace_coordinator.simulation.virtual_time import run_virtual
 from headrace_coordinator.simulation.world import World, run_world
 
 FAILED_ONCE = [0, 3, 40, 43, 49, 50, 63, 73, 109, 183, 476, 881, 1803]
@@ -26,6 +30,33 @@ def test_seeds_that_failed_once(seed):
 def test_a_calm_world_needs_no_recovery_and_drops_little():
     outcomes = [run_world(seed, faults=False) for seed in range(20)]
     assert sum(outcome.recoveries for outcome in outcomes) <= 1
+
+
+def test_stopped_samples_go_on_from_their_prefix_at_once(monkeypatch):
+    """A drain, or a lease renewed too late: without it, a step would wait for its deadline."""
+    prefixes = []
+    make = Rollout._make
+
+    async def spied(self, opening, prompt, sample, done):
+        prefixes.append(len(sample.resume.token_ids))
+        await make(self, opening, prompt, sample, done)
+
+    async def stops(self):
+        while True:
+            await asyncio.sleep(1.5)
+            for instance in self.instances.values():
+                if isinstance(instance, Rollout):
+                    instance.stop()
+
+    monkeypatch.setattr(Rollout, "_make", spied)
+    calm = run_world(3, faults=False)
+    assert not any(prefixes)
+    monkeypatch.setattr(World, "trouble", stops)
+    world = World(3, faults=False)
+    monkeypatch.setattr(world, "faulty", True)
+    outcome = run_virtual(world.live())
+    assert outcome.state == "SUCCEEDED" and any(prefixes)
+    assert outcome.virtual_s < 20 * calm.virtual_s
 
 
 def test_the_same_seed_is_the_same_world():
@@ -53,7 +84,6 @@ def test_the_world_notices_a_trainer_that_trains_a_group_twice(monkeypatch):
 def test_the_world_notices_two_holders_of_one_device(monkeypatch):
     world = World(2, faults=False)
     monkeypatch.setattr(type(world), "_command", _keep_after_revoke)
-    from headrace_coordinator.simulation.virtual_time import run_virtual
 
     with pytest.raises(Violation, match="G4"):
         run_virtual(_placed(world, "collocated").live())
@@ -61,7 +91,6 @@ def test_the_world_notices_two_holders_of_one_device(monkeypatch):
 
 @pytest.mark.parametrize(("mode", "budget"), [("disaggregated", 11), ("collocated", 19)])
 def test_a_step_keeps_to_its_budget_of_calls(mode, budget):
-    from headrace_coordinator.simulation.virtual_time import run_virtual
 
     totals = []
     for steps in (4, 14):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass, field
 
 from headrace.common.v1 import common_pb2 as common
@@ -74,6 +74,7 @@ class Generation:
         self._draining = draining
         self._scoring = Scoring(context.crew, meter, self._take_scores)
         self._failures: Counter[SlotKey] = Counter()
+        self._prefixes: dict[SlotKey, common.ResumeState] = {}
         self._news = Pulse()
         self.batch = Batch()
         expected = None if context.spec.deterministic else context.expected_tokens
@@ -145,6 +146,11 @@ class Generation:
             async for response in member.generate(self._opening(), assignments, limit):
                 for chunk in response.chunks:
                     await self._take_chunk(member, chunk)
+                if response.partials:
+                    over.set()
+                    self._take_partials(member, response.partials)
+            if over.is_set():
+                await self._context.lost(member, "its work was stopped from outside")
         except InstanceDown as fault:
             why = str(fault)
             await self._context.lost(member, why)
@@ -202,14 +208,14 @@ class Generation:
                 rollout.GroupAssignment(
                     prompt_ordinal=prompt,
                     prompt=self._context.prompt(prompt),
-                    samples=[
-                        rollout.SampleAssignment(sample_index=sample, attempt=attempts[prompt, sample])
-                        for sample in samples
-                    ],
+                    samples=[self._sample((prompt, sample), attempts[prompt, sample]) for sample in samples],
                 )
                 for prompt, samples in work
             ]
         )
+
+    def _sample(self, key: SlotKey, attempt: int) -> rollout.SampleAssignment:
+        return rollout.SampleAssignment(sample_index=key[1], attempt=attempt, resume=self._prefixes.get(key))
 
     def _slot(self, prompt: int, sample: int) -> Slot:
         slot = self._ledger.slot(prompt, sample)
@@ -217,6 +223,20 @@ class Generation:
         return slot
 
     # --- chunks in
+
+    def _take_partials(self, member: RolloutMember, partials: Iterable[rollout.PartialSample]) -> None:
+        """Samples that were stopped (a drain, a lease that was late) go on from their prefix at whoever takes them."""
+        for partial in partials:
+            key = (partial.sample.prompt_ordinal, partial.sample.sample_index)
+            slot = self._ledger.slot(*key)
+            if slot is None or (slot.holder, slot.attempt) != (member.incarnation, partial.attempt):
+                self.batch.refused += 1
+                continue
+            if partial.state.token_ids:
+                self._prefixes[key] = partial.state
+            self._dispatcher.done(member.incarnation, *key)
+            self._dispatcher.put_back([key])
+        self._news.beat()
 
     async def _take_chunk(self, member: RolloutMember, chunk: common.TrajectoryChunk) -> None:
         if not chunk.HasField("finished"):

@@ -25,6 +25,7 @@ class Rollout(Instance):
     custody: dict[tuple[int, int], common.Trajectory] = field(default_factory=dict)
     paused: bool = False
     running: int = 0
+    stops: int = 0
 
     async def OpenRun(self, request: rollout.OpenRunRequest) -> rollout.OpenRunResponse:
         self.fence(request.header, lease=False)
@@ -50,7 +51,7 @@ class Rollout(Instance):
         self.fence(opening.header, lease=True)
         if opening.policy_number != self.version.number:
             raise CallRefused(self.incarnation, "POLICY_MISMATCH", "another version is installed")
-        done: asyncio.Queue[common.Trajectory] = asyncio.Queue()
+        done: asyncio.Queue[common.Trajectory | rollout.PartialSample] = asyncio.Queue()
         work: set[asyncio.Future[None]] = set()
         reading = asyncio.ensure_future(self._read(requests, opening, done, work))
         try:
@@ -64,6 +65,9 @@ class Rollout(Instance):
                 work -= {task for task in work if task.done()}
                 if waiting.done():
                     body = waiting.result()
+                    if isinstance(body, rollout.PartialSample):
+                        yield rollout.GenerateResponse(partials=[body])
+                        continue
                     chunk = common.TrajectoryChunk(sample=body.sample, attempt=body.attempt, finished=body)
                     yield rollout.GenerateResponse(chunks=[chunk])
                 else:
@@ -76,7 +80,7 @@ class Rollout(Instance):
         self,
         requests: AsyncIterator[rollout.GenerateRequest],
         opening: rollout.GenerateOpen,
-        done: asyncio.Queue[common.Trajectory],
+        done: asyncio.Queue[common.Trajectory | rollout.PartialSample],
         work: set[asyncio.Future[None]],
     ) -> None:
         async for request in requests:
@@ -90,17 +94,23 @@ class Rollout(Instance):
         opening: rollout.GenerateOpen,
         prompt: int,
         sample: rollout.SampleAssignment,
-        done: asyncio.Queue[common.Trajectory],
+        done: asyncio.Queue[common.Trajectory | rollout.PartialSample],
     ) -> None:
         length = 1 + zlib.crc32(f"{opening.seed}/{prompt}/{sample.sample_index}".encode()) % 12
+        key = common.SampleKey(prompt_ordinal=prompt, sample_index=sample.sample_index)
+        stops = self.stops
         self.running += 1
         try:
-            await asyncio.sleep(length * self.rng.uniform(0.05, 0.2))
+            for position in range(len(sample.resume.token_ids), length):
+                await asyncio.sleep(self.rng.uniform(0.05, 0.2))
+                if self.stops != stops:
+                    done.put_nowait(_partial(key, sample.attempt, position))
+                    return
         finally:
             self.running -= 1
         failed = not opening.evaluation and self.rng.random() < 0.01
         body = common.Trajectory(
-            sample=common.SampleKey(prompt_ordinal=prompt, sample_index=sample.sample_index),
+            sample=key,
             attempt=sample.attempt,
             finish_reason=common.FINISH_REASON_ERROR if failed else common.FINISH_REASON_EOS,
             producer=self.incarnation,
@@ -164,3 +174,12 @@ class Rollout(Instance):
         for key in request.samples:
             self.custody.pop((key.prompt_ordinal, key.sample_index), None)
         return rollout.ReleaseTrajectoriesResponse()
+
+    def stop(self) -> None:
+        """What runs comes back as partial outputs: a lease was renewed too late, or a drain begins."""
+        self.stops += 1
+
+
+def _partial(key: common.SampleKey, attempt: int, length: int) -> rollout.PartialSample:
+    state = common.ResumeState(token_ids=range(length), log_probs=[-1.0] * length, rng_position=length)
+    return rollout.PartialSample(sample=key, attempt=attempt, state=state)

@@ -268,7 +268,7 @@ class World:
         for _ in range(self.rng.randint(2, 7)):
             await asyncio.sleep(self.rng.expovariate(1 / 6.0))
             fault = self.rng.choice(
-                ["kill", "kill", "kill", "coordinator", "store", "partition", "pause", "reply"]
+                ["kill", "kill", "kill", "coordinator", "store", "partition", "pause", "reply", "stop"]
             )
             self.faults[fault] += 1
             await getattr(self, f"_fault_{fault}")()
@@ -295,6 +295,11 @@ class World:
         victim.cut_off = True
         await asyncio.sleep(self.rng.uniform(1.0, 60.0))
         victim.cut_off = False
+
+    async def _fault_stop(self) -> None:
+        victim = self._victim()
+        if isinstance(victim, Rollout):
+            victim.stop()
 
     async def _fault_pause(self) -> None:
         run = self._run()
