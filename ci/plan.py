@@ -69,6 +69,7 @@ TEST = [
     _tests("flows", "integration_tests/flows", timeout_s=1200),
     _tests("faults", "integration_tests/faults", timeout_s=1500),
     _tests("packaging", "integration_tests/packaging", timeout_s=1200),
+    _tests("compose", "integration_tests/compose", timeout_s=1200),
 ]
 
 NIGHTLY = [

@@ -46,7 +46,6 @@ def engine() -> Iterator[None]:
     Path(os.environ["DOCKER_WORK"]).mkdir(parents=True, exist_ok=True)
     try:
         for command in ("up", "base"):
-            # To the terminal, not to a pipe: the engine would keep it open.
             subprocess.run(["bash", script, command], check=True, timeout=300, stdin=subprocess.DEVNULL)
         yield
     finally:
