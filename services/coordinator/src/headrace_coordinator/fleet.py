@@ -182,8 +182,13 @@ class Fleet:
             self._ports[incarnation] = self._connect(state.kind, state.address, incarnation)
         return self._ports[incarnation]
 
-    async def claim(self, run: str, kind: str, count: int, timeout: float) -> list[InstanceState]:
-        """`count` ready instances for a run, at most one run each; waits for them by name."""
+    async def claim(
+        self, run: str, kind: str, count: int, timeout: float, most: int = 0
+    ) -> list[InstanceState]:
+        """`count` ready instances for a run, and more, up to `most`, if they are there; waits for them by name.
+
+        An instance works for one run at a time; those that the run has already come first.
+        """
 
         def free() -> list[InstanceState]:
             return [i for i in self.ready(kind) if self.busy.get(i.incarnation, run) == run]
@@ -191,10 +196,11 @@ class Fleet:
         what = f"{count} ready {kind} instance(s)"
         with self.waits.named(run, what):
             await self.kernel.wait_until(lambda: len(free()) >= count, timeout, what + self._busy_text(kind))
-        chosen = free()[:count]
+        own_first = sorted(free(), key=lambda instance: instance.incarnation not in self.busy)
+        chosen = own_first[: max(count, most)]
         for instance in chosen:
             self.busy[instance.incarnation] = run
-        return chosen
+        return sorted(chosen, key=lambda instance: instance.instance)
 
     def _busy_text(self, kind: str) -> str:
         taken = [

@@ -83,7 +83,8 @@ class Crew:
         """At least `count` live rollouts, and any further ones that are free, up to the spec's number."""
         self._drop_lost()
         known = {member.incarnation for member in self.rollouts}
-        states = await self.fleet.claim(self.run, "rollout", count, self.fleet_timeout)
+        most = self.spec.rollout.instances
+        states = await self.fleet.claim(self.run, "rollout", count, self.fleet_timeout, most)
         for state in states:
             if state.incarnation not in known:
                 member = RolloutMember(self.run, state, self._port(state), self._epoch)

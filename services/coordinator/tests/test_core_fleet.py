@@ -1,0 +1,47 @@
+"""Which instances a run gets."""
+
+import pytest
+from headrace_coordinator.domain.state import InstanceState
+from headrace_coordinator.fleet import Fleet, FleetSettings
+from headrace_coordinator.kernel import Kernel
+from headrace_coordinator.store.memory_store import MemoryStore
+
+
+@pytest.fixture
+async def fleet():
+    kernel = Kernel(MemoryStore(), lambda: 0.0)
+    await kernel.open("test", None)
+    return Fleet(kernel, lambda kind, address, incarnation: None, FleetSettings())
+
+
+def arrive(fleet, name, incarnation):
+    fleet.kernel.state.instances[incarnation] = InstanceState(
+        instance=name,
+        incarnation=incarnation,
+        kind="rollout",
+        host="h",
+        address="",
+        devices=[],
+        capabilities={},
+    )
+    fleet.attach(incarnation, lambda command, body: None)
+
+
+async def claimed(fleet, run, count, most=0):
+    found = await fleet.claim(run, "rollout", count, 0.1, most)
+    return [instance.incarnation for instance in found]
+
+
+async def test_a_run_keeps_its_instances_and_takes_what_has_come_since(fleet):
+    arrive(fleet, "rollout-b", "b1")
+    assert await claimed(fleet, "r", 1, most=2) == ["b1"], "one is enough to go on"
+    arrive(fleet, "rollout-a", "a1")
+    assert await claimed(fleet, "r", 1) == ["b1"]
+    assert await claimed(fleet, "r", 1, most=2) == ["a1", "b1"]
+
+
+async def test_an_instance_works_for_one_run(fleet):
+    arrive(fleet, "rollout-a", "a1")
+    arrive(fleet, "rollout-b", "b1")
+    assert await claimed(fleet, "r", 1) == ["a1"]
+    assert await claimed(fleet, "s", 1, most=2) == ["b1"]
