@@ -6,7 +6,7 @@ import asyncio
 import os
 import signal
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Generic
 
 from headrace_servicekit.worker_pipes import (
@@ -43,6 +43,7 @@ class Worker(Generic[Message]):
     process: asyncio.subprocess.Process
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
+    _read_ahead: bytearray = field(default_factory=bytearray)
     _killed: bool = False
 
     @classmethod
@@ -74,16 +75,16 @@ class Worker(Generic[Message]):
             WorkerTimeout: none came within `timeout_s`.
             WorkerGone: the worker ended or broke the protocol.
         """
-        reading = asyncio.ensure_future(self._read())
-        try:
-            done, _ = await asyncio.wait({reading}, timeout=timeout_s)
-            if not done:
-                done, _ = await asyncio.wait({reading}, timeout=_GRACE_S)
-            if not done:
-                raise WorkerTimeout(f"no reply within {timeout_s:g} s")
-            return reading.result()
-        finally:
-            reading.cancel()
+        # A burst of replies costs one read and no timer each: what has come is taken first.
+        if (message := self._taken()) is not None:
+            return message
+        for limit in (timeout_s, _GRACE_S):
+            try:
+                async with asyncio.timeout(limit):
+                    return await self._next()
+            except TimeoutError:
+                continue
+        raise WorkerTimeout(f"no reply within {timeout_s:g} s")
 
     async def wait_or_kill(self) -> int:
         """For a worker that seems to have ended: its own exit status, if it comes soon."""
@@ -101,14 +102,32 @@ class Worker(Generic[Message]):
             self.writer.close()
         return await asyncio.wait_for(self.process.wait(), _REAP_TIMEOUT_S)
 
-    async def _read(self) -> Message:
+    async def _next(self) -> Message:
+        while (message := self._taken()) is None:
+            try:
+                # Cancelled by a limit, it leaves what came in the reader.
+                data = await self.reader.read(_BUFFER_BYTES)
+            except ConnectionError as error:
+                raise WorkerGone("the worker process ended") from error
+            if not data:
+                raise WorkerGone("the worker process ended")
+            self._read_ahead += data
+        return message
+
+    def _taken(self) -> Message | None:
+        """The next message of what was read, if it is there whole."""
+        ahead = self._read_ahead
+        if len(ahead) < LENGTH.size:
+            return None
         try:
-            size = checked_size(await self.reader.readexactly(LENGTH.size))
-            return self.codec.decode(await self.reader.readexactly(size))
-        except (asyncio.IncompleteReadError, ConnectionError) as error:
-            raise WorkerGone("the worker process ended") from error
+            end = LENGTH.size + checked_size(bytes(ahead[: LENGTH.size]))
+            if len(ahead) < end:
+                return None
+            message = self.codec.decode(bytes(ahead[LENGTH.size : end]))
         except ValueError as error:
             raise WorkerGone(f"the worker process broke the protocol: {error}") from error
+        del ahead[:end]
+        return message
 
 
 def exit_description(status: int) -> str:
