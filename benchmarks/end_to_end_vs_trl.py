@@ -22,7 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -50,14 +50,14 @@ class Workload:
     steps: int
     turns: int
     peer: dict[str, Any]
-    spec: dict[str, Any] = field(default_factory=dict)
+    mode: str = "collocated"
     target: float | None = None
 
 
-# TRL's threads and micro-batches: the fastest of those tried, see docs/performance.md.
+# Each side's fastest settings of those tried, see docs/performance.md.
 WORKLOADS = (
-    Workload("tiny", 160, 2, {"threads": 1, "micro_batch": 128}, target=0.9),
-    Workload("smollm2", 3, 2, {"threads": 2, "micro_batch": 32}),
+    Workload("tiny", 160, 2, {"threads": 1, "micro_batch": 128}, mode="disaggregated", target=0.9),
+    Workload("smollm2", 4, 2, {"threads": 2, "micro_batch": 32}),
 )
 TARGET_STEPS = 10
 
@@ -90,8 +90,8 @@ def main() -> None:
     names = [workload.preset for workload in WORKLOADS]
     parser.add_argument("--preset", choices=names, nargs="+", default=names)
     parser.add_argument("--turns", type=int, help="turns of each side; default: 2")
-    parser.add_argument("--steps", type=int, help="steps of a turn; default: tiny 160, smollm2 3")
-    parser.add_argument("--mode", choices=("collocated", "disaggregated"), help="default: the preset's")
+    parser.add_argument("--steps", type=int, help="steps of a turn; default: tiny 160, smollm2 4")
+    parser.add_argument("--mode", choices=("collocated", "disaggregated"), help="default: the faster one")
     parser.add_argument("--peer", type=json.loads, default={}, help="other settings of TRL, as JSON")
     options = parser.parse_args()
     python = environment("trl", PACKAGES)
@@ -126,9 +126,7 @@ def make_spec(workload: Workload, steps: int, mode: str | None) -> dict[str, Any
     spec.pop("evaluation", None)
     spec |= {"steps": steps, "export": False, "checkpoint": {"enabled": False}}
     spec["data"]["heldout"] = 0
-    spec.setdefault("placement", {"mode": "collocated"})
-    if mode:
-        spec["placement"]["mode"] = mode
+    spec["placement"] = {"mode": mode or workload.mode}
     spec["model"]["path"] = str(make_model(workload.preset))
     return spec
 

@@ -1,0 +1,74 @@
+"""The arithmetic of the comparisons with TRL and of prefix sharing, on made-up times."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import prefix
+import pytest
+from end_to_end_vs_trl import TARGET_STEPS, Turn, Workload, make_spec, read_turn, summarise
+
+
+def turn(seconds, rewards=None):
+    ends = [sum(seconds[: index + 1]) for index in range(len(seconds))]
+    return Turn(ends, rewards or [0.0] * len(ends), 32)
+
+
+def test_a_step_lasts_from_one_end_to_the_next_and_the_first_is_left_out():
+    assert turn([9.0, 2.0, 3.0]).step_seconds() == [2.0, 3.0]
+
+
+def test_a_reward_is_reached_when_the_mean_of_enough_steps_is():
+    rewards = [0.0] * 5 + [1.0] * 20
+    found = turn([1.0] * 25, rewards).seconds_to(0.9)
+    assert found == 5 + 0.9 * TARGET_STEPS
+    assert turn([1.0] * 25, [0.5] * 25).seconds_to(0.9) is None
+    assert turn([1.0] * (TARGET_STEPS - 1), [1.0] * (TARGET_STEPS - 1)).seconds_to(0.9) is None
+
+
+def test_the_ratio_is_of_the_medians_over_all_turns():
+    pairs = [(turn([5.0, 1.0, 2.0]), turn([50.0, 4.0, 4.0])), (turn([5.0, 2.0, 9.0]), turn([7.0, 6.0, 6.0]))]
+    figures = summarise(Workload("some", 3, 2, {}), pairs)
+    assert figures == {
+        "some_samples_vs_trl": pytest.approx(2.5),
+        "some_samples_per_s": pytest.approx(32 / 2.0),
+        "some_trl_samples_per_s": pytest.approx(32 / 5.0),
+    }
+
+
+def test_a_target_that_one_turn_misses_has_no_time():
+    good, bad = turn([1.0] * 20, [1.0] * 20), turn([1.0] * 20)
+    figures = summarise(Workload("some", 20, 2, {}, target=0.9), [(good, good), (bad, good)])
+    assert figures["some_seconds_to_reward"] is None
+    assert figures["some_trl_seconds_to_reward"] == TARGET_STEPS
+
+
+def test_the_peers_lines_are_told_from_what_trl_prints():
+    lines = [
+        '{"started": 10.0}',
+        "{'train_runtime': '2.1'}",
+        '{"at": 12.5, "samples": 8, "reward": 0.25}',
+        '{"at": 13.0, "samples": 8, "reward": 0.5}',
+    ]
+    assert read_turn(lines) == Turn([2.5, 3.0], [0.25, 0.5], 8)
+
+
+def test_both_sides_do_without_evaluation_and_checkpoints(monkeypatch):
+    monkeypatch.setattr("end_to_end_vs_trl.make_model", lambda preset: Path("/models") / preset)
+    spec = make_spec(Workload("tiny", 7, 1, {}, mode="disaggregated"), 7, None)
+    assert spec["steps"] == 7 and spec["placement"] == {"mode": "disaggregated"}
+    assert "evaluation" not in spec and spec["data"]["heldout"] == 0 and not spec["export"]
+    assert spec["checkpoint"] == {"enabled": False}
+
+
+def test_prefix_speedup_is_of_the_medians():
+    assert prefix.speedup({True: [1.0, 9.0, 2.0], False: [6.0, 5.0, 8.0]}) == 3.0
+
+
+@pytest.mark.parametrize("script", ["end_to_end_vs_trl.py", "prefix.py"])
+def test_scripts_explain_themselves(script):
+    path = Path(__file__).parents[1] / script
+    done = subprocess.run(
+        [sys.executable, path, "--help"], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0 and "usage" in done.stdout
