@@ -88,3 +88,24 @@ def test_scaling_a_service_serves_the_next_run(fleet, held, gate, spec_of):
     gate.open()
     assert len(audit(fleet, fleet.succeed(run)).trained) == 2 * BATCH
     fleet.json("scale", "rollout=1")
+
+
+def test_data_that_has_changed_stops_a_resume_until_it_is_put_back(fleet, spec_of, tmp_path, gate):
+    """A slot is a position in the data: with other items, the ledger would speak of prompts that nobody saw."""
+    lines = [f'{{"question": "{number}=", "answer": "{number}"}}\n' for number in range(100, 140)]
+    data = tmp_path / "mine.jsonl"
+    data.write_text("".join(lines))
+    gate.hold_after(BATCH + 3)
+    spec = spec_of(steps=3, reward=gate.reward, data__source="jsonl", data__options={"path": str(data)})
+    run = fleet.submit(spec)
+    gate.wait_until_held()
+    fleet.client.pause(run.id, now=True)
+    fleet.state(run, "PAUSED")
+    gate.open()
+    data.write_text("".join(reversed(lines[1:])))
+    fleet.client.resume(run.id)
+    stopped = fleet.state(run, "PAUSED", timeout_s=60)
+    assert "data.source" in stopped.reason and stopped.step == 1
+    data.write_text("".join(lines))
+    fleet.client.resume(run.id)
+    assert len(audit(fleet, fleet.succeed(run)).trained) == 3 * BATCH

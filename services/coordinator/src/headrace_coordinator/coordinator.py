@@ -94,6 +94,8 @@ class Coordinator:
         try:
             spec = RunSpec.model_validate(run.spec)
             dataset = await self._open_dataset(spec)
+            if not await self._same_data(run, dataset):
+                return
             projection = self._make_projection(Path(run.directory))
             projection.spec(run.spec)
             loop = RunLoop(RunContext(self.kernel, self.fleet, run.id, dataset, projection))
@@ -117,6 +119,21 @@ class Coordinator:
             self._loops.pop(run.id, None)
             self._tasks.pop(run.id, None)
             self.kernel.wake()
+
+    async def _same_data(self, run: RunState, dataset: Dataset) -> bool:
+        """The items are those that the run began with; else it is paused, since its slots would mean other prompts."""
+        now = self.kernel.now()
+        if not run.dataset_digest:
+            await self.kernel.commit(ev.DatasetOpened(at=now, run=run.id, digest=dataset.digest))
+        if run.dataset_digest == dataset.digest or run.state == runs.CANCELLING:
+            return True
+        reason = (
+            "data.source: its items are not those that the run began with; put them back and resume, "
+            "or submit a new run"
+        )
+        for state in (runs.PAUSING, runs.PAUSED):
+            await self.kernel.commit(*runs.plan_move(run, state, reason, now))
+        return False
 
     async def stop(self) -> None:
         """Ends the loops where they are; a restart resumes their runs."""

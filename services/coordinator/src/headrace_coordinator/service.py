@@ -90,7 +90,9 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
                 ack = pb.HeartbeatAck(sequence=beat.sequence, renewed_epochs=renewed, stale_epochs=stale)
                 outbox.put_nowait(pb.SessionResponse(heartbeat_ack=ack))
             case "lease_held":
-                self._fleet.desk.held(message.incarnation, message.lease_held.epoch, message.lease_held.refusal)
+                self._fleet.desk.held(
+                    message.incarnation, message.lease_held.epoch, message.lease_held.refusal
+                )
             case "lease_released":
                 self._fleet.desk.released(message.incarnation, message.lease_released.epoch)
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import uvicorn
+from headrace_servicekit.allocator import reuse_freed_memory
 from headrace_servicekit.errors import ServiceError
 from headrace_servicekit.logs import configure_logging
 from headrace_servicekit.server import GrpcServer, split_address
@@ -42,6 +43,7 @@ def _secret(path: Path | str | None) -> str | None:
 async def serve(arguments: argparse.Namespace) -> None:
     """Serves until SIGTERM; raises `Refusal`."""
     configure_logging(level=arguments.log_level)
+    reuse_freed_memory()
     store = RedisStore(arguments.redis, password=_secret(arguments.redis_password_file))
     kernel = Kernel(store, time.time)
     await _open(kernel, arguments)

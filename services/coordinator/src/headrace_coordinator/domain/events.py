@@ -249,6 +249,12 @@ class CheckpointFailed(RunEvent, frozen=True, kw_only=True):
     reason: str
 
 
+class DatasetOpened(RunEvent, frozen=True, kw_only=True):
+    """The items that the run's slots stand for, by digest."""
+
+    digest: str
+
+
 class ModelExported(RunEvent, frozen=True, kw_only=True):
     """The weights were written as a Hugging Face directory."""
 
@@ -295,6 +301,7 @@ AnyEvent = (
     | Evaluated
     | CheckpointSaved
     | CheckpointFailed
+    | DatasetOpened
     | ModelExported
     | RunRecovering
     | Noted

@@ -64,6 +64,7 @@ class RunState(msgspec.Struct):
     last_checkpoint: int = 0
     last_checkpoint_at: float = 0.0
     export_path: str = ""
+    dataset_digest: str = ""
 
     @property
     def wants_pause(self) -> bool:
@@ -91,6 +92,8 @@ class RunState(msgspec.Struct):
                 self.evaluated.append(evaluation_key(view["kind"], view["step"]))
             case ev.CheckpointSaved():
                 self.last_checkpoint, self.last_checkpoint_at = event.number, event.at
+            case ev.DatasetOpened(digest=digest):
+                self.dataset_digest = digest
             case ev.ModelExported(path=path):
                 self.export_path = path
 
