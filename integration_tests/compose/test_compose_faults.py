@@ -7,6 +7,7 @@ import time
 import pytest
 from harness.ledger import audit
 from harness.specs import BATCH
+from harness.waiting import wait_for
 
 STEPS = 12
 CUT_OFF_S = 30.0
@@ -63,15 +64,21 @@ def test_a_store_that_is_restarted_while_nobody_writes(fleet, spec_of):
 def test_services_are_scaled_in_the_middle_of_a_run(fleet, spec_of):
     fleet.up("--scale", "rollout=2", "--scale", "reward=2")
     try:
-        run = fleet.submit(spec_of(steps=2 * STEPS, rollout__instances=2))
+        run = fleet.submit(spec_of(steps=3 * STEPS, rollout__instances=2))
         fleet.reach(run, 3)
         fleet.up("--scale", "rollout=1", "--scale", "reward=1")
         step = fleet.client.get(run.id).step
         fleet.reach(run, step + 2)
         fleet.up("--scale", "rollout=2", "--scale", "reward=2")
-        assert not finish(fleet, run, 2 * STEPS).abandoned
+        wait_for(lambda: _at_work(fleet) == 2, "the new rollout to take part", 60)
+        assert not finish(fleet, run, 3 * STEPS).abandoned
     finally:
         fleet.up("--scale", "rollout=1", "--scale", "reward=1")
+
+
+def _at_work(fleet):
+    """How many rollouts hold a lease to generate."""
+    return len({lease.instance for lease in fleet.client.leases().leases if lease.stage == "generate"})
 
 
 @pytest.mark.parametrize(

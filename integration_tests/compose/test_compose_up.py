@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from harness.ledger import audit
+from harness.processes import ROOT
 from harness.specs import BATCH
 from harness.waiting import wait_for
 
@@ -73,6 +76,17 @@ def test_calls_without_the_token_are_refused_and_there_is_no_way_out(fleet):
     assert fleet.inside("rollout", "python", "-c", CALL_WITHOUT_TOKEN).strip() == "UNAUTHENTICATED"
     assert "NOAUTH" in fleet.inside("redis", "redis-cli", "get", "headrace:leader")
     assert "unreachable" in fleet.inside("rollout", "python", "-c", CALL_OUTSIDE)
+
+
+def test_the_gpu_overlay_asks_for_cuda_and_a_gpu_each(fleet):
+    """There may be no GPU here: what can be checked is what the engine would be told."""
+    overlay = str(ROOT / "deploy" / "compose.gpu.yaml")
+    services = json.loads(fleet.compose("-f", overlay, "config", "--format", "json"))["services"]
+    for name, gpu in (("trainer", "0"), ("rollout", "1")):
+        reserved = services[name]["deploy"]["resources"]["reservations"]["devices"]
+        assert [(item["driver"], item["device_ids"]) for item in reserved] == [("nvidia", [gpu])]
+        assert services[name]["image"] == f"headrace/{name}:test-gpu"
+        assert "/cpu" not in services[name]["build"]["args"]["TORCH_INDEX_URL"]
 
 
 def test_weights_go_through_the_shared_memory(fleet, spec_of):
