@@ -56,6 +56,7 @@ class Accumulation:
             1,
             shared=self._config.trainer.shared_prefix,
             run_round=lambda work: self._backend.micro(work[0]).finite,
+            gradient_holds=lambda: True,  # asked in a replay only
         )
 
 
