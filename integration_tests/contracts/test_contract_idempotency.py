@@ -77,7 +77,7 @@ def test_begin_step(pair, step, attempt):
     assert learner.learn(step[:1], attempt)[0].disposition == ACCUMULATED
     assert learner.begin(attempt) == number
     assert list(learner.state().accumulated_prompts) == [0], "a repetition empties nothing"
-    with refused(None, "CONFLICT"):
+    with refused(grpc.StatusCode.ALREADY_EXISTS, "CONFLICT"):
         learner.begin(attempt, next_number=number + 1)
     with refused(grpc.StatusCode.FAILED_PRECONDITION, "POLICY_MISMATCH"):
         learner.begin(attempt + 1, base_number=number)
@@ -90,7 +90,7 @@ def test_learn_item(pair, step, attempt):
     assert [outcome.disposition for outcome in first] == [ACCUMULATED] * 2
     again = learner.learn([*step, step[0]], attempt)
     assert {o.prompt_ordinal: o.digest for o in again} == {o.prompt_ordinal: o.digest for o in first}
-    with refused(None, "CONFLICT"):
+    with refused(grpc.StatusCode.ALREADY_EXISTS, "CONFLICT"):
         learner.learn([with_other_tokens(step[0])], attempt)
     committed = learner.commit(step, learner.highest + 1, attempt)
     assert (committed.group_count, committed.sequence_count) == (2, 8), "each group counts once"
@@ -108,7 +108,7 @@ def test_commit_step(pair, attempt):
     assert committed.result == trainer_pb2.COMMIT_RESULT_COMMITTED
     assert (committed.version.number, committed.version.parent) == (number, base)
     assert learner.commit(groups, number, attempt) == committed
-    with refused(None, "CONFLICT"):
+    with refused(grpc.StatusCode.ALREADY_EXISTS, "CONFLICT"):
         learner.commit(groups, number, attempt, step_manifest=b"another")
     with refused(grpc.StatusCode.FAILED_PRECONDITION, "NOT_RECORDED"):
         learner.stub.PublishPolicy(
@@ -158,9 +158,9 @@ def test_join_gang(pair):
     held = learner.state()
     assert learner.join(held.generation).generation == held.generation
     assert learner.state().version == held.version, "a repetition loses nothing"
-    with refused(None, "CONFLICT"):
+    with refused(grpc.StatusCode.ALREADY_EXISTS, "CONFLICT"):
         learner.join(held.generation, rank=1, world_size=2)
-    with refused(None, "CONFLICT"):
+    with refused(grpc.StatusCode.ALREADY_EXISTS, "CONFLICT"):
         learner.join(held.generation - 1)
 
 
@@ -174,7 +174,7 @@ def test_open_run(pair, tiny_model):
         header=header(),
         config_json=json.dumps({"model": {"path": str(tiny_model)}, "rollout": {}, "seed": 4}),
     )
-    with refused(None, "CONFLICT"):
+    with refused(grpc.StatusCode.ALREADY_EXISTS, "CONFLICT"):
         engine.stub.OpenRun(other, timeout=CALL_S)
     other.header.run = "runs/second"
     with refused(grpc.StatusCode.FAILED_PRECONDITION, "BUSY") as sentence:
@@ -243,7 +243,7 @@ def test_reward(reward):
     made = reward.calls()
     (again,) = reward(item("four"))
     assert (first.reward, again.reward, reward.calls()) == (4.0, 4.0, made), "the first result wins"
-    with refused(None, "CONFLICT"):
+    with refused(grpc.StatusCode.ALREADY_EXISTS, "CONFLICT"):
         reward(item("another answer"))
     assert [result.reward for result in reward(item("another", attempt=2))] == [7.0]
 
@@ -272,7 +272,7 @@ def test_simulator_step(simulator):
     other = simulator_pb2.OpenPoolRequest()
     other.CopyFrom(opening)
     other.count = 2
-    with refused(None, "CONFLICT"):
+    with refused(grpc.StatusCode.ALREADY_EXISTS, "CONFLICT"):
         simulator.OpenPool(other, timeout=CALL_S)
 
     def perform(incarnation=pool.pool_incarnation, **operation):
@@ -296,6 +296,6 @@ def test_simulator_step(simulator):
     assert {outcome.status for outcome in refusals} == {simulator_pb2.OUTCOME_STATUS_REFUSED}
     assert all(outcome.detail for outcome in refusals)
     assert perform(step_index=2, action=left).observation != done.observation
-    with refused(None, "CONFLICT"):
+    with refused(grpc.StatusCode.ALREADY_EXISTS, "CONFLICT"):
         perform(incarnation="another", step_index=3, action=left)
     simulator.ClosePool(simulator_pb2.ClosePoolRequest(header=header(), pool=pool.pool), timeout=CALL_S)

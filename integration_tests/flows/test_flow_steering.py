@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import httpx
 import pytest
 from harness.ledger import audit
 from harness.specs import BATCH
@@ -109,3 +110,22 @@ def test_data_that_has_changed_stops_a_resume_until_it_is_put_back(fleet, spec_o
     data.write_text("".join(lines))
     fleet.client.resume(run.id)
     assert len(audit(fleet, fleet.succeed(run)).trained) == 3 * BATCH
+
+
+def test_a_repeated_request_steers_once(fleet, held, gate):
+    """A client that never saw the answer asks again, with the same key, when the run has long gone on."""
+    assert steer(fleet, held, "pause?now=true", "p1")["state"] in ("PAUSING", "PAUSED")
+    fleet.state(held, "PAUSED")
+    gate.open()
+    steer(fleet, held, "resume", "r1")
+    assert steer(fleet, held, "pause?now=true", "p1")["state"] not in ("PAUSING", "PAUSED")
+    assert len(audit(fleet, fleet.succeed(held)).trained) == 4 * BATCH
+    assert steer(fleet, held, "resume", "r1")["state"] == "SUCCEEDED"
+    other = httpx.post(f"{fleet.url}/v1/runs/{held.id}:cancel", headers={"Idempotency-Key": "p1"})
+    assert other.status_code == 409
+
+
+def steer(fleet, run, action, key):
+    answer = httpx.post(f"{fleet.url}/v1/runs/{run.id}:{action}", headers={"Idempotency-Key": key})
+    assert answer.status_code == 200, answer.text
+    return answer.json()

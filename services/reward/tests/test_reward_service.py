@@ -99,7 +99,7 @@ async def test_open_is_idempotent_and_its_digest_follows_options_and_code(reward
     name = scorer_file("return 1.0")
     first = await reward.open(name, ("exact", 0.5))
     assert await reward.open(name, ("exact", 0.5)) == first
-    error = await refused(reward.open("exact"), grpc.StatusCode.FAILED_PRECONDITION)
+    error = await refused(reward.open("exact"), grpc.StatusCode.ALREADY_EXISTS)
     assert reason_of(error) == "CONFLICT"
     digests = {first}
     for scorers in [

@@ -186,16 +186,17 @@ class Coordinator:
 
     async def pause(self, run_id: str, now: bool, idempotency_key: str) -> RunView:
         """See `Control.pause`."""
-        await self._move(run_id, runs.PAUSING, "pause asked for", idempotency_key, f"pause now={now}")
+        moved = await self._move(run_id, runs.PAUSING, "pause asked for", idempotency_key, f"pause now={now}")
         loop = self._loops.get(run_id)
-        if now and loop and not loop.interrupt.done():
+        if moved and now and loop and not loop.interrupt.done():
             loop.interrupt.set_result("paused at once")
         return self.run(run_id)
 
     async def resume(self, run_id: str, idempotency_key: str) -> RunView:
         """See `Control.resume`."""
         run = self._find(run_id)
-        if run.state not in (runs.PAUSED, runs.PLANNING, runs.RUNNING):
+        done = self._known(idempotency_key, _digest([run_id, "resume"]))
+        if not done and run.state not in (runs.PAUSED, runs.PLANNING, runs.RUNNING):
             raise Refused("CONFLICT", f"run {run_id} is {run.state}; only a PAUSED run can be resumed")
         if run.state == runs.PAUSED:
             await self._move(run_id, runs.PLANNING, "resumed", idempotency_key, "resume")
@@ -204,18 +205,19 @@ class Coordinator:
     async def cancel(self, run_id: str, idempotency_key: str) -> RunView:
         """See `Control.cancel`."""
         idle = self._find(run_id).state in (runs.QUEUED, runs.PAUSED)
-        await self._move(run_id, runs.CANCELLING, "cancel asked for", idempotency_key, "cancel")
+        moved = await self._move(run_id, runs.CANCELLING, "cancel asked for", idempotency_key, "cancel")
         loop = self._loops.get(run_id)
-        if loop and not loop.interrupt.done():
+        if moved and loop and not loop.interrupt.done():
             loop.interrupt.set_result("cancelled")
-        elif idle and run_id not in self._tasks:
+        elif moved and idle and run_id not in self._tasks:
             await self._move(run_id, runs.CANCELLED, "cancelled by its user", "", "")
         return self.run(run_id)
 
-    async def _move(self, run_id: str, state: str, reason: str, key: str, body: str) -> None:
+    async def _move(self, run_id: str, state: str, reason: str, key: str, body: str) -> bool:
+        """False for a repeated request, which changes nothing."""
         run = self._find(run_id)
         if key and self._known(key, _digest([run_id, body])):
-            return
+            return False
         now = self.kernel.now()
         try:
             events = runs.plan_move(run, state, reason, now)
@@ -224,6 +226,7 @@ class Coordinator:
         if key:
             events.append(ev.KeyUsed(at=now, key=key, body=_digest([run_id, body]), resource=run_id))
         await self.kernel.commit(*events)
+        return True
 
     async def scale(self, kind: str, count: int, idempotency_key: str) -> int:
         """See `Control.scale`."""

@@ -69,7 +69,7 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
             key = f"reward.{fault.scorer_set}[{fault.index}].{fault.field}"
             raise invalid(f"{key}: {fault.message}", key=key) from fault
         except Conflict as conflict:
-            raise ServiceError(grpc.StatusCode.FAILED_PRECONDITION, "CONFLICT", str(conflict)) from conflict
+            raise ServiceError(grpc.StatusCode.ALREADY_EXISTS, "CONFLICT", str(conflict)) from conflict
         self._instance.open_runs.add(request.header.run)
         return reward_pb2.OpenRunResponse(scorer_digest=run.digest)
 

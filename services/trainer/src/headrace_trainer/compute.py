@@ -17,6 +17,7 @@ Result = TypeVar("Result")
 
 _CODES: dict[Kind, grpc.StatusCode] = {
     "precondition": grpc.StatusCode.FAILED_PRECONDITION,
+    "conflict": grpc.StatusCode.ALREADY_EXISTS,
     "invalid": grpc.StatusCode.INVALID_ARGUMENT,
     "not_found": grpc.StatusCode.NOT_FOUND,
     "exhausted": grpc.StatusCode.RESOURCE_EXHAUSTED,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-Kind = Literal["precondition", "invalid", "not_found", "exhausted", "unavailable", "data_loss"]
+Kind = Literal["precondition", "conflict", "invalid", "not_found", "exhausted", "unavailable", "data_loss"]
 
 
 class Refusal(Exception):
@@ -28,4 +28,4 @@ def invalid(message: str, reason: str = "INVALID") -> Refusal:
 
 def conflict(message: str) -> Refusal:
     """The key of an earlier request with another body."""
-    return Refusal("CONFLICT", message)
+    return Refusal("CONFLICT", message, "conflict")

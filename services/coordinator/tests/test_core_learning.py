@@ -1,0 +1,62 @@
+"""Settled groups on their way to the trainer: whole, in order, in messages of a bounded size."""
+
+from types import SimpleNamespace
+
+import pytest
+from headrace.common.v1 import common_pb2
+from headrace_coordinator.domain.slots import Slot
+from headrace_coordinator.domain.versions import Version
+from headrace_coordinator.run.learning import MESSAGE_BYTES, Learning
+from headrace_coordinator.run.relay import Relay
+
+GROUP = 2
+TRUNCATED = common_pb2.FINISH_REASON_LENGTH
+
+
+@pytest.fixture
+def learning():
+    groups = {
+        prompt: [Slot(prompt, sample, reward=prompt + sample / 2) for sample in range(GROUP)]
+        for prompt in range(9)
+    }
+    ledger = SimpleNamespace(group=groups.__getitem__)
+    lineage = SimpleNamespace(versions={4: Version(4, 3, 1, "digest")})
+    context = SimpleNamespace(
+        state=SimpleNamespace(ledger=ledger, lineage=lineage),
+        spec=SimpleNamespace(algorithm=SimpleNamespace(truncated="mask")),
+    )
+    scored = {(prompt, sample): SimpleNamespace(oldest=4) for prompt in groups for sample in range(GROUP)}
+    return Learning(context, Relay(1), None, SimpleNamespace(scored=scored))
+
+
+def bodies(size, finish_reason=common_pb2.FINISH_REASON_EOS):
+    return {
+        (prompt, sample): common_pb2.Trajectory(
+            sample=common_pb2.SampleKey(prompt_ordinal=prompt, sample_index=sample),
+            completion_text="x" * size,
+            finish_reason=finish_reason,
+        )
+        for prompt in range(9)
+        for sample in range(GROUP)
+    }
+
+
+@pytest.mark.parametrize(
+    ("size", "groups_of_messages"),
+    [(100, [9]), (MESSAGE_BYTES // 4, [2, 2, 2, 2, 1]), (MESSAGE_BYTES, [1] * 9)],
+)
+def test_messages_hold_whole_groups_in_order_up_to_a_size(learning, size, groups_of_messages):
+    messages = list(learning._filled(list(range(9)), bodies(size)))
+    assert [len(message.groups) for message in messages] == groups_of_messages
+    groups = [group for message in messages for group in message.groups]
+    assert [group.prompt_ordinal for group in groups] == list(range(9))
+    assert all(len(group.members) == GROUP for group in groups)
+
+
+def test_a_member_carries_body_reward_and_oldest_version(learning):
+    found = bodies(10, TRUNCATED)
+    (message,) = learning._filled([7], found)
+    member = message.groups[0].members[1]
+    assert member.trajectory == found[7, 1]
+    assert (member.reward, member.masked) == (7.5, True)
+    assert member.oldest_version == common_pb2.PolicyVersion(number=4, parent=3, ordinal=1, digest="digest")
