@@ -7,7 +7,7 @@ import torch
 from headrace_modelkit import logprobs
 from headrace_modelkit.logprobs import Head, hidden_log_probs, token_entropy, token_log_probs
 from headrace_modelkit.presets.tiny import tiny_model
-from headrace_modelkit.weights import copy_out, load_weights, state_tensors, weight_layout
+from headrace_modelkit.weights import copy_out, load_weights, share_weights, state_tensors, weight_layout
 
 B, T, V = 3, 5, 11
 
@@ -113,3 +113,42 @@ def test_weights_of_another_model_are_refused_before_anything_is_written():
             load_weights(model, tensors)
     for name, tensor in state_tensors(model):
         assert torch.equal(tensor, before[name])
+
+
+def test_a_widened_head_takes_the_memory_of_the_one_before():
+    models = [tiny_model(seed).to(torch.bfloat16) for seed in range(2)]
+    first = Head.of(models[0]).widened()
+    second = Head.of(models[1]).widened(first)
+    assert second.weight_VD.data_ptr() == first.weight_VD.data_ptr()
+    assert torch.equal(second.weight_VD, Head.of(models[1]).weight_VD.float())
+    other = Head(torch.zeros(3, 64, dtype=torch.bfloat16), None, 1.0, None).widened(first)
+    assert other.weight_VD.shape == (3, 64)
+
+
+def test_shared_weights_are_used_where_they_are_unless_they_do_not_fit():
+    source, model = tiny_model(1), tiny_model(2)
+    given = {name: tensor.detach().clone() for name, tensor in state_tensors(source)}
+    names = list(given)
+    wide, odd = names[1], names[2]
+    given[wide] = given[wide].double()
+    odd_bytes = torch.empty(given[odd].numel() * 4 + 4, dtype=torch.uint8)
+    moved = odd_bytes[4:].view(torch.float32).view(given[odd].shape)
+    given[odd] = moved.copy_(given[odd])
+    share_weights(model, given)
+    for name, tensor in state_tensors(model):
+        assert tensor.dtype == torch.float32
+        assert (tensor.data_ptr() == given[name].data_ptr()) == (name not in (wide, odd)), name
+    tokens = torch.arange(20)[None]
+    with torch.no_grad():
+        assert torch.equal(model(tokens).logits, source(tokens).logits)
+
+
+def test_weights_of_another_model_are_not_shared():
+    model = tiny_model()
+    before = {name: tensor.data_ptr() for name, tensor in state_tensors(model)}
+    given = {name: tensor.detach().clone() for name, tensor in state_tensors(model)}
+    name = next(iter(given))
+    given[name] = given[name][:-1]
+    with pytest.raises(ValueError, match="has shape"):
+        share_weights(model, given)
+    assert before == {name: tensor.data_ptr() for name, tensor in state_tensors(model)}

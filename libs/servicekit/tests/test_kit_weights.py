@@ -357,3 +357,29 @@ async def test_an_offset_beyond_the_body_and_an_unknown_version_are_refused(stor
             with pytest.raises(Exception) as caught:
                 await call.read()
             assert reason_of(caught.value) == reason
+
+
+def test_a_pieces_header_is_read_as_protobuf_would():
+    from headrace.common.v1 import weights_pb2
+    from headrace_servicekit.weight_transfer import split_piece
+
+    for offset in (0, 1, 127, 128, 1 << 20, (1 << 63) + 5):
+        for data in (b"", b"x", b"y" * 127, b"z" * 128, bytes(1 << 20)):
+            message = weights_pb2.FetchWeightsResponse(offset_bytes=offset, data=data).SerializeToString()
+            assert split_piece(message) == (offset, data)
+    # Fields in another order, unknown ones, and a longer varint than needed are legal too.
+    turned = b"\x12\x02ab" + b"\x08\x05"
+    assert split_piece(turned) == (5, b"ab")
+    assert split_piece(b"\x08\x05\x12\x02ab\x98\x06\x05") == (5, b"ab")
+    assert split_piece(b"\x08\x85\x00\x12\x01a") == (5, b"a")
+
+
+async def test_tensors_without_elements_travel_too(stores, serve_store):
+    producer, receiver = stores("a"), stores("b", root="other")
+    await serve_store(producer)
+    empty = common_pb2.DATA_TYPE_FLOAT32, (0, 3)
+    layout = [("first", *empty), *LAYOUT, ("last", *empty)]
+    version, manifest = producer.begin(RUN, 1, layout).seal(0, 0)
+    source = producer.source(RUN, 1)
+    source.shm_nonce = ""
+    assert (await receive(receiver, version, manifest, source)).transport == GRPC

@@ -36,13 +36,19 @@ def deadlines_enabled() -> bool:
     return _deadlines_enabled
 
 
-def dial(address: str, *, token: str | None) -> grpc.aio.Channel:
+def dial(address: str, *, token: str | None, window_bytes: int = 0) -> grpc.aio.Channel:
     """Opens a channel to `address` (host:port). Needs a running event loop; connects on first use.
 
     Unary calls get a deadline of 60 s unless they name one and are retried on UNAVAILABLE: every unary
     method of the contracts is idempotent by its natural key. Streams get no default deadline and no retry.
+    `window_bytes` may be under way to this side from the first moment on; without it gRPC begins with 64 KiB.
     """
-    return Channel(grpc.aio.insecure_channel(address, options=channel_options()), token)
+    options = [*channel_options(), *(_window(window_bytes) if window_bytes else ())]
+    return Channel(grpc.aio.insecure_channel(address, options=options), token)
+
+
+def _window(size: int) -> list[tuple[str, Any]]:
+    return [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", size)]
 
 
 def channel_options() -> list[tuple[str, Any]]:

@@ -16,13 +16,15 @@ import grpc.aio
 from headrace.common.v1 import common_pb2, weights_pb2, weights_pb2_grpc
 
 from headrace_servicekit.client import dial
-from headrace_servicekit.digests import digest_bytes, manifest_digest
+from headrace_servicekit.digests import RunningDigest, digest_bytes, manifest_digest
 from headrace_servicekit.errors import ServiceError, message_of
-from headrace_servicekit.weight_store import PendingWeights, StoredWeights, WeightStore, entries_of
+from headrace_servicekit.weight_store import StoredWeights, WeightStore, entries_of
 
 CHUNK_BYTES = 1024 * 1024
+WINDOW_BYTES = 8 * 1024 * 1024
 IDLE_TIMEOUT_S = 30.0
 _NONCE_BYTES = 256
+_FETCH = "/headrace.common.v1.WeightService/FetchWeights"
 _PREFERENCE = (common_pb2.WEIGHT_TRANSPORT_SHM, common_pb2.WEIGHT_TRANSPORT_GRPC)
 
 
@@ -167,69 +169,116 @@ async def _fetch(
     layout = [(entry.name, entry.data_type, tuple(entry.shape)) for entry in manifest.entries]
     pending = store.begin(run, version.number, layout)
     try:
-        await _download(pending, run, version.number, manifest.size_bytes, source.address, token)
-        found = await asyncio.to_thread(pending.manifest)
-        _compare(found.entries, manifest.entries)
+        body = _Body(pending.whole(), manifest.entries)
+        await _download(body, run, version.number, source.address, token)
+        body.release()
         return pending.publish(version, manifest)
     except (ServiceError, asyncio.CancelledError):
         pending.discard()
         raise
 
 
-async def _download(
-    pending: PendingWeights, run: str, number: int, size: int, address: str, token: str | None
-) -> None:
+class _Body:
+    """A body that fills from its beginning; each tensor's digest is checked while its bytes are in the cache."""
+
+    def __init__(self, whole: memoryview, entries: Sequence[common_pb2.WeightEntry]) -> None:
+        self.size = len(whole)
+        self.offset = 0
+        self._whole = whole
+        self._entries = iter(entries)
+        self._entry = next(self._entries)
+        self._digest = RunningDigest()
+
+    def add(self, data: memoryview) -> None:
+        """The next piece. Raises ServiceError DIGEST_MISMATCH at a tensor's end."""
+        self._whole[self.offset : self.offset + len(data)] = data
+        self.offset += len(data)
+        while True:
+            left = self._entry.offset_bytes + self._entry.size_bytes - (self.offset - len(data))
+            self._digest.update(data[:left])
+            if len(data) < left:
+                return
+            self._close_entry()
+            data = data[left:]
+            following = next(self._entries, None)
+            if following is None:
+                return
+            self._entry, self._digest = following, RunningDigest()
+
+    def _close_entry(self) -> None:
+        if self._digest.hexdigest() != self._entry.digest:
+            raise _mismatch(f"tensor {self._entry.name}: the bytes are not those of the manifest")
+
+    def release(self) -> None:
+        """Gives the memory up."""
+        self._whole.release()
+
+
+async def _download(body: _Body, run: str, number: int, address: str, token: str | None) -> None:
     """Fills the body, going on at the offset reached when a stream breaks after it made progress."""
-    whole, offset = pending.whole(), 0
-    async with dial(address, token=token) as channel:
-        stub = weights_pb2_grpc.WeightServiceStub(channel)  # type: ignore[no-untyped-call]
-        while offset < size:
-            began = offset
-            call = stub.FetchWeights(
-                weights_pb2.FetchWeightsRequest(run=run, number=number, offset_bytes=offset)
-            )
+    async with dial(address, token=token, window_bytes=WINDOW_BYTES) as channel:
+        fetch = channel.unary_stream(
+            _FETCH,
+            request_serializer=weights_pb2.FetchWeightsRequest.SerializeToString,
+            response_deserializer=split_piece,
+        )
+        while body.offset < body.size:
+            began = body.offset
+            call = fetch(weights_pb2.FetchWeightsRequest(run=run, number=number, offset_bytes=began))
             try:
-                offset = await _drain_into(whole, offset, call)
+                await _drain_into(body, call)
             except TimeoutError as error:
                 raise _unavailable(
-                    f"{address} sent nothing for {IDLE_TIMEOUT_S:.0f} s at byte {offset}"
+                    f"{address} sent nothing for {IDLE_TIMEOUT_S:.0f} s at byte {body.offset}"
                 ) from error
-            except _Broken as broken:
-                offset = broken.offset
-                if offset == began:
-                    raise _unavailable(f"{address}: {message_of(broken.error)}") from broken.error
+            except grpc.aio.AioRpcError as error:
+                if body.offset == began:
+                    raise _unavailable(f"{address}: {message_of(error)}") from error
             finally:
                 call.cancel()
 
 
-class _Broken(Exception):
-    """A stream that ended with an error at some offset."""
-
-    def __init__(self, offset: int, error: grpc.aio.AioRpcError) -> None:
-        super().__init__(str(error))
-        self.offset = offset
-        self.error = error
+Piece = tuple[int, memoryview]
 
 
-async def _drain_into(
-    whole: memoryview, offset: int, call: grpc.aio.UnaryStreamCall[object, weights_pb2.FetchWeightsResponse]
-) -> int:
-    try:
-        while offset < len(whole):
-            piece = await asyncio.wait_for(call.read(), IDLE_TIMEOUT_S)
-            if not isinstance(piece, weights_pb2.FetchWeightsResponse):  # grpc.aio.EOF
-                raise _unavailable(f"the stream ended at byte {offset} of {len(whole)}")
-            data = piece.data  # each access copies
-            end = offset + len(data)
-            if piece.offset_bytes != offset or not data or end > len(whole):
-                raise _unavailable(
-                    f"a piece of {len(data)} bytes at {piece.offset_bytes}, expected one at {offset}"
-                )
-            whole[offset:end] = data
-            offset = end
-    except grpc.aio.AioRpcError as error:
-        raise _Broken(offset, error) from error
-    return offset
+def split_piece(message: bytes) -> Piece:
+    """(offset, data) of a serialised FetchWeightsResponse, without copying the data."""
+    view, offset = memoryview(message), 0
+    # What every protobuf writes: field 1, a varint, unless it is 0; field 2, its length and its bytes.
+    position = 0
+    if message[:1] == b"\x08":
+        offset, position = _varint(message, 1)
+    if message[position : position + 1] == b"\x12":
+        size, position = _varint(message, position + 1)
+        if position + size == len(message):
+            return offset, view[position:]
+    parsed = weights_pb2.FetchWeightsResponse.FromString(message)
+    return parsed.offset_bytes, memoryview(parsed.data)
+
+
+def _varint(message: bytes, position: int) -> tuple[int, int]:
+    """A varint and the position behind it."""
+    value = shift = 0
+    for index in range(position, min(position + 10, len(message))):
+        value |= (message[index] & 0x7F) << shift
+        if message[index] < 0x80:
+            return value, index + 1
+        shift += 7
+    return 0, len(message)
+
+
+async def _drain_into(body: _Body, call: grpc.aio.UnaryStreamCall[Any, Piece]) -> None:
+    loop = asyncio.get_running_loop()
+    async with asyncio.timeout(IDLE_TIMEOUT_S) as idle:
+        while body.offset < body.size:
+            piece = await call.read()
+            if not isinstance(piece, tuple):  # grpc.aio.EOF
+                raise _unavailable(f"the stream ended at byte {body.offset} of {body.size}")
+            offset, data = piece
+            if offset != body.offset or not data or offset + len(data) > body.size:
+                raise _unavailable(f"a piece of {len(data)} bytes at {offset}, expected one at {body.offset}")
+            body.add(data)
+            idle.reschedule(loop.time() + IDLE_TIMEOUT_S)
 
 
 def _verify(body: memoryview, manifest: common_pb2.WeightManifest) -> None:
@@ -237,12 +286,6 @@ def _verify(body: memoryview, manifest: common_pb2.WeightManifest) -> None:
         with body[entry.offset_bytes : entry.offset_bytes + entry.size_bytes] as part:
             if digest_bytes(part) != entry.digest:
                 raise _mismatch(f"tensor {entry.name}: the bytes are not those of the manifest")
-
-
-def _compare(found: Sequence[common_pb2.WeightEntry], expected: Sequence[common_pb2.WeightEntry]) -> None:
-    for ours, theirs in zip(found, expected, strict=True):
-        if ours.digest != theirs.digest:
-            raise _mismatch(f"tensor {theirs.name}: the bytes are not those of the manifest")
 
 
 def _nothing_worked(

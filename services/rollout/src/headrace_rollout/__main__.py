@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from headrace_servicekit.allocator import reuse_freed_memory
 from headrace_servicekit.entry import Close, run_service
 
 if TYPE_CHECKING:
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs until SIGTERM, SIGINT or a drain."""
+    reuse_freed_memory()
     run_service("rollout", mount, argv)
 
 
