@@ -296,6 +296,6 @@ def test_simulator_step(simulator):
     assert {outcome.status for outcome in refusals} == {simulator_pb2.OUTCOME_STATUS_REFUSED}
     assert all(outcome.detail for outcome in refusals)
     assert perform(step_index=2, action=left).observation != done.observation
-    with refused(grpc.StatusCode.ALREADY_EXISTS, "CONFLICT"):
+    with refused(grpc.StatusCode.FAILED_PRECONDITION, "INCARNATION_STALE"):
         perform(incarnation="another", step_index=3, action=left)
     simulator.ClosePool(simulator_pb2.ClosePoolRequest(header=header(), pool=pool.pool), timeout=CALL_S)

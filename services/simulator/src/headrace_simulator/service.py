@@ -91,7 +91,7 @@ class SimulatorServicer(simulator_pb2_grpc.SimulatorServiceServicer):
             if request.pool_incarnation != pool.incarnation:
                 raise ServiceError(
                     grpc.StatusCode.FAILED_PRECONDITION,
-                    "CONFLICT",
+                    "INCARNATION_STALE",
                     f"pool_incarnation: {pool.name} is now {pool.incarnation}; open a pool again and reset",
                 )
             indices = [operation.environment for operation in request.operations]
