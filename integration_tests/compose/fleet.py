@@ -20,8 +20,8 @@ RUN_S = 180.0
 KINDS = ("rollout", "trainer", "reward", "simulator")
 KILL = """
 import psutil, sys
-for process in psutil.process_iter():
-    if process.cmdline()[1:3] == ["-m", sys.argv[1]]:
+for process in psutil.process_iter(["cmdline"]):  # None of a zombie
+    if (process.info["cmdline"] or [])[1:3] == ["-m", sys.argv[1]]:
         process.kill()
 """
 
