@@ -107,3 +107,25 @@ async def test_a_reference_cannot_leave_the_directory(kept, reader, field):
 
 async def test_the_token_is_needed(served, reader):
     assert await reason_of_reading(reader("elsewhere", token=None), served.put(BODY)) == "BLOB_GONE"
+
+
+async def test_a_released_file_is_written_again_and_spares_are_bounded(kept, reader, monkeypatch):
+    first = kept.put(b"first")
+    inode = kept.path(first).stat().st_ino
+    kept.release(first)
+    second = kept.put(b"other")
+    assert kept.path(second).stat().st_ino == inode
+    assert await reader("shm").read(second) == b"other"
+    assert await reason_of_reading(reader("shm"), first) == "BLOB_GONE"
+    monkeypatch.setattr("headrace_servicekit.blobs.SPARE_BYTES", 8)
+    for reference in [kept.put(b"third"), second]:
+        kept.release(reference)
+    assert len(list(kept.path(kept.put(b"longer")).parent.iterdir())) == 2
+
+
+def test_equal_sizes_never_share_a_file(kept):
+    references = [kept.put(bytes([index]) * 100) for index in range(9)]
+    for reference in references[::2]:
+        kept.release(reference)
+    references = references[1::2] + [kept.put(bytes([50 + index]) * 100) for index in range(9)]
+    assert len({kept.path(reference).stat().st_ino for reference in references}) == len(references)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+from collections import defaultdict
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,8 @@ from headrace_servicekit.errors import ServiceError, message_of
 from headrace_servicekit.weight_store import raise_no_space
 
 CHUNK_BYTES = 1024 * 1024
+SPARE_BYTES = 64 * 1024 * 1024
+"""Of released blobs' files: the next ones of their sizes are written onto their pages, which are there already."""
 FETCH_S = 60.0
 _FOLDER = "blobs"
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,128}")
@@ -40,6 +43,8 @@ class BlobStore:
         self._folder = directory / _FOLDER
         self._folder.mkdir(mode=0o700, exist_ok=True)
         self._kept: dict[str, common_pb2.BlobRef] = {}
+        self._spare: dict[int, list[Path]] = defaultdict(list)
+        self._spare_bytes = 0
         self._last = 0
 
     def __len__(self) -> int:
@@ -48,17 +53,21 @@ class BlobStore:
     def put(self, data: bytes | bytearray | memoryview) -> common_pb2.BlobRef:
         """Keeps a copy of `data` until `release`. Raises ServiceError NO_SPACE when the tmpfs is full."""
         self._last += 1
-        name = str(self._last)
+        name, size = str(self._last), memoryview(data).nbytes
+        path = self._folder / name
+        if self._spare[size]:
+            self._spare[size].pop().rename(path)
+            self._spare_bytes -= size
         try:
-            _write(self._folder / name, data)
+            _write(path, data)
         except OSError as error:
-            (self._folder / name).unlink(missing_ok=True)
-            raise_no_space(error, self._folder, memoryview(data).nbytes)
+            path.unlink(missing_ok=True)
+            raise_no_space(error, self._folder, size)
         reference = self._kept[name] = common_pb2.BlobRef(
             producer_address=self.address,
             incarnation=self._incarnation,
             blob_id=name,
-            size_bytes=memoryview(data).nbytes,
+            size_bytes=size,
             digest=digest_bytes(data),
         )
         return reference
@@ -71,10 +80,18 @@ class BlobStore:
         return self._folder / kept.blob_id
 
     def release(self, reference: common_pb2.BlobRef) -> None:
-        """Ends custody; what readers have open stays whole. Repeated calls do nothing."""
+        """Ends custody: who still reads gets the body or a DIGEST_MISMATCH. Repeated calls do nothing."""
         kept = self._kept.pop(reference.blob_id, None)
-        if kept is not None:
-            (self._folder / kept.blob_id).unlink(missing_ok=True)
+        if kept is None:
+            return
+        path, size = self._folder / kept.blob_id, kept.size_bytes
+        if self._spare_bytes + size > SPARE_BYTES:
+            path.unlink(missing_ok=True)
+            return
+        spare = path.with_name(f"spare-{kept.blob_id}")
+        path.rename(spare)
+        self._spare[size].append(spare)
+        self._spare_bytes += size
 
 
 class BlobServicer(blobs_pb2_grpc.BlobServiceServicer):
@@ -86,7 +103,7 @@ class BlobServicer(blobs_pb2_grpc.BlobServiceServicer):
     async def FetchBlob(
         self, request: blobs_pb2.FetchBlobRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[blobs_pb2.FetchBlobResponse]:
-        """Streams a blob from an offset; a release in mid-stream takes nothing away."""
+        """Streams a blob from an offset."""
         with self._store.path(request.blob).open("rb") as file:
             file.seek(request.offset_bytes)
             while data := file.read(CHUNK_BYTES):
@@ -118,7 +135,7 @@ class BlobReader:
     async def close(self) -> None:
         """Closes the channels."""
         for channel in self._channels.values():
-            await channel.close()
+            await channel.close(None)
         self._channels.clear()
 
     def _from_file(self, reference: common_pb2.BlobRef) -> bytes | None:
@@ -161,7 +178,7 @@ class BlobReader:
 
 
 def _write(path: Path, data: bytes | bytearray | memoryview) -> None:
-    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o400)
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o600)
     try:
         left = memoryview(data).cast("B")
         while left:

@@ -50,12 +50,12 @@ class Segment:
             if not self.own:
                 weakref.finalize(array, self._returned).atexit = False
                 fcntl.flock(self.handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        return memoryview(array)
+        return memoryview(array)  # type: ignore[arg-type]  # numpy's stubs hide the buffer
 
     def write(self) -> memoryview:
         """The bytes of a segment that `take` gave, for writing."""
         with self._lock:
-            return memoryview(self._give())
+            return memoryview(self._give())  # type: ignore[arg-type]
 
     def take(self) -> bool:
         """Takes the file for a new version; False while any process uses the one before."""

@@ -1,0 +1,197 @@
+"""The coordinator's process of `chunk_stream.py`: its own kernel on the embedded store, its own step's streams.
+
+`Generation` and `Learning` are what a run's step uses, `Crew` opens both services, gRPC ports carry the calls. Only
+the scorer is not a process: it answers at once, because no peer scores. A step is a pattern's burst of messages.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+from _chunk_services import GO, ONE, RUN, TOKEN
+from headrace.common.v1 import common_pb2
+from headrace.reward.v1 import reward_pb2
+from headrace.trainer.v1 import trainer_pb2
+from headrace_coordinator.clients.grpc_port import GrpcPort
+from headrace_coordinator.data.dataset import Dataset
+from headrace_coordinator.domain import events as ev
+from headrace_coordinator.domain.state import InstanceState
+from headrace_coordinator.fleet import Fleet, FleetSettings
+from headrace_coordinator.kernel import Kernel
+from headrace_coordinator.run.context import RunContext
+from headrace_coordinator.run.generation import Generation
+from headrace_coordinator.run.learning import Learning
+from headrace_coordinator.run.members import Published
+from headrace_coordinator.run.meter import Meter
+from headrace_coordinator.run.relay import Relay
+from headrace_coordinator.run.together import together
+from headrace_coordinator.simulation.world import Quiet
+from headrace_coordinator.spec import RunSpec
+from headrace_coordinator.store.redis_store import RedisStore
+
+VERSION = common_pb2.PolicyVersion(number=1, digest="weights")
+
+
+class AtOnce:
+    """A `Port` to a reward service that takes no time."""
+
+    async def call(self, method: str, request: Any, timeout: float) -> Any:
+        """OpenRun."""
+        return reward_pb2.OpenRunResponse()
+
+    async def stream(self, method: str, requests: AsyncIterator[Any], timeout: float) -> AsyncIterator[Any]:
+        """Score: 1 for everybody."""
+        async for request in requests:
+            results = [
+                reward_pb2.ScoreResult(
+                    sample=item.sample, attempt=item.attempt, status=reward_pb2.SCORE_STATUS_OK, reward=1.0
+                )
+                for item in request.items
+            ]
+            yield reward_pb2.ScoreResponse(results=results)
+
+    async def close(self) -> None:
+        """Nothing is open."""
+
+
+class Watched(Learning):
+    """Notes when each acknowledgement is durable, and tells a producer that waits for it."""
+
+    go: asyncio.StreamWriter | None
+    durable_at: dict[int, float]
+
+    def _take(self, response: trainer_pb2.LearnResponse) -> None:
+        super()._take(response)
+        self.flushes.append(asyncio.ensure_future(self._note([o.prompt_ordinal for o in response.outcomes])))
+
+    async def _note(self, prompts: list[int]) -> None:
+        await self._context.kernel.flush()
+        now = time.monotonic()
+        self.durable_at.update(dict.fromkeys(prompts, now))
+        if self.go is not None:
+            self.go.write(GO * len(prompts))
+
+
+class Bench:
+    """One coordinator with a run a pattern."""
+
+    def __init__(self, kernel: Kernel, settings: dict[str, Any]) -> None:
+        self.kernel = kernel
+        self.fleet = Fleet(kernel, self._connect, FleetSettings())
+        self._settings = settings
+        self._producers: asyncio.Queue[asyncio.StreamWriter] = asyncio.Queue()
+
+    def _connect(self, kind: str, address: str, incarnation: str) -> Any:
+        return AtOnce() if kind == "reward" else GrpcPort(kind, address, incarnation, TOKEN)
+
+    async def open(self) -> None:
+        """Registers the services, as their sessions would."""
+        addresses = {**self._settings["addresses"], "reward": ""}
+        for kind, address in addresses.items():
+            await self.fleet.register(InstanceState(kind, kind, kind, "host", address, [], {}), [], 0)
+            self.fleet.attach(kind, lambda *_: None)
+
+    async def producer_connected(self, _: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """The line on which a producer hears that it may send the next message."""
+        self._producers.put_nowait(writer)
+
+    async def measure(self, kind: str, pattern: str, messages: int, steps: int, window: int) -> list[Any]:
+        """[(began, durable)] of each message, a list a step."""
+        run = f"{RUN}-{kind}-{pattern}"
+        # One at a time, the producer waits for its line, not for its assignment.
+        together_s = messages if pattern == ONE else window
+        spec = RunSpec.model_validate(
+            {
+                "name": RUN,
+                "steps": steps,
+                "model": {"path": f"{kind}-{pattern}"},
+                "data": {"source": "copy_digits", "options": {"digits": 3}},
+                "algorithm": {"name": "none", "group_size": 1, "prompts_per_step": messages},
+                "rollout": {"max_concurrency": together_s},
+                "reward": {"scorers": [{"name": "exact"}]},
+            }
+        )
+        now = self.kernel.now()
+        submitted = ev.RunSubmitted(at=now, run=run, spec=spec.model_dump(mode="json"), directory="")
+        restored = ev.VersionRestored(
+            at=now, run=run, number=1, parent=0, ordinal=0, digest="weights", checkpoint="", frontier_step=0
+        )
+        await self.kernel.commit(submitted, restored)
+        context = RunContext(
+            self.kernel, self.fleet, run, await asyncio.to_thread(Dataset.open, spec.data, 0), Quiet()
+        )
+        await context.crew.staff()
+        found = [await self._step(context, pattern) for _ in range(steps)]
+        self.fleet.unclaim(run)
+        return found
+
+    async def _step(self, context: RunContext, pattern: str) -> list[tuple[float, float]]:
+        """As `Step._gather`, whose trainer learns while the rollout generates."""
+        ledger, kernel = context.state.ledger, self.kernel
+        await kernel.commit(
+            ev.StepOpened(
+                at=kernel.now(),
+                run=context.run_id,
+                step=ledger.step,
+                attempt=1,
+                base=1,
+                number=context.state.lineage.last_number + 1,
+            )
+        )
+        relay, meter = Relay(context.spec.limits.in_flight_bytes), Meter(kernel.now)
+        published = Published(VERSION, common_pb2.WeightManifest(), common_pb2.WeightSource())
+        generation = Generation(
+            context,
+            relay,
+            meter,
+            published,
+            on_settled=lambda prompt: learning.put(prompt),
+            draining=lambda: learning.backlog,
+        )
+        learning = Watched(context, relay, meter, generation.batch)
+        learning.go, learning.durable_at, learning.flushes = None, {}, []  # type: ignore[attr-defined]
+
+        async def generate() -> None:
+            await generation.run()
+            learning.close()
+
+        async def first_go() -> None:
+            line = await self._producers.get()
+            if pattern == ONE:
+                learning.go = line
+                line.write(GO)
+
+        await together(generate(), learning.run(), first_go())
+        await asyncio.gather(*learning.flushes)
+        began = {key[0]: float(scored.completion) for key, scored in generation.batch.scored.items()}
+        if generation.batch.refused or len(learning.durable_at) != len(ledger.slots):
+            raise RuntimeError(f"{generation.batch.refused} chunks were refused")
+        keys = [(slot.prompt, slot.sample) for slot in ledger.slots.values()]
+        await kernel.commit(ev.StepSkipped(at=kernel.now(), run=context.run_id, step=ledger.step, dropped=[]))
+        for member in context.crew.rollouts:
+            await member.end_custody(keys)
+        return [(began[prompt], at) for prompt, at in sorted(learning.durable_at.items())]
+
+
+async def coordinate(settings: dict[str, Any]) -> None:
+    """Reads (kind, pattern, messages, steps, window) from standard input, line by line; a line of JSON for each."""
+    import sys
+
+    store = RedisStore(settings["store"])
+    kernel = Kernel(store, time.time)
+    await kernel.open("benchmark", Path(settings["directory"]) / "store_id")
+    writer = asyncio.create_task(kernel.run(), name="kernel")
+    bench = Bench(kernel, settings)
+    lines = await asyncio.start_unix_server(bench.producer_connected, settings["go"])
+    await bench.open()
+    while line := await asyncio.to_thread(sys.stdin.readline):
+        print(json.dumps(await bench.measure(*json.loads(line))), flush=True)
+    lines.close()
+    await kernel.flush()
+    writer.cancel()
+    await store.close()

@@ -1,0 +1,277 @@
+"""How long new weights take from the optimizer into an engine: `python benchmarks/weight_sync.py`.
+
+A trainer and two rollouts, processes with one core each and a model of 135 million parameters in bf16 (270 MB), spoken
+to over gRPC as the coordinator speaks to them. Each step is a real one: BeginStep, Learn, CommitStep, RecordStep,
+PublishPolicy, InstallPolicy. What is timed begins when the optimizer is done: cast to bf16 into the weight store with
+its digests, PublishPolicy, InstallPolicy until its reply, which says that every tensor's digest was verified and the
+engine holds the version. One rollout takes it from shared memory, the other one by gRPC, in turns.
+
+Prints one JSON line: `shm_vs_memcpy` and `grpc_vs_memcpy`, the time of a memcpy of the same bytes onto touched memory
+(one thread) over the time of the sync, from the fastest of the measured steps each; `pause_s`, the longest that either
+engine stood still for a swap, at the median step; and the seconds that they come from.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from _harness import emit, machine, say, table
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "integration_tests"))
+
+TRAINER_LEASE, FIRST_ROLLOUT_LEASE = 11, 12
+SHM, GRPC = "shm", "grpc"
+GOALS = {"shm_vs_memcpy": 0.25, "grpc_vs_memcpy": 0.1}
+PAUSE_GOAL_S = 0.15
+SAMPLES, PROMPT, ANSWER = 4, 8, 4
+WARM_UP = 4  # until every file has been used once
+MEMCPYS = 3  # of a step
+
+
+@dataclass(frozen=True)
+class Sync:
+    """Seconds of one step's way from optimizer to engine."""
+
+    memcpy: float
+    cast: float
+    publish: float
+    install: dict[str, float]
+    transfer: dict[str, float]
+    pause: dict[str, float]
+
+    def total(self, transport: str) -> float:
+        """From the optimizer's end to the verified install."""
+        return self.cast + self.publish + self.install[transport]
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--steps", type=int, default=8, help="measured steps")
+    parser.add_argument("--layers", type=int, default=30, help="layers of the model")
+    options = parser.parse_args()
+    say(machine())
+    with tempfile.TemporaryDirectory(prefix="headrace-benchmark-") as folder, services(Path(folder)) as made:
+        model = Path(folder) / "model"
+        size = write_model(model, options.layers)
+        syncs = measure(made, model, size, options.steps)
+    say(f"at the end: {machine()}")
+    show(syncs, size)
+    emit("weight_sync", figures(syncs))
+
+
+def write_model(directory: Path, layers: int) -> int:
+    """SmolLM2-135M's shape with random weights, in bf16; its bytes."""
+    import torch
+    from headrace_modelkit.loading import save_model
+    from headrace_modelkit.presets.tiny import character_tokenizer, tiny_model
+
+    shape = {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": layers, "head_dim": 64}
+    heads = {"num_attention_heads": 9, "num_key_value_heads": 3, "tie_word_embeddings": True}
+    model: Any = tiny_model(vocab_size=49152, **shape, **heads).to(torch.bfloat16)
+    save_model(model, character_tokenizer(), directory)
+    return 2 * sum(weight.numel() for weight in model.parameters())
+
+
+@contextmanager
+def services(folder: Path) -> Iterator[dict[str, Any]]:
+    """A trainer and a rollout for each transport, with leases, on one tmpfs; by-hand clients by name."""
+    from harness.alone import Service, channel_to
+    from harness.by_hand import Engine, Learner
+    from harness.fake_fleet import FakeFleet
+
+    shared = "/dev/shm" if os.path.isdir("/dev/shm") else None
+    with ExitStack() as stack:
+        fleet = stack.enter_context(FakeFleet())
+        shm = stack.enter_context(tempfile.TemporaryDirectory(prefix="headrace-benchmark-", dir=shared))
+        flags = ("--coordinator", fleet.address, "--shm-dir", shm)
+
+        def start(kind: str, name: str, device: str, lease: int) -> Any:
+            named = ("--name", name, "--devices", device, *flags)
+            service = stack.enter_context(Service(kind, folder / name, *named))
+            fleet.grant(name, lease)
+            return stack.enter_context(channel_to(service.address))
+
+        trainer = start("trainer", "trainer-0", "cpu:0", TRAINER_LEASE)
+        made: dict[str, Any] = {"trainer": Learner(trainer, TRAINER_LEASE, folder / "run")}
+        for index, transport in enumerate((SHM, GRPC)):
+            lease = FIRST_ROLLOUT_LEASE + index
+            made[transport] = Engine(start("rollout", f"rollout-{transport}", "cpu:1", lease), lease)
+        yield made
+
+
+def measure(made: dict[str, Any], model: Path, size: int, steps: int) -> list[Sync]:
+    """Opens everything and takes the steps; those that warm up are left out."""
+    import numpy as np
+
+    learner = made["trainer"]
+    open_trainer(learner, model)
+    learner.join(1)
+    learner.restore(1)
+    published = learner.publish()
+    for transport in (SHM, GRPC):
+        open_engine(made[transport], model)
+        made[transport].wake()
+        made[transport].install(only(published, transport))
+    source = np.frombuffer(os.urandom(1 << 20) * (size >> 20), dtype=np.uint8)
+    target = source.copy()
+    scale = size / source.nbytes
+    return [
+        one_step(made, lambda: memcpy(source, target) * scale, index) for index in range(steps + WARM_UP)
+    ][WARM_UP:]
+
+
+def memcpy(source: Any, target: Any) -> float:
+    """Seconds of a copy onto touched memory: the fastest of a few."""
+    import numpy as np
+
+    found = []
+    for _ in range(MEMCPYS):
+        started = time.perf_counter()
+        np.copyto(target, source)
+        found.append(time.perf_counter() - started)
+    return min(found)
+
+
+def one_step(made: dict[str, Any], copy: Any, index: int) -> Sync:
+    """One committed step and its installs; which transport goes first changes from step to step."""
+    learner = made["trainer"]
+    groups = settled(learner.version, learner.version.ordinal)
+    number = learner.begin()
+    learner.learn(groups)
+    committed = learner.commit(groups, number)
+    learner.record(committed)
+    started = time.perf_counter()
+    published = learner.publish()
+    publish = time.perf_counter() - started
+    # A repetition does nothing, so what it says is the cast at the commit.
+    cast = learner.publish().publish_time.ToNanoseconds() / 1e9
+    install, transfer, pause = {}, {}, {}
+    for transport in (SHM, GRPC) if index % 2 else (GRPC, SHM):
+        started = time.perf_counter()
+        installed = made[transport].install(only(published, transport))
+        install[transport] = time.perf_counter() - started
+        if installed.fallbacks:
+            raise RuntimeError(f"{transport} was not used: {installed.fallbacks}")
+        transfer[transport] = installed.transfer_time.ToNanoseconds() / 1e9
+        pause[transport] = installed.pause_time.ToNanoseconds() / 1e9
+    return Sync(copy(), cast, publish, install, transfer, pause)
+
+
+def only(published: Any, transport: str) -> Any:
+    """A publication whose source offers one transport."""
+    from headrace.common.v1 import common_pb2
+
+    kinds = {SHM: common_pb2.WEIGHT_TRANSPORT_SHM, GRPC: common_pb2.WEIGHT_TRANSPORT_GRPC}
+    found = type(published)()
+    found.CopyFrom(published)
+    del found.source.transports[:]
+    found.source.transports.append(kinds[transport])
+    return found
+
+
+def settled(version: Any, prompt: int) -> list[Any]:
+    """One group of short answers whose rewards differ; nobody generated them."""
+    from harness.by_hand import DISTRIBUTION
+    from headrace.common.v1 import common_pb2
+    from headrace.trainer.v1 import trainer_pb2
+    from headrace_servicekit.digests import trajectory_digest
+
+    group = trainer_pb2.SettledGroup(prompt_ordinal=prompt)
+    for index in range(SAMPLES):
+        body = common_pb2.Trajectory(
+            sample=common_pb2.SampleKey(prompt_ordinal=prompt, sample_index=index),
+            attempt=prompt * SAMPLES + index + 1,
+            finish_reason=common_pb2.FINISH_REASON_EOS,
+        )
+        body.segments.add(tokens=common_pb2.TokenSegment(token_ids=range(3, 3 + PROMPT)))
+        answer = common_pb2.TokenSegment(
+            token_ids=range(10 + index, 10 + index + ANSWER),
+            log_probs=[-10.0] * ANSWER,
+            distribution=DISTRIBUTION,
+        )
+        body.segments.add(policy_number=version.number, tokens=answer)
+        body.body_digest = trajectory_digest(body)
+        group.members.add(trajectory=body, reward=float(index % 2), oldest_version=version)
+    return [group]
+
+
+def open_trainer(learner: Any, model: Path) -> None:
+    """Opens the run."""
+    from harness.alone import CALL_S
+    from harness.by_hand import header
+    from headrace.trainer.v1 import trainer_pb2
+
+    config = {
+        "model": {"path": str(model), "dtype": "bfloat16"},
+        "algorithm": {"group_size": SAMPLES, "prompts_per_step": 1},
+        "optimizer": {"lr": 1e-6},
+        "sampling": {"max_new_tokens": ANSWER},
+        "checkpoint": {"enabled": False},
+        "seed": 3,
+        "steps": 1000,
+    }
+    request = trainer_pb2.OpenRunRequest(
+        header=header(), config_json=json.dumps(config), run_directory=str(learner.directory)
+    )
+    learner.stub.OpenRun(request, timeout=CALL_S)
+
+
+def open_engine(engine: Any, model: Path) -> None:
+    """Opens the run."""
+    from harness.alone import CALL_S
+    from harness.by_hand import header
+    from headrace.rollout.v1 import rollout_pb2
+
+    config = {"model": {"path": str(model), "dtype": "bfloat16"}, "rollout": {}, "seed": 3}
+    request = rollout_pb2.OpenRunRequest(header=header(), config_json=json.dumps(config))
+    engine.stub.OpenRun(request, timeout=CALL_S)
+
+
+def figures(syncs: Sequence[Sync]) -> dict[str, float]:
+    """See the module's docstring."""
+    memcpy_s = min(sync.memcpy for sync in syncs)
+    fastest = {transport: min(sync.total(transport) for sync in syncs) for transport in (SHM, GRPC)}
+    return {
+        **{f"{transport}_vs_memcpy": memcpy_s / fastest[transport] for transport in (SHM, GRPC)},
+        "pause_s": median(max(sync.pause.values()) for sync in syncs),
+        "memcpy_s": memcpy_s,
+        **{f"{transport}_s": fastest[transport] for transport in (SHM, GRPC)},
+    }
+
+
+def show(syncs: Sequence[Sync], size: int) -> None:
+    """The table, and which goals are missed."""
+    say(f"{size / 1e6:.0f} MB, seconds")
+    parts = ("install", "transfer", "pause")
+    header = ["memcpy", "cast", "publish", *(f"{t} {part}" for t in (SHM, GRPC) for part in parts)]
+    rows = [
+        [sync.memcpy, sync.cast, sync.publish]
+        + [getattr(sync, part)[transport] for transport in (SHM, GRPC) for part in parts]
+        for sync in syncs
+    ]
+    table(
+        [*header, "shm", "grpc"],
+        [(*row, s.total(SHM), s.total(GRPC)) for row, s in zip(rows, syncs, strict=True)],
+    )
+    found = figures(syncs)
+    missed = [name for name, goal in GOALS.items() if found[name] < goal]
+    missed += ["pause_s"] if found["pause_s"] >= PAUSE_GOAL_S else []
+    say(f"missed: {', '.join(missed)}" if missed else "all goals are met")
+
+
+if __name__ == "__main__":
+    main()
