@@ -1,7 +1,7 @@
 """Versions, slots, the dispatcher, run life and the audit: pure rules."""
 
 import pytest
-from headrace_coordinator.audit import audit
+from headrace_coordinator.audit import Auditor, audit
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain import runs
 from headrace_coordinator.domain.dispatch import Dispatcher
@@ -258,6 +258,25 @@ def test_audit_forgets_what_a_rewind_abandoned():
         run, history(committed(2, 1, 1, 0, slots), restored(5, frontier=0), committed(6, 5, 1, 0, slots))
     )
     assert (found.duplicates, found.missing, found.trained) == (0, 0, 4)
+
+
+def test_an_audit_of_a_growing_history_counts_as_one_of_the_whole():
+    run, slots = run_state(), [(p, s, 1) for p in (0, 1) for s in (0, 1)]
+    later = [(p + 2, s, 1) for p, s, _ in slots]
+    events = history(
+        committed(2, 1, 1, 0, slots),
+        committed(3, 2, 2, 1, [*later[:2], slots[0]]),
+        restored(5, frontier=1),
+        ev.StepSkipped(at=0, run="r", step=1, dropped=[(p, s, "why") for p, s, _ in later]),
+        committed(6, 5, 2, 2, [(4, 0, 1), (9, 5, 1)]),
+    )
+    auditor = Auditor()
+    for length in range(len(events) + 1):
+        run.ledger.step = length
+        assert auditor.audit(run, events[:length]) == audit(run, events[:length])
+    run.ledger.step = 3
+    found = auditor.audit(run, events)
+    assert (found.trained, found.dropped, found.duplicates, found.missing) == (6, 4, 0, 3)
 
 
 def test_state_survives_its_snapshot():

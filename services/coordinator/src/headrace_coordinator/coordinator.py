@@ -13,7 +13,7 @@ from pathlib import Path
 
 from headrace_coordinator import present
 from headrace_coordinator.admission import FleetView, check
-from headrace_coordinator.audit import Audit, audit
+from headrace_coordinator.audit import Audit, Auditor
 from headrace_coordinator.control import Refused
 from headrace_coordinator.data.dataset import Dataset
 from headrace_coordinator.domain import events as ev
@@ -66,7 +66,7 @@ class Coordinator:
         self._open_dataset = open_dataset or _open_dataset
         self._loops: dict[str, RunLoop] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._audits: dict[str, tuple[int, Audit]] = {}
+        self._audits: dict[str, Auditor] = {}
         self._scaled: dict[str, tuple[int, str]] = {}
 
     # --- run loops
@@ -280,11 +280,7 @@ class Coordinator:
         return present.run_view(run, self.kernel.history[run_id], waiting, self._audit(run))
 
     def _audit(self, run: RunState) -> Audit:
-        """Recounted whenever the run's history has grown, not at every look."""
-        history = self.kernel.history[run.id]
-        if self._audits.get(run.id, (-1,))[0] != len(history):
-            self._audits[run.id] = (len(history), audit(run, history))
-        return self._audits[run.id][1]
+        return self._audits.setdefault(run.id, Auditor()).audit(run, self.kernel.history[run.id])
 
     async def events(self, run_id: str, after: int) -> AsyncIterator[EventView]:
         """See `Control.events`."""
