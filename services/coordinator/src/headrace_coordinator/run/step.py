@@ -93,17 +93,19 @@ class Step:
             await generation.run()
             learning.close()
 
-        if streamed:
+        async def learn() -> None:
             await self._begin()
-            await together(generate(), learning.run())
+            await learning.run()
+
+        if streamed:
+            await together(generate(), learn())
         else:
             await generate()
             with self._meter.stage("switch"):
                 await context.placement.learn()
-            await self._begin()
             for prompt in sorted(settled):
                 learning.put(prompt)
-            await learning.run()
+            await learn()
         await self._kernel.flush()
         if ledger.unsettled():
             raise CallRefused("coordinator", "INTERNAL", f"groups {ledger.unsettled()} were lost in the step")
@@ -147,8 +149,9 @@ class Step:
         )
         context.projection.step(view)
         context.projection.trajectories(texts)
-        await context.crew.leader.recorded(opened.step, opened.attempt, opened.number)
-        await self._end_custody(slots)
+        await together(
+            context.crew.leader.recorded(opened.step, opened.attempt, opened.number), self._end_custody(slots)
+        )
         self._check_drop_rate()
 
     def _same_counts(self, response: trainer.CommitStepResponse, slots: list[Slot]) -> None:
