@@ -64,14 +64,17 @@ def test_a_store_that_is_restarted_while_nobody_writes(fleet, spec_of):
 def test_services_are_scaled_in_the_middle_of_a_run(fleet, spec_of):
     fleet.up("--scale", "rollout=2", "--scale", "reward=2")
     try:
-        run = fleet.submit(spec_of(steps=3 * STEPS, rollout__instances=2))
+        # Containers take as long as they take to come: the run goes on until they have, and is then ended.
+        run = fleet.submit(spec_of(steps=10_000, rollout__instances=2, checkpoint__interval_steps=50))
         fleet.reach(run, 3)
         fleet.up("--scale", "rollout=1", "--scale", "reward=1")
-        step = fleet.client.get(run.id).step
-        fleet.reach(run, step + 2)
+        fleet.reach(run, fleet.client.get(run.id).step + 2)
         fleet.up("--scale", "rollout=2", "--scale", "reward=2")
         wait_for(lambda: _at_work(fleet) == 2, "the new rollout to take part", 60)
-        assert not finish(fleet, run, 3 * STEPS).abandoned
+        fleet.reach(run, fleet.client.get(run.id).step + 2)
+        fleet.client.cancel(run.id)
+        ended = fleet.client.wait(run.id, 60)
+        assert ended.state == "CANCELLED" and not audit(fleet, ended).abandoned
     finally:
         fleet.up("--scale", "rollout=1", "--scale", "reward=1")
 
