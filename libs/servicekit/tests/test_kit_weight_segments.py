@@ -183,3 +183,16 @@ async def test_what_others_hold_leaves_with_its_last_user(pair):
     assert mappings() == 2
     del received
     assert mappings() == 1
+
+
+@pytest.mark.parametrize("pattern", ["*.weights", "spare-*"])
+def test_a_file_that_somebody_removed_is_made_anew(pair, pattern):
+    trainer, _ = pair
+    publish(trainer, number=1, seed=1)
+    if pattern.startswith("spare"):
+        trainer.keep(RUN, {9})
+    for path in trainer.directory.glob(pattern):
+        path.unlink()
+    trainer.keep(RUN, {9})
+    publish(trainer, number=2, seed=2)
+    assert trainer.get(RUN, 2).path.exists() and trainer.get(RUN, 2).body[:1] == b"\x02"

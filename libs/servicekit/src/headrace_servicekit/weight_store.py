@@ -13,6 +13,7 @@ import os
 import secrets
 import shutil
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -164,8 +165,9 @@ class WeightStore:
         if self._spare is not None and self._spare[0].size == size and self._spare[0].take():
             segment, before = self._spare
             self._spare = None
-            before.rename(path)
-            return segment
+            with suppress(FileNotFoundError):
+                before.rename(path)
+                return segment
         self._drop_spare()
         try:
             return make_segment(path, size)
@@ -179,7 +181,10 @@ class WeightStore:
             return
         self._drop_spare()
         spare = self._directory / f"spare-{secrets.token_hex(4)}"
-        path.rename(spare)
+        try:
+            path.rename(spare)
+        except FileNotFoundError:
+            return  # somebody removed it: its bytes live in the mapping alone
         self._spare = (segment, spare)
 
     def _drop_spare(self) -> None:
