@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-
 ALIGNMENT_BYTES = 16
 """Of tensors that are used where they are: what vector instructions like to read."""
 
