@@ -313,3 +313,10 @@ def test_a_named_data_directory_without_a_fleet_never_means_another_fleet(tmp_pa
     assert (target.url, target.known) == ("", False)
     with pytest.raises(CommandError, match="no fleet runs on the given --data-dir"), connect(target):
         pass
+
+
+def test_the_demo_takes_the_faster_placement():
+    from headrace_cli.demo.presets import placement
+
+    assert placement("tiny", 2) == ["placement.mode=disaggregated"]
+    assert placement("tiny", 1) == [] and placement("smollm2", 8) == [], "the spec's own: in turns"

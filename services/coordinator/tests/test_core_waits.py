@@ -39,7 +39,9 @@ async def test_a_silent_call_becomes_a_named_wait(clock, waits):
     await asyncio.sleep(0)
     assert waits.of("run") == [], "an answer may take a moment"
     clock[0] = SILENCE_S + 2
-    assert waits.of("run") == ["rollout-0 to answer Wake, for 12 s"]
+    assert waits.of("run") == ["rollout-0 to answer Wake, for 10 s"]
+    clock[0] = 185.0
+    assert waits.of("run") == ["rollout-0 to answer Wake, for 180 s"]
     port.answer.set()
     assert await call == "done" and waits.of("run") == []
 

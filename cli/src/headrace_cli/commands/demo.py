@@ -84,7 +84,7 @@ class _Request:
 
 def _demo(request: _Request, started_at: float) -> None:
     from headrace_cli.demo.outcome import check_counts, outcome
-    from headrace_cli.demo.presets import ModelMaker, example
+    from headrace_cli.demo.presets import ModelMaker, example, placement
     from headrace_cli.launcher.data_dir import DataDir
 
     spec_file = example(request.preset)
@@ -94,8 +94,10 @@ def _demo(request: _Request, started_at: float) -> None:
         up_s = time.monotonic() - started_at
         if not maker.is_there:
             request.out.print(maker.sentence)
-        spec = _load(spec_file, [f"model.path={maker.wait()}", *request.overrides])
+        model = maker.wait()
         with connect(target, patience_s=PATIENCE_S) as client:
+            chosen = placement(request.preset, len(client.leases().devices))
+            spec = _load(spec_file, [f"model.path={model}", *chosen, *request.overrides])
             if not request.url:
                 cancel_leftovers(client, request.out)
             snapshot = _run(client, spec, request)

@@ -33,10 +33,16 @@ class Waits:
         """What a run waits for."""
         now = self._now()
         return [
-            f"{what}, for {now - since:.0f} s" if after else what
+            f"{what}, for {_rounded(now - since)} s" if after else what
             for what, since, after in self._by_run.get(run, ())
             if now - since >= after
         ]
+
+
+def _rounded(seconds: float) -> int:
+    """Coarse on purpose: who shows waits line by line repeats one when its text changes."""
+    unit = 10 if seconds < 60 else 60
+    return int(seconds // unit) * unit
 
 
 class Pulse:
