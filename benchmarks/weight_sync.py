@@ -60,7 +60,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--steps", type=int, default=8, help="measured steps")
+    parser.add_argument("--steps", type=int, default=12, help="measured steps")
     parser.add_argument("--layers", type=int, default=30, help="layers of the model")
     options = parser.parse_args()
     say(machine())
