@@ -49,7 +49,6 @@ class Batch:
 
     scored: dict[SlotKey, Scored] = field(default_factory=dict)
     refused: int = 0
-    settled: set[int] = field(default_factory=set)
 
 
 class Generation:
@@ -77,6 +76,9 @@ class Generation:
         self._prefixes: dict[SlotKey, common.ResumeState] = {}
         self._news = Pulse()
         self.batch = Batch()
+        self._open = {
+            prompt for prompt in self._ledger.prompts if self._ledger.group(prompt)[0].state != DROPPED
+        }
         expected = None if context.spec.deterministic else context.expected_tokens
         self._dispatcher = Dispatcher(self._pending_work(), expected)
 
@@ -89,10 +91,7 @@ class Generation:
     @property
     def complete(self) -> bool:
         """Every group of the step is settled or dropped."""
-        return all(
-            prompt in self.batch.settled or self._ledger.group(prompt)[0].state == DROPPED
-            for prompt in self._ledger.prompts
-        )
+        return not self._open
 
     async def run(self) -> None:
         """Until every group of the step is settled or dropped."""
@@ -316,6 +315,7 @@ class Generation:
                 detail=detail,
             )
         )
+        self._open.discard(prompt)
         self._dispatcher.forget(prompt)
         self._relay.drop((prompt, sample) for sample in range(self._ledger.group_size))
         self._news.beat()
@@ -347,6 +347,6 @@ class Generation:
                 at=self._context.kernel.now(), run=self._context.run_id, groups=[(prompt, rewards)]
             )
         )
-        self.batch.settled.add(prompt)
+        self._open.discard(prompt)
         self._on_settled(prompt)
         self._news.beat()
