@@ -74,6 +74,7 @@ class Generation:
         self._scoring = Scoring(context.crew, meter, self._take_scores)
         self._failures: Counter[SlotKey] = Counter()
         self._prefixes: dict[SlotKey, common.ResumeState] = {}
+        self._finished: dict[SlotKey, tuple[int, int, int, str, int]] = {}
         self._news = Pulse()
         self.batch = Batch()
         self._open = {
@@ -143,8 +144,10 @@ class Generation:
         assignments, limit = self._assignments(member, over), self._context.spec.limits.step_timeout_s
         try:
             async for response in member.generate(self._opening(), assignments, limit):
-                for chunk in response.chunks:
-                    await self._take_chunk(member, chunk)
+                bodies = [chunk.finished for chunk in response.chunks if chunk.HasField("finished")]
+                if bodies:
+                    await self._relay.wait_for_room(self._draining)
+                    self._take_bodies(member, bodies)
                 if response.partials:
                     over.set()
                     self._take_partials(member, response.partials)
@@ -237,19 +240,22 @@ class Generation:
             self._dispatcher.put_back([key])
         self._news.beat()
 
-    async def _take_chunk(self, member: RolloutMember, chunk: common.TrajectoryChunk) -> None:
-        if not chunk.HasField("finished"):
-            return
-        await self._relay.wait_for_room(self._draining)
-        body = chunk.finished
+    def _take_bodies(self, member: RolloutMember, bodies: Iterable[common.Trajectory]) -> None:
+        for body in bodies:
+            self._take_body(member, body)
+        self._post_finished()
+        self._news.beat()  # There is room for the next group.
+
+    def _take_body(self, member: RolloutMember, body: common.Trajectory) -> None:
         key = (body.sample.prompt_ordinal, body.sample.sample_index)
         digest = trajectory_digest(body)
+        if key in self._finished:
+            self._post_finished()
         why_not = accepts(self._ledger, Offer(*key, body.attempt, digest, sampled_tokens(body)))
         if why_not or digest != body.body_digest:
             self.batch.refused += 1
             return
         self._dispatcher.done(member.incarnation, *key)
-        self._news.beat()  # There is room for the next group.
         if body.finish_reason == common.FINISH_REASON_PROMPT_TOO_LONG:
             self._drop(key[0], "PROMPT_TOO_LONG", "the prompt does not fit model.max_context")
         elif body.finish_reason in (common.FINISH_REASON_ERROR, common.FINISH_REASON_ABORTED):
@@ -268,14 +274,17 @@ class Generation:
 
     def _finish(self, key: SlotKey, body: common.Trajectory, digest: str) -> None:
         tokens = sampled_tokens(body)
-        finished = ev.SlotsFinished(
-            at=self._context.kernel.now(),
-            run=self._context.run_id,
-            slots=[(*key, body.attempt, digest, tokens)],
-        )
-        self._context.kernel.post(finished)
+        self._finished[key] = (*key, body.attempt, digest, tokens)
         self._context.saw_length(key[0], tokens)
         self._score(body)
+
+    def _post_finished(self) -> None:
+        """One event for what one response brought; before whatever else is said of these slots."""
+        if self._finished:
+            slots, self._finished = list(self._finished.values()), {}
+            self._context.kernel.post(
+                ev.SlotsFinished(at=self._context.kernel.now(), run=self._context.run_id, slots=slots)
+            )
 
     def _score(self, body: common.Trajectory) -> None:
         key = (body.sample.prompt_ordinal, body.sample.sample_index)
@@ -303,6 +312,7 @@ class Generation:
             self._news.beat()
 
     def _drop(self, prompt: int, reason: str, detail: str) -> None:
+        self._post_finished()
         if self._ledger.group(prompt)[0].state == DROPPED:
             return
         self._context.kernel.post(
@@ -323,6 +333,7 @@ class Generation:
     # --- scores in
 
     async def _take_scores(self, results: list[reward.ScoreResult]) -> None:
+        touched: dict[int, None] = {}
         for result in results:
             key = (result.sample.prompt_ordinal, result.sample.sample_index)
             slot, scored = self._ledger.slot(*key), self.batch.scored.get(key)
@@ -332,21 +343,25 @@ class Generation:
                 self._drop(key[0], "GROUP_INCOMPLETE", f"a scorer is broken: {result.detail}")
             else:
                 scored.reward, scored.parts = result.reward, dict(result.parts)
-                self._settle(key[0])
+                touched[key[0]] = None
+        self._settle({prompt: rewards for prompt in touched if (rewards := self._rewards(prompt))})
 
-    def _settle(self, prompt: int) -> None:
+    def _rewards(self, prompt: int) -> list[float]:
+        """Final rewards of a whole group, by sample; empty while one is missing or the group is dropped."""
         group = self._ledger.group(prompt)
         scores = [self.batch.scored.get((prompt, slot.sample)) for slot in group]
-        if any(slot.state != FINISHED for slot in group) or any(
-            s is None or s.reward != s.reward for s in scores
-        ):
+        rewards = [
+            scored.reward for scored in scores if scored is not None and scored.reward == scored.reward
+        ]
+        whole = len(rewards) == len(group) and all(slot.state == FINISHED for slot in group)
+        return rewards if whole else []
+
+    def _settle(self, groups: dict[int, list[float]]) -> None:
+        if not groups:
             return
-        rewards = [scored.reward for scored in scores if scored is not None]
-        self._context.kernel.post(
-            ev.GroupsSettled(
-                at=self._context.kernel.now(), run=self._context.run_id, groups=[(prompt, rewards)]
-            )
-        )
-        self._open.discard(prompt)
-        self._on_settled(prompt)
+        now, run = self._context.kernel.now(), self._context.run_id
+        self._context.kernel.post(ev.GroupsSettled(at=now, run=run, groups=list(groups.items())))
+        for prompt in groups:
+            self._open.discard(prompt)
+            self._on_settled(prompt)
         self._news.beat()
