@@ -62,6 +62,10 @@ class Lineage(msgspec.Struct):
 
     def staleness(self, generating: int, base: int) -> int | None:
         """ordinal(base) − ordinal(generating) when the latter is base or its live ancestor, else None (G3)."""
-        if generating not in self.versions or generating not in self.chain(base):
-            return None
-        return self.versions[base].ordinal - self.versions[generating].ordinal
+        made, ancestor = self.versions.get(generating), self.versions.get(base)
+        # Ordinals never rise towards the root: the walk is as long as the sample is old, not as the run.
+        while made is not None and ancestor is not None and ancestor.ordinal >= made.ordinal:
+            if ancestor is made:
+                return self.versions[base].ordinal - made.ordinal
+            ancestor = self.versions.get(ancestor.parent)
+        return None

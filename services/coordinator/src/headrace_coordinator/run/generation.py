@@ -273,10 +273,10 @@ class Generation:
         return any(value is None or value > limit for value in staleness)
 
     def _finish(self, key: SlotKey, body: common.Trajectory, digest: str) -> None:
-        tokens = sampled_tokens(body)
+        self._score(body)
+        tokens = self.batch.scored[key].tokens
         self._finished[key] = (*key, body.attempt, digest, tokens)
         self._context.saw_length(key[0], tokens)
-        self._score(body)
 
     def _post_finished(self) -> None:
         """One event for what one response brought; before whatever else is said of these slots."""
