@@ -15,7 +15,9 @@ class _Unordered(Generic[Request, Result]):
         self, expand: Callable[[Request], Iterable[Coroutine[None, None, Result]]], limit: int
     ) -> None:
         self._expand = expand
-        self._free = asyncio.Semaphore(limit)
+        self._limit = limit
+        self._held = 0
+        self._freed = asyncio.Event()
         self._running: set[asyncio.Task[None]] = set()
         # None marks the end; an exception ends the stream.
         self._ready: asyncio.Queue[Result | Exception | None] = asyncio.Queue()
@@ -24,7 +26,10 @@ class _Unordered(Generic[Request, Result]):
         try:
             async for request in requests:
                 for work in self._expand(request):
-                    await self._free.acquire()
+                    while self._held >= self._limit:
+                        self._freed.clear()
+                        await self._freed.wait()
+                    self._held += 1
                     task = asyncio.create_task(self._run(work))
                     self._running.add(task)
                     task.add_done_callback(self._running.discard)
@@ -53,8 +58,8 @@ class _Unordered(Generic[Request, Result]):
         return results, False
 
     def free(self, count: int) -> None:
-        for _ in range(count):
-            self._free.release()
+        self._held -= count
+        self._freed.set()
 
     def cancel(self) -> None:
         for task in self._running:

@@ -70,8 +70,8 @@ class Pool(Protocol):
         """Loads the scorers; returns each one's code digest, by set. Raises OpenFault."""
         ...
 
-    async def find(self, answer: Message) -> Finding:
-        """Judges one answer. Raises PoolClosed."""
+    def find(self, answer: Message) -> asyncio.Future[Finding]:
+        """Judges one answer; the future ends with PoolClosed where the pool closes first."""
         ...
 
     async def close(self) -> None:
@@ -105,17 +105,14 @@ class ScorerPool:
         ]
         return self._digests
 
-    async def find(self, answer: Message) -> Finding:
-        """Judges one answer; always ends, at the latest when the pool closes.
-
-        Raises:
-            PoolClosed: the pool was closed first.
-        """
-        if self._closed:
-            raise PoolClosed
+    def find(self, answer: Message) -> asyncio.Future[Finding]:
+        """Judges one answer; the future always ends, at the latest with PoolClosed when the pool closes."""
         job = _Job(answer, asyncio.get_running_loop().create_future())
-        self._queue.put_nowait(job)
-        return await job.found
+        if self._closed:
+            _settle_exception(job)
+        else:
+            self._queue.put_nowait(job)
+        return job.found
 
     async def close(self) -> None:
         """Kills the children; answers that still wait raise PoolClosed."""

@@ -61,7 +61,7 @@ class Conflict(Exception):
 @dataclass
 class _Recorded:
     body: str
-    verdict: asyncio.Task[Verdict]
+    verdict: asyncio.Future[Verdict]
 
 
 class Run:
@@ -112,24 +112,27 @@ class Run:
         return await asyncio.shield(recorded.verdict)
 
     def _record(self, key: tuple[object, ...], body: str, item: Item) -> _Recorded:
-        recorded = _Recorded(body, asyncio.create_task(self._judge(item)))
-        self._recorded[key] = recorded
+        """Starts the judgement. No task for it: a step's answers come by the hundred and take microseconds."""
+        recorded = self._recorded[key] = _Recorded(body, asyncio.get_running_loop().create_future())
+        name = "evaluation" if item.evaluation and self.section.evaluation else "scorers"
 
-        def forget_failures(task: asyncio.Task[Verdict]) -> None:
-            # A broken scorer is tried again when the coordinator asks again.
-            failed = task.cancelled() or task.exception() is not None
-            if failed or task.result().status is Status.SCORER_BROKEN:
+        def weigh(found: asyncio.Future[Finding]) -> None:
+            try:
+                verdict = self._weigh(found.result(), name, item)
+            except Exception as error:  # noqa: BLE001 - raised again where the verdict is awaited
                 self._recorded.pop(key, None)
+                recorded.verdict.set_exception(error)
+                recorded.verdict.exception()  # looked at, though nobody may wait any more
+                return
+            if verdict.status is Status.SCORER_BROKEN:
+                # A broken scorer is tried again when the coordinator asks again.
+                self._recorded.pop(key, None)
+            recorded.verdict.set_result(verdict)
 
-        recorded.verdict.add_done_callback(forget_failures)
+        self._pool.find({**item.answer, "set": name}).add_done_callback(weigh)
         while len(self._recorded) > self._remembered and next(iter(self._recorded.values())).verdict.done():
             self._recorded.popitem(last=False)
         return recorded
-
-    async def _judge(self, item: Item) -> Verdict:
-        name = "evaluation" if item.evaluation and self.section.evaluation else "scorers"
-        found = await self._pool.find({**item.answer, "set": name})
-        return self._weigh(found, name, item)
 
     def _weigh(self, found: Finding, name: str, item: Item) -> Verdict:
         if found.fault == "scorer":
