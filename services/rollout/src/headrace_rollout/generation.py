@@ -14,7 +14,14 @@ from headrace_rollout.config import RESPONSE_BYTES, WAITING_SAMPLES
 from headrace_rollout.engines.base import Group, Output
 from headrace_rollout.refusal import refusals
 from headrace_rollout.run import OpenedRun
-from headrace_rollout.wire import chunk_of, groups_of, partial_of, stream_of, trajectory_of
+from headrace_rollout.wire import (
+    distribution_message,
+    fill_chunk,
+    fill_trajectory,
+    groups_of,
+    partial_of,
+    stream_of,
+)
 
 _POLL_S = 0.02
 
@@ -51,6 +58,7 @@ class Generation:
             loop.call_soon_threadsafe(self._inbox.put_nowait, item)
 
         self._stream = stream_of(opening, put, lambda reason: put(_failed(reason)))
+        self._sampled_from = distribution_message(self._stream.distribution)
 
     async def responses(self, requests: Requests) -> AsyncIterator[rollout_pb2.GenerateResponse]:
         """Responses until everything that was assigned has ended; aborts what still runs when left early."""
@@ -133,23 +141,25 @@ class Generation:
             if output.stopped:
                 response.partials.append(partial_of(output))
             else:
-                response.chunks.append(chunk_of(output, self._stream, self._finished(output)))
+                chunk = response.chunks.add()
+                fill_chunk(chunk, output, self._stream)
+                if output.finish is not None:
+                    self._finish(chunk.finished, output)
         return response
 
-    def _finished(self, output: Output) -> common_pb2.Trajectory | None:
-        if output.finish is None:
-            return None
-        trajectory = trajectory_of(output, self._stream, self._run.codec, self._producer)
+    def _finish(self, trajectory: common_pb2.Trajectory, output: Output) -> None:
+        """Fills the trajectory of a finished output where it stands, and takes it into custody."""
+        fill_trajectory(trajectory, output, self._sampled_from, self._run.codec, self._producer)
         if not self._evaluation:
             self._run.custody.add(trajectory)
-        return trajectory
 
     def _keep_unsent(self) -> None:
         # What finished while the caller went away is still the producer's to keep.
         while not self._inbox.empty():
             item = self._inbox.get_nowait()
             for output in item if isinstance(item, list) else []:
-                self._finished(output)
+                if output.finish is not None:
+                    self._finish(common_pb2.Trajectory(), output)
 
 
 def _failed(reason: str) -> ServiceError:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import grpc
 from headrace.common.v1 import common_pb2
 from headrace.rollout.v1 import rollout_pb2
-from headrace_servicekit.digests import trajectory_digest
+from headrace_servicekit.digests import digest_bytes
 from headrace_servicekit.errors import ServiceError
 from headrace_servicekit.tensors import NUMPY_TYPES
 
@@ -121,38 +121,35 @@ def prompt_ids(prompt: rollout_pb2.Prompt, codec: TextCodec) -> list[int]:
         raise invalid(str(error)) from error
 
 
-def chunk_of(
-    output: Output, stream: Stream, trajectory: common_pb2.Trajectory | None
-) -> common_pb2.TrajectoryChunk:
-    """The chunk that sends an output; tokens ride only on streams that asked for chunks."""
-    streamed = stream.chunk_tokens > 0
-    chunk = common_pb2.TrajectoryChunk(
-        sample=sample_message(output.key),
-        attempt=output.attempt,
-        token_offset=output.offset,
-        policy_number=output.policy_number,
-        token_ids=output.token_ids if streamed else [],
-        log_probs=output.log_probs if streamed else [],
-    )
-    if trajectory is not None:
-        chunk.finished.CopyFrom(trajectory)
-    return chunk
+def fill_chunk(chunk: common_pb2.TrajectoryChunk, output: Output, stream: Stream) -> None:
+    """What an output says of its sample; tokens ride only on streams that asked for chunks."""
+    fill_key(chunk.sample, output.key)
+    chunk.attempt = output.attempt
+    chunk.token_offset = output.offset
+    chunk.policy_number = output.policy_number
+    if stream.chunk_tokens > 0:
+        chunk.token_ids.extend(output.token_ids)
+        chunk.log_probs.extend(output.log_probs)
 
 
-def trajectory_of(output: Output, stream: Stream, codec: TextCodec, producer: str) -> common_pb2.Trajectory:
-    """A finished output as a trajectory: the prompt's segment, then one a version."""
+def fill_trajectory(
+    trajectory: common_pb2.Trajectory,
+    output: Output,
+    sampled_from: common_pb2.SamplingDistribution,
+    codec: TextCodec,
+    producer: str,
+) -> None:
+    """A finished output as a trajectory, in place: the prompt's segment, then one a version."""
     assert output.finish is not None and output.whole is not None
-    prompt = common_pb2.Segment(tokens=common_pb2.TokenSegment(token_ids=output.prompt_ids))
-    trajectory = common_pb2.Trajectory(
-        sample=sample_message(output.key),
-        attempt=output.attempt,
-        segments=[prompt, *_segments(output.whole, stream.distribution)],
-        finish_reason=FINISH_REASONS[output.finish],
-        completion_text=codec.decode(output.whole.token_ids),
-        producer=producer,
-    )
-    trajectory.body_digest = trajectory_digest(trajectory)
-    return trajectory
+    fill_key(trajectory.sample, output.key)
+    trajectory.attempt = output.attempt
+    trajectory.segments.add().tokens.token_ids.extend(output.prompt_ids)
+    _fill_segments(trajectory, output.whole, sampled_from)
+    trajectory.finish_reason = FINISH_REASONS[output.finish]
+    trajectory.producer = producer
+    # Before completion_text, which no digest covers.
+    trajectory.body_digest = digest_bytes(trajectory.SerializeToString(deterministic=True))
+    trajectory.completion_text = codec.decode(output.whole.token_ids)
 
 
 def partial_of(output: Output) -> rollout_pb2.PartialSample:
@@ -169,6 +166,12 @@ def partial_of(output: Output) -> rollout_pb2.PartialSample:
         rng_position=len(output.whole.token_ids),
     )
     return rollout_pb2.PartialSample(sample=sample_message(output.key), attempt=output.attempt, state=state)
+
+
+def fill_key(message: common_pb2.SampleKey, key: SampleKey) -> None:
+    """A slot as a message, in place."""
+    message.prompt_ordinal = key.prompt_ordinal
+    message.sample_index = key.sample_index
 
 
 def sample_message(key: SampleKey) -> common_pb2.SampleKey:
@@ -194,8 +197,9 @@ def weight_views(manifest: common_pb2.WeightManifest, body: memoryview) -> list[
     ]
 
 
-def _segments(whole: Prefix, distribution: Distribution) -> list[common_pb2.Segment]:
-    sampled_from = common_pb2.SamplingDistribution(
+def distribution_message(distribution: Distribution) -> common_pb2.SamplingDistribution:
+    """What tokens were sampled from."""
+    return common_pb2.SamplingDistribution(
         temperature=distribution.temperature,
         top_p=distribution.top_p,
         top_k=distribution.top_k,
@@ -203,16 +207,19 @@ def _segments(whole: Prefix, distribution: Distribution) -> list[common_pb2.Segm
         repetition_penalty=distribution.repetition_penalty,
         log_prob_kind=common_pb2.LOG_PROB_KIND_PROCESSED,
     )
-    segments, start = [], 0
+
+
+def _fill_segments(
+    trajectory: common_pb2.Trajectory, whole: Prefix, sampled_from: common_pb2.SamplingDistribution
+) -> None:
+    start = 0
     for number, count in whole.spans:
-        tokens = common_pb2.TokenSegment(
-            token_ids=whole.token_ids[start : start + count],
-            log_probs=whole.log_probs[start : start + count],
-            distribution=sampled_from,
-        )
-        segments.append(common_pb2.Segment(policy_number=number, tokens=tokens))
+        segment = trajectory.segments.add()
+        segment.policy_number = number
+        segment.tokens.token_ids.extend(whole.token_ids[start : start + count])
+        segment.tokens.log_probs.extend(whole.log_probs[start : start + count])
+        segment.tokens.distribution.CopyFrom(sampled_from)
         start += count
-    return segments
 
 
 def _prefix(sample: rollout_pb2.SampleAssignment) -> Prefix | None:
