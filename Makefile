@@ -18,7 +18,7 @@ DISTS := proto libs/servicekit libs/modelkit services/coordinator services/rollo
 TORCH_FROM := $(if $(TORCH_FIND_LINKS),--find-links $(TORCH_FIND_LINKS)) $(if $(TORCH_INDEX_URL),--index-url $(TORCH_INDEX_URL))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test lint nightly docs spec-docs freeze clean
+.PHONY: help setup run test lint nightly docs spec-docs wheels freeze clean
 
 help: ## List the targets.
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
@@ -59,6 +59,9 @@ docs: setup spec-docs ## Build the documentation site into .cache/site (tools in
 
 spec-docs: setup ## Write docs/run-spec.md again from the run spec's schema.
 	.venv/bin/python -m ci.spec_docs docs/run-spec.md
+
+wheels: ## Put torch's wheel into deploy/wheels, from which docker compose builds (TORCH_INDEX_URL=: the CPU index).
+	"$(PYTHON)" -m pip download -q --no-deps -d deploy/wheels $(TORCH_FROM) torch==$(TORCH_VERSION)
 
 freeze: ## Write constraints/base.txt from what .venv holds now.
 	@{ sed -n '/^#/p' constraints/base.txt; $(PIP) freeze --all --exclude-editable | sed -e '/^#/d' -e 's/^torch==.*/torch==$(TORCH_VERSION)/'; } > .base.txt

@@ -86,7 +86,12 @@ def test_the_gpu_overlay_asks_for_cuda_and_a_gpu_each(fleet):
         reserved = services[name]["deploy"]["resources"]["reservations"]["devices"]
         assert [(item["driver"], item["device_ids"]) for item in reserved] == [("nvidia", [gpu])]
         assert services[name]["image"] == f"headrace/{name}:test-gpu"
-        assert "/cpu" not in services[name]["build"]["args"]["TORCH_INDEX_URL"]
+        built = services[name]["build"]
+        assert built["args"]["TORCH_INDEX_URL"] == "", "not the CPU index that TORCH_INDEX_URL may name"
+        assert (
+            built["additional_contexts"]["wheels"]
+            != services["coordinator"]["build"]["additional_contexts"]["wheels"]
+        )
 
 
 def test_weights_go_through_the_shared_memory(fleet, spec_of):

@@ -88,7 +88,7 @@ def _instances(spec: RunSpec, fleet: FleetView) -> Iterator[KeyProblemView]:
         ready = fleet.instances.get(kind, 0)
         if count <= ready:
             continue
-        more = f"start more with `headrace scale {kind}={count}`"
+        more = f"start more with `headrace scale {kind}={count}` (containers: `docker compose up -d --scale`)"
         reason = f"{count} {kind} instances are wanted and {ready} are ready"
         yield problem(key, reason, f"the nearest valid value is {ready}; or {more}" if ready else more)
 

@@ -71,7 +71,9 @@ class Crew:
                 await trainer.open_run(self._trainer_config(), self._directory)
             self.adopt_leases()
         await self.staff_rewards()
-        await self.staff_rollouts(self.spec.rollout.instances)
+        # A run that has begun goes on with what is left of them: somebody may have scaled down.
+        begun = bool(self.fleet.kernel.state.runs[self.run].lineage.head)
+        await self.staff_rollouts(1 if begun else self.spec.rollout.instances)
         return new_gang
 
     @property
