@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -97,6 +98,8 @@ class Fleet:
         self._environment = environment
 
     def __enter__(self) -> Self:
+        # `timeout` ends a script so, and by default nothing below would run: the fleet would stay.
+        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
         started = time.perf_counter()
         where = ("--data-dir", str(self.data_dir), "--port", str(_free_port()))
         try:
