@@ -151,6 +151,7 @@ class Bench:
             meter,
             published,
             on_settled=lambda prompt: learning.put(prompt),
+            on_complete=lambda: learning.close(),
             draining=lambda: learning.backlog,
         )
         learning = Watched(context, relay, meter, generation.batch)

@@ -115,6 +115,28 @@ async def test_committed_events_survive_kill_9_of_the_server_and_of_the_coordina
     task.cancel()
 
 
+async def test_events_that_nobody_waits_for_are_durable_soon_and_share_an_append(server):
+    kernel, task = await opened_kernel(server)
+    await kernel.commit(submitted("r"))
+    appends = []
+    store_append = kernel._store.append
+
+    async def append(epoch, expected, first, entries):
+        appends.append(len(entries))
+        await store_append(epoch, expected, first, entries)
+
+    kernel._store.append = append
+    for number in range(3):
+        kernel.post(ev.NumberBurnt(at=1.0, run="r", number=number))
+        await asyncio.sleep(0)
+    await asyncio.sleep(0.5)
+    assert appends == [3] and kernel.durable_sequence == kernel._sequence
+    kernel.post(ev.NumberBurnt(at=1.0, run="r", number=3))
+    await kernel.commit(ev.NumberBurnt(at=1.0, run="r", number=4))
+    assert appends == [3, 2]
+    task.cancel()
+
+
 async def test_the_kernel_waits_while_the_store_is_away_and_goes_on(server):
     kernel, task = await opened_kernel(server)
     await kernel.flush()

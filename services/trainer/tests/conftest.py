@@ -322,9 +322,11 @@ class TrainerClient:
             )
         )
 
-    async def record(self, step: int, attempt: int, number: int) -> Any:
+    async def record(self, step: int, attempt: int, number: int, *, publish: bool = False) -> Any:
         return await self.stub.RecordStep(
-            trainer_pb2.RecordStepRequest(header=self.header(), step=step, attempt=attempt, number=number)
+            trainer_pb2.RecordStepRequest(
+                header=self.header(), step=step, attempt=attempt, number=number, publish=publish
+            )
         )
 
     async def abort(self, step: int, attempt: int) -> Any:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import pytest
+from headrace_trainer import learn_queue
 from headrace_trainer.errors import Refusal
 from headrace_trainer.learn_queue import LearnQueue
 from headrace_trainer.session import LearnItem
@@ -54,6 +55,36 @@ async def test_a_refusal_reaches_its_item_alone(item):
     assert await first == [] and await third == []
     with pytest.raises(Refusal):
         await second
+
+
+async def test_a_batch_with_room_waits_for_a_sender_that_may_still_send(item):
+    batches = []
+
+    async def learn(items):
+        batches.append(len(items))
+        return [[] for _ in items]
+
+    queue = LearnQueue(learn, limit_tokens=10**6, batch_tokens=10**6)
+    with queue.sender():
+        futures = [await queue.put(item(0))]
+        await asyncio.sleep(0)
+        futures.append(await queue.put(item(1)))
+        await asyncio.gather(*futures)
+        lone = await queue.put(item(2))
+        await asyncio.wait_for(lone, 5)  # a sender that is silent is not waited for long
+    assert batches == [2, 1]
+
+
+async def test_the_end_of_a_senders_stream_starts_the_batch(item, monkeypatch):
+    monkeypatch.setattr(learn_queue, "LINGER_S", 60)
+
+    async def learn(items):
+        return [[] for _ in items]
+
+    queue = LearnQueue(learn, limit_tokens=10**6, batch_tokens=10**6)
+    with queue.sender():
+        future = await queue.put(item(0))
+    assert await asyncio.wait_for(future, 5) == []
 
 
 async def test_a_failed_batch_is_heard_and_the_queue_goes_on(item):

@@ -61,8 +61,12 @@ async def test_a_step_from_restore_to_publish(client, make_settled, settled_dige
 
     committed = await client.state()
     assert committed.phase == pb.STEP_PHASE_COMMITTED and committed.commit == reply
-    await client.record(0, 1, 2)
+    assert not (await client.record(0, 1, 2)).HasField("published")
     second = await client.publish(2)
+    # Asked to publish as well, the record's reply is the publication's.
+    recorded = (await client.record(0, 1, 2, publish=True)).published
+    recorded.publish_time.CopyFrom(second.publish_time)
+    assert recorded == second
     assert second.version == reply.version and second.manifest.digest == reply.version.digest
     assert second.manifest.digest != first.manifest.digest
     assert await client.body(2) == await asyncio.to_thread(Path(second.source.shm_path).read_bytes)

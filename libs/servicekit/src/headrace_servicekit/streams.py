@@ -3,51 +3,67 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from typing import Generic, TypeVar
 
 Request = TypeVar("Request")
 Result = TypeVar("Result")
+Expand = Callable[[Request], Iterable[Awaitable[Result]]]
 
 
 class _Unordered(Generic[Request, Result]):
-    def __init__(
-        self, expand: Callable[[Request], Iterable[Coroutine[None, None, Result]]], limit: int
-    ) -> None:
+    def __init__(self, expand: Expand[Request, Result], limit: int, linger_s: float) -> None:
         self._expand = expand
         self._limit = limit
+        self._linger_s = linger_s
         self._held = 0
         self._freed = asyncio.Event()
-        self._running: set[asyncio.Task[None]] = set()
+        self._running: set[asyncio.Future[Result]] = set()
+        self._idle = asyncio.Event()
+        self._idle.set()
         # None marks the end; an exception ends the stream.
         self._ready: asyncio.Queue[Result | Exception | None] = asyncio.Queue()
 
     async def pump(self, requests: AsyncIterator[Request]) -> None:
         try:
             async for request in requests:
-                for work in self._expand(request):
-                    while self._held >= self._limit:
-                        self._freed.clear()
-                        await self._freed.wait()
+                work = iter(self._expand(request))
+                while await self._room() and (piece := next(work, None)) is not None:
                     self._held += 1
-                    task = asyncio.create_task(self._run(work))
-                    self._running.add(task)
-                    task.add_done_callback(self._running.discard)
-            await asyncio.gather(*self._running)
+                    self._start(piece)
+            await self._idle.wait()
             self._ready.put_nowait(None)
         except Exception as error:  # noqa: BLE001 - raised again where the results are read
             self._ready.put_nowait(error)
 
-    async def _run(self, work: Coroutine[None, None, Result]) -> None:
-        try:
-            self._ready.put_nowait(await work)
-        except Exception as error:  # noqa: BLE001 - raised again where the results are read
-            self._ready.put_nowait(error)
+    async def _room(self) -> bool:
+        while self._held >= self._limit:
+            self._freed.clear()
+            await self._freed.wait()
+        return True
+
+    def _start(self, piece: Awaitable[Result]) -> None:
+        future = asyncio.ensure_future(piece)
+        self._running.add(future)
+        self._idle.clear()
+        future.add_done_callback(self._ended)
+
+    def _ended(self, future: asyncio.Future[Result]) -> None:
+        self._running.discard(future)
+        if not future.cancelled():
+            error = future.exception()
+            if error is not None and not isinstance(error, Exception):
+                raise error
+            self._ready.put_nowait(future.result() if error is None else error)
+        if not self._running:
+            self._idle.set()
 
     async def batch(self) -> tuple[list[Result], bool]:
         """What is ready, at least one thing; and whether more may come."""
         results: list[Result] = []
         next_one = await self._ready.get()
+        if self._linger_s and self._running:
+            await self._linger()
         while next_one is not None:
             if isinstance(next_one, Exception):
                 raise next_one
@@ -57,26 +73,33 @@ class _Unordered(Generic[Request, Result]):
             next_one = self._ready.get_nowait()
         return results, False
 
+    async def _linger(self) -> None:
+        try:
+            async with asyncio.timeout(self._linger_s):
+                await self._idle.wait()
+        except TimeoutError:
+            pass
+
     def free(self, count: int) -> None:
         self._held -= count
         self._freed.set()
 
     def cancel(self) -> None:
-        for task in self._running:
-            task.cancel()
+        for future in list(self._running):
+            future.cancel()
 
 
 async def unordered(
-    requests: AsyncIterator[Request],
-    expand: Callable[[Request], Iterable[Coroutine[None, None, Result]]],
-    limit: int,
+    requests: AsyncIterator[Request], expand: Expand[Request, Result], limit: int, linger_s: float = 0.0
 ) -> AsyncIterator[list[Result]]:
     """Yields the results of all that `expand` makes of the requests, in any order, as many as are ready.
 
-    At most `limit` run or wait to be taken, so that a slow reader slows its writer. An exception of
-    `requests`, of `expand` or of a piece of work ends the stream; what still runs is cancelled.
+    At most `limit` run or wait to be taken, so that a slow reader slows its writer. Once one is ready, others
+    that still run get up to `linger_s` seconds to come with it: results that take microseconds are not worth
+    a message each. An exception of `requests`, of `expand` or of a piece of work ends the stream; what still
+    runs is cancelled. `expand` may give futures, which cost no task.
     """
-    state = _Unordered(expand, limit)
+    state = _Unordered(expand, limit, linger_s)
     pump = asyncio.create_task(state.pump(requests))
     try:
         more = True

@@ -21,6 +21,8 @@ from headrace_coordinator.waits import WaitTimeout
 log = logging.getLogger(__name__)
 SNAPSHOT_EVERY = 2000
 RETRY_S = 0.2
+LINGER_S = 0.005
+"""Events that nothing waits for are appended after so long, together with what came meanwhile."""
 HistoryItem = tuple[int, ev.Event]
 
 
@@ -39,7 +41,8 @@ class Kernel:
         self._since_snapshot = 0
         self._pending: list[tuple[int, Entry]] = []
         self._durable: list[tuple[int, asyncio.Future[None]]] = []
-        self._work = asyncio.Event()
+        self._due = asyncio.Event()
+        self._linger: asyncio.TimerHandle | None = None
         self._waiters: set[asyncio.Future[None]] = set()
 
     # --- start
@@ -80,7 +83,8 @@ class Kernel:
                 self.history[public].append((self._sequence, event))
             self._pending.append((self._sequence, Entry(ev.encode(event), public)))
         if events:
-            self._work.set()
+            if self._linger is None:
+                self._linger = asyncio.get_running_loop().call_later(LINGER_S, self._due.set)
             self._wake()
 
     async def commit(self, *events: ev.Event) -> None:
@@ -94,6 +98,7 @@ class Kernel:
             return
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._durable.append((self._sequence, future))
+        self._due.set()
         await future
 
     @property
@@ -107,9 +112,12 @@ class Kernel:
     async def run(self) -> None:
         """Appends batches for ever: whatever is pending goes in one group commit."""
         while True:
-            await self._work.wait()
-            self._work.clear()
-            while self._pending:
+            await self._due.wait()
+            self._due.clear()
+            if self._linger is not None:
+                self._linger.cancel()
+                self._linger = None
+            if self._pending:
                 await self._append(list(self._pending))
             if self._since_snapshot >= SNAPSHOT_EVERY:
                 await self._save_snapshot()

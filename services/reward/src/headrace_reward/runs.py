@@ -47,6 +47,7 @@ class Item:
 class Verdict:
     """What an answer is worth. `reward` is finite unless the scorer broke, then it is 0."""
 
+    item: Item
     status: Status
     reward: float
     parts: Mapping[str, float] = field(default_factory=dict)
@@ -61,7 +62,27 @@ class Conflict(Exception):
 @dataclass
 class _Recorded:
     body: str
-    verdict: asyncio.Future[Verdict]
+    verdict: Verdict | None = None
+    waiting: list[asyncio.Future[Verdict]] = field(default_factory=list)
+
+    def ask(self) -> asyncio.Future[Verdict]:
+        """The verdict for one caller, who may go away without taking it from the others."""
+        asked: asyncio.Future[Verdict] = asyncio.get_running_loop().create_future()
+        if self.verdict is None:
+            self.waiting.append(asked)
+        else:
+            asked.set_result(self.verdict)
+        return asked
+
+    def answer(self, outcome: Verdict | Exception) -> None:
+        for asked in self.waiting:
+            if asked.done():
+                continue
+            if isinstance(outcome, Exception):
+                asked.set_exception(outcome)
+            else:
+                asked.set_result(outcome)
+        self.waiting.clear()
 
 
 class Run:
@@ -88,14 +109,16 @@ class Run:
         """Kills the children; who still waits for a result gets pool.PoolClosed."""
         await self._pool.close()
 
-    async def score(self, item: Item) -> Verdict:
+    def score(self, item: Item) -> asyncio.Future[Verdict]:
         """Judges an item, or repeats the first recorded verdict on it.
+
+        A future and no coroutine: a step's answers come by the hundred and take microseconds, and a task for
+        each would cost more than its scorer. The future raises PoolClosed when the run is closed meanwhile.
 
         Raises:
             Conflict: the slot's attempt was judged with another content.
-            PoolClosed: the run was closed meanwhile.
         """
-        body = digest_bytes(json.dumps([item.answer, item.cut_by_length], sort_keys=True).encode())
+        body = digest_bytes(repr((item.answer, item.cut_by_length)).encode())
         key: tuple[object, ...] = (item.prompt_ordinal, item.sample_index, item.attempt)
         if item.evaluation:
             # Held-out prompts are answered again after every few steps: there the answer is part of the key.
@@ -108,12 +131,11 @@ class Run:
                 f"slot ({item.prompt_ordinal}, {item.sample_index}) attempt {item.attempt} was scored with "
                 "another answer; a new answer needs a new attempt number"
             )
-        # A caller who goes away must not take the result from one who waits for the same.
-        return await asyncio.shield(recorded.verdict)
+        return recorded.ask()
 
     def _record(self, key: tuple[object, ...], body: str, item: Item) -> _Recorded:
-        """Starts the judgement. No task for it: a step's answers come by the hundred and take microseconds."""
-        recorded = self._recorded[key] = _Recorded(body, asyncio.get_running_loop().create_future())
+        """Starts the judgement."""
+        recorded = self._recorded[key] = _Recorded(body)
         name = "evaluation" if item.evaluation and self.section.evaluation else "scorers"
 
         def weigh(found: asyncio.Future[Finding]) -> None:
@@ -121,22 +143,22 @@ class Run:
                 verdict = self._weigh(found.result(), name, item)
             except Exception as error:  # noqa: BLE001 - raised again where the verdict is awaited
                 self._recorded.pop(key, None)
-                recorded.verdict.set_exception(error)
-                recorded.verdict.exception()  # looked at, though nobody may wait any more
+                recorded.answer(error)
                 return
             if verdict.status is Status.SCORER_BROKEN:
                 # A broken scorer is tried again when the coordinator asks again.
                 self._recorded.pop(key, None)
-            recorded.verdict.set_result(verdict)
+            recorded.verdict = verdict
+            recorded.answer(verdict)
 
         self._pool.find({**item.answer, "set": name}).add_done_callback(weigh)
-        while len(self._recorded) > self._remembered and next(iter(self._recorded.values())).verdict.done():
+        while len(self._recorded) > self._remembered and next(iter(self._recorded.values())).verdict:
             self._recorded.popitem(last=False)
         return recorded
 
     def _weigh(self, found: Finding, name: str, item: Item) -> Verdict:
         if found.fault == "scorer":
-            return Verdict(Status.SCORER_BROKEN, 0.0, found.parts, found.detail, found.wall_s)
+            return Verdict(item, Status.SCORER_BROKEN, 0.0, found.parts, found.detail, found.wall_s)
         if found.fault == "answer":
             status, reward = Status.ANSWER_FAILED, self.section.failed_reward
         else:
@@ -144,12 +166,12 @@ class Run:
             status, reward = Status.OK, sum(entry.weight * found.scores[part] for entry, part in weighted)
         if not math.isfinite(reward):
             detail = f"the weighted sum is {reward}; lower reward.{name}[].weight"
-            return Verdict(Status.SCORER_BROKEN, 0.0, found.parts, detail, found.wall_s)
+            return Verdict(item, Status.SCORER_BROKEN, 0.0, found.parts, detail, found.wall_s)
         truncated = self.section.truncated_reward
         # An evaluation measures: the reward that shapes training stays out of it.
         if truncated is not None and item.cut_by_length and not item.evaluation:
             reward = truncated
-        return Verdict(status, reward, found.parts, found.detail, found.wall_s)
+        return Verdict(item, status, reward, found.parts, found.detail, found.wall_s)
 
     def _opening(self, directory: Path) -> dict[str, Any]:
         sets = {

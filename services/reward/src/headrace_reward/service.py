@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Coroutine, Iterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import grpc
@@ -21,6 +22,7 @@ from headrace_reward.runs import Conflict, Item, Run, Runs, Status, Verdict
 
 Context = grpc.aio.ServicerContext[Any, Any]
 _IN_FLIGHT = 2048
+_LINGER_S = 0.002
 _PAGE = 50
 _STATUS = {
     Status.OK: reward_pb2.SCORE_STATUS_OK,
@@ -89,16 +91,19 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
         run: Run | None = None
         begin, count = time.monotonic(), 0
 
-        def expand(
-            request: reward_pb2.ScoreRequest,
-        ) -> Iterator[Coroutine[None, None, reward_pb2.ScoreResult]]:
+        def expand(request: reward_pb2.ScoreRequest) -> Iterator[asyncio.Future[Verdict]]:
             nonlocal run
             run = run or self._admit(request.header)
-            return (_score(run, item) for item in request.items)
+            return map(run.score, map(_item, request.items))
 
-        async for results in unordered(request_iterator, expand, _IN_FLIGHT):
-            count += len(results)
-            yield reward_pb2.ScoreResponse(results=results)
+        try:
+            async for verdicts in unordered(request_iterator, expand, _IN_FLIGHT, _LINGER_S):
+                count += len(verdicts)
+                yield reward_pb2.ScoreResponse(results=map(_result, verdicts))
+        except Conflict as conflict:
+            raise ServiceError(grpc.StatusCode.ALREADY_EXISTS, "CONFLICT", str(conflict)) from conflict
+        except PoolClosed as error:
+            raise _not_open("the run was closed while the answer was scored; it") from error
         self._report(time.monotonic() - begin, count)
 
     def _admit(self, header: common_pb2.CommandHeader) -> Run:
@@ -112,16 +117,6 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
         metrics = common_pb2.StageMetrics(stage="score", items=count)
         metrics.wall_time.FromNanoseconds(int(wall_s * 1e9))
         self._instance.report(metrics)
-
-
-async def _score(run: Run, message: reward_pb2.ScoreItem) -> reward_pb2.ScoreResult:
-    try:
-        verdict = await run.score(_item(message))
-    except Conflict as conflict:
-        raise ServiceError(grpc.StatusCode.ALREADY_EXISTS, "CONFLICT", str(conflict)) from conflict
-    except PoolClosed as error:
-        raise _not_open("the run was closed while the answer was scored; it") from error
-    return _result(message, verdict)
 
 
 def _item(message: reward_pb2.ScoreItem) -> Item:
@@ -143,8 +138,10 @@ def _item(message: reward_pb2.ScoreItem) -> Item:
 
 
 def _metadata(message: reward_pb2.ScoreItem) -> dict[str, Any]:
+    if not message.metadata_json:
+        return {}
     try:
-        metadata = json.loads(message.metadata_json or "{}")
+        metadata = json.loads(message.metadata_json)
     except ValueError as error:
         raise invalid(f"items[].metadata_json: not JSON ({error})") from error
     if not isinstance(metadata, dict):
@@ -152,15 +149,16 @@ def _metadata(message: reward_pb2.ScoreItem) -> dict[str, Any]:
     return metadata
 
 
-def _result(message: reward_pb2.ScoreItem, verdict: Verdict) -> reward_pb2.ScoreResult:
+def _result(verdict: Verdict) -> reward_pb2.ScoreResult:
+    item = verdict.item
     result = reward_pb2.ScoreResult(
-        sample=message.sample,
-        attempt=message.attempt,
+        sample=common_pb2.SampleKey(prompt_ordinal=item.prompt_ordinal, sample_index=item.sample_index),
+        attempt=item.attempt,
         status=_STATUS[verdict.status],
         reward=verdict.reward,
         parts=verdict.parts,
         detail=verdict.detail,
-        evaluation=message.evaluation,
+        evaluation=item.evaluation,
     )
     result.wall_time.FromNanoseconds(int(verdict.wall_s * 1e9))
     return result

@@ -7,13 +7,17 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 
 from headrace_trainer.errors import Refusal
 from headrace_trainer.samples import GroupRecord
 from headrace_trainer.session import LearnItem
 
 Learn = Callable[[list[LearnItem]], Awaitable[list[list[GroupRecord] | Refusal]]]
+LINGER_S = 0.005
+"""A batch with room waits so long for the next item, while somebody may still send one: groups settle in bursts,
+and half a micro-batch costs nearly as much as a whole one."""
 Waiting = tuple[LearnItem, int, "asyncio.Future[list[GroupRecord]]"]
 
 
@@ -31,6 +35,18 @@ class LearnQueue:
         self._queued = 0
         self._room = asyncio.Condition()
         self._worker: asyncio.Task[None] | None = None
+        self._senders = 0
+        self._arrived = asyncio.Event()
+
+    @contextmanager
+    def sender(self) -> Iterator[None]:
+        """While the body runs, more items may come."""
+        self._senders += 1
+        try:
+            yield
+        finally:
+            self._senders -= 1
+            self._arrived.set()
 
     async def put(self, item: LearnItem) -> asyncio.Future[list[GroupRecord]]:
         """Queues an item; the future tells what became of its groups, or raises Refusal."""
@@ -40,12 +56,14 @@ class LearnQueue:
             self._queued += size
         future: asyncio.Future[list[GroupRecord]] = asyncio.get_running_loop().create_future()
         self._waiting.append((item, size, future))
+        self._arrived.set()
         if self._worker is None or self._worker.done():
             self._worker = asyncio.create_task(self._work(), name="learn")
         return future
 
     async def _work(self) -> None:
         while self._waiting:
+            await self._linger()
             batch = self._take()
             try:
                 results = await self._learn([item for item, _, _ in batch])
@@ -61,6 +79,15 @@ class LearnQueue:
             async with self._room:
                 self._queued -= sum(size for _, size, _ in batch)
                 self._room.notify_all()
+
+    async def _linger(self) -> None:
+        while self._senders and sum(size for _, size, _ in self._waiting) < self._batch:
+            self._arrived.clear()
+            try:
+                async with asyncio.timeout(LINGER_S):
+                    await self._arrived.wait()
+            except TimeoutError:
+                return
 
     def _take(self) -> list[Waiting]:
         batch = [self._waiting.popleft()]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from headrace_servicekit.digests import digest_bytes
 from headrace_servicekit.errors import ServiceError
 from headrace_servicekit.failpoints import failpoint
 from headrace_servicekit.instance import Instance
+from headrace_servicekit.weight_store import StoredWeights
 
 from headrace_trainer import wire
 from headrace_trainer.algorithms._base import Barrier
@@ -177,8 +179,16 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):  # type: ignore[
         self, request: trainer_pb2.RecordStepRequest, context: Context
     ) -> trainer_pb2.RecordStepResponse:
         self._check(request.header, lease=False)
-        await self._compute(self._session().record, request.step, request.attempt, request.number)
-        return trainer_pb2.RecordStepResponse()
+        session, number = self._session(), request.number
+
+        def record() -> None:
+            session.record(request.step, request.attempt, number)
+
+        if not request.publish:
+            await self._compute(record)
+            return trainer_pb2.RecordStepResponse()
+        published = await self._publish(session, request.header.run, number, first=record)
+        return trainer_pb2.RecordStepResponse(published=published)
 
     async def AbortStep(
         self, request: trainer_pb2.AbortStepRequest, context: Context
@@ -228,12 +238,23 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):  # type: ignore[
         self, request: trainer_pb2.PublishPolicyRequest, context: Context
     ) -> trainer_pb2.PublishPolicyResponse:
         self._check(request.header, lease=False)
+        return await self._publish(self._session(), request.header.run, request.number)
+
+    async def _publish(
+        self, session: Session, run: str, number: int, first: Callable[[], None] = lambda: None
+    ) -> trainer_pb2.PublishPolicyResponse:
+        """Publishes a version after `first`, which runs in the compute thread too."""
+
+        def act() -> tuple[StoredWeights, float]:
+            first()
+            return session.publish(number)
+
         started = time.monotonic()
-        stored, cast_s = await self._compute(self._session().publish, request.number)
+        stored, cast_s = await self._compute(act)
         return trainer_pb2.PublishPolicyResponse(
             version=stored.version,
             manifest=stored.manifest,
-            source=self._instance.weights.source(request.header.run, request.number),
+            source=self._instance.weights.source(run, number),
             publish_time=wire.duration(cast_s + time.monotonic() - started),
         )
 
@@ -341,22 +362,23 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):  # type: ignore[
     ) -> None:
         header: common_pb2.CommandHeader | None = None
         try:
-            async for request in requests:
-                header = request.header if request.HasField("header") else header
-                if header is None:
-                    raise ServiceError(
-                        grpc.StatusCode.INVALID_ARGUMENT,
-                        "INVALID",
-                        "the first message of a Learn stream needs a header",
-                    )
-                self._check(header, lease=True)
-                self._awake()
-                assert self._queue is not None
-                with refusals():
-                    sampling = self._trainer.config.sampling
-                    groups = [wire.read_group(group, sampling) for group in request.groups]
-                future = await self._queue.put(LearnItem(request.step, request.attempt, groups))
-                await ahead.put((time.monotonic(), future))
+            with self._queue.sender() if self._queue else nullcontext():
+                async for request in requests:
+                    header = request.header if request.HasField("header") else header
+                    if header is None:
+                        raise ServiceError(
+                            grpc.StatusCode.INVALID_ARGUMENT,
+                            "INVALID",
+                            "the first message of a Learn stream needs a header",
+                        )
+                    self._check(header, lease=True)
+                    self._awake()
+                    assert self._queue is not None
+                    with refusals():
+                        sampling = self._trainer.config.sampling
+                        groups = [wire.read_group(group, sampling) for group in request.groups]
+                    future = await self._queue.put(LearnItem(request.step, request.attempt, groups))
+                    await ahead.put((time.monotonic(), future))
         finally:
             await ahead.put(None)
 

@@ -280,20 +280,24 @@ class CommitStepResponse(_message.Message):
     def __init__(self, result: _Optional[_Union[CommitResult, str]] = ..., version: _Optional[_Union[_common_pb2.PolicyVersion, _Mapping]] = ..., group_count: _Optional[int] = ..., sequence_count: _Optional[int] = ..., token_count: _Optional[int] = ..., max_staleness: _Optional[int] = ..., tokens_by_version: _Optional[_Mapping[int, int]] = ..., figures: _Optional[_Mapping[str, float]] = ...) -> None: ...
 
 class RecordStepRequest(_message.Message):
-    __slots__ = ("header", "step", "attempt", "number")
+    __slots__ = ("header", "step", "attempt", "number", "publish")
     HEADER_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FIELD_NUMBER: _ClassVar[int]
+    PUBLISH_FIELD_NUMBER: _ClassVar[int]
     header: _common_pb2.CommandHeader
     step: int
     attempt: int
     number: int
-    def __init__(self, header: _Optional[_Union[_common_pb2.CommandHeader, _Mapping]] = ..., step: _Optional[int] = ..., attempt: _Optional[int] = ..., number: _Optional[int] = ...) -> None: ...
+    publish: bool
+    def __init__(self, header: _Optional[_Union[_common_pb2.CommandHeader, _Mapping]] = ..., step: _Optional[int] = ..., attempt: _Optional[int] = ..., number: _Optional[int] = ..., publish: _Optional[bool] = ...) -> None: ...
 
 class RecordStepResponse(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("published",)
+    PUBLISHED_FIELD_NUMBER: _ClassVar[int]
+    published: PublishPolicyResponse
+    def __init__(self, published: _Optional[_Union[PublishPolicyResponse, _Mapping]] = ...) -> None: ...
 
 class AbortStepRequest(_message.Message):
     __slots__ = ("header", "step", "attempt")

@@ -14,7 +14,7 @@ from headrace_coordinator.data.items import DataItem
 from headrace_coordinator.ports import CallRefused, InstanceDown
 from headrace_coordinator.run.context import RunContext, prompt_message
 from headrace_coordinator.run.members import Published, RolloutMember
-from headrace_coordinator.run.scoring import score_item, score_with_retry
+from headrace_coordinator.run.scoring import score_all, score_item
 from headrace_coordinator.run.together import together
 from headrace_coordinator.views import EvaluationView
 
@@ -28,7 +28,7 @@ async def evaluate(
     """Generates and scores every held-out item with the installed version."""
     items = context.dataset.heldout_items()
     bodies = await _generate(context, published, items, prefill)
-    scores = await score_with_retry(
+    scores = await score_all(
         context.crew,
         [score_item(items[b.sample.prompt_ordinal], _question(items, b), b, evaluation=True) for b in bodies],
     )

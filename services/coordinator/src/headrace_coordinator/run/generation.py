@@ -29,6 +29,8 @@ from headrace_coordinator.waits import Pulse
 
 SAMPLE_RETRIES = 2
 LOOK_S = 5.0
+TAKEN_AT_ONCE = 16
+"""Bodies of a large response: while the next ones are looked at, these are scored."""
 
 
 @dataclass
@@ -61,6 +63,7 @@ class Generation:
         meter: Meter,
         published: Published,
         on_settled: Callable[[int], None],
+        on_complete: Callable[[], None],
         draining: Callable[[], bool],
     ) -> None:
         self._context = context
@@ -70,6 +73,7 @@ class Generation:
         self._meter = meter
         self._published = published
         self._on_settled = on_settled
+        self._on_complete = on_complete
         self._draining = draining
         self._scoring = Scoring(context.crew, meter, self._take_scores)
         self._failures: Counter[SlotKey] = Counter()
@@ -95,7 +99,7 @@ class Generation:
         return not self._open
 
     async def run(self) -> None:
-        """Until every group of the step is settled or dropped."""
+        """Until every group of the step is settled or dropped, and all streams have ended."""
         await together(self._scoring.run(), self._generate_all())
 
     async def _generate_all(self) -> None:
@@ -147,7 +151,9 @@ class Generation:
                 bodies = [chunk.finished for chunk in response.chunks if chunk.HasField("finished")]
                 if bodies:
                     await self._relay.wait_for_room(self._draining)
-                    self._take_bodies(member, bodies)
+                    for first in range(0, len(bodies), TAKEN_AT_ONCE):
+                        self._take_bodies(member, bodies[first : first + TAKEN_AT_ONCE])
+                        await asyncio.sleep(0)
                 if response.partials:
                     over.set()
                     self._take_partials(member, response.partials)
@@ -325,14 +331,20 @@ class Generation:
                 detail=detail,
             )
         )
-        self._open.discard(prompt)
+        self._close(prompt)
         self._dispatcher.forget(prompt)
         self._relay.drop((prompt, sample) for sample in range(self._ledger.group_size))
         self._news.beat()
 
+    def _close(self, prompt: int) -> None:
+        """Settled or dropped. The last one says so at once: `run` has streams to end before it returns."""
+        self._open.discard(prompt)
+        if self.complete:
+            self._on_complete()
+
     # --- scores in
 
-    async def _take_scores(self, results: list[reward.ScoreResult]) -> None:
+    def _take_scores(self, results: list[reward.ScoreResult]) -> None:
         touched: dict[int, None] = {}
         for result in results:
             key = (result.sample.prompt_ordinal, result.sample.sample_index)
@@ -362,6 +374,6 @@ class Generation:
         now, run = self._context.kernel.now(), self._context.run_id
         self._context.kernel.post(ev.GroupsSettled(at=now, run=run, groups=list(groups.items())))
         for prompt in groups:
-            self._open.discard(prompt)
             self._on_settled(prompt)
+            self._close(prompt)
         self._news.beat()

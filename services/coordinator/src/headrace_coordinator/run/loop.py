@@ -88,7 +88,7 @@ class RunLoop:
         self._published = await converge(context)
         if context.state.state != runs.PAUSING:
             self._move(runs.RUNNING, "training")
-        self._meter = Meter(self._kernel.now)
+        self._meter.restart()
 
     async def _generate_ready(self) -> None:
         """The rollouts hold their devices with the base version installed."""
@@ -100,13 +100,7 @@ class RunLoop:
 
     async def _step(self) -> None:
         assert self._published is not None
-        await Step(self.context, self._published, self._meter).run()
-        base = self.context.state.lineage.base
-        assert base is not None
-        self._meter = Meter(self._kernel.now)
-        if base.number != self._published.version.number:
-            with self._meter.stage("sync", self.context.crew.leader.devices):
-                self._published = await self.context.crew.leader.publish(base)
+        self._published = await Step(self.context, self._published, self._meter).run()
 
     async def _evaluate_if_due(self) -> None:
         context, section = self.context, self.context.spec.evaluation
@@ -125,7 +119,7 @@ class RunLoop:
                     ev.Evaluated(at=self._kernel.now(), run=context.run_id, view=view.model_dump(mode="json"))
                 )
                 context.projection.evaluation(view)
-                self._meter = Meter(self._kernel.now)
+                self._meter.restart()
 
     def _finished(self) -> bool:
         return self.context.state.ledger.step >= self.context.spec.steps

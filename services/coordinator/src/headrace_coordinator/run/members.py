@@ -14,7 +14,7 @@ from headrace.trainer.v1 import trainer_pb2 as trainer
 
 from headrace_coordinator.domain.state import InstanceState
 from headrace_coordinator.domain.versions import Version
-from headrace_coordinator.ports import InstanceDown, Port
+from headrace_coordinator.ports import Port
 
 QUICK_S, SLOW_S, LOAD_S = 30.0, 120.0, 900.0
 """Deadlines: bookkeeping; moving memory; loading or writing a model."""
@@ -228,10 +228,13 @@ class TrainerMember(Member):
         response: trainer.CommitStepResponse = await self.port.call("CommitStep", request, LOAD_S)
         return response
 
-    async def recorded(self, step: int, attempt: int, number: int) -> None:
-        """The ledger has the version."""
-        request = trainer.RecordStepRequest(header=self.header(), step=step, attempt=attempt, number=number)
-        await self.port.call("RecordStep", request, QUICK_S)
+    async def recorded(self, step: int, attempt: int, number: int) -> Published:
+        """The ledger has the version, which is published too."""
+        request = trainer.RecordStepRequest(
+            header=self.header(), step=step, attempt=attempt, number=number, publish=True
+        )
+        response: trainer.RecordStepResponse = await self.port.call("RecordStep", request, SLOW_S)
+        return _published(response.published)
 
     async def abort(self, step: int, attempt: int) -> None:
         """Drops the accumulators."""
@@ -242,7 +245,7 @@ class TrainerMember(Member):
         """Puts the version into the host's weight store."""
         request = trainer.PublishPolicyRequest(header=self.header(), number=version.number)
         response: trainer.PublishPolicyResponse = await self.port.call("PublishPolicy", request, SLOW_S)
-        return Published(response.version, response.manifest, response.source)
+        return _published(response)
 
     async def save(self, number: int, ledger: bytes, wait: bool) -> trainer.SaveCheckpointResponse:
         """Starts a checkpoint, or waits until it is durable."""
@@ -271,6 +274,10 @@ class TrainerMember(Member):
         await self.port.call("CloseRun", trainer.CloseRunRequest(header=self.header()), SLOW_S)
 
 
+def _published(response: trainer.PublishPolicyResponse) -> Published:
+    return Published(response.version, response.manifest, response.source)
+
+
 @dataclass
 class RewardMember(Member):
     """A reward instance."""
@@ -280,18 +287,16 @@ class RewardMember(Member):
         request = reward.OpenRunRequest(header=self.header(), config_json=config_json)
         await self.port.call("OpenRun", request, SLOW_S)
 
-    async def score(self, items: Sequence[reward.ScoreItem], timeout: float) -> list[reward.ScoreResult]:
-        """One result an item, in any order; raises `InstanceDown` when some are missing."""
+    def score(
+        self, batches: AsyncIterator[Sequence[reward.ScoreItem]], timeout: float
+    ) -> AsyncIterator[reward.ScoreResponse]:
+        """Answers in, their results out, in any order."""
 
-        async def one() -> AsyncIterator[reward.ScoreRequest]:
-            yield reward.ScoreRequest(header=self.header(), items=items)
+        async def requests() -> AsyncIterator[reward.ScoreRequest]:
+            async for items in batches:
+                yield reward.ScoreRequest(header=self.header(), items=items)
 
-        results: list[reward.ScoreResult] = []
-        async for response in self.port.stream("Score", one(), timeout):
-            results += response.results
-        if len(results) < len(items):
-            raise InstanceDown(self.incarnation, f"Score: {len(results)} results for {len(items)} answers")
-        return results
+        return self.port.stream("Score", requests(), timeout)
 
     async def close_run(self) -> None:
         """Forgets the run."""

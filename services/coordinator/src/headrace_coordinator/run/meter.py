@@ -14,7 +14,11 @@ class Meter:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._started = clock()
+        self.restart()
+
+    def restart(self) -> None:
+        """Forgets everything: the next step begins now."""
+        self._started = self._clock()
         self._stages: dict[str, list[Interval]] = defaultdict(list)
         self._devices: dict[str, dict[str, list[Interval]]] = defaultdict(lambda: defaultdict(list))
 
@@ -35,7 +39,7 @@ class Meter:
 
     @property
     def wall(self) -> float:
-        """Seconds since the meter was made."""
+        """Seconds since the start."""
         return self._clock() - self._started
 
     def stages(self) -> dict[str, float]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from headrace.trainer.v1 import trainer_pb2 as trainer
 from headrace_servicekit.digests import set_digest
 
@@ -18,6 +20,8 @@ from headrace_coordinator.run.relay import Relay
 from headrace_coordinator.run.together import together
 
 STEP_ATTEMPTS = 3
+PROJECT_AFTER_S = 0.001
+"""So that both calls are on their way before the views are made."""
 MISMATCH_BOUND = {"float32": 1e-3, "bfloat16": 0.1}
 """Mean |engine − trainer| log-prob that rounding explains, by the type of the forward pass."""
 
@@ -37,30 +41,31 @@ class Step:
         self._meter = meter
         self._relay = Relay(context.spec.limits.in_flight_bytes)
 
-    async def run(self) -> None:
-        """Until the step is committed and recorded, or skipped. Raises what recovery must handle."""
+    async def run(self) -> Published:
+        """Until the step is committed and recorded, or skipped; the version that the next one begins with.
+
+        Raises what recovery must handle. The meter begins with the next step.
+        """
         nonfinite = 0
         while True:
-            opened = await self._open()
+            opened = self._open()
             try:
                 batch = await self._gather()
             except LostBodies as lost:
                 await self._again(str(lost))
                 continue
             if not self._ledger.members(ACCUMULATED):
-                await self._skip("every group was dropped")
-                return
+                return await self._skip("every group was dropped")
             response = await self._commit(opened)
             if response.result == trainer.COMMIT_RESULT_COMMITTED:
-                await self.record(opened, response, batch)
-                return
+                return await self.record(opened, response, batch)
             nonfinite += response.result == trainer.COMMIT_RESULT_NONFINITE
             await self._again(trainer.CommitResult.Name(response.result))
             if nonfinite >= STEP_ATTEMPTS:
-                await self._skip("NONFINITE")
-                return
+                return await self._skip("NONFINITE")
 
-    async def _open(self) -> ev.StepOpened:
+    def _open(self) -> ev.StepOpened:
+        """Durable before anything leaves that rests on it: `_begin` and the first assignment see to that."""
         lineage = self._context.state.lineage
         opened = ev.StepOpened(
             at=self._kernel.now(),
@@ -70,7 +75,7 @@ class Step:
             base=lineage.head,
             number=lineage.last_number + 1,
         )
-        await self._kernel.commit(opened)
+        self._kernel.post(opened)
         return opened
 
     async def _gather(self) -> Batch:
@@ -85,6 +90,7 @@ class Step:
             self._meter,
             self._published,
             on_settled=lambda prompt: learning.put(prompt) if streamed else settled.append(prompt),
+            on_complete=lambda: learning.close() if streamed else None,
             draining=lambda: streamed and learning.backlog,
         )
         learning = Learning(context, self._relay, self._meter, generation.batch)
@@ -113,6 +119,7 @@ class Step:
 
     async def _begin(self) -> None:
         ledger, lineage = self._ledger, self._context.state.lineage
+        await self._kernel.flush()
         await self._context.crew.leader.begin(ledger.step, ledger.attempt, lineage.head, lineage.last_number)
 
     async def _commit(self, opened: ev.StepOpened) -> trainer.CommitStepResponse:
@@ -130,15 +137,17 @@ class Step:
             )
         )
 
-    async def record(self, opened: ev.StepOpened, response: trainer.CommitStepResponse, batch: Batch) -> None:
-        """Version + TRAINED + certificate as one event; only then may the trainer go on."""
+    async def record(
+        self, opened: ev.StepOpened, response: trainer.CommitStepResponse, batch: Batch
+    ) -> Published:
+        """Version + TRAINED + certificate as one event; only then may the trainer publish and go on."""
         context, slots = self._context, [slot for _, slot in sorted(self._ledger.slots.items())]
         certificate = certify(context.state, opened, response, slots)
         self._same_counts(response, slots)
         if certificate.ordinal == 1:
             self._first_step_agrees(certificate)
         view = step_view(context, certificate, response, slots, self._meter)
-        texts = trajectory_views(context, certificate, slots, batch)
+        self._meter.restart()
         await self._kernel.commit(
             ev.StepCommitted(
                 at=self._kernel.now(),
@@ -147,12 +156,24 @@ class Step:
                 view=view.model_dump(mode="json"),
             )
         )
-        context.projection.step(view)
-        context.projection.trajectories(texts)
-        await together(
-            context.crew.leader.recorded(opened.step, opened.attempt, opened.number), self._end_custody(slots)
-        )
+        leader = context.crew.leader
+
+        async def recorded() -> Published:
+            with self._meter.stage("sync", leader.devices):
+                return await leader.recorded(opened.step, opened.attempt, opened.number)
+
+        async def project() -> None:
+            try:
+                await asyncio.sleep(PROJECT_AFTER_S)
+            finally:  # whatever becomes of the calls, the step is recorded
+                context.projection.step(view)
+                context.projection.trajectories(trajectory_views(context, certificate, slots, batch))
+
+        # While the trainer works, the rest of the step's books are closed.
+        published: Published
+        published, _, _ = await together(recorded(), self._end_custody(slots), project())
         self._check_drop_rate()
+        return published
 
     def _same_counts(self, response: trainer.CommitStepResponse, slots: list[Slot]) -> None:
         ours = sum(slot.state == ACCUMULATED for slot in slots)
@@ -210,7 +231,7 @@ class Step:
         )
         await self._context.crew.leader.abort(*opened)
 
-    async def _skip(self, why: str) -> None:
+    async def _skip(self, why: str) -> Published:
         slots = [slot for _, slot in sorted(self._ledger.slots.items())]
         dropped = [(slot.prompt, slot.sample, slot.reason or why) for slot in slots]
         if self._ledger.open:
@@ -222,3 +243,5 @@ class Step:
         )
         await self._end_custody(slots)
         self._check_drop_rate()
+        self._meter.restart()
+        return self._published

@@ -7,11 +7,11 @@ from collections.abc import Coroutine
 from typing import Any
 
 
-async def together(*parts: Coroutine[Any, Any, Any]) -> None:
-    """Runs the parts until all are done; the first failure cancels the others and is raised as it is."""
+async def together(*parts: Coroutine[Any, Any, Any]) -> list[Any]:
+    """Runs the parts until all are done, for their results; the first failure cancels the others and is raised."""
     tasks = [asyncio.ensure_future(part) for part in parts]
     try:
-        await asyncio.gather(*tasks)
+        return await asyncio.gather(*tasks)
     finally:
         for task in tasks:
             task.cancel()

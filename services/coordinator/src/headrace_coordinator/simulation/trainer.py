@@ -162,7 +162,8 @@ class Trainer(Instance):
         self.fence(request.header, lease=False)
         if self.attempt == (request.step, request.attempt) and self.phase == trainer.STEP_PHASE_COMMITTED:
             self.phase = trainer.STEP_PHASE_IDLE
-        return trainer.RecordStepResponse()
+        published = self._published(request.number) if request.publish else None
+        return trainer.RecordStepResponse(published=published)
 
     async def AbortStep(self, request: trainer.AbortStepRequest) -> trainer.AbortStepResponse:
         self.fence(request.header, lease=False)
@@ -172,8 +173,11 @@ class Trainer(Instance):
 
     async def PublishPolicy(self, request: trainer.PublishPolicyRequest) -> trainer.PublishPolicyResponse:
         self.fence(request.header, lease=False)
-        if self.phase == trainer.STEP_PHASE_COMMITTED or self.version.number != request.number:
-            raise self._refuse("CONFLICT", f"version {request.number} is not held and recorded")
+        return self._published(request.number)
+
+    def _published(self, number: int) -> trainer.PublishPolicyResponse:
+        if self.phase == trainer.STEP_PHASE_COMMITTED or self.version.number != number:
+            raise self._refuse("CONFLICT", f"version {number} is not held and recorded")
         return trainer.PublishPolicyResponse(version=self.version)
 
     async def SaveCheckpoint(self, request: trainer.SaveCheckpointRequest) -> trainer.SaveCheckpointResponse:

@@ -1,0 +1,73 @@
+"""Results of a stream's work: in any order, bounded, together where they come together."""
+
+import asyncio
+
+import pytest
+from headrace_servicekit.streams import unordered
+
+
+async def requests(*batches):
+    for batch in batches:
+        yield batch
+
+
+async def collected(results):
+    return [batch async for batch in results]
+
+
+async def test_results_come_as_they_are_ready_and_each_once():
+    async def work(seconds):
+        await asyncio.sleep(seconds)
+        return seconds
+
+    batches = await collected(unordered(requests([0.2, 0.0], [0.1]), lambda batch: map(work, batch), 10))
+    assert [result for batch in batches for result in batch] == [0.0, 0.1, 0.2]
+
+
+async def test_a_slow_reader_stops_the_pump():
+    started = []
+
+    async def work(number):
+        started.append(number)
+        return number
+
+    stream = unordered(requests(range(100)), lambda batch: map(work, batch), 4)
+    await anext(stream)
+    await asyncio.sleep(0.05)
+    assert len(started) <= 8
+    await stream.aclose()
+
+
+async def test_what_is_nearly_ready_comes_along_but_nobody_waits_for_a_straggler():
+    async def work(seconds):
+        await asyncio.sleep(seconds)
+        return seconds
+
+    stream = unordered(requests([0.0, 0.02, 5.0]), lambda batch: map(work, batch), 10, linger_s=0.5)
+    begin = asyncio.get_running_loop().time()
+    assert await anext(stream) == [0.0, 0.02]
+    assert asyncio.get_running_loop().time() - begin < 2
+    await stream.aclose()
+
+
+async def test_the_last_result_ends_the_linger_at_once():
+    async def work(seconds):
+        await asyncio.sleep(seconds)
+        return seconds
+
+    stream = unordered(requests([0.0, 0.05]), lambda batch: map(work, batch), 10, linger_s=30)
+    async with asyncio.timeout(5):
+        assert await collected(stream) == [[0.0, 0.05]]
+
+
+async def test_a_future_costs_no_task_and_its_failure_ends_the_stream():
+    def work(number):
+        future = asyncio.get_running_loop().create_future()
+        if number == 1:
+            future.set_exception(ValueError("broken"))
+        else:
+            future.set_result(number)
+        return future
+
+    with pytest.raises(ValueError, match="broken"):
+        await collected(unordered(requests([0, 1, 2]), lambda batch: map(work, batch), 10))

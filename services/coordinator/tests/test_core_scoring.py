@@ -1,0 +1,187 @@
+"""Answers to the reward instances and back: shared out, asked again where an instance is lost, named nowhere twice."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+import pytest
+from headrace.common.v1 import common_pb2 as common
+from headrace.reward.v1 import reward_pb2 as reward
+from headrace_coordinator.ports import InstanceDown
+from headrace_coordinator.run import scoring
+from headrace_coordinator.run.meter import Meter
+from headrace_coordinator.run.scoring import SCORER_RETRIES, Scoring, score_all
+
+
+@dataclass(eq=False)
+class Judge:
+    """A reward member that answers what it is asked, until it is told otherwise."""
+
+    incarnation: str
+    asked: list[tuple[int, int]] = field(default_factory=list)
+    streams: int = 0
+    open_streams: int = 0
+    dies_after: int = 1 << 30
+    silent: bool = False
+    dies_idle: bool = False
+    late_reads: list = field(default_factory=list)
+    broken: Counter = field(default_factory=Counter)
+
+    async def score(self, batches, timeout):
+        self.streams += 1
+        self.open_streams += 1
+        reader = aiter(batches)
+        try:
+            async for items in reader:
+                for item in items:
+                    await asyncio.sleep(0)
+                    key = (item.sample.prompt_ordinal, item.sample.sample_index)
+                    self.asked.append(key)
+                    if len(self.asked) > self.dies_after:
+                        raise InstanceDown(self.incarnation, "gone")
+                    if not self.silent:
+                        yield reward.ScoreResponse(results=[self.result(item, key)])
+                if self.dies_idle:
+                    raise InstanceDown(self.incarnation, "gone")
+            if self.silent:
+                await asyncio.Event().wait()
+        finally:
+            self.open_streams -= 1
+            # gRPC's reader is a task of its own: it looks for requests once more after the stream's end.
+            self.late_reads.append(asyncio.ensure_future(anext(reader, None)))
+
+    def result(self, item, key):
+        status = reward.SCORE_STATUS_OK
+        if self.broken[key] > 0:
+            self.broken[key] -= 1
+            status = reward.SCORE_STATUS_SCORER_BROKEN
+        return reward.ScoreResult(sample=item.sample, attempt=1, status=status, reward=float(key[1]))
+
+
+class Crew:
+    """Members that are staffed again from a bench."""
+
+    def __init__(self, *judges: Judge, bench: tuple[Judge, ...] = ()) -> None:
+        self.rewards = list(judges)
+        self.bench = list(bench)
+        self.dead: set[str] = set()
+        self.judges = [*judges, *bench]
+        self.spec = SimpleNamespace(
+            reward=SimpleNamespace(timeout_s=0.01), limits=SimpleNamespace(step_timeout_s=60.0)
+        )
+        self.fleet = SimpleNamespace(
+            alive=lambda incarnation: incarnation not in self.dead,
+            fate=self.fate,
+            kernel=SimpleNamespace(now=lambda: asyncio.get_running_loop().time()),
+        )
+
+    async def fate(self, incarnation):
+        return True
+
+    async def staff_rewards(self):
+        if not self.rewards:
+            self.rewards.append(self.bench.pop(0))
+
+
+def items(count):
+    return [
+        reward.ScoreItem(sample=common.SampleKey(prompt_ordinal=n // 4, sample_index=n % 4), attempt=1)
+        for n in range(count)
+    ]
+
+
+async def scored(crew, count):
+    async with asyncio.timeout(20):
+        results = await score_all(crew, items(count))
+    assert sorted((r.sample.prompt_ordinal, r.sample.sample_index) for r in results) == [
+        divmod(n, 4) for n in range(count)
+    ]
+    for late in [late for judge in crew.judges for late in judge.late_reads]:
+        assert await asyncio.wait_for(late, 5) is None, "a dead stream's reader took questions"
+    return results
+
+
+async def test_every_instance_gets_a_share_and_every_answer_one_result():
+    first, second = Judge("a"), Judge("b")
+    await scored(Crew(first, second), 101)
+    assert min(len(first.asked), len(second.asked)) >= 25
+
+
+async def test_a_lost_instances_questions_go_to_another():
+    dying, other = Judge("a", dies_after=5), Judge("b")
+    await scored(Crew(dying, bench=(other,)), 40)
+    assert len(other.asked) >= 35
+
+
+async def test_an_instance_that_has_gone_is_not_waited_for(monkeypatch):
+    monkeypatch.setattr(scoring, "LOOK_S", 0.05)
+    hung, other = Judge("a", silent=True), Judge("b")
+    crew = Crew(hung, bench=(other,))
+    crew.dead.add("a")
+    await scored(crew, 8)
+    assert hung.open_streams == 0 and crew.rewards == [other]
+
+
+async def test_an_instance_that_keeps_silent_loses_its_questions(monkeypatch):
+    monkeypatch.setattr(scoring, "LOOK_S", 0.05)
+    monkeypatch.setattr(scoring, "GRACE_S", 0.2)
+    await scored(Crew(Judge("a", silent=True), bench=(Judge("b"),)), 8)
+
+
+async def test_a_broken_scorer_is_asked_again_and_then_believed():
+    judge = Judge("a", broken=Counter({(0, 1): SCORER_RETRIES, (0, 2): SCORER_RETRIES + 1}))
+    results = {r.sample.sample_index: r.status for r in await scored(Crew(judge), 4)}
+    assert results[1] == reward.SCORE_STATUS_OK
+    assert results[2] == reward.SCORE_STATUS_SCORER_BROKEN
+
+
+async def test_a_stream_without_questions_ends_and_the_next_answer_opens_another(monkeypatch):
+    monkeypatch.setattr(scoring, "IDLE_S", 0.05)
+    monkeypatch.setattr(scoring, "LOOK_S", 0.05)
+    judge, results = Judge("a"), []
+    crew = Crew(judge)
+    meter = Meter(crew.fleet.kernel.now)
+    work = Scoring(crew, meter, results.extend)
+    running = asyncio.create_task(work.run())
+    first, second = items(2)
+    work.put(first)
+    await until(lambda: results and not judge.open_streams)
+    work.put(second)
+    await until(lambda: len(results) == 2)
+    work.close()
+    await asyncio.wait_for(running, 5)
+    assert judge.streams == 2 and "score" in meter.stages()
+
+
+async def test_the_reader_of_a_dead_stream_takes_no_new_question():
+    dead, other, results = Judge("a", dies_idle=True), Judge("b"), []
+    crew = Crew(dead, bench=(other,))
+    work = Scoring(crew, Meter(crew.fleet.kernel.now), results.extend)
+    running = asyncio.create_task(work.run())
+    first, second = items(2)
+    work.put(first)
+    await until(lambda: dead.late_reads)
+    work.put(second)
+    await until(lambda: len(results) == 2)
+    work.close()
+    await asyncio.wait_for(running, 5)
+    assert other.asked == [(0, 1)] and await dead.late_reads[0] is None
+
+
+async def test_a_refusal_is_the_callers():
+    class Refusing(Judge):
+        async def score(self, batches, timeout):
+            raise ValueError("NOT_OPEN")
+            yield
+
+    with pytest.raises(ValueError, match="NOT_OPEN"):
+        await scored(Crew(Refusing("a")), 3)
+
+
+async def until(condition):
+    async with asyncio.timeout(5):
+        while not condition():  # noqa: ASYNC110 - a fake sets no event
+            await asyncio.sleep(0.01)
