@@ -23,7 +23,7 @@ CHUNK_ELEMENTS = 16 * 1024 * 1024
 def token_log_probs(logits_BTV: Tensor, tokens_BT: Tensor, temperature: float) -> Tensor:
     """fp32 (B, T) log-probs of tokens under softmax(logits / temperature); temperature 0 counts as 1.
 
-    Differentiable; each chunk is recomputed in the backward pass, so no fp32 copy of the logits is kept.
+    Differentiable; of several chunks each is recomputed in the backward pass, so that one fp32 copy is kept at most.
     """
 
     def rows(logits_NV: Tensor, tokens_N: Tensor) -> Tensor:
@@ -104,17 +104,18 @@ def hidden_log_probs(
 ) -> tuple[Tensor, Tensor | None]:
     """fp32 (N,) log-probs, and entropies when asked, straight from hidden states.
 
-    The logits exist one chunk at a time, in both passes. Differentiable in hidden states and head.
+    The logits exist one chunk at a time, in both passes. Differentiable in hidden states and head, but for the
+    entropies, which carry no gradient.
     """
+    size = max(1, CHUNK_ELEMENTS // head.weight_VD.shape[0])
 
     def rows(hidden_ND: Tensor, tokens_N: Tensor) -> Tensor:
         scaled_NV = scale(head.logits(hidden_ND), temperature)
         found_N = scaled_NV.gather(-1, tokens_N[:, None])[:, 0] - scaled_NV.logsumexp(-1)
-        return torch.stack([found_N, _entropy(scaled_NV)]) if entropy else found_N[None]
+        return torch.stack([found_N, _entropy(scaled_NV.detach())]) if entropy else found_N[None]
 
-    size = max(1, CHUNK_ELEMENTS // head.weight_VD.shape[0])
     parts = [
-        _recomputed(rows, hidden_ND[start : start + size], tokens_N[start : start + size])
+        _chunk(rows, hidden_ND[start : start + size], tokens_N[start : start + size], hidden_ND.shape[0])
         for start in range(0, hidden_ND.shape[0], size)
     ]
     found = torch.cat(parts, dim=1) if parts else hidden_ND.new_zeros((2, 0), dtype=torch.float32)
@@ -136,7 +137,7 @@ def _over_rows(
     )
     size = max(1, CHUNK_ELEMENTS // vocabulary)
     parts = [
-        _recomputed(rows, part, tokens)
+        _chunk(rows, part, tokens, logits_NV.shape[0])
         for part, tokens in _pairs(logits_NV, tokens_N.to(logits_NV.device), size)
     ]
     found = torch.cat(parts) if parts else logits_NV.new_zeros(0, dtype=torch.float32)
@@ -148,8 +149,10 @@ def _pairs(values: Tensor, tokens_N: Tensor, size: int) -> Iterator[tuple[Tensor
         yield values[start : start + size], tokens_N[start : start + size]
 
 
-def _recomputed(rows: Callable[[Tensor, Tensor], Tensor], values: Tensor, tokens_N: Tensor) -> Tensor:
-    if not (torch.is_grad_enabled() and values.requires_grad):
+def _chunk(rows: Callable[[Tensor, Tensor], Tensor], values: Tensor, tokens_N: Tensor, total: int) -> Tensor:
+    # Chunks are computed again in the backward pass, so that only one of them is kept. A lone one may stay.
+    alone = values.shape[0] == total
+    if alone or not (torch.is_grad_enabled() and values.requires_grad):
         return rows(values, tokens_N)
     found: Tensor = checkpoint(rows, values, tokens_N, use_reentrant=False, preserve_rng_state=False)
     return found

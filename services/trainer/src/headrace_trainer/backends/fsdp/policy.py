@@ -41,4 +41,4 @@ class Policy(nn.Module):
         head = Head.of(self.model)
         log_probs_U, entropy_U = hidden_log_probs(head, hidden_UD, batch.targets_U, temperature, entropy=True)
         assert entropy_U is not None
-        return log_probs_U[batch.index_K], entropy_U.detach()[batch.index_K]
+        return log_probs_U[batch.index_K], entropy_U[batch.index_K].detach()
