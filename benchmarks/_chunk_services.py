@@ -22,7 +22,7 @@ from headrace.rollout.v1 import rollout_pb2, rollout_pb2_grpc
 from headrace.trainer.v1 import trainer_pb2, trainer_pb2_grpc
 from headrace_servicekit.allocator import reuse_freed_memory
 from headrace_servicekit.blobs import BlobReader, BlobStore
-from headrace_servicekit.digests import set_digest, trajectory_digest
+from headrace_servicekit.digests import digest_and_size, set_digest, trajectory_digest
 from headrace_servicekit.server import GrpcServer
 from headrace_servicekit.weights import WeightStore
 
@@ -80,19 +80,18 @@ class Producer(rollout_pb2_grpc.RolloutServiceServicer):
 
     def _add(self, response: rollout_pb2.GenerateResponse, slot: tuple[int, int, int]) -> int:
         started = time.monotonic()
-        body = common_pb2.Trajectory(
-            sample=common_pb2.SampleKey(prompt_ordinal=slot[0], sample_index=slot[1]),
-            attempt=slot[2],
-            finish_reason=common_pb2.FINISH_REASON_EOS,
-            producer="producer",
-            completion_text=repr(started),  # outside the digest; when this message began
-        )
+        key = common_pb2.SampleKey(prompt_ordinal=slot[0], sample_index=slot[1])
+        # Filled where it stands, as the rollout service does: no second copy for custody.
+        body = response.chunks.add(sample=key, attempt=slot[2], policy_number=1).finished
+        body.sample.CopyFrom(key)
+        body.attempt = slot[2]
+        body.finish_reason = common_pb2.FINISH_REASON_EOS
+        body.producer = "producer"
+        body.completion_text = repr(started)  # outside the digest; when this message began
         self._fill(body)
-        body.body_digest = trajectory_digest(body)
+        body.body_digest, size = digest_and_size(body)
         self._kept[slot[0], slot[1]] = body
-        chunk = response.chunks.add(sample=body.sample, attempt=slot[2], policy_number=1)
-        chunk.finished.CopyFrom(body)
-        return body.ByteSize()
+        return size
 
     def _fill(self, body: common_pb2.Trajectory) -> None:
         if self._kind == MESSAGE:

@@ -3,7 +3,13 @@
 import random
 
 from headrace.common.v1 import common_pb2
-from headrace_servicekit.digests import digest_bytes, manifest_digest, set_digest, trajectory_digest
+from headrace_servicekit.digests import (
+    digest_and_size,
+    digest_bytes,
+    manifest_digest,
+    set_digest,
+    trajectory_digest,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -53,6 +59,7 @@ def test_a_trajectorys_digest_is_that_of_the_serialised_body(text, producer, dig
         for message in (body, plain):
             message.MergeFromString(b"\x98\x06\x05")
     assert trajectory_digest(body) == digest_bytes(plain.SerializeToString(deterministic=True))
+    assert digest_and_size(body) == (trajectory_digest(body), body.ByteSize())
 
 
 members = st.tuples(st.integers(0, 9), st.integers(0, 9), st.integers(1, 3), st.sampled_from(["a", "b"]))

@@ -30,15 +30,15 @@ def learning():
 
 
 def bodies(size, finish_reason=common_pb2.FINISH_REASON_EOS):
-    return {
-        (prompt, sample): common_pb2.Trajectory(
+    def body(prompt, sample):
+        found = common_pb2.Trajectory(
             sample=common_pb2.SampleKey(prompt_ordinal=prompt, sample_index=sample),
             completion_text="x" * size,
             finish_reason=finish_reason,
         )
-        for prompt in range(9)
-        for sample in range(GROUP)
-    }
+        return found, found.ByteSize()
+
+    return {(prompt, sample): body(prompt, sample) for prompt in range(9) for sample in range(GROUP)}
 
 
 @pytest.mark.parametrize(
@@ -57,6 +57,6 @@ def test_a_member_carries_body_reward_and_oldest_version(learning):
     found = bodies(10, TRUNCATED)
     (message,) = learning._filled([7], found)
     member = message.groups[0].members[1]
-    assert member.trajectory == found[7, 1]
+    assert member.trajectory == found[7, 1][0]
     assert (member.reward, member.masked) == (7.5, True)
     assert member.oldest_version == common_pb2.PolicyVersion(number=4, parent=3, ordinal=1, digest="digest")

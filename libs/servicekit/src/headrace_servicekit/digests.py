@@ -34,14 +34,19 @@ class RunningDigest:
 
 def trajectory_digest(trajectory: common_pb2.Trajectory) -> str:
     """Digest of a trajectory's body: every field except completion_text and body_digest."""
+    return digest_and_size(trajectory)[0]
+
+
+def digest_and_size(trajectory: common_pb2.Trajectory) -> tuple[str, int]:
+    """`trajectory_digest`, and the bytes of the whole message: asking it for its size would serialise it again."""
     whole = trajectory.SerializeToString(deterministic=True)
     tail = _tail(trajectory)
     if not whole.endswith(tail):  # fields of a newer contract come behind
-        return digest_bytes(_body(trajectory))
+        return digest_bytes(_body(trajectory)), len(whole)
     # Cutting the serialised tail spares a copy of the body, which may be images.
     found = xxhash.xxh3_128(memoryview(whole)[: len(whole) - len(tail)])
     found.update(common_pb2.Trajectory(producer=trajectory.producer).SerializeToString())
-    return str(found.hexdigest())
+    return str(found.hexdigest()), len(whole)
 
 
 def _tail(trajectory: common_pb2.Trajectory) -> bytes:

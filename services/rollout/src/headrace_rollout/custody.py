@@ -19,7 +19,8 @@ class Custody:
     def __init__(self, budget_bytes: int) -> None:
         self.budget_bytes = budget_bytes
         self.size_bytes = 0
-        self._kept: dict[Slot, common_pb2.Trajectory] = {}
+        # With their sizes: a message that is asked for its size is serialised.
+        self._kept: dict[Slot, tuple[common_pb2.Trajectory, int]] = {}
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -33,11 +34,12 @@ class Custody:
         """Keeps a body; an earlier attempt at the slot goes, a later one stays."""
         slot = _slot(trajectory.sample)
         before = self._kept.get(slot)
-        if before is not None and before.attempt > trajectory.attempt:
+        if before is not None and before[0].attempt > trajectory.attempt:
             return
         self.release([trajectory.sample])
-        self._kept[slot] = trajectory
-        self.size_bytes += trajectory.ByteSize()
+        size = trajectory.ByteSize()
+        self._kept[slot] = (trajectory, size)
+        self.size_bytes += size
 
     def items(self) -> list[rollout_pb2.InventoryItem]:
         """The inventory, by slot."""
@@ -46,13 +48,13 @@ class Custody:
                 sample=kept.sample,
                 attempt=kept.attempt,
                 body_digest=kept.body_digest,
-                size_bytes=kept.ByteSize(),
+                size_bytes=size,
             )
-            for _, kept in sorted(self._kept.items())
+            for _, (kept, size) in sorted(self._kept.items())
         ]
 
-    def fetch(self, samples: Iterable[common_pb2.SampleKey]) -> Iterator[common_pb2.Trajectory]:
-        """The bodies of the given slots that are kept."""
+    def fetch(self, samples: Iterable[common_pb2.SampleKey]) -> Iterator[tuple[common_pb2.Trajectory, int]]:
+        """The bodies of the given slots that are kept, and their bytes."""
         for sample in samples:
             kept = self._kept.get(_slot(sample))
             if kept is not None:
@@ -61,9 +63,8 @@ class Custody:
     def release(self, samples: Iterable[common_pb2.SampleKey]) -> None:
         """Ends custody of the given slots."""
         for sample in samples:
-            gone = self._kept.pop(_slot(sample), None)
-            if gone is not None:
-                self.size_bytes -= gone.ByteSize()
+            _, size = self._kept.pop(_slot(sample), (None, 0))
+            self.size_bytes -= size
 
 
 def _slot(sample: common_pb2.SampleKey) -> Slot:

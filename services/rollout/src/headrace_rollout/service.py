@@ -217,12 +217,12 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         """Bodies in custody, in responses of bounded size."""
         self._instance.fence.check(request.header, lease=False)
         response, size = rollout_pb2.FetchTrajectoriesResponse(), 0
-        for trajectory in list(self._opened(request.header).custody.fetch(request.samples)):
-            if size and size + trajectory.ByteSize() > RESPONSE_BYTES:
+        for trajectory, own_size in list(self._opened(request.header).custody.fetch(request.samples)):
+            if size and size + own_size > RESPONSE_BYTES:
                 yield response
                 response, size = rollout_pb2.FetchTrajectoriesResponse(), 0
             response.trajectories.append(trajectory)
-            size += trajectory.ByteSize()
+            size += own_size
         if size:
             yield response
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from headrace.common.v1 import common_pb2 as common
 from headrace.reward.v1 import reward_pb2 as reward
 from headrace.rollout.v1 import rollout_pb2 as rollout
-from headrace_servicekit.digests import trajectory_digest
+from headrace_servicekit.digests import digest_and_size
 
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain.dispatch import Dispatcher, GroupWork
@@ -135,8 +135,8 @@ class Generation:
         """After an aborted attempt: finished slots whose body is still in custody go straight to scoring."""
         finished = self._ledger.members(FINISHED)
         found = await self._relay.bodies(finished, self._crew.rollouts) if finished else {}
-        for body in found.values():
-            self._score(body)
+        for body, size in found.values():
+            self._score(body, size)
         keys = [(slot.prompt, slot.sample) for slot in finished]
         self._dispatcher.put_back([key for key in keys if key not in found])
 
@@ -254,7 +254,7 @@ class Generation:
 
     def _take_body(self, member: RolloutMember, body: common.Trajectory) -> None:
         key = (body.sample.prompt_ordinal, body.sample.sample_index)
-        digest = trajectory_digest(body)
+        digest, size = digest_and_size(body)
         if key in self._finished:
             self._post_finished()
         why_not = accepts(self._ledger, Offer(*key, body.attempt, digest, sampled_tokens(body)))
@@ -269,7 +269,7 @@ class Generation:
         elif self._stale(body):
             self._drop(key[0], "ABANDONED", "a segment is too stale or of an abandoned version")
         else:
-            self._finish(key, body, digest)
+            self._finish(key, body, digest, size)
 
     def _stale(self, body: common.Trajectory) -> bool:
         lineage, base = self._context.state.lineage, self._published.version.number
@@ -278,8 +278,8 @@ class Generation:
         staleness = [lineage.staleness(number, base) for number in numbers]
         return any(value is None or value > limit for value in staleness)
 
-    def _finish(self, key: SlotKey, body: common.Trajectory, digest: str) -> None:
-        self._score(body)
+    def _finish(self, key: SlotKey, body: common.Trajectory, digest: str, size: int) -> None:
+        self._score(body, size)
         tokens = self.batch.scored[key].tokens
         self._finished[key] = (*key, body.attempt, digest, tokens)
         self._context.saw_length(key[0], tokens)
@@ -292,7 +292,7 @@ class Generation:
                 ev.SlotsFinished(at=self._context.kernel.now(), run=self._context.run_id, slots=slots)
             )
 
-    def _score(self, body: common.Trajectory) -> None:
+    def _score(self, body: common.Trajectory, size: int) -> None:
         key = (body.sample.prompt_ordinal, body.sample.sample_index)
         numbers = [segment.policy_number for segment in body.segments if segment.policy_number]
         self.batch.scored[key] = Scored(
@@ -303,7 +303,7 @@ class Generation:
             tokens=sampled_tokens(body),
             oldest=min(numbers, default=self._published.version.number),
         )
-        self._relay.put(key, body)
+        self._relay.put(key, body, size)
         item = self._context.item(key[0])
         self._scoring.put(score_item(item, self._context.question(key[0]), body, evaluation=False))
 

@@ -16,7 +16,7 @@ from headrace_coordinator.run.context import RunContext
 from headrace_coordinator.run.generation import Batch
 from headrace_coordinator.run.members import SlotKey
 from headrace_coordinator.run.meter import Meter
-from headrace_coordinator.run.relay import Relay
+from headrace_coordinator.run.relay import Relay, SizedBody
 from headrace_coordinator.run.together import together
 from headrace_coordinator.waits import Pulse
 
@@ -101,7 +101,7 @@ class Learning:
             else:
                 await asyncio.shield(news)
 
-    async def _bodies(self, prompts: list[int]) -> dict[SlotKey, common.Trajectory]:
+    async def _bodies(self, prompts: list[int]) -> dict[SlotKey, SizedBody]:
         slots = [slot for prompt in prompts for slot in self._ledger.group(prompt)]
         bodies = await self._relay.bodies(slots, self._context.crew.rollouts)
         lost = [key for slot in slots if (key := (slot.prompt, slot.sample)) not in bodies]
@@ -109,17 +109,15 @@ class Learning:
             raise LostBodies(lost)
         return bodies
 
-    def _filled(
-        self, prompts: list[int], bodies: dict[SlotKey, common.Trajectory]
-    ) -> Iterator[trainer.LearnRequest]:
+    def _filled(self, prompts: list[int], bodies: dict[SlotKey, SizedBody]) -> Iterator[trainer.LearnRequest]:
         """Whole groups, in order, in messages of about MESSAGE_BYTES."""
         message, size = trainer.LearnRequest(), 0
         for prompt in prompts:
             group = message.groups.add(prompt_ordinal=prompt)
             for slot in self._ledger.group(prompt):
-                body = bodies[slot.prompt, slot.sample]
+                body, body_size = bodies[slot.prompt, slot.sample]
                 self._fill(group.members.add(), slot, body)
-                size += body.ByteSize()
+                size += body_size
             if size >= MESSAGE_BYTES:
                 yield message
                 message, size = trainer.LearnRequest(), 0

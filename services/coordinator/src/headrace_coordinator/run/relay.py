@@ -9,10 +9,12 @@ import asyncio
 from collections.abc import Callable, Iterable
 
 from headrace.common.v1 import common_pb2 as common
-from headrace_servicekit.digests import trajectory_digest
+from headrace_servicekit.digests import digest_and_size
 
 from headrace_coordinator.domain.slots import Slot
 from headrace_coordinator.run.members import RolloutMember, SlotKey
+
+SizedBody = tuple[common.Trajectory, int]
 
 
 class Relay:
@@ -20,7 +22,7 @@ class Relay:
 
     def __init__(self, limit_bytes: int) -> None:
         self._limit = limit_bytes
-        self._bodies: dict[SlotKey, tuple[common.Trajectory, int]] = {}
+        self._bodies: dict[SlotKey, SizedBody] = {}
         self._used = 0
         self._freed = asyncio.Event()
         self.spilled = 0
@@ -31,10 +33,9 @@ class Relay:
             self._freed.clear()
             await self._freed.wait()
 
-    def put(self, slot: SlotKey, body: common.Trajectory) -> None:
-        """Keeps a body until `drop`; a body beyond the limit is left with its producer."""
+    def put(self, slot: SlotKey, body: common.Trajectory, size: int) -> None:
+        """Keeps a body of `size` bytes until `drop`; one beyond the limit is left with its producer."""
         self.drop([slot])
-        size = body.ByteSize()
         if self._used + size > self._limit:
             self.spilled += 1
             return
@@ -50,17 +51,18 @@ class Relay:
 
     async def bodies(
         self, slots: Iterable[Slot], producers: Iterable[RolloutMember]
-    ) -> dict[SlotKey, common.Trajectory]:
-        """Bodies of finished slots, fetched from custody where the relay has none.
+    ) -> dict[SlotKey, SizedBody]:
+        """Bodies of finished slots with their sizes, fetched from custody where the relay has none.
 
         Left out are those that nobody has: a producer may hold another attempt, which is another body.
         """
         wanted = {(slot.prompt, slot.sample): slot for slot in slots}
-        found = {key: self._bodies[key][0] for key in wanted if key in self._bodies}
+        found = {key: self._bodies[key] for key in wanted if key in self._bodies}
         for producer in producers:
             missing = [key for key in wanted if key not in found]
             for body in await producer.fetch(missing) if missing else ():
                 slot = wanted[body.sample.prompt_ordinal, body.sample.sample_index]
-                if (slot.attempt, slot.digest) == (body.attempt, trajectory_digest(body)):
-                    found[slot.prompt, slot.sample] = body
+                digest, size = digest_and_size(body)
+                if (slot.attempt, slot.digest) == (body.attempt, digest):
+                    found[slot.prompt, slot.sample] = (body, size)
         return found
