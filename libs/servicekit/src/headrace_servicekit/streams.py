@@ -22,7 +22,7 @@ class _Unordered(Generic[Request, Result]):
         self._idle = asyncio.Event()
         self._idle.set()
         # None marks the end; an exception ends the stream.
-        self._ready: asyncio.Queue[Result | Exception | None] = asyncio.Queue()
+        self._ready: asyncio.Queue[Result | BaseException | None] = asyncio.Queue()
 
     async def pump(self, requests: AsyncIterator[Request]) -> None:
         try:
@@ -51,10 +51,7 @@ class _Unordered(Generic[Request, Result]):
     def _ended(self, future: asyncio.Future[Result]) -> None:
         self._running.discard(future)
         if not future.cancelled():
-            error = future.exception()
-            if error is not None and not isinstance(error, Exception):
-                raise error
-            self._ready.put_nowait(future.result() if error is None else error)
+            self._ready.put_nowait(future.exception() or future.result())
         if not self._running:
             self._idle.set()
 
@@ -65,7 +62,7 @@ class _Unordered(Generic[Request, Result]):
         if self._linger_s and self._running:
             await self._linger()
         while next_one is not None:
-            if isinstance(next_one, Exception):
+            if isinstance(next_one, BaseException):
                 raise next_one
             results.append(next_one)
             if self._ready.empty():

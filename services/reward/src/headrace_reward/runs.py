@@ -31,6 +31,16 @@ class Status(Enum):
 
 
 @dataclass(frozen=True)
+class Key:
+    """Which judgement is meant."""
+
+    prompt_ordinal: int
+    sample_index: int
+    attempt: int
+    evaluation: bool
+
+
+@dataclass(frozen=True)
 class Item:
     """One attempt at a slot, to be judged."""
 
@@ -42,12 +52,17 @@ class Item:
     answer: Mapping[str, Any]
     """prompt, completion, reference, metadata, token_count."""
 
+    @property
+    def key(self) -> Key:
+        """Its key."""
+        return Key(self.prompt_ordinal, self.sample_index, self.attempt, self.evaluation)
+
 
 @dataclass(frozen=True)
 class Verdict:
-    """What an answer is worth. `reward` is finite unless the scorer broke, then it is 0."""
+    """What an answer is worth; kept for long, so without the answer. `reward` is finite; 0 where the scorer broke."""
 
-    item: Item
+    key: Key
     status: Status
     reward: float
     parts: Mapping[str, float] = field(default_factory=dict)
@@ -94,7 +109,7 @@ class Run:
         self.section = section
         self.digest = ""
         self._parts = {name: part_names(entries) for name, entries in section.sets().items()}
-        self._recorded: OrderedDict[tuple[object, ...], _Recorded] = OrderedDict()
+        self._recorded: OrderedDict[tuple[Key, str], _Recorded] = OrderedDict()
         self._remembered = settings.remembered
         opening = self._opening(directory)
         self._pool: Pool = InlinePool(opening) if inline else ScorerPool(opening, section.timeout_s, settings)
@@ -119,10 +134,8 @@ class Run:
             Conflict: the slot's attempt was judged with another content.
         """
         body = digest_bytes(repr((item.answer, item.cut_by_length)).encode())
-        key: tuple[object, ...] = (item.prompt_ordinal, item.sample_index, item.attempt)
-        if item.evaluation:
-            # Held-out prompts are answered again after every few steps: there the answer is part of the key.
-            key = (*key, body)
+        # Held-out prompts are answered again after every few steps: there the answer is part of the key.
+        key = (item.key, body if item.evaluation else "")
         recorded = self._recorded.get(key)
         if recorded is None:
             recorded = self._record(key, body, item)
@@ -133,7 +146,7 @@ class Run:
             )
         return recorded.ask()
 
-    def _record(self, key: tuple[object, ...], body: str, item: Item) -> _Recorded:
+    def _record(self, key: tuple[Key, str], body: str, item: Item) -> _Recorded:
         """Starts the judgement."""
         recorded = self._recorded[key] = _Recorded(body)
         name = "evaluation" if item.evaluation and self.section.evaluation else "scorers"
@@ -158,7 +171,7 @@ class Run:
 
     def _weigh(self, found: Finding, name: str, item: Item) -> Verdict:
         if found.fault == "scorer":
-            return Verdict(item, Status.SCORER_BROKEN, 0.0, found.parts, found.detail, found.wall_s)
+            return Verdict(item.key, Status.SCORER_BROKEN, 0.0, found.parts, found.detail, found.wall_s)
         if found.fault == "answer":
             status, reward = Status.ANSWER_FAILED, self.section.failed_reward
         else:
@@ -166,12 +179,12 @@ class Run:
             status, reward = Status.OK, sum(entry.weight * found.scores[part] for entry, part in weighted)
         if not math.isfinite(reward):
             detail = f"the weighted sum is {reward}; lower reward.{name}[].weight"
-            return Verdict(item, Status.SCORER_BROKEN, 0.0, found.parts, detail, found.wall_s)
+            return Verdict(item.key, Status.SCORER_BROKEN, 0.0, found.parts, detail, found.wall_s)
         truncated = self.section.truncated_reward
         # An evaluation measures: the reward that shapes training stays out of it.
         if truncated is not None and item.cut_by_length and not item.evaluation:
             reward = truncated
-        return Verdict(item, status, reward, found.parts, found.detail, found.wall_s)
+        return Verdict(item.key, status, reward, found.parts, found.detail, found.wall_s)
 
     def _opening(self, directory: Path) -> dict[str, Any]:
         sets = {

@@ -150,15 +150,15 @@ def _metadata(message: reward_pb2.ScoreItem) -> dict[str, Any]:
 
 
 def _result(verdict: Verdict) -> reward_pb2.ScoreResult:
-    item = verdict.item
+    key = verdict.key
     result = reward_pb2.ScoreResult(
-        sample=common_pb2.SampleKey(prompt_ordinal=item.prompt_ordinal, sample_index=item.sample_index),
-        attempt=item.attempt,
+        sample=common_pb2.SampleKey(prompt_ordinal=key.prompt_ordinal, sample_index=key.sample_index),
+        attempt=key.attempt,
         status=_STATUS[verdict.status],
         reward=verdict.reward,
         parts=verdict.parts,
         detail=verdict.detail,
-        evaluation=item.evaluation,
+        evaluation=key.evaluation,
     )
     result.wall_time.FromNanoseconds(int(verdict.wall_s * 1e9))
     return result

@@ -121,14 +121,13 @@ class Scoring:
             lane.task.cancel()
         elif not lane.task.done():
             return
-        self._lanes.remove(lane)
         lane.over = True
-        try:
-            await lane.task
-        except (InstanceDown, asyncio.CancelledError):
-            if not lane.task.cancelled() and lane.task.exception() is None:
-                raise  # it is this task that is cancelled
-        if lane.asked or lane.task.cancelled() or lane.task.exception():
+        await asyncio.wait({lane.task})
+        self._lanes.remove(lane)
+        error = None if lane.task.cancelled() else lane.task.exception()
+        if error is not None and not isinstance(error, InstanceDown):
+            raise error
+        if lane.asked or error is not None or lane.task.cancelled():
             self._waiting[:0] = lane.asked.values()
             if lane.member in self._crew.rewards:
                 self._crew.rewards.remove(lane.member)
