@@ -87,6 +87,46 @@ async def test_the_end_of_a_senders_stream_starts_the_batch(item, monkeypatch):
     assert await asyncio.wait_for(future, 5) == []
 
 
+async def test_a_batch_is_not_held_up_where_batches_take_long(item, monkeypatch):
+    monkeypatch.setattr(learn_queue, "LINGER_S", 60)
+    monkeypatch.setattr(learn_queue, "SHORT_S", 0.01)
+
+    async def learn(items):
+        await asyncio.sleep(0.02)
+        return [[] for _ in items]
+
+    queue = LearnQueue(learn, limit_tokens=10**6, batch_tokens=10**6)
+    with queue.sender():
+        first = await queue.put(item(0))
+    await first
+    with queue.sender():
+        await asyncio.wait_for(await queue.put(item(1)), 5)
+
+
+async def test_what_came_during_a_batch_waits_no_longer(item, monkeypatch):
+    monkeypatch.setattr(learn_queue, "LINGER_S", 0.5)
+    monkeypatch.setattr(learn_queue, "SHORT_S", 60)
+    begun, gates = [asyncio.Event(), asyncio.Event()], [asyncio.Event(), asyncio.Event()]
+    calls = []
+
+    async def learn(items):
+        calls.append(items)
+        begun[len(calls) - 1].set()
+        await gates[len(calls) - 1].wait()
+        return [[] for _ in items]
+
+    queue = LearnQueue(learn, limit_tokens=10**6, batch_tokens=10**6)
+    with queue.sender():
+        futures = [await queue.put(item(0))]
+        await asyncio.wait_for(begun[0].wait(), 5)
+        futures.append(await queue.put(item(1)))
+        await asyncio.sleep(0.6)
+        gates[0].set()
+        await asyncio.wait_for(begun[1].wait(), 0.25)
+        gates[1].set()
+        await asyncio.gather(*futures)
+
+
 async def test_a_failed_batch_is_heard_and_the_queue_goes_on(item):
     calls = []
 

@@ -16,8 +16,10 @@ from headrace_trainer.session import LearnItem
 
 Learn = Callable[[list[LearnItem]], Awaitable[list[list[GroupRecord] | Refusal]]]
 LINGER_S = 0.005
-"""A batch with room waits so long for the next item, while somebody may still send one: groups settle in bursts,
-and half a micro-batch costs nearly as much as a whole one."""
+"""A batch with room begins when its first item has waited so long, while somebody may still send another: groups
+settle in bursts, and of a small model half a micro-batch costs nearly as much as a whole one."""
+SHORT_S = 0.05
+"""Batches that take longer are worth no such wait: their time is their tokens'."""
 Waiting = tuple[LearnItem, int, "asyncio.Future[list[GroupRecord]]"]
 
 
@@ -35,6 +37,7 @@ class LearnQueue:
         self._queued = 0
         self._room = asyncio.Condition()
         self._worker: asyncio.Task[None] | None = None
+        self._first_at = self._last_s = 0.0
         self._senders = 0
         self._arrived = asyncio.Event()
 
@@ -55,6 +58,8 @@ class LearnQueue:
             await self._room.wait_for(lambda: not self._queued or self._queued + size <= self._limit)
             self._queued += size
         future: asyncio.Future[list[GroupRecord]] = asyncio.get_running_loop().create_future()
+        if not self._waiting:
+            self._first_at = asyncio.get_running_loop().time()
         self._waiting.append((item, size, future))
         self._arrived.set()
         if self._worker is None or self._worker.done():
@@ -65,10 +70,12 @@ class LearnQueue:
         while self._waiting:
             await self._linger()
             batch = self._take()
+            began = asyncio.get_running_loop().time()
             try:
                 results = await self._learn([item for item, _, _ in batch])
             except Exception as error:  # noqa: BLE001 - whoever waits for this batch must hear of it
                 results = [error] * len(batch)  # type: ignore[list-item]
+            self._last_s = asyncio.get_running_loop().time() - began
             for (_, _, future), result in zip(batch, results, strict=True):
                 if future.done():
                     continue  # its stream is gone; the groups are in all the same
@@ -81,13 +88,15 @@ class LearnQueue:
                 self._room.notify_all()
 
     async def _linger(self) -> None:
-        while self._senders and sum(size for _, size, _ in self._waiting) < self._batch:
-            self._arrived.clear()
-            try:
-                async with asyncio.timeout(LINGER_S):
+        if self._last_s > SHORT_S:
+            return
+        try:
+            async with asyncio.timeout_at(self._first_at + LINGER_S):
+                while self._senders and sum(size for _, size, _ in self._waiting) < self._batch:
+                    self._arrived.clear()
                     await self._arrived.wait()
-            except TimeoutError:
-                return
+        except TimeoutError:
+            return
 
     def _take(self) -> list[Waiting]:
         batch = [self._waiting.popleft()]
