@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import nullcontext
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +28,13 @@ from headrace_trainer.compute import ComputeThread, elsewhere, refusals
 from headrace_trainer.config import TrainerConfig
 from headrace_trainer.errors import Refusal
 from headrace_trainer.learn_queue import LearnQueue
+from headrace_trainer.learn_stream import LearnStream
 from headrace_trainer.samples import GroupRecord
 from headrace_trainer.session import LearnItem, Session
 from headrace_trainer.step import Begin, Commit, StepState
 from headrace_trainer.trainer import Trainer
 
 Context = Any
-# Requests of one stream that are read ahead of their acknowledgements.
-STREAM_AHEAD = 8
 JOIN_TIMEOUT_S = 60.0
 FOLLOW_TIMEOUT_S = 55.0
 
@@ -49,7 +48,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):  # type: ignore[
         self._instance = instance
         self._trainer = Trainer(lambda: instance.weights, deadlines=deadlines_enabled())
         self._compute = ComputeThread()
-        self._queue: LearnQueue | None = None
+        self._queue = self._new_queue(1)  # for nobody: OpenRun makes the run's
         self._committing = False
         self._revoked = False
         instance.on_grant = self._on_grant
@@ -72,7 +71,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):  # type: ignore[
         barrier = await self._compute(self._trainer.open_run, request.header.run, config, directory)
         self._instance.open_runs.add(request.header.run)
         tokens = config.trainer.micro_batch_tokens * config.trainer.ranks
-        self._queue = LearnQueue(self._learn, limit_tokens=max(16 * tokens, 1 << 16), batch_tokens=2 * tokens)
+        self._queue = self._new_queue(tokens)
         return trainer_pb2.OpenRunResponse(barrier=_BARRIERS[barrier])
 
     async def CloseRun(
@@ -135,22 +134,14 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):  # type: ignore[
     async def Learn(
         self, requests: AsyncIterator[trainer_pb2.LearnRequest], context: Context
     ) -> AsyncIterator[trainer_pb2.LearnResponse]:
-        ahead: asyncio.Queue[tuple[float, asyncio.Future[list[GroupRecord]]] | None] = asyncio.Queue(
-            STREAM_AHEAD
-        )
-        reader = asyncio.create_task(self._read_learn(requests, ahead), name="learn stream")
-        try:
-            while (entry := await ahead.get()) is not None:
-                with refusals():
-                    records = await entry[1]
-                figures = wire.metrics("learn", time.monotonic() - entry[0], records)
+        stream = LearnStream(self._queue, self._admit_learn)
+        async with aclosing(stream.outcomes(requests)) as outcomes:
+            async for seconds, records in outcomes:
+                figures = wire.metrics("learn", seconds, records)
                 self._instance.report(figures)
                 yield trainer_pb2.LearnResponse(
                     outcomes=[wire.outcome(record) for record in records], metrics=figures
                 )
-            await reader
-        finally:
-            reader.cancel()
 
     async def CommitStep(
         self, request: trainer_pb2.CommitStepRequest, context: Context
@@ -351,36 +342,21 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):  # type: ignore[
     def _state(self) -> StepState:
         return self._trainer.state()
 
+    def _new_queue(self, micro_batch_tokens: int) -> LearnQueue:
+        limit = max(16 * micro_batch_tokens, 1 << 16)
+        return LearnQueue(self._learn, limit_tokens=limit, batch_tokens=2 * micro_batch_tokens)
+
     async def _learn(self, items: list[LearnItem]) -> list[list[GroupRecord] | Refusal]:
         session = self._awake()
         return await self._compute(session.learn, items)
 
-    async def _read_learn(
-        self,
-        requests: AsyncIterator[trainer_pb2.LearnRequest],
-        ahead: asyncio.Queue[tuple[float, asyncio.Future[list[GroupRecord]]] | None],
-    ) -> None:
-        header: common_pb2.CommandHeader | None = None
-        try:
-            with self._queue.sender() if self._queue else nullcontext():
-                async for request in requests:
-                    header = request.header if request.HasField("header") else header
-                    if header is None:
-                        raise ServiceError(
-                            grpc.StatusCode.INVALID_ARGUMENT,
-                            "INVALID",
-                            "the first message of a Learn stream needs a header",
-                        )
-                    self._check(header, lease=True)
-                    self._awake()
-                    assert self._queue is not None
-                    with refusals():
-                        sampling = self._trainer.config.sampling
-                        groups = [wire.read_group(group, sampling) for group in request.groups]
-                    future = await self._queue.put(LearnItem(request.step, request.attempt, groups))
-                    await ahead.put((time.monotonic(), future))
-        finally:
-            await ahead.put(None)
+    def _admit_learn(self, header: common_pb2.CommandHeader, request: trainer_pb2.LearnRequest) -> LearnItem:
+        self._check(header, lease=True)
+        self._awake()
+        with refusals():
+            sampling = self._trainer.config.sampling
+            groups = [wire.read_group(group, sampling) for group in request.groups]
+        return LearnItem(request.step, request.attempt, groups)
 
     async def _land(self, session: Session) -> None:
         """Waits until no checkpoint is in flight; how it ended is its own caller's business."""

@@ -56,7 +56,7 @@ async def converge(context: RunContext) -> Published:
         await _restore(context)
     base = context.state.lineage.base
     assert base is not None
-    return await context.crew.leader.publish(base)
+    return await context.crew.leader.publish(base.number)
 
 
 def state_number(state: trainer.GetStepStateResponse) -> int:

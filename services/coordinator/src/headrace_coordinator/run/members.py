@@ -13,7 +13,6 @@ from headrace.rollout.v1 import rollout_pb2 as rollout
 from headrace.trainer.v1 import trainer_pb2 as trainer
 
 from headrace_coordinator.domain.state import InstanceState
-from headrace_coordinator.domain.versions import Version
 from headrace_coordinator.ports import Port
 
 QUICK_S, SLOW_S, LOAD_S = 30.0, 120.0, 900.0
@@ -234,6 +233,8 @@ class TrainerMember(Member):
             header=self.header(), step=step, attempt=attempt, number=number, publish=True
         )
         response: trainer.RecordStepResponse = await self.port.call("RecordStep", request, SLOW_S)
+        if not response.HasField("published"):
+            return await self.publish(number)  # a trainer of an older release
         return _published(response.published)
 
     async def abort(self, step: int, attempt: int) -> None:
@@ -241,9 +242,9 @@ class TrainerMember(Member):
         request = trainer.AbortStepRequest(header=self.header(), step=step, attempt=attempt)
         await self.port.call("AbortStep", request, SLOW_S)
 
-    async def publish(self, version: Version) -> Published:
+    async def publish(self, number: int) -> Published:
         """Puts the version into the host's weight store."""
-        request = trainer.PublishPolicyRequest(header=self.header(), number=version.number)
+        request = trainer.PublishPolicyRequest(header=self.header(), number=number)
         response: trainer.PublishPolicyResponse = await self.port.call("PublishPolicy", request, SLOW_S)
         return _published(response)
 

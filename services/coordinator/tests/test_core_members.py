@@ -1,0 +1,38 @@
+"""What a member makes of an instance's answers."""
+
+from __future__ import annotations
+
+import pytest
+from headrace.common.v1 import common_pb2 as common
+from headrace.trainer.v1 import trainer_pb2 as trainer
+from headrace_coordinator.domain.state import InstanceState
+from headrace_coordinator.run.members import TrainerMember
+
+VERSION = common.PolicyVersion(number=7, digest="weights")
+
+
+class OneTrainer:
+    """A port to a trainer that can, or cannot yet, publish in RecordStep's reply."""
+
+    def __init__(self, *, knows_publish: bool) -> None:
+        self.knows_publish = knows_publish
+        self.calls: list[str] = []
+
+    async def call(self, method, request, timeout):
+        self.calls.append(method)
+        published = trainer.PublishPolicyResponse(version=VERSION)
+        if method == "PublishPolicy":
+            assert request.number == 7
+            return published
+        assert request.publish
+        return trainer.RecordStepResponse(published=published if self.knows_publish else None)
+
+
+@pytest.mark.parametrize(
+    ("knows_publish", "calls"), [(True, ["RecordStep"]), (False, ["RecordStep", "PublishPolicy"])]
+)
+async def test_a_recorded_version_is_published_by_trainers_of_either_release(knows_publish, calls):
+    port = OneTrainer(knows_publish=knows_publish)
+    member = TrainerMember("r", InstanceState("t", "t", "trainer", "host", "", [], {}), port, 1)
+    assert (await member.recorded(0, 1, 7)).version == VERSION
+    assert port.calls == calls
