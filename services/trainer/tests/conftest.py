@@ -368,6 +368,17 @@ class TrainerClient:
         request = weights_pb2.FetchWeightsRequest(run=self.run, number=number)
         return b"".join([piece.data async for piece in stub.FetchWeights(request, timeout=30)])
 
+    async def weights(self, number: int) -> dict[str, torch.Tensor]:
+        """Publishes fp32 weights and takes them from the body, by name."""
+        entries = (await self.publish(number)).manifest.entries
+        body = bytearray(await self.body(number))
+        return {
+            entry.name: torch.frombuffer(
+                body, dtype=torch.float32, offset=entry.offset_bytes, count=entry.size_bytes // 4
+            ).view(*entry.shape)
+            for entry in entries
+        }
+
     async def save(self, number: int, *, wait: bool = True, ledger: bytes = b"ledger") -> Any:
         return await self.stub.SaveCheckpoint(
             trainer_pb2.SaveCheckpointRequest(header=self.header(), number=number, wait=wait, ledger=ledger)

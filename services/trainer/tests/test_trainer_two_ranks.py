@@ -14,7 +14,6 @@ from pathlib import Path
 import grpc
 import numpy as np
 import pytest
-import torch
 from headrace.trainer.v1 import trainer_pb2 as pb
 from headrace_servicekit.client import dial
 from headrace_servicekit.errors import reason_of
@@ -176,13 +175,7 @@ async def test_two_ranks_use_the_weights_of_the_last_commit(
         step += 1
 
     async def same(scored) -> None:
-        entries = (await leader.publish(version.number)).manifest.entries
-        body = await leader.body(version.number)
-        whole = {
-            e.name: torch.frombuffer(bytearray(body), dtype=torch.float32, offset=e.offset_bytes,
-                                     count=e.size_bytes // 4).view(*e.shape)
-            for e in entries
-        }  # fmt: skip
+        whole = await leader.weights(version.number)
         members = make_settled(3, version=version).members
         found = (await leader.infer([m.trajectory for m in members])).sequences
         for row, expected in zip(found, plain_log_probs(whole, scored), strict=True):

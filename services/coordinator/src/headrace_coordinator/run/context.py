@@ -64,6 +64,8 @@ class RunContext:
         self.crew = Crew(fleet, run_id, self.spec, self.state.directory)
         self.crew.warmup_examples = self._warmup_examples()
         self.placement = Placement(self.crew)
+        # Set again whenever ledger, trainer and rollouts have been brought to one version.
+        self.agreement_due = True
         self._lengths: dict[str, list[int]] = defaultdict(list)
 
     @property
