@@ -11,11 +11,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from headrace_coordinator.spec import RunSpec
+from headrace_schema.spec import RunSpec
 
 HEAD = """# Run spec
 
-<!-- Written by `make spec-docs` from the coordinator's `spec.py`; change the text there. -->
+<!-- Written by `make spec-docs` from `libs/schema`; change the text there. -->
 
 A run is one YAML (or JSON) document. These are its keys, in the order of the schema. A key without a default must be
 given; an unknown key is refused with the nearest valid one. `headrace run submit FILE --dry-run` checks a document

@@ -13,7 +13,7 @@ from typing import Any, get_args
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from headrace_coordinator.views import KeyProblemView
+from headrace_schema.views import KeyProblemView
 
 SHOWN_CHARACTERS = 80
 SHOWN_VALUES = 12

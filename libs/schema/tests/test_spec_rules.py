@@ -4,8 +4,8 @@ from copy import deepcopy
 from typing import Any
 
 import pytest
-from headrace_coordinator.problems import explain, nearest, sentence
-from headrace_coordinator.spec import RunSpec
+from headrace_schema.problems import explain, nearest, sentence
+from headrace_schema.spec import RunSpec
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError

@@ -10,8 +10,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, model_validator
 
-from headrace_coordinator.problems import Impossible
-from headrace_coordinator.spec_rules import impossible_combinations
+from headrace_schema.problems import Impossible
+from headrace_schema.spec_rules import impossible_combinations
 
 # Strict: `true` and "8" are no numbers. Bounded: every count fits the wire's int32 (bytes: int64).
 Count = Annotated[int, Field(strict=True, ge=1, le=2**31 - 1)]
