@@ -189,11 +189,11 @@ def _fix_missing(model: type[BaseModel], loc: Sequence[str | int]) -> str:
 def _fix_unknown(key: str, model: type[BaseModel], at: Sequence[str | int]) -> str:
     owner = _model_at(model, at)
     allowed = list(owner.model_fields) if owner else []
-    if close := nearest(key, allowed):
-        return f"did you mean {close}? keys here: {', '.join(sorted(allowed))}"
     elsewhere = [path(found) for found in _paths(model) if found[-1] == key]
     if elsewhere:
-        return f"did you mean {elsewhere[0]}? that is where the key {key} lives"
+        return f"did you mean {elsewhere[0]}? the key {key} belongs there"
+    if close := nearest(key, allowed):
+        return f"did you mean {close}? keys here: {', '.join(sorted(allowed))}"
     return f"remove it; keys here: {', '.join(sorted(allowed))}"
 
 

@@ -9,7 +9,8 @@ from headrace_schema.problems import problem
 from headrace_schema.views import KeyProblemView
 
 if TYPE_CHECKING:
-    from headrace_schema.spec import RunSpec, ScorerSection
+    from headrace_schema.scoring import ScorerSection
+    from headrace_schema.spec import RunSpec
 
 
 def impossible_combinations(spec: RunSpec) -> Iterator[KeyProblemView]:

@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from math import ceil
 
-from headrace_schema.spec import PlacementSection
+from headrace_schema.running import PlacementSection
 
 from headrace_coordinator.domain.leases import LeaseRequest
 from headrace_coordinator.ports import CallRefused, InstanceDown
