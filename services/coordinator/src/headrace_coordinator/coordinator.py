@@ -11,23 +11,9 @@ import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
-from headrace_coordinator import present
-from headrace_coordinator.admission import FleetView, check
-from headrace_coordinator.audit import Audit, Auditor
-from headrace_coordinator.control import Refused
-from headrace_coordinator.data.dataset import Dataset
-from headrace_coordinator.domain import events as ev
-from headrace_coordinator.domain import runs
-from headrace_coordinator.domain.runs import RunState
-from headrace_coordinator.fleet import RESTART_S, Fleet
-from headrace_coordinator.kernel import Kernel
-from headrace_coordinator.problems import Impossible, nearest
-from headrace_coordinator.projections import RunProjection
-from headrace_coordinator.run.context import Projection, RunContext
-from headrace_coordinator.run.loop import RunLoop
-from headrace_coordinator.spec import RunSpec
-from headrace_coordinator.trial import try_scorers
-from headrace_coordinator.views import (
+from headrace_schema.problems import Impossible, nearest
+from headrace_schema.spec import RunSpec
+from headrace_schema.views import (
     CertificateView,
     CheckpointView,
     DeviceView,
@@ -39,6 +25,21 @@ from headrace_coordinator.views import (
     RunView,
     StepView,
 )
+
+from headrace_coordinator import present
+from headrace_coordinator.admission import FleetView, check
+from headrace_coordinator.audit import Audit, Auditor
+from headrace_coordinator.control import Refused
+from headrace_coordinator.data.dataset import Dataset
+from headrace_coordinator.domain import events as ev
+from headrace_coordinator.domain import runs
+from headrace_coordinator.domain.runs import RunState
+from headrace_coordinator.fleet import RESTART_S, Fleet
+from headrace_coordinator.kernel import Kernel
+from headrace_coordinator.projections import RunProjection
+from headrace_coordinator.run.context import Projection, RunContext
+from headrace_coordinator.run.loop import RunLoop
+from headrace_coordinator.trial import try_scorers
 from headrace_coordinator.waits import WaitTimeout
 
 log = logging.getLogger(__name__)

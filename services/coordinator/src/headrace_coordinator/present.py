@@ -5,14 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import msgspec
-
-from headrace_coordinator.audit import Audit, live_steps
-from headrace_coordinator.domain import events as ev
-from headrace_coordinator.domain.leases import LeaseTable
-from headrace_coordinator.domain.runs import RunState
-from headrace_coordinator.fleet import Fleet
-from headrace_coordinator.kernel import HistoryItem
-from headrace_coordinator.views import (
+from headrace_schema.views import (
     CertificateView,
     CountsView,
     DeviceView,
@@ -24,6 +17,13 @@ from headrace_coordinator.views import (
     RunView,
     StepView,
 )
+
+from headrace_coordinator.audit import Audit, live_steps
+from headrace_coordinator.domain import events as ev
+from headrace_coordinator.domain.leases import LeaseTable
+from headrace_coordinator.domain.runs import RunState
+from headrace_coordinator.fleet import Fleet
+from headrace_coordinator.kernel import HistoryItem
 
 
 def run_view(run: RunState, history: list[HistoryItem], waiting_for: list[str], counts: Audit) -> RunView:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import uuid
 
+from headrace_schema.problems import problem
+from headrace_schema.spec import RunSpec
+from headrace_schema.views import KeyProblemView
+
 from headrace_coordinator.fleet import Fleet
 from headrace_coordinator.ports import CallRefused, InstanceDown
-from headrace_coordinator.problems import problem
 from headrace_coordinator.run.members import RewardMember
-from headrace_coordinator.spec import RunSpec
-from headrace_coordinator.views import KeyProblemView
 
 
 async def try_scorers(spec: RunSpec, fleet: Fleet) -> list[KeyProblemView]:

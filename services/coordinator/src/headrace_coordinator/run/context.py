@@ -8,6 +8,8 @@ from typing import Any, Protocol
 
 from headrace.common.v1 import common_pb2 as common
 from headrace.rollout.v1 import rollout_pb2 as rollout
+from headrace_schema.spec import RunSpec
+from headrace_schema.views import EvaluationView, StepView, TrajectoryView
 
 from headrace_coordinator.data.dataset import Dataset
 from headrace_coordinator.data.items import DataItem
@@ -19,8 +21,6 @@ from headrace_coordinator.kernel import Kernel
 from headrace_coordinator.run.crew import Crew
 from headrace_coordinator.run.members import Member
 from headrace_coordinator.run.placement import Placement
-from headrace_coordinator.spec import RunSpec
-from headrace_coordinator.views import EvaluationView, StepView, TrajectoryView
 
 log = logging.getLogger(__name__)
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from headrace_schema.spec import RunSpec
+
 from headrace_coordinator.domain.state import InstanceState
 from headrace_coordinator.fleet import Fleet
 from headrace_coordinator.ports import InstanceDown
 from headrace_coordinator.run.members import Member, RewardMember, RolloutMember, TrainerMember
 from headrace_coordinator.run.watched_port import WatchedPort
-from headrace_coordinator.spec import RunSpec
 
 
 class Crew:

@@ -9,12 +9,13 @@ from collections import defaultdict
 from collections.abc import Sequence
 from math import ceil
 
+from headrace_schema.running import PlacementSection
+
 from headrace_coordinator.domain.leases import LeaseRequest
 from headrace_coordinator.ports import CallRefused, InstanceDown
 from headrace_coordinator.run.crew import Crew
 from headrace_coordinator.run.members import Member, Published
 from headrace_coordinator.run.together import together
-from headrace_coordinator.spec import PlacementSection
 
 
 class PlacementError(Exception):

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from headrace_schema.spec import RunSpec
+
 from headrace_coordinator.coordinator import Coordinator
 from headrace_coordinator.data.dataset import Dataset
 from headrace_coordinator.domain import events as ev
@@ -23,7 +25,6 @@ from headrace_coordinator.simulation.reward import Reward
 from headrace_coordinator.simulation.rollout import Rollout
 from headrace_coordinator.simulation.trainer import Disk, Trainer, Weights
 from headrace_coordinator.simulation.virtual_time import run_virtual
-from headrace_coordinator.spec import RunSpec
 from headrace_coordinator.store.memory_store import MemoryStore
 
 HOST = "host"
