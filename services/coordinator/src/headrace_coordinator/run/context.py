@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections import defaultdict
 from typing import Any, Protocol
@@ -64,6 +65,8 @@ class RunContext:
         self.crew = Crew(fleet, run_id, self.spec, self.state.directory)
         self.crew.warmup_examples = self._warmup_examples()
         self.placement = Placement(self.crew)
+        self.decision: asyncio.Task[Any] | None = None
+        """The commit of the step in hand, from the request until it is recorded; never cancelled on purpose."""
         self._lengths: dict[str, list[int]] = defaultdict(list)
 
     @property
