@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import msgspec
+from headrace.common.v1 import common_pb2
 
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain.state import InstanceState
@@ -29,6 +30,28 @@ class FleetSettings(msgspec.Struct, frozen=True):
     heartbeat: float = 5.0
     sweep: float = 1.0
     notice: float = 20.0
+
+
+class OpenReport(msgspec.Struct, frozen=True):
+    """A run that an instance says it has open: OPENING, OPEN or CLOSING, and the last command it applied."""
+
+    run: str
+    open_id: int
+    phase: str
+    last_command: int = 0
+
+
+def open_reports(messages: Iterable[common_pb2.OpenRunReport]) -> list[OpenReport]:
+    """An instance's reports, by run id."""
+    return [
+        OpenReport(
+            message.run.removeprefix("runs/"),
+            message.open_id,
+            common_pb2.OpenPhase.Name(message.phase).removeprefix("OPEN_PHASE_"),
+            message.last_command,
+        )
+        for message in messages
+    ]
 
 
 class Session(msgspec.Struct):
@@ -57,6 +80,7 @@ class Fleet:
         self.waits = Waits(kernel.now)
         self.sessions: dict[str, Session] = {}
         self.supervisors: dict[str, Supervisor] = {}
+        self.opened: dict[str, dict[str, OpenReport]] = {}
         self.busy: dict[str, str] = {}
         self.names = {i.incarnation: i.instance for i in kernel.state.instances.values()}
         self._connect = connect
@@ -102,6 +126,17 @@ class Fleet:
         renewed = self.desk.renew(incarnation, epochs)
         return renewed, [epoch for epoch in epochs if epoch not in renewed]
 
+    def reported(self, incarnation: str, reports: Iterable[OpenReport]) -> None:
+        """Takes down what an instance has open, instead of what it said before."""
+        opened = {report.run: report for report in reports}
+        if opened != self.opened.get(incarnation):
+            self.opened[incarnation] = opened
+            self.kernel.wake()
+
+    def draining(self, incarnation: str, grace_s: float) -> None:
+        """An instance was told to stop and waits for its runs to be closed: it may go at once."""
+        self.send(incarnation, "drain", grace_s)
+
     def exited(self, incarnation: str, reason: str) -> None:
         """A supervisor saw the process end: its devices are free at once."""
         now = self.kernel.now()
@@ -110,6 +145,7 @@ class Fleet:
         if incarnation in self.kernel.state.instances or self._quarantines(incarnation):
             self.kernel.post(ev.InstanceLost(at=now, incarnation=incarnation, reason=reason, proven=True))
         self.sessions.pop(incarnation, None)
+        self.opened.pop(incarnation, None)
         self._silent_since.pop(incarnation, None)
         self._ports.pop(incarnation, None)
         self.kernel.wake()
@@ -263,3 +299,4 @@ class Fleet:
                     ev.InstanceLost(at=now, incarnation=state.incarnation, reason="unheard of", proven=False)
                 )
                 self._silent_since.pop(state.incarnation, None)
+                self.opened.pop(state.incarnation, None)
