@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 import msgspec
+from headrace.common.v1 import common_pb2
 
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain.state import InstanceState
@@ -32,6 +33,28 @@ class FleetSettings(msgspec.Struct, frozen=True):
     heartbeat: float = 5.0
     sweep: float = 1.0
     notice: float = 20.0
+
+
+class OpenReport(msgspec.Struct, frozen=True):
+    """A run that an instance says it has open: OPENING, OPEN or CLOSING, and the last command it applied."""
+
+    run: str
+    open_id: int
+    phase: str
+    last_command: int = 0
+
+
+def open_reports(messages: Iterable[common_pb2.OpenRunReport]) -> list[OpenReport]:
+    """An instance's reports, by run id."""
+    return [
+        OpenReport(
+            message.run.removeprefix("runs/"),
+            message.open_id,
+            common_pb2.OpenPhase.Name(message.phase).removeprefix("OPEN_PHASE_"),
+            message.last_command,
+        )
+        for message in messages
+    ]
 
 
 class Session(msgspec.Struct):
@@ -57,15 +80,6 @@ class Member(Protocol):
     @property
     def incarnation(self) -> str:
         """Id of the process."""
-
-
-class OpenReport(msgspec.Struct, frozen=True):
-    """A run that an instance says it has open; `phase` is OPENING, OPEN or CLOSING."""
-
-    run: str
-    open_id: int
-    phase: str
-    last_command: int
 
 
 class Fleet:
@@ -132,18 +146,21 @@ class Fleet:
             self.opened[incarnation] = {report.run: report for report in reports}
             self.on_report(incarnation)
 
-    def draining(self, incarnation: str) -> None:
-        """A process was told to stop: it gets no new work, and goes once no run needs its state any more."""
+    def draining(self, incarnation: str, grace_s: float) -> None:
+        """A process was told to stop: it gets no new work, and goes once no run needs its state any more.
+
+        `grace_s` is its own deadline: it stops then in any case.
+        """
         state = self.kernel.state.instances.get(incarnation)
         if state is None or state.draining:
             return
         self.kernel.post(ev.InstanceDraining(at=self.kernel.now(), incarnation=incarnation))
         if state.kind != "trainer" or not self.run_of(incarnation):
-            self.drained(incarnation)
+            self.drained(incarnation, grace_s)
 
-    def drained(self, incarnation: str) -> None:
+    def drained(self, incarnation: str, grace_s: float = DRAIN_S) -> None:
         """Lets a draining process go: what it had is saved or made again elsewhere."""
-        self.send(incarnation, "drain", DRAIN_S)
+        self.send(incarnation, "drain", grace_s)
 
     def any_draining(self, members: Iterable[Member]) -> bool:
         """Whether one of a run's instances was told to stop."""

@@ -16,7 +16,7 @@ from headrace_coordinator.data.dataset import Dataset
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain import runs
 from headrace_coordinator.domain.state import InstanceState
-from headrace_coordinator.fleet import Fleet, FleetSettings, Supervisor
+from headrace_coordinator.fleet import Fleet, FleetSettings, Supervisor, open_reports
 from headrace_coordinator.kernel import Kernel
 from headrace_coordinator.simulation.instances import Instance
 from headrace_coordinator.simulation.judge import Violation, judge
@@ -148,6 +148,7 @@ class World:
             stale = await fleet.register(state, list(instance.held), instance.coordinator_epoch)
             for epoch in stale:
                 instance.held.pop(epoch, None)
+            self._report(instance, fleet)
             if fleet is self._fleet():
                 await self._session(instance, fleet)
 
@@ -171,6 +172,7 @@ class World:
                 silence = 0.0
                 if instance.incarnation not in fleet.kernel.state.instances:
                     break
+                self._report(instance, fleet)
                 renewed, stale = fleet.heartbeat(instance.incarnation, list(instance.held), 0)
                 for epoch in renewed:
                     instance.deadlines[epoch] = sent + SETTINGS.lease_ttl - 5.0
@@ -180,6 +182,9 @@ class World:
             silence += SETTINGS.heartbeat if instance.cut_off else 0.0
         obeying.cancel()
         fleet.detach(instance.incarnation, send)
+
+    def _report(self, instance: Instance, fleet: Fleet) -> None:
+        fleet.reported(instance.incarnation, open_reports(instance.open_runs.reports()))
 
     async def _command(self, instance: Instance, fleet: Fleet, command: str, body: Any) -> None:
         sent = asyncio.get_running_loop().time()
@@ -378,7 +383,7 @@ class World:
     def _weights(self, head: int) -> Weights | None:
         """The head's weights: in a living trainer, or on the disk when the trainer died last."""
         trainers = [i for i in self.instances.values() if isinstance(i, Trainer) and i.alive]
-        found = [trainer.weights for trainer in trainers if trainer.version.number == head]
+        found = [trainer.made[head] for trainer in trainers if head in trainer.made]
         found += [saved for _, version, saved, _, _ in self.disk.checkpoints if version.number == head]
         return found[0] if found else None
 
