@@ -10,7 +10,8 @@ from headrace_trainer.config import OptimizerConfig
 def learning_rate(config: OptimizerConfig, step: int, run_steps: int) -> float:
     """Rate of step `step` (from 0), as transformers' schedules: linear warm-up from 0, then the named decay.
 
-    So the first step of a warm-up moves nothing, there as here. Decays to `final_fraction` of the peak at `total_steps` (default: the run's steps) and stays there.
+    So the first step of a warm-up moves nothing, there as here. Decays to `final_fraction` of the peak at
+    `total_steps` (default: the run's steps) and stays there.
     """
     schedule = config.schedule
     if step < schedule.warmup_steps:
