@@ -79,9 +79,10 @@ class TrainerSection(Section):
     gradient_checkpointing: bool = Field(
         default=False, description="recompute activations in the backward pass: less memory, more time"
     )
-    shared_prefix: bool = Field(
-        default=True,
-        description="compute a group's common beginning once, exactly, where attention allows it",
+    shared_prefix: bool | None = Field(
+        default=None,
+        description="compute a group's common beginning once, exactly; default: where the model's attention can, "
+        "true: refuse another model",
     )
     warmup: WarmupSection = WarmupSection()
 

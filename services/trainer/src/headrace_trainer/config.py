@@ -82,9 +82,10 @@ class BackendConfig(Section):
     micro_batch_tokens: PositiveInt = 2048
     gradient_checkpointing: bool = False
     warmup: WarmupConfig = WarmupConfig()
-    shared_prefix: bool = Field(
-        default=True,
-        description="compute what samples of a group have in common once",
+    shared_prefix: bool | None = Field(
+        default=None,
+        description="compute a group's common beginning once, exactly; default: where the model's attention can, "
+        "true: refuse another model",
     )
     reshard_micro_batches: bool = Field(
         default=False,

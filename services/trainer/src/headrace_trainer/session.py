@@ -96,7 +96,11 @@ class Session:
         version = steps.Version(number, parent, ordinal, self._stage(number))
         self.state = steps.restored(self.state, version, saved.lineage if saved else {})
         self._store_id, self._base_checkpoint, self.saver = store_id, checkpoint, None
-        figures = {"restore_seconds": time.monotonic() - started, "resident_bytes": float(resident_bytes())}
+        figures = {
+            "restore_seconds": time.monotonic() - started,
+            "resident_bytes": float(resident_bytes()),
+            "shared_prefix": float(self._rank.backend.shares_prefixes),
+        }
         reply = Restored(version, self._rank.warmup_steps, figures)
         self._last_restore = (checkpoint, reply)
         self._claim_lineage()
@@ -193,7 +197,7 @@ class Session:
         """Log-probs of the trained tokens under the current weights, a list for each sequence."""
         steps.held_version(self.state)
         budget = self._rank.config.trainer.micro_batch_tokens
-        rows = plan_rows(sequences, budget, shared=self._shared)
+        rows = plan_rows(sequences, budget, shared=self._rank.backend.shares_prefixes)
         batches = plan_batches([length for length, _ in rows], budget)
         found: list[list[float]] = [[] for _ in sequences]
         world = self._rank.gang.world_size
@@ -260,10 +264,6 @@ class Session:
 
     # Parts
 
-    @property
-    def _shared(self) -> bool:
-        return self._rank.config.trainer.shared_prefix
-
     def _restored_before(self, checkpoint: str, number: int) -> Restored | None:
         """The reply of the same restore, when nothing has happened since."""
         if self._last_restore is None or self._last_restore[0] != checkpoint:
@@ -279,7 +279,7 @@ class Session:
             self._rank.config,
             self._rank.algorithm,
             self._rank.gang.world_size,
-            shared=self._shared,
+            shared=self._rank.backend.shares_prefixes,
             run_round=self._micro,
             gradient_holds=self._gradient_holds,
         )
