@@ -17,6 +17,7 @@ from headrace_coordinator.views import (
     CountsView,
     DeviceView,
     EventView,
+    HealthView,
     InstanceView,
     KeyProblemView,
     LeaseView,
@@ -43,6 +44,7 @@ class FakeControl:
         self.log: dict[str, list[EventView]] = {}
         self.news = asyncio.Condition()
         self.broken_after: int | None = None
+        self.vitals = HealthView(status="ok")
 
     async def check(self, spec: RunSpec) -> list[KeyProblemView]:
         capabilities = {
@@ -160,6 +162,9 @@ class FakeControl:
 
     def devices(self) -> list[DeviceView]:
         return [DeviceView(name="h/cpu:0", state="LEASED", holder="i0", reason="")]
+
+    def health(self) -> HealthView:
+        return self.vitals
 
     async def scale(self, kind: str, count: int, idempotency_key: str) -> int:
         if kind == "simulator":

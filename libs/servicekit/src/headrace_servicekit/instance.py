@@ -175,6 +175,7 @@ class Instance:
             capabilities=capabilities,
             held_leases=self._holder.state.held(),
             coordinator_epoch=self.fence.coordinator_epoch,
+            store_id=self.fence.store_id,
             open_runs=sorted(self.open_runs),
         )
 

@@ -32,6 +32,7 @@ from headrace_coordinator.views import (
     CheckpointView,
     DeviceView,
     EventView,
+    HealthView,
     InstanceView,
     KeyProblemView,
     LeaseView,
@@ -39,6 +40,7 @@ from headrace_coordinator.views import (
     RunView,
     StepView,
 )
+from headrace_coordinator.vitals import Vitals
 from headrace_coordinator.waits import WaitTimeout
 
 log = logging.getLogger(__name__)
@@ -61,6 +63,7 @@ class Coordinator:
     ) -> None:
         self.kernel = kernel
         self.fleet = fleet
+        self.vitals = Vitals(kernel)
         self._data_dir = data_dir
         self._make_projection = make_projection
         self._open_dataset = open_dataset or _open_dataset
@@ -271,8 +274,9 @@ class Coordinator:
         """See `Control.run`."""
         run = self._find(run_id)
         waiting = [self.fleet.readable(what) for what in self.fleet.waits.of(run_id)]
+        waiting += self.fleet.silences(run_id)
         if self.kernel.store_away:
-            waiting.append("the store (Redis) to come back")
+            waiting.append(f"the store (Redis) to accept writes: {self.kernel.store_trouble}")
         if run.state == runs.QUEUED:
             waiting += [
                 f"run {other.id}, which is {other.state}" for other in self._all() if other.state in ACTIVE
@@ -337,6 +341,10 @@ class Coordinator:
     def leases(self) -> list[LeaseView]:
         """See `Control.leases`."""
         return present.lease_views(self.fleet)
+
+    def health(self) -> HealthView:
+        """See `Control.health`."""
+        return self.vitals.view()
 
     def devices(self) -> list[DeviceView]:
         """See `Control.devices`."""

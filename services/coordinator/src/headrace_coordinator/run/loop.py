@@ -39,7 +39,7 @@ class RunLoop:
         self.interrupt: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._kernel = context.kernel
         self._published: Published | None = None
-        self._meter = Meter(context.kernel.now)
+        self._meter = Meter(context.kernel.monotonic)
 
     async def run(self) -> None:
         """Until the run is SUCCEEDED, FAILED, CANCELLED or PAUSED; every failure has a sentence."""
