@@ -203,7 +203,7 @@ class Checkpoint(Resource):
 
 @dataclass(frozen=True, kw_only=True)
 class Instance(Resource):
-    """One running process of a service; `state` is READY, LOST or DRAINING."""
+    """One running process of a service; `state` is READY, SILENT, LOST or DRAINING."""
 
     name: str = ""
     incarnation: str = ""

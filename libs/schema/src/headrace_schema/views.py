@@ -178,7 +178,7 @@ class InstanceView(BaseModel):
     name: str
     incarnation: str
     kind: str
-    state: str = Field(description="READY, LOST or DRAINING")
+    state: str = Field(description="READY, SILENT (heartbeats are missing), LOST or DRAINING")
     host: str
     address: str
     devices: list[str]
@@ -186,6 +186,20 @@ class InstanceView(BaseModel):
     run: str
     resident_memory_bytes: int
     last_heartbeat_age_s: float
+    silent_for_s: float = Field(
+        default=0.0, description="seconds without a sign of life, once two heartbeats are missing"
+    )
+
+
+class HealthView(BaseModel):
+    """How the coordinator is; served with 503 when it is unhealthy."""
+
+    status: str = Field(description="ok or unhealthy")
+    reason: str = Field(default="", description="what is wrong; empty when nothing is")
+    store_writable: bool = Field(default=True, description="the store took the last write")
+    loop_lag_ms: float = Field(default=0.0, description="largest delay of the event loop in the last 10 s")
+    tasks: dict[str, bool] = Field(default={}, description="the lasting tasks, and whether each lives")
+    coordinator_epoch: int = Field(default=0, description="epoch of this coordinator")
 
 
 class InstanceListView(BaseModel):

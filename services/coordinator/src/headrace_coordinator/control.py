@@ -14,6 +14,7 @@ from headrace_schema.views import (
     CheckpointView,
     DeviceView,
     EventView,
+    HealthView,
     InstanceView,
     KeyProblemView,
     LeaseView,
@@ -79,6 +80,9 @@ class Control(Protocol):
 
     def devices(self) -> list[DeviceView]:
         """All devices."""
+
+    def health(self) -> HealthView:
+        """How the coordinator itself is."""
 
     async def scale(self, kind: str, count: int, idempotency_key: str) -> int:
         """Sets the number of processes of a kind with the supervisor that can; UNAVAILABLE where none can."""

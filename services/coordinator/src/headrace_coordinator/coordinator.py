@@ -18,6 +18,7 @@ from headrace_schema.views import (
     CheckpointView,
     DeviceView,
     EventView,
+    HealthView,
     InstanceView,
     KeyProblemView,
     LeaseView,
@@ -40,6 +41,7 @@ from headrace_coordinator.projections import RunProjection
 from headrace_coordinator.reconciler import Reconciler
 from headrace_coordinator.scheduler import MakeProjection, OpenDataset, Scheduler
 from headrace_coordinator.trial import try_scorers
+from headrace_coordinator.vitals import Vitals
 from headrace_coordinator.waits import WaitTimeout
 
 log = logging.getLogger(__name__)
@@ -61,6 +63,7 @@ class Coordinator:
     ) -> None:
         self.kernel = kernel
         self.fleet = fleet
+        self.vitals = Vitals(kernel)
         self._data_dir = data_dir
         self.scheduler = Scheduler(kernel, fleet, make_projection, open_dataset or _open_dataset)
         self.reconciler = Reconciler(fleet)
@@ -205,8 +208,9 @@ class Coordinator:
         """See `Control.run`."""
         run = self._find(run_id)
         waiting = [self.fleet.readable(what) for what in self.fleet.waits.of(run_id)]
+        waiting += self.fleet.silences(run_id)
         if self.kernel.store_away:
-            waiting.append("the store (Redis) to come back")
+            waiting.append(f"the store (Redis) to accept writes: {self.kernel.store_trouble}")
         queue = list(self.scheduler.queue)
         if run_id in queue and run.state == runs.QUEUED:
             waiting.append(self.fleet.readable(self.scheduler.queue[run_id]))
@@ -271,6 +275,10 @@ class Coordinator:
     def leases(self) -> list[LeaseView]:
         """See `Control.leases`."""
         return present.lease_views(self.fleet)
+
+    def health(self) -> HealthView:
+        """See `Control.health`."""
+        return self.vitals.view()
 
     def devices(self) -> list[DeviceView]:
         """See `Control.devices`."""

@@ -82,10 +82,9 @@ class LeaseHeld(Event, frozen=True, kw_only=True):
 
 
 class LeaseRevoking(Event, frozen=True, kw_only=True):
-    """The holder was asked to let go by `deadline`."""
+    """The holder was asked to let go; by when is known to the lease desk, on its own clock."""
 
     epoch: int
-    deadline: float
 
 
 class LeaseEnded(Event, frozen=True, kw_only=True):

@@ -118,7 +118,7 @@ class Crew:
             lambda: len(self._alive(self.grant.trainers)) == ranks, f"{ranks} ready trainer instance(s)"
         )
         if [member.incarnation for member in self.trainers] == self.grant.trainers:
-            return
+            return  # A group that has lost nobody; one with a replacement opens everywhere and forms anew.
         self.trainers = [
             TrainerMember(self.run, state, self._port(state), self._epoch, rank=rank)
             for rank, state in enumerate(self._alive(self.grant.trainers))
@@ -132,8 +132,6 @@ class Crew:
         fleet, granted = self.fleet, set(self.grant.instances)
         self.rollouts = [m for m in self.rollouts if fleet.alive(m.incarnation) and m.incarnation in granted]
         self.rewards = [m for m in self.rewards if fleet.alive(m.incarnation)]
-        if not all(fleet.alive(m.incarnation) and m.incarnation in granted for m in self.trainers):
-            self.trainers = []
 
     def _reward_states(self) -> list[InstanceState]:
         return [state for state in self.fleet.ready("reward") if not state.draining]
