@@ -1,5 +1,7 @@
 """Leases and silence over time, on clocks that the test moves."""
 
+import asyncio
+
 import pytest
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain.state import InstanceState
@@ -147,3 +149,18 @@ async def test_no_value_of_the_monotonic_clock_is_written(desk):
     desk.live(TTL + 3, beats=False)
     written = b"".join(entry.payload for _, entry in desk.kernel._pending)
     assert b"9876" not in written and b'"LeaseEnded"' in written
+
+
+async def test_a_revoke_that_a_broken_session_lost_is_said_again_to_the_next(desk):
+    """The stream that broke while the coordinator stood still looked open to it: the revoke went nowhere."""
+    desk.live(TTL + 5, beats=True)
+    releasing = asyncio.ensure_future(desk.fleet.desk.release("r", [1]))
+    await asyncio.sleep(0)
+    said = []
+    desk.live(5, beats=True)
+    desk.fleet.attach("a", lambda command, body: said.append((command, body)))
+    assert said == [("revoke", (1, SETTINGS.notice - 5))]
+    desk.fleet.desk.released("a", 1)
+    await releasing
+    desk.fleet.attach("a", lambda command, body: said.append((command, body)))
+    assert len(said) == 1

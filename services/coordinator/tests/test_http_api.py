@@ -10,7 +10,7 @@ import pytest
 from headrace_coordinator.http import make_app
 from headrace_coordinator.http.openapi import description
 from headrace_coordinator.projections import RunProjection
-from headrace_schema.views import TrajectoryView
+from headrace_schema.views import HealthView, TrajectoryView
 
 
 def problems(response) -> dict[str, str]:
@@ -356,3 +356,11 @@ def test_the_api_starts_at_once_and_without_heavy_packages():
     )
     output = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert output.stdout.strip() == "[]"
+
+
+async def test_healthz_answers_503_with_the_reason(api, fake_control):
+    answer = await api.get("/healthz")
+    assert (answer.status_code, answer.json()["status"]) == (200, "ok")
+    fake_control.vitals = HealthView(status="unhealthy", reason="the store (Redis) takes no writes: OOM")
+    answer = await api.get("/healthz")
+    assert answer.status_code == 503 and "takes no writes: OOM" in answer.json()["reason"]

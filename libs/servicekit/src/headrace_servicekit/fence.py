@@ -64,7 +64,8 @@ class Fence:
         self.store_id = ""
 
     def check(self, header: common_pb2.CommandHeader, *, lease: bool, opening: bool = True) -> None:
-        """Raises ServiceError EPOCH_STALE for a command of a past coordinator or under a lost lease.
+        """Raises ServiceError EPOCH_STALE for a command of a past coordinator or under a lost lease, and
+        LEASE_QUIESCED under one that was not renewed in time and may be yet: try again.
 
         A higher coordinator epoch is believed when the call around it is accepted; outside a call, at once.
         With `opening` also OPENING_STALE for a command to another opening of its run, and NOT_OPEN for one
@@ -75,6 +76,13 @@ class Fence:
             with opening_refusals():
                 self._open_runs.check(header)
         if lease and not self.holds(header.lease_epoch):
+            if header.lease_epoch in self._deadlines:
+                raise ServiceError(
+                    grpc.StatusCode.FAILED_PRECONDITION,
+                    "LEASE_QUIESCED",
+                    f"lease epoch {header.lease_epoch} was not renewed in time; try again once it is",
+                    lease_epoch=str(header.lease_epoch),
+                )
             held = sorted(epoch for epoch in self._deadlines if self.holds(epoch))
             raise _stale(
                 f"lease epoch {header.lease_epoch} is not held by this instance (it holds {held or 'none'}); "

@@ -155,6 +155,7 @@ class Fleet:
         """A session stream has opened."""
         self.sessions[incarnation] = Session(send, self.kernel.monotonic())
         self._silent_since.pop(incarnation, None)
+        self.desk.attached(incarnation)
         self.kernel.wake()
 
     def detach(self, incarnation: str, send: Callable[[str, Any], None]) -> None:

@@ -54,6 +54,14 @@ class LeaseDesk:
             self._post_ends(leases.plan_release(table, epoch, incarnation, "never held", now))
         return own & held
 
+    def attached(self, incarnation: str) -> None:
+        """A session has opened: what was revoked is revoked again, for the first time may have been lost."""
+        now = self._kernel.monotonic()
+        for lease in self._kernel.state.table.of(incarnation):
+            if lease.state == leases.REVOKING:
+                left = max(0.0, self._let_go_by.get(lease.epoch, now + self._notice) - now)
+                self._holders.send(incarnation, "revoke", (lease.epoch, left))
+
     def renew(self, incarnation: str, epochs: Iterable[int]) -> list[int]:
         """A heartbeat; returns the epochs that it renews."""
         own = {lease.epoch for lease in self._kernel.state.table.of(incarnation)}
