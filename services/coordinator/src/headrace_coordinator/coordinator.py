@@ -25,6 +25,7 @@ from headrace_coordinator.problems import Impossible, nearest
 from headrace_coordinator.projections import RunProjection
 from headrace_coordinator.run.context import Projection, RunContext
 from headrace_coordinator.run.loop import RunLoop
+from headrace_coordinator.scaling import Scaling
 from headrace_coordinator.spec import RunSpec
 from headrace_coordinator.trial import try_scorers
 from headrace_coordinator.views import (
@@ -43,7 +44,6 @@ from headrace_coordinator.waits import WaitTimeout
 
 log = logging.getLogger(__name__)
 ACTIVE = frozenset({runs.PLANNING, runs.RUNNING, runs.PAUSING, runs.RECOVERING, runs.CANCELLING})
-SCALE_TIMEOUT_S = 30.0
 MakeProjection = Callable[[Path], Projection]
 OpenDataset = Callable[[RunSpec], Awaitable[Dataset]]
 
@@ -67,7 +67,7 @@ class Coordinator:
         self._loops: dict[str, RunLoop] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._audits: dict[str, Auditor] = {}
-        self._scaled: dict[str, tuple[int, str]] = {}
+        self.scaling = Scaling(fleet, self._known)
 
     # --- run loops
 
@@ -230,25 +230,7 @@ class Coordinator:
 
     async def scale(self, kind: str, count: int, idempotency_key: str) -> int:
         """See `Control.scale`."""
-        supervisor = next((s for s in self.fleet.supervisors.values() if kind in s.scalable), None)
-        if supervisor is None:
-            raise Refused("UNAVAILABLE", f"no connected supervisor can change the number of {kind} processes")
-        supervisor.send("scale", (idempotency_key, kind, count))
-        try:
-            await self.kernel.wait_until(
-                lambda: idempotency_key in self._scaled, SCALE_TIMEOUT_S, f"{supervisor.host} to scale {kind}"
-            )
-        except WaitTimeout as timeout:
-            raise Refused("UNAVAILABLE", str(timeout)) from timeout
-        wanted, error = self._scaled.pop(idempotency_key)
-        if error:
-            raise Refused("INVALID", error)
-        return wanted
-
-    def scaled(self, request_id: str, kind: str, count: int, error: str) -> None:
-        """A supervisor answered a scale command."""
-        self._scaled[request_id] = (count, error)
-        self.kernel.wake()
+        return await self.scaling.scale(kind, count, idempotency_key)
 
     # --- Control: reads
 

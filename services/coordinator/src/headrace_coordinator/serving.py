@@ -58,7 +58,7 @@ async def serve(arguments: argparse.Namespace) -> None:
         server = GrpcServer(
             arguments.listen, token=token, instance="coordinator", reflection=arguments.reflection
         )
-        servicer = FleetServicer(fleet, coordinator.scaled)
+        servicer = FleetServicer(fleet, coordinator.scaling.answered)
         from headrace.coordinator.v1 import fleet_pb2_grpc
 
         server.add_service(
