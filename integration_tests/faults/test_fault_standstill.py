@@ -146,7 +146,7 @@ def test_health_says_that_the_store_stands_still_and_that_a_task_ended(quick):
     assert health["store_writable"] and set(health["tasks"]) >= {"kernel", "claim", "sweep", "schedule"}
     quick.kill("store", signal.SIGSTOP)
     try:
-        code, health = wait_for(lambda: (found := healthz(quick))[0] == 503 and found, "a bad health", 60)
+        _, health = wait_for(lambda: (found := healthz(quick))[0] == 503 and found, "a bad health", 60)
         assert "the store (Redis)" in health["reason"] and not health["store_writable"]
     finally:
         quick.kill("store", signal.SIGCONT)

@@ -39,13 +39,13 @@ from headrace_coordinator.fleet import RESTART_S, Fleet
 from headrace_coordinator.kernel import Kernel
 from headrace_coordinator.projections import RunProjection
 from headrace_coordinator.reconciler import Reconciler
+from headrace_coordinator.scaling import Scaling
 from headrace_coordinator.scheduler import MakeProjection, OpenDataset, Scheduler
 from headrace_coordinator.trial import try_scorers
 from headrace_coordinator.vitals import Vitals
 from headrace_coordinator.waits import WaitTimeout
 
 log = logging.getLogger(__name__)
-SCALE_TIMEOUT_S = 30.0
 INTENT_SHOWN_S = 2.0
 """How long a write that changes an intent waits for the run to follow it, so that its answer shows that."""
 
@@ -69,7 +69,7 @@ class Coordinator:
         self.reconciler = Reconciler(fleet)
         self._writes: dict[str, asyncio.Lock] = {}
         self._audits: dict[str, Auditor] = {}
-        self._scaled: dict[str, tuple[int, str]] = {}
+        self.scaling = Scaling(fleet, self._known)
 
     async def schedule(self) -> None:
         """Admits and runs whatever may run, for ever."""
@@ -167,25 +167,7 @@ class Coordinator:
 
     async def scale(self, kind: str, count: int, idempotency_key: str) -> int:
         """See `Control.scale`."""
-        supervisor = next((s for s in self.fleet.supervisors.values() if kind in s.scalable), None)
-        if supervisor is None:
-            raise Refused("UNAVAILABLE", f"no connected supervisor can change the number of {kind} processes")
-        supervisor.send("scale", (idempotency_key, kind, count))
-        try:
-            await self.kernel.wait_until(
-                lambda: idempotency_key in self._scaled, SCALE_TIMEOUT_S, f"{supervisor.host} to scale {kind}"
-            )
-        except WaitTimeout as timeout:
-            raise Refused("UNAVAILABLE", str(timeout)) from timeout
-        wanted, error = self._scaled.pop(idempotency_key)
-        if error:
-            raise Refused("INVALID", error)
-        return wanted
-
-    def scaled(self, request_id: str, kind: str, count: int, error: str) -> None:
-        """A supervisor answered a scale command."""
-        self._scaled[request_id] = (count, error)
-        self.kernel.wake()
+        return await self.scaling.scale(kind, count, idempotency_key)
 
     # --- Control: reads
 

@@ -225,10 +225,13 @@ class Fleet:
         self.kernel.wake()
 
     def supervised(self, supervisor: Supervisor) -> None:
-        """A supervisor's table: it runs every process of its host, so whoever is not in it is proven gone."""
+        """A supervisor's table: it runs every process of its host, so whoever is not in it is proven gone.
+
+        Compared at each connection. A later table of the same connection follows the exits it has told.
+        """
         previous = self.supervisors.get(supervisor.host)
         self.supervisors[supervisor.host] = supervisor
-        if previous is None:
+        if previous is None or previous.send is not supervisor.send:
             for incarnation in self._known_on(supervisor.host) - supervisor.incarnations:
                 self.exited(incarnation, "its supervisor no longer runs it")
         self.kernel.wake()

@@ -26,7 +26,7 @@ KINDS = {
     pb.SERVICE_KIND_REWARD: "reward",
 }
 NUMBERS = {name: number for number, name in KINDS.items()}
-Result = Callable[[str, str, int, str], None]
+Result = Callable[[str, str], None]
 
 
 class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
@@ -156,7 +156,7 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
                 self._fleet.exited(message.exit.incarnation, reason)
             case "scale_result":
                 result = message.scale_result
-                self._on_scaled(result.request_id, KINDS.get(result.kind, ""), result.count, result.error)
+                self._on_scaled(result.request_id, result.error)
 
 
 def _session_command(command: str, body: Any) -> pb.SessionResponse:

@@ -76,7 +76,7 @@ async def _serve(
 
     server.add_service(
         fleet_pb2_grpc.add_FleetServiceServicer_to_server,
-        FleetServicer(coordinator.fleet, coordinator.scaled),
+        FleetServicer(coordinator.fleet, coordinator.scaling.answered),
         "headrace.coordinator.v1.FleetService",
     )
     try:
