@@ -12,13 +12,14 @@ import grpc.aio
 from google.protobuf.duration_pb2 import Duration
 from headrace.common.v1 import common_pb2
 from headrace.rollout.v1 import rollout_pb2, rollout_pb2_grpc
+from headrace_schema.openings import RolloutConfig
 from headrace_servicekit.config import parse_config
 from headrace_servicekit.devices import bind_cpu
 from headrace_servicekit.errors import ServiceError
 from headrace_servicekit.instance import Instance
 from headrace_servicekit.weights import receive_weights
 
-from headrace_rollout.config import RESPONSE_BYTES, RunConfig
+from headrace_rollout.config import RESPONSE_BYTES
 from headrace_rollout.engines.base import Policy, Refused, Scope
 from headrace_rollout.figures import GenerateFigures
 from headrace_rollout.generation import Generation
@@ -58,7 +59,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
     ) -> rollout_pb2.OpenRunResponse:
         """Builds engine and tokenizer. The same run with the same config is a repetition."""
         self._instance.fence.check(request.header, lease=False)
-        config = parse_config(RunConfig, request.config_json, "config_json of OpenRun")
+        config = parse_config(RolloutConfig, request.config_json, "config_json of OpenRun")
         async with self._changing:
             run = self._already_open(request.header.run, config)
             if run is None:
@@ -265,7 +266,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         gpus = [name.rpartition("gpu:")[2] for name in self._instance.config.devices if "gpu:" in name]
         return f"cuda:{gpus[0]}" if gpus else "cpu"
 
-    def _already_open(self, name: str, config: RunConfig) -> OpenedRun | None:
+    def _already_open(self, name: str, config: RolloutConfig) -> OpenedRun | None:
         run = self._run
         if run is None:
             return None

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
+from headrace_schema.openings import RolloutConfig, TrainerConfig
 from headrace_schema.spec import RunSpec
 
 from headrace_coordinator.domain.state import InstanceState
@@ -91,7 +91,7 @@ class Crew:
         for state in states:
             if state.incarnation not in known:
                 member = RolloutMember(self.run, state, self._port(state), self._epoch)
-                await member.open_run(self._section_json("model", "rollout", "seed"))
+                await member.open_run(RolloutConfig.of(self.spec).model_dump_json())
                 self.rollouts.append(member)
                 self.adopt_leases()
 
@@ -120,11 +120,5 @@ class Crew:
     def _trainer(self, state: InstanceState, rank: int) -> TrainerMember:
         return TrainerMember(self.run, state, self._port(state), self._epoch, rank=rank)
 
-    def _section_json(self, *sections: str) -> str:
-        whole = self.spec.model_dump(mode="json")
-        return json.dumps({section: whole[section] for section in sections})
-
     def _trainer_config(self) -> str:
-        sections = ("model", "algorithm", "optimizer", "trainer", "sampling", "checkpoint", "seed", "steps")
-        config = json.loads(self._section_json(*sections, "deterministic"))
-        return json.dumps({**config, "warmup_examples": self.warmup_examples})
+        return TrainerConfig.of(self.spec, warmup_examples=self.warmup_examples).model_dump_json()
