@@ -15,13 +15,13 @@ from google.protobuf import duration_pb2
 from headrace.common.v1 import common_pb2, weights_pb2, weights_pb2_grpc
 from headrace.trainer.v1 import trainer_pb2, trainer_pb2_grpc
 from headrace_modelkit.presets.tiny import write_tiny
+from headrace_schema.openings import TrainerConfig
 from headrace_servicekit.client import dial
 from headrace_servicekit.digests import set_digest, trajectory_digest
 from headrace_servicekit.instance import Instance, InstanceConfig
 from headrace_trainer.__main__ import mount
 from headrace_trainer.algorithms import build_algorithm
 from headrace_trainer.backends.fsdp.backend import FsdpBackend
-from headrace_trainer.config import TrainerConfig
 from headrace_trainer.gang import Gang, join_gang
 from headrace_trainer.packing import plan_batches, plan_rows
 from headrace_trainer.samples import Group, Member, Sequence
