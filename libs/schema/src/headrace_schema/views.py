@@ -117,7 +117,10 @@ class CertificateView(BaseModel):
     tokens: int
     tokens_by_version: dict[int, int]
     max_staleness: int
-    log_prob_mismatch_mean: float
+    log_prob_mismatch_mean: float | None = Field(
+        description="mean |engine − trainer| log-prob in nats; null when no token was compared"
+    )
+    log_prob_compared_tokens: int = Field(default=0, description="tokens that the mismatch is over")
     drop_rate_by_length: dict[str, float] = Field(
         description="share dropped by bucket of answer length in tokens"
     )

@@ -230,9 +230,10 @@ class Certificate(msgspec.Struct, frozen=True, kw_only=True):
     tokens: int
     tokens_by_version: dict[int, int]
     max_staleness: int
-    log_prob_mismatch_mean: float
+    log_prob_mismatch_mean: float | None
     drop_rate_by_length: dict[str, float]
     drop_rate_by_pass_rate: dict[str, float]
+    log_prob_compared_tokens: int = 0
 
 
 class StepCommitted(RunEvent, frozen=True, kw_only=True):

@@ -103,6 +103,7 @@ class RunLoop:
         await context.placement.learn()
         await form_gang(context)
         self._published = await converge(context)
+        context.agreement_due = True
         if context.state.state in (runs.PLANNING, runs.RECOVERING):
             self._move(runs.RUNNING, "training")
         self._meter.restart()

@@ -228,6 +228,8 @@ class FsdpBackend:
         if math.isfinite(norm):
             clip = min(1.0, self._config.optimizer.grad_clip / (norm + 1e-6))
             optimizer.step(gradients, denominator / clip, rate)
+            # A forward without a backward leaves whole parameters behind, which the step has not moved.
+            self._sharded.release()
         self._sharded.drop_gradients()
         self._dirty = False
         return norm
