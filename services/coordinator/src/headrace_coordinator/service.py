@@ -9,13 +9,14 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import grpc
+from headrace.common.v1 import common_pb2 as common
 from headrace.coordinator.v1 import fleet_pb2 as pb
 from headrace.coordinator.v1 import fleet_pb2_grpc
 from headrace_servicekit.errors import ServiceError
 
 from headrace_coordinator.domain.events import LeaseGranted
 from headrace_coordinator.domain.state import InstanceState
-from headrace_coordinator.fleet import Fleet, Supervisor
+from headrace_coordinator.fleet import Fleet, OpenReport, Supervisor
 
 log = logging.getLogger(__name__)
 KINDS = {
@@ -52,6 +53,7 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
         )
         held = [lease.epoch for lease in request.held_leases]
         stale = await self._fleet.register(state, held, request.coordinator_epoch)
+        self._fleet.reported(request.incarnation, map(_report, request.open_run_reports))
         response = pb.RegisterResponse(
             coordinator_epoch=self._fleet.kernel.state.epoch, stale_lease_epochs=stale
         )
@@ -87,6 +89,7 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
                 renewed, stale = self._fleet.heartbeat(
                     message.incarnation, beat.lease_epochs, beat.resident_memory_bytes
                 )
+                self._fleet.reported(message.incarnation, map(_report, beat.open_runs))
                 ack = pb.HeartbeatAck(sequence=beat.sequence, renewed_epochs=renewed, stale_epochs=stale)
                 outbox.put_nowait(pb.SessionResponse(heartbeat_ack=ack))
             case "lease_held":
@@ -95,6 +98,8 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
                 )
             case "lease_released":
                 self._fleet.desk.released(message.incarnation, message.lease_released.epoch)
+            case "draining":
+                self._fleet.draining(message.incarnation)
 
     async def Supervise(
         self, request_iterator: AsyncIterator[pb.SuperviseRequest], context: Any
@@ -143,6 +148,11 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
             case "scale_result":
                 result = message.scale_result
                 self._on_scaled(result.request_id, KINDS.get(result.kind, ""), result.count, result.error)
+
+
+def _report(message: common.OpenRunReport) -> OpenReport:
+    phase = common.OpenPhase.Name(message.phase).removeprefix("OPEN_PHASE_")
+    return OpenReport(message.run.removeprefix("runs/"), message.open_id, phase, message.last_command)
 
 
 def _session_command(command: str, body: Any) -> pb.SessionResponse:

@@ -6,8 +6,6 @@ import base64
 import json
 from typing import Any
 
-from headrace.trainer.v1 import trainer_pb2 as trainer
-
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.kernel import Kernel
 from headrace_coordinator.ports import CallRefused
@@ -37,10 +35,10 @@ def ledger_of(kernel: Kernel, run_id: str) -> bytes:
     ).encode()
 
 
-def read_ledger(checkpoint: trainer.Checkpoint) -> dict[str, Any]:
+def read_ledger(data: bytes) -> dict[str, Any]:
     """The ledger of a checkpoint; empty when it is not one of ours."""
     try:
-        ledger = json.loads(checkpoint.ledger)
+        ledger = json.loads(data)
     except ValueError:
         return {}
     return ledger if isinstance(ledger, dict) else {}

@@ -189,7 +189,7 @@ class Trainer(Instance):
 
         async def write() -> None:
             await asyncio.sleep(self.rng.uniform(0.2, 2.0))
-            if entry not in self.disk.checkpoints:
+            if name not in [saved[0] for saved in self.disk.checkpoints]:
                 self.disk.checkpoints.append(entry)
 
         writing = asyncio.ensure_future(self._mortal(write()))
@@ -204,10 +204,19 @@ class Trainer(Instance):
     ) -> trainer.ListCheckpointsResponse:
         return trainer.ListCheckpointsResponse(
             checkpoints=[
-                trainer.Checkpoint(name=name, version=version, ledger=ledger)
-                for name, version, _, ledger, _ in reversed(self.disk.checkpoints)
+                trainer.Checkpoint(name=name, version=version)
+                for name, version, _, _, _ in reversed(self.disk.checkpoints)
             ]
         )
+
+    async def FetchLedger(
+        self, requests: AsyncIterator[trainer.FetchLedgerRequest]
+    ) -> AsyncIterator[trainer.FetchLedgerResponse]:
+        request = await anext(aiter(requests))
+        self.fence(request.header, lease=False)
+        for name, _, _, ledger, _ in self.disk.checkpoints:
+            if name == request.checkpoint:
+                yield trainer.FetchLedgerResponse(data=ledger)
 
     async def ExportModel(self, request: trainer.ExportModelRequest) -> trainer.ExportModelResponse:
         self.fence(request.header, lease=False)

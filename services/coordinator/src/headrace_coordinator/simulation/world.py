@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from headrace_schema.spec import RunSpec
+
 from headrace_coordinator.coordinator import Coordinator
 from headrace_coordinator.data.dataset import Dataset
 from headrace_coordinator.domain import events as ev
@@ -23,7 +25,6 @@ from headrace_coordinator.simulation.reward import Reward
 from headrace_coordinator.simulation.rollout import Rollout
 from headrace_coordinator.simulation.trainer import Disk, Trainer, Weights
 from headrace_coordinator.simulation.virtual_time import run_virtual
-from headrace_coordinator.spec import RunSpec
 from headrace_coordinator.store.memory_store import MemoryStore
 
 HOST = "host"
@@ -237,7 +238,7 @@ class World:
     async def kill_coordinator(self, down_s: float) -> None:
         """SIGKILL: tasks vanish, what was not appended is lost; a new one starts after `down_s`."""
         dead, self._coordinator = self._coordinator, None
-        for task in (*self._background, *(dead._tasks.values() if dead else ())):
+        for task in (*self._background, *(dead.scheduler.tasks.values() if dead else ())):
             task.cancel()
         await asyncio.sleep(down_s)
         await self.start_coordinator()
@@ -308,14 +309,14 @@ class World:
         await self._coordinator.pause(
             run.id, now=self.rng.random() < 0.5, idempotency_key=f"p{self.rng.random()}"
         )
-        coordinator = self._coordinator
-        await coordinator.kernel.wait_until(
-            lambda: run.state in (runs.PAUSED, *runs.TERMINAL) or coordinator is not self._coordinator,
-            600.0,
-            "pause",
-        )
-        if self._coordinator is coordinator and run.state == runs.PAUSED:
-            await coordinator.resume(run.id, f"r{self.rng.random()}")
+        while run is not None and run.state not in (runs.PAUSED, *runs.TERMINAL):
+            await asyncio.sleep(0.5)
+            run = self._run() or run
+        while run is not None and run.state == runs.PAUSED and run.intent != runs.RUN:
+            if self._coordinator is not None:
+                await self._coordinator.resume(run.id, f"r{self.rng.random()}")
+            await asyncio.sleep(0.5)
+            run = self._run() or run
 
     # --- the run and its end
 
