@@ -68,6 +68,7 @@ class Saver:
         """Begins to write. Raises Refusal BUSY while another version is being written."""
         self.check_idle()
         name = f"lineage-{self._lineage}/step-{snapshot.version.ordinal}"
+        self.last_failure = ""
         self._write = write = Write(name, snapshot.version, Future())
         write.done.set_running_or_notify_cancel()  # a caller that stops waiting does not cancel it
         # Not a daemon: a process that ends in peace finishes its checkpoint first.
