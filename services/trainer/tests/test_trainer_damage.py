@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
+import subprocess
 from pathlib import Path
 
 import grpc
@@ -226,6 +227,55 @@ async def test_a_start_removes_what_a_cut_off_write_left(saved, make_config):
     await saved.close_run()
     await saved.open(make_config(), checkpoint="lineage-1/step-2", number=50)
     assert not left.exists() and "lineage-1/step-2" in await names(saved)
+
+
+@pytest.fixture
+def disk(client):
+    """The run's directory as a disk of its own: 2 MiB, and a function that mounts it anew with other options."""
+    client.directory.mkdir()
+    mounting = ["mount", "-t", "tmpfs", "-o", "size=2m", "headrace-test", str(client.directory)]
+    done = subprocess.run(mounting, capture_output=True, text=True, timeout=30)
+    if done.returncode:
+        pytest.skip(f"mounting a small tmpfs needs root: {done.stderr.strip()}")
+
+    def remount(options: str) -> None:
+        subprocess.run(["mount", "-o", f"remount,{options}", str(client.directory)], check=True, timeout=30)
+
+    yield remount
+    subprocess.run(["umount", "-l", str(client.directory)], check=True, timeout=30)
+
+
+async def test_a_full_or_read_only_disk_costs_the_write_and_nothing_else(client, disk):
+    version = await client.train((await client.open()).version, 1)
+    assert (await client.save(version.number)).durable
+    version = await client.train(version, 1)
+    for options, reason in (("size=2m", "No space left"), ("size=64m,ro", "Read-only file system")):
+        disk(options)
+        refused, message = await refusal(client.save(version.number))
+        assert refused == "CHECKPOINT_FAILED" and reason in message and "lineage-1/step-2" in message
+        listed = await client.checkpoints()
+        assert [entry.name for entry in listed.checkpoints] == ["lineage-1/step-1"] and not listed.set_aside
+        assert reason in listed.last_failure
+        assert not list(client.directory.glob("checkpoints/*/.*"))
+    disk("size=64m,rw")
+    assert (await client.save(version.number)).durable
+    assert await names(client) == ["lineage-1/step-2", "lineage-1/step-1"]
+
+
+async def test_a_damaged_checkpoint_on_a_read_only_disk_is_passed_over(client, disk):
+    disk("size=64m")
+    version = (await client.open()).version
+    for _ in range(2):
+        version = await client.train(version, 1)
+        await client.save(version.number)
+    flip(client.directory / "checkpoints" / "lineage-1" / "step-2" / "weights.safetensors")
+    disk("ro")
+    reason, message = await refusal(client.restore("lineage-1/step-2", 50))
+    assert reason == "CHECKPOINT_DAMAGED" and "left in its place" in message
+    listed = await client.checkpoints()
+    assert [entry.name for entry in listed.checkpoints] == ["lineage-1/step-1"]
+    assert listed.set_aside[0].set_aside_as == ""
+    assert (await client.restore("lineage-1/step-1", 50)).version.ordinal == 1
 
 
 # Forks

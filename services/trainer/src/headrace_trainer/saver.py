@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from headrace_servicekit.errors import ServiceError
 from headrace_servicekit.logs import get_logger
 
-from headrace_trainer.checkpoints import CheckpointDirectory, Saved, Snapshot
+from headrace_trainer.checkpoint_tree import Saved
+from headrace_trainer.checkpoints import CheckpointDirectory, Snapshot
 from headrace_trainer.errors import Refusal
 from headrace_trainer.step import Version
 
