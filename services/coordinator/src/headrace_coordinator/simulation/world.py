@@ -18,12 +18,13 @@ from headrace_coordinator.domain import runs
 from headrace_coordinator.domain.state import InstanceState
 from headrace_coordinator.fleet import Fleet, FleetSettings, Supervisor, open_reports
 from headrace_coordinator.kernel import Kernel
+from headrace_coordinator.simulation.disk import Disk, Weights
 from headrace_coordinator.simulation.instances import Instance
 from headrace_coordinator.simulation.judge import Violation, judge
 from headrace_coordinator.simulation.network import SimulatedPort
 from headrace_coordinator.simulation.reward import Reward
 from headrace_coordinator.simulation.rollout import Rollout
-from headrace_coordinator.simulation.trainer import Disk, Trainer, Weights
+from headrace_coordinator.simulation.trainer import Trainer
 from headrace_coordinator.simulation.virtual_time import run_virtual
 from headrace_coordinator.store.memory_store import MemoryStore
 
@@ -290,6 +291,7 @@ class World:
                     "stop",
                     "clock",
                     "sleep",
+                    "damage",
                 ]
             )
             self.faults[fault] += 1
@@ -331,6 +333,17 @@ class World:
         victim.cut_off = True
         await asyncio.sleep(self.rng.uniform(1.0, 60.0))
         victim.cut_off = False
+
+    async def _fault_damage(self) -> None:
+        """The newest checkpoint is damaged; an intact one is before it."""
+        run = self._run()
+        if run is None:
+            return
+        live = {number for number, version in run.lineage.versions.items() if version.live}
+        listed = self.disk.listed(run.directory)
+        intact = [c for c in listed if not c.damage and c.version.number in live]
+        if len(intact) > 1:
+            intact[0].damage, intact[0].torn = "a byte differs", self.rng.random() < 0.5
 
     async def _fault_stop(self) -> None:
         victim = self._victim()
@@ -414,7 +427,7 @@ class World:
         """The head's weights: in a living trainer, or on the disk when the trainer died last."""
         trainers = [i for i in self.instances.values() if isinstance(i, Trainer) and i.alive]
         found = [trainer.made[head] for trainer in trainers if head in trainer.made]
-        found += [saved for _, version, saved, _, _ in self.disk.checkpoints if version.number == head]
+        found += [stored.weights for stored in self.disk.checkpoints if stored.version.number == head]
         return found[0] if found else None
 
 
