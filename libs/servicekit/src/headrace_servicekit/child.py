@@ -105,7 +105,7 @@ class Child:
         self._stopping.set()
         if self._task is None:
             return 0
-        self._ask_to_end()
+        self.ask_to_end()
         done, _ = await asyncio.wait({self._task}, timeout=grace_s)
         if not done:
             _logger.warning("did not stop in time, killing", extra={"supervised": self._settings.name})
@@ -114,7 +114,7 @@ class Child:
             await self._task
         return self._last_status
 
-    def _ask_to_end(self) -> None:
+    def ask_to_end(self) -> None:
         """SIGTERM to the process itself: what it started is its own to end."""
         try:
             if self._pid:
@@ -149,7 +149,7 @@ class Child:
         copying = asyncio.create_task(self._copy_output(readable))
         settings.on_start()
         if self._stopping.is_set():
-            self._ask_to_end()
+            self.ask_to_end()
         status = await process.wait()
         signal_group(process.pid, signal.SIGKILL)  # whatever it started and left behind
         self._pid, self._last_status = 0, status

@@ -6,17 +6,32 @@ Reports their ends to the coordinator through a SupervisorLink. Knows no service
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from headrace_servicekit.child import Child, ChildSettings, ProcessEnd, ProcessInfo, Spawn
+from headrace_servicekit.instance_config import default_drain_grace_s
+from headrace_servicekit.kinds import KINDS
 from headrace_servicekit.logs import get_logger
 from headrace_servicekit.supervisor_link import SupervisorLink
 
 __all__ = ["ProcessEnd", "ProcessInfo", "Spawn", "Supervisor"]
 
 STOP_GRACE_S = 15.0
+"""From the end of an instance's own grace, in which the coordinator closes its runs, to SIGKILL."""
 _logger = get_logger(__name__)
+
+
+def stop_grace_s(kind: str) -> float:
+    """Seconds from SIGTERM to SIGKILL for a process of a kind. HEADRACE_DRAIN_GRACE_S overrides its own part."""
+    if kind not in KINDS:
+        return STOP_GRACE_S
+    own = os.environ.get("HEADRACE_DRAIN_GRACE_S", "")
+    try:
+        return float(own) + STOP_GRACE_S
+    except ValueError:  # The instance itself refuses to start with it, and says why.
+        return default_drain_grace_s(kind) + STOP_GRACE_S
 
 
 def _numbered(kind: str, index: int) -> str:
@@ -52,7 +67,7 @@ class Supervisor:
         self._echo = echo
         self._on_end = on_end
         self._children: dict[str, list[Child]] = {}
-        self._leaving: set[asyncio.Task[int]] = set()
+        self._leaving: dict[asyncio.Task[int], Child] = {}
         self._started = False
         self._scalable_kinds = tuple(scalable_kinds)
         self._link = SupervisorLink(host, coordinator_address, token, self)
@@ -102,19 +117,29 @@ class Supervisor:
                 child.start()
         self._link.start()
 
-    async def stop(self, grace_s: float = STOP_GRACE_S) -> int:
+    async def stop(self, grace_s: float | None = None) -> int:
         """SIGTERM to all, SIGKILL to what is left after the grace; a coordinator goes last.
 
-        Returns the first exit status that is not 0, or 0.
+        Without a grace each kind has its own, see `stop_grace_s`. Returns the first exit status that is not
+        0, or 0.
         """
         self._started = False
         last = self._children.pop("coordinator", [])
-        first = [child for children in self._children.values() for child in children]
+        for children in self._children.values():
+            for child in children:
+                self._retire(child, grace_s)
         self._children.clear()
-        statuses = await asyncio.gather(*(child.stop(grace_s) for child in first), *self._leaving)
+        statuses = await asyncio.gather(*self._leaving)
         await self._link.stop()
-        statuses += await asyncio.gather(*(child.stop(grace_s) for child in last))
+        for child in last:
+            self._retire(child, grace_s)
+        statuses += await asyncio.gather(*self._leaving)
         return next((status for status in statuses if status), 0)
+
+    def hurry(self) -> None:
+        """SIGTERM again to what is being stopped: an instance then waits for no coordinator."""
+        for child in self._leaving.values():
+            child.ask_to_end()
 
     def _settings(self, kind: str, index: int) -> ChildSettings:
         return ChildSettings(
@@ -132,7 +157,8 @@ class Supervisor:
         self._link.report_exit(end)
         self._on_end(end)
 
-    def _retire(self, child: Child) -> None:
-        task = asyncio.ensure_future(child.stop(STOP_GRACE_S))
-        self._leaving.add(task)
-        task.add_done_callback(self._leaving.discard)
+    def _retire(self, child: Child, grace_s: float | None = None) -> None:
+        grace_s = stop_grace_s(child.info().kind) if grace_s is None else grace_s
+        task = asyncio.ensure_future(child.stop(grace_s))
+        self._leaving[task] = child
+        task.add_done_callback(lambda ended: self._leaving.pop(ended, None))
