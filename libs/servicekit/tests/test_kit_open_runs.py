@@ -129,7 +129,7 @@ async def test_close_cancels_what_is_being_opened_and_cleans_up():
     await refused(opening, "OPENING_STALE")
     host.gate.set()
     await closing
-    assert host.calls == ["end runs/a"] and not host.table
+    assert host.calls == ["end runs/a"] and not host.table.names()
 
 
 async def test_a_closing_outlives_its_caller():
@@ -141,14 +141,14 @@ async def test_a_closing_outlives_its_caller():
     closing.cancel()
     host.gate.set()
     await host.table.close(header())
-    assert host.calls == ["build runs/a", "end runs/a"] and not host.table
+    assert host.calls == ["build runs/a", "end runs/a"] and not host.table.names()
 
 
 async def test_what_fails_to_open_is_not_open_and_may_be_tried_again():
     host = Host(limit=1)
     with pytest.raises(OSError, match="no disk"):
         await host.open(open_id=4, fails=True)
-    assert not host.table and await host.open(open_id=4) == "built runs/a"
+    assert not host.table.names() and await host.open(open_id=4) == "built runs/a"
 
 
 async def test_what_fails_to_close_stays_reported_and_is_closed_again():
@@ -167,7 +167,7 @@ async def test_what_fails_to_close_stays_reported_and_is_closed_again():
         await table.close(header(open_id=4))
     assert table.reports()[0].phase == common_pb2.OPEN_PHASE_OPEN
     await table.close(header(open_id=4))
-    assert not table
+    assert not table.names()
 
 
 async def test_commands_belong_to_the_opening():

@@ -159,7 +159,7 @@ class Instance:
         Drains at once where nothing is open, without a session, and when called a second time.
         """
         connected = self._session is not None and self._session.connected.is_set()
-        if self._last_call is not None or not self.open_runs or not connected:
+        if self._last_call is not None or not self.open_runs.names() or not connected:
             self.drain(GRACE_S)
             return
         grace_s = self.config.drain_grace_s
