@@ -7,26 +7,37 @@ from harness.ledger import audit
 from harness.specs import BATCH
 from harness.waiting import wait_for
 
-STEPS = 4
+STEPS = 5
 
 
 @pytest.fixture
 def held(fleet, spec_of, gate):
-    """A run that stands still in its third step, with two checkpoints, and their directory."""
+    """A run that stands still in its fourth step, with two checkpoints, and their directory."""
     fleet.ready("rollout-0", "trainer-0", "reward-0")
-    gate.hold_after(2 * BATCH + 3)
+    gate.hold_after(3 * BATCH + 3)
     run = fleet.submit(spec_of(steps=STEPS, reward=gate.reward, checkpoint__interval_steps=1))
     gate.wait_until_held()
-    run = fleet.reach(run, 2)
+    run = fleet.reach(run, 3)
     checkpoints = fleet.data_dir / "runs" / run.id / "checkpoints"
-    wait_for(lambda: (checkpoints / "lineage-1" / "step-2").exists() or None, "the second checkpoint")
+    wait_for(lambda: len(saved_in(checkpoints)) > 1 or None, "two checkpoints")
     return run, checkpoints
 
 
+def saved_in(checkpoints):
+    """Names of the first lineage's checkpoints, newest first; none while one is being written."""
+    lineage = checkpoints / "lineage-1"
+    return (
+        []
+        if list(lineage.glob(".*"))
+        else sorted((path.name for path in lineage.glob("step-*")), reverse=True)
+    )
+
+
 @pytest.mark.parametrize("file", ["weights.safetensors", "ledger.json", "state.json"])
-def test_one_flipped_byte_in_the_newest_costs_one_step(fleet, held, gate, file):
+def test_one_flipped_byte_in_the_newest_falls_back_to_the_one_before(fleet, held, gate, file):
     run, checkpoints = held
-    path = checkpoints / "lineage-1" / "step-2" / file
+    newest, before = saved_in(checkpoints)
+    path = checkpoints / "lineage-1" / newest / file
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
@@ -36,10 +47,10 @@ def test_one_flipped_byte_in_the_newest_costs_one_step(fleet, held, gate, file):
     assert len(audit(fleet, run).trained) == STEPS * BATCH
     events = fleet.events(run)
     [told] = [event.data for event in events if event.type == "checkpoint_set_aside"]
-    assert told["name"] == "lineage-1/step-2" and file in told["reason"]
-    assert (checkpoints / "lineage-1" / "step-2.damaged-1" / file).read_bytes() == data
+    assert told["name"] == f"lineage-1/{newest}" and file in told["reason"]
+    assert (checkpoints / "lineage-1" / f"{newest}.damaged-1" / file).read_bytes() == data
     restored = [event.data["checkpoint"] for event in events if event.type == "version_restored"]
-    assert restored == ["", "lineage-1/step-1"]
+    assert restored == ["", f"lineage-1/{before}"]
 
 
 def test_a_directory_moved_away_pauses_the_run_until_it_is_back(fleet, held, gate):

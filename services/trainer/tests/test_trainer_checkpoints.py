@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -300,3 +301,19 @@ def test_a_failed_write_leaves_nothing_behind(directory):
         failpoints.arm("")
     assert names(directory) == []
     assert list((directory.root / "lineage-1").iterdir()) == []
+
+
+def test_a_listing_during_a_pruning_sees_all_of_a_checkpoint_or_nothing(directory, monkeypatch):
+    for step in (1, 2):
+        directory.write(1, snapshot(step))
+    remove, seen = shutil.rmtree, []
+
+    def slowly(path, **options):
+        (path / STATE).unlink()
+        seen.append((names(directory), directory.asides.take_reports()))
+        remove(path, **options)
+
+    monkeypatch.setattr(shutil, "rmtree", slowly)
+    directory.prune(1, 1)
+    assert seen == [(["lineage-1/step-2"], [])]
+    assert [path.name for path in (directory.root / "lineage-1").iterdir()] == ["step-2"]

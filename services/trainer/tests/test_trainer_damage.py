@@ -229,6 +229,20 @@ async def test_a_start_removes_what_a_cut_off_write_left(saved, make_config):
     assert not left.exists() and "lineage-1/step-2" in await names(saved)
 
 
+async def test_a_failure_is_forgotten_when_the_next_write_begins(client):
+    version = await client.train((await client.open()).version, 1)
+    failpoints.arm("trainer.checkpoint.write=error@1")
+    assert (await refusal(client.save(version.number)))[0] == "CHECKPOINT_FAILED"
+    assert (await client.checkpoints()).last_failure.startswith("lineage-1/step-1: ")
+    failpoints.arm("trainer.checkpoint.before_rename=delay:0.5@1")
+    try:
+        assert not (await client.save(version.number, wait=False)).durable
+        assert not (await client.checkpoints()).last_failure
+    finally:
+        failpoints.arm("")
+    assert (await client.save(version.number)).durable
+
+
 @pytest.fixture
 def disk(client):
     """The run's directory as a disk of its own: 2 MiB, and a function that mounts it anew with other options."""
