@@ -8,12 +8,11 @@ import hashlib
 import json
 import logging
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from headrace_coordinator import present
 from headrace_coordinator.admission import FleetView, check
-from headrace_coordinator.audit import Audit, Auditor
 from headrace_coordinator.control import Refused
 from headrace_coordinator.data.dataset import Dataset
 from headrace_coordinator.domain import events as ev
@@ -21,34 +20,23 @@ from headrace_coordinator.domain import runs
 from headrace_coordinator.domain.runs import RunState
 from headrace_coordinator.fleet import RESTART_S, Fleet
 from headrace_coordinator.kernel import Kernel
-from headrace_coordinator.problems import Impossible, nearest
+from headrace_coordinator.problems import Impossible
 from headrace_coordinator.projections import RunProjection
+from headrace_coordinator.reads import ACTIVE, Reads
 from headrace_coordinator.run.context import Projection, RunContext
 from headrace_coordinator.run.loop import RunLoop
 from headrace_coordinator.spec import RunSpec
 from headrace_coordinator.trial import try_scorers
-from headrace_coordinator.views import (
-    CertificateView,
-    CheckpointView,
-    DeviceView,
-    EventView,
-    InstanceView,
-    KeyProblemView,
-    LeaseView,
-    PolicyView,
-    RunView,
-    StepView,
-)
+from headrace_coordinator.views import KeyProblemView, RunView
 from headrace_coordinator.waits import WaitTimeout
 
 log = logging.getLogger(__name__)
-ACTIVE = frozenset({runs.PLANNING, runs.RUNNING, runs.PAUSING, runs.RECOVERING, runs.CANCELLING})
 SCALE_TIMEOUT_S = 30.0
 MakeProjection = Callable[[Path], Projection]
 OpenDataset = Callable[[RunSpec], Awaitable[Dataset]]
 
 
-class Coordinator:
+class Coordinator(Reads):
     """Implements `control.Control` on a kernel and a fleet. One run is active at a time; others are queued."""
 
     def __init__(
@@ -59,14 +47,12 @@ class Coordinator:
         make_projection: MakeProjection = RunProjection,
         open_dataset: OpenDataset | None = None,
     ) -> None:
-        self.kernel = kernel
-        self.fleet = fleet
+        super().__init__(kernel, fleet, lambda run: run in self._tasks)
         self._data_dir = data_dir
         self._make_projection = make_projection
         self._open_dataset = open_dataset or _open_dataset
         self._loops: dict[str, RunLoop] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._audits: dict[str, Auditor] = {}
         self._scaled: dict[str, tuple[int, str]] = {}
 
     # --- run loops
@@ -177,7 +163,7 @@ class Coordinator:
         return self.run(run_id)
 
     def _known(self, key: str, body: str) -> str:
-        record = self.kernel.state.keys.get(key)
+        record = self.kernel.state.key(key, self.kernel.now())
         if record is None:
             return ""
         if record.body != body:
@@ -194,9 +180,10 @@ class Coordinator:
 
     async def resume(self, run_id: str, idempotency_key: str) -> RunView:
         """See `Control.resume`."""
+        if self._known(idempotency_key, _digest([run_id, "resume"])):
+            return self.run(run_id)
         run = self._find(run_id)
-        done = self._known(idempotency_key, _digest([run_id, "resume"]))
-        if not done and run.state not in (runs.PAUSED, runs.PLANNING, runs.RUNNING):
+        if run.state not in (runs.PAUSED, runs.PLANNING, runs.RUNNING):
             raise Refused("CONFLICT", f"run {run_id} is {run.state}; only a PAUSED run can be resumed")
         if run.state == runs.PAUSED:
             await self._move(run_id, runs.PLANNING, "resumed", idempotency_key, "resume")
@@ -204,6 +191,8 @@ class Coordinator:
 
     async def cancel(self, run_id: str, idempotency_key: str) -> RunView:
         """See `Control.cancel`."""
+        if self._known(idempotency_key, _digest([run_id, "cancel"])):
+            return self.run(run_id)
         idle = self._find(run_id).state in (runs.QUEUED, runs.PAUSED)
         moved = await self._move(run_id, runs.CANCELLING, "cancel asked for", idempotency_key, "cancel")
         loop = self._loops.get(run_id)
@@ -215,9 +204,9 @@ class Coordinator:
 
     async def _move(self, run_id: str, state: str, reason: str, key: str, body: str) -> bool:
         """False for a repeated request, which changes nothing."""
-        run = self._find(run_id)
         if key and self._known(key, _digest([run_id, body])):
             return False
+        run = self._find(run_id)
         now = self.kernel.now()
         try:
             events = runs.plan_move(run, state, reason, now)
@@ -250,98 +239,6 @@ class Coordinator:
         self._scaled[request_id] = (count, error)
         self.kernel.wake()
 
-    # --- Control: reads
-
-    def _all(self) -> list[RunState]:
-        return sorted(self.kernel.state.runs.values(), key=lambda run: run.created_at)
-
-    def _find(self, run_id: str) -> RunState:
-        run = self.kernel.state.runs.get(run_id)
-        if run is None:
-            close = nearest(run_id, self.kernel.state.runs)
-            hint = f"; did you mean {close}?" if close else ""
-            raise Refused("NOT_FOUND", f"there is no run {run_id}{hint}")
-        return run
-
-    def runs(self) -> list[RunView]:
-        """See `Control.runs`."""
-        return [self.run(run.id) for run in reversed(self._all())]
-
-    def run(self, run_id: str) -> RunView:
-        """See `Control.run`."""
-        run = self._find(run_id)
-        waiting = [self.fleet.readable(what) for what in self.fleet.waits.of(run_id)]
-        if self.kernel.store_away:
-            waiting.append("the store (Redis) to come back")
-        if run.state == runs.QUEUED:
-            waiting += [
-                f"run {other.id}, which is {other.state}" for other in self._all() if other.state in ACTIVE
-            ]
-        return present.run_view(run, self.kernel.history[run_id], waiting, self._audit(run))
-
-    def _audit(self, run: RunState) -> Audit:
-        return self._audits.setdefault(run.id, Auditor()).audit(run, self.kernel.history[run.id])
-
-    async def events(self, run_id: str, after: int) -> AsyncIterator[EventView]:
-        """See `Control.events`."""
-        run, sent = self._find(run_id), 0
-        while True:
-            history = self.kernel.history[run_id]
-            ended = run.state in runs.TERMINAL and self.kernel.durable_sequence >= history[-1][0]
-            while sent < len(history) and history[sent][0] <= self.kernel.durable_sequence:
-                if history[sent][0] > after:
-                    yield present.event_view(history[sent])
-                sent += 1
-            if ended and sent == len(history):
-                return
-            position = sent
-            await self._news(lambda: self._has_news(run_id, position))  # noqa: B023
-
-    def _has_news(self, run_id: str, sent: int) -> bool:
-        history = self.kernel.history[run_id]
-        return sent < len(history) and history[sent][0] <= self.kernel.durable_sequence
-
-    async def _news(self, predicate: Callable[[], bool]) -> None:
-        try:
-            await self.kernel.wait_until(predicate, 5.0, "news of the run")
-        except WaitTimeout:
-            return  # Look again: the run may have ended without a further event.
-
-    def steps(self, run_id: str) -> list[StepView]:
-        """See `Control.steps`."""
-        self._find(run_id)
-        return present.step_views(self.kernel.history[run_id])
-
-    def certificates(self, run_id: str) -> list[CertificateView]:
-        """See `Control.certificates`."""
-        return present.certificate_views(self._find(run_id), self.kernel.history[run_id])
-
-    async def checkpoints(self, run_id: str) -> list[CheckpointView]:
-        """See `Control.checkpoints`: as the ledger knows them."""
-        run = self._find(run_id)
-        found = [e for _, e in self.kernel.history[run_id] if isinstance(e, ev.CheckpointSaved)]
-        views = []
-        for event in reversed(found[-run.spec["checkpoint"]["keep"] :]):
-            version = run.lineage.versions[event.number]
-            policy = PolicyView(
-                number=version.number, parent=version.parent, ordinal=version.ordinal, digest=version.digest
-            )
-            size = await asyncio.to_thread(_size, Path(run.directory) / "checkpoints" / event.name)
-            views.append(CheckpointView(name=event.name, version=policy, size_bytes=size))
-        return views
-
-    def instances(self) -> list[InstanceView]:
-        """See `Control.instances`."""
-        return present.instance_views(self.fleet)
-
-    def leases(self) -> list[LeaseView]:
-        """See `Control.leases`."""
-        return present.lease_views(self.fleet)
-
-    def devices(self) -> list[DeviceView]:
-        """See `Control.devices`."""
-        return present.device_views(self.fleet)
-
 
 async def _open_dataset(spec: RunSpec) -> Dataset:
     return await asyncio.to_thread(Dataset.open, spec.data, spec.seed)
@@ -349,7 +246,3 @@ async def _open_dataset(spec: RunSpec) -> Dataset:
 
 def _digest(body: object) -> str:
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()[:32]
-
-
-def _size(directory: Path) -> int:
-    return sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())

@@ -22,6 +22,7 @@ from headrace_servicekit.server import GrpcServer, split_address
 from headrace_coordinator.clients.grpc_port import GrpcPort
 from headrace_coordinator.coordinator import Coordinator
 from headrace_coordinator.fleet import Fleet, FleetSettings
+from headrace_coordinator.history import History
 from headrace_coordinator.http import make_app
 from headrace_coordinator.kernel import Kernel
 from headrace_coordinator.service import FleetServicer
@@ -45,7 +46,7 @@ async def serve(arguments: argparse.Namespace) -> None:
     configure_logging(level=arguments.log_level)
     reuse_freed_memory()
     store = RedisStore(arguments.redis, password=_secret(arguments.redis_password_file))
-    kernel = Kernel(store, time.time)
+    kernel = Kernel(store, time.time, history=History(arguments.data_dir.resolve() / "runs"))
     await _open(kernel, arguments)
     token = _secret(arguments.token_file)
     fleet = Fleet(
@@ -103,6 +104,7 @@ async def _background(kernel: Kernel, fleet: Fleet, coordinator: Coordinator) ->
         asyncio.create_task(kernel.keep_claim(CLAIM_RENEWAL_S), name="claim"),
         asyncio.create_task(fleet.sweep(), name="sweep"),
         asyncio.create_task(coordinator.schedule(), name="schedule"),
+        asyncio.create_task(coordinator.archive.run(), name="archive"),
     ]
     try:
         yield

@@ -8,6 +8,7 @@ import msgspec
 
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain.slots import SlotLedger
+from headrace_coordinator.domain.totals import Totals
 from headrace_coordinator.domain.versions import Lineage
 
 QUEUED, PLANNING, RUNNING, PAUSING, PAUSED, RECOVERING, CANCELLING = (
@@ -20,6 +21,8 @@ QUEUED, PLANNING, RUNNING, PAUSING, PAUSED, RECOVERING, CANCELLING = (
     "CANCELLING",
 )
 SUCCEEDED, FAILED, CANCELLED = "SUCCEEDED", "FAILED", "CANCELLED"
+EVALUATED_KEPT = 256
+"""Names of evaluations that were done: a rewind goes back by fewer."""
 TERMINAL = frozenset({SUCCEEDED, FAILED, CANCELLED})
 
 _ACTIVE_END = {CANCELLING, CANCELLED, FAILED}
@@ -65,6 +68,8 @@ class RunState(msgspec.Struct):
     last_checkpoint_at: float = 0.0
     export_path: str = ""
     dataset_digest: str = ""
+    totals: Totals = msgspec.field(default_factory=Totals)
+    checkpoints: list[tuple[str, int]] = []
 
     @property
     def wants_pause(self) -> bool:
@@ -73,8 +78,10 @@ class RunState(msgspec.Struct):
 
     def apply(self, event: ev.Event) -> None:
         """Folds one event into the run and its parts."""
-        self.ledger.apply(event)
+        ledger = self.ledger
+        ledger.apply(event)
         self.lineage.apply(event)
+        self.totals.apply(event, ledger.group_size * ledger.prompts_per_step, ledger.group_size)
         match event:
             case ev.RunStateChanged():
                 self._move(event)
@@ -83,19 +90,32 @@ class RunState(msgspec.Struct):
             case ev.VersionRestored():
                 self.warmup_steps = event.warmup_steps or self.warmup_steps
                 self.evaluated = [key for key in self.evaluated if _ordinal_of(key) <= event.ordinal]
+                self._prune()
             case ev.StepCommitted():
                 self.recoveries_in_a_row = 0
+                self._prune()
             case ev.RunRecovering():
                 self.recoveries += 1
                 self.recoveries_in_a_row += 1
             case ev.Evaluated(view=view):
                 self.evaluated.append(evaluation_key(view["kind"], view["step"]))
+                del self.evaluated[:-EVALUATED_KEPT]
             case ev.CheckpointSaved():
                 self.last_checkpoint, self.last_checkpoint_at = event.number, event.at
+                self.checkpoints.append((event.name, event.number))
+                del self.checkpoints[: -self._section("checkpoint", "keep", 1)]
             case ev.DatasetOpened(digest=digest):
                 self.dataset_digest = digest
             case ev.ModelExported(path=path):
                 self.export_path = path
+
+    def _prune(self) -> None:
+        pinned = {number for _, number in self.checkpoints}
+        self.lineage.prune(self._section("algorithm", "max_staleness", 0), pinned)
+
+    def _section(self, section: str, key: str, default: int) -> int:
+        value: int = self.spec.get(section, {}).get(key, default)
+        return value
 
     def _move(self, event: ev.RunStateChanged) -> None:
         self.state, self.reason = event.state, event.reason

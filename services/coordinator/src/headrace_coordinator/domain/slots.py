@@ -45,7 +45,6 @@ class SlotLedger(msgspec.Struct):
     last_attempt: int = 0
     dropped_total: int = 0
     terminal_total: int = 0
-    expected_tokens: dict[int, float] = {}
 
     @property
     def frontier(self) -> int:
@@ -125,7 +124,6 @@ class SlotLedger(msgspec.Struct):
         slot = self.slot(prompt, sample)
         if slot is not None and slot.attempt == attempt:
             slot.state, slot.digest, slot.tokens = FINISHED, digest, tokens
-            self.expected_tokens[prompt] = float(tokens)
 
     def _close(self) -> None:
         self.dropped_total += sum(slot.state == DROPPED for slot in self.slots.values())

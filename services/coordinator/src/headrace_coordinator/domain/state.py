@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
 from headrace_coordinator.domain import events as ev
@@ -24,14 +26,27 @@ class InstanceState(msgspec.Struct):
 
 
 class KeyRecord(msgspec.Struct):
-    """What an idempotency key was used for."""
+    """What an idempotency key was used for, and when."""
 
     body: str
     resource: str
+    at: float = 0.0
+
+
+class EndedRun(msgspec.Struct, array_like=True):
+    """What stays in memory of a run whose history and summary are files."""
+
+    state: str
+    created_at: float
+
+
+KEY_LIFETIME_S = 24 * 3600.0
+KEYS_KEPT = 10_000
+ENDED_KEPT = 10_000
 
 
 class State(msgspec.Struct):
-    """Everything the coordinator must not forget."""
+    """Everything the coordinator must not forget: bounded by active runs and their open steps."""
 
     store_id: str = ""
     epoch: int = 0
@@ -39,6 +54,12 @@ class State(msgspec.Struct):
     table: LeaseTable = msgspec.field(default_factory=LeaseTable)
     runs: dict[str, RunState] = {}
     keys: dict[str, KeyRecord] = {}
+    ended: dict[str, EndedRun] = {}
+
+    def key(self, key: str, now: float) -> KeyRecord | None:
+        """What an idempotency key was used for in the last KEY_LIFETIME_S."""
+        record = self.keys.get(key)
+        return record if record is not None and now - record.at < KEY_LIFETIME_S else None
 
     def apply(self, event: ev.Event) -> None:
         """Folds one event."""
@@ -63,12 +84,23 @@ class State(msgspec.Struct):
             case ev.InstanceLost(incarnation=incarnation):
                 self.instances.pop(incarnation, None)
             case ev.KeyUsed():
-                self.keys[event.key] = KeyRecord(event.body, event.resource)
+                self._use_key(event)
+            case ev.RunArchived():
+                self.runs.pop(event.run, None)
+                self.ended[event.run] = EndedRun(event.state, event.created_at)
+                _shorten(self.ended, ENDED_KEPT)
             case ev.RunSubmitted():
                 self._submit(event)
             case ev.RunEvent(run=name):
                 if named := self.runs.get(name):
                     named.apply(event)
+
+    def _use_key(self, event: ev.KeyUsed) -> None:
+        self.keys.pop(event.key, None)
+        self.keys[event.key] = KeyRecord(event.body, event.resource, event.at)
+        while event.at - self.keys[next(iter(self.keys))].at >= KEY_LIFETIME_S:
+            del self.keys[next(iter(self.keys))]
+        _shorten(self.keys, KEYS_KEPT)
 
     def _submit(self, event: ev.RunSubmitted) -> None:
         algorithm = event.spec["algorithm"]
@@ -81,6 +113,12 @@ class State(msgspec.Struct):
             created_at=event.at,
             steps_total=event.spec["steps"],
         )
+
+
+def _shorten(entries: dict[str, Any], kept: int) -> None:
+    """Leaves the newest entries."""
+    while len(entries) > kept:
+        del entries[next(iter(entries))]
 
 
 _decoder = msgspec.json.Decoder(State)

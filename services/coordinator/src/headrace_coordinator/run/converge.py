@@ -120,7 +120,7 @@ async def _restore(context: RunContext) -> None:
     """Rewinds to the newest checkpoint of this run, or to the initial model."""
     kernel, run = context.kernel, context.state
     checkpoint, ledger = await _newest(context)
-    for step in missing_steps(ledger, set(run.lineage.versions)):
+    for step in missing_steps(ledger, range(run.lineage.newest + 1)):
         await kernel.commit(step)
     if ledger.get("coordinator_epoch", 0) > kernel.state.epoch:
         await kernel.commit(ev.EpochRaised(at=kernel.now(), epoch=ledger["coordinator_epoch"] + 1))
@@ -128,6 +128,7 @@ async def _restore(context: RunContext) -> None:
     await kernel.commit(ev.NumberBurnt(at=kernel.now(), run=run.id, number=number))
     name = checkpoint.name if checkpoint else ""
     response = await context.crew.leader.restore(name, number, kernel.state.store_id)
+    frontier_step = ledger.get("frontier_step", 0)
     await kernel.commit(
         ev.VersionRestored(
             at=kernel.now(),
@@ -137,20 +138,19 @@ async def _restore(context: RunContext) -> None:
             ordinal=response.version.ordinal,
             digest=response.version.digest,
             checkpoint=name,
-            frontier_step=ledger.get("frontier_step", 0),
+            frontier_step=frontier_step,
             warmup_steps=response.warmup_steps,
             figures=dict(response.figures),
+            kept=await kernel.history.kept(run.id, frontier_step),
         )
     )
 
 
 async def _newest(context: RunContext) -> tuple[trainer.Checkpoint | None, dict[str, int]]:
     response = await context.crew.leader.list_checkpoints()
-    lineage = context.state.lineage
     for checkpoint in response.checkpoints:
         ledger = read_ledger(checkpoint)
         ours = (ledger.get("store_id"), ledger.get("run")) == (context.kernel.state.store_id, context.run_id)
-        known = lineage.versions.get(checkpoint.version.number)
-        if ours and (known is None or known.live):
+        if ours and not context.state.lineage.abandoned(checkpoint.version.number):
             return checkpoint, ledger
     return None, {}
