@@ -166,9 +166,9 @@ def initial_weights(spec: dict[str, Any]) -> Path:
 def make_task(spec: dict[str, Any]) -> dict[str, Any]:
     """The spec as the peer's script reads it, with Headrace's own prompts in Headrace's order."""
     from headrace_coordinator.data.dataset import Dataset
-    from headrace_coordinator.spec import RunSpec
     from headrace_modelkit.config import ModelConfig
     from headrace_modelkit.tokenizer import load_tokenizer
+    from headrace_schema.spec import RunSpec
 
     run = RunSpec.model_validate(spec)
     algorithm, optimizer = run.algorithm, run.optimizer

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from headrace_coordinator.coordinator import Coordinator
     from headrace_coordinator.fleet import Fleet
     from headrace_coordinator.kernel import Kernel
-    from headrace_coordinator.spec import RunSpec
+    from headrace_schema.spec import RunSpec
     from headrace_servicekit.instance import Instance
 
 FOR_EVER_S = 10_000_000.0
@@ -35,7 +35,7 @@ def without_deadlines(spec: dict[str, Any]) -> dict[str, Any]:
 
 async def debug(spec: dict[str, Any], say: Callable[[str, dict[str, Any]], None]) -> str:
     """Runs a spec in this process, calls `say(type, data)` for each event, returns the final state."""
-    from headrace_coordinator.spec import RunSpec
+    from headrace_schema.spec import RunSpec
     from headrace_servicekit.client import disable_deadlines
 
     disable_deadlines()

@@ -10,9 +10,9 @@ import pytest
 from headrace_coordinator.admission import FleetView, check
 from headrace_coordinator.control import Page, Refused
 from headrace_coordinator.http import make_app
-from headrace_coordinator.problems import nearest
-from headrace_coordinator.spec import RunSpec
-from headrace_coordinator.views import (
+from headrace_schema.problems import nearest
+from headrace_schema.spec import RunSpec
+from headrace_schema.views import (
     CertificateView,
     CheckpointView,
     CountsView,

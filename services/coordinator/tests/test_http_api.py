@@ -10,7 +10,7 @@ import pytest
 from headrace_coordinator.http import make_app
 from headrace_coordinator.http.openapi import description
 from headrace_coordinator.projections import RunProjection
-from headrace_coordinator.views import TrajectoryView
+from headrace_schema.views import TrajectoryView
 
 
 def problems(response) -> dict[str, str]:

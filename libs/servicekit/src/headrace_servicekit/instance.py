@@ -14,11 +14,12 @@ from headrace.common.v1 import common_pb2
 from headrace.coordinator.v1 import fleet_pb2
 
 from headrace_servicekit.clock import boottime
-from headrace_servicekit.fence import Fence
+from headrace_servicekit.fence import Fence, opening_refusals
 from headrace_servicekit.holder import LeaseCallbacks, LeaseHolder
 from headrace_servicekit.instance_config import InstanceConfig, parse_instance_config
 from headrace_servicekit.kinds import KINDS
 from headrace_servicekit.logs import configure_logging, get_logger, log_context
+from headrace_servicekit.open_runs import Build, End, OpenRuns
 from headrace_servicekit.server import AddServicer, GrpcServer, advertised_host, split_address
 from headrace_servicekit.session import Session, SessionHooks
 from headrace_servicekit.weights import WeightStore
@@ -41,10 +42,10 @@ class Instance:
 
     def __init__(self, config: InstanceConfig) -> None:
         self.config = config
-        self.fence = Fence()
+        self.open_runs = OpenRuns(on_change=self._beat_now)
+        self.fence = Fence(open_runs=self.open_runs)
         self.log: logging.Logger = get_logger(f"headrace.{config.kind}")
         self.capabilities: dict[str, list[str]] = {}
-        self.open_runs: set[str] = set()
         self.on_grant: Callable[[common_pb2.Lease], Awaitable[None]] = _nothing
         self.on_revoke: Callable[[int, float], Awaitable[int]] = _free_host_memory
         self.on_quiesce: Callable[[int], Awaitable[None]] = _nothing
@@ -73,6 +74,17 @@ class Instance:
         """Mounts a servicer: the generated function, the servicer, and "headrace.reward.v1.RewardService"."""
         self._services.append((add_to_server, servicer, full_name))
 
+    async def open_run(self, header: common_pb2.CommandHeader, config: object, build: Build, end: End) -> Any:
+        """Obeys an OpenRun; see `OpenRuns.open`. Raises ServiceError EPOCH_STALE and that method's reasons."""
+        self.fence.check(header, lease=False, opening=False)
+        with opening_refusals():
+            return await self.open_runs.open(header, config, build, end)
+
+    async def close_run(self, header: common_pb2.CommandHeader) -> None:
+        """Obeys a CloseRun; see `OpenRuns.close`. Raises ServiceError EPOCH_STALE."""
+        self.fence.check(header, lease=False, opening=False)
+        await self.open_runs.close(header)
+
     def report(self, metrics: common_pb2.StageMetrics) -> None:
         """Sends figures with the next heartbeat; the oldest are dropped beyond 1,000 unsent ones."""
         self._metrics.append(metrics)
@@ -87,6 +99,7 @@ class Instance:
                 instance=config.name,
                 reflection=config.reflection,
                 metrics_port=config.metrics_port,
+                on_applied=self.open_runs.applied,
             )
             for add_to_server, servicer, full_name in self._services:
                 self._server.add_service(add_to_server, servicer, full_name)
@@ -141,7 +154,9 @@ class Instance:
             self.drained.set()
 
     def _open_session(self) -> None:
-        hooks = SessionHooks(self._registration, self._take_metrics, self._resident_bytes, self.drain)
+        hooks = SessionHooks(
+            self._registration, self._take_metrics, self._resident_bytes, self.drain, self.open_runs.reports
+        )
         self._session = Session(
             self.config.coordinator, self.token, self._holder, self.fence, hooks, boottime
         )
@@ -175,8 +190,14 @@ class Instance:
             capabilities=capabilities,
             held_leases=self._holder.state.held(),
             coordinator_epoch=self.fence.coordinator_epoch,
-            open_runs=sorted(self.open_runs),
+            open_runs=self.open_runs.names(),
+            open_run_reports=self.open_runs.reports(),
+            max_open_runs=self.open_runs.limit,
         )
+
+    def _beat_now(self) -> None:
+        if self._session is not None:
+            self._session.beat_now()
 
     def _take_metrics(self) -> list[common_pb2.StageMetrics]:
         taken = list(self._metrics)

@@ -21,9 +21,15 @@ _logger = get_logger(__name__)
 
 
 class CallGuard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in the stubs only
-    """Admits, counts and ends the calls of one server. `token` None admits everybody."""
+    """Admits, counts and ends the calls of one server. `token` None admits everybody.
 
-    def __init__(self, token: str | None, instance: str) -> None:
+    `on_applied` gets the CommandHeader of each unary command that succeeded.
+    """
+
+    def __init__(
+        self, token: str | None, instance: str, on_applied: Callable[[Any], None] = lambda header: None
+    ) -> None:
+        self._on_applied = on_applied
         self._expected = f"Bearer {token}".encode() if token else None
         self._instance = instance
         self._in_flight = 0
@@ -78,7 +84,10 @@ class CallGuard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generi
 
         async def respond_once(request: Any, context: Any) -> Any:
             async with self._call(method, request, context):
-                return await inner(request, context)
+                response = await inner(request, context)
+                if (header := getattr(request, "header", None)) is not None:
+                    self._on_applied(header)
+                return response
 
         async def respond_many(request: Any, context: Any) -> AsyncIterator[Any]:
             async with self._call(method, request, context):

@@ -37,6 +37,7 @@ class SessionHooks:
     take_metrics: Callable[[], list[common_pb2.StageMetrics]]
     resident_bytes: Callable[[], int]
     on_drain: Callable[[float], None]
+    open_runs: Callable[[], list[common_pb2.OpenRunReport]]
 
 
 class SessionLost(Exception):
@@ -149,6 +150,7 @@ class Session:
             lease_epochs=self._holder.state.epochs(),
             resident_memory_bytes=self._hooks.resident_bytes(),
             metrics=self._hooks.take_metrics(),
+            open_runs=self._hooks.open_runs(),
         )
         return fleet_pb2.SessionRequest(incarnation=registration.incarnation, heartbeat=beat)
 

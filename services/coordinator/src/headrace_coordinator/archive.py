@@ -7,6 +7,7 @@ import contextlib
 import json
 from collections.abc import Callable
 
+from headrace_schema.views import RunView
 from pydantic import ValidationError
 
 from headrace_coordinator import present
@@ -15,7 +16,6 @@ from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain import runs
 from headrace_coordinator.domain.runs import RunState
 from headrace_coordinator.kernel import Kernel
-from headrace_coordinator.views import RunView
 from headrace_coordinator.waits import WaitTimeout
 
 NAME = "summary.json"
@@ -33,7 +33,7 @@ class Archive:
         return [
             run
             for run in self._kernel.state.runs.values()
-            if run.state in runs.TERMINAL and not self._busy(run.id)
+            if run.state in runs.TERMINAL and run.grant is None and not self._busy(run.id)
         ]
 
     async def run(self) -> None:

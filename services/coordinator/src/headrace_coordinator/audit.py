@@ -33,10 +33,10 @@ def audit(run: RunState, history: Iterable[tuple[int, ev.Event]]) -> Tally:
         found.dropped += len(dropped)
         if isinstance(step, ev.StepCommitted):
             found.max_staleness = max(found.max_staleness, step.certificate.max_staleness)
-    below = sum(
-        sample < ledger.group_size and ledger.ordinal(prompt, sample) < ledger.frontier
-        for prompt, sample in slots
+    own = range(ledger.first_step * ledger.group_size * ledger.prompts_per_step, ledger.frontier)
+    ended = sum(
+        sample < ledger.group_size and ledger.ordinal(prompt, sample) in own for prompt, sample in slots
     )
-    found.duplicates = found.trained + found.dropped - below
-    found.missing = ledger.frontier - below
+    found.duplicates = found.trained + found.dropped - ended
+    found.missing = len(own) - ended
     return found

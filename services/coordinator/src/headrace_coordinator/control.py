@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from typing import Protocol, TypeVar
 
-from headrace_coordinator.spec import RunSpec
-from headrace_coordinator.views import (
+from headrace_schema.spec import RunSpec
+from headrace_schema.views import (
     CertificateView,
     CheckpointView,
     DeviceView,

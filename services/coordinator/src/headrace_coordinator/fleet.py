@@ -6,10 +6,12 @@ Knows no gRPC: a session is a function that sends a command to the instance.
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
+from headrace.common.v1 import common_pb2
 
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain.state import InstanceState
@@ -18,6 +20,8 @@ from headrace_coordinator.lease_desk import LeaseDesk
 from headrace_coordinator.ports import Connect, InstanceDown, Port
 from headrace_coordinator.waits import Waits, WaitTimeout
 
+DRAIN_S = 10.0
+"""Grace of a process that is let go."""
 RESTART_S = 20.0
 """How long a supervisor's restart of a process may take before nobody counts on it."""
 
@@ -29,6 +33,28 @@ class FleetSettings(msgspec.Struct, frozen=True):
     heartbeat: float = 5.0
     sweep: float = 1.0
     notice: float = 20.0
+
+
+class OpenReport(msgspec.Struct, frozen=True):
+    """A run that an instance says it has open: OPENING, OPEN or CLOSING, and the last command it applied."""
+
+    run: str
+    open_id: int
+    phase: str
+    last_command: int = 0
+
+
+def open_reports(messages: Iterable[common_pb2.OpenRunReport]) -> list[OpenReport]:
+    """An instance's reports, by run id."""
+    return [
+        OpenReport(
+            message.run.removeprefix("runs/"),
+            message.open_id,
+            common_pb2.OpenPhase.Name(message.phase).removeprefix("OPEN_PHASE_"),
+            message.last_command,
+        )
+        for message in messages
+    ]
 
 
 class Session(msgspec.Struct):
@@ -48,6 +74,14 @@ class Supervisor(msgspec.Struct):
     incarnations: frozenset[str] = frozenset()
 
 
+class Member(Protocol):
+    """A run's client of an instance."""
+
+    @property
+    def incarnation(self) -> str:
+        """Id of the process."""
+
+
 class Fleet:
     """All instances and their supervisors; `desk` has their leases."""
 
@@ -57,7 +91,10 @@ class Fleet:
         self.waits = Waits(kernel.now)
         self.sessions: dict[str, Session] = {}
         self.supervisors: dict[str, Supervisor] = {}
-        self.busy: dict[str, str] = {}
+        self.opened: dict[str, dict[str, OpenReport]] = {}
+        """What each instance last said it has open, by incarnation and run."""
+        self.on_report: Callable[[str], None] = lambda _: None
+        self._openings = itertools.count(1)
         self.names = {i.incarnation: i.instance for i in kernel.state.instances.values()}
         self._connect = connect
         self._ports: dict[str, Port] = {}
@@ -73,8 +110,9 @@ class Fleet:
             self.kernel.post(ev.EpochRaised(at=self.kernel.now(), epoch=epoch_seen + 1))
         self.names[instance.incarnation] = instance.instance
         known = self.kernel.state.instances.get(instance.incarnation)
+        instance.draining = known is not None and known.draining
         if known != instance:
-            fields = {name: getattr(instance, name) for name in instance.__struct_fields__}
+            fields = {name: getattr(instance, name) for name in ev.InstanceRegistered.__struct_fields__[1:]}
             await self.kernel.commit(ev.InstanceRegistered(at=self.kernel.now(), **fields))
         honoured = self.desk.confirm(instance.incarnation, set(held))
         return [epoch for epoch in held if epoch not in honoured]
@@ -102,6 +140,42 @@ class Fleet:
         renewed = self.desk.renew(incarnation, epochs)
         return renewed, [epoch for epoch in epochs if epoch not in renewed]
 
+    def reported(self, incarnation: str, reports: Iterable[OpenReport]) -> None:
+        """A process said what it has open, at its registration or with a heartbeat."""
+        if incarnation in self.kernel.state.instances:
+            self.opened[incarnation] = {report.run: report for report in reports}
+            self.on_report(incarnation)
+
+    def draining(self, incarnation: str, grace_s: float) -> None:
+        """A process was told to stop: it gets no new work, and goes once no run needs its state any more.
+
+        `grace_s` is its own deadline: it stops then in any case.
+        """
+        state = self.kernel.state.instances.get(incarnation)
+        if state is None or state.draining:
+            return
+        self.kernel.post(ev.InstanceDraining(at=self.kernel.now(), incarnation=incarnation))
+        if state.kind != "trainer" or not self.run_of(incarnation):
+            self.drained(incarnation, grace_s)
+
+    def drained(self, incarnation: str, grace_s: float = DRAIN_S) -> None:
+        """Lets a draining process go: what it had is saved or made again elsewhere."""
+        self.send(incarnation, "drain", grace_s)
+
+    def any_draining(self, members: Iterable[Member]) -> bool:
+        """Whether one of a run's instances was told to stop."""
+        known = self.kernel.state.instances
+        return any(m.incarnation in known and known[m.incarnation].draining for m in members)
+
+    def next_open_id(self) -> int:
+        """An id above every one that was ever used in this store."""
+        return (self.kernel.state.epoch << 32) + next(self._openings)
+
+    def open_id_of(self, incarnation: str, run: str) -> int:
+        """The id of the opening that the instance reports for the run, or a fresh one."""
+        report = self.opened.get(incarnation, {}).get(run)
+        return report.open_id if report and report.phase == "OPEN" and report.open_id else self.next_open_id()
+
     def exited(self, incarnation: str, reason: str) -> None:
         """A supervisor saw the process end: its devices are free at once."""
         now = self.kernel.now()
@@ -112,6 +186,7 @@ class Fleet:
         self.sessions.pop(incarnation, None)
         self._silent_since.pop(incarnation, None)
         self._ports.pop(incarnation, None)
+        self.opened.pop(incarnation, None)
         self.kernel.wake()
 
     def supervised(self, supervisor: Supervisor) -> None:
@@ -182,38 +257,12 @@ class Fleet:
             self._ports[incarnation] = self._connect(state.kind, state.address, incarnation)
         return self._ports[incarnation]
 
-    async def claim(
-        self, run: str, kind: str, count: int, timeout: float, most: int = 0
-    ) -> list[InstanceState]:
-        """`count` ready instances for a run, and more, up to `most`, if they are there; waits for them by name.
-
-        An instance works for one run at a time; those that the run has already come first.
-        """
-
-        def free() -> list[InstanceState]:
-            return [i for i in self.ready(kind) if self.busy.get(i.incarnation, run) == run]
-
-        what = f"{count} ready {kind} instance(s)"
-        with self.waits.named(run, what):
-            await self.kernel.wait_until(lambda: len(free()) >= count, timeout, what + self._busy_text(kind))
-        own_first = sorted(free(), key=lambda instance: instance.incarnation not in self.busy)
-        chosen = own_first[: max(count, most)]
-        for instance in chosen:
-            self.busy[instance.incarnation] = run
-        return sorted(chosen, key=lambda instance: instance.instance)
-
-    def _busy_text(self, kind: str) -> str:
-        taken = [
-            f"{i.instance} works for {self.busy[i.incarnation]}"
-            for i in self.ready(kind)
-            if i.incarnation in self.busy
-        ]
-        return f" ({'; '.join(taken) or f'no other {kind} instance is registered'})"
-
-    def unclaim(self, run: str) -> None:
-        """Gives a run's instances back."""
-        self.busy = {incarnation: holder for incarnation, holder in self.busy.items() if holder != run}
-        self.kernel.wake()
+    def run_of(self, incarnation: str) -> str:
+        """The run that an instance is granted to; empty when it is free."""
+        for run in self.kernel.state.active_runs():
+            if run.grant is not None and incarnation in run.grant.instances:
+                return run.id
+        return ""
 
     def send(self, incarnation: str, command: str, body: Any) -> None:
         """A command to a process; lost where it has no session."""
@@ -263,3 +312,4 @@ class Fleet:
                     ev.InstanceLost(at=now, incarnation=state.incarnation, reason="unheard of", proven=False)
                 )
                 self._silent_since.pop(state.incarnation, None)
+                self.opened.pop(state.incarnation, None)

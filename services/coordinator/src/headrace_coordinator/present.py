@@ -6,15 +6,7 @@ import math
 from typing import Any
 
 import msgspec
-
-from headrace_coordinator.domain import events as ev
-from headrace_coordinator.domain.compact import expand, expand_drops
-from headrace_coordinator.domain.leases import LeaseTable
-from headrace_coordinator.domain.runs import RunState
-from headrace_coordinator.domain.versions import Version
-from headrace_coordinator.fleet import Fleet
-from headrace_coordinator.history import Item
-from headrace_coordinator.views import (
+from headrace_schema.views import (
     CertificateView,
     CountsView,
     DeviceView,
@@ -27,8 +19,16 @@ from headrace_coordinator.views import (
     StepView,
 )
 
+from headrace_coordinator.domain import events as ev
+from headrace_coordinator.domain.compact import expand, expand_drops
+from headrace_coordinator.domain.leases import LeaseTable
+from headrace_coordinator.domain.runs import RunState
+from headrace_coordinator.domain.versions import Version
+from headrace_coordinator.fleet import Fleet
+from headrace_coordinator.history import Item
 
-def run_view(run: RunState, waiting_for: list[str]) -> RunView:
+
+def run_view(run: RunState, waiting_for: list[str], place: int | None = None) -> RunView:
     """One run, from its running figures."""
     totals, tally, base = run.totals, run.totals.tally, run.lineage.base
     return RunView(
@@ -36,6 +36,9 @@ def run_view(run: RunState, waiting_for: list[str]) -> RunView:
         id=run.id,
         state=run.state,
         reason=run.reason,
+        intent=run.intent,
+        priority=run.priority,
+        place=place,
         step=run.ledger.step,
         steps=run.steps_total,
         created_at=run.created_at,
@@ -132,7 +135,7 @@ def instance_views(fleet: Fleet) -> list[InstanceView]:
                 address=state.address,
                 devices=state.devices,
                 capabilities=state.capabilities,
-                run=fleet.busy.get(state.incarnation, ""),
+                run=fleet.run_of(state.incarnation),
                 resident_memory_bytes=session.resident_memory_bytes if session else 0,
                 last_heartbeat_age_s=fleet.kernel.now() - session.heard_at if session else -1.0,
             )

@@ -7,23 +7,13 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
 from typing import TypeVar
 
-from headrace_coordinator import present
-from headrace_coordinator.archive import Archive
-from headrace_coordinator.control import Page, Refused
-from headrace_coordinator.domain import events as ev
-from headrace_coordinator.domain import runs
-from headrace_coordinator.domain.compact import count, count_drops
-from headrace_coordinator.domain.runs import RunState
-from headrace_coordinator.fleet import Fleet
-from headrace_coordinator.history.files import RunFiles
-from headrace_coordinator.kernel import Kernel
-from headrace_coordinator.problems import nearest
-from headrace_coordinator.views import (
+from headrace_schema.problems import nearest
+from headrace_schema.views import (
     CertificateView,
     CheckpointView,
     DeviceView,
@@ -35,26 +25,40 @@ from headrace_coordinator.views import (
     StepView,
 )
 
+from headrace_coordinator import present
+from headrace_coordinator.archive import Archive
+from headrace_coordinator.control import Page, Refused
+from headrace_coordinator.domain import events as ev
+from headrace_coordinator.domain import runs
+from headrace_coordinator.domain.compact import count, count_drops
+from headrace_coordinator.domain.runs import RunState
+from headrace_coordinator.fleet import Fleet
+from headrace_coordinator.history.files import RunFiles
+from headrace_coordinator.kernel import Kernel
+
 T = TypeVar("T")
 LOOK_S = 5.0
 SLOTS_A_PAGE = 20_000
 """Slots in a page of certificates: it ends with the one that reaches so many."""
-ACTIVE = frozenset({runs.PLANNING, runs.RUNNING, runs.PAUSING, runs.RECOVERING, runs.CANCELLING})
 
 
 class Reads:
     """The reading half of `control.Control`."""
 
-    def __init__(self, kernel: Kernel, fleet: Fleet, busy: Callable[[str], bool]) -> None:
+    def __init__(
+        self,
+        kernel: Kernel,
+        fleet: Fleet,
+        busy: Callable[[str], bool],
+        queue: Callable[[], Mapping[str, str]],
+    ) -> None:
+        """`busy` says whether a task works on a run; `queue` has waiting runs in order, and what each waits for."""
         self.kernel = kernel
         self.fleet = fleet
+        self._queue = queue
         self.archive = Archive(kernel, busy)
 
     # --- runs
-
-    def _all(self) -> list[RunState]:
-        """Runs that have not been archived, oldest first."""
-        return sorted(self.kernel.state.runs.values(), key=lambda run: run.created_at)
 
     def _find(self, run_id: str) -> RunState:
         """A run that has not been archived; NOT_FOUND, or CONFLICT for one that has."""
@@ -92,19 +96,19 @@ class Reads:
         if run_id in self.kernel.state.ended and run_id not in self.kernel.state.runs:
             return self.archive.view(run_id)
         run = self._find(run_id)
-        return present.run_view(run, self.waiting_for(run))
+        queue = list(self._queue())
+        place = queue.index(run_id) + 1 if run_id in queue and run.state == runs.QUEUED else None
+        return present.run_view(run, self._waiting_for(run), place)
 
-    def waiting_for(self, run: RunState) -> list[str]:
+    def _waiting_for(self, run: RunState) -> list[str]:
         """What a run waits for now."""
         waiting = [self.fleet.readable(what) for what in self.fleet.waits.of(run.id)]
         if self.kernel.store_away:
             waiting.append("the store (Redis) to come back")
         if self.kernel.history.trouble:
             waiting.append(f"the disk of the data directory: {self.kernel.history.trouble}")
-        if run.state == runs.QUEUED:
-            waiting += [
-                f"run {other.id}, which is {other.state}" for other in self._all() if other.state in ACTIVE
-            ]
+        if run.state == runs.QUEUED and run.id in self._queue():
+            waiting.append(self.fleet.readable(self._queue()[run.id]))
         return waiting
 
     # --- events

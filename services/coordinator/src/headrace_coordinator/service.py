@@ -15,7 +15,7 @@ from headrace_servicekit.errors import ServiceError
 
 from headrace_coordinator.domain.events import LeaseGranted
 from headrace_coordinator.domain.state import InstanceState
-from headrace_coordinator.fleet import Fleet, Supervisor
+from headrace_coordinator.fleet import Fleet, Supervisor, open_reports
 
 log = logging.getLogger(__name__)
 KINDS = {
@@ -52,6 +52,7 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
         )
         held = [lease.epoch for lease in request.held_leases]
         stale = await self._fleet.register(state, held, request.coordinator_epoch)
+        self._fleet.reported(request.incarnation, open_reports(request.open_run_reports))
         response = pb.RegisterResponse(
             coordinator_epoch=self._fleet.kernel.state.epoch, stale_lease_epochs=stale
         )
@@ -87,6 +88,7 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
                 renewed, stale = self._fleet.heartbeat(
                     message.incarnation, beat.lease_epochs, beat.resident_memory_bytes
                 )
+                self._fleet.reported(message.incarnation, open_reports(beat.open_runs))
                 ack = pb.HeartbeatAck(sequence=beat.sequence, renewed_epochs=renewed, stale_epochs=stale)
                 outbox.put_nowait(pb.SessionResponse(heartbeat_ack=ack))
             case "lease_held":
@@ -95,6 +97,8 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
                 )
             case "lease_released":
                 self._fleet.desk.released(message.incarnation, message.lease_released.epoch)
+            case "draining":
+                self._fleet.draining(message.incarnation, message.draining.grace.ToNanoseconds() / 1e9)
 
     async def Supervise(
         self, request_iterator: AsyncIterator[pb.SuperviseRequest], context: Any

@@ -51,6 +51,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):  # type: ignore[
         self._queue = self._new_queue(1)  # for nobody: OpenRun makes the run's
         self._committing = False
         self._revoked = False
+        instance.open_runs.limit = 1
         instance.on_grant = self._on_grant
         instance.on_revoke = self._on_revoke
 
@@ -59,7 +60,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):  # type: ignore[
     async def OpenRun(
         self, request: trainer_pb2.OpenRunRequest, context: Context
     ) -> trainer_pb2.OpenRunResponse:
-        self._check(request.header, lease=False, run=False)
+        header = request.header
         config = parse_config(TrainerConfig, request.config_json, "config_json of the trainer")
         directory = Path(request.run_directory)
         if not directory.is_absolute():
@@ -68,20 +69,28 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):  # type: ignore[
                 "INVALID",
                 f"run_directory {str(directory)!r}: give an absolute path",
             )
-        barrier = await self._compute(self._trainer.open_run, request.header.run, config, directory)
-        self._instance.open_runs.add(request.header.run)
-        tokens = config.trainer.micro_batch_tokens * config.trainer.ranks
-        self._queue = self._new_queue(tokens)
+
+        async def build() -> Barrier:
+            barrier = await self._compute(self._trainer.open_run, header.run, config, directory)
+            self._queue = self._new_queue(config.trainer.micro_batch_tokens * config.trainer.ranks)
+            return barrier
+
+        barrier = await self._instance.open_run(header, (config, directory), build, self._end_run)
         return trainer_pb2.OpenRunResponse(barrier=_BARRIERS[barrier])
 
     async def CloseRun(
         self, request: trainer_pb2.CloseRunRequest, context: Context
     ) -> trainer_pb2.CloseRunResponse:
-        self._check(request.header, lease=False, run=False)
-        if request.header.run in self._instance.open_runs:
-            await self._compute(self._trainer.close_run)
-            self._instance.open_runs.discard(request.header.run)
+        await self._instance.close_run(request.header)
         return trainer_pb2.CloseRunResponse()
+
+    async def _end_run(self) -> None:
+        """Forgets the run after what is being computed, a commit too, and after the checkpoint being written."""
+        session = self._trainer.led()
+        self._queue = self._new_queue(1)  # What the old one still holds is refused.
+        await self._compute(self._trainer.close_run)
+        if session is not None:
+            await self._land(session)
 
     async def JoinGang(
         self, request: trainer_pb2.JoinGangRequest, context: Context
@@ -134,7 +143,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):  # type: ignore[
     async def Learn(
         self, requests: AsyncIterator[trainer_pb2.LearnRequest], context: Context
     ) -> AsyncIterator[trainer_pb2.LearnResponse]:
-        stream = LearnStream(self._queue, self._admit_learn)
+        stream = LearnStream(self._queue, self._admit_learn, self._instance.open_runs)
         async with aclosing(stream.outcomes(requests)) as outcomes:
             async for seconds, records in outcomes:
                 figures = wire.metrics("learn", seconds, records)
@@ -343,12 +352,15 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):  # type: ignore[
         return self._trainer.state()
 
     def _new_queue(self, micro_batch_tokens: int) -> LearnQueue:
-        limit = max(16 * micro_batch_tokens, 1 << 16)
-        return LearnQueue(self._learn, limit_tokens=limit, batch_tokens=2 * micro_batch_tokens)
+        async def learn(items: list[LearnItem]) -> list[list[GroupRecord] | Refusal]:
+            with refusals():
+                if queue is not self._queue:
+                    raise Refusal("NOT_OPEN", "the run was closed before these groups were learned")
+            return await self._compute(self._awake().learn, items)
 
-    async def _learn(self, items: list[LearnItem]) -> list[list[GroupRecord] | Refusal]:
-        session = self._awake()
-        return await self._compute(session.learn, items)
+        limit = max(16 * micro_batch_tokens, 1 << 16)
+        queue = LearnQueue(learn, limit_tokens=limit, batch_tokens=2 * micro_batch_tokens)
+        return queue
 
     def _admit_learn(self, header: common_pb2.CommandHeader, request: trainer_pb2.LearnRequest) -> LearnItem:
         self._check(header, lease=True)

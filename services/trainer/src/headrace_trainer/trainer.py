@@ -5,6 +5,7 @@ A leader gets a `Session`; a follower a thread that does what the leader's round
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 from collections.abc import Callable
@@ -81,27 +82,23 @@ class Trainer:
             )
 
     def open_run(self, run: str, config: TrainerConfig, directory: Path) -> Barrier:
-        """Prepares for a run; the barrier of its algorithm. Raises Refusal BUSY, CONFLICT or INVALID."""
-        if self._run:
-            if self._run != run:
-                raise Refusal("BUSY", f"{self._run} is open here, and a trainer serves one run at a time")
-            if (self._config, self._directory) != (config, directory):
-                raise conflict(f"{run} is open with another config or directory: close it first")
+        """Prepares for a run; the barrier of its algorithm. Raises Refusal INVALID or MODEL_NOT_READABLE."""
         check_backend(config.trainer.backend)
         algorithm = build_algorithm(config.algorithm)
         try:
             load_architecture(config.model)
         except ModelNotReadable as error:
             raise invalid(str(error), "MODEL_NOT_READABLE") from error
-        if not self._run:
-            self._run, self._config, self._directory = run, config, directory
-            self._assemble()
+        self._run, self._config, self._directory = run, config, directory
+        self._assemble()
         return algorithm.barrier
 
     def close_run(self) -> None:
         """Forgets the run and what it held, and leaves its gang. Repeated calls do nothing."""
         self._disband()
         self._run, self._config, self._joined = "", None, None
+        self.suspended = False  # Of nothing: a run that is opened next has given nothing back.
+        gc.collect()  # Session and learner refer to each other; weights must not wait for a collection.
 
     def join(self, generation: int, rank: int, world_size: int, rendezvous: str, timeout_s: float) -> None:
         """Joins a gang; what an older generation held is lost. Raises CONFLICT or RENDEZVOUS_TIMEOUT."""
@@ -136,6 +133,10 @@ class Trainer:
             raise Refusal("NOT_OPEN", "the trainer is in no gang: call JoinGang first")
         if self._session is None:
             raise Refusal("NOT_LEADER", f"rank {self._gang.rank} follows; send this to rank 0 of the gang")
+        return self._session
+
+    def led(self) -> Session | None:
+        """The leader's session, if there is one."""
         return self._session
 
     def awake_session(self) -> Session:

@@ -53,6 +53,12 @@ class InstanceRegistered(Event, frozen=True, kw_only=True):
     capabilities: dict[str, list[str]]
 
 
+class InstanceDraining(Event, frozen=True, kw_only=True):
+    """A process was told to stop; it gets no new work."""
+
+    incarnation: str
+
+
 class InstanceLost(Event, frozen=True, kw_only=True):
     """A process is gone, or unheard of for a lease's lifetime; `proven` when its exit was seen."""
 
@@ -110,6 +116,14 @@ class RunSubmitted(RunEvent, frozen=True, kw_only=True):
     directory: str
 
 
+class RunIntentChanged(RunEvent, frozen=True, kw_only=True):
+    """What is wanted of the run: RUN, PAUSE, PAUSE_NOW or CANCEL; `author` is `user` or `system`."""
+
+    intent: str
+    author: str
+    reason: str
+
+
 class RunStateChanged(RunEvent, frozen=True, kw_only=True):
     """The run's life moved on."""
 
@@ -123,6 +137,18 @@ class RunArchived(Event, frozen=True, kw_only=True):
     run: str
     state: str
     created_at: float
+
+
+class RunAdmitted(RunEvent, frozen=True, kw_only=True):
+    """The run may use these instances (incarnations) and devices, and no others; replaces an earlier grant."""
+
+    rollouts: list[str]
+    trainers: list[str]
+    devices: list[str]
+
+
+class RunReleased(RunEvent, frozen=True, kw_only=True):
+    """The run has nothing open and holds nothing."""
 
 
 class GangFormed(RunEvent, frozen=True, kw_only=True):
@@ -158,6 +184,8 @@ class VersionRestored(RunEvent, frozen=True, kw_only=True):
     digest: str
     checkpoint: str
     frontier_step: int
+    source_run: str = ""
+    """The run that made the checkpoint, where it is another one: a fork."""
     warmup_steps: int = 0
     figures: dict[str, float] = {}
     kept: Kept | None = None
@@ -268,6 +296,13 @@ class CheckpointFailed(RunEvent, frozen=True, kw_only=True):
     reason: str
 
 
+class CheckpointSetAside(RunEvent, frozen=True, kw_only=True):
+    """A checkpoint is damaged and was renamed; the one before it is used."""
+
+    name: str
+    reason: str
+
+
 class DatasetOpened(RunEvent, frozen=True, kw_only=True):
     """The items that the run's slots stand for, by digest."""
 
@@ -297,6 +332,7 @@ AnyEvent = (
     CoordinatorStarted
     | EpochRaised
     | InstanceRegistered
+    | InstanceDraining
     | InstanceLost
     | LeaseGranted
     | LeaseHeld
@@ -304,8 +340,11 @@ AnyEvent = (
     | LeaseEnded
     | KeyUsed
     | RunSubmitted
+    | RunIntentChanged
     | RunStateChanged
     | RunArchived
+    | RunAdmitted
+    | RunReleased
     | GangFormed
     | NumberBurnt
     | VersionRestored
@@ -321,6 +360,7 @@ AnyEvent = (
     | Evaluated
     | CheckpointSaved
     | CheckpointFailed
+    | CheckpointSetAside
     | DatasetOpened
     | ModelExported
     | RunRecovering

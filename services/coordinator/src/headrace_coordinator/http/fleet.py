@@ -5,6 +5,9 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Request, Response
+from headrace_schema.problems import choose, problem
+from headrace_schema.spec import RunSpec
+from headrace_schema.views import InstanceListView, LeaseListView, ScaleView
 from pydantic import BaseModel, ConfigDict, Field
 
 from headrace_coordinator.control import Control
@@ -21,9 +24,6 @@ from headrace_coordinator.http.requests import (
     read_model,
     view_response,
 )
-from headrace_coordinator.problems import choose, problem
-from headrace_coordinator.spec import RunSpec
-from headrace_coordinator.views import InstanceListView, LeaseListView, ScaleView
 
 KINDS = ("rollout", "trainer", "simulator", "reward")
 SCALE_BODY: dict[str, Any] = {

@@ -7,6 +7,7 @@ from collections.abc import Callable, Hashable, Iterable
 
 from headrace.common.v1 import common_pb2 as common
 from headrace.trainer.v1 import trainer_pb2 as trainer
+from headrace_schema.views import StepView, TrajectoryView
 from headrace_servicekit.digests import set_digest
 
 from headrace_coordinator.domain import events as ev
@@ -17,7 +18,6 @@ from headrace_coordinator.run.context import RunContext
 from headrace_coordinator.run.generation import Batch
 from headrace_coordinator.run.learning import members_of
 from headrace_coordinator.run.meter import Meter
-from headrace_coordinator.views import StepView, TrajectoryView
 
 
 def certify(

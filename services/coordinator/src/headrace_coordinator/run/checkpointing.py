@@ -8,8 +8,6 @@ import zlib
 from collections.abc import Container, Iterable
 from typing import Any
 
-from headrace.trainer.v1 import trainer_pb2 as trainer
-
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.kernel import Kernel
 from headrace_coordinator.ports import CallRefused
@@ -50,10 +48,10 @@ def _packed(steps: Iterable[ev.StepCommitted | ev.StepSkipped]) -> str:
     return base64.b64encode(zlib.compress(b"\n".join(reversed(lines)))).decode()
 
 
-def read_ledger(checkpoint: trainer.Checkpoint) -> dict[str, Any]:
+def read_ledger(data: bytes) -> dict[str, Any]:
     """The ledger of a checkpoint; empty when it is not one of ours."""
     try:
-        ledger = json.loads(checkpoint.ledger)
+        ledger = json.loads(data)
     except ValueError:
         return {}
     return ledger if isinstance(ledger, dict) else {}

@@ -9,6 +9,7 @@ from typing import Any
 from headrace.common.v1 import common_pb2 as common
 from headrace.reward.v1 import reward_pb2 as reward
 from headrace.rollout.v1 import rollout_pb2 as rollout
+from headrace_schema.views import EvaluationView
 
 from headrace_coordinator.data.items import DataItem
 from headrace_coordinator.ports import CallRefused, InstanceDown
@@ -16,7 +17,6 @@ from headrace_coordinator.run.context import RunContext, prompt_message
 from headrace_coordinator.run.members import Published, RolloutMember
 from headrace_coordinator.run.scoring import score_all, score_item
 from headrace_coordinator.run.together import together
-from headrace_coordinator.views import EvaluationView
 
 EXAMPLES = 5
 ATTEMPTS = 5

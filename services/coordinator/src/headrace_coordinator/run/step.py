@@ -57,13 +57,24 @@ class Step:
                 continue
             if not self._ledger.members(ACCUMULATED):
                 return await self._skip("every group was dropped")
-            response = await self._commit(opened)
-            if response.result == trainer.COMMIT_RESULT_COMMITTED:
-                return await self.record(opened, response, batch)
+            decision = asyncio.ensure_future(self._decide(opened, batch))
+            self._context.decision = decision
+            response, published = await asyncio.shield(decision)
+            if published is not None:
+                return published
             nonfinite += response.result == trainer.COMMIT_RESULT_NONFINITE
             await self._again(trainer.CommitResult.Name(response.result))
             if nonfinite >= STEP_ATTEMPTS:
                 return await self._skip("NONFINITE")
+
+    async def _decide(
+        self, opened: ev.StepOpened, batch: Batch
+    ) -> tuple[trainer.CommitStepResponse, Published | None]:
+        """Commits and records: whoever stops the step lets this end first, so that no update is thrown away."""
+        response = await self._commit(opened)
+        if response.result == trainer.COMMIT_RESULT_COMMITTED:
+            return response, await self.record(opened, response, batch)
+        return response, None
 
     def _open(self) -> ev.StepOpened:
         """Durable before anything leaves that rests on it: `_begin` and the first assignment see to that."""

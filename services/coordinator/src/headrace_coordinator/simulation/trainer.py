@@ -12,7 +12,7 @@ from headrace.trainer.v1 import trainer_pb2 as trainer
 from headrace_servicekit.digests import digest_bytes, set_digest
 
 from headrace_coordinator.ports import CallRefused
-from headrace_coordinator.simulation.instances import Instance
+from headrace_coordinator.simulation.instances import Instance, nothing
 
 Weights = tuple[tuple[int, int], ...]
 """Slots (prompt, sample) that went into a version, in order of steps."""
@@ -30,11 +30,15 @@ class Trainer(Instance):
     """The step state machine of the contract, on weights that are lists of slots."""
 
     KIND: ClassVar[str] = "trainer"
+    MAX_OPEN_RUNS: ClassVar[int] = 1
     disk: Disk = field(default_factory=Disk)
     generation: int = 0
     phase: int = trainer.STEP_PHASE_UNSPECIFIED
     version: common.PolicyVersion = field(default_factory=common.PolicyVersion)
     weights: Weights = ()
+    made: dict[int, Weights] = field(default_factory=dict)
+    """Weights of every version it held, for the judge: a run that is closed leaves nothing else."""
+    busy: asyncio.Lock = field(default_factory=asyncio.Lock)
     attempt: tuple[int, int] = (0, 0)
     next_number: int = 0
     groups: dict[int, list[tuple[int, int, int, str]]] = field(default_factory=dict)
@@ -44,11 +48,19 @@ class Trainer(Instance):
         return CallRefused(self.incarnation, reason, message)
 
     async def OpenRun(self, request: trainer.OpenRunRequest) -> trainer.OpenRunResponse:
-        self.fence(request.header, lease=False)
+        config = (request.config_json, request.run_directory)
+        await self.open_run(request.header, config, nothing, self._end)
         return trainer.OpenRunResponse(barrier=trainer.BARRIER_GROUP)
 
     async def CloseRun(self, request: trainer.CloseRunRequest) -> trainer.CloseRunResponse:
+        await self.close_run(request.header)
         return trainer.CloseRunResponse()
+
+    async def _end(self) -> None:
+        async with self.busy:  # A commit at work is decided first.
+            self.generation, self.phase = 0, trainer.STEP_PHASE_UNSPECIFIED
+            self.version, self.weights = common.PolicyVersion(), ()
+            self.attempt, self.groups = (0, 0), {}
 
     async def JoinGang(self, request: trainer.JoinGangRequest) -> trainer.JoinGangResponse:
         self.fence(request.header, lease=False)
@@ -56,6 +68,9 @@ class Trainer(Instance):
         return trainer.JoinGangResponse(generation=self.generation)
 
     async def GetStepState(self, request: trainer.GetStepStateRequest) -> trainer.GetStepStateResponse:
+        if request.header.run not in self.open_runs and not request.header.open_id:
+            self.fence(request.header, lease=False, opening=False)
+            return trainer.GetStepStateResponse()
         self.fence(request.header, lease=False)
         return trainer.GetStepStateResponse(
             phase=self.phase,  # type: ignore[arg-type]
@@ -81,7 +96,7 @@ class Trainer(Instance):
         return trainer.RestoreResponse(version=self.version)
 
     def _hold(self, weights: Weights, number: int, parent: int, ordinal: int) -> None:
-        self.weights = weights
+        self.weights = self.made[number] = weights
         digest = digest_bytes(repr(weights).encode())
         self.version = common.PolicyVersion(number=number, parent=parent, ordinal=ordinal, digest=digest)
         self.phase = trainer.STEP_PHASE_IDLE
@@ -131,6 +146,10 @@ class Trainer(Instance):
 
     async def CommitStep(self, request: trainer.CommitStepRequest) -> trainer.CommitStepResponse:
         self.fence(request.header, lease=True)
+        async with self.busy:
+            return await self._commit(request)
+
+    async def _commit(self, request: trainer.CommitStepRequest) -> trainer.CommitStepResponse:
         key = (request.step, request.attempt)
         if self.phase == trainer.STEP_PHASE_COMMITTED and self.attempt == key:
             return self.commit
@@ -189,7 +208,7 @@ class Trainer(Instance):
 
         async def write() -> None:
             await asyncio.sleep(self.rng.uniform(0.2, 2.0))
-            if entry not in self.disk.checkpoints:
+            if name not in [saved[0] for saved in self.disk.checkpoints]:
                 self.disk.checkpoints.append(entry)
 
         writing = asyncio.ensure_future(self._mortal(write()))
@@ -202,12 +221,22 @@ class Trainer(Instance):
     async def ListCheckpoints(
         self, request: trainer.ListCheckpointsRequest
     ) -> trainer.ListCheckpointsResponse:
+        self.fence(request.header, lease=False)
         return trainer.ListCheckpointsResponse(
             checkpoints=[
-                trainer.Checkpoint(name=name, version=version, ledger=ledger)
-                for name, version, _, ledger, _ in reversed(self.disk.checkpoints)
+                trainer.Checkpoint(name=name, version=version)
+                for name, version, _, _, _ in reversed(self.disk.checkpoints)
             ]
         )
+
+    async def FetchLedger(
+        self, requests: AsyncIterator[trainer.FetchLedgerRequest]
+    ) -> AsyncIterator[trainer.FetchLedgerResponse]:
+        request = await anext(aiter(requests))
+        self.fence(request.header, lease=False)
+        for name, _, _, ledger, _ in self.disk.checkpoints:
+            if name == request.checkpoint:
+                yield trainer.FetchLedgerResponse(data=ledger)
 
     async def ExportModel(self, request: trainer.ExportModelRequest) -> trainer.ExportModelResponse:
         self.fence(request.header, lease=False)

@@ -10,12 +10,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from headrace_schema.spec import RunSpec
+
 from headrace_coordinator.coordinator import Coordinator
 from headrace_coordinator.data.dataset import Dataset
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain import runs
 from headrace_coordinator.domain.state import InstanceState
-from headrace_coordinator.fleet import Fleet, FleetSettings, Supervisor
+from headrace_coordinator.fleet import Fleet, FleetSettings, Supervisor, open_reports
 from headrace_coordinator.history import History, Item
 from headrace_coordinator.kernel import Kernel
 from headrace_coordinator.simulation.instances import Instance
@@ -25,7 +27,6 @@ from headrace_coordinator.simulation.reward import Reward
 from headrace_coordinator.simulation.rollout import Rollout
 from headrace_coordinator.simulation.trainer import Disk, Trainer, Weights
 from headrace_coordinator.simulation.virtual_time import run_virtual
-from headrace_coordinator.spec import RunSpec
 from headrace_coordinator.store.memory_store import MemoryStore
 
 HOST = "host"
@@ -151,6 +152,7 @@ class World:
             stale = await fleet.register(state, list(instance.held), instance.coordinator_epoch)
             for epoch in stale:
                 instance.held.pop(epoch, None)
+            self._report(instance, fleet)
             if fleet is self._fleet():
                 await self._session(instance, fleet)
 
@@ -174,6 +176,7 @@ class World:
                 silence = 0.0
                 if instance.incarnation not in fleet.kernel.state.instances:
                     break
+                self._report(instance, fleet)
                 renewed, stale = fleet.heartbeat(instance.incarnation, list(instance.held), 0)
                 for epoch in renewed:
                     instance.deadlines[epoch] = sent + SETTINGS.lease_ttl - 5.0
@@ -183,6 +186,9 @@ class World:
             silence += SETTINGS.heartbeat if instance.cut_off else 0.0
         obeying.cancel()
         fleet.detach(instance.incarnation, send)
+
+    def _report(self, instance: Instance, fleet: Fleet) -> None:
+        fleet.reported(instance.incarnation, open_reports(instance.open_runs.reports()))
 
     async def _command(self, instance: Instance, fleet: Fleet, command: str, body: Any) -> None:
         sent = asyncio.get_running_loop().time()
@@ -241,7 +247,7 @@ class World:
     async def kill_coordinator(self, down_s: float) -> None:
         """SIGKILL: tasks vanish, what was not appended is lost; a new one starts after `down_s`."""
         dead, self._coordinator = self._coordinator, None
-        for task in (*self._background, *(dead._tasks.values() if dead else ())):
+        for task in (*self._background, *(dead.scheduler.tasks.values() if dead else ())):
             task.cancel()
         await asyncio.sleep(down_s)
         await self.start_coordinator()
@@ -312,14 +318,14 @@ class World:
         await self._coordinator.pause(
             run.id, now=self.rng.random() < 0.5, idempotency_key=f"p{self.rng.random()}"
         )
-        coordinator = self._coordinator
-        await coordinator.kernel.wait_until(
-            lambda: run.state in (runs.PAUSED, *runs.TERMINAL) or coordinator is not self._coordinator,
-            600.0,
-            "pause",
-        )
-        if self._coordinator is coordinator and run.state == runs.PAUSED:
-            await coordinator.resume(run.id, f"r{self.rng.random()}")
+        while run is not None and run.state not in (runs.PAUSED, *runs.TERMINAL):
+            await asyncio.sleep(0.5)
+            run = self._run() or run
+        while run is not None and run.state == runs.PAUSED and run.intent != runs.RUN:
+            if self._coordinator is not None:
+                await self._coordinator.resume(run.id, f"r{self.rng.random()}")
+            await asyncio.sleep(0.5)
+            run = self._run() or run
 
     # --- the run and its end
 
@@ -392,7 +398,9 @@ class World:
         coordinator = self._coordinator
         assert coordinator is not None
         shown = coordinator.run(run.id)
-        await coordinator.kernel.wait_until(lambda: not coordinator._tasks, 60.0, "the run's task to end")
+        await coordinator.kernel.wait_until(
+            lambda: not coordinator.scheduler.tasks, 60.0, "the run's task to end"
+        )
         await coordinator.archive.once()
         if run.id in coordinator.kernel.state.runs or coordinator.run(run.id) != shown:
             raise Violation("an archived run shows something else")
@@ -400,7 +408,7 @@ class World:
     def _weights(self, head: int) -> Weights | None:
         """The head's weights: in a living trainer, or on the disk when the trainer died last."""
         trainers = [i for i in self.instances.values() if isinstance(i, Trainer) and i.alive]
-        found = [trainer.weights for trainer in trainers if trainer.version.number == head]
+        found = [trainer.made[head] for trainer in trainers if head in trainer.made]
         found += [saved for _, version, saved, _, _ in self.disk.checkpoints if version.number == head]
         return found[0] if found else None
 

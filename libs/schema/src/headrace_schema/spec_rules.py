@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from headrace_coordinator.problems import problem
-from headrace_coordinator.views import KeyProblemView
+from headrace_schema.problems import problem
+from headrace_schema.views import KeyProblemView
 
 if TYPE_CHECKING:
-    from headrace_coordinator.spec import RunSpec, ScorerSection
+    from headrace_schema.scoring import ScorerSection
+    from headrace_schema.spec import RunSpec
 
 
 def impossible_combinations(spec: RunSpec) -> Iterator[KeyProblemView]:

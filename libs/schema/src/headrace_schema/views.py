@@ -66,6 +66,9 @@ class RunView(BaseModel):
     id: str
     state: str
     reason: str = Field(description="why it is in this state, for people")
+    intent: str = Field(description="what is wanted of it: RUN, PAUSE, PAUSE_NOW or CANCEL")
+    priority: int
+    place: int | None = Field(description="place in the queue, from 1; null for a run that is not waiting")
     step: int = Field(description="committed steps of the live lineage")
     steps: int
     created_at: float = Field(description="seconds since the epoch")
