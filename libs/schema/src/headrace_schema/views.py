@@ -203,7 +203,7 @@ class InstanceView(Resource):
     )
 
 
-class HealthView(BaseModel):
+class HealthView(Resource):
     """How the coordinator is; served with 503 when it is unhealthy."""
 
     status: str = Field(description="ok or unhealthy")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import base64
 import json
+import zlib
+from collections.abc import Container, Iterable
 from typing import Any
 
 from headrace.trainer.v1 import trainer_pb2 as trainer
@@ -13,28 +15,39 @@ from headrace_coordinator.kernel import Kernel
 from headrace_coordinator.ports import CallRefused
 from headrace_coordinator.run.context import RunContext
 
+STEPS_BYTES = 16 << 20
+"""Of the steps that a checkpoint's ledger repeats, before they are compressed."""
 
-def ledger_of(kernel: Kernel, run_id: str) -> bytes:
-    """High-water marks, the frontier, and every committed step: enough to rebuild a log that lost its end."""
+
+async def ledger_of(kernel: Kernel, run_id: str) -> bytes:
+    """High-water marks, the frontier, steps since the oldest kept checkpoint: enough for a log that lost its end."""
     run = kernel.state.runs[run_id]
-    committed = [
-        base64.b64encode(ev.encode(event)).decode()
-        for _, event in kernel.history[run_id]
-        if isinstance(event, ev.StepCommitted | ev.StepSkipped)
-    ][-200:]
     head = run.lineage.base
-    return json.dumps(
-        {
-            "store_id": kernel.state.store_id,
-            "run": run_id,
-            "coordinator_epoch": kernel.state.epoch,
-            "last_number": run.lineage.last_number,
-            "last_attempt": run.ledger.last_attempt,
-            "frontier_step": run.ledger.step,
-            "version": head.number if head else 0,
-            "committed": committed,
-        }
-    ).encode()
+    ledger = {
+        "store_id": kernel.state.store_id,
+        "run": run_id,
+        "coordinator_epoch": kernel.state.epoch,
+        "last_number": run.lineage.last_number,
+        "last_attempt": run.ledger.last_attempt,
+        "frontier_step": run.ledger.step,
+        "version": head.number if head else 0,
+    }
+    since = run.checkpoints[0][1] if run.checkpoints else 0
+    steps = await kernel.history.read(run_id, lambda files: _packed(files.steps_from(since)))
+    return json.dumps(ledger | {"steps": steps}).encode()
+
+
+def _packed(steps: Iterable[ev.StepCommitted | ev.StepSkipped]) -> str:
+    """Steps, newest first, as text: JSON lines, compressed; the oldest are left out when they are too many."""
+    lines: list[bytes] = []
+    room = STEPS_BYTES
+    for step in steps:
+        line = ev.encode(step)
+        room -= len(line)
+        if room < 0:
+            break
+        lines.append(line)
+    return base64.b64encode(zlib.compress(b"\n".join(reversed(lines)))).decode()
 
 
 def read_ledger(data: bytes) -> dict[str, Any]:
@@ -46,9 +59,12 @@ def read_ledger(data: bytes) -> dict[str, Any]:
     return ledger if isinstance(ledger, dict) else {}
 
 
-def missing_steps(ledger: dict[str, Any], known: set[int]) -> list[ev.StepCommitted]:
+def missing_steps(ledger: dict[str, Any], known: Container[int]) -> list[ev.StepCommitted]:
     """Committed steps that a checkpoint knows and the log does not."""
-    events = [ev.decode(base64.b64decode(text)) for text in ledger.get("committed", [])]
+    lines = [base64.b64decode(text) for text in ledger.get("committed", [])]  # as an older release wrote them
+    if "steps" in ledger:
+        lines = zlib.decompress(base64.b64decode(ledger["steps"])).splitlines()
+    events = [ev.decode(line) for line in lines]
     return [e for e in events if isinstance(e, ev.StepCommitted) and e.certificate.number not in known]
 
 
@@ -93,7 +109,8 @@ class Checkpointer:
         context, number = self._context, self._context.state.lineage.head
         started = context.kernel.monotonic()
         try:
-            response = await context.crew.leader.save(number, ledger_of(context.kernel, context.run_id), wait)
+            ledger = await ledger_of(context.kernel, context.run_id)
+            response = await context.crew.leader.save(number, ledger, wait)
         except CallRefused as refused:
             self._failed(refused.message)
             return

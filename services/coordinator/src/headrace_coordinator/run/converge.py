@@ -170,6 +170,7 @@ async def _restore(context: RunContext) -> None:
             source_run=source.run,
             warmup_steps=response.warmup_steps,
             figures=dict(response.figures),
+            kept=await kernel.history.kept(run.id, source.frontier_step),
         )
     )
 
@@ -217,8 +218,7 @@ async def _newest(context: RunContext) -> _Source | None:
                 raise
             return await _newest(context)  # which lists one less
         ours = (ledger.get("store_id"), ledger.get("run")) == (context.kernel.state.store_id, context.run_id)
-        known = lineage.versions.get(checkpoint.version.number)
-        if ours and (known is None or known.live):
+        if ours and not lineage.abandoned(checkpoint.version.number):
             return _Source(checkpoint.name, checkpoint.version.number, ledger)
         if not ours:
             found = f"run {ledger['run']} of another store" if ledger.get("run") else "nothing readable"
@@ -267,7 +267,7 @@ async def _burn_number(context: RunContext, source: _Source) -> int:
     kernel, run, ledger = context.kernel, context.state, source.ledger
     if source.run:
         ledger = {}
-    for step in missing_steps(ledger, set(run.lineage.versions)):
+    for step in missing_steps(ledger, range(run.lineage.newest + 1)):
         await kernel.commit(step)
     if ledger.get("coordinator_epoch", 0) > kernel.state.epoch:
         await kernel.raise_epoch(ledger["coordinator_epoch"])
