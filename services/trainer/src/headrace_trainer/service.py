@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
@@ -91,6 +92,9 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):  # type: ignore[
         await self._compute(self._trainer.close_run)
         if session is not None:
             await self._land(session)
+        del session
+        # Session and learner refer to each other: the model must not stay until the next collection.
+        await self._compute(gc.collect)
 
     async def JoinGang(
         self, request: trainer_pb2.JoinGangRequest, context: Context

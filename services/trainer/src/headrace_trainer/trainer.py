@@ -5,7 +5,6 @@ A leader gets a `Session`; a follower a thread that does what the leader's round
 
 from __future__ import annotations
 
-import gc
 import threading
 import time
 from collections.abc import Callable
@@ -98,7 +97,6 @@ class Trainer:
         self._disband()
         self._run, self._config, self._joined = "", None, None
         self.suspended = False  # Of nothing: a run that is opened next has given nothing back.
-        gc.collect()  # Session and learner refer to each other; weights must not wait for a collection.
 
     def join(self, generation: int, rank: int, world_size: int, rendezvous: str, timeout_s: float) -> None:
         """Joins a gang; what an older generation held is lost. Raises CONFLICT or RENDEZVOUS_TIMEOUT."""
