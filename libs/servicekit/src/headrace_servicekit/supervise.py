@@ -19,7 +19,7 @@ from headrace_servicekit.errors import ServiceError
 from headrace_servicekit.instance_config import read_token
 from headrace_servicekit.kinds import KINDS
 from headrace_servicekit.logs import configure_logging
-from headrace_servicekit.supervisor import Supervisor
+from headrace_servicekit.supervisor import Supervisor, stop_grace_s
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -78,7 +78,10 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         help="seconds from SIGTERM to SIGKILL; default: HEADRACE_DRAIN_GRACE_S and 15 more",
     )
     parser.add_argument("command", nargs="+", help="the instance's command, after --")
-    return parser.parse_args(argv)
+    arguments = parser.parse_args(argv)
+    if arguments.grace is None:
+        arguments.grace = stop_grace_s(arguments.kind)
+    return arguments
 
 
 if __name__ == "__main__":

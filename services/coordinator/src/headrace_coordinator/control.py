@@ -8,12 +8,13 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from typing import Protocol
 
-from headrace_coordinator.spec import RunSpec
-from headrace_coordinator.views import (
+from headrace_schema.spec import RunSpec
+from headrace_schema.views import (
     CertificateView,
     CheckpointView,
     DeviceView,
     EventView,
+    HealthView,
     InstanceView,
     KeyProblemView,
     LeaseView,
@@ -80,5 +81,11 @@ class Control(Protocol):
     def devices(self) -> list[DeviceView]:
         """All devices."""
 
+    def health(self) -> HealthView:
+        """How the coordinator itself is."""
+
     async def scale(self, kind: str, count: int, idempotency_key: str) -> int:
-        """Sets the number of processes of a kind with the supervisor that can; UNAVAILABLE where none can."""
+        """Sets the number of processes of a kind with the supervisor that can; does not wait for them.
+
+        UNAVAILABLE where no supervisor can; INVALID, with the figures, for more than its host can hold.
+        """

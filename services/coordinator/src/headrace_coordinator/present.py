@@ -5,14 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import msgspec
-
-from headrace_coordinator.audit import Audit, live_steps
-from headrace_coordinator.domain import events as ev
-from headrace_coordinator.domain.leases import LeaseTable
-from headrace_coordinator.domain.runs import RunState
-from headrace_coordinator.fleet import Fleet
-from headrace_coordinator.kernel import HistoryItem
-from headrace_coordinator.views import (
+from headrace_schema.views import (
     CertificateView,
     CountsView,
     DeviceView,
@@ -25,8 +18,17 @@ from headrace_coordinator.views import (
     StepView,
 )
 
+from headrace_coordinator.audit import Audit, live_steps
+from headrace_coordinator.domain import events as ev
+from headrace_coordinator.domain.leases import LeaseTable
+from headrace_coordinator.domain.runs import RunState
+from headrace_coordinator.fleet import Fleet
+from headrace_coordinator.kernel import HistoryItem
 
-def run_view(run: RunState, history: list[HistoryItem], waiting_for: list[str], counts: Audit) -> RunView:
+
+def run_view(
+    run: RunState, history: list[HistoryItem], waiting_for: list[str], counts: Audit, place: int | None
+) -> RunView:
     """One run."""
     last = next((s for s in reversed(live_steps(history)) if isinstance(s, ev.StepCommitted)), None)
     evaluations = evaluation_views(history)
@@ -36,6 +38,9 @@ def run_view(run: RunState, history: list[HistoryItem], waiting_for: list[str], 
         id=run.id,
         state=run.state,
         reason=run.reason,
+        intent=run.intent,
+        priority=run.priority,
+        place=place,
         step=run.ledger.step,
         steps=run.steps_total,
         created_at=run.created_at,
@@ -114,19 +119,21 @@ def instance_views(fleet: Fleet) -> list[InstanceView]:
     views = []
     for state in sorted(fleet.kernel.state.instances.values(), key=lambda i: i.instance):
         session = fleet.sessions.get(state.incarnation)
+        silent_s = fleet.silent_for(state.incarnation)
         views.append(
             InstanceView(
                 name=state.instance,
                 incarnation=state.incarnation,
                 kind=state.kind,
-                state="READY" if session else "LOST",
+                state="SILENT" if silent_s else "READY" if session else "LOST",
                 host=state.host,
                 address=state.address,
                 devices=state.devices,
                 capabilities=state.capabilities,
-                run=fleet.busy.get(state.incarnation, ""),
+                run=fleet.run_of(state.incarnation),
                 resident_memory_bytes=session.resident_memory_bytes if session else 0,
-                last_heartbeat_age_s=fleet.kernel.now() - session.heard_at if session else -1.0,
+                last_heartbeat_age_s=fleet.kernel.monotonic() - session.heard_at if session else -1.0,
+                silent_for_s=silent_s,
             )
         )
     return views

@@ -51,6 +51,12 @@ class InstanceRegistered(Event, frozen=True, kw_only=True):
     capabilities: dict[str, list[str]]
 
 
+class InstanceDraining(Event, frozen=True, kw_only=True):
+    """A process was told to stop; it gets no new work."""
+
+    incarnation: str
+
+
 class InstanceLost(Event, frozen=True, kw_only=True):
     """A process is gone, or unheard of for a lease's lifetime; `proven` when its exit was seen."""
 
@@ -76,10 +82,9 @@ class LeaseHeld(Event, frozen=True, kw_only=True):
 
 
 class LeaseRevoking(Event, frozen=True, kw_only=True):
-    """The holder was asked to let go by `deadline`."""
+    """The holder was asked to let go; by when is known to the lease desk, on its own clock."""
 
     epoch: int
-    deadline: float
 
 
 class LeaseEnded(Event, frozen=True, kw_only=True):
@@ -108,11 +113,31 @@ class RunSubmitted(RunEvent, frozen=True, kw_only=True):
     directory: str
 
 
+class RunIntentChanged(RunEvent, frozen=True, kw_only=True):
+    """What is wanted of the run: RUN, PAUSE, PAUSE_NOW or CANCEL; `author` is `user` or `system`."""
+
+    intent: str
+    author: str
+    reason: str
+
+
 class RunStateChanged(RunEvent, frozen=True, kw_only=True):
     """The run's life moved on."""
 
     state: str
     reason: str
+
+
+class RunAdmitted(RunEvent, frozen=True, kw_only=True):
+    """The run may use these instances (incarnations) and devices, and no others; replaces an earlier grant."""
+
+    rollouts: list[str]
+    trainers: list[str]
+    devices: list[str]
+
+
+class RunReleased(RunEvent, frozen=True, kw_only=True):
+    """The run has nothing open and holds nothing."""
 
 
 class GangFormed(RunEvent, frozen=True, kw_only=True):
@@ -140,6 +165,8 @@ class VersionRestored(RunEvent, frozen=True, kw_only=True):
     digest: str
     checkpoint: str
     frontier_step: int
+    source_run: str = ""
+    """The run that made the checkpoint, where it is another one: a fork."""
     warmup_steps: int = 0
     figures: dict[str, float] = {}
 
@@ -203,9 +230,10 @@ class Certificate(msgspec.Struct, frozen=True, kw_only=True):
     tokens: int
     tokens_by_version: dict[int, int]
     max_staleness: int
-    log_prob_mismatch_mean: float
+    log_prob_mismatch_mean: float | None
     drop_rate_by_length: dict[str, float]
     drop_rate_by_pass_rate: dict[str, float]
+    log_prob_compared_tokens: int = 0
 
 
 class StepCommitted(RunEvent, frozen=True, kw_only=True):
@@ -249,6 +277,13 @@ class CheckpointFailed(RunEvent, frozen=True, kw_only=True):
     reason: str
 
 
+class CheckpointSetAside(RunEvent, frozen=True, kw_only=True):
+    """A checkpoint is damaged and was renamed; the one before it is used."""
+
+    name: str
+    reason: str
+
+
 class DatasetOpened(RunEvent, frozen=True, kw_only=True):
     """The items that the run's slots stand for, by digest."""
 
@@ -278,6 +313,7 @@ AnyEvent = (
     CoordinatorStarted
     | EpochRaised
     | InstanceRegistered
+    | InstanceDraining
     | InstanceLost
     | LeaseGranted
     | LeaseHeld
@@ -285,7 +321,10 @@ AnyEvent = (
     | LeaseEnded
     | KeyUsed
     | RunSubmitted
+    | RunIntentChanged
     | RunStateChanged
+    | RunAdmitted
+    | RunReleased
     | GangFormed
     | NumberBurnt
     | VersionRestored
@@ -301,6 +340,7 @@ AnyEvent = (
     | Evaluated
     | CheckpointSaved
     | CheckpointFailed
+    | CheckpointSetAside
     | DatasetOpened
     | ModelExported
     | RunRecovering

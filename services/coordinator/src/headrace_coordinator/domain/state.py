@@ -2,13 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import msgspec
 
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain.leases import LeaseTable
-from headrace_coordinator.domain.runs import RunState
+from headrace_coordinator.domain.runs import PAUSED, QUEUED, TERMINAL, RunState
 from headrace_coordinator.domain.slots import SlotLedger
 from headrace_coordinator.domain.versions import Lineage
+
+SCHEDULING_EVENTS = (
+    ev.InstanceRegistered,
+    ev.InstanceDraining,
+    ev.InstanceLost,
+    ev.LeaseEnded,
+    ev.RunSubmitted,
+    ev.RunIntentChanged,
+    ev.RunStateChanged,
+    ev.RunAdmitted,
+    ev.RunReleased,
+    ev.VersionRestored,
+)
+"""Events that may change who is admitted."""
 
 
 class InstanceState(msgspec.Struct):
@@ -21,6 +37,7 @@ class InstanceState(msgspec.Struct):
     address: str
     devices: list[str]
     capabilities: dict[str, list[str]]
+    draining: bool = False
 
 
 class KeyRecord(msgspec.Struct):
@@ -39,10 +56,18 @@ class State(msgspec.Struct):
     table: LeaseTable = msgspec.field(default_factory=LeaseTable)
     runs: dict[str, RunState] = {}
     keys: dict[str, KeyRecord] = {}
+    scheduling_changes: int = 0
+    """Rises with every event that may change who is admitted."""
+
+    def active_runs(self) -> Iterator[RunState]:
+        """Runs that have not ended."""
+        return (run for run in self.runs.values() if run.state not in TERMINAL)
 
     def apply(self, event: ev.Event) -> None:
         """Folds one event."""
         self.table.apply(event)
+        if isinstance(event, SCHEDULING_EVENTS):
+            self.scheduling_changes += 1
         match event:
             case ev.CoordinatorStarted():
                 self.epoch, self.store_id = event.epoch, event.store_id
@@ -51,6 +76,7 @@ class State(msgspec.Struct):
             case ev.EpochRaised(epoch=epoch):
                 self.epoch = epoch
             case ev.InstanceRegistered():
+                known = self.instances.get(event.incarnation)
                 self.instances[event.incarnation] = InstanceState(
                     event.instance,
                     event.incarnation,
@@ -59,7 +85,11 @@ class State(msgspec.Struct):
                     event.address,
                     list(event.devices),
                     event.capabilities,
+                    known is not None and known.draining,
                 )
+            case ev.InstanceDraining(incarnation=incarnation):
+                if instance := self.instances.get(incarnation):
+                    instance.draining = True
             case ev.InstanceLost(incarnation=incarnation):
                 self.instances.pop(incarnation, None)
             case ev.KeyUsed():
@@ -69,6 +99,13 @@ class State(msgspec.Struct):
             case ev.RunEvent(run=name):
                 if named := self.runs.get(name):
                     named.apply(event)
+                    if isinstance(event, ev.RunStateChanged) and event.state == QUEUED:
+                        self._level(named, event.at)
+
+    def _level(self, newcomer: RunState, now: float) -> None:
+        """A run that comes to the queue has no claim on what others used while it did not want to run."""
+        others = [run.share(now) for run in self.active_runs() if run is not newcomer and run.state != PAUSED]
+        newcomer.share_s = max(newcomer.share_s, min(others, default=0.0))
 
     def _submit(self, event: ev.RunSubmitted) -> None:
         algorithm = event.spec["algorithm"]
@@ -79,8 +116,10 @@ class State(msgspec.Struct):
             ledger=SlotLedger(algorithm["group_size"], algorithm["prompts_per_step"]),
             lineage=Lineage(),
             created_at=event.at,
+            queued_at=event.at,
             steps_total=event.spec["steps"],
         )
+        self._level(self.runs[event.run], event.at)
 
 
 _decoder = msgspec.json.Decoder(State)

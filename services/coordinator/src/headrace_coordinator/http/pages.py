@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+from headrace_schema.problems import problem
+
 from headrace_coordinator.control import Refused
 from headrace_coordinator.http.errors import invalid
-from headrace_coordinator.problems import problem
 
 Item = TypeVar("Item")
 

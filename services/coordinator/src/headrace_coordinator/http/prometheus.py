@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
+from headrace_schema.views import RunView
 from prometheus_client import CONTENT_TYPE_LATEST, REGISTRY, CollectorRegistry, generate_latest
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from headrace_coordinator.control import Control
-from headrace_coordinator.views import RunView
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 RUNS_SHOWN = 20  # Each run is a label value; a long life must not make the page grow without end.

@@ -9,6 +9,17 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Header, Query, Request, Response
 from fastapi.responses import StreamingResponse
+from headrace_schema.problems import Impossible
+from headrace_schema.spec import RunSpec
+from headrace_schema.views import (
+    CertificateListView,
+    CheckpointListView,
+    EventView,
+    RunListView,
+    RunView,
+    StepView,
+    TrajectoryListView,
+)
 from pydantic import BaseModel, Field
 
 from headrace_coordinator.control import Control
@@ -27,18 +38,7 @@ from headrace_coordinator.http.requests import (
     read_model,
     view_response,
 )
-from headrace_coordinator.problems import Impossible
 from headrace_coordinator.projections.reading import PageTokenError, read_trajectories
-from headrace_coordinator.spec import RunSpec
-from headrace_coordinator.views import (
-    CertificateListView,
-    CheckpointListView,
-    EventView,
-    RunListView,
-    RunView,
-    StepView,
-    TrajectoryListView,
-)
 
 MAX_EVENT_ID = 2**63 - 1
 EventId = Annotated[int, Field(ge=0, le=MAX_EVENT_ID)]

@@ -7,6 +7,7 @@ from collections.abc import Callable, Hashable, Iterable
 
 from headrace.common.v1 import common_pb2 as common
 from headrace.trainer.v1 import trainer_pb2 as trainer
+from headrace_schema.views import StepView, TrajectoryView
 from headrace_servicekit.digests import set_digest
 
 from headrace_coordinator.domain import events as ev
@@ -16,7 +17,6 @@ from headrace_coordinator.run.context import RunContext
 from headrace_coordinator.run.generation import Batch
 from headrace_coordinator.run.learning import members_of
 from headrace_coordinator.run.meter import Meter
-from headrace_coordinator.views import StepView, TrajectoryView
 
 
 def certify(
@@ -38,7 +38,8 @@ def certify(
         tokens=response.token_count,
         tokens_by_version=dict(response.tokens_by_version),
         max_staleness=response.max_staleness,
-        log_prob_mismatch_mean=response.figures.get("log_prob_mismatch_mean", 0.0),
+        log_prob_mismatch_mean=response.figures.get("log_prob_mismatch_mean"),
+        log_prob_compared_tokens=round(response.figures.get("log_prob_compared_tokens", 0.0)),
         drop_rate_by_length=_drop_rates(slots, lambda slot: _length_bucket(slot.tokens)),
         drop_rate_by_pass_rate=_drop_rates(slots, lambda slot: passed.get(slot.prompt, "unscored")),
     )

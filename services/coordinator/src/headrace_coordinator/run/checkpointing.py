@@ -37,10 +37,10 @@ def ledger_of(kernel: Kernel, run_id: str) -> bytes:
     ).encode()
 
 
-def read_ledger(checkpoint: trainer.Checkpoint) -> dict[str, Any]:
+def read_ledger(data: bytes) -> dict[str, Any]:
     """The ledger of a checkpoint; empty when it is not one of ours."""
     try:
-        ledger = json.loads(checkpoint.ledger)
+        ledger = json.loads(data)
     except ValueError:
         return {}
     return ledger if isinstance(ledger, dict) else {}
@@ -52,15 +52,28 @@ def missing_steps(ledger: dict[str, Any], known: set[int]) -> list[ev.StepCommit
     return [e for e in events if isinstance(e, ev.StepCommitted) and e.certificate.number not in known]
 
 
+async def listed(context: RunContext) -> trainer.ListCheckpointsResponse:
+    """Checkpoints of the run; those that were found damaged since the last listing are told of."""
+    response = await context.crew.leader.list_checkpoints()
+    for damaged in response.set_aside:
+        reason = f"{damaged.reason}; now {damaged.set_aside_as}" if damaged.set_aside_as else damaged.reason
+        context.kernel.post(
+            ev.CheckpointSetAside(
+                at=context.kernel.now(), run=context.run_id, name=damaged.name, reason=reason
+            )
+        )
+    return response
+
+
 class Checkpointer:
     """Follows the time budget: the time that saving costs stays below a share of wall time."""
 
     def __init__(self, context: RunContext) -> None:
         self._context = context
-        self._last_at = context.kernel.now()
+        self._last_at = context.kernel.monotonic()
         self._cost_s = 0.0
         self._announced = context.state.last_checkpoint
-        self._in_flight = 0
+        self._in_flight, self._name = 0, ""
         self._last_failure = ""
 
     def due(self) -> bool:
@@ -72,21 +85,21 @@ class Checkpointer:
             return False
         if section.interval_steps:
             return run.lineage.base.ordinal % section.interval_steps == 0
-        waited = self._context.kernel.now() - self._last_at
+        waited = self._context.kernel.monotonic() - self._last_at
         return waited >= section.max_interval_s or waited * section.time_budget >= max(self._cost_s, 1.0)
 
     async def save(self, wait: bool) -> None:
         """Starts a checkpoint of the head, or waits until it is durable. A failure is shown; the run goes on."""
         context, number = self._context, self._context.state.lineage.head
-        started = context.kernel.now()
+        started = context.kernel.monotonic()
         try:
             response = await context.crew.leader.save(number, ledger_of(context.kernel, context.run_id), wait)
         except CallRefused as refused:
             self._failed(refused.message)
             return
-        self._cost_s = max(context.kernel.now() - started, response.snapshot_time.ToNanoseconds() / 1e9)
-        self._last_at = context.kernel.now()
-        self._in_flight = number
+        self._cost_s = max(context.kernel.monotonic() - started, response.snapshot_time.ToNanoseconds() / 1e9)
+        self._last_at = context.kernel.monotonic()
+        self._in_flight, self._name = number, response.checkpoint.name
         if response.durable:
             self._saved(response.checkpoint.name, number)
 
@@ -94,11 +107,13 @@ class Checkpointer:
         """Tells of checkpoints that became durable in the background."""
         if not self._in_flight:
             return
-        response = await self._context.crew.leader.list_checkpoints()
+        response = await listed(self._context)
         if any(checkpoint.version.number == self._in_flight for checkpoint in response.checkpoints):
             self._saved(response.checkpoints[0].name, self._in_flight)
         elif response.last_failure:
             self._failed(response.last_failure)
+        elif any(damaged.name == self._name for damaged in response.set_aside):
+            self._failed(f"{self._name} was damaged as soon as it was written")
 
     def _saved(self, name: str, number: int) -> None:
         self._announced, self._in_flight = number, 0
@@ -108,7 +123,7 @@ class Checkpointer:
         )
 
     def _failed(self, reason: str) -> None:
-        self._last_at, self._in_flight = self._context.kernel.now(), 0
+        self._last_at, self._in_flight = self._context.kernel.monotonic(), 0
         if reason != self._last_failure:
             self._last_failure = reason
             context = self._context

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections import defaultdict
 from typing import Any, Protocol
 
 from headrace.common.v1 import common_pb2 as common
 from headrace.rollout.v1 import rollout_pb2 as rollout
+from headrace_schema.spec import RunSpec
+from headrace_schema.views import EvaluationView, StepView, TrajectoryView
 
 from headrace_coordinator.data.dataset import Dataset
 from headrace_coordinator.data.items import DataItem
@@ -19,8 +22,6 @@ from headrace_coordinator.kernel import Kernel
 from headrace_coordinator.run.crew import Crew
 from headrace_coordinator.run.members import Member
 from headrace_coordinator.run.placement import Placement
-from headrace_coordinator.spec import RunSpec
-from headrace_coordinator.views import EvaluationView, StepView, TrajectoryView
 
 log = logging.getLogger(__name__)
 
@@ -64,6 +65,10 @@ class RunContext:
         self.crew = Crew(fleet, run_id, self.spec, self.state.directory)
         self.crew.warmup_examples = self._warmup_examples()
         self.placement = Placement(self.crew)
+        # Set again whenever ledger, trainer and rollouts have been brought to one version.
+        self.agreement_due = True
+        self.decision: asyncio.Task[Any] | None = None
+        """The commit of the step in hand, from the request until it is recorded; never cancelled on purpose."""
         self._lengths: dict[str, list[int]] = defaultdict(list)
 
     @property

@@ -8,7 +8,7 @@ from headrace_coordinator.audit import Audit, audit, live_steps, step_index
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain import runs
 from headrace_coordinator.kernel import HistoryItem
-from headrace_coordinator.simulation.trainer import Weights
+from headrace_coordinator.simulation.disk import Weights
 
 
 class Violation(AssertionError):

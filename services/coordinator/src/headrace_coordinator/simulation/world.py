@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from headrace_schema.spec import RunSpec
+
 from headrace_coordinator.coordinator import Coordinator
 from headrace_coordinator.data.dataset import Dataset
 from headrace_coordinator.domain import events as ev
@@ -16,14 +18,14 @@ from headrace_coordinator.domain import runs
 from headrace_coordinator.domain.state import InstanceState
 from headrace_coordinator.fleet import Fleet, FleetSettings, Supervisor, open_reports
 from headrace_coordinator.kernel import Kernel
+from headrace_coordinator.simulation.disk import Disk, Weights
 from headrace_coordinator.simulation.instances import Instance
 from headrace_coordinator.simulation.judge import Violation, judge
 from headrace_coordinator.simulation.network import SimulatedPort
 from headrace_coordinator.simulation.reward import Reward
 from headrace_coordinator.simulation.rollout import Rollout
-from headrace_coordinator.simulation.trainer import Disk, Trainer, Weights
+from headrace_coordinator.simulation.trainer import Trainer
 from headrace_coordinator.simulation.virtual_time import run_virtual
-from headrace_coordinator.spec import RunSpec
 from headrace_coordinator.store.memory_store import MemoryStore
 
 HOST = "host"
@@ -83,6 +85,9 @@ class World:
         self.faults: Counter[str] = Counter()
         self.ports: list[SimulatedPort] = []
         self._born = 0
+        self.killed_in_order = 0
+        self._wall_ahead_s = 1e9
+        self._slept_s = 0.0
         self._coordinator: Coordinator | None = None
         self._tasks: list[asyncio.Task[Any]] = []
 
@@ -214,7 +219,9 @@ class World:
     async def start_coordinator(self) -> None:
         """Opens the store, and the supervisor reports what it runs."""
         loop = asyncio.get_running_loop()
-        kernel = Kernel(self.store, loop.time)
+        kernel = Kernel(
+            self.store, lambda: loop.time() + self._wall_ahead_s, lambda: loop.time() + self._slept_s
+        )
         await kernel.open("simulated")
         fleet = Fleet(kernel, self._connect, SETTINGS)
         coordinator = Coordinator(kernel, fleet, Path("/simulated"), lambda _: Quiet(), self._dataset)
@@ -242,13 +249,14 @@ class World:
     async def kill_coordinator(self, down_s: float) -> None:
         """SIGKILL: tasks vanish, what was not appended is lost; a new one starts after `down_s`."""
         dead, self._coordinator = self._coordinator, None
-        for task in (*self._background, *(dead._tasks.values() if dead else ())):
+        for task in (*self._background, *(dead.scheduler.tasks.values() if dead else ())):
             task.cancel()
         await asyncio.sleep(down_s)
         await self.start_coordinator()
 
     def _supervisor_command(self, command: str, body: Any) -> None:
         if command == "kill":
+            self.killed_in_order += 1
             self._spawn(self.kill(body[1]))
 
     async def kill(self, incarnation: str) -> None:
@@ -273,7 +281,18 @@ class World:
         for _ in range(self.rng.randint(2, 7)):
             await asyncio.sleep(self.rng.expovariate(1 / 6.0))
             fault = self.rng.choice(
-                ["kill", "kill", "kill", "coordinator", "store", "partition", "pause", "reply", "stop"]
+                [
+                    *["kill"] * 3,
+                    "coordinator",
+                    "store",
+                    "partition",
+                    "pause",
+                    "reply",
+                    "stop",
+                    "clock",
+                    "sleep",
+                    "damage",
+                ]
             )
             self.faults[fault] += 1
             await getattr(self, f"_fault_{fault}")()
@@ -295,11 +314,36 @@ class World:
     async def _fault_reply(self) -> None:
         self.store.lose_replies = True
 
+    async def _fault_clock(self) -> None:
+        """The wall clock is set, by up to a day either way."""
+        self._wall_ahead_s += self.rng.uniform(-86_400.0, 86_400.0)
+
+    async def _fault_sleep(self) -> None:
+        """The machine sleeps: leases' clocks go on, timers and work stand still; nobody may be declared lost."""
+        slept, kills = self.rng.uniform(1.0, 600.0), self.killed_in_order
+        self._slept_s += slept
+        for instance in self.instances.values():
+            instance.deadlines = {epoch: at - slept for epoch, at in instance.deadlines.items()}
+        await asyncio.sleep(SETTINGS.heartbeat)
+        if slept > 2 * SETTINGS.heartbeat and self.killed_in_order != kills:
+            raise Violation(f"a sleep of {slept:.0f} s was taken for the silence of an instance")
+
     async def _fault_partition(self) -> None:
         victim = self._victim()
         victim.cut_off = True
         await asyncio.sleep(self.rng.uniform(1.0, 60.0))
         victim.cut_off = False
+
+    async def _fault_damage(self) -> None:
+        """The newest checkpoint is damaged; an intact one is before it."""
+        run = self._run()
+        if run is None:
+            return
+        live = {number for number, version in run.lineage.versions.items() if version.live}
+        listed = self.disk.listed(run.directory)
+        intact = [c for c in listed if not c.damage and c.version.number in live]
+        if len(intact) > 1:
+            intact[0].damage, intact[0].torn = "a byte differs", self.rng.random() < 0.5
 
     async def _fault_stop(self) -> None:
         victim = self._victim()
@@ -313,14 +357,14 @@ class World:
         await self._coordinator.pause(
             run.id, now=self.rng.random() < 0.5, idempotency_key=f"p{self.rng.random()}"
         )
-        coordinator = self._coordinator
-        await coordinator.kernel.wait_until(
-            lambda: run.state in (runs.PAUSED, *runs.TERMINAL) or coordinator is not self._coordinator,
-            600.0,
-            "pause",
-        )
-        if self._coordinator is coordinator and run.state == runs.PAUSED:
-            await coordinator.resume(run.id, f"r{self.rng.random()}")
+        while run is not None and run.state not in (runs.PAUSED, *runs.TERMINAL):
+            await asyncio.sleep(0.5)
+            run = self._run() or run
+        while run is not None and run.state == runs.PAUSED and run.intent != runs.RUN:
+            if self._coordinator is not None:
+                await self._coordinator.resume(run.id, f"r{self.rng.random()}")
+            await asyncio.sleep(0.5)
+            run = self._run() or run
 
     # --- the run and its end
 
@@ -383,7 +427,7 @@ class World:
         """The head's weights: in a living trainer, or on the disk when the trainer died last."""
         trainers = [i for i in self.instances.values() if isinstance(i, Trainer) and i.alive]
         found = [trainer.made[head] for trainer in trainers if head in trainer.made]
-        found += [saved for _, version, saved, _, _ in self.disk.checkpoints if version.number == head]
+        found += [stored.weights for stored in self.disk.checkpoints if stored.version.number == head]
         return found[0] if found else None
 
 
