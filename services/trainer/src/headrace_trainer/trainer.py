@@ -98,7 +98,7 @@ class Trainer:
         self._disband()
         self._run, self._config, self._joined = "", None, None
         self.suspended = False  # Of nothing: a run that is opened next has given nothing back.
-        gc.collect()  # Session and learner refer to each other; weights must not wait for a collection.
+        gc.collect()  # Session and learner refer to each other: the model must not stay until the next collection.
 
     def join(self, generation: int, rank: int, world_size: int, rendezvous: str, timeout_s: float) -> None:
         """Joins a gang; what an older generation held is lost. Raises CONFLICT or RENDEZVOUS_TIMEOUT."""
@@ -133,10 +133,6 @@ class Trainer:
             raise Refusal("NOT_OPEN", "the trainer is in no gang: call JoinGang first")
         if self._session is None:
             raise Refusal("NOT_LEADER", f"rank {self._gang.rank} follows; send this to rank 0 of the gang")
-        return self._session
-
-    def led(self) -> Session | None:
-        """The leader's session, if there is one."""
         return self._session
 
     def awake_session(self) -> Session:
