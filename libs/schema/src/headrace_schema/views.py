@@ -72,7 +72,9 @@ class RunView(Resource):
     reason: str = Field(description="why it is in this state, for people")
     intent: str = Field(default="RUN", description="what is wanted of it: RUN, PAUSE, PAUSE_NOW or CANCEL")
     priority: int = Field(default=0, description="runs of a higher priority come first")
-    place: int | None = Field(default=None, description="place in the queue, from 1; null for a run that is not waiting")
+    place: int | None = Field(
+        default=None, description="place in the queue, from 1; null for a run that is not waiting"
+    )
     step: int = Field(description="committed steps of the live lineage")
     steps: int
     created_at: float = Field(description="seconds since the epoch")

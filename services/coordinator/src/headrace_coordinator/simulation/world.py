@@ -81,6 +81,7 @@ class World:
         self.directory = Path(self._temporary.name)
         self.spec = self._spec()
         self.instances: dict[str, Instance] = {}
+        self.ended: runs.RunState | None = None
         self.history: list[Item] = []
         self.counts = {
             "rollout": self.spec.rollout.instances,
@@ -420,7 +421,7 @@ class World:
 
     async def _judge(self, run: runs.RunState) -> Outcome:
         assert self._coordinator is not None
-        self.history = await self._history(run.id)
+        self.ended, self.history = run, await self._history(run.id)
         counts = judge(run, self.history, self._weights(run.lineage.head))
         await self._archived(run)
         return Outcome(
