@@ -7,9 +7,9 @@ from functools import partial
 
 import pytest
 import torch
-from headrace_modelkit.config import ModelConfig
 from headrace_modelkit.loading import load_model
-from headrace_trainer.config import OptimizerConfig
+from headrace_schema.generating import ModelSection
+from headrace_schema.learning import OptimizerSection
 from headrace_trainer.schedules import learning_rate
 from transformers import (
     get_constant_schedule_with_warmup,
@@ -23,7 +23,7 @@ from transformers import (
 def test_steps_equal_plain_adamw_with_clipping(make_backend, sequences, accumulate):
     settings = {"lr": 1e-3, "beta2": 0.9, "weight_decay": 0.1, "grad_clip": 0.05}
     backend = make_backend(optimizer=settings)
-    model = load_model(ModelConfig.model_validate(backend._config.model.model_dump()))
+    model = load_model(ModelSection.model_validate(backend._config.model.model_dump()))
     matrices = [p for p in model.parameters() if p.dim() > 1]
     vectors = [p for p in model.parameters() if p.dim() == 1]
     adamw = torch.optim.AdamW(
@@ -77,7 +77,7 @@ def test_schedules_equal_those_of_transformers(kind, warmup):
     total = {} if name == "constant" else {"num_training_steps": 10}
     theirs = SCHEDULES[kind](adamw, num_warmup_steps=warmup, **total)
     schedule = {"name": name, "warmup_steps": warmup, "final_fraction": final}
-    config = OptimizerConfig.model_validate({"lr": 2.0, "schedule": schedule})
+    config = OptimizerSection.model_validate({"lr": 2.0, "schedule": schedule})
     for step in range(11):
         assert learning_rate(config, step, 10) == pytest.approx(theirs.get_last_lr()[0], abs=1e-12), step
         adamw.step()
@@ -86,5 +86,5 @@ def test_schedules_equal_those_of_transformers(kind, warmup):
 
 def test_a_schedule_stays_at_its_final_rate_and_may_end_before_the_run():
     schedule = {"name": "cosine", "final_fraction": 0.1, "total_steps": 4}
-    cosine = OptimizerConfig.model_validate({"lr": 1.0, "schedule": schedule})
+    cosine = OptimizerSection.model_validate({"lr": 1.0, "schedule": schedule})
     assert [learning_rate(cosine, step, 99) for step in (0, 2, 4, 9)] == pytest.approx([1.0, 0.55, 0.1, 0.1])

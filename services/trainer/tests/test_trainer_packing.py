@@ -76,12 +76,12 @@ def test_memory_options_leave_the_gradient_alone(make_backend, sequences, accumu
 
 
 def test_infer_gives_the_model_s_log_probs(make_backend, sequences):
-    from headrace_modelkit.config import ModelConfig
     from headrace_modelkit.loading import load_model
+    from headrace_schema.generating import ModelSection
 
     backend = make_backend(sampling={"temperature": 0.8})
     group = sequences(1)
-    model = load_model(ModelConfig.model_validate(backend._config.model.model_dump()))
+    model = load_model(ModelSection.model_validate(backend._config.model.model_dump()))
     for sequence, found in zip(group, backend.infer([group]), strict=True):
         with torch.no_grad():
             logits_TV = model(torch.tensor([sequence.tokens])).logits[0] / 0.8

@@ -8,6 +8,8 @@ from pydantic import Field, PositiveFloat
 
 from headrace_schema.base import Count, CountOrZero, Section
 
+Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum"]
+
 
 class AlgorithmSection(Section):
     """How rewards become a gradient."""
@@ -22,7 +24,7 @@ class AlgorithmSection(Section):
     normalize_std: bool = Field(
         default=True, description="divide group-centred rewards by their standard deviation"
     )
-    loss_aggregation: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum"] = Field(
+    loss_aggregation: Aggregation = Field(
         default="token-mean", description="what tokens and sequences weigh in the loss"
     )
     truncated: Literal["keep", "mask"] = Field(
@@ -83,6 +85,10 @@ class TrainerSection(Section):
         default=None,
         description="compute a group's common beginning once, exactly; default: where the model's attention can, "
         "true: refuse another model",
+    )
+    reshard_micro_batches: bool = Field(
+        default=False,
+        description="reduce and reshard after every micro-batch: less memory, more communication",
     )
     warmup: WarmupSection = WarmupSection()
 

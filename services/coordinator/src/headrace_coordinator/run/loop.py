@@ -49,7 +49,7 @@ class RunLoop:
         self.context = context
         self._kernel = context.kernel
         self._published: Published | None = None
-        self._meter = Meter(context.kernel.now)
+        self._meter = Meter(context.kernel.monotonic)
         self._checkpointer = Checkpointer(context)
         self._steps = 0
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from headrace_modelkit.loading import context_limit
+from headrace_schema.openings import TrainerConfig
 from headrace_servicekit.logs import get_logger
 from transformers import PreTrainedConfig
 
-from headrace_trainer.config import TrainerConfig
 from headrace_trainer.errors import invalid
 
 _log = get_logger(__name__)
