@@ -177,7 +177,9 @@ def test_an_older_copy_of_the_store_serves_and_its_run_goes_on(own_fleet, spec_o
 
 
 def copy_store(fleet: Fleet, target: Path) -> None:
-    shutil.copytree(fleet.data_dir / "redis", target, ignore=lambda _, names: [n for n in names if ".sock" in n])
+    shutil.copytree(
+        fleet.data_dir / "redis", target, ignore=lambda _, names: [n for n in names if ".sock" in n]
+    )
 
 
 def marks(fleet: Fleet) -> tuple[int, int]:

@@ -29,7 +29,9 @@ async def kernel():
     return kernel
 
 
-@pytest.mark.parametrize(("work", "words"), [(ends, "without an error"), (breaks, "ZeroDivisionError: a bug")])
+@pytest.mark.parametrize(
+    ("work", "words"), [(ends, "without an error"), (breaks, "ZeroDivisionError: a bug")]
+)
 async def test_a_lasting_task_that_ends_ends_everything_and_says_why(kernel, work, words):
     cancelled = asyncio.Event()
 
