@@ -5,13 +5,14 @@ import signal
 import socket
 import subprocess
 import time
+from collections import Counter
 from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
 import pytest
 from headrace_coordinator.admission import FleetView, check
-from headrace_coordinator.control import Refused
+from headrace_coordinator.control import Page, Refused
 from headrace_coordinator.http import make_app
 from headrace_schema.problems import nearest
 from headrace_schema.spec import RunSpec
@@ -20,6 +21,7 @@ from headrace_schema.views import (
     CheckpointView,
     CountsView,
     DeviceView,
+    EvaluationView,
     EventView,
     HealthView,
     InstanceView,
@@ -82,8 +84,14 @@ class FakeControl:
         async with self.news:
             self.news.notify_all()
 
-    def runs(self) -> list[RunView]:
-        return list(reversed(self.records.values()))
+    def runs(self, size: int, after: str = "") -> Page[RunView, str]:
+        names = list(reversed(self.records))
+        start = names.index(after) + 1 if after else 0
+        shown = names[start : start + size]
+        return [self.run(name) for name in shown], shown[-1] if start + size < len(names) else None
+
+    def run_states(self) -> dict[str, int]:
+        return Counter(run.state for run in self.records.values())
 
     def run(self, run_id: str) -> RunView:
         if run_id not in self.records:
@@ -121,13 +129,17 @@ class FakeControl:
             async with self.news:
                 await self.news.wait()
 
-    def steps(self, run_id: str) -> list[StepView]:
+    async def steps(self, run_id: str, size: int, after: int = -1) -> Page[StepView, int]:
         self.run(run_id)
-        return [step_view(number) for number in range(7)]
+        return cut([step_view(number) for number in range(7)], size, after)
 
-    def certificates(self, run_id: str) -> list[CertificateView]:
+    async def evaluations(self, run_id: str, size: int, after: int = -1) -> Page[EvaluationView, int]:
         self.run(run_id)
-        return [certificate_view(number) for number in range(1, 6)]
+        return cut([evaluation_view(number) for number in range(3)], size, after)
+
+    async def certificates(self, run_id: str, size: int, after: int = -1) -> Page[CertificateView, int]:
+        self.run(run_id)
+        return cut([certificate_view(number) for number in range(1, 6)], size, after)
 
     async def checkpoints(self, run_id: str) -> list[CheckpointView]:
         self.run(run_id)
@@ -177,6 +189,12 @@ class FakeControl:
         return count
 
 
+def cut(entries, size: int, after: int):
+    """A page of a list whose positions are its indices."""
+    shown = entries[after + 1 : after + 1 + size]
+    return shown, after + size if after + 1 + size < len(entries) else None
+
+
 def run_view(run_id: str, spec: RunSpec) -> RunView:
     return RunView(
         name=f"runs/{run_id}",
@@ -216,6 +234,18 @@ def step_view(number: int) -> StepView:
         dropped=0,
         max_staleness=0,
         figures={"loss": float("nan")},
+    )
+
+
+def evaluation_view(number: int) -> EvaluationView:
+    return EvaluationView(
+        kind="heldout",
+        step=number,
+        version=number + 1,
+        score=0.5,
+        parts={"exact": 0.5},
+        answers=4,
+        examples=[],
     )
 
 

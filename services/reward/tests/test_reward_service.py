@@ -134,7 +134,7 @@ async def test_open_runs_are_registered(reward, instance):
     await reward.open("exact")
     assert instance.open_runs.names() == ["runs/test"]
     await reward.close()
-    assert not instance.open_runs
+    assert not instance.open_runs.names()
 
 
 @pytest.mark.parametrize(

@@ -8,36 +8,22 @@ import hashlib
 import json
 import logging
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 
-from headrace_schema.problems import nearest
 from headrace_schema.spec import RunSpec
-from headrace_schema.views import (
-    CertificateView,
-    CheckpointView,
-    DeviceView,
-    EventView,
-    HealthView,
-    InstanceView,
-    KeyProblemView,
-    LeaseView,
-    PolicyView,
-    RunView,
-    StepView,
-)
+from headrace_schema.views import HealthView, KeyProblemView, RunView
 
 from headrace_coordinator import present
 from headrace_coordinator.admission import FleetView, check
-from headrace_coordinator.audit import Audit, Auditor
 from headrace_coordinator.control import Refused
 from headrace_coordinator.data.dataset import Dataset
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain import runs
-from headrace_coordinator.domain.runs import RunState
 from headrace_coordinator.fleet import RESTART_S, Fleet
 from headrace_coordinator.kernel import Kernel
 from headrace_coordinator.projections import RunProjection
+from headrace_coordinator.reads import Reads
 from headrace_coordinator.reconciler import Reconciler
 from headrace_coordinator.scaling import Scaling
 from headrace_coordinator.scheduler import MakeProjection, OpenDataset, Scheduler
@@ -50,7 +36,7 @@ INTENT_SHOWN_S = 2.0
 """How long a write that changes an intent waits for the run to follow it, so that its answer shows that."""
 
 
-class Coordinator:
+class Coordinator(Reads):
     """Implements `control.Control` on a kernel and a fleet."""
 
     def __init__(
@@ -61,14 +47,12 @@ class Coordinator:
         make_projection: MakeProjection = RunProjection,
         open_dataset: OpenDataset | None = None,
     ) -> None:
-        self.kernel = kernel
-        self.fleet = fleet
+        super().__init__(kernel, fleet, lambda run: run in self.scheduler.tasks, lambda: self.scheduler.queue)
         self.vitals = Vitals(kernel)
         self._data_dir = data_dir
         self.scheduler = Scheduler(kernel, fleet, make_projection, open_dataset or _open_dataset)
         self.reconciler = Reconciler(fleet)
         self._writes: dict[str, asyncio.Lock] = {}
-        self._audits: dict[str, Auditor] = {}
         self.scaling = Scaling(fleet, self._known)
 
     async def schedule(self) -> None:
@@ -127,7 +111,7 @@ class Coordinator:
                 self._writes.pop(key, None)
 
     def _known(self, key: str, body: str) -> str:
-        record = self.kernel.state.keys.get(key)
+        record = self.kernel.state.key(key, self.kernel.now())
         if record is None:
             return ""
         if record.body != body:
@@ -149,10 +133,10 @@ class Coordinator:
 
     async def _intend(self, run_id: str, intent: str, key: str, body: str) -> RunView:
         """Records what the user wants, and the key with it; the run's controller follows."""
-        run = self._find(run_id)
         body = _digest([run_id, body])
         if self._known(key, body):
             return self.run(run_id)
+        run = self._find(run_id)
         now = self.kernel.now()
         try:
             events = runs.plan_intent(run, intent, "user", f"{intent} asked for", now)
@@ -169,102 +153,9 @@ class Coordinator:
         """See `Control.scale`."""
         return await self.scaling.scale(kind, count, idempotency_key)
 
-    # --- Control: reads
-
-    def _all(self) -> list[RunState]:
-        return sorted(self.kernel.state.runs.values(), key=lambda run: run.created_at)
-
-    def _find(self, run_id: str) -> RunState:
-        run = self.kernel.state.runs.get(run_id)
-        if run is None:
-            close = nearest(run_id, self.kernel.state.runs)
-            hint = f"; did you mean {close}?" if close else ""
-            raise Refused("NOT_FOUND", f"there is no run {run_id}{hint}")
-        return run
-
-    def runs(self) -> list[RunView]:
-        """See `Control.runs`."""
-        return [self.run(run.id) for run in reversed(self._all())]
-
-    def run(self, run_id: str) -> RunView:
-        """See `Control.run`."""
-        run = self._find(run_id)
-        waiting = [self.fleet.readable(what) for what in self.fleet.waits.of(run_id)]
-        waiting += self.fleet.silences(run_id)
-        if self.kernel.store_away:
-            waiting.append(f"the store (Redis) to accept writes: {self.kernel.store_trouble}")
-        queue = list(self.scheduler.queue)
-        if run_id in queue and run.state == runs.QUEUED:
-            waiting.append(self.fleet.readable(self.scheduler.queue[run_id]))
-        place = queue.index(run_id) + 1 if run_id in queue and run.state == runs.QUEUED else None
-        return present.run_view(run, self.kernel.history[run_id], waiting, self._audit(run), place)
-
-    def _audit(self, run: RunState) -> Audit:
-        return self._audits.setdefault(run.id, Auditor()).audit(run, self.kernel.history[run.id])
-
-    async def events(self, run_id: str, after: int) -> AsyncIterator[EventView]:
-        """See `Control.events`."""
-        run, sent = self._find(run_id), 0
-        while True:
-            history = self.kernel.history[run_id]
-            ended = run.state in runs.TERMINAL and self.kernel.durable_sequence >= history[-1][0]
-            while sent < len(history) and history[sent][0] <= self.kernel.durable_sequence:
-                if history[sent][0] > after:
-                    yield present.event_view(history[sent])
-                sent += 1
-            if ended and sent == len(history):
-                return
-            position = sent
-            await self._news(lambda: self._has_news(run_id, position))  # noqa: B023
-
-    def _has_news(self, run_id: str, sent: int) -> bool:
-        history = self.kernel.history[run_id]
-        return sent < len(history) and history[sent][0] <= self.kernel.durable_sequence
-
-    async def _news(self, predicate: Callable[[], bool]) -> None:
-        try:
-            await self.kernel.wait_until(predicate, 5.0, "news of the run")
-        except WaitTimeout:
-            return  # Look again: the run may have ended without a further event.
-
-    def steps(self, run_id: str) -> list[StepView]:
-        """See `Control.steps`."""
-        self._find(run_id)
-        return present.step_views(self.kernel.history[run_id])
-
-    def certificates(self, run_id: str) -> list[CertificateView]:
-        """See `Control.certificates`."""
-        return present.certificate_views(self._find(run_id), self.kernel.history[run_id])
-
-    async def checkpoints(self, run_id: str) -> list[CheckpointView]:
-        """See `Control.checkpoints`: as the ledger knows them."""
-        run = self._find(run_id)
-        found = [e for _, e in self.kernel.history[run_id] if isinstance(e, ev.CheckpointSaved)]
-        views = []
-        for event in reversed(found[-run.spec["checkpoint"]["keep"] :]):
-            version = run.lineage.versions[event.number]
-            policy = PolicyView(
-                number=version.number, parent=version.parent, ordinal=version.ordinal, digest=version.digest
-            )
-            size = await asyncio.to_thread(_size, Path(run.directory) / "checkpoints" / event.name)
-            views.append(CheckpointView(name=event.name, version=policy, size_bytes=size))
-        return views
-
-    def instances(self) -> list[InstanceView]:
-        """See `Control.instances`."""
-        return present.instance_views(self.fleet)
-
-    def leases(self) -> list[LeaseView]:
-        """See `Control.leases`."""
-        return present.lease_views(self.fleet)
-
     def health(self) -> HealthView:
         """See `Control.health`."""
         return self.vitals.view()
-
-    def devices(self) -> list[DeviceView]:
-        """See `Control.devices`."""
-        return present.device_views(self.fleet)
 
 
 async def _open_dataset(spec: RunSpec) -> Dataset:
@@ -273,7 +164,3 @@ async def _open_dataset(spec: RunSpec) -> Dataset:
 
 def _digest(body: object) -> str:
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()[:32]
-
-
-def _size(directory: Path) -> int:
-    return sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import defaultdict
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -18,7 +17,9 @@ from headrace_servicekit.clock import boottime
 
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain.state import State, restore, snapshot
-from headrace_coordinator.store.base import LEAP, Entry, Fenced, Store, StoreAway
+from headrace_coordinator.history import TAIL_LIMIT, History
+from headrace_coordinator.history.segments import Line
+from headrace_coordinator.store.base import LEAP, Entry, Fenced, Store, StoreAway, Stored
 from headrace_coordinator.store.marker import Marker, Marks
 from headrace_coordinator.waits import WaitTimeout
 
@@ -33,17 +34,22 @@ STALL_S = 5.0
 """A wait that ends so much after its deadline shows that this process stood still: it waits again."""
 HIGHEST_EPOCH = 1 << 62
 """Bound of coordinator epochs, far below the 64 bits that they have on the wire."""
-HistoryItem = tuple[int, ev.Event]
+Posted = tuple[int, Entry, ev.Event]
 
 
 class Kernel:
     """State and its one writer."""
 
     def __init__(
-        self, store: Store, now: Callable[[], float], monotonic: Callable[[], float] = boottime
+        self,
+        store: Store,
+        now: Callable[[], float],
+        monotonic: Callable[[], float] = boottime,
+        *,
+        history: History | None = None,
     ) -> None:
         self.state = State()
-        self.history: dict[str, list[HistoryItem]] = defaultdict(list)
+        self.history = history or History()
         self.store_trouble = ""
         self.now = now
         self.monotonic = monotonic
@@ -54,7 +60,9 @@ class Kernel:
         self._sequence = 0
         self._appended = 0
         self._since_snapshot = 0
-        self._pending: list[tuple[int, Entry]] = []
+        self._pending: list[Posted] = []
+        self._snapshot: tuple[int, bytes] | None = None
+        self._snapshot_due = asyncio.Event()
         self._durable: list[tuple[int, asyncio.Future[None]]] = []
         self._due = asyncio.Event()
         self._linger: asyncio.TimerHandle | None = None
@@ -74,10 +82,10 @@ class Kernel:
         self._marker = Marker(marker)
         store_id, seen = self._marker.identify(stored.store_id)
         self.state = restore(stored.snapshot) if stored.snapshot else State()
-        for _, payload in stored.events:
-            self.state.apply(ev.decode(payload))
-        for run in self.state.runs:
-            self.history[run] = [(seq, ev.decode(data)) for seq, data in await self._store.history(run)]
+        events = [(number, ev.decode(payload), payload) for number, payload in stored.events]
+        for _, event, _ in events:
+            self.state.apply(event)
+        await self._recover_history(stored, [item for item in events if ev.is_public(item[1])])
         known = max(stored.epoch, self.state.epoch)
         if seen.epoch > known or seen.sequence > stored.sequence:
             log.warning(
@@ -104,18 +112,33 @@ class Kernel:
         """The store does not answer or refuses writes; `store_trouble` has its own words."""
         return bool(self.store_trouble)
 
+    async def _recover_history(self, stored: Stored, public: list[tuple[int, ev.AnyEvent, bytes]]) -> None:
+        lines: dict[str, list[Line]] = {run: [] for run in self.state.runs}
+        for number, event, payload in public:
+            assert isinstance(event, ev.RunEvent)
+            lines.setdefault(event.run, []).append((number, payload))
+        for name in await self._store.old_runs():
+            await self.history.recover({name: await self._store.old_history(name)}, -1, stored.sequence)
+            await self.history.sync()
+            await self._store.drop_history(name)
+        await self.history.recover(lines, stored.snapshot_sequence, stored.sequence)
+        for name in lines.keys() - self.state.runs.keys():
+            self.history.forget(name)
+        for run in self.state.runs.values():
+            # A snapshot of an older release has no totals.
+            if run.totals.tally.steps != run.ledger.step:
+                await self.history.recount(run)
+
     # --- writing
 
     def post(self, *events: ev.Event) -> None:
         """Applies events now; they become durable in order, soon."""
         for event in events:
             self._sequence += 1
-            run = event.run if isinstance(event, ev.RunEvent) else ""
-            public = run if run and not isinstance(event, ev.LEDGER_EVENTS) else ""
             self.state.apply(event)
-            if public:
-                self.history[public].append((self._sequence, event))
-            self._pending.append((self._sequence, Entry(ev.encode(event), public)))
+            if ev.is_public(event):
+                self.history.posted(event.run, self._sequence)
+            self._pending.append((self._sequence, Entry(ev.encode(event)), event))
         if events:
             if self._linger is None:
                 self._linger = asyncio.get_running_loop().call_later(LINGER_S, self._due.set)
@@ -144,25 +167,40 @@ class Kernel:
         return not self._pending or self._appended >= sequence
 
     async def run(self) -> None:
-        """Appends batches for ever: whatever is pending goes in one group commit."""
+        """Appends, writes histories and saves snapshots for ever."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._append_all(), name="append")
+            tasks.create_task(self.history.run(), name="history")
+            tasks.create_task(self._save_snapshots(), name="snapshot")
+
+    async def _append_all(self) -> None:
+        """Whatever is pending goes in one group commit."""
         while True:
             await self._due.wait()
             self._due.clear()
             if self._linger is not None:
                 self._linger.cancel()
                 self._linger = None
+            if self.history.backlog > TAIL_LIMIT:
+                await self.history.synced()
             if self._pending:
                 await self._append(list(self._pending))
-            if self._since_snapshot >= SNAPSHOT_EVERY:
-                await self._save_snapshot()
+            self._plan_snapshot()
 
-    async def _append(self, batch: list[tuple[int, Entry]]) -> None:
+    async def _append(self, batch: list[Posted]) -> None:
         first, last = batch[0][0], batch[-1][0]
-        entries = [entry for _, entry in batch]
+        entries = [entry for _, entry, _ in batch]
         await self._write(lambda: self._store.append(self.state.epoch, self._appended, first, entries))
         del self._pending[: len(batch)]
         self._appended = last
         self._since_snapshot += len(batch)
+        public = [
+            (event.run, sequence, event, entry.payload)
+            for sequence, entry, event in batch
+            if ev.is_public(event)
+        ]
+        if public:
+            self.history.extend(public)
         ready = [future for sequence, future in self._durable if sequence <= last]
         self._durable = [(sequence, future) for sequence, future in self._durable if sequence > last]
         for future in ready:
@@ -201,11 +239,26 @@ class Kernel:
         await self._write(attempt)
         self.mark()
 
-    async def _save_snapshot(self) -> None:
-        if self._pending:
-            return
-        sequence, data = self._appended, snapshot(self.state)
-        self._since_snapshot = 0
+    def _plan_snapshot(self) -> None:
+        """The state as it is now has what is not yet appended, too: it is saved once that is durable."""
+        if self._snapshot is None and self._since_snapshot >= SNAPSHOT_EVERY:
+            self._snapshot, self._since_snapshot = (self._sequence, snapshot(self.state)), 0
+        if self._snapshot is not None and self._appended >= self._snapshot[0]:
+            self._snapshot_due.set()
+
+    async def _save_snapshots(self) -> None:
+        while True:
+            await self._snapshot_due.wait()
+            self._snapshot_due.clear()
+            if self._snapshot is None:
+                continue
+            await (
+                self.history.synced()
+            )  # The log is trimmed next: it must not hold the only copy of an event.
+            await self._save_snapshot(*self._snapshot)
+            self._snapshot = None
+
+    async def _save_snapshot(self, sequence: int, data: bytes) -> None:
         try:
             async with self._writing:
                 await self._store.save_snapshot(self.state.epoch, sequence, data)

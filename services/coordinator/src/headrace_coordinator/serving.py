@@ -22,6 +22,7 @@ from headrace_servicekit.server import GrpcServer, split_address
 from headrace_coordinator.clients.grpc_port import GrpcPort
 from headrace_coordinator.coordinator import Coordinator
 from headrace_coordinator.fleet import Fleet, FleetSettings
+from headrace_coordinator.history import History
 from headrace_coordinator.http import make_app
 from headrace_coordinator.kernel import Kernel
 from headrace_coordinator.service import FleetServicer
@@ -46,7 +47,8 @@ async def serve(arguments: argparse.Namespace) -> None:
     configure_logging(level=arguments.log_level)
     reuse_freed_memory()
     store = RedisStore(arguments.redis, password=_secret(arguments.redis_password_file))
-    kernel = Kernel(store, time.time, boottime)
+    history = History(arguments.data_dir.resolve() / "runs")
+    kernel = Kernel(store, time.time, boottime, history=history)
     await _open(kernel, arguments)
     token = _secret(arguments.token_file)
     fleet = Fleet(
@@ -60,6 +62,7 @@ async def serve(arguments: argparse.Namespace) -> None:
         "claim": lambda: kernel.keep_claim(CLAIM_RENEWAL_S),
         "sweep": fleet.sweep,
         "schedule": coordinator.schedule,
+        "archive": coordinator.archive.run,
     }
     await coordinator.vitals.run(lasting, lambda: _serve(arguments, coordinator, kernel, token))
     kernel.mark()

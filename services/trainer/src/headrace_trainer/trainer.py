@@ -25,10 +25,10 @@ from headrace_trainer.algorithms._base import Barrier
 from headrace_trainer.backends._registry import check_backend
 from headrace_trainer.checkpoints import CheckpointDirectory
 from headrace_trainer.errors import Refusal, conflict, invalid
+from headrace_trainer.forks import foreign_checkpoints
 from headrace_trainer.gang import Gang, join_gang
 from headrace_trainer.rank import Rank
 from headrace_trainer.rounds import Round, RoundLost, Rounds
-from headrace_trainer.saver import Saver
 from headrace_trainer.session import Session
 from headrace_trainer.step import StepState
 
@@ -149,10 +149,19 @@ class Trainer:
         """Where the leader stands; empty on a follower and before a gang is joined."""
         return self._session.state if self._session is not None else StepState()
 
-    def checkpoints(self) -> tuple[CheckpointDirectory, Saver | None]:
-        """The run's checkpoints, on any rank. Raises Refusal NOT_OPEN."""
+    def checkpoints(self, source: str = "") -> CheckpointDirectory:
+        """The run's checkpoints, or those of the run with directory `source`, on any rank.
+
+        Raises Refusal NOT_OPEN, INVALID or NOT_FOUND.
+        """
         _ = self.config
-        return CheckpointDirectory(self._directory), self._session.saver if self._session else None
+        if source:
+            return foreign_checkpoints(self._directory, source)
+        return self._session.checkpoints if self._session else CheckpointDirectory(self._directory)
+
+    def last_failure(self) -> str:
+        """Name of the last checkpoint whose write failed, with the reason."""
+        return self._session.last_failure if self._session else ""
 
     def use_gpu(self, index: int) -> None:
         """Trains on a GPU from the next gang on."""

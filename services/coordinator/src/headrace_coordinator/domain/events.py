@@ -5,9 +5,11 @@ Tuples instead of objects where an event carries many slots: the log stays small
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeGuard
 
 import msgspec
+
+from headrace_coordinator.domain.compact import Drops, Run
 
 
 class Event(msgspec.Struct, frozen=True, tag_field="type", omit_defaults=True):
@@ -128,6 +130,14 @@ class RunStateChanged(RunEvent, frozen=True, kw_only=True):
     reason: str
 
 
+class RunArchived(Event, frozen=True, kw_only=True):
+    """An ended run's history and summary are synced files: of the run itself, these few words stay in memory."""
+
+    run: str
+    state: str
+    created_at: float
+
+
 class RunAdmitted(RunEvent, frozen=True, kw_only=True):
     """The run may use these instances (incarnations) and devices, and no others; replaces an earlier grant."""
 
@@ -153,6 +163,14 @@ class NumberBurnt(RunEvent, frozen=True, kw_only=True):
     number: int
 
 
+class Kept(msgspec.Struct, frozen=True, kw_only=True):
+    """What a rewind leaves of a run's figures, as its history has them before the first step that is made again."""
+
+    counts: tuple[int, int, int, int, int] = (0, 0, 0, 0, 0)
+    """Trained, dropped, duplicates, missing, worst staleness."""
+    last_step: dict[str, Any] | None = None
+
+
 class VersionRestored(RunEvent, frozen=True, kw_only=True):
     """The trainer holds a checkpoint's content, or the initial model, under a new number.
 
@@ -169,6 +187,7 @@ class VersionRestored(RunEvent, frozen=True, kw_only=True):
     """The run that made the checkpoint, where it is another one: a fork."""
     warmup_steps: int = 0
     figures: dict[str, float] = {}
+    kept: Kept | None = None
 
 
 class StepOpened(RunEvent, frozen=True, kw_only=True):
@@ -216,7 +235,7 @@ class GroupDropped(RunEvent, frozen=True, kw_only=True):
 
 
 class Certificate(msgspec.Struct, frozen=True, kw_only=True):
-    """Attests one update, from the coordinator's and the trainer's own counts."""
+    """Attests one update, from the coordinator's and the trainer's own counts. `compact` says what its lists hold."""
 
     number: int
     parent: int
@@ -224,8 +243,8 @@ class Certificate(msgspec.Struct, frozen=True, kw_only=True):
     digest: str
     step: int
     attempt: int
-    trained: list[tuple[int, int, int]]
-    dropped: list[tuple[int, int, str]]
+    trained: list[Run]
+    dropped: Drops
     set_digest: str
     tokens: int
     tokens_by_version: dict[int, int]
@@ -247,7 +266,7 @@ class StepSkipped(RunEvent, frozen=True, kw_only=True):
     """A step ended without a version: every slot of it is dropped."""
 
     step: int
-    dropped: list[tuple[int, int, str]]
+    dropped: Drops
 
 
 class StepAborted(RunEvent, frozen=True, kw_only=True):
@@ -323,6 +342,7 @@ AnyEvent = (
     | RunSubmitted
     | RunIntentChanged
     | RunStateChanged
+    | RunArchived
     | RunAdmitted
     | RunReleased
     | GangFormed
@@ -353,6 +373,11 @@ _decoder: Any = msgspec.json.Decoder(AnyEvent)
 
 LEDGER_EVENTS = (SlotsAssigned, SlotsFinished, GroupsSettled, GroupsAccumulated, NumberBurnt)
 """Run events that only the log needs: too many and too small to show."""
+
+
+def is_public(event: Event) -> TypeGuard[RunEvent]:
+    """The event belongs to its run's history, which people read."""
+    return isinstance(event, RunEvent) and not isinstance(event, LEDGER_EVENTS)
 
 
 def encode(event: Event) -> bytes:

@@ -12,6 +12,7 @@ import msgspec
 
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain.slots import SlotLedger
+from headrace_coordinator.domain.totals import Totals
 from headrace_coordinator.domain.versions import Lineage
 
 QUEUED, PLANNING, RUNNING, PAUSING, PAUSED, RECOVERING, CANCELLING = (
@@ -24,6 +25,8 @@ QUEUED, PLANNING, RUNNING, PAUSING, PAUSED, RECOVERING, CANCELLING = (
     "CANCELLING",
 )
 SUCCEEDED, FAILED, CANCELLED = "SUCCEEDED", "FAILED", "CANCELLED"
+EVALUATED_KEPT = 256
+"""Names of evaluations that were done: a rewind goes back by fewer."""
 TERMINAL = frozenset({SUCCEEDED, FAILED, CANCELLED})
 ADMITTED = frozenset({PLANNING, RUNNING, RECOVERING, PAUSING, CANCELLING})
 """States of a run that a controller works on; all others hold nothing."""
@@ -153,6 +156,8 @@ class RunState(msgspec.Struct):
     last_checkpoint_at: float = 0.0
     export_path: str = ""
     dataset_digest: str = ""
+    totals: Totals = msgspec.field(default_factory=Totals)
+    checkpoints: list[tuple[str, int]] = []
 
     def share(self, now: float) -> float:
         """Device-seconds used, over the run's weight; a newcomer starts level with those that run."""
@@ -183,8 +188,10 @@ class RunState(msgspec.Struct):
     def apply(self, event: ev.Event) -> None:
         """Folds one event into the run and its parts."""
         self._count_progress(event)
-        self.ledger.apply(event)
+        ledger = self.ledger
+        ledger.apply(event)
         self.lineage.apply(event)
+        self.totals.apply(event, ledger.group_size * ledger.prompts_per_step, ledger.group_size)
         match event:
             case ev.RunIntentChanged():
                 self.intent, self.intent_author = event.intent, event.author
@@ -200,17 +207,31 @@ class RunState(msgspec.Struct):
             case ev.VersionRestored():
                 self.warmup_steps = event.warmup_steps or self.warmup_steps
                 self.evaluated = [key for key in self.evaluated if _ordinal_of(key) <= event.ordinal]
+                self._prune()
+            case ev.StepCommitted():
+                self._prune()
             case ev.RunRecovering():
                 self.recoveries += 1
                 self.recoveries_in_a_row += 1
             case ev.Evaluated(view=view):
                 self.evaluated.append(evaluation_key(view["kind"], view["step"]))
+                del self.evaluated[:-EVALUATED_KEPT]
             case ev.CheckpointSaved():
                 self.last_checkpoint, self.last_checkpoint_at = event.number, event.at
+                self.checkpoints.append((event.name, event.number))
+                del self.checkpoints[: -self._section("checkpoint", "keep", 1)]
             case ev.DatasetOpened(digest=digest):
                 self.dataset_digest = digest
             case ev.ModelExported(path=path):
                 self.export_path = path
+
+    def _prune(self) -> None:
+        pinned = {number for _, number in self.checkpoints}
+        self.lineage.prune(self._section("algorithm", "max_staleness", 0), pinned)
+
+    def _section(self, section: str, key: str, default: int) -> int:
+        value: int = self.spec.get(section, {}).get(key, default)
+        return value
 
     def _count_progress(self, event: ev.Event) -> None:
         """Recoveries count in a row until the highest step rises beyond what rewinds took away since."""

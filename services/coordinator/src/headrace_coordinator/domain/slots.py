@@ -47,7 +47,6 @@ class SlotLedger(msgspec.Struct):
     last_attempt: int = 0
     dropped_total: int = 0
     terminal_total: int = 0
-    expected_tokens: dict[int, float] = {}
     first_step: int = 0
     """Step that the run began with: above 0 for a fork, whose origin did the earlier ones."""
     progress: int = 0
@@ -135,7 +134,6 @@ class SlotLedger(msgspec.Struct):
         slot = self.slot(prompt, sample)
         if slot is not None and slot.attempt == attempt:
             slot.state, slot.digest, slot.tokens = FINISHED, digest, tokens
-            self.expected_tokens[prompt] = float(tokens)
 
     def _close(self) -> None:
         self.dropped_total += sum(slot.state == DROPPED for slot in self.slots.values())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import msgspec
 
@@ -41,14 +42,27 @@ class InstanceState(msgspec.Struct):
 
 
 class KeyRecord(msgspec.Struct):
-    """What an idempotency key was used for."""
+    """What an idempotency key was used for, and when."""
 
     body: str
     resource: str
+    at: float = 0.0
+
+
+class EndedRun(msgspec.Struct, array_like=True):
+    """What stays in memory of a run whose history and summary are files."""
+
+    state: str
+    created_at: float
+
+
+KEY_LIFETIME_S = 24 * 3600.0
+KEYS_KEPT = 10_000
+ENDED_KEPT = 10_000
 
 
 class State(msgspec.Struct):
-    """Everything the coordinator must not forget."""
+    """Everything the coordinator must not forget: bounded by active runs and their open steps."""
 
     store_id: str = ""
     epoch: int = 0
@@ -56,8 +70,14 @@ class State(msgspec.Struct):
     table: LeaseTable = msgspec.field(default_factory=LeaseTable)
     runs: dict[str, RunState] = {}
     keys: dict[str, KeyRecord] = {}
+    ended: dict[str, EndedRun] = {}
     scheduling_changes: int = 0
     """Rises with every event that may change who is admitted."""
+
+    def key(self, key: str, now: float) -> KeyRecord | None:
+        """What an idempotency key was used for in the last KEY_LIFETIME_S."""
+        record = self.keys.get(key)
+        return record if record is not None and now - record.at < KEY_LIFETIME_S else None
 
     def active_runs(self) -> Iterator[RunState]:
         """Runs that have not ended."""
@@ -93,7 +113,11 @@ class State(msgspec.Struct):
             case ev.InstanceLost(incarnation=incarnation):
                 self.instances.pop(incarnation, None)
             case ev.KeyUsed():
-                self.keys[event.key] = KeyRecord(event.body, event.resource)
+                self._use_key(event)
+            case ev.RunArchived():
+                self.runs.pop(event.run, None)
+                self.ended[event.run] = EndedRun(event.state, event.created_at)
+                _shorten(self.ended, ENDED_KEPT)
             case ev.RunSubmitted():
                 self._submit(event)
             case ev.RunEvent(run=name):
@@ -106,6 +130,13 @@ class State(msgspec.Struct):
         """A run that comes to the queue has no claim on what others used while it did not want to run."""
         others = [run.share(now) for run in self.active_runs() if run is not newcomer and run.state != PAUSED]
         newcomer.share_s = max(newcomer.share_s, min(others, default=0.0))
+
+    def _use_key(self, event: ev.KeyUsed) -> None:
+        self.keys.pop(event.key, None)
+        self.keys[event.key] = KeyRecord(event.body, event.resource, event.at)
+        while event.at - self.keys[next(iter(self.keys))].at >= KEY_LIFETIME_S:
+            del self.keys[next(iter(self.keys))]
+        _shorten(self.keys, KEYS_KEPT)
 
     def _submit(self, event: ev.RunSubmitted) -> None:
         algorithm = event.spec["algorithm"]
@@ -120,6 +151,12 @@ class State(msgspec.Struct):
             steps_total=event.spec["steps"],
         )
         self._level(self.runs[event.run], event.at)
+
+
+def _shorten(entries: dict[str, Any], kept: int) -> None:
+    """Leaves the newest entries."""
+    while len(entries) > kept:
+        del entries[next(iter(entries))]
 
 
 _decoder = msgspec.json.Decoder(State)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -23,12 +23,22 @@ _CLOSE = {
     "reward": reward.CloseRunRequest,
 }
 
+KEYS_A_MESSAGE = 10_000
+"""Slots that one request names."""
+
 SlotKey = tuple[int, int]
 
 
 def sample_key(slot: SlotKey) -> common.SampleKey:
     """(prompt ordinal, sample index) as the contracts' key."""
     return common.SampleKey(prompt_ordinal=slot[0], sample_index=slot[1])
+
+
+def _parts(slots: Iterable[SlotKey]) -> Iterator[list[SlotKey]]:
+    """Slots by the message."""
+    source = iter(slots)
+    while part := list(itertools.islice(source, KEYS_A_MESSAGE)):
+        yield part
 
 
 @dataclass
@@ -142,16 +152,18 @@ class RolloutMember(Member):
 
     async def fetch(self, slots: Iterable[SlotKey]) -> list[common.Trajectory]:
         """Bodies from its custody; unknown ones are left out."""
-        request = rollout.FetchTrajectoriesRequest(header=self.header(), samples=map(sample_key, slots))
         found: list[common.Trajectory] = []
-        async for response in self.port.listen("FetchTrajectories", request, SLOW_S):
-            found += response.trajectories
+        for part in _parts(slots):
+            request = rollout.FetchTrajectoriesRequest(header=self.header(), samples=map(sample_key, part))
+            async for response in self.port.listen("FetchTrajectories", request, SLOW_S):
+                found += response.trajectories
         return found
 
     async def end_custody(self, slots: Iterable[SlotKey]) -> None:
         """The ledger says TRAINED or DROPPED."""
-        request = rollout.ReleaseTrajectoriesRequest(header=self.header(), samples=map(sample_key, slots))
-        await self.port.call("ReleaseTrajectories", request, QUICK_S)
+        for part in _parts(slots):
+            request = rollout.ReleaseTrajectoriesRequest(header=self.header(), samples=map(sample_key, part))
+            await self.port.call("ReleaseTrajectories", request, QUICK_S)
 
 
 @dataclass

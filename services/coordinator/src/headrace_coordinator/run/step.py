@@ -8,6 +8,7 @@ from headrace.trainer.v1 import trainer_pb2 as trainer
 from headrace_servicekit.digests import set_digest
 
 from headrace_coordinator.domain import events as ev
+from headrace_coordinator.domain.compact import compact_drops
 from headrace_coordinator.domain.slots import ACCUMULATED, DROPPED, Slot
 from headrace_coordinator.ports import CallRefused, InstanceDown
 from headrace_coordinator.run.certificate import certify, step_view, trajectory_views
@@ -141,7 +142,7 @@ class Step:
             )
 
     def _manifest(self) -> bytes:
-        dropped = [(slot.prompt, slot.sample, slot.reason) for slot in self._ledger.members(DROPPED)]
+        dropped = compact_drops((s.prompt, s.sample, s.reason) for s in self._ledger.members(DROPPED))
         return ev.encode(
             ev.StepSkipped(
                 at=self._kernel.now(), run=self._context.run_id, step=self._ledger.step, dropped=dropped
@@ -254,7 +255,7 @@ class Step:
 
     async def _skip(self, why: str) -> Published:
         slots = [slot for _, slot in sorted(self._ledger.slots.items())]
-        dropped = [(slot.prompt, slot.sample, slot.reason or why) for slot in slots]
+        dropped = compact_drops((slot.prompt, slot.sample, slot.reason or why) for slot in slots)
         if self._ledger.open:
             await self._abort(why)
         await self._kernel.commit(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import tempfile
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,13 +18,15 @@ from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain import runs
 from headrace_coordinator.domain.state import InstanceState
 from headrace_coordinator.fleet import Fleet, FleetSettings, Supervisor, open_reports
+from headrace_coordinator.history import History, Item
 from headrace_coordinator.kernel import Kernel
+from headrace_coordinator.simulation.disk import Disk, Weights
 from headrace_coordinator.simulation.instances import Instance
 from headrace_coordinator.simulation.judge import Violation, judge
 from headrace_coordinator.simulation.network import SimulatedPort
 from headrace_coordinator.simulation.reward import Reward
 from headrace_coordinator.simulation.rollout import Rollout
-from headrace_coordinator.simulation.trainer import Disk, Trainer, Weights
+from headrace_coordinator.simulation.trainer import Trainer
 from headrace_coordinator.simulation.virtual_time import run_virtual
 from headrace_coordinator.store.memory_store import MemoryStore
 
@@ -74,6 +77,8 @@ class World:
         self.faulty = faults
         self.store = MemoryStore()
         self.disk = Disk()
+        self._temporary = tempfile.TemporaryDirectory(prefix="world-")
+        self.directory = Path(self._temporary.name)
         self.spec = self._spec()
         self.instances: dict[str, Instance] = {}
         self.counts = {
@@ -219,7 +224,10 @@ class World:
         """Opens the store, and the supervisor reports what it runs."""
         loop = asyncio.get_running_loop()
         kernel = Kernel(
-            self.store, lambda: loop.time() + self._wall_ahead_s, lambda: loop.time() + self._slept_s
+            self.store,
+            lambda: loop.time() + self._wall_ahead_s,
+            lambda: loop.time() + self._slept_s,
+            history=History(self.directory, _at_once),
         )
         await kernel.open("simulated")
         fleet = Fleet(kernel, self._connect, SETTINGS)
@@ -290,6 +298,7 @@ class World:
                     "stop",
                     "clock",
                     "sleep",
+                    "damage",
                 ]
             )
             self.faults[fault] += 1
@@ -331,6 +340,17 @@ class World:
         victim.cut_off = True
         await asyncio.sleep(self.rng.uniform(1.0, 60.0))
         victim.cut_off = False
+
+    async def _fault_damage(self) -> None:
+        """The newest checkpoint is damaged; an intact one is before it."""
+        run = self._run()
+        if run is None:
+            return
+        live = {number for number, version in run.lineage.versions.items() if version.live}
+        listed = self.disk.listed(run.directory)
+        intact = [c for c in listed if not c.damage and c.version.number in live]
+        if len(intact) > 1:
+            intact[0].damage, intact[0].torn = "a byte differs", self.rng.random() < 0.5
 
     async def _fault_stop(self) -> None:
         victim = self._victim()
@@ -384,7 +404,7 @@ class World:
                 )
         if trouble:
             trouble.cancel()
-        return self._judge(run)
+        return await self._judge(run)
 
     def _settled(self) -> bool:
         kernel = self._coordinator.kernel if self._coordinator else None
@@ -397,9 +417,10 @@ class World:
                 raise task.exception()  # type: ignore[misc]
         self._tasks = [task for task in self._tasks if not task.done()]
 
-    def _judge(self, run: runs.RunState) -> Outcome:
+    async def _judge(self, run: runs.RunState) -> Outcome:
         assert self._coordinator is not None
-        counts = judge(run, self._coordinator.kernel.history["run"], self._weights(run.lineage.head))
+        counts = judge(run, await self._history(run.id), self._weights(run.lineage.head))
+        await self._archived(run)
         return Outcome(
             self.seed,
             run.state,
@@ -410,12 +431,37 @@ class World:
             self.faults,
         )
 
+    async def _history(self, run: str) -> list[Item]:
+        """The run's events as anyone may read them: files first, then what is still in memory."""
+        assert self._coordinator is not None
+        found: list[Item] = []
+        while page := await self._coordinator.kernel.history.page(run, found[-1][0] if found else -1):
+            found += page
+        return found
+
+    async def _archived(self, run: runs.RunState) -> None:
+        """The run leaves memory, and shows what it showed before."""
+        coordinator = self._coordinator
+        assert coordinator is not None
+        shown = coordinator.run(run.id)
+        await coordinator.kernel.wait_until(
+            lambda: not coordinator.scheduler.tasks, 60.0, "the run's task to end"
+        )
+        await coordinator.archive.once()
+        if run.id in coordinator.kernel.state.runs or coordinator.run(run.id) != shown:
+            raise Violation("an archived run shows something else")
+
     def _weights(self, head: int) -> Weights | None:
         """The head's weights: in a living trainer, or on the disk when the trainer died last."""
         trainers = [i for i in self.instances.values() if isinstance(i, Trainer) and i.alive]
         found = [trainer.made[head] for trainer in trainers if head in trainer.made]
-        found += [saved for _, version, saved, _, _ in self.disk.checkpoints if version.number == head]
+        found += [stored.weights for stored in self.disk.checkpoints if stored.version.number == head]
         return found[0] if found else None
+
+
+async def _at_once(work: Any, *arguments: Any) -> Any:
+    """In place of a thread, for which virtual time would not wait."""
+    return work(*arguments)
 
 
 def run_world(seed: int, faults: bool = True) -> Outcome:

@@ -1,4 +1,4 @@
-"""What the kernel needs of a store: one conditional append, snapshots, the runs' own streams."""
+"""What the kernel needs of a store: one conditional append, and snapshots that let the log be trimmed."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ class ForeignStore(Exception):
 
 
 class Entry(msgspec.Struct, frozen=True):
-    """One event to append; `run` also puts it on that run's public stream."""
+    """One event to append."""
 
     payload: bytes
-    run: str = ""
 
 
 class Stored(msgspec.Struct):
-    """What a start finds."""
+    """What a start finds: a snapshot that covers events up to a number, and the events after it."""
 
     store_id: str
     epoch: int
     sequence: int
     snapshot: bytes
+    snapshot_sequence: int
     events: list[tuple[int, bytes]]
 
 
@@ -73,5 +73,11 @@ class Store(Protocol):
     async def save_snapshot(self, epoch: int, sequence: int, data: bytes) -> None:
         """Replaces the snapshot, then trims the log up to `sequence`."""
 
-    async def history(self, run: str) -> list[tuple[int, bytes]]:
-        """The run's public stream from its beginning."""
+    async def old_runs(self) -> list[str]:
+        """Runs of an older release that kept their public events in the store, in streams of their own."""
+
+    async def old_history(self, run: str) -> list[tuple[int, bytes]]:
+        """Such a run's public events from its beginning."""
+
+    async def drop_history(self, run: str) -> None:
+        """Removes them: they are in files."""

@@ -88,6 +88,7 @@ class RedisStore:
             epoch=int(meta.get(b"epoch", b"0")),
             sequence=int(meta.get(b"sequence", b"0")),
             snapshot=snapshot.get(b"data", b""),
+            snapshot_sequence=after,
             events=await self._read(self._key("log"), after),
         )
 
@@ -105,8 +106,7 @@ class RedisStore:
 
     async def append(self, epoch: int, expected: int, first: int, entries: list[Entry]) -> None:
         """See `Store.append`."""
-        log = self._key("log")
-        keys = [self._key("meta"), log, *(self._key("run", e.run) if e.run else log for e in entries)]
+        keys = [self._key("meta"), self._key("log")]
         arguments: list[Any] = [str(epoch), str(expected), str(first), *(e.payload for e in entries)]
         await self._ask(self._append_if(keys=keys, args=arguments))
 
@@ -118,9 +118,24 @@ class RedisStore:
         await self._ask(self._redis.hset(self._key("snapshot"), mapping=mapping))
         await self._ask(self._redis.xtrim(self._key("log"), minid=f"{sequence + 1}-0", approximate=False))
 
-    async def history(self, run: str) -> list[tuple[int, bytes]]:
-        """See `Store.history`."""
+    async def old_runs(self) -> list[str]:
+        """See `Store.old_runs`."""
+        prefix = self._key("run", "")
+        found: list[str] = []
+        cursor: Any = 0
+        while True:
+            cursor, keys = await self._ask(self._redis.scan(cursor, match=f"{prefix}*", count=PAGE))
+            found += [key.decode().removeprefix(prefix) for key in keys]
+            if not int(cursor):
+                return sorted(set(found))
+
+    async def old_history(self, run: str) -> list[tuple[int, bytes]]:
+        """See `Store.old_history`."""
         return await self._read(self._key("run", run), 0)
+
+    async def drop_history(self, run: str) -> None:
+        """See `Store.drop_history`."""
+        await self._ask(self._redis.delete(self._key("run", run)))
 
     async def close(self) -> None:
         """Gives the claim up and closes the connections."""

@@ -22,6 +22,7 @@ from headrace_trainer.algorithms._base import Algorithm, TokenBatch
 from headrace_trainer.allocator import give_back_if_short
 from headrace_trainer.backends._base import CommitReport, MicroReport, StateReader
 from headrace_trainer.backends.fsdp.figures import TokenFigures
+from headrace_trainer.backends.fsdp.fit import check_fit
 from headrace_trainer.backends.fsdp.optimizer import MOMENTS, ShardedAdamW
 from headrace_trainer.backends.fsdp.sharding import ShardedModel
 from headrace_trainer.backends.fsdp.warmup import SupervisedBatches
@@ -53,6 +54,10 @@ class FsdpBackend:
     def load_initial(self) -> None:
         """See `Backend`."""
         self._shard(load_model(self._config.model, weights=self._gang.leads))
+
+    def check_state(self, reader: StateReader) -> None:
+        """See `Backend`."""
+        check_fit(reader, self._config.model)
 
     def load_state(self, reader: StateReader | None) -> None:
         """See `Backend`."""
