@@ -95,8 +95,6 @@ def config(task: dict[str, Any], output: str) -> GRPOConfig:
         beta=0.0,
         num_iterations=1,
         scale_rewards="group",
-        epsilon=task["clip_low"],
-        epsilon_high=task["clip_high"],
         learning_rate=task["lr"],
         lr_scheduler_type=task["schedule"],
         warmup_steps=0,

@@ -21,7 +21,7 @@ from headrace_servicekit.weights import WeightStore
 
 from headrace_trainer.algorithms import build_algorithm
 from headrace_trainer.algorithms._base import Barrier
-from headrace_trainer.backends._registry import check_backend
+from headrace_trainer.backends import choose_backend
 from headrace_trainer.checkpoints import CheckpointDirectory
 from headrace_trainer.errors import Refusal, conflict, invalid
 from headrace_trainer.gang import Gang, join_gang
@@ -87,7 +87,7 @@ class Trainer:
                 raise Refusal("BUSY", f"{self._run} is open here, and a trainer serves one run at a time")
             if (self._config, self._directory) != (config, directory):
                 raise conflict(f"{run} is open with another config or directory: close it first")
-        check_backend(config.trainer.backend)
+        choose_backend(config.trainer)
         algorithm = build_algorithm(config.algorithm)
         try:
             load_architecture(config.model)
