@@ -9,8 +9,9 @@ from types import SimpleNamespace
 
 import pytest
 from headrace_servicekit import registry
+from headrace_servicekit.contract import check_plugin
 from headrace_servicekit.registry import Options, Plugin, PluginError, Registry, plugin, read_capabilities
-from pydantic import Field
+from pydantic import BaseModel, Field
 
 GROUP = "headrace.test_shapes"
 
@@ -23,6 +24,10 @@ class SquareOptions(Options):
 class Square:
     def __init__(self, options, scale):
         self.side = options.side * scale
+
+
+class Lax(BaseModel):
+    pass
 
 
 @plugin(SquareOptions)
@@ -42,6 +47,8 @@ MODULE = SimpleNamespace(
     CIRCLE=Circle,
     NOT_THERE=Plugin("no_such_module:X"),
     number=5,
+    LAX=Plugin("published_shapes:Square", Lax, "takes anything"),
+    NOWHERE=Plugin("no_such_module:X", description="leads nowhere"),
 )
 
 
@@ -138,3 +145,23 @@ def test_options_travel_as_json_schemas(shapes):
     assert sorted(schemas) == ["later", "square"]
     assert schemas["square"] == json.loads(json.dumps(SquareOptions.model_json_schema()))
     assert schemas["square"]["additionalProperties"] is False
+
+
+def test_the_contract_holds_for_a_sound_plug_in(shapes):
+    assert check_plugin(shapes(circle="published_shapes:CIRCLE"), "circle", {"side": 2}).build().radius == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "words"),
+    [
+        ("absent", {}, "is not published in the group headrace.test_shapes"),
+        ("square", {"side": 0}, "shape.options.side"),
+        ("square", {}, "has no description"),
+        ("lax", {}, "an unknown option is taken in silence"),
+        ("nowhere", {}, "no_such_module:X cannot be imported"),
+    ],
+)
+def test_the_contract_says_what_does_not_hold(shapes, name, options, words):
+    found = shapes(lax="published_shapes:LAX", nowhere="published_shapes:NOWHERE")
+    with pytest.raises(AssertionError, match=words):
+        check_plugin(found, name, options)

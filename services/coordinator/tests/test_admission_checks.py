@@ -69,7 +69,7 @@ def test_a_spec_that_fits_has_no_problem():
             "placement.mode",
             "needs 3 devices (2 to generate and 1 to learn) and there are 2",
         ),
-        ({"data": {"source": "copy-digits"}}, "data.source", "did you mean copy_digits?"),
+        ({"data": {"source": "copy-digits"}}, "data.source", "did you mean 'copy_digits'?"),
         (
             {"data": {"source": "copy_digits", "heldout": 1000}},
             "data.heldout",

@@ -8,9 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 from headrace_schema.learning import AlgorithmSection
+from headrace_servicekit.registry import Plugin
 from headrace_trainer.algorithms import ALGORITHMS, build_algorithm
-from headrace_trainer.algorithms._base import TokenBatch
+from headrace_trainer.algorithms._base import Barrier, LossSums, TokenBatch
 from headrace_trainer.algorithms._policy_loss import truncated_importance
+from headrace_trainer.algorithms.contract import check_algorithm
+from headrace_trainer.algorithms.grpo import Grpo
+from headrace_trainer.algorithms.plugins import GrpoOptions
 from headrace_trainer.errors import Refusal
 
 VECTORS = json.loads((Path(__file__).parent / "data" / "verl_vectors.json").read_text())
@@ -89,3 +93,22 @@ def test_wrong_options_are_named_by_key(options, key, words):
     with pytest.raises(Refusal) as caught:
         build_algorithm(AlgorithmSection(options=options))
     assert caught.value.metadata["key"] == key and words in caught.value.message
+
+
+@pytest.mark.parametrize("options", [{}, {"normalize_std": False, "importance_cap": 2.0}])
+def test_grpo_holds_the_contract(options):
+    assert check_algorithm("grpo", options).barrier is Barrier.GROUP
+
+
+class Averaged(Grpo):
+    """Divides by its micro-batch, as a loss must not."""
+
+    def loss(self, batch):
+        return LossSums(super().loss(batch).loss / len(batch.log_probs_K))
+
+
+def test_the_contract_finds_a_loss_that_is_no_sum(monkeypatch):
+    plugin = Plugin(Averaged, GrpoOptions, "wrong")
+    monkeypatch.setattr("headrace_trainer.algorithms.plugins.GRPO", plugin)
+    with pytest.raises(AssertionError, match="no unnormalised sum"):
+        check_algorithm("grpo", {})

@@ -148,7 +148,7 @@ class Registry(Generic[Made]):
             except PluginError as error:
                 warn(f"{self.kind} {name} is left out: {error}")
                 continue
-            listed.append(f"{name}={json.dumps(schema, separators=(',', ':'))}")
+            listed.append(capability(name, schema))
         return listed
 
     def _below(self, problem: KeyProblem) -> KeyProblem:
@@ -178,6 +178,11 @@ def _is_plugin(found: Any) -> Plugin:
     if not isinstance(found, Plugin):
         raise TypeError(f"is a {type(found).__name__} and no headrace_servicekit.registry.Plugin")
     return found
+
+
+def capability(name: str, schema: Mapping[str, Any]) -> str:
+    """How an instance registers the JSON Schema of a plug-in's options."""
+    return f"{name}={json.dumps(schema, separators=(',', ':'))}"
 
 
 def read_capabilities(listed: Iterable[str]) -> dict[str, dict[str, Any]]:

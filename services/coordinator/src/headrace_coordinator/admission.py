@@ -101,6 +101,10 @@ def _options(spec: RunSpec, fleet: FleetView) -> Iterator[KeyProblemView]:
             "engine_options",
         ),
     ]
+    for part in ("scorers", "evaluation"):
+        for index, scorer in enumerate(getattr(spec.reward, part)):
+            key = f"reward.{part}[{index}].options"
+            chosen.append((key, scorer.name, scorer.options, "reward", "scorer_options"))
     for key, name, options, kind, facet in chosen:
         # Instances of two releases may register two schemas: the options must suit one of them.
         schemas = [
