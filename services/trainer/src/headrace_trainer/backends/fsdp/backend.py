@@ -27,6 +27,7 @@ from headrace_trainer.backends.fsdp.optimizer import MOMENTS, ShardedAdamW
 from headrace_trainer.backends.fsdp.prefixes import shares_prefixes
 from headrace_trainer.backends.fsdp.sharding import ShardedModel
 from headrace_trainer.backends.fsdp.warmup import SupervisedBatches
+from headrace_trainer.backends.plugins import FsdpOptions
 from headrace_trainer.errors import Refusal
 from headrace_trainer.gang import Gang
 from headrace_trainer.packing import MicroBatch, pack
@@ -41,8 +42,11 @@ LossOf = Callable[[Tensor, MicroBatch], Tensor]
 class FsdpBackend:
     """See `Backend`."""
 
-    def __init__(self, config: TrainerConfig, algorithm: Algorithm, gang: Gang) -> None:
+    def __init__(
+        self, config: TrainerConfig, algorithm: Algorithm, gang: Gang, options: FsdpOptions | None = None
+    ) -> None:
         self._config = config
+        self._options = options or FsdpOptions()
         self._algorithm = algorithm
         self._gang = gang
         self._dtype = DTYPES[config.model.dtype]
@@ -205,7 +209,7 @@ class FsdpBackend:
             model.train()  # transformers checkpoints in training mode only; modelkit has turned dropout off
         self.shares_prefixes = shares_prefixes(self._config, model.config)
         self._model = ShardedModel(
-            model, self._gang, self._dtype, reshard=self._config.trainer.reshard_micro_batches
+            model, self._gang, self._dtype, reshard=self._options.reshard_micro_batches
         )
         self._optimizer = self._new_optimizer()
         self._dirty = False
