@@ -99,6 +99,22 @@ def test_sigterm_stops_the_fleet(fleet):
     assert not (fleet.data_dir / "fleet.json").exists()
 
 
+@pytest.mark.parametrize("how", ["down", "sigterm"])
+def test_trainers_stop_first_and_the_coordinator_last(fleet, how):
+    launcher = fleet.up("--rollout", "2")["launcher_pid"]
+    (fleet.data_dir / "slow-trainer").touch()
+    if how == "down":
+        said = fleet.run("down").stderr
+        stopped = [line for line in said.splitlines() if line.startswith("stopping")]
+        assert stopped and stopped[0] == "stopping the trainers, at most 30 s", said
+    else:
+        os.kill(launcher, signal.SIGTERM)
+        wait_for(lambda: not fleet.processes(), "the fleet's end")
+    ends = (fleet.data_dir / "ends").read_text().splitlines()
+    assert ends[0] == "trainer 200" and ends[-1] == "coordinator"
+    assert sorted(ends[1:-1]) == ["reward 200", "rollout 200", "rollout 200", "simulator 200"]
+
+
 def test_second_up_on_one_data_dir_is_a_sentence(fleet):
     ready = fleet.up()
     again = fleet.run("up", "--port", "1")

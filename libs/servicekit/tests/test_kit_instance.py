@@ -139,7 +139,7 @@ async def test_without_renewal_the_fence_closes_before_the_ttl_and_opens_again(f
     fleet.grant(7, ttl_s=1.2)
     await until(lambda: instance.fence.holds(7), "the lease")
     await asyncio.wait_for(quiesced.wait(), 3)
-    with pytest.raises(ServiceError, match="EPOCH_STALE"):
+    with pytest.raises(ServiceError, match="LEASE_QUIESCED"):
         instance.fence.check(header(7), lease=True)
     assert ("revoke", 7, 0.0) not in instance.calls
     fleet.renew = True

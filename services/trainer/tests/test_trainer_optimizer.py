@@ -6,16 +6,16 @@ import math
 
 import pytest
 import torch
-from headrace_modelkit.config import ModelConfig
 from headrace_modelkit.loading import load_model
-from headrace_trainer.config import OptimizerConfig
+from headrace_schema.generating import ModelSection
+from headrace_schema.learning import OptimizerSection
 from headrace_trainer.schedules import learning_rate
 
 
 def test_steps_equal_plain_adamw_with_clipping(make_backend, sequences, accumulate):
     settings = {"lr": 1e-3, "beta2": 0.9, "weight_decay": 0.1, "grad_clip": 0.05}
     backend = make_backend(optimizer=settings)
-    model = load_model(ModelConfig.model_validate(backend._config.model.model_dump()))
+    model = load_model(ModelSection.model_validate(backend._config.model.model_dump()))
     matrices = [p for p in model.parameters() if p.dim() > 1]
     vectors = [p for p in model.parameters() if p.dim() == 1]
     adamw = torch.optim.AdamW(
@@ -53,11 +53,11 @@ def test_a_non_finite_gradient_changes_nothing(make_backend, sequences, accumula
 
 
 def test_schedules():
-    base = OptimizerConfig(lr=1.0)
+    base = OptimizerSection(lr=1.0)
     assert [learning_rate(base, step, 10) for step in (0, 9)] == [1.0, 1.0]
-    linear = OptimizerConfig.model_validate({"lr": 1.0, "schedule": {"name": "linear", "warmup_steps": 2}})
+    linear = OptimizerSection.model_validate({"lr": 1.0, "schedule": {"name": "linear", "warmup_steps": 2}})
     rates = [learning_rate(linear, step, 10) for step in (0, 1, 2, 6, 10, 12)]
     assert rates == pytest.approx([0.5, 1.0, 1.0, 0.5, 0.0, 0.0])
     schedule = {"name": "cosine", "final_fraction": 0.1, "total_steps": 4}
-    cosine = OptimizerConfig.model_validate({"lr": 1.0, "schedule": schedule})
+    cosine = OptimizerSection.model_validate({"lr": 1.0, "schedule": schedule})
     assert [learning_rate(cosine, step, 99) for step in (0, 2, 4)] == pytest.approx([1.0, 0.55, 0.1])

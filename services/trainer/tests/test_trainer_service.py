@@ -206,10 +206,10 @@ async def test_warm_up_learns_and_is_reported(client, make_config):
     restored = await client.open(config)
     assert restored.warmup_steps == 30
     trajectory = pb.InferRequest().trajectories.add()
-    from headrace_modelkit.config import ModelConfig
     from headrace_modelkit.tokenizer import load_tokenizer
+    from headrace_schema.generating import ModelSection
 
-    codec = load_tokenizer(ModelConfig(path=config["model"]["path"], dtype="float32"))
+    codec = load_tokenizer(ModelSection(path=config["model"]["path"], dtype="float32"))
     trajectory.segments.add().tokens.token_ids.extend(codec.encode_prompt(text="copy 123: "))
     answer = trajectory.segments.add(policy_number=1)
     answer.tokens.token_ids.extend(codec.encode_answer("1"))

@@ -171,7 +171,8 @@ class Certificate(Resource):
     tokens: int = 0
     tokens_by_version: dict[str, int] = field(default_factory=dict)
     max_staleness: int = 0
-    log_prob_mismatch_mean: float = 0.0
+    log_prob_mismatch_mean: float | None = None
+    log_prob_compared_tokens: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,7 +204,7 @@ class Checkpoint(Resource):
 
 @dataclass(frozen=True, kw_only=True)
 class Instance(Resource):
-    """One running process of a service; `state` is READY, LOST or DRAINING."""
+    """One running process of a service; `state` is READY, SILENT, LOST or DRAINING."""
 
     name: str = ""
     incarnation: str = ""

@@ -12,7 +12,7 @@ from headrace_schema.base import Count, CountOrZero, Section, Seed
 class ModelSection(Section):
     """The policy: a Hugging Face id or a local directory (read by rollout and trainer)."""
 
-    path: str = Field(description="Hugging Face id or local directory of the model")
+    path: str = Field(min_length=1, description="Hugging Face id or local directory of the model")
     revision: str | None = Field(default=None, description="revision of a Hugging Face id")
     gguf_file: str | None = Field(
         default=None, description="GGUF file inside the directory, dequantised on load"

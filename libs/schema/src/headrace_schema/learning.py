@@ -8,6 +8,8 @@ from pydantic import Field, PositiveFloat
 
 from headrace_schema.base import Count, CountOrZero, Section
 
+Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum"]
+
 
 class AlgorithmSection(Section):
     """How rewards become a gradient."""
@@ -22,7 +24,7 @@ class AlgorithmSection(Section):
     normalize_std: bool = Field(
         default=True, description="divide group-centred rewards by their standard deviation"
     )
-    loss_aggregation: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum"] = Field(
+    loss_aggregation: Aggregation = Field(
         default="token-mean", description="what tokens and sequences weigh in the loss"
     )
     truncated: Literal["keep", "mask"] = Field(
@@ -82,6 +84,10 @@ class TrainerSection(Section):
     shared_prefix: bool = Field(
         default=True,
         description="compute a group's common beginning once, exactly, where attention allows it",
+    )
+    reshard_micro_batches: bool = Field(
+        default=False,
+        description="reduce and reshard after every micro-batch: less memory, more communication",
     )
     warmup: WarmupSection = WarmupSection()
 

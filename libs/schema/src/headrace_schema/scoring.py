@@ -35,3 +35,8 @@ class RewardSection(Section):
     truncated_reward: float | None = Field(
         default=None, description="reward of answers cut by the length limit; none: scored"
     )
+
+    def sets(self) -> dict[str, list[ScorerSection]]:
+        """The scorers by the key of their set; `evaluation` only where it has scorers of its own."""
+        own = {"evaluation": self.evaluation} if self.evaluation else {}
+        return {"scorers": self.scorers, **own}

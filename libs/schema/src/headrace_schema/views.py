@@ -117,7 +117,10 @@ class CertificateView(BaseModel):
     tokens: int
     tokens_by_version: dict[int, int]
     max_staleness: int
-    log_prob_mismatch_mean: float
+    log_prob_mismatch_mean: float | None = Field(
+        description="mean |engine − trainer| log-prob in nats; null when no token was compared"
+    )
+    log_prob_compared_tokens: int = Field(default=0, description="tokens that the mismatch is over")
     drop_rate_by_length: dict[str, float] = Field(
         description="share dropped by bucket of answer length in tokens"
     )
@@ -178,7 +181,7 @@ class InstanceView(BaseModel):
     name: str
     incarnation: str
     kind: str
-    state: str = Field(description="READY, LOST or DRAINING")
+    state: str = Field(description="READY, SILENT (heartbeats are missing), LOST or DRAINING")
     host: str
     address: str
     devices: list[str]
@@ -186,6 +189,20 @@ class InstanceView(BaseModel):
     run: str
     resident_memory_bytes: int
     last_heartbeat_age_s: float
+    silent_for_s: float = Field(
+        default=0.0, description="seconds without a sign of life, once two heartbeats are missing"
+    )
+
+
+class HealthView(BaseModel):
+    """How the coordinator is; served with 503 when it is unhealthy."""
+
+    status: str = Field(description="ok or unhealthy")
+    reason: str = Field(default="", description="what is wrong; empty when nothing is")
+    store_writable: bool = Field(default=True, description="the store took the last write")
+    loop_lag_ms: float = Field(default=0.0, description="largest delay of the event loop in the last 10 s")
+    tasks: dict[str, bool] = Field(default={}, description="the lasting tasks, and whether each lives")
+    coordinator_epoch: int = Field(default=0, description="epoch of this coordinator")
 
 
 class InstanceListView(BaseModel):

@@ -61,10 +61,19 @@ def settings_from_environment(model_class: type[Model], prefix: str) -> Model:
 
 def explain(error: ValidationError, model_class: type[BaseModel]) -> list[KeyProblem]:
     """One KeyProblem per error of a failed validation of `model_class`, in the order of the keys."""
-    return [_explain_one(detail, model_class) for detail in error.errors()]
+    return [problem for detail in error.errors() for problem in _explain_one(detail, model_class)]
 
 
-def _explain_one(detail: ErrorDetails, model_class: type[BaseModel]) -> KeyProblem:
+def _explain_one(detail: ErrorDetails, model_class: type[BaseModel]) -> list[KeyProblem]:
+    """A validator's error may list problems of its own, each with key, problem and fix."""
+    listed = getattr(detail.get("ctx", {}).get("error"), "problems", None)
+    if listed is None:
+        return [_explain_plain(detail, model_class)]
+    prefix = "".join(f"{part}." for part in detail["loc"])
+    return [KeyProblem(prefix + each.key, each.problem, each.fix) for each in listed]
+
+
+def _explain_plain(detail: ErrorDetails, model_class: type[BaseModel]) -> KeyProblem:
     location = tuple(detail["loc"])
     key = ".".join(str(part) for part in location) or "(whole)"
     kind = detail["type"]

@@ -193,6 +193,7 @@ class Instance:
             open_runs=self.open_runs.names(),
             open_run_reports=self.open_runs.reports(),
             max_open_runs=self.open_runs.limit,
+            store_id=self.fence.store_id,
         )
 
     def _beat_now(self) -> None:

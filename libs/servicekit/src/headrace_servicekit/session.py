@@ -97,7 +97,7 @@ class Session:
             stub = fleet_pb2_grpc.FleetServiceStub(channel)  # type: ignore[no-untyped-call]
             sent_at = self._now()
             response = await stub.Register(self._hooks.registration(), timeout=REGISTER_TIMEOUT_S)
-            self._fence.observe(response.coordinator_epoch)
+            self._fence.obey(response.coordinator_epoch, response.store_id)
             ttl_s = _seconds(response.lease_ttl) or 30.0
             stale = tuple(response.stale_lease_epochs)
             self._holder.handle(leases.SessionOpened(sent_at, ttl_s, stale))

@@ -19,7 +19,7 @@ from headrace_servicekit.errors import ServiceError
 from headrace_servicekit.instance_config import read_token
 from headrace_servicekit.kinds import KINDS
 from headrace_servicekit.logs import configure_logging
-from headrace_servicekit.supervisor import STOP_GRACE_S, Supervisor
+from headrace_servicekit.supervisor import Supervisor, stop_grace_s
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -63,9 +63,14 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--coordinator", default=environment("HEADRACE_COORDINATOR", ""), help="host:port")
     parser.add_argument("--token-file", type=Path, default=Path(token_file) if token_file else None)
     parser.add_argument("--log-dir", type=Path, default=Path(tempfile.gettempdir()) / "headrace-logs")
-    parser.add_argument("--grace", type=float, default=STOP_GRACE_S, help="seconds from SIGTERM to SIGKILL")
+    parser.add_argument(
+        "--grace", type=float, help="seconds from SIGTERM to SIGKILL; default: 30 for a trainer, else 15"
+    )
     parser.add_argument("command", nargs="+", help="the instance's command, after --")
-    return parser.parse_args(argv)
+    arguments = parser.parse_args(argv)
+    if arguments.grace is None:
+        arguments.grace = stop_grace_s(arguments.kind)
+    return arguments
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from headrace_schema.views import (
     DeviceView,
     EvaluationView,
     EventView,
+    HealthView,
     InstanceView,
     KeyProblemView,
     LeaseView,
@@ -92,5 +93,11 @@ class Control(Protocol):
     def devices(self) -> list[DeviceView]:
         """All devices."""
 
+    def health(self) -> HealthView:
+        """How the coordinator itself is."""
+
     async def scale(self, kind: str, count: int, idempotency_key: str) -> int:
-        """Sets the number of processes of a kind with the supervisor that can; UNAVAILABLE where none can."""
+        """Sets the number of processes of a kind with the supervisor that can; does not wait for them.
+
+        UNAVAILABLE where no supervisor can; INVALID, with the figures, for more than its host can hold.
+        """

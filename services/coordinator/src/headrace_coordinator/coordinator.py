@@ -25,12 +25,12 @@ from headrace_coordinator.kernel import Kernel
 from headrace_coordinator.projections import RunProjection
 from headrace_coordinator.reads import Reads
 from headrace_coordinator.reconciler import Reconciler
+from headrace_coordinator.scaling import Scaling
 from headrace_coordinator.scheduler import MakeProjection, OpenDataset, Scheduler
 from headrace_coordinator.trial import try_scorers
 from headrace_coordinator.waits import WaitTimeout
 
 log = logging.getLogger(__name__)
-SCALE_TIMEOUT_S = 30.0
 INTENT_SHOWN_S = 2.0
 """How long a write that changes an intent waits for the run to follow it, so that its answer shows that."""
 
@@ -51,7 +51,7 @@ class Coordinator(Reads):
         self.scheduler = Scheduler(kernel, fleet, make_projection, open_dataset or _open_dataset)
         self.reconciler = Reconciler(fleet)
         self._writes: dict[str, asyncio.Lock] = {}
-        self._scaled: dict[str, tuple[int, str]] = {}
+        self.scaling = Scaling(fleet, self._known)
 
     async def schedule(self) -> None:
         """Admits and runs whatever may run, for ever."""
@@ -149,25 +149,7 @@ class Coordinator(Reads):
 
     async def scale(self, kind: str, count: int, idempotency_key: str) -> int:
         """See `Control.scale`."""
-        supervisor = next((s for s in self.fleet.supervisors.values() if kind in s.scalable), None)
-        if supervisor is None:
-            raise Refused("UNAVAILABLE", f"no connected supervisor can change the number of {kind} processes")
-        supervisor.send("scale", (idempotency_key, kind, count))
-        try:
-            await self.kernel.wait_until(
-                lambda: idempotency_key in self._scaled, SCALE_TIMEOUT_S, f"{supervisor.host} to scale {kind}"
-            )
-        except WaitTimeout as timeout:
-            raise Refused("UNAVAILABLE", str(timeout)) from timeout
-        wanted, error = self._scaled.pop(idempotency_key)
-        if error:
-            raise Refused("INVALID", error)
-        return wanted
-
-    def scaled(self, request_id: str, kind: str, count: int, error: str) -> None:
-        """A supervisor answered a scale command."""
-        self._scaled[request_id] = (count, error)
-        self.kernel.wake()
+        return await self.scaling.scale(kind, count, idempotency_key)
 
 
 async def _open_dataset(spec: RunSpec) -> Dataset:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
@@ -22,8 +23,14 @@ from headrace_coordinator.waits import Waits, WaitTimeout
 
 DRAIN_S = 10.0
 """Grace of a process that is let go."""
+log = logging.getLogger(__name__)
+MISSED_BEATS = 2
 RESTART_S = 20.0
 """How long a supervisor's restart of a process may take before nobody counts on it."""
+
+
+class ForeignInstance(Exception):
+    """A process that obeys another store's coordinator; one sentence for its operator."""
 
 
 class FleetSettings(msgspec.Struct, frozen=True):
@@ -88,7 +95,7 @@ class Fleet:
     def __init__(self, kernel: Kernel, connect: Connect, settings: FleetSettings) -> None:
         self.kernel = kernel
         self.settings = settings
-        self.waits = Waits(kernel.now)
+        self.waits = Waits(kernel.monotonic)
         self.sessions: dict[str, Session] = {}
         self.supervisors: dict[str, Supervisor] = {}
         self.opened: dict[str, dict[str, OpenReport]] = {}
@@ -100,14 +107,25 @@ class Fleet:
         self._ports: dict[str, Port] = {}
         self._silent_since: dict[str, float] = {}
         self._last_exit = float("-inf")
+        self._swept_at = kernel.monotonic()
+        self._refused: set[str] = set()
         self.desk = LeaseDesk(kernel, self, self.waits, settings.lease_ttl, settings.notice)
 
     # --- the lifeline, from below
 
-    async def register(self, instance: InstanceState, held: Iterable[int], epoch_seen: int) -> list[int]:
-        """Takes a process in; returns the epochs it holds that are no longer honoured."""
+    async def register(
+        self, instance: InstanceState, held: Iterable[int], epoch_seen: int, store_id: str = ""
+    ) -> list[int]:
+        """Takes a process in; returns the epochs it holds that are no longer honoured.
+
+        `epoch_seen` is the highest coordinator epoch that it obeyed, `store_id` that coordinator's store.
+
+        Raises:
+            ForeignInstance: it obeys the coordinator of another store, or a higher epoch of an unnamed one.
+        """
+        self._only_ours(instance, epoch_seen, store_id)
         if epoch_seen > self.kernel.state.epoch:
-            self.kernel.post(ev.EpochRaised(at=self.kernel.now(), epoch=epoch_seen + 1))
+            await self.kernel.raise_epoch(epoch_seen)
         self.names[instance.incarnation] = instance.instance
         known = self.kernel.state.instances.get(instance.incarnation)
         instance.draining = known is not None and known.draining
@@ -117,10 +135,27 @@ class Fleet:
         honoured = self.desk.confirm(instance.incarnation, set(held))
         return [epoch for epoch in held if epoch not in honoured]
 
+    def _only_ours(self, instance: InstanceState, epoch_seen: int, store_id: str) -> None:
+        ours, now = self.kernel.state.store_id, self.kernel.state.epoch
+        if store_id == ours or (not store_id and epoch_seen <= now):
+            self._refused.discard(instance.incarnation)
+            return
+        whose = f"store {store_id}" if store_id else "a store that it does not name"
+        refusal = (
+            f"{instance.instance} (incarnation {instance.incarnation}) has obeyed coordinator epoch {epoch_seen} of "
+            f"{whose}; this coordinator has epoch {now} of store {ours}. Restart the instance, so that it forgets "
+            "the other coordinator, or point it at that one"
+        )
+        if instance.incarnation not in self._refused:
+            self._refused.add(instance.incarnation)
+            log.warning("refused to register: %s", refusal)
+        raise ForeignInstance(refusal)
+
     def attach(self, incarnation: str, send: Callable[[str, Any], None]) -> None:
         """A session stream has opened."""
-        self.sessions[incarnation] = Session(send, self.kernel.now())
+        self.sessions[incarnation] = Session(send, self.kernel.monotonic())
         self._silent_since.pop(incarnation, None)
+        self.desk.attached(incarnation)
         self.kernel.wake()
 
     def detach(self, incarnation: str, send: Callable[[str, Any], None]) -> None:
@@ -128,7 +163,7 @@ class Fleet:
         session = self.sessions.get(incarnation)
         if session is not None and session.send is send:
             del self.sessions[incarnation]
-            self._silent_since[incarnation] = self.kernel.now()
+            self._silent_since.setdefault(incarnation, session.heard_at)
             self.kernel.wake()
 
     def heartbeat(
@@ -136,7 +171,7 @@ class Fleet:
     ) -> tuple[list[int], list[int]]:
         """Renews leases; returns (renewed, stale) epochs."""
         if session := self.sessions.get(incarnation):
-            session.heard_at, session.resident_memory_bytes = self.kernel.now(), resident
+            session.heard_at, session.resident_memory_bytes = self.kernel.monotonic(), resident
         renewed = self.desk.renew(incarnation, epochs)
         return renewed, [epoch for epoch in epochs if epoch not in renewed]
 
@@ -179,7 +214,7 @@ class Fleet:
     def exited(self, incarnation: str, reason: str) -> None:
         """A supervisor saw the process end: its devices are free at once."""
         now = self.kernel.now()
-        self._last_exit = now
+        self._last_exit = self.kernel.monotonic()
         self.desk.exited(incarnation)
         if incarnation in self.kernel.state.instances or self._quarantines(incarnation):
             self.kernel.post(ev.InstanceLost(at=now, incarnation=incarnation, reason=reason, proven=True))
@@ -190,10 +225,13 @@ class Fleet:
         self.kernel.wake()
 
     def supervised(self, supervisor: Supervisor) -> None:
-        """A supervisor's table: it runs every process of its host, so whoever is not in it is proven gone."""
+        """A supervisor's table: it runs every process of its host, so whoever is not in it is proven gone.
+
+        Compared at each connection. A later table of the same connection follows the exits it has told.
+        """
         previous = self.supervisors.get(supervisor.host)
         self.supervisors[supervisor.host] = supervisor
-        if previous is None:
+        if previous is None or previous.send is not supervisor.send:
             for incarnation in self._known_on(supervisor.host) - supervisor.incarnations:
                 self.exited(incarnation, "its supervisor no longer runs it")
         self.kernel.wake()
@@ -235,7 +273,7 @@ class Fleet:
     def restarting(self) -> bool:
         """A process ended a moment ago, or runs and has not registered yet: more instances may come."""
         supervised = {who for supervisor in self.supervisors.values() for who in supervisor.incarnations}
-        recent = self.kernel.now() - self._last_exit < RESTART_S
+        recent = self.kernel.monotonic() - self._last_exit < RESTART_S
         return recent or not supervised <= self.kernel.state.instances.keys()
 
     async def fate(self, incarnation: str, patience: float = 2.0) -> bool:
@@ -289,11 +327,43 @@ class Fleet:
 
     def sweep_once(self) -> None:
         """One look at the clock."""
+        now = self.kernel.monotonic()
+        stood_still = now - self._swept_at - self.settings.sweep
+        self._swept_at = now
+        if stood_still > self.settings.heartbeat:
+            # Stopped, swapped out or suspended: nobody could be heard, so nobody was silent.
+            log.warning("this process stood still for %.0f s: no lease expires for one lifetime", stood_still)
+            self.desk.wait_a_ttl()
+            self._silent_since = dict.fromkeys(self._silent_since, now)
+            for session in self.sessions.values():
+                session.heard_at = now
         holders = self.desk.expire()
         if not self.desk.lenient:
-            self._lose_silent(self.kernel.now())
+            self._lose_silent(now)
         for incarnation in holders:
             self.kill(incarnation, "its lease was not renewed")
+
+    def silent_for(self, incarnation: str) -> float:
+        """Seconds since a registered process was last heard of, beyond two missed heartbeats; else 0."""
+        session = self.sessions.get(incarnation)
+        now = self.kernel.monotonic()
+        since = session.heard_at if session else self._silent_since.get(incarnation, now)
+        silent = now - since
+        return silent if silent > MISSED_BEATS * self.settings.heartbeat else 0.0
+
+    def silences(self, run: str) -> list[str]:
+        """A sentence for each process of a run that is silent: for how long, and when it is killed."""
+        instances, ttl = self.kernel.state.instances.values(), self.settings.lease_ttl
+        silent = [
+            (i.instance, self.silent_for(i.incarnation))
+            for i in instances
+            if self.run_of(i.incarnation) == run
+        ]
+        return [
+            f"{name} has been silent for {seconds:.0f} s; it is killed at {ttl:.0f} s"
+            for name, seconds in sorted(silent)
+            if seconds
+        ]
 
     def _lose_silent(self, now: float) -> None:
         for state in list(self.kernel.state.instances.values()):
@@ -308,8 +378,9 @@ class Fleet:
             )
             if now - since > self.settings.lease_ttl:
                 self.kill(state.incarnation, "unheard of for a lease's lifetime")
-                self.kernel.post(
-                    ev.InstanceLost(at=now, incarnation=state.incarnation, reason="unheard of", proven=False)
+                lost = ev.InstanceLost(
+                    at=self.kernel.now(), incarnation=state.incarnation, reason="unheard of", proven=False
                 )
+                self.kernel.post(lost)
                 self._silent_since.pop(state.incarnation, None)
                 self.opened.pop(state.incarnation, None)

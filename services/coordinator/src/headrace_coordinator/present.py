@@ -125,19 +125,21 @@ def instance_views(fleet: Fleet) -> list[InstanceView]:
     views = []
     for state in sorted(fleet.kernel.state.instances.values(), key=lambda i: i.instance):
         session = fleet.sessions.get(state.incarnation)
+        silent_s = fleet.silent_for(state.incarnation)
         views.append(
             InstanceView(
                 name=state.instance,
                 incarnation=state.incarnation,
                 kind=state.kind,
-                state="READY" if session else "LOST",
+                state="SILENT" if silent_s else "READY" if session else "LOST",
                 host=state.host,
                 address=state.address,
                 devices=state.devices,
                 capabilities=state.capabilities,
                 run=fleet.run_of(state.incarnation),
                 resident_memory_bytes=session.resident_memory_bytes if session else 0,
-                last_heartbeat_age_s=fleet.kernel.now() - session.heard_at if session else -1.0,
+                last_heartbeat_age_s=fleet.kernel.monotonic() - session.heard_at if session else -1.0,
+                silent_for_s=silent_s,
             )
         )
     return views

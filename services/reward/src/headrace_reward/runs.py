@@ -15,9 +15,10 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from headrace_schema.scoring import RewardSection, ScorerSection
 from headrace_servicekit.digests import digest_bytes
 
-from headrace_reward.config import PoolSettings, RewardSection, ScorerSection
+from headrace_reward.config import PoolSettings
 from headrace_reward.inline import InlinePool
 from headrace_reward.pool import Finding, Pool, ScorerPool
 

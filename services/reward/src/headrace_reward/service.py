@@ -12,12 +12,12 @@ from typing import Any
 import grpc
 from headrace.common.v1 import common_pb2
 from headrace.reward.v1 import reward_pb2, reward_pb2_grpc
+from headrace_schema.scoring import RewardSection
 from headrace_servicekit.config import parse_config
 from headrace_servicekit.errors import ServiceError
 from headrace_servicekit.instance import Instance
 from headrace_servicekit.streams import unordered, until
 
-from headrace_reward.config import RewardSection
 from headrace_reward.pool import OpenFault, PoolClosed
 from headrace_reward.runs import Conflict, Item, Run, Runs, Status, Verdict
 

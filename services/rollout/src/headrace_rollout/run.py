@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 import grpc
-from headrace_modelkit.config import ModelNotReadable
+from headrace_modelkit.errors import ModelNotReadable
+from headrace_schema.openings import RolloutConfig
 from headrace_servicekit.errors import ServiceError
 
-from headrace_rollout.config import CUSTODY_BYTES, RunConfig
+from headrace_rollout.config import CUSTODY_BYTES
 from headrace_rollout.custody import Custody
 from headrace_rollout.engines import engine_names, load_engine
 from headrace_rollout.engines.base import Engine, EngineConfig
@@ -37,7 +38,7 @@ class OpenedRun:
     """What an instance holds for its run."""
 
     name: str
-    config: RunConfig
+    config: RolloutConfig
     engine: Engine
     codec: TextCodec
     custody: Custody
@@ -55,7 +56,7 @@ class OpenedRun:
                 wait.cancel()
 
 
-def open_run(name: str, config: RunConfig, device: str) -> OpenedRun:
+def open_run(name: str, config: RolloutConfig, device: str) -> OpenedRun:
     """Builds everything but the weights; takes seconds the first time, as it imports torch.
 
     Raises ServiceError INVALID for an unknown engine and MODEL_NOT_READABLE.

@@ -12,13 +12,14 @@ import grpc.aio
 from google.protobuf.duration_pb2 import Duration
 from headrace.common.v1 import common_pb2
 from headrace.rollout.v1 import rollout_pb2, rollout_pb2_grpc
+from headrace_schema.openings import RolloutConfig
 from headrace_servicekit.config import parse_config
 from headrace_servicekit.devices import bind_cpu
 from headrace_servicekit.errors import ServiceError
 from headrace_servicekit.instance import Instance
 from headrace_servicekit.weights import receive_weights
 
-from headrace_rollout.config import RESPONSE_BYTES, RunConfig
+from headrace_rollout.config import RESPONSE_BYTES
 from headrace_rollout.engines.base import Policy, Refused, Scope
 from headrace_rollout.figures import GenerateFigures
 from headrace_rollout.generation import Generation
@@ -60,7 +61,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         """Builds engine and tokenizer. The same run with the same config is a repetition."""
         header, config = (
             request.header,
-            parse_config(RunConfig, request.config_json, "config_json of OpenRun"),
+            parse_config(RolloutConfig, request.config_json, "config_json of OpenRun"),
         )
         run: OpenedRun = await self._instance.open_run(
             header, config, lambda: self._build(header.run, config), self._end
@@ -76,7 +77,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         await self._instance.close_run(request.header)
         return rollout_pb2.CloseRunResponse()
 
-    async def _build(self, name: str, config: RunConfig) -> OpenedRun:
+    async def _build(self, name: str, config: RolloutConfig) -> OpenedRun:
         building = asyncio.ensure_future(asyncio.to_thread(open_run, name, config, self._device()))
         try:
             run = await asyncio.shield(building)

@@ -10,14 +10,14 @@ from dataclasses import dataclass
 
 import msgspec
 import torch
-from headrace_modelkit.config import ModelNotReadable
+from headrace_modelkit.errors import ModelNotReadable
+from headrace_schema.openings import TrainerConfig
 from torch import Tensor
 
 from headrace_trainer.algorithms import build_algorithm
 from headrace_trainer.algorithms._base import Algorithm
 from headrace_trainer.backends import build_backend
 from headrace_trainer.backends._base import Backend, CommitReport, StateReader
-from headrace_trainer.config import TrainerConfig
 from headrace_trainer.errors import Refusal, invalid
 from headrace_trainer.gang import Gang
 from headrace_trainer.rounds import Round

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 
-from headrace_trainer.config import OptimizerConfig
+from headrace_schema.learning import OptimizerSection
 
 
-def learning_rate(config: OptimizerConfig, step: int, run_steps: int) -> float:
+def learning_rate(config: OptimizerSection, step: int, run_steps: int) -> float:
     """Rate of step `step` (from 0), as transformers' schedules: linear warm-up, then the named decay.
 
     Decays to `final_fraction` of the peak at `total_steps` (default: the run's steps) and stays there.

@@ -13,6 +13,7 @@ import grpc
 import grpc.aio
 from headrace.common.v1 import common_pb2
 from headrace.trainer.v1 import trainer_pb2, trainer_pb2_grpc
+from headrace_schema.openings import TrainerConfig
 from headrace_servicekit.client import deadlines_enabled
 from headrace_servicekit.config import parse_config
 from headrace_servicekit.devices import bind_cpu
@@ -25,7 +26,6 @@ from headrace_servicekit.weight_store import StoredWeights
 from headrace_trainer import wire
 from headrace_trainer.algorithms._base import Barrier
 from headrace_trainer.compute import ComputeThread, elsewhere, refusals
-from headrace_trainer.config import TrainerConfig
 from headrace_trainer.errors import Refusal
 from headrace_trainer.learn_queue import LearnQueue
 from headrace_trainer.learn_stream import LearnStream

@@ -21,6 +21,7 @@ from headrace_servicekit.weights import StoredWeights, WeightStore
 from torch import Tensor
 
 from headrace_trainer import step as steps
+from headrace_trainer.agreement import agreement, witnesses
 from headrace_trainer.allocator import resident_bytes
 from headrace_trainer.checkpoints import CheckpointDirectory, CheckpointReader, Snapshot
 from headrace_trainer.errors import Refusal, conflict, invalid
@@ -30,7 +31,7 @@ from headrace_trainer.packing import plan_batches, plan_rows
 from headrace_trainer.publishing import Publisher
 from headrace_trainer.rank import Copies, Rank, commit_report, is_finite
 from headrace_trainer.rounds import RoundLost, Rounds
-from headrace_trainer.samples import Group, GroupRecord, Rows, Sequence
+from headrace_trainer.samples import Disposition, Group, GroupRecord, Rows, Sequence
 from headrace_trainer.saver import Saver
 from headrace_trainer.schedules import learning_rate
 
@@ -73,6 +74,7 @@ class Session:
         self._base_checkpoint = ""
         self._manifest = b""
         self._learn_seconds = 0.0
+        self._witnesses: list[Sequence] = []
 
     # Life of a version
 
@@ -105,7 +107,7 @@ class Session:
         state, fresh = steps.begin(self.state, command)
         if fresh:
             self._drop_accumulators()
-            self._learn_seconds = 0.0
+            self._learn_seconds, self._witnesses = 0.0, []
         self.state = state
 
     def learn(self, items: Many[LearnItem]) -> list[list[GroupRecord] | Refusal]:
@@ -122,6 +124,7 @@ class Session:
         if groups:
             assert self._learner is not None
             self.state = self._learner.learn(self.state, list(groups.values()))
+            self._keep_witnesses(groups)
         self._learn_seconds += time.monotonic() - started
         return [
             refusals[index]
@@ -301,6 +304,7 @@ class Session:
             counts.tokens, sum(record.trained_sequences for record in records)
         )
         rate = learning_rate(config.optimizer, command.step, config.steps)
+        compared = self._compared(records)
         failpoint_sync("trainer.commit.before_optimizer")
         report = commit_report(
             self._lead(
@@ -319,7 +323,19 @@ class Session:
         version = steps.Version(command.next_number, command.base_number, ordinal, digest)
         seconds = self._learn_seconds + time.monotonic() - started
         figures = step_figures(report, records, denominator=denominator, rate=rate, seconds=seconds)
-        return replace(counts, version=version, figures=figures)
+        return replace(counts, version=version, figures={**figures, **compared})
+
+    def _keep_witnesses(self, groups: dict[int, Group]) -> None:
+        version = steps.held_version(self.state).number
+        for prompt, group in groups.items():
+            if not self._witnesses and self.state.groups[prompt].disposition is Disposition.ACCUMULATED:
+                self._witnesses = witnesses(group, version)
+
+    def _compared(self, records: Many[GroupRecord]) -> dict[str, float]:
+        """Figures of a comparison with the engine for a step whose micro-batches made none: none had a gradient."""
+        if not self._witnesses or any(record.tokens and not record.all_equal for record in records):
+            return {}
+        return agreement(self._witnesses, self.infer(self._witnesses))
 
     def _refuse(self, command: steps.Commit, result: steps.Result) -> steps.CommitReply:
         reply = steps.CommitReply(result)

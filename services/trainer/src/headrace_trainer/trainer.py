@@ -14,8 +14,9 @@ from pathlib import Path
 
 import psutil
 import torch
-from headrace_modelkit.config import ModelNotReadable
+from headrace_modelkit.errors import ModelNotReadable
 from headrace_modelkit.loading import load_architecture
+from headrace_schema.openings import TrainerConfig
 from headrace_servicekit.logs import get_logger
 from headrace_servicekit.weights import WeightStore
 
@@ -23,7 +24,6 @@ from headrace_trainer.algorithms import build_algorithm
 from headrace_trainer.algorithms._base import Barrier
 from headrace_trainer.backends._registry import check_backend
 from headrace_trainer.checkpoints import CheckpointDirectory
-from headrace_trainer.config import TrainerConfig
 from headrace_trainer.errors import Refusal, conflict, invalid
 from headrace_trainer.gang import Gang, join_gang
 from headrace_trainer.rank import Rank

@@ -8,10 +8,10 @@ from collections.abc import Iterable
 from google.protobuf import duration_pb2
 from headrace.common.v1 import common_pb2
 from headrace.trainer.v1 import trainer_pb2
+from headrace_schema.generating import SamplingSection
 from headrace_servicekit.digests import set_digest, trajectory_digest
 
 from headrace_trainer.checkpoints import Saved
-from headrace_trainer.config import SamplingConfig
 from headrace_trainer.errors import invalid
 from headrace_trainer.samples import Disposition, Group, GroupRecord, Member, Sequence
 from headrace_trainer.step import CommitReply, Phase, Result, Version
@@ -39,7 +39,7 @@ PHASES = {
 }
 
 
-def read_group(message: trainer_pb2.SettledGroup, sampling: SamplingConfig) -> Group:
+def read_group(message: trainer_pb2.SettledGroup, sampling: SamplingSection) -> Group:
     """A settled group. Raises Refusal INVALID or DIGEST_MISMATCH."""
     if not message.members:
         raise invalid(f"prompt {message.prompt_ordinal}: a group without members")
@@ -50,13 +50,13 @@ def read_group(message: trainer_pb2.SettledGroup, sampling: SamplingConfig) -> G
     return Group(message.prompt_ordinal, members, set_digest(keys))
 
 
-def read_sequence(message: common_pb2.Trajectory, sampling: SamplingConfig) -> Sequence:
+def read_sequence(message: common_pb2.Trajectory, sampling: SamplingSection) -> Sequence:
     """A trajectory to be scored. Raises Refusal INVALID."""
     tokens, trained, log_probs, _ = _read_tokens(message, _name(message), sampling)
     return Sequence(tokens, trained, log_probs)
 
 
-def _read_member(prompt: int, message: trainer_pb2.SettledTrajectory, sampling: SamplingConfig) -> Member:
+def _read_member(prompt: int, message: trainer_pb2.SettledTrajectory, sampling: SamplingSection) -> Member:
     trajectory = message.trajectory
     where = _name(trajectory)
     if trajectory.sample.prompt_ordinal != prompt:
@@ -82,7 +82,7 @@ def _read_member(prompt: int, message: trainer_pb2.SettledTrajectory, sampling: 
 
 
 def _read_tokens(
-    trajectory: common_pb2.Trajectory, where: str, sampling: SamplingConfig
+    trajectory: common_pb2.Trajectory, where: str, sampling: SamplingSection
 ) -> tuple[list[int], list[int], list[float], list[int]]:
     """Ids, trained positions, engine log-probs and versions of the trained ones."""
     tokens: list[int] = []
@@ -106,7 +106,7 @@ def _read_tokens(
     return tokens, trained, log_probs or [math.nan] * len(trained), versions
 
 
-def _check_distribution(tokens: common_pb2.TokenSegment, where: str, sampling: SamplingConfig) -> None:
+def _check_distribution(tokens: common_pb2.TokenSegment, where: str, sampling: SamplingSection) -> None:
     if not tokens.HasField("distribution"):
         return
     found = tokens.distribution

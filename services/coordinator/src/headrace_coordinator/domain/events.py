@@ -84,10 +84,9 @@ class LeaseHeld(Event, frozen=True, kw_only=True):
 
 
 class LeaseRevoking(Event, frozen=True, kw_only=True):
-    """The holder was asked to let go by `deadline`."""
+    """The holder was asked to let go; by when is known to the lease desk, on its own clock."""
 
     epoch: int
-    deadline: float
 
 
 class LeaseEnded(Event, frozen=True, kw_only=True):
@@ -250,9 +249,10 @@ class Certificate(msgspec.Struct, frozen=True, kw_only=True):
     tokens: int
     tokens_by_version: dict[int, int]
     max_staleness: int
-    log_prob_mismatch_mean: float
+    log_prob_mismatch_mean: float | None
     drop_rate_by_length: dict[str, float]
     drop_rate_by_pass_rate: dict[str, float]
+    log_prob_compared_tokens: int = 0
 
 
 class StepCommitted(RunEvent, frozen=True, kw_only=True):

@@ -161,7 +161,7 @@ class RunState(msgspec.Struct):
 
     def share(self, now: float) -> float:
         """Device-seconds used, over the run's weight; a newcomer starts level with those that run."""
-        held = now - self.share_at if self.grant is not None else 0.0
+        held = max(0.0, now - self.share_at) if self.grant is not None else 0.0
         return self.share_s + held * self._rate()
 
     def _rate(self) -> float:

@@ -71,7 +71,7 @@ class Checkpointer:
 
     def __init__(self, context: RunContext) -> None:
         self._context = context
-        self._last_at = context.kernel.now()
+        self._last_at = context.kernel.monotonic()
         self._cost_s = 0.0
         self._announced = context.state.last_checkpoint
         self._in_flight = 0
@@ -86,21 +86,21 @@ class Checkpointer:
             return False
         if section.interval_steps:
             return run.lineage.base.ordinal % section.interval_steps == 0
-        waited = self._context.kernel.now() - self._last_at
+        waited = self._context.kernel.monotonic() - self._last_at
         return waited >= section.max_interval_s or waited * section.time_budget >= max(self._cost_s, 1.0)
 
     async def save(self, wait: bool) -> None:
         """Starts a checkpoint of the head, or waits until it is durable. A failure is shown; the run goes on."""
         context, number = self._context, self._context.state.lineage.head
-        started = context.kernel.now()
+        started = context.kernel.monotonic()
         try:
             ledger = await ledger_of(context.kernel, context.run_id)
             response = await context.crew.leader.save(number, ledger, wait)
         except CallRefused as refused:
             self._failed(refused.message)
             return
-        self._cost_s = max(context.kernel.now() - started, response.snapshot_time.ToNanoseconds() / 1e9)
-        self._last_at = context.kernel.now()
+        self._cost_s = max(context.kernel.monotonic() - started, response.snapshot_time.ToNanoseconds() / 1e9)
+        self._last_at = context.kernel.monotonic()
         self._in_flight = number
         if response.durable:
             self._saved(response.checkpoint.name, number)
@@ -123,7 +123,7 @@ class Checkpointer:
         )
 
     def _failed(self, reason: str) -> None:
-        self._last_at, self._in_flight = self._context.kernel.now(), 0
+        self._last_at, self._in_flight = self._context.kernel.monotonic(), 0
         if reason != self._last_failure:
             self._last_failure = reason
             context = self._context

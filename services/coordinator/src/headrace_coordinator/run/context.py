@@ -64,6 +64,8 @@ class RunContext:
         self.crew = Crew(fleet, run_id, self.spec, self.state.directory)
         self.crew.warmup_examples = self._warmup_examples()
         self.placement = Placement(self.crew)
+        # Set again whenever ledger, trainer and rollouts have been brought to one version.
+        self.agreement_due = True
         self.decision: asyncio.Task[Any] | None = None
         """The commit of the step in hand, from the request until it is recorded; never cancelled on purpose."""
         self._lengths: dict[str, tuple[int, int]] = {}

@@ -115,7 +115,7 @@ async def _record_commit(context: RunContext, state: trainer.GetStepStateRespons
     step = Step(
         context,
         Published(state.version, common.WeightManifest(), common.WeightSource()),
-        Meter(context.kernel.now),
+        Meter(context.kernel.monotonic),
     )
     await step.record(opened, state.commit, Batch())
 
@@ -247,7 +247,7 @@ async def _burn_number(context: RunContext, source: _Source) -> int:
     for step in missing_steps(ledger, range(run.lineage.newest + 1)):
         await kernel.commit(step)
     if ledger.get("coordinator_epoch", 0) > kernel.state.epoch:
-        await kernel.commit(ev.EpochRaised(at=kernel.now(), epoch=ledger["coordinator_epoch"] + 1))
+        await kernel.raise_epoch(ledger["coordinator_epoch"])
     number = max(run.lineage.last_number, int(ledger.get("last_number", 0))) + 1
     await kernel.commit(ev.NumberBurnt(at=kernel.now(), run=run.id, number=number))
     return number

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
+from headrace_schema.openings import RolloutConfig, TrainerConfig
 from headrace_schema.spec import RunSpec
 
 from headrace_coordinator.domain.runs import Grant, RunState
@@ -94,7 +94,7 @@ class Crew:
         for state in self._alive(self.grant.rollouts):
             if state.incarnation not in known:
                 member = RolloutMember(self.run, state, self._port(state), self._epoch)
-                config = self._section_json("model", "rollout", "seed")
+                config = RolloutConfig.of(self.spec).model_dump_json()
                 await self._open(member, lambda member=member, config=config: member.open_run(config))  # type: ignore[misc]
                 self.rollouts.append(member)
                 self.adopt_leases()
@@ -118,7 +118,7 @@ class Crew:
             lambda: len(self._alive(self.grant.trainers)) == ranks, f"{ranks} ready trainer instance(s)"
         )
         if [member.incarnation for member in self.trainers] == self.grant.trainers:
-            return
+            return  # A group that has lost nobody; one with a replacement opens everywhere and forms anew.
         self.trainers = [
             TrainerMember(self.run, state, self._port(state), self._epoch, rank=rank)
             for rank, state in enumerate(self._alive(self.grant.trainers))
@@ -132,8 +132,6 @@ class Crew:
         fleet, granted = self.fleet, set(self.grant.instances)
         self.rollouts = [m for m in self.rollouts if fleet.alive(m.incarnation) and m.incarnation in granted]
         self.rewards = [m for m in self.rewards if fleet.alive(m.incarnation)]
-        if not all(fleet.alive(m.incarnation) and m.incarnation in granted for m in self.trainers):
-            self.trainers = []
 
     def _reward_states(self) -> list[InstanceState]:
         return [state for state in self.fleet.ready("reward") if not state.draining]
@@ -179,11 +177,5 @@ class Crew:
     def _port(self, state: InstanceState) -> WatchedPort:
         return WatchedPort(self.fleet.port(state.incarnation), self.fleet.waits, self.run, state.instance)
 
-    def _section_json(self, *sections: str) -> str:
-        whole = self.spec.model_dump(mode="json")
-        return json.dumps({section: whole[section] for section in sections})
-
     def _trainer_config(self) -> str:
-        sections = ("model", "algorithm", "optimizer", "trainer", "sampling", "checkpoint", "seed", "steps")
-        config = json.loads(self._section_json(*sections, "deterministic"))
-        return json.dumps({**config, "warmup_examples": self.warmup_examples})
+        return TrainerConfig.of(self.spec, warmup_examples=self.warmup_examples).model_dump_json()

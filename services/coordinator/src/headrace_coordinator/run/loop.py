@@ -49,7 +49,7 @@ class RunLoop:
         self.context = context
         self._kernel = context.kernel
         self._published: Published | None = None
-        self._meter = Meter(context.kernel.now)
+        self._meter = Meter(context.kernel.monotonic)
         self._checkpointer = Checkpointer(context)
         self._steps = 0
 
@@ -103,6 +103,7 @@ class RunLoop:
         await context.placement.learn()
         await form_gang(context)
         self._published = await converge(context)
+        context.agreement_due = True
         if context.state.state in (runs.PLANNING, runs.RECOVERING):
             self._move(runs.RUNNING, "training")
         self._meter.restart()

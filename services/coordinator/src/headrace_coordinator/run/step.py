@@ -156,8 +156,7 @@ class Step:
         context, slots = self._context, [slot for _, slot in sorted(self._ledger.slots.items())]
         certificate = certify(context.state, opened, response, slots)
         self._same_counts(response, slots)
-        if certificate.ordinal == 1:
-            self._first_step_agrees(certificate)
+        self._first_step_agrees(certificate)
         view = step_view(context, certificate, response, slots, self._meter)
         self._meter.restart()
         await self._kernel.commit(
@@ -196,15 +195,26 @@ class Step:
             )
 
     def _first_step_agrees(self, certificate: ev.Certificate) -> None:
-        """Engine and trainer hold the same weights at the first step, so their log-probs must agree."""
-        bound = MISMATCH_BOUND[self._context.spec.model.dtype]
+        """Engine and trainer hold the same weights at a start and at each resume, so their log-probs must agree.
+
+        A step in which nothing was compared, or older weights sampled too, leaves the check to the next one.
+        """
         found = certificate.log_prob_mismatch_mean
+        if not self._context.agreement_due or found is None or certificate.max_staleness:
+            return
+        bound = MISMATCH_BOUND[self._context.spec.model.dtype]
         if not found <= bound:
             raise RunFailed(
-                f"engine and trainer disagree: mean |log-prob difference| is {found:.3g} at the first step, above "
-                f"{bound} for {self._context.spec.model.dtype}; they do not compute the same model"
+                f"engine and trainer disagree: mean |log-prob difference| is {found:.3g} over "
+                f"{certificate.log_prob_compared_tokens} tokens of step {certificate.ordinal}, the first since the "
+                f"start or resume, above {bound} for {self._context.spec.model.dtype}; they do not compute the "
+                "same model"
             )
-        self._context.note(f"engine and trainer agree: mean |log-prob difference| {found:.2g}, bound {bound}")
+        self._context.agreement_due = False
+        self._context.note(
+            f"engine and trainer agree: mean |log-prob difference| {found:.2g} over "
+            f"{certificate.log_prob_compared_tokens} tokens, bound {bound}"
+        )
 
     async def _end_custody(self, slots: list[Slot]) -> None:
         keys = [(slot.prompt, slot.sample) for slot in slots]

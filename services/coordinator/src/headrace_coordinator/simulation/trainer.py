@@ -174,6 +174,7 @@ class Trainer(Instance):
             sequence_count=len(members),
             token_count=len(members),
             tokens_by_version={base.number: len(members)},
+            figures={"log_prob_compared_tokens": len(members), "log_prob_mismatch_mean": 0.0},
         )
         return self.commit
 

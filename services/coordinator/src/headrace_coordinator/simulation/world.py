@@ -88,6 +88,9 @@ class World:
         self.faults: Counter[str] = Counter()
         self.ports: list[SimulatedPort] = []
         self._born = 0
+        self.killed_in_order = 0
+        self._wall_ahead_s = 1e9
+        self._slept_s = 0.0
         self._coordinator: Coordinator | None = None
         self._tasks: list[asyncio.Task[Any]] = []
 
@@ -219,7 +222,12 @@ class World:
     async def start_coordinator(self) -> None:
         """Opens the store, and the supervisor reports what it runs."""
         loop = asyncio.get_running_loop()
-        kernel = Kernel(self.store, loop.time, history=History(self.directory, _at_once))
+        kernel = Kernel(
+            self.store,
+            lambda: loop.time() + self._wall_ahead_s,
+            lambda: loop.time() + self._slept_s,
+            history=History(self.directory, _at_once),
+        )
         await kernel.open("simulated")
         fleet = Fleet(kernel, self._connect, SETTINGS)
         coordinator = Coordinator(kernel, fleet, Path("/simulated"), lambda _: Quiet(), self._dataset)
@@ -254,6 +262,7 @@ class World:
 
     def _supervisor_command(self, command: str, body: Any) -> None:
         if command == "kill":
+            self.killed_in_order += 1
             self._spawn(self.kill(body[1]))
 
     async def kill(self, incarnation: str) -> None:
@@ -278,7 +287,17 @@ class World:
         for _ in range(self.rng.randint(2, 7)):
             await asyncio.sleep(self.rng.expovariate(1 / 6.0))
             fault = self.rng.choice(
-                ["kill", "kill", "kill", "coordinator", "store", "partition", "pause", "reply", "stop"]
+                [
+                    *["kill"] * 3,
+                    "coordinator",
+                    "store",
+                    "partition",
+                    "pause",
+                    "reply",
+                    "stop",
+                    "clock",
+                    "sleep",
+                ]
             )
             self.faults[fault] += 1
             await getattr(self, f"_fault_{fault}")()
@@ -299,6 +318,20 @@ class World:
 
     async def _fault_reply(self) -> None:
         self.store.lose_replies = True
+
+    async def _fault_clock(self) -> None:
+        """The wall clock is set, by up to a day either way."""
+        self._wall_ahead_s += self.rng.uniform(-86_400.0, 86_400.0)
+
+    async def _fault_sleep(self) -> None:
+        """The machine sleeps: leases' clocks go on, timers and work stand still; nobody may be declared lost."""
+        slept, kills = self.rng.uniform(1.0, 600.0), self.killed_in_order
+        self._slept_s += slept
+        for instance in self.instances.values():
+            instance.deadlines = {epoch: at - slept for epoch, at in instance.deadlines.items()}
+        await asyncio.sleep(SETTINGS.heartbeat)
+        if slept > 2 * SETTINGS.heartbeat and self.killed_in_order != kills:
+            raise Violation(f"a sleep of {slept:.0f} s was taken for the silence of an instance")
 
     async def _fault_partition(self) -> None:
         victim = self._victim()

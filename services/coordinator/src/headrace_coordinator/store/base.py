@@ -15,7 +15,7 @@ class Fenced(Exception):
 
 
 class StoreAway(Exception):
-    """The store cannot be reached now; the same append may be tried again."""
+    """The store does not answer, or refuses writes now; the same call may be tried again. Says it in its words."""
 
 
 class ForeignStore(Exception):
@@ -46,13 +46,21 @@ class Store(Protocol):
         """Becomes the leader; raises `Fenced` naming the present one."""
 
     async def keep_claim(self) -> None:
-        """Renews the claim; raises `Fenced` when it is lost, `StoreAway` when unreachable."""
+        """Renews the claim, or takes one that ran out again if nobody else has; proves that writes are accepted.
+
+        Raises:
+            Fenced: another coordinator has taken the store.
+            StoreAway: unreachable, or writes are refused (the claim is renewed where the store allows that).
+        """
 
     async def load(self) -> Stored:
         """The latest snapshot and every event after it."""
 
     async def begin(self, epoch: int, store_id: str) -> None:
         """Makes `epoch` the only one that may append; raises `Fenced` unless it is the highest."""
+
+    async def raise_epoch(self, present: int, epoch: int, store_id: str) -> None:
+        """As `begin`, but only while `present` is the active epoch. A repeat of the same call is fine."""
 
     async def append(self, epoch: int, expected: int, first: int, entries: list[Entry]) -> None:
         """Appends entries as `first`, `first`+1, … if the log ends at `expected`. A repeat of the same call is fine.

@@ -41,6 +41,13 @@ class MemoryStore:
             raise Fenced(f"coordinator epoch {self._stored.epoch} has begun")
         self._stored.epoch, self._stored.store_id = epoch, store_id
 
+    async def raise_epoch(self, present: int, epoch: int, store_id: str) -> None:
+        """See `Store.raise_epoch`."""
+        self._reach()
+        if self._stored.epoch not in (present, epoch):
+            raise Fenced(f"the active coordinator epoch is {self._stored.epoch}")
+        self._stored.epoch = epoch
+
     async def append(self, epoch: int, expected: int, first: int, entries: list[Entry]) -> None:
         """See `Store.append`."""
         self._reach()

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from headrace_modelkit.loading import DTYPES, load_model
 from headrace_modelkit.weights import load_weights, state_tensors
+from headrace_schema.learning import OptimizerSection
+from headrace_schema.openings import TrainerConfig
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -23,7 +25,6 @@ from headrace_trainer.backends.fsdp.figures import TokenFigures
 from headrace_trainer.backends.fsdp.optimizer import MOMENTS, ShardedAdamW
 from headrace_trainer.backends.fsdp.sharding import ShardedModel
 from headrace_trainer.backends.fsdp.warmup import SupervisedBatches
-from headrace_trainer.config import OptimizerConfig, TrainerConfig
 from headrace_trainer.errors import Refusal, invalid
 from headrace_trainer.gang import Gang
 from headrace_trainer.packing import MicroBatch, pack
@@ -202,7 +203,7 @@ class FsdpBackend:
 
     def _new_optimizer(self) -> ShardedAdamW:
         decays = {name for name, p in self._sharded.parameters.items() if p.dim() > 1}
-        config: OptimizerConfig = self._config.optimizer
+        config: OptimizerSection = self._config.optimizer
         return ShardedAdamW(config, self._sharded.shards(), decays=decays)
 
     def _backward(self, rows: Rows, loss_of: LossOf) -> Tensor | None:
@@ -227,6 +228,8 @@ class FsdpBackend:
         if math.isfinite(norm):
             clip = min(1.0, self._config.optimizer.grad_clip / (norm + 1e-6))
             optimizer.step(gradients, denominator / clip, rate)
+            # A forward without a backward leaves whole parameters behind, which the step has not moved.
+            self._sharded.release()
         self._sharded.drop_gradients()
         self._dirty = False
         return norm
