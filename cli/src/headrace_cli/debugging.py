@@ -67,7 +67,7 @@ async def _fleet_in_process(spec: RunSpec, directory: Path) -> AsyncIterator[Coo
     server = GrpcServer("127.0.0.1:0", token=None, instance="coordinator")
     add = fleet_pb2_grpc.add_FleetServiceServicer_to_server
     name = "headrace.coordinator.v1.FleetService"
-    server.add_service(add, FleetServicer(fleet, coordinator.scaled), name)
+    server.add_service(add, FleetServicer(fleet, coordinator.scaling.answered), name)
     address = await server.start()
     async with AsyncExitStack() as stack:
         stack.push_async_callback(server.drain, 0.0)

@@ -161,7 +161,7 @@ def test_paths_that_look_local_and_ids_that_are_none(tmp_path, monkeypatch):
     assert "does not exist" in model_problem("~/no-such-model-here")["model.path"]
     (tmp_path / "plain").mkdir()
     assert "it has no config.json" in model_problem("plain")["model.path"]
-    for wrong in ("a b", "a/b/c", "a\0b", "", "x" * 5000):
+    for wrong in ("a b", "a/b/c", "a\0b", "x" * 5000):
         assert "model.path" in model_problem(wrong) or wrong == "x" * 5000, wrong
 
 

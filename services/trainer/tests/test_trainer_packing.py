@@ -6,6 +6,7 @@ import random
 
 import pytest
 import torch
+from headrace_modelkit import logprobs
 from headrace_trainer.packing import PrefixTree, context, pack, plan_batches, plan_rows
 from headrace_trainer.samples import Sequence
 
@@ -102,3 +103,19 @@ def test_a_non_finite_loss_accumulates_nothing(make_backend, sequences, accumula
     found = backend.reduced_gradient(7.0)
     accumulate(backend, [good], 512)
     assert relative_l2(found, backend.reduced_gradient(7.0)) == 0
+
+
+@pytest.mark.parametrize("reshard", [False, True], ids=["kept whole", "resharded"])
+def test_the_heads_gradient_is_the_same_in_many_chunks(
+    make_backend, sequences, accumulate, relative_l2, monkeypatch, reshard
+):
+    """bf16 hidden states come in rows, so only the head's sum over chunks and micro-batches can differ."""
+    groups = [sequences(seed, count=12) for seed in range(6)]
+    backend = make_backend(model={"dtype": "bfloat16"}, trainer={"reshard_micro_batches": reshard})
+    found = []
+    for rows in (4096, 1):
+        monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", rows * 32)
+        for group in groups:
+            accumulate(backend, [group], 4096)
+        found.append({"head": backend.reduced_gradient(50.0)["lm_head.weight"]})
+    assert 0 < relative_l2(found[1], found[0]) <= 1e-3

@@ -70,6 +70,11 @@ class RunView(Resource):
     id: str
     state: str
     reason: str = Field(description="why it is in this state, for people")
+    intent: str = Field(default="RUN", description="what is wanted of it: RUN, PAUSE, PAUSE_NOW or CANCEL")
+    priority: int = Field(default=0, description="runs of a higher priority come first")
+    place: int | None = Field(
+        default=None, description="place in the queue, from 1; null for a run that is not waiting"
+    )
     step: int = Field(description="committed steps of the live lineage")
     steps: int
     created_at: float = Field(description="seconds since the epoch")
@@ -123,7 +128,10 @@ class CertificateView(Resource):
     tokens: int
     tokens_by_version: dict[int, int]
     max_staleness: int
-    log_prob_mismatch_mean: float
+    log_prob_mismatch_mean: float | None = Field(
+        description="mean |engine − trainer| log-prob in nats; null when no token was compared"
+    )
+    log_prob_compared_tokens: int = Field(default=0, description="tokens that the mismatch is over")
     drop_rate_by_length: dict[str, float] = Field(
         description="share dropped by bucket of answer length in tokens"
     )
@@ -184,7 +192,7 @@ class InstanceView(Resource):
     name: str
     incarnation: str
     kind: str
-    state: str = Field(description="READY, LOST or DRAINING")
+    state: str = Field(description="READY, SILENT (heartbeats are missing), LOST or DRAINING")
     host: str
     address: str
     devices: list[str]
@@ -192,6 +200,20 @@ class InstanceView(Resource):
     run: str
     resident_memory_bytes: int
     last_heartbeat_age_s: float
+    silent_for_s: float = Field(
+        default=0.0, description="seconds without a sign of life, once two heartbeats are missing"
+    )
+
+
+class HealthView(Resource):
+    """How the coordinator is; served with 503 when it is unhealthy."""
+
+    status: str = Field(description="ok or unhealthy")
+    reason: str = Field(default="", description="what is wrong; empty when nothing is")
+    store_writable: bool = Field(default=True, description="the store took the last write")
+    loop_lag_ms: float = Field(default=0.0, description="largest delay of the event loop in the last 10 s")
+    tasks: dict[str, bool] = Field(default={}, description="the lasting tasks, and whether each lives")
+    coordinator_epoch: int = Field(default=0, description="epoch of this coordinator")
 
 
 class InstanceListView(Resource):

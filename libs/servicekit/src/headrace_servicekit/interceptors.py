@@ -13,6 +13,7 @@ import grpc
 import grpc.aio
 
 from headrace_servicekit.errors import ServiceError
+from headrace_servicekit.fence import Admission, admission
 from headrace_servicekit.logs import get_logger, set_log_context
 from headrace_servicekit.metrics import RPC_SECONDS, RPCS, RPCS_IN_FLIGHT
 
@@ -21,9 +22,15 @@ _logger = get_logger(__name__)
 
 
 class CallGuard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in the stubs only
-    """Admits, counts and ends the calls of one server. `token` None admits everybody."""
+    """Admits, counts and ends the calls of one server. `token` None admits everybody.
 
-    def __init__(self, token: str | None, instance: str) -> None:
+    `on_applied` gets the CommandHeader of each unary command that succeeded.
+    """
+
+    def __init__(
+        self, token: str | None, instance: str, on_applied: Callable[[Any], None] = lambda header: None
+    ) -> None:
+        self._on_applied = on_applied
         self._expected = f"Bearer {token}".encode() if token else None
         self._instance = instance
         self._in_flight = 0
@@ -77,18 +84,24 @@ class CallGuard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generi
         )
 
         async def respond_once(request: Any, context: Any) -> Any:
-            async with self._call(method, request, context):
-                return await inner(request, context)
+            async with self._call(method, request, context) as call:
+                response = await inner(request, context)
+                call.accept()
+                if (header := getattr(request, "header", None)) is not None:
+                    self._on_applied(header)
+                return response
 
         async def respond_many(request: Any, context: Any) -> AsyncIterator[Any]:
-            async with self._call(method, request, context):
+            async with self._call(method, request, context) as call:
                 responses = inner(request, context)
                 if not hasattr(responses, "__aiter__"):
                     await responses  # a handler that writes to the context itself
                     return
                 async with aclosing(responses):
                     async for response in responses:
+                        call.accept()
                         yield response
+                    call.accept()
 
         make, behaviour = (
             _MAKERS[bool(handler.request_streaming), bool(handler.response_streaming)],
@@ -99,12 +112,13 @@ class CallGuard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generi
         return make(behaviour, handler.request_deserializer, handler.response_serializer)
 
     @asynccontextmanager
-    async def _call(self, method: str, request: Any, context: Any) -> AsyncIterator[None]:
+    async def _call(self, method: str, request: Any, context: Any) -> AsyncIterator[Admission]:
         started, code = time.perf_counter(), "OK"
         self._enter()
         set_log_context(instance=self._instance, run=getattr(getattr(request, "header", None), "run", ""))
         try:
-            yield
+            with admission() as call:
+                yield call
         except ServiceError as error:
             code = error.code.name
             await context.abort(error.code, error.message, error.trailing_metadata())

@@ -86,6 +86,33 @@ class _Unordered(Generic[Request, Result]):
             future.cancel()
 
 
+async def until(ended: asyncio.Event, requests: AsyncIterator[Request]) -> AsyncIterator[Request]:
+    """Yields requests until there are no more or `ended` is set."""
+    ending = asyncio.ensure_future(ended.wait())
+    following: asyncio.Task[Request] | None = None
+    try:
+        while True:
+            following = asyncio.create_task(_next(requests))
+            await asyncio.wait({following, ending}, return_when=asyncio.FIRST_COMPLETED)
+            if not following.done():
+                return
+            try:
+                yield following.result()
+            except EOFError:
+                return
+    finally:
+        ending.cancel()
+        if following is not None:
+            following.cancel()
+
+
+async def _next(requests: AsyncIterator[Request]) -> Request:
+    """The next request; raises EOFError at the end, as a task cannot raise StopAsyncIteration."""
+    async for request in requests:
+        return request
+    raise EOFError
+
+
 async def unordered(
     requests: AsyncIterator[Request], expand: Expand[Request, Result], limit: int, linger_s: float = 0.0
 ) -> AsyncIterator[list[Result]]:

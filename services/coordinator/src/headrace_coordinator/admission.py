@@ -37,7 +37,7 @@ class FleetView:
         counts: dict[str, int] = {}
         own: dict[str, None] = {}
         for instance in instances:
-            if instance.state != "READY":
+            if instance.state not in ("READY", "SILENT"):
                 continue
             own |= dict.fromkeys(instance.devices)
             counts[instance.kind] = counts.get(instance.kind, 0) + 1

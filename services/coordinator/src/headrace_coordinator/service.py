@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import grpc
@@ -15,7 +15,8 @@ from headrace_servicekit.errors import ServiceError
 
 from headrace_coordinator.domain.events import LeaseGranted
 from headrace_coordinator.domain.state import InstanceState
-from headrace_coordinator.fleet import Fleet, Supervisor
+from headrace_coordinator.fleet import Fleet, ForeignInstance, Supervisor, open_reports
+from headrace_coordinator.kernel import HIGHEST_EPOCH
 
 log = logging.getLogger(__name__)
 KINDS = {
@@ -25,7 +26,7 @@ KINDS = {
     pb.SERVICE_KIND_REWARD: "reward",
 }
 NUMBERS = {name: number for number, name in KINDS.items()}
-Result = Callable[[str, str, int, str], None]
+Result = Callable[[str, str], None]
 
 
 class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
@@ -41,6 +42,11 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
             raise ServiceError(
                 grpc.StatusCode.INVALID_ARGUMENT, "INVALID", "Register needs instance, incarnation and kind"
             )
+        if not 0 <= request.coordinator_epoch < HIGHEST_EPOCH:
+            message = (
+                f"coordinator_epoch {request.coordinator_epoch}: no coordinator has it; use one below 2^62"
+            )
+            raise ServiceError(grpc.StatusCode.INVALID_ARGUMENT, "INVALID", message)
         state = InstanceState(
             instance=request.instance,
             incarnation=request.incarnation,
@@ -51,9 +57,14 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
             capabilities={facet: list(names.values) for facet, names in request.capabilities.items()},
         )
         held = [lease.epoch for lease in request.held_leases]
-        stale = await self._fleet.register(state, held, request.coordinator_epoch)
+        try:
+            stale = await self._fleet.register(state, held, request.coordinator_epoch, request.store_id)
+        except ForeignInstance as error:
+            raise ServiceError(grpc.StatusCode.FAILED_PRECONDITION, "FOREIGN_STORE", str(error)) from error
+        self._fleet.reported(request.incarnation, open_reports(request.open_run_reports))
+        durable = self._fleet.kernel.state
         response = pb.RegisterResponse(
-            coordinator_epoch=self._fleet.kernel.state.epoch, stale_lease_epochs=stale
+            coordinator_epoch=durable.epoch, stale_lease_epochs=stale, store_id=durable.store_id
         )
         response.heartbeat_interval.FromMilliseconds(int(self._fleet.settings.heartbeat * 1000))
         response.lease_ttl.FromMilliseconds(int(self._fleet.settings.lease_ttl * 1000))
@@ -87,6 +98,7 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
                 renewed, stale = self._fleet.heartbeat(
                     message.incarnation, beat.lease_epochs, beat.resident_memory_bytes
                 )
+                self._fleet.reported(message.incarnation, open_reports(beat.open_runs))
                 ack = pb.HeartbeatAck(sequence=beat.sequence, renewed_epochs=renewed, stale_epochs=stale)
                 outbox.put_nowait(pb.SessionResponse(heartbeat_ack=ack))
             case "lease_held":
@@ -95,6 +107,8 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
                 )
             case "lease_released":
                 self._fleet.desk.released(message.incarnation, message.lease_released.epoch)
+            case "draining":
+                self._fleet.draining(message.incarnation, message.draining.grace.ToNanoseconds() / 1e9)
 
     async def Supervise(
         self, request_iterator: AsyncIterator[pb.SuperviseRequest], context: Any
@@ -142,7 +156,7 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
                 self._fleet.exited(message.exit.incarnation, reason)
             case "scale_result":
                 result = message.scale_result
-                self._on_scaled(result.request_id, KINDS.get(result.kind, ""), result.count, result.error)
+                self._on_scaled(result.request_id, result.error)
 
 
 def _session_command(command: str, body: Any) -> pb.SessionResponse:
@@ -185,9 +199,11 @@ async def _pump(
         finally:
             outbox.put_nowait(None)
 
-    task: Awaitable[None] = asyncio.ensure_future(read())
+    task = asyncio.ensure_future(read())
     try:
         yield
+        if task.done():
+            await task  # What broke the reading is the call's error, not silence.
     finally:
-        task.cancel()  # type: ignore[attr-defined]
+        task.cancel()
         await asyncio.gather(task, return_exceptions=True)

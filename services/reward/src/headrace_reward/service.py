@@ -6,6 +6,7 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncIterator, Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import grpc
@@ -15,7 +16,7 @@ from headrace_schema.scoring import RewardSection
 from headrace_servicekit.config import parse_config
 from headrace_servicekit.errors import ServiceError
 from headrace_servicekit.instance import Instance
-from headrace_servicekit.streams import unordered
+from headrace_servicekit.streams import unordered, until
 
 from headrace_reward.pool import OpenFault, PoolClosed
 from headrace_reward.runs import Conflict, Item, Run, Runs, Status, Verdict
@@ -63,25 +64,24 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
         self, request: reward_pb2.OpenRunRequest, context: Context
     ) -> reward_pb2.OpenRunResponse:
         """Opens a run."""
-        self._instance.fence.check(request.header, lease=False)
-        section = parse_config(RewardSection, request.config_json, "reward")
+        name, section = request.header.run, parse_config(RewardSection, request.config_json, "reward")
         try:
-            run = await self._runs.open(request.header.run, section)
+            run: Run = await self._instance.open_run(
+                request.header,
+                section,
+                lambda: self._runs.open(name, section),
+                lambda: self._runs.close(name),
+            )
         except OpenFault as fault:
             key = f"reward.{fault.scorer_set}[{fault.index}].{fault.field}"
             raise invalid(f"{key}: {fault.message}", key=key) from fault
-        except Conflict as conflict:
-            raise ServiceError(grpc.StatusCode.ALREADY_EXISTS, "CONFLICT", str(conflict)) from conflict
-        self._instance.open_runs.add(request.header.run)
         return reward_pb2.OpenRunResponse(scorer_digest=run.digest)
 
     async def CloseRun(
         self, request: reward_pb2.CloseRunRequest, context: Context
     ) -> reward_pb2.CloseRunResponse:
         """Closes a run."""
-        self._instance.fence.check(request.header, lease=False)
-        self._instance.open_runs.discard(request.header.run)
-        await self._runs.close(request.header.run)
+        await self._instance.close_run(request.header)
         return reward_pb2.CloseRunResponse()
 
     async def Score(
@@ -90,16 +90,21 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
         """Scores what the stream asks; the first message names the run and the authority."""
         run: Run | None = None
         begin, count = time.monotonic(), 0
+        closed, stack = asyncio.Event(), ExitStack()
 
         def expand(request: reward_pb2.ScoreRequest) -> Iterator[asyncio.Future[Verdict]]:
             nonlocal run
-            run = run or self._admit(request.header)
+            if run is None:
+                run = self._admit(request.header)
+                stack.enter_context(self._instance.open_runs.until_closed(request.header.run, closed.set))
             return map(run.score, map(_item, request.items))
 
         try:
-            async for verdicts in unordered(request_iterator, expand, _IN_FLIGHT, _LINGER_S):
-                count += len(verdicts)
-                yield reward_pb2.ScoreResponse(results=map(_result, verdicts))
+            with stack:
+                requests = until(closed, request_iterator)
+                async for verdicts in unordered(requests, expand, _IN_FLIGHT, _LINGER_S):
+                    count += len(verdicts)
+                    yield reward_pb2.ScoreResponse(results=map(_result, verdicts))
         except Conflict as conflict:
             raise ServiceError(grpc.StatusCode.ALREADY_EXISTS, "CONFLICT", str(conflict)) from conflict
         except PoolClosed as error:
@@ -111,6 +116,7 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
         run = self._runs.get(header.run)
         if run is None:
             raise _not_open(header.run or "the run of the empty header")
+        self._instance.open_runs.applied(header)
         return run
 
     def _report(self, wall_s: float, count: int) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+import asyncio
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
 
 import grpc
 from headrace_modelkit.errors import ModelNotReadable
@@ -20,6 +21,19 @@ if TYPE_CHECKING:
     from headrace_modelkit.tokenizer import TextCodec
 
 
+STREAM_END_S = 10.0
+"""How long a Generate stream may take to hand out its partial outputs when its run is closed."""
+
+
+class LiveStream(Protocol):
+    """A Generate stream that serves the run."""
+
+    ended: asyncio.Event
+
+    def end(self) -> None:
+        """Sends what has come back and ends."""
+
+
 @dataclass(frozen=True, eq=False)
 class OpenedRun:
     """What an instance holds for its run."""
@@ -29,6 +43,18 @@ class OpenedRun:
     engine: Engine
     codec: TextCodec
     custody: Custody
+    streams: set[LiveStream] = field(default_factory=set)
+
+    async def end_streams(self) -> None:
+        """Ends all streams; one whose caller does not read is left behind after STREAM_END_S."""
+        streams = list(self.streams)
+        for stream in streams:
+            stream.end()
+        waits = [asyncio.ensure_future(stream.ended.wait()) for stream in streams]
+        if waits:
+            _, late = await asyncio.wait(waits, timeout=STREAM_END_S)
+            for wait in late:
+                wait.cancel()
 
 
 def open_run(name: str, config: RolloutConfig, device: str) -> OpenedRun:

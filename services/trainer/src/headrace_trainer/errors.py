@@ -6,7 +6,7 @@ from typing import Literal
 
 from headrace_servicekit.registry import PluginError
 
-Kind = Literal["precondition", "conflict", "invalid", "not_found", "exhausted", "unavailable", "data_loss"]
+Kind = Literal["precondition", "conflict", "invalid", "not_found", "exhausted", "unavailable"]
 
 
 class Refusal(Exception):

@@ -5,6 +5,7 @@ A leader gets a `Session`; a follower a thread that does what the leader's round
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 from collections.abc import Callable
@@ -24,10 +25,10 @@ from headrace_trainer.algorithms._base import Barrier
 from headrace_trainer.backends import choose_backend
 from headrace_trainer.checkpoints import CheckpointDirectory
 from headrace_trainer.errors import Refusal, conflict, invalid
+from headrace_trainer.forks import foreign_checkpoints
 from headrace_trainer.gang import Gang, join_gang
 from headrace_trainer.rank import Rank
 from headrace_trainer.rounds import Round, RoundLost, Rounds
-from headrace_trainer.saver import Saver
 from headrace_trainer.session import Session
 from headrace_trainer.step import StepState
 
@@ -81,27 +82,23 @@ class Trainer:
             )
 
     def open_run(self, run: str, config: TrainerConfig, directory: Path) -> Barrier:
-        """Prepares for a run; the barrier of its algorithm. Raises Refusal BUSY, CONFLICT or INVALID."""
-        if self._run:
-            if self._run != run:
-                raise Refusal("BUSY", f"{self._run} is open here, and a trainer serves one run at a time")
-            if (self._config, self._directory) != (config, directory):
-                raise conflict(f"{run} is open with another config or directory: close it first")
+        """Prepares for a run; the barrier of its algorithm. Raises Refusal INVALID or MODEL_NOT_READABLE."""
         choose_backend(config.trainer)
         algorithm = build_algorithm(config.algorithm)
         try:
             load_architecture(config.model)
         except ModelNotReadable as error:
             raise invalid(str(error), "MODEL_NOT_READABLE") from error
-        if not self._run:
-            self._run, self._config, self._directory = run, config, directory
-            self._assemble()
+        self._run, self._config, self._directory = run, config, directory
+        self._assemble()
         return algorithm.barrier
 
     def close_run(self) -> None:
         """Forgets the run and what it held, and leaves its gang. Repeated calls do nothing."""
         self._disband()
         self._run, self._config, self._joined = "", None, None
+        self.suspended = False  # Of nothing: a run that is opened next has given nothing back.
+        gc.collect()  # Session and learner refer to each other: the model must not stay until the next collection.
 
     def join(self, generation: int, rank: int, world_size: int, rendezvous: str, timeout_s: float) -> None:
         """Joins a gang; what an older generation held is lost. Raises CONFLICT or RENDEZVOUS_TIMEOUT."""
@@ -148,10 +145,19 @@ class Trainer:
         """Where the leader stands; empty on a follower and before a gang is joined."""
         return self._session.state if self._session is not None else StepState()
 
-    def checkpoints(self) -> tuple[CheckpointDirectory, Saver | None]:
-        """The run's checkpoints, on any rank. Raises Refusal NOT_OPEN."""
+    def checkpoints(self, source: str = "") -> CheckpointDirectory:
+        """The run's checkpoints, or those of the run with directory `source`, on any rank.
+
+        Raises Refusal NOT_OPEN, INVALID or NOT_FOUND.
+        """
         _ = self.config
-        return CheckpointDirectory(self._directory), self._session.saver if self._session else None
+        if source:
+            return foreign_checkpoints(self._directory, source)
+        return self._session.checkpoints if self._session else CheckpointDirectory(self._directory)
+
+    def last_failure(self) -> str:
+        """Name of the last checkpoint whose write failed, with the reason."""
+        return self._session.last_failure if self._session else ""
 
     def use_gpu(self, index: int) -> None:
         """Trains on a GPU from the next gang on."""

@@ -11,7 +11,8 @@ from headrace.trainer.v1 import trainer_pb2
 from headrace_schema.generating import SamplingSection
 from headrace_servicekit.digests import set_digest, trajectory_digest
 
-from headrace_trainer.checkpoints import Saved
+from headrace_trainer.checkpoint_asides import SetAside
+from headrace_trainer.checkpoint_tree import Saved
 from headrace_trainer.errors import invalid
 from headrace_trainer.samples import Disposition, Group, GroupRecord, Member, Sequence
 from headrace_trainer.step import CommitReply, Phase, Result, Version
@@ -158,14 +159,20 @@ def commit_message(reply: CommitReply | None) -> trainer_pb2.CommitStepResponse 
     )
 
 
-def checkpoint_message(saved: Saved, *, ledger: bool) -> trainer_pb2.Checkpoint:
-    """A checkpoint, with its ledger when asked."""
+def checkpoint_message(saved: Saved) -> trainer_pb2.Checkpoint:
+    """A checkpoint; FetchLedger gives its ledger."""
     return trainer_pb2.Checkpoint(
         name=saved.name,
         version=version_message(saved.version),
-        ledger=saved.ledger() if ledger else b"",
         size_bytes=saved.size,
         store_id=saved.store_id,
+    )
+
+
+def set_aside_message(found: SetAside) -> trainer_pb2.SetAsideCheckpoint:
+    """A damaged checkpoint."""
+    return trainer_pb2.SetAsideCheckpoint(
+        name=found.name, reason=found.reason, set_aside_as=found.set_aside_as
     )
 
 

@@ -31,8 +31,11 @@ class FleetCollector(Collector):
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
         """All families."""
-        runs, instances = self._control.runs(), self._control.instances()
-        yield _counted("headrace_runs", "Runs by state", ["state"], ((run.state,) for run in runs))
+        (runs, _), instances = self._control.runs(RUNS_SHOWN), self._control.instances()
+        states = GaugeMetricFamily("headrace_runs", "Runs by state", labels=["state"])
+        for state, count in sorted(self._control.run_states().items()):
+            states.add_metric([state], count)
+        yield states
         yield _counted(
             "headrace_instances",
             "Processes by kind and state",
@@ -48,7 +51,7 @@ class FleetCollector(Collector):
         for item in instances:
             memory.add_metric([item.name, item.kind], item.resident_memory_bytes)
         yield memory
-        yield from _run_families(runs[:RUNS_SHOWN])
+        yield from _run_families(runs)
 
 
 def _counted(name: str, text: str, labels: list[str], values: Iterable[tuple[str, ...]]) -> GaugeMetricFamily:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections import defaultdict
 from typing import Any, Protocol
 
 from headrace.common.v1 import common_pb2 as common
@@ -64,7 +64,11 @@ class RunContext:
         self.crew = Crew(fleet, run_id, self.spec, self.state.directory)
         self.crew.warmup_examples = self._warmup_examples()
         self.placement = Placement(self.crew)
-        self._lengths: dict[str, list[int]] = defaultdict(list)
+        # Set again whenever ledger, trainer and rollouts have been brought to one version.
+        self.agreement_due = True
+        self.decision: asyncio.Task[Any] | None = None
+        """The commit of the step in hand, from the request until it is recorded; never cancelled on purpose."""
+        self._lengths: dict[str, tuple[int, int]] = {}
 
     @property
     def state(self) -> RunState:
@@ -87,12 +91,14 @@ class RunContext:
 
     def saw_length(self, prompt: int, tokens: int) -> None:
         """An answer's length, from which later epochs expect theirs."""
-        self._lengths[self.item(prompt).key].append(tokens)
+        key = self.item(prompt).key
+        answers, total = self._lengths.get(key, (0, 0))
+        self._lengths[key] = (answers + 1, total + tokens)
 
     def expected_tokens(self, prompt: int) -> float:
         """Mean length of the item's answers so far; the limit for a new one."""
-        lengths = self._lengths.get(self.item(prompt).key)
-        return sum(lengths) / len(lengths) if lengths else float(self.spec.sampling.max_new_tokens)
+        answers, total = self._lengths.get(self.item(prompt).key, (0, 0))
+        return total / answers if answers else float(self.spec.sampling.max_new_tokens)
 
     def _warmup_examples(self) -> list[dict[str, object]]:
         if not self.spec.trainer.warmup.steps:

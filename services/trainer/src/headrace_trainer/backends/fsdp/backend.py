@@ -22,6 +22,7 @@ from headrace_trainer.algorithms._base import Algorithm, TokenBatch
 from headrace_trainer.allocator import give_back_if_short
 from headrace_trainer.backends._base import CommitReport, MicroReport, StateReader
 from headrace_trainer.backends.fsdp.figures import TokenFigures
+from headrace_trainer.backends.fsdp.fit import check_fit
 from headrace_trainer.backends.fsdp.optimizer import MOMENTS, ShardedAdamW
 from headrace_trainer.backends.fsdp.sharding import ShardedModel
 from headrace_trainer.backends.fsdp.warmup import SupervisedBatches
@@ -57,6 +58,10 @@ class FsdpBackend:
     def load_initial(self) -> None:
         """See `Backend`."""
         self._shard(load_model(self._config.model, weights=self._gang.leads))
+
+    def check_state(self, reader: StateReader) -> None:
+        """See `Backend`."""
+        check_fit(reader, self._config.model)
 
     def load_state(self, reader: StateReader | None) -> None:
         """See `Backend`."""
@@ -232,6 +237,8 @@ class FsdpBackend:
         if math.isfinite(norm):
             clip = min(1.0, self._config.optimizer.grad_clip / (norm + 1e-6))
             optimizer.step(gradients, denominator / clip, rate)
+            # A forward without a backward leaves whole parameters behind, which the step has not moved.
+            self._sharded.release()
         self._sharded.drop_gradients()
         self._dirty = False
         return norm
