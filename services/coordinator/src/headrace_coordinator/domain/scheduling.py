@@ -196,7 +196,7 @@ class _Planner:
                     return f"{', '.join(missing)} to be free"
                 chosen += named
                 continue
-            fair = max(needed, len(everything) // self._side_by_side())
+            fair = max(needed, len(everything) // self._parts(demand))
             free.sort(key=lambda device: (device not in own, everything.index(device)))
             if len(free) < needed:
                 return f"{needed} devices on {host} ({len(free)} free of {len(everything)})"
@@ -208,17 +208,10 @@ class _Planner:
         known = {d for i in self._state.instances.values() if i.host == host for d in i.devices}
         return sorted(known - self._state.table.quarantined.keys(), key=device_order)
 
-    def _side_by_side(self) -> int:
-        """How many of the runs that want to run could run at once, by their instances alone."""
-        free = {kind: self._count(kind) for kind in ("rollout", "trainer")}
-        count = 0
-        for run in (*self._admitted, *self._waiting):
-            demand = demand_of(run)
-            if demand.fewest_rollouts <= free["rollout"] and demand.trainers <= free["trainer"]:
-                free["rollout"] -= demand.fewest_rollouts
-                free["trainer"] -= demand.trainers
-                count += 1
-        return max(count, 1)
+    def _parts(self, demand: Demand) -> int:
+        """Parts that a host's devices are divided into: how many runs of this demand the instances can carry."""
+        rollouts = self._count("rollout") // max(demand.fewest_rollouts, 1)
+        return max(1, min(rollouts, self._count("trainer") // demand.trainers))
 
     def _count(self, kind: str) -> int:
         return sum(i.kind == kind and not i.draining for i in self._state.instances.values())
@@ -233,7 +226,7 @@ class _Planner:
             for other in reversed(self._admitted)
             if other.grant is not None
             and self._now - other.admitted_at >= other.quantum_s
-            and (key < order_key(other, self._now) or self._holds_too_much(other))
+            and key < order_key(other, self._now)
         ]
         grants = dict(self._grants)
         leaving: list[str] = []
@@ -250,13 +243,6 @@ class _Planner:
                 leaving.remove(name)
                 grants = without
         plan.yields |= dict.fromkeys(leaving, f"yields to {run.id}, which waits for {reason}")
-
-    def _holds_too_much(self, run: RunState) -> bool:
-        grant = self._grants[run.id]
-        hosts = {self._state.instances[who].host for who in self._usable((*grant.rollouts, *grant.trainers))}
-        everything = sum(len(self._devices_of(host)) for host in hosts)
-        named = run.spec["placement"]["rollout"] or run.spec["placement"]["trainer"]
-        return not named and len(grant.devices) > max(1, everything // self._side_by_side())
 
 
 def device_order(device: str) -> tuple[str, int, str]:
