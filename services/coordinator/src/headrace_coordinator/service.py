@@ -12,6 +12,8 @@ import grpc
 from headrace.coordinator.v1 import fleet_pb2 as pb
 from headrace.coordinator.v1 import fleet_pb2_grpc
 from headrace_servicekit.errors import ServiceError
+from headrace_servicekit.requests import check_at_least, check_enum, check_name, invalid
+from headrace_servicekit.server import split_address
 
 from headrace_coordinator.domain.events import LeaseGranted
 from headrace_coordinator.domain.state import InstanceState
@@ -24,7 +26,10 @@ KINDS = {
     pb.SERVICE_KIND_SIMULATOR: "simulator",
     pb.SERVICE_KIND_REWARD: "reward",
 }
+MAX_NAMES = 4096
+MAX_REASON = 500
 NUMBERS = {name: number for number, name in KINDS.items()}
+Outbox = asyncio.Queue[pb.SessionResponse | ServiceError | None]
 Result = Callable[[str, str, int, str], None]
 
 
@@ -37,10 +42,7 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
 
     async def Register(self, request: pb.RegisterRequest, context: Any) -> pb.RegisterResponse:
         """See the contract."""
-        if request.kind not in KINDS or not request.instance or not request.incarnation:
-            raise ServiceError(
-                grpc.StatusCode.INVALID_ARGUMENT, "INVALID", "Register needs instance, incarnation and kind"
-            )
+        _check_registration(request)
         state = InstanceState(
             instance=request.instance,
             incarnation=request.incarnation,
@@ -63,24 +65,35 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
         self, request_iterator: AsyncIterator[pb.SessionRequest], context: Any
     ) -> AsyncIterator[pb.SessionResponse]:
         """See the contract."""
-        outbox: asyncio.Queue[pb.SessionResponse | None] = asyncio.Queue()
-        first = await anext(aiter(request_iterator))
+        outbox: Outbox = asyncio.Queue()
+        first = await anext(aiter(request_iterator), None)
+        if first is None or not first.incarnation:
+            raise invalid("incarnation", "is missing; a session begins with the id that Register was given")
         if first.incarnation not in self._fleet.kernel.state.instances:
             raise ServiceError(grpc.StatusCode.NOT_FOUND, "NOT_FOUND", "register before opening a session")
 
         def send(command: str, body: Any) -> None:
             outbox.put_nowait(_session_command(command, body))
 
+        def hear(message: pb.SessionRequest) -> None:
+            if message.incarnation != first.incarnation:
+                raise invalid(
+                    "incarnation", f"{message.incarnation!r}; this session is {first.incarnation}'s"
+                )
+            self._hear(message, outbox)
+
         self._fleet.attach(first.incarnation, send)
-        self._hear(first, outbox)
         try:
-            async with _pump(request_iterator, lambda message: self._hear(message, outbox), outbox):
+            self._hear(first, outbox)
+            async with _pump(request_iterator, hear, outbox):
                 while (message := await outbox.get()) is not None:
+                    if isinstance(message, ServiceError):
+                        raise message
                     yield message
         finally:
             self._fleet.detach(first.incarnation, send)
 
-    def _hear(self, message: pb.SessionRequest, outbox: asyncio.Queue[pb.SessionResponse | None]) -> None:
+    def _hear(self, message: pb.SessionRequest, outbox: Outbox) -> None:
         match message.WhichOneof("event"):
             case "heartbeat":
                 beat = message.heartbeat
@@ -100,7 +113,7 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
         self, request_iterator: AsyncIterator[pb.SuperviseRequest], context: Any
     ) -> AsyncIterator[pb.SuperviseResponse]:
         """See the contract."""
-        outbox: asyncio.Queue[pb.SuperviseResponse | None] = asyncio.Queue()
+        outbox: asyncio.Queue[pb.SuperviseResponse | ServiceError | None] = asyncio.Queue()
 
         def send(command: str, body: Any) -> None:
             outbox.put_nowait(_supervisor_command(command, body))
@@ -108,11 +121,16 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
         mine: list[Supervisor] = []
 
         def hear(message: pb.SuperviseRequest) -> None:
+            check_name("host", message.host)
+            if mine and message.host != mine[0].host:
+                raise invalid("host", f"{message.host!r}; this stream is {mine[0].host}'s")
             self._hear_supervisor(message, send, mine)
 
         try:
             async with _pump(request_iterator, hear, outbox):
                 while (command := await outbox.get()) is not None:
+                    if isinstance(command, ServiceError):
+                        raise command
                     yield command
         finally:
             if mine and self._fleet.supervisors.get(mine[-1].host) is mine[-1]:
@@ -130,11 +148,13 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
                     scalable=frozenset(KINDS[kind] for kind in table.scalable_kinds if kind in KINDS),
                     incarnations=frozenset(process.incarnation for process in table.processes),
                 )
+                for process in table.processes:
+                    check_name("processes.incarnation", process.incarnation)
                 mine.append(supervisor)
                 self._fleet.supervised(supervisor)
             case "exit":
                 words = message.exit.last_words.strip().splitlines()[-1:] or ["no last words"]
-                reason = f"exited with {message.exit.exit_status}: {words[0]}"
+                reason = f"exited with {message.exit.exit_status}: {words[0][:MAX_REASON]}"
                 if (
                     message.exit.incarnation in self._fleet.names
                 ):  # A reconnecting supervisor repeats old ends.
@@ -143,6 +163,28 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
             case "scale_result":
                 result = message.scale_result
                 self._on_scaled(result.request_id, KINDS.get(result.kind, ""), result.count, result.error)
+
+
+def _check_registration(request: pb.RegisterRequest) -> None:
+    """Refuses a registration whose fields others could not use, before anything is written down."""
+    for field in ("instance", "incarnation", "host"):
+        check_name(field, getattr(request, field), optional=field == "host")
+    check_enum("kind", pb.ServiceKind, request.kind)
+    if request.kind not in KINDS:
+        raise invalid("kind", "is missing")
+    if request.address:
+        split_address(check_name("address", request.address))
+    names = [*request.devices, *request.capabilities, *request.open_runs]
+    names += [name for facet in request.capabilities.values() for name in facet.values]
+    if len(names) > MAX_NAMES:
+        raise invalid(
+            "devices", f"{len(names)} names with those of capabilities and open_runs; at most {MAX_NAMES}"
+        )
+    for name in names:
+        check_name("devices, capabilities and open_runs", name)
+    check_at_least("coordinator_epoch", request.coordinator_epoch, 0)
+    for lease in request.held_leases:
+        check_at_least("held_leases.epoch", lease.epoch, 1)
 
 
 def _session_command(command: str, body: Any) -> pb.SessionResponse:
@@ -176,12 +218,14 @@ def _supervisor_command(command: str, body: Any) -> pb.SuperviseResponse:
 async def _pump(
     requests: AsyncIterator[Any], hear: Callable[[Any], None], outbox: asyncio.Queue[Any]
 ) -> AsyncIterator[None]:
-    """Reads `requests` in the background; their end closes the outbox."""
+    """Reads `requests` in the background; their end, or the refusal of one, goes into the outbox."""
 
     async def read() -> None:
         try:
             async for message in requests:
                 hear(message)
+        except ServiceError as refusal:
+            outbox.put_nowait(refusal)
         finally:
             outbox.put_nowait(None)
 

@@ -16,6 +16,7 @@ from headrace_servicekit.config import parse_config
 from headrace_servicekit.devices import bind_cpu
 from headrace_servicekit.errors import ServiceError
 from headrace_servicekit.instance import Instance
+from headrace_servicekit.requests import check_enum, check_name
 from headrace_servicekit.weights import receive_weights
 
 from headrace_rollout.config import RESPONSE_BYTES, RunConfig
@@ -58,6 +59,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
     ) -> rollout_pb2.OpenRunResponse:
         """Builds engine and tokenizer. The same run with the same config is a repetition."""
         self._instance.fence.check(request.header, lease=False)
+        check_name("header.run", request.header.run)
         config = parse_config(RunConfig, request.config_json, "config_json of OpenRun")
         async with self._changing:
             run = self._already_open(request.header.run, config)
@@ -119,6 +121,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         """Log-probs of given tokens; RAW asks for the model's own distribution."""
         self._instance.fence.check(request.header, lease=True)
         run = self._opened(request.header)
+        check_enum("distribution.log_prob_kind", common_pb2.LogProbKind, request.distribution.log_prob_kind)
         wanted = request.distribution
         if wanted.log_prob_kind == common_pb2.LOG_PROB_KIND_RAW:
             wanted = common_pb2.SamplingDistribution(temperature=1.0)
@@ -200,6 +203,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
     async def Wake(self, request: rollout_pb2.WakeRequest, context: Context) -> rollout_pb2.WakeResponse:
         """Takes memory again."""
         self._instance.fence.check(request.header, lease=True)
+        check_enum("scope", rollout_pb2.WakeScope, request.scope)
         with refusals():
             await self._opened(request.header).engine.wake(SCOPES[request.scope])
         return rollout_pb2.WakeResponse()

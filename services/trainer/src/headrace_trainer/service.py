@@ -20,6 +20,14 @@ from headrace_servicekit.digests import digest_bytes
 from headrace_servicekit.errors import ServiceError
 from headrace_servicekit.failpoints import failpoint
 from headrace_servicekit.instance import Instance
+from headrace_servicekit.requests import (
+    check_enum,
+    check_name,
+    check_number,
+    check_page,
+    check_seconds,
+    invalid,
+)
 from headrace_servicekit.weight_store import StoredWeights
 
 from headrace_trainer import wire
@@ -61,13 +69,10 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):  # type: ignore[
     ) -> trainer_pb2.OpenRunResponse:
         self._check(request.header, lease=False, run=False)
         config = parse_config(TrainerConfig, request.config_json, "config_json of the trainer")
+        check_name("header.run", request.header.run)
         directory = Path(request.run_directory)
-        if not directory.is_absolute():
-            raise ServiceError(
-                grpc.StatusCode.INVALID_ARGUMENT,
-                "INVALID",
-                f"run_directory {str(directory)!r}: give an absolute path",
-            )
+        if not directory.is_absolute() or "\0" in request.run_directory:
+            raise invalid("run_directory", f"{request.run_directory[:300]!r}; give an absolute path")
         barrier = await self._compute(self._trainer.open_run, request.header.run, config, directory)
         self._instance.open_runs.add(request.header.run)
         tokens = config.trainer.micro_batch_tokens * config.trainer.ranks
@@ -87,7 +92,8 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):  # type: ignore[
         self, request: trainer_pb2.JoinGangRequest, context: Context
     ) -> trainer_pb2.JoinGangResponse:
         self._check(request.header, lease=False, run=False)
-        timeout = request.timeout.ToNanoseconds() / 1e9 or JOIN_TIMEOUT_S
+        check_number("generation", request.generation, 1)
+        timeout = check_seconds("timeout", request.timeout) or JOIN_TIMEOUT_S
         await self._compute(
             self._trainer.join,
             request.generation,
@@ -113,6 +119,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):  # type: ignore[
             # The leader's round does the work; its version is the leader's to tell.
             steps = await elsewhere(self._trainer.restored_steps, FOLLOW_TIMEOUT_S)
             return trainer_pb2.RestoreResponse(warmup_steps=steps)
+        check_number("number", request.number, 1)
         session = self._awake()
         found = await self._compute(session.restore, request.checkpoint, request.number, request.store_id)
         return trainer_pb2.RestoreResponse(
@@ -127,6 +134,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):  # type: ignore[
         self, request: trainer_pb2.BeginStepRequest, context: Context
     ) -> trainer_pb2.BeginStepResponse:
         self._check(request.header, lease=True)
+        _check_step(request)
         command = Begin(request.step, request.attempt, request.base_number, request.next_number)
         await self._compute(self._session().begin, command)
         return trainer_pb2.BeginStepResponse()
@@ -147,6 +155,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):  # type: ignore[
         self, request: trainer_pb2.CommitStepRequest, context: Context
     ) -> trainer_pb2.CommitStepResponse:
         self._check(request.header, lease=True)
+        _check_step(request)
         command = Commit(
             request.step,
             request.attempt,
@@ -170,6 +179,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):  # type: ignore[
         self, request: trainer_pb2.RecordStepRequest, context: Context
     ) -> trainer_pb2.RecordStepResponse:
         self._check(request.header, lease=False)
+        _check_step(request)
         session, number = self._session(), request.number
 
         def record() -> None:
@@ -185,6 +195,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):  # type: ignore[
         self, request: trainer_pb2.AbortStepRequest, context: Context
     ) -> trainer_pb2.AbortStepResponse:
         self._check(request.header, lease=False)
+        _check_step(request)
         await self._compute(self._session().abort, request.step, request.attempt)
         return trainer_pb2.AbortStepResponse()
 
@@ -207,6 +218,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):  # type: ignore[
 
     async def Infer(self, request: trainer_pb2.InferRequest, context: Context) -> trainer_pb2.InferResponse:
         self._check(request.header, lease=True)
+        check_enum("kind", trainer_pb2.InferKind, request.kind)
         if request.kind != trainer_pb2.INFER_KIND_LOG_PROBS:
             kind = trainer_pb2.InferKind.Name(request.kind)
             raise ServiceError(
@@ -279,10 +291,10 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):  # type: ignore[
         self, request: trainer_pb2.ListCheckpointsRequest, context: Context
     ) -> trainer_pb2.ListCheckpointsResponse:
         self._check(request.header, lease=False)
+        first = check_page(request.page_size, request.page_token)
         with refusals():
             directory, saver = self._trainer.checkpoints()
         found = await elsewhere(directory.live)
-        first = int(request.page_token) if request.page_token.isdigit() else 0
         size = request.page_size or 50
         page = found[first : first + size]
         return trainer_pb2.ListCheckpointsResponse(
@@ -355,6 +367,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):  # type: ignore[
         self._awake()
         with refusals():
             sampling = self._trainer.config.sampling
+            _check_step(request)
             groups = [wire.read_group(group, sampling) for group in request.groups]
         return LearnItem(request.step, request.attempt, groups)
 
@@ -385,3 +398,19 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):  # type: ignore[
         self._revoked = self._revoked or not self._trainer.suspended
         _, free = await self._compute(self._trainer.suspend)
         return int(free)
+
+
+_StepRequest = (
+    trainer_pb2.BeginStepRequest
+    | trainer_pb2.LearnRequest
+    | trainer_pb2.CommitStepRequest
+    | trainer_pb2.RecordStepRequest
+    | trainer_pb2.AbortStepRequest
+)
+
+
+def _check_step(request: _StepRequest) -> None:
+    """Refuses step, attempt and version numbers that no run counts up to: the trainer never goes below one again."""
+    for name, least in (("step", 0), ("attempt", 1), ("base_number", 1), ("next_number", 1), ("number", 1)):
+        if name in request.DESCRIPTOR.fields_by_name:
+            check_number(name, getattr(request, name), least)

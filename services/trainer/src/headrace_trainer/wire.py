@@ -9,6 +9,7 @@ from google.protobuf import duration_pb2
 from headrace.common.v1 import common_pb2
 from headrace.trainer.v1 import trainer_pb2
 from headrace_servicekit.digests import set_digest, trajectory_digest
+from headrace_servicekit.requests import check_enum
 
 from headrace_trainer.checkpoints import Saved
 from headrace_trainer.config import SamplingConfig
@@ -59,6 +60,7 @@ def read_sequence(message: common_pb2.Trajectory, sampling: SamplingConfig) -> S
 def _read_member(prompt: int, message: trainer_pb2.SettledTrajectory, sampling: SamplingConfig) -> Member:
     trajectory = message.trajectory
     where = _name(trajectory)
+    check_enum(f"{where}: finish_reason", common_pb2.FinishReason, trajectory.finish_reason)
     if trajectory.sample.prompt_ordinal != prompt:
         raise invalid(f"{where} is in the group of prompt {prompt}")
     if trajectory.finish_reason not in _SETTLED:
