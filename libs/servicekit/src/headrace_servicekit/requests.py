@@ -7,7 +7,7 @@ Also checks of single fields that several services share. Knows no service.
 from __future__ import annotations
 
 import re
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from typing import Any
 
 import grpc
@@ -17,6 +17,7 @@ from pydantic_core import from_json
 from headrace_servicekit.errors import ServiceError
 
 MAX_NAME_CHARACTERS = 256
+MAX_ATTEMPT = 1 << 20
 MAX_NUMBER = 1 << 53
 """Of versions, steps and ordinals, which only rise: one far above the others would end a run's numbering."""
 _UNSPEAKABLE = re.compile(r"[\x00-\x1f\x7f]")
@@ -58,7 +59,7 @@ class Decoded:
     """The requests of a stream; raises ServiceError UNDECODABLE at one that does not decode."""
 
     def __init__(self, requests: Any, method: str) -> None:
-        self._requests: AsyncIterator[Any] = aiter(requests)
+        self._requests = requests
         self._method = method
 
     def __aiter__(self) -> Decoded:
@@ -67,7 +68,8 @@ class Decoded:
 
     async def __anext__(self) -> Any:
         """The next request."""
-        return decoded(await anext(self._requests), self._method)
+        # Only now: gRPC warns of an iterator that was asked for and never read.
+        return decoded(await anext(aiter(self._requests)), self._method)
 
 
 def decoded(request: Any, method: str) -> Any:
@@ -99,11 +101,11 @@ def check_at_least(field: str, value: float, least: int) -> None:
         raise invalid(field, f"{value} is below {least}")
 
 
-def check_number(field: str, value: int, least: int = 0) -> None:
-    """A counter or ordinal: raises INVALID below `least` or above MAX_NUMBER."""
+def check_number(field: str, value: int, least: int = 0, most: int = MAX_NUMBER) -> None:
+    """A counter or ordinal: raises INVALID below `least` or above `most`."""
     check_at_least(field, value, least)
-    if value > MAX_NUMBER:
-        raise invalid(field, f"{value} is above {MAX_NUMBER}")
+    if value > most:
+        raise invalid(field, f"{value} is above {most}")
 
 
 def check_enum(field: str, enum: Any, value: int) -> None:

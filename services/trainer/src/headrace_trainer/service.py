@@ -21,6 +21,7 @@ from headrace_servicekit.errors import ServiceError
 from headrace_servicekit.failpoints import failpoint
 from headrace_servicekit.instance import Instance
 from headrace_servicekit.requests import (
+    MAX_ATTEMPT,
     check_enum,
     check_name,
     check_number,
@@ -45,6 +46,7 @@ from headrace_trainer.trainer import Trainer
 Context = Any
 JOIN_TIMEOUT_S = 60.0
 FOLLOW_TIMEOUT_S = 55.0
+MAX_PATH = 1024
 
 _BARRIERS = {Barrier.GROUP: trainer_pb2.BARRIER_GROUP, Barrier.BATCH: trainer_pb2.BARRIER_BATCH}
 
@@ -71,7 +73,8 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):  # type: ignore[
         config = parse_config(TrainerConfig, request.config_json, "config_json of the trainer")
         check_name("header.run", request.header.run)
         directory = Path(request.run_directory)
-        if not directory.is_absolute() or "\0" in request.run_directory:
+        impossible = "\0" in request.run_directory or len(request.run_directory) > MAX_PATH
+        if not directory.is_absolute() or impossible:
             raise invalid("run_directory", f"{request.run_directory[:300]!r}; give an absolute path")
         barrier = await self._compute(self._trainer.open_run, request.header.run, config, directory)
         self._instance.open_runs.add(request.header.run)
@@ -226,8 +229,10 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):  # type: ignore[
             )
         session = self._awake()
         with refusals():
-            sampling = self._trainer.config.sampling
-            sequences = [wire.read_sequence(trajectory, sampling) for trajectory in request.trajectories]
+            sampling, vocabulary = self._trainer.config.sampling, self._trainer.vocabulary_size
+            sequences = [
+                wire.read_sequence(trajectory, sampling, vocabulary) for trajectory in request.trajectories
+            ]
         values = await self._compute(session.infer, sequences)
         version = session.state.version
         return trainer_pb2.InferResponse(
@@ -366,9 +371,9 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):  # type: ignore[
         self._check(header, lease=True)
         self._awake()
         with refusals():
-            sampling = self._trainer.config.sampling
+            sampling, vocabulary = self._trainer.config.sampling, self._trainer.vocabulary_size
             _check_step(request)
-            groups = [wire.read_group(group, sampling) for group in request.groups]
+            groups = [wire.read_group(group, sampling, vocabulary) for group in request.groups]
         return LearnItem(request.step, request.attempt, groups)
 
     async def _land(self, session: Session) -> None:
@@ -411,6 +416,7 @@ _StepRequest = (
 
 def _check_step(request: _StepRequest) -> None:
     """Refuses step, attempt and version numbers that no run counts up to: the trainer never goes below one again."""
-    for name, least in (("step", 0), ("attempt", 1), ("base_number", 1), ("next_number", 1), ("number", 1)):
+    check_number("attempt", request.attempt, 1, MAX_ATTEMPT)
+    for name, least in (("step", 0), ("base_number", 1), ("next_number", 1), ("number", 1)):
         if name in request.DESCRIPTOR.fields_by_name:
             check_number(name, getattr(request, name), least)

@@ -53,6 +53,8 @@ class Trainer:
         self.device = torch.device("cpu")
         self.threads = 1
         self.suspended = False
+        self.vocabulary_size = 0
+        """Of the open run's model."""
 
     @property
     def config(self) -> TrainerConfig:
@@ -90,11 +92,12 @@ class Trainer:
         check_backend(config.trainer.backend)
         algorithm = build_algorithm(config.algorithm)
         try:
-            load_architecture(config.model)
+            architecture = load_architecture(config.model)
         except ModelNotReadable as error:
             raise invalid(str(error), "MODEL_NOT_READABLE") from error
         if not self._run:
             self._run, self._config, self._directory = run, config, directory
+            self.vocabulary_size = int(architecture.get_text_config().vocab_size)
             self._assemble()
         return algorithm.barrier
 

@@ -1,0 +1,514 @@
+"""Every method of every service gets bytes that are no message, and messages that are wrong in one field.
+
+Whatever comes, the caller gets a clear refusal or an ordinary answer, the service logs at most one line and no
+traceback, and goes on. Fixed seeds: a failure names the method and the field.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import subprocess
+import sys
+import zlib
+
+import grpc
+import numpy as np
+import pytest
+from grpc_health.v1 import health_pb2
+from harness import nasty
+from harness.alone import CALL_S, SERVICES, Service, channel_to
+from harness.by_hand import DISTRIBUTION, SAMPLES, Engine, Learner, digest_of, header
+from harness.fake_fleet import RUN, FakeFleet
+from harness.processes import clean_environment, free_port
+from harness.valkey import Valkey
+from headrace.common.v1 import common_pb2, weights_pb2
+from headrace.coordinator.v1 import fleet_pb2
+from headrace.reward.v1 import reward_pb2
+from headrace.rollout.v1 import rollout_pb2
+from headrace.simulator.v1 import simulator_pb2
+from headrace.trainer.v1 import trainer_pb2
+from headrace_servicekit.digests import trajectory_digest
+from headrace_servicekit.errors import reason_of
+from headrace_servicekit.tensors import encode_tensor
+
+LEARN, GENERATE = 11, 12
+DIGESTS: set[str] = set()
+MUTANTS = 80
+CODES = {
+    grpc.StatusCode.INVALID_ARGUMENT,
+    grpc.StatusCode.FAILED_PRECONDITION,
+    grpc.StatusCode.NOT_FOUND,
+    grpc.StatusCode.ALREADY_EXISTS,
+    grpc.StatusCode.RESOURCE_EXHAUSTED,
+    grpc.StatusCode.DATA_LOSS,
+    grpc.StatusCode.ABORTED,
+    grpc.StatusCode.UNAVAILABLE,
+    grpc.StatusCode.UNIMPLEMENTED,
+    grpc.StatusCode.DEADLINE_EXCEEDED,
+}
+SPARED = frozenset(
+    {
+        # A higher epoch is a newer coordinator: the instance obeys it, and refuses this one from then on.
+        "header.coordinator_epoch",
+        "open.header.coordinator_epoch",
+        # The coordinator rises above the highest epoch that any instance has seen.
+        "coordinator_epoch",
+    }
+)
+
+
+class Target:
+    """One running service, the valid requests of its methods, and calls with whatever instead of them."""
+
+    def __init__(self, service, full_name, valid, repair=None):
+        self.service, self.full_name, self.valid, self.repair = service, full_name, valid, repair
+        module = {
+            "coordinator": fleet_pb2,
+            "rollout": rollout_pb2,
+            "trainer": trainer_pb2,
+            "reward": reward_pb2,
+            "simulator": simulator_pb2,
+        }
+        if full_name == WEIGHTS:
+            descriptor = weights_pb2.DESCRIPTOR.services_by_name["WeightService"]
+        else:
+            kind = full_name.split(".")[1]
+            descriptor = module[kind].DESCRIPTOR.services_by_name[full_name.split(".")[-1]]
+        self.methods = {method.name: method for method in descriptor.methods}
+
+    def send(self, channel, method, messages, timeout=30):
+        """The status a caller gets for these bytes; None when the call succeeds."""
+        arity = f"{'stream' if method.client_streaming else 'unary'}_{'stream' if method.server_streaming else 'unary'}"
+        call = getattr(channel, arity)(nasty.path_of(method))
+        sent = iter(messages) if method.client_streaming else messages[0]
+        try:
+            answer = call(sent, timeout=timeout)
+            if method.server_streaming:
+                for _ in answer:
+                    pass
+        except grpc.RpcError as error:
+            return error
+        return None
+
+    def check(self, channel, method, messages, what):
+        """Sends; fails unless the answer is an ordinary one and the log has at most one line more."""
+        before = self.service.log
+        error = self.send(channel, method, messages)
+        said = self.service.log[len(before) :]
+        where = f"{method.full_name} with {what}"
+        assert "Traceback" not in said and '"exception"' not in said, (
+            f"{where}\n{str(error)[:300]}\n{said[:3000]}"
+        )
+        if error is not None:
+            assert error.code() in CODES, f"{where}: {error.code()} {error.details()}\n{said}"
+            assert error.details() and "failed unexpectedly" not in error.details(), where
+            assert said.count("refused a request") <= 1, f"{where}\n{said}"
+        if error is not None and error.code() is grpc.StatusCode.INVALID_ARGUMENT:
+            assert reason_of(error), f"{where}: no google.rpc.Status"
+            assert said.count("\n") <= 1, f"{where}\n{said}"
+        return error
+
+
+WEIGHTS = "headrace.common.v1.WeightService"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("fuzz")
+
+
+@pytest.fixture(scope="module")
+def reward_and_simulator(folder):
+    flags = {"HEADRACE_SIMULATOR_CHILDREN": "1"}
+    with (
+        Service("reward", folder / "reward") as reward,
+        Service("simulator", folder / "simulator", **flags) as simulator,
+    ):
+        yield {"reward": reward_target(reward), "simulator": simulator_target(simulator)}
+
+
+def reward_target(service):
+    config = json.dumps({"scorers": [{"name": "exact"}]})
+    attempts = itertools.count(1)
+
+    def score():
+        item = reward_pb2.ScoreItem(
+            sample=common_pb2.SampleKey(prompt_ordinal=1, sample_index=1),
+            attempt=next(attempts),
+            prompt="1+1=",
+            completion="2",
+            reference="2",
+            metadata_json='{"level": 1}',
+            finish_reason=common_pb2.FINISH_REASON_EOS,
+            token_count=1,
+        )
+        return [reward_pb2.ScoreRequest(header=header(), items=[item])]
+
+    valid = {
+        "ListScorers": lambda: [reward_pb2.ListScorersRequest(page_size=1, page_token="1")],
+        "OpenRun": lambda: [reward_pb2.OpenRunRequest(header=header(), config_json=config)],
+        "Score": score,
+        "CloseRun": lambda: [reward_pb2.CloseRunRequest(header=header(run="runs/another"))],
+    }
+    return Target(service, SERVICES["reward"], valid)
+
+
+def simulator_target(service):
+    opening = simulator_pb2.OpenPoolRequest(
+        header=header(),
+        environment=simulator_pb2.Environment(backend="gymnasium", name="CartPole-v1"),
+        count=1,
+        options_json="{}",
+        seed=3,
+        max_episode_steps=10,
+    )
+    opening.step_timeout.FromSeconds(5)
+    with channel_to(service.address) as channel:
+        call = channel.unary_unary(
+            f"/{SERVICES['simulator']}/OpenPool",
+            simulator_pb2.OpenPoolRequest.SerializeToString,
+            simulator_pb2.OpenPoolResponse.FromString,
+        )
+        pool = call(opening, timeout=CALL_S)
+    names = {"pool": pool.pool, "pool_incarnation": pool.pool_incarnation}
+
+    def step():
+        reset = simulator_pb2.EnvironmentOperation(
+            environment=0, step_index=0, reset=simulator_pb2.ResetOperation(seed=3, options_json="{}")
+        )
+        action = simulator_pb2.EnvironmentOperation(
+            environment=0, step_index=1, action=encode_tensor(np.asarray(1, dtype=np.int64))
+        )
+        return [
+            simulator_pb2.StepRequest(header=header(), operations=[operation], **names)
+            for operation in (reset, action)
+        ]
+
+    def another_pool():
+        request = simulator_pb2.OpenPoolRequest()
+        request.CopyFrom(opening)
+        return [request]
+
+    valid = {
+        "ListEnvironments": lambda: [simulator_pb2.ListEnvironmentsRequest(page_size=1, page_token="1")],
+        "OpenPool": another_pool,
+        "Step": step,
+        "Render": lambda: [simulator_pb2.RenderRequest(pool=pool.pool, environments=[0])],
+        "ClosePool": lambda: [simulator_pb2.ClosePoolRequest(header=header(), pool="pools/another")],
+    }
+    return Target(service, SERVICES["simulator"], valid)
+
+
+@pytest.fixture(scope="module")
+def pair(folder, tiny_model):
+    """A trainer and a rollout with leases, an open run and one installed version."""
+    with FakeFleet() as fleet:
+        flags = ("--coordinator", fleet.address, "--devices", "cpu:0")
+        made = [
+            Service(kind, folder / kind, "--name", f"{kind}-0", *flags) for kind in ("trainer", "rollout")
+        ]
+        with made[0] as trainer, made[1] as rollout:
+            with channel_to(trainer.address) as to_trainer, channel_to(rollout.address) as to_rollout:
+                fleet.grant("trainer-0", LEARN)
+                fleet.grant("rollout-0", GENERATE)
+                learner = Learner(to_trainer, LEARN, folder / "run")
+                engine = Engine(to_rollout, GENERATE)
+                learner.open(tiny_model)
+                learner.join(1)
+                learner.restore(1)
+                engine.open(tiny_model)
+                engine.wake(rollout_pb2.WAKE_SCOPE_WEIGHTS)
+                published = learner.publish()
+                engine.install(published)
+                engine.wake(rollout_pb2.WAKE_SCOPE_KV_CACHE)
+                engine.stub.Resume(rollout_pb2.ResumeRequest(header=header()), timeout=CALL_S)
+                groups = learner.settle(engine.generate(1, [0]))
+                DIGESTS.update(member.trajectory.body_digest for member in groups[0].members)
+                yield {
+                    "rollout": rollout_target(rollout, engine, published, tiny_model),
+                    "trainer": trainer_target(trainer, learner, groups, tiny_model),
+                    "weights": weights_target(trainer, published),
+                }
+
+
+def rollout_target(service, engine, published, model):
+    config = json.dumps({"model": {"path": str(model), "dtype": "float32"}, "rollout": {}, "seed": 3})
+    keys = [common_pb2.SampleKey(prompt_ordinal=99, sample_index=1)]
+    attempts = itertools.count(100)
+
+    def generate():
+        opening = rollout_pb2.GenerateOpen(
+            header=header(GENERATE),
+            policy_number=1,
+            distribution=DISTRIBUTION,
+            max_new_tokens=2,
+            stop=["x"],
+            seed=3,
+            chunk_tokens=1,
+        )
+        sample = rollout_pb2.SampleAssignment(sample_index=0, attempt=next(attempts))
+        sample.resume.token_ids.append(5)
+        sample.resume.log_probs.append(-1.0)
+        sample.resume.version_spans.add(policy_number=1, token_count=1)
+        sample.resume.rng_position = 1
+        prompt = rollout_pb2.Prompt(token_ids=rollout_pb2.TokenIds(values=[5, 6]))
+        group = rollout_pb2.GroupAssignment(prompt_ordinal=7, prompt=prompt, samples=[sample])
+        return [
+            rollout_pb2.GenerateRequest(open=opening),
+            rollout_pb2.GenerateRequest(assign=rollout_pb2.AssignGroups(groups=[group])),
+        ]
+
+    def install():
+        number, digest = published.version.number, published.version.digest
+        return [
+            rollout_pb2.InstallPolicyRequest(
+                header=header(GENERATE),
+                version=common_pb2.PolicyVersion(number=number + next(attempts), digest=digest),
+                manifest=published.manifest,
+                sources=[published.source],
+            )
+        ]
+
+    def plain(name, **fields):
+        message = getattr(rollout_pb2, f"{name}Request")
+        return lambda: [message(header=header(GENERATE), **fields)]
+
+    valid = {
+        "OpenRun": plain("OpenRun", config_json=config),
+        "Generate": generate,
+        "RunEpisodes": plain("RunEpisodes", simulator_addresses=["127.0.0.1:1"]),
+        "Score": plain(
+            "Score",
+            sequences=[rollout_pb2.ScoreSequence(token_ids=[5, 6, 7], start=1)],
+            distribution=DISTRIBUTION,
+        ),
+        "Abort": plain("Abort", samples=keys),
+        "ListInventory": plain("ListInventory"),
+        "FetchTrajectories": plain("FetchTrajectories", samples=keys),
+        "ReleaseTrajectories": plain("ReleaseTrajectories", samples=keys),
+        "Resume": plain("Resume"),
+        "Wake": plain("Wake", scope=rollout_pb2.WAKE_SCOPE_KV_CACHE),
+        "InstallPolicy": install,
+        "Pause": plain("Pause"),
+        "Suspend": plain("Suspend"),
+        "CloseRun": lambda: [rollout_pb2.CloseRunRequest(header=header(run="runs/another"))],
+    }
+    return Target(service, SERVICES["rollout"], valid)
+
+
+def trainer_target(service, learner, groups, model):
+    config = {
+        "model": {"path": str(model), "dtype": "float32"},
+        "algorithm": {"group_size": SAMPLES, "prompts_per_step": 2},
+        "optimizer": {"lr": 1e-3},
+        "trainer": {},
+        "sampling": {"max_new_tokens": 4},
+        "checkpoint": {},
+        "seed": 3,
+        "steps": 100,
+    }
+    attempts = itertools.count(1)
+    numbers = itertools.count(1000)
+
+    def plain(rpc, **fields):
+        message = getattr(trainer_pb2, f"{rpc}Request")
+        return lambda: [message(header=header(LEARN), **fields)]
+
+    def learn():
+        attempt, number = next(attempts), next(numbers)
+        learner.begin(attempt, next_number=number)
+        request = trainer_pb2.LearnRequest(header=header(LEARN), step=0, attempt=attempt)
+        request.groups.extend(groups)
+        return [request]
+
+    def commit():
+        attempt, number = next(attempts), next(numbers)
+        learner.begin(attempt, next_number=number)
+        return [
+            trainer_pb2.CommitStepRequest(
+                header=header(LEARN),
+                step=0,
+                attempt=attempt,
+                base_number=1,
+                next_number=number,
+                set_digest=digest_of(groups),
+                step_manifest=b"manifest",
+            )
+        ]
+
+    def begin():
+        attempt, number = next(attempts), next(numbers)
+        return [
+            trainer_pb2.BeginStepRequest(
+                header=header(LEARN), step=0, attempt=attempt, base_number=1, next_number=number
+            )
+        ]
+
+    join = plain("JoinGang", generation=1, rank=0, world_size=1, rendezvous="127.0.0.1:0")
+    valid = {
+        "OpenRun": plain("OpenRun", config_json=json.dumps(config), run_directory=str(learner.directory)),
+        "BeginStep": begin,
+        "Learn": learn,
+        "AbortStep": plain("AbortStep", step=0, attempt=1),
+        "CommitStep": commit,
+        "RecordStep": plain("RecordStep", step=0, attempt=1, number=1),
+        "GetStepState": plain("GetStepState"),
+        "Infer": plain(
+            "Infer", kind=trainer_pb2.INFER_KIND_LOG_PROBS, trajectories=[groups[0].members[0].trajectory]
+        ),
+        "PublishPolicy": plain("PublishPolicy", number=1),
+        "SaveCheckpoint": plain("SaveCheckpoint", number=1, wait=True, ledger=b"{}"),
+        "ListCheckpoints": plain("ListCheckpoints", page_size=1, page_token="1"),
+        "ExportModel": plain("ExportModel", name="export"),
+        "Restore": plain("Restore", checkpoint="lineage-0/step-0", number=1, store_id="x"),
+        "Wake": plain("Wake"),
+        "JoinGang": join,
+        "Suspend": plain("Suspend"),
+        "LeaveGang": plain("LeaveGang", generation=9),
+        "CloseRun": lambda: [trainer_pb2.CloseRunRequest(header=header(run="runs/another"))],
+    }
+    return Target(service, SERVICES["trainer"], valid, repair=_with_right_digests)
+
+
+def _with_right_digests(message):
+    """So that the digest is not all that is wrong with a changed trajectory."""
+    for group in getattr(message, "groups", ()):
+        for member in group.members:
+            if member.trajectory.body_digest in DIGESTS:
+                member.trajectory.body_digest = trajectory_digest(member.trajectory)
+
+
+def weights_target(service, published):
+    fields = {"run": RUN, "number": published.version.number}
+    valid = {
+        "GetManifest": lambda: [weights_pb2.GetManifestRequest(**fields)],
+        "FetchWeights": lambda: [weights_pb2.FetchWeightsRequest(offset_bytes=4, **fields)],
+    }
+    return Target(service, WEIGHTS, valid)
+
+
+class Coordinator(Service):
+    """The coordinator's process, with a store of its own."""
+
+    def __init__(self, directory, store):
+        self.kind, self.directory = "coordinator", directory
+        self.address, self.http = f"127.0.0.1:{free_port()}", f"127.0.0.1:{free_port()}"
+        directory.mkdir()
+        self._log = directory / "coordinator.log"
+        flags = ("--listen", self.address, "--http", self.http, "--redis", store.url)
+        with self._log.open("wb") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "headrace_coordinator", *flags, "--data-dir", str(directory / "data")],
+                env=clean_environment(),
+                cwd=directory,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+            )
+
+
+@pytest.fixture(scope="module")
+def coordinator(folder):
+    with Valkey(folder / "store") as store, Coordinator(folder / "coordinator", store) as service:
+        yield coordinator_target(service)
+
+
+def coordinator_target(service):
+    registration = fleet_pb2.RegisterRequest(
+        instance="reward-0",
+        incarnation="one",
+        kind=fleet_pb2.SERVICE_KIND_REWARD,
+        address="127.0.0.1:1",
+        host="here",
+        devices=["here/cpu:0"],
+        open_runs=["runs/a"],
+        held_leases=[common_pb2.Lease(epoch=1, run="runs/a")],
+    )
+    registration.capabilities["scorers"].values.append("exact")
+
+    def heartbeat():
+        beat = fleet_pb2.Heartbeat(sequence=1, lease_epochs=[1], resident_memory_bytes=5)
+        held = fleet_pb2.LeaseHeld(epoch=1, refusal="no")
+        return [
+            fleet_pb2.SessionRequest(incarnation="one", heartbeat=beat),
+            fleet_pb2.SessionRequest(incarnation="one", lease_held=held),
+            fleet_pb2.SessionRequest(incarnation="one", lease_released=fleet_pb2.LeaseReleased(epoch=1)),
+        ]
+
+    def supervise():
+        process = fleet_pb2.SupervisedProcess(
+            instance="a", incarnation="two", kind=fleet_pb2.SERVICE_KIND_REWARD, pid=3
+        )
+        table = fleet_pb2.ProcessTable(processes=[process], scalable_kinds=[fleet_pb2.SERVICE_KIND_REWARD])
+        end = fleet_pb2.ProcessExit(instance="a", incarnation="two", exit_status=1, last_words="words")
+        result = fleet_pb2.ScaleResult(
+            request_id="r", kind=fleet_pb2.SERVICE_KIND_REWARD, count=1, error="none"
+        )
+        return [
+            fleet_pb2.SuperviseRequest(host="here", processes=table),
+            fleet_pb2.SuperviseRequest(host="here", exit=end),
+            fleet_pb2.SuperviseRequest(host="here", scale_result=result),
+        ]
+
+    valid = {"Register": lambda: [registration], "Session": heartbeat, "Supervise": supervise}
+    return Target(service, "headrace.coordinator.v1.FleetService", valid)
+
+
+SETS = {
+    "reward": "reward_and_simulator",
+    "simulator": "reward_and_simulator",
+    "rollout": "pair",
+    "trainer": "pair",
+    "weights": "pair",
+    "coordinator": "coordinator",
+}
+
+
+@pytest.fixture(params=SETS)
+def target(request):
+    found = request.getfixturevalue(SETS[request.param])
+    return found if isinstance(found, Target) else found[request.param]
+
+
+def test_bytes_that_are_no_message_are_refused(target):
+    with channel_to(target.service.address) as channel:
+        for method in target.methods.values():
+            for index, data in enumerate(nasty.junk(zlib.crc32(method.name.encode()), 8)):
+                error = target.check(channel, method, [data], f"junk {index} {data[:20]!r}")
+                if index < len(nasty.UNDECODABLE):
+                    assert error is not None, method.full_name
+                    assert reason_of(error) in ("UNDECODABLE", "UNIMPLEMENTED"), (
+                        f"{method.full_name}: {error.details()}"
+                    )
+    assert target.service.health() == health_pb2.HealthCheckResponse.SERVING
+
+
+def test_empty_streams_break_nothing(target):
+    with channel_to(target.service.address) as channel:
+        for method in target.methods.values():
+            if method.client_streaming:
+                target.check(channel, method, [], "no message")
+                target.check(channel, method, [b""], "an empty message")
+    assert target.service.health() == health_pb2.HealthCheckResponse.SERVING
+
+
+def test_one_wrong_field_is_refused_or_harmless(target):
+    assert set(target.valid) == set(target.methods), "every method has a valid request to start from"
+    failures = []
+    with channel_to(target.service.address) as channel:
+        for name, make in target.valid.items():
+            method = target.methods[name]
+            for index, message in enumerate(make()):
+                seed = zlib.crc32(f"{method.full_name}{index}".encode())
+                for what, wrong in nasty.mutants(message, seed, MUTANTS, SPARED):
+                    if target.repair is not None:
+                        target.repair(wrong)
+                    messages = make()
+                    messages[index] = wrong
+                    try:
+                        target.check(channel, method, [m.SerializeToString() for m in messages], what)
+                    except AssertionError as failure:
+                        failures.append(str(failure))
+            assert target.service.health() == health_pb2.HealthCheckResponse.SERVING, name
+    assert not failures, f"{len(failures)} requests:\n" + "\n".join(failures)
