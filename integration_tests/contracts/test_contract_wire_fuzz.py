@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import subprocess
-import sys
 import zlib
 
 import grpc
@@ -17,16 +15,15 @@ import numpy as np
 import pytest
 from grpc_health.v1 import health_pb2
 from harness import nasty
-from harness.alone import CALL_S, SERVICES, Service, channel_to
+from harness.alone import CALL_S, SERVICES, Coordinator, Service, channel_to
 from harness.by_hand import DISTRIBUTION, SAMPLES, Engine, Learner, digest_of, header
 from harness.fake_fleet import RUN, FakeFleet
-from harness.processes import clean_environment, free_port
 from harness.valkey import Valkey
 from headrace.common.v1 import common_pb2, weights_pb2
 from headrace.coordinator.v1 import fleet_pb2
 from headrace.reward.v1 import reward_pb2
 from headrace.rollout.v1 import rollout_pb2
-from headrace.simulator.v1 import simulator_pb2
+from headrace.simulator.v1 import simulator_pb2, simulator_pb2_grpc
 from headrace.trainer.v1 import trainer_pb2
 from headrace_servicekit.digests import trajectory_digest
 from headrace_servicekit.errors import reason_of
@@ -34,7 +31,7 @@ from headrace_servicekit.tensors import encode_tensor
 
 LEARN, GENERATE = 11, 12
 DIGESTS: set[str] = set()
-MUTANTS = 80
+MUTANTS = 400
 CODES = {
     grpc.StatusCode.INVALID_ARGUMENT,
     grpc.StatusCode.FAILED_PRECONDITION,
@@ -61,8 +58,9 @@ SPARED = frozenset(
 class Target:
     """One running service, the valid requests of its methods, and calls with whatever instead of them."""
 
-    def __init__(self, service, full_name, valid, repair=None):
-        self.service, self.full_name, self.valid, self.repair = service, full_name, valid, repair
+    def __init__(self, service, full_name, valid, repair=None, state=lambda: None):
+        self.service, self.full_name, self.valid = service, full_name, valid
+        self.repair, self.state = repair, state
         module = {
             "coordinator": fleet_pb2,
             "rollout": rollout_pb2,
@@ -93,7 +91,7 @@ class Target:
 
     def check(self, channel, method, messages, what):
         """Sends; fails unless the answer is an ordinary one and the log has at most one line more."""
-        before = self.service.log
+        before, state = self.service.log, self.state()
         error = self.send(channel, method, messages)
         said = self.service.log[len(before) :]
         where = f"{method.full_name} with {what}"
@@ -106,6 +104,7 @@ class Target:
             assert said.count("refused a request") <= 1, f"{where}\n{said}"
         if error is not None and error.code() is grpc.StatusCode.INVALID_ARGUMENT:
             assert reason_of(error), f"{where}: no google.rpc.Status"
+            assert self.state() == state, f"{where} was refused and changed the service's state"
             assert said.count("\n") <= 1, f"{where}\n{said}"
         return error
 
@@ -294,7 +293,11 @@ def rollout_target(service, engine, published, model):
         "Suspend": plain("Suspend"),
         "CloseRun": lambda: [rollout_pb2.CloseRunRequest(header=header(run="runs/another"))],
     }
-    return Target(service, SERVICES["rollout"], valid)
+
+    def state():
+        return engine.stub.ListInventory(rollout_pb2.ListInventoryRequest(header=header()), timeout=CALL_S)
+
+    return Target(service, SERVICES["rollout"], valid, state=state)
 
 
 def trainer_target(service, learner, groups, model):
@@ -361,14 +364,16 @@ def trainer_target(service, learner, groups, model):
         "SaveCheckpoint": plain("SaveCheckpoint", number=1, wait=True, ledger=b"{}"),
         "ListCheckpoints": plain("ListCheckpoints", page_size=1, page_token="1"),
         "ExportModel": plain("ExportModel", name="export"),
-        "Restore": plain("Restore", checkpoint="lineage-0/step-0", number=1, store_id="x"),
+        "Restore": lambda: [
+            trainer_pb2.RestoreRequest(header=header(LEARN), number=next(numbers), store_id="x")
+        ],
         "Wake": plain("Wake"),
         "JoinGang": join,
         "Suspend": plain("Suspend"),
         "LeaveGang": plain("LeaveGang", generation=9),
         "CloseRun": lambda: [trainer_pb2.CloseRunRequest(header=header(run="runs/another"))],
     }
-    return Target(service, SERVICES["trainer"], valid, repair=_with_right_digests)
+    return Target(service, SERVICES["trainer"], valid, _with_right_digests, learner.state)
 
 
 def _with_right_digests(message):
@@ -388,29 +393,9 @@ def weights_target(service, published):
     return Target(service, WEIGHTS, valid)
 
 
-class Coordinator(Service):
-    """The coordinator's process, with a store of its own."""
-
-    def __init__(self, directory, store):
-        self.kind, self.directory = "coordinator", directory
-        self.address, self.http = f"127.0.0.1:{free_port()}", f"127.0.0.1:{free_port()}"
-        directory.mkdir()
-        self._log = directory / "coordinator.log"
-        flags = ("--listen", self.address, "--http", self.http, "--redis", store.url)
-        with self._log.open("wb") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "headrace_coordinator", *flags, "--data-dir", str(directory / "data")],
-                env=clean_environment(),
-                cwd=directory,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-            )
-
-
 @pytest.fixture(scope="module")
 def coordinator(folder):
-    with Valkey(folder / "store") as store, Coordinator(folder / "coordinator", store) as service:
+    with Valkey(folder / "store") as store, Coordinator(folder / "coordinator", store.url) as service:
         yield coordinator_target(service)
 
 
@@ -499,6 +484,9 @@ def test_one_wrong_field_is_refused_or_harmless(target):
     with channel_to(target.service.address) as channel:
         for name, make in target.valid.items():
             method = target.methods[name]
+            right = target.check(channel, method, [m.SerializeToString() for m in make()], "nothing wrong")
+            if right is not None:
+                assert right.code() is not grpc.StatusCode.INVALID_ARGUMENT, right.details()
             for index, message in enumerate(make()):
                 seed = zlib.crc32(f"{method.full_name}{index}".encode())
                 for what, wrong in nasty.mutants(message, seed, MUTANTS, SPARED):
@@ -512,3 +500,69 @@ def test_one_wrong_field_is_refused_or_harmless(target):
                         failures.append(str(failure))
             assert target.service.health() == health_pb2.HealthCheckResponse.SERVING, name
     assert not failures, f"{len(failures)} requests:\n" + "\n".join(failures)
+
+
+def sent(target, name, *messages):
+    """The error that these messages are refused with."""
+    with channel_to(target.service.address) as channel:
+        method = target.methods[name]
+        error = target.check(channel, method, [message.SerializeToString() for message in messages], name)
+    assert error is not None, "the request was taken"
+    return error
+
+
+SUPERVISOR = fleet_pb2.ProcessTable()
+
+
+@pytest.mark.parametrize(
+    ("name", "messages", "field"),
+    [
+        ("Session", [], "incarnation"),
+        ("Session", [fleet_pb2.SessionRequest(heartbeat=fleet_pb2.Heartbeat(sequence=1))], "incarnation"),
+        ("Session", [fleet_pb2.SessionRequest(incarnation="one"), fleet_pb2.SessionRequest()], "incarnation"),
+        ("Supervise", [fleet_pb2.SuperviseRequest(processes=SUPERVISOR)], "host"),
+        (
+            "Supervise",
+            [fleet_pb2.SuperviseRequest(host=host, processes=SUPERVISOR) for host in ("h", "i")],
+            "host",
+        ),
+        ("Register", [fleet_pb2.RegisterRequest(instance="a\nb", incarnation="x")], "instance"),
+        ("Register", [fleet_pb2.RegisterRequest(instance="a", incarnation="x", kind=77)], "kind"),
+    ],
+)
+def test_a_lifeline_that_begins_wrong_is_refused_by_name(coordinator, name, messages, field):
+    sent_registration = coordinator.valid["Register"]()
+    with channel_to(coordinator.service.address) as channel:
+        coordinator.send(
+            channel, coordinator.methods["Register"], [m.SerializeToString() for m in sent_registration]
+        )
+    error = sent(coordinator, name, *messages)
+    assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert error.details().startswith(f"{field}: "), error.details()
+
+
+@pytest.mark.parametrize("shape", [[0, 2**62], [2**62, 0, 8], [2**31, 2**31, 2**31]])
+def test_an_impossible_action_is_refused_and_the_environment_goes_on(reward_and_simulator, shape):
+    target = reward_and_simulator["simulator"]
+    (opening,) = target.valid["OpenPool"]()
+    opening.header.request_id = f"shape {shape}"
+    action = common_pb2.Tensor(data_type=common_pb2.DATA_TYPE_INT64, shape=shape, data=b"")
+    with channel_to(target.service.address) as channel:
+        stub = simulator_pb2_grpc.SimulatorServiceStub(channel)
+        pool = stub.OpenPool(opening, timeout=CALL_S)
+
+        def perform(**operation):
+            request = simulator_pb2.StepRequest(
+                header=header(),
+                pool=pool.pool,
+                pool_incarnation=pool.pool_incarnation,
+                operations=[simulator_pb2.EnvironmentOperation(**operation)],
+            )
+            (response,) = stub.Step(iter([request]), timeout=CALL_S)
+            return response.outcomes[0]
+
+        perform(step_index=0, reset=simulator_pb2.ResetOperation(seed=1))
+        outcome = perform(step_index=1, action=action)
+        assert outcome.status == simulator_pb2.OUTCOME_STATUS_REFUSED and "limit" in outcome.detail
+        right = encode_tensor(np.asarray(1, dtype=np.int64))
+        assert perform(step_index=1, action=right).status == simulator_pb2.OUTCOME_STATUS_OK
