@@ -15,7 +15,7 @@ import grpc.aio
 from headrace_servicekit.errors import ServiceError
 from headrace_servicekit.logs import get_logger, set_log_context
 from headrace_servicekit.metrics import RPC_SECONDS, RPCS, RPCS_IN_FLIGHT
-from headrace_servicekit.requests import Decoded, decoded, tolerant
+from headrace_servicekit.requests import MAX_NAME_CHARACTERS, Decoded, decoded, tolerant
 
 HEALTH_PREFIX = "/grpc.health.v1.Health/"
 _logger = get_logger(__name__)
@@ -106,7 +106,8 @@ class CallGuard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generi
     async def _call(self, method: str, request: Any, context: Any, work: bool) -> AsyncIterator[None]:
         started, code = time.perf_counter(), "OK"
         self._enter(work)
-        set_log_context(instance=self._instance, run=getattr(getattr(request, "header", None), "run", ""))
+        run = getattr(getattr(request, "header", None), "run", "")
+        set_log_context(instance=self._instance, run=run[:MAX_NAME_CHARACTERS])
         try:
             yield
         except ServiceError as error:
