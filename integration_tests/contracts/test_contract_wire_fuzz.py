@@ -31,7 +31,7 @@ from headrace_servicekit.tensors import encode_tensor
 
 LEARN, GENERATE = 11, 12
 DIGESTS: set[str] = set()
-MUTANTS = 400
+MUTANTS = 120
 CODES = {
     grpc.StatusCode.INVALID_ARGUMENT,
     grpc.StatusCode.FAILED_PRECONDITION,
@@ -370,7 +370,7 @@ def trainer_target(service, learner, groups, model):
         "Wake": plain("Wake"),
         "JoinGang": join,
         "Suspend": plain("Suspend"),
-        "LeaveGang": plain("LeaveGang", generation=9),
+        "LeaveGang": plain("LeaveGang", generation=1),
         "CloseRun": lambda: [trainer_pb2.CloseRunRequest(header=header(run="runs/another"))],
     }
     return Target(service, SERVICES["trainer"], valid, _with_right_digests, learner.state)
