@@ -31,8 +31,8 @@ from headrace_coordinator.run.meter import Meter
 from headrace_coordinator.run.relay import Relay
 from headrace_coordinator.run.together import together
 from headrace_coordinator.simulation.world import Quiet
-from headrace_coordinator.spec import RunSpec
 from headrace_coordinator.store.redis_store import RedisStore
+from headrace_schema.spec import RunSpec
 
 VERSION = common_pb2.PolicyVersion(number=1, digest="weights")
 

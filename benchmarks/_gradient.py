@@ -7,11 +7,11 @@ import random
 from pathlib import Path
 
 import torch
+from headrace_schema.openings import TrainerConfig
 from headrace_servicekit.digests import set_digest
 from headrace_trainer import step as steps
 from headrace_trainer.algorithms import build_algorithm
 from headrace_trainer.backends.fsdp.backend import FsdpBackend
-from headrace_trainer.config import TrainerConfig
 from headrace_trainer.gang import Gang, join_gang
 from headrace_trainer.learner import Learner
 from headrace_trainer.samples import Group, Member

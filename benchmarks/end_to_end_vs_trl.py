@@ -166,9 +166,9 @@ def initial_weights(spec: dict[str, Any]) -> Path:
 def make_task(spec: dict[str, Any]) -> dict[str, Any]:
     """The spec as the peer's script reads it, with Headrace's own prompts in Headrace's order."""
     from headrace_coordinator.data.dataset import Dataset
-    from headrace_coordinator.spec import RunSpec
-    from headrace_modelkit.config import ModelConfig
     from headrace_modelkit.tokenizer import load_tokenizer
+    from headrace_schema.generating import ModelSection
+    from headrace_schema.spec import RunSpec
 
     run = RunSpec.model_validate(spec)
     algorithm, optimizer = run.algorithm, run.optimizer
@@ -177,7 +177,7 @@ def make_task(spec: dict[str, Any]) -> dict[str, Any]:
             "the peer's loss is token-mean with rewards normalised by group: keep both in the preset"
         )
     data = Dataset.open(run.data, run.seed)
-    codec = load_tokenizer(ModelConfig(path=run.model.path))
+    codec = load_tokenizer(ModelSection(path=run.model.path))
     rows = []
     for ordinal in range(run.steps * algorithm.prompts_per_step):
         item = data.train_item(ordinal)

@@ -8,12 +8,19 @@ from pathlib import Path
 
 BIN = Path(sys.executable).parent
 PACKAGES = (
-    *("headrace_servicekit", "headrace_modelkit", "headrace_coordinator", "headrace_rollout"),
+    *(
+        "headrace_servicekit",
+        "headrace_schema",
+        "headrace_modelkit",
+        "headrace_coordinator",
+        "headrace_rollout",
+    ),
     *("headrace_trainer", "headrace_simulator", "headrace_reward", "headrace_cli", "headrace.client"),
 )
 UNITS = {
     "proto": "proto",
     "servicekit": "libs/servicekit",
+    "schema": "libs/schema",
     "modelkit": "libs/modelkit",
     "coordinator": "services/coordinator",
     "rollout": "services/rollout",

@@ -11,11 +11,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from headrace_coordinator.spec import RunSpec
+from headrace_schema.spec import RunSpec
 
 HEAD = """# Run spec
 
-<!-- Written by `make spec-docs` from the coordinator's `spec.py`; change the text there. -->
+<!-- Written by `make spec-docs` from `libs/schema`; change the text there. -->
 
 A run is one YAML (or JSON) document. These are its keys, in the order of the schema. A key without a default must be
 given; an unknown key is refused with the nearest valid one. `headrace run submit FILE --dry-run` checks a document
@@ -69,8 +69,9 @@ def sections(
 
 
 def reference(value: dict[str, Any]) -> str:
-    """Name of the definition that a property refers to, or nothing."""
-    return str(value.get("$ref", "")).rpartition("/")[2]
+    """Name of the definition that a property, required or optional, refers to, or nothing."""
+    options = [value, *value.get("anyOf", [])]
+    return next((str(option["$ref"]).rpartition("/")[2] for option in options if "$ref" in option), "")
 
 
 def table(path: str, section: dict[str, Any], definitions: dict[str, Any]) -> str:
@@ -79,9 +80,8 @@ def table(path: str, section: dict[str, Any], definitions: dict[str, Any]) -> st
     required = section.get("required", [])
     for key, value in section["properties"].items():
         if reference(value):
-            rows.append(
-                f"| `{key}` | section | {'required' if key in required else ''} | {_about(value, definitions)} |"
-            )
+            given = "required" if key in required else "none" if "anyOf" in value else ""
+            rows.append(f"| `{key}` | section | {given} | {_about(value, definitions)} |")
             continue
         default = "required" if key in required else f"`{json.dumps(_default(value), ensure_ascii=False)}`"
         meaning = _cell(value.get("description", ""))

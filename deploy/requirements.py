@@ -13,11 +13,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 COMMON = ("proto", "libs/servicekit")
 IMAGES = {
-    "coordinator": (*COMMON, "services/coordinator"),
-    "coordinator-reasoning-gym": (*COMMON, "services/coordinator[reasoning-gym]"),
-    "reward": (*COMMON, "services/reward[math,reasoning-gym]"),
+    "coordinator": (*COMMON, "libs/schema", "services/coordinator"),
+    "coordinator-reasoning-gym": (*COMMON, "libs/schema", "services/coordinator[reasoning-gym]"),
+    "reward": (*COMMON, "libs/schema", "services/reward[math,reasoning-gym]"),
     "simulator": (*COMMON, "services/simulator[gymnasium]"),
-    "torch": (*COMMON, "libs/modelkit", "services/rollout", "services/trainer"),
+    "torch": (*COMMON, "libs/schema", "libs/modelkit", "services/rollout", "services/trainer"),
 }
 
 

@@ -156,7 +156,8 @@ class Fleet:
 
     @property
     def environment(self) -> dict[str, str]:
-        return _environment(PYTHONPATH=str(STANDINS))
+        # Before what is there: a work tree that is not installed puts its own sources there.
+        return _environment(PYTHONPATH=os.pathsep.join([str(STANDINS), os.environ.get("PYTHONPATH", "")]))
 
     def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(

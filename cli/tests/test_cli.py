@@ -140,6 +140,31 @@ def test_watch_as_json_is_lines_of_json(headrace, scripted_run, spec_file):
     assert headrace("run", "logs", "r-1", "--after", "3", "--json").stdout.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        "run logs r-1 | head -1",
+        "run logs r-1 --json | head -1",
+        "run get r-1 --json | true",
+        "run get nothing 2>&1 | true",
+        "--help | true",
+    ],
+)
+def test_a_reader_that_goes_away_ends_the_command_quietly(coordinator, scripted_run, spec_file, line):
+    run = scripted_run(steps=1, step_s=0.1)
+    data = {"id": 1, "type": "step", "time": 0.0, "run": "runs/r-1", "data": {"step": 1}}
+    coordinator.routes["GET /v1/runs/r-1/events"] = (200, f"id: 1\ndata: {json.dumps(data)}\n\n" * 5000)
+    run.submitted_at = time.time()
+    script = f"set -o pipefail; {sys.executable} -m headrace_cli {line}"
+    environment = {**os.environ, "HEADRACE_URL": coordinator.url}
+    ended = subprocess.run(
+        ["bash", "-c", script], env=environment, capture_output=True, text=True, timeout=60
+    )
+    mistaken = "nothing" in line
+    assert (ended.returncode, ended.stderr) in [(0, ""), (1, "")][: 1 + mistaken], ended
+    assert "Traceback" not in ended.stdout
+
+
 def test_interrupted_watch_leaves_the_run(headrace, coordinator, scripted_run, tmp_path, spec_file):
     scripted_run(steps=1000, step_s=0.2)
     command = [sys.executable, "-m", "headrace_cli", "run", "submit", spec_file, "--watch"]

@@ -15,7 +15,9 @@ from pathlib import Path
 
 import pytest
 from headrace_cli.launcher.data_dir import DataDir
+from headrace_cli.launcher.start import require_room
 from headrace_cli.mistakes import CommandError
+from headrace_servicekit.capacity import GIB, Capacity, HostMemory
 
 
 def wait_for(condition: Callable[[], object], what: str, seconds: float = 15.0) -> None:
@@ -99,6 +101,22 @@ def test_sigterm_stops_the_fleet(fleet):
     assert not (fleet.data_dir / "fleet.json").exists()
 
 
+@pytest.mark.parametrize("how", ["down", "sigterm"])
+def test_trainers_stop_first_and_the_coordinator_last(fleet, how):
+    launcher = fleet.up("--rollout", "2")["launcher_pid"]
+    (fleet.data_dir / "slow-trainer").touch()
+    if how == "down":
+        said = fleet.run("down").stderr
+        stopped = [line for line in said.splitlines() if line.startswith("stopping")]
+        assert stopped and stopped[0] == "stopping the trainers, at most 30 s", said
+    else:
+        os.kill(launcher, signal.SIGTERM)
+        wait_for(lambda: not fleet.processes(), "the fleet's end")
+    ends = (fleet.data_dir / "ends").read_text().splitlines()
+    assert ends[0] == "trainer 200" and ends[-1] == "coordinator"
+    assert sorted(ends[1:-1]) == ["reward 200", "rollout 200", "rollout 200", "simulator 200"]
+
+
 def test_second_up_on_one_data_dir_is_a_sentence(fleet):
     ready = fleet.up()
     again = fleet.run("up", "--port", "1")
@@ -130,6 +148,18 @@ def test_full_disk_is_a_sentence(tmp_path):
     with pytest.raises(CommandError, match=r"MiB free, a fleet needs") as caught:
         DataDir.at(tmp_path).prepare(needed_bytes=2**60)
     assert caught.value.exit_code == 2
+
+
+def test_more_processes_than_the_host_holds_is_a_sentence():
+    capacity = Capacity(lambda: HostMemory(24 * GIB, 20 * GIB), lambda pid: 0)
+    one = dict.fromkeys(("rollout", "trainer", "reward", "simulator"), 1)
+    require_room({**one, "rollout": 4}, capacity)
+    with pytest.raises(
+        CommandError, match=r"--rollout: .*can hold 21 rollout processes \(0.75 GiB each"
+    ) as caught:
+        require_room({**one, "rollout": 256}, capacity)
+    assert caught.value.exit_code == 2
+    require_room(one, Capacity(lambda: HostMemory(GIB, 0), lambda pid: 0))
 
 
 def test_bad_device_name_is_a_sentence(fleet):

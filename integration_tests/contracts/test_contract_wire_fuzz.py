@@ -44,15 +44,6 @@ CODES = {
     grpc.StatusCode.UNIMPLEMENTED,
     grpc.StatusCode.DEADLINE_EXCEEDED,
 }
-SPARED = frozenset(
-    {
-        # A higher epoch is a newer coordinator: the instance obeys it, and refuses this one from then on.
-        "header.coordinator_epoch",
-        "open.header.coordinator_epoch",
-        # The coordinator rises above the highest epoch that any instance has seen.
-        "coordinator_epoch",
-    }
-)
 
 
 class Target:
@@ -348,6 +339,10 @@ def trainer_target(service, learner, groups, model):
             )
         ]
 
+    def newest():
+        request = trainer_pb2.ListCheckpointsRequest(header=header())
+        return learner.stub.ListCheckpoints(request, timeout=CALL_S).checkpoints[0].name
+
     join = plain("JoinGang", generation=1, rank=0, world_size=1, rendezvous="127.0.0.1:0")
     valid = {
         "OpenRun": plain("OpenRun", config_json=json.dumps(config), run_directory=str(learner.directory)),
@@ -363,6 +358,7 @@ def trainer_target(service, learner, groups, model):
         "PublishPolicy": plain("PublishPolicy", number=1),
         "SaveCheckpoint": plain("SaveCheckpoint", number=1, wait=True, ledger=b"{}"),
         "ListCheckpoints": plain("ListCheckpoints", page_size=1, page_token="1"),
+        "FetchLedger": lambda: [trainer_pb2.FetchLedgerRequest(header=header(LEARN), checkpoint=newest())],
         "ExportModel": plain("ExportModel", name="export"),
         "Restore": lambda: [
             trainer_pb2.RestoreRequest(header=header(LEARN), number=next(numbers), store_id="x")
@@ -400,6 +396,9 @@ def coordinator(folder):
 
 
 def coordinator_target(service):
+    opened = common_pb2.OpenRunReport(
+        run="runs/a", open_id=1, phase=common_pb2.OPEN_PHASE_OPEN, last_command=1
+    )
     registration = fleet_pb2.RegisterRequest(
         instance="reward-0",
         incarnation="one",
@@ -408,17 +407,21 @@ def coordinator_target(service):
         host="here",
         devices=["here/cpu:0"],
         open_runs=["runs/a"],
+        open_run_reports=[opened],
         held_leases=[common_pb2.Lease(epoch=1, run="runs/a")],
     )
     registration.capabilities["scorers"].values.append("exact")
 
     def heartbeat():
-        beat = fleet_pb2.Heartbeat(sequence=1, lease_epochs=[1], resident_memory_bytes=5)
+        beat = fleet_pb2.Heartbeat(sequence=1, lease_epochs=[1], resident_memory_bytes=5, open_runs=[opened])
         held = fleet_pb2.LeaseHeld(epoch=1, refusal="no")
+        draining = fleet_pb2.Draining()
+        draining.grace.FromSeconds(1)
         return [
             fleet_pb2.SessionRequest(incarnation="one", heartbeat=beat),
             fleet_pb2.SessionRequest(incarnation="one", lease_held=held),
             fleet_pb2.SessionRequest(incarnation="one", lease_released=fleet_pb2.LeaseReleased(epoch=1)),
+            fleet_pb2.SessionRequest(incarnation="one", draining=draining),
         ]
 
     def supervise():
@@ -487,9 +490,12 @@ def test_one_wrong_field_is_refused_or_harmless(target):
             right = target.check(channel, method, [m.SerializeToString() for m in make()], "nothing wrong")
             if right is not None:
                 assert right.code() is not grpc.StatusCode.INVALID_ARGUMENT, right.details()
+                # Nothing that was sent before has raised what the instance obeys, or closed its run.
+                assert reason_of(right) not in ("EPOCH_STALE", "OPENING_STALE"), f"{name}: {right.details()}"
+                assert "call OpenRun first" not in right.details(), f"{name}: {right.details()}"
             for index, message in enumerate(make()):
                 seed = zlib.crc32(f"{method.full_name}{index}".encode())
-                for what, wrong in nasty.mutants(message, seed, MUTANTS, SPARED):
+                for what, wrong in nasty.mutants(message, seed, MUTANTS):
                     if target.repair is not None:
                         target.repair(wrong)
                     messages = make()

@@ -21,7 +21,7 @@ def test_every_slot_is_trained_exactly_once(fleet, spec_of, mode):
     ]
     assert all({"generate", "score", "learn"} <= step.stage_s.keys() for step in steps)
     # One engine and one trainer in the same arithmetic: what was sampled is what is learned from.
-    assert all(item.log_prob_mismatch_mean < 1e-3 for item in found.live)
+    assert all(item.log_prob_compared_tokens and item.log_prob_mismatch_mean < 1e-3 for item in found.live)
 
 
 def test_both_placements_sample_the_same_first_step(fleet, spec_of):

@@ -13,6 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 DISTS = {
     "headrace-proto": "proto",
     "headrace-servicekit": "libs/servicekit",
+    "headrace-schema": "libs/schema",
     "headrace-modelkit": "libs/modelkit",
     "headrace-coordinator": "services/coordinator",
     "headrace-rollout": "services/rollout",

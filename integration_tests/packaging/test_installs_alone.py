@@ -21,6 +21,7 @@ print(len([importlib.import_module(name) for name in names if not name.endswith(
 """
 HAS = "import importlib.util, sys; print(importlib.util.find_spec(sys.argv[1]) is not None)"
 COMMON = {"headrace-proto", "headrace-servicekit"}
+SCHEMA = "headrace-schema"
 WITHOUT_TORCH = {
     "coordinator": {"reasoning-gym": "reasoning_gym"},
     "reward": {"math": "math_verify", "reasoning-gym": "reasoning_gym"},
@@ -77,11 +78,12 @@ def test_a_service_installs_alone_and_without_torch(service, make_environment, t
     options = ["--data-dir", str(tmp_path / "data")]
     options += ["--redis", valkey, "--http", f"127.0.0.1:{free_port()}"] if service == "coordinator" else []
     environment = make_environment(service)
-    environment.install("headrace-proto", "headrace-servicekit", f"headrace-{service}")
-    assert environment.headrace_dists() == COMMON | {f"headrace-{service}"}
+    shared = sorted(COMMON if service == "simulator" else COMMON | {SCHEMA})
+    environment.install(*shared, f"headrace-{service}")
+    assert environment.headrace_dists() == {*shared, f"headrace-{service}"}
     starts_and_stops(environment, f"headrace_{service}", *options)
 
-    environment.install("headrace-proto", "headrace-servicekit", f"headrace-{service}[{','.join(extras)}]")
+    environment.install(*shared, f"headrace-{service}[{','.join(extras)}]")
     for module in extras.values():
         assert environment.run("-c", HAS, module).strip() == "True"
     imports_all(environment, f"headrace_{service}")
@@ -105,7 +107,7 @@ def torch_source():
 
 @pytest.mark.parametrize("service", ["rollout", "trainer"])
 def test_a_service_on_torch_installs_alone(service, torch_environment, tmp_path):
-    needed = [*sorted(COMMON), "headrace-modelkit", f"headrace-{service}"]
+    needed = [*sorted(COMMON), SCHEMA, "headrace-modelkit", f"headrace-{service}"]
     torch_environment.install(*needed)
     assert torch_environment.headrace_dists() == set(needed)
     imports_all(torch_environment, f"headrace_{service}")
@@ -116,8 +118,8 @@ def test_a_service_on_torch_installs_alone(service, torch_environment, tmp_path)
 
 def test_the_command_line_comes_without_services_or_torch(make_environment):
     environment = make_environment("cli")
-    environment.install("headrace-proto", "headrace-servicekit", "headrace")
-    assert environment.headrace_dists() == COMMON | {"headrace"}
+    environment.install(*sorted(COMMON), SCHEMA, "headrace")
+    assert environment.headrace_dists() == COMMON | {SCHEMA, "headrace"}
     environment.pip("check")
     # Both are portions of one namespace, from two wheels.
     environment.run("-c", "import headrace.client, headrace.common.v1.common_pb2")
@@ -126,7 +128,7 @@ def test_the_command_line_comes_without_services_or_torch(make_environment):
     assert shown.returncode == 0 and "demo" in shown.stdout
     assert environment.run("-c", HAS, "torch").strip() == "False"
 
-    environment.install("headrace-proto", "headrace-servicekit", "headrace-coordinator", "headrace")
+    environment.install(*sorted(COMMON), SCHEMA, "headrace-coordinator", "headrace")
     environment.run(
-        "-c", "import headrace.client, headrace.coordinator.v1.fleet_pb2, headrace_coordinator.spec"
+        "-c", "import headrace.client, headrace.coordinator.v1.fleet_pb2, headrace_coordinator.admission"
     )

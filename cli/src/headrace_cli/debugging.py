@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from headrace_coordinator.coordinator import Coordinator
     from headrace_coordinator.fleet import Fleet
     from headrace_coordinator.kernel import Kernel
-    from headrace_coordinator.spec import RunSpec
+    from headrace_schema.spec import RunSpec
     from headrace_servicekit.instance import Instance
 
 FOR_EVER_S = 10_000_000.0
@@ -35,7 +35,7 @@ def without_deadlines(spec: dict[str, Any]) -> dict[str, Any]:
 
 async def debug(spec: dict[str, Any], say: Callable[[str, dict[str, Any]], None]) -> str:
     """Runs a spec in this process, calls `say(type, data)` for each event, returns the final state."""
-    from headrace_coordinator.spec import RunSpec
+    from headrace_schema.spec import RunSpec
     from headrace_servicekit.client import disable_deadlines
 
     disable_deadlines()
@@ -67,7 +67,7 @@ async def _fleet_in_process(spec: RunSpec, directory: Path) -> AsyncIterator[Coo
     server = GrpcServer("127.0.0.1:0", token=None, instance="coordinator")
     add = fleet_pb2_grpc.add_FleetServiceServicer_to_server
     name = "headrace.coordinator.v1.FleetService"
-    server.add_service(add, FleetServicer(fleet, coordinator.scaled), name)
+    server.add_service(add, FleetServicer(fleet, coordinator.scaling.answered), name)
     address = await server.start()
     async with AsyncExitStack() as stack:
         stack.push_async_callback(server.drain, 0.0)

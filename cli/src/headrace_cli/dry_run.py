@@ -15,7 +15,7 @@ BY_FLEET = "by the schema and by the fleet"
 
 def check(spec: dict[str, Any], target: Target) -> dict[str, Any]:
     """`{"valid": true, "checked": …}`; raises CommandError (exit code 2) with every problem otherwise."""
-    if not target.known and _schema_is_installed():
+    if not target.known:
         check_schema(spec)
         return {"valid": True, "checked": BY_SCHEMA}
     with connect(target) as client:
@@ -23,25 +23,17 @@ def check(spec: dict[str, Any], target: Target) -> dict[str, Any]:
     return {"valid": True, "checked": BY_FLEET}
 
 
-def local_schema() -> dict[str, Any] | None:
-    """JSON Schema of run specs when the coordinator is installed here."""
-    if not _schema_is_installed():
-        return None
-    from headrace_coordinator.spec import RunSpec
+def local_schema() -> dict[str, Any]:
+    """JSON Schema of run specs as this installation knows it."""
+    from headrace_schema.spec import RunSpec
 
     return RunSpec.model_json_schema()
 
 
-def _schema_is_installed() -> bool:
-    from importlib.util import find_spec
-
-    return find_spec("headrace_coordinator") is not None
-
-
 def check_schema(spec: dict[str, Any]) -> None:
     """Raises CommandError (exit code 2) with every problem that the schema finds."""
-    from headrace_coordinator.problems import explain
-    from headrace_coordinator.spec import RunSpec
+    from headrace_schema.problems import explain
+    from headrace_schema.spec import RunSpec
     from pydantic import ValidationError
 
     try:

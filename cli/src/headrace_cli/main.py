@@ -9,6 +9,7 @@ import typer
 from headrace_cli.commands import debug, demo, fleet, inspect, run
 from headrace_cli.mistakes import EXIT_INTERRUPTED, CommandError
 from headrace_cli.output import print_error
+from headrace_cli.pipes import quiet_pipes
 
 app = typer.Typer(
     name="headrace",
@@ -27,17 +28,14 @@ debug.add_to(app)
 
 def main() -> None:
     """Runs the command line; exit codes: 0 done, 2 the user's mistake, 130 interrupted, 1 otherwise."""
-    try:
-        app()
-    except CommandError as error:
-        print_error(error, as_json="--json" in sys.argv)
-        sys.exit(error.exit_code)
-    except KeyboardInterrupt:
-        sys.exit(EXIT_INTERRUPTED)
-    except BrokenPipeError:
-        # The reader went away (`headrace run logs | head`); what it wanted it has.
-        sys.stderr.close()
-        sys.exit(0)
+    with quiet_pipes():
+        try:
+            app()
+        except CommandError as error:
+            print_error(error, as_json="--json" in sys.argv)
+            sys.exit(error.exit_code)
+        except KeyboardInterrupt:
+            sys.exit(EXIT_INTERRUPTED)
 
 
 if __name__ == "__main__":

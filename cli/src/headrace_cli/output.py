@@ -81,6 +81,7 @@ def print_error(error: CommandError, as_json: bool) -> None:
 STATE_STYLES = {
     "SUCCEEDED": "green",
     "READY": "green",
+    "SILENT": "yellow",
     "RUNNING": "cyan",
     "HELD": "cyan",
     "LEASED": "cyan",

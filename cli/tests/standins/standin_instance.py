@@ -1,11 +1,31 @@
-"""An instance that announces itself in a file, starts a child of its own, and sleeps."""
+"""An instance that listens, announces itself in a file, starts a child of its own, and sleeps.
+
+At SIGTERM it notes in the file `ends` whether its coordinator answers; a file `slow-KIND` makes it take 1.5 s
+for that, a file `deaf-KIND` makes it not listen and not end.
+"""
 
 import argparse
 import json
+import signal
+import socket
 import subprocess
 import sys
 import time
+import urllib.request
 from pathlib import Path
+
+
+def note_the_end(kind: str, data_dir: Path) -> None:
+    if (data_dir / f"slow-{kind}").exists():
+        time.sleep(1.5)
+    url = json.loads((data_dir / "fleet.json").read_text())["url"]
+    try:
+        answer = urllib.request.urlopen(f"{url}/healthz", timeout=5).status
+    except OSError:
+        answer = 0
+    with (data_dir / "ends").open("a") as ends:
+        ends.write(f"{kind} {answer}\n")
+    sys.exit(0)
 
 
 def run(kind: str) -> None:
@@ -24,11 +44,18 @@ def run(kind: str) -> None:
     for flag in flags:
         parser.add_argument(f"--{flag}", default="")
     arguments = parser.parse_args()
+    data_dir = Path(arguments.data_dir)
+    deaf = (data_dir / f"deaf-{kind}").exists()
+    signal.signal(signal.SIGTERM, signal.SIG_IGN if deaf else lambda *_: note_the_end(kind, data_dir))
+    listening = socket.socket()
+    listening.bind(("127.0.0.1", 0))
+    if not deaf:
+        listening.listen()
     sleep = [sys.executable, "-c", "import time; time.sleep(600)"]
     child = subprocess.Popen(
         sleep, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
-    folder = Path(arguments.data_dir) / "standins"
+    folder = data_dir / "standins"
     folder.mkdir(exist_ok=True)
     view = {
         "name": arguments.name,

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from headrace_modelkit.config import ModelConfig
 from headrace_modelkit.presets.tiny import write_tiny
+from headrace_schema.generating import ModelSection
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
@@ -25,8 +25,8 @@ def tiny_directory(tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def tiny_config(tiny_directory) -> ModelConfig:
-    return ModelConfig(path=str(tiny_directory), dtype="float32")
+def tiny_config(tiny_directory) -> ModelSection:
+    return ModelSection(path=str(tiny_directory), dtype="float32")
 
 
 @pytest.fixture

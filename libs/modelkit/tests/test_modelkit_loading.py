@@ -8,11 +8,12 @@ import shutil
 
 import pytest
 import torch
-from headrace_modelkit.config import ModelConfig, ModelNotReadable
+from headrace_modelkit.errors import ModelNotReadable
 from headrace_modelkit.loading import context_limit, load_architecture, load_model, save_model
 from headrace_modelkit.presets import tiny
 from headrace_modelkit.tokenizer import load_tokenizer
 from headrace_modelkit.weights import load_weights, state_tensors
+from headrace_schema.generating import ModelSection
 
 
 def test_an_empty_model_with_given_weights_is_the_model(tiny_config):
@@ -36,7 +37,7 @@ def test_dropout_is_off_whatever_the_directory_says(tiny_directory, tmp_path):
     shutil.copytree(tiny_directory, tmp_path / "model")
     path = tmp_path / "model" / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "attention_dropout": 0.5}))
-    model = load_model(ModelConfig(path=str(tmp_path / "model"))).train()
+    model = load_model(ModelSection(path=str(tmp_path / "model"))).train()
     assert all(getattr(module, "attention_dropout", 0.0) == 0.0 for module in model.modules())
 
 
@@ -55,9 +56,9 @@ def test_unreadable_directories_are_one_sentence(tmp_path, tiny_directory, weigh
         with pytest.raises(
             ModelNotReadable, match=r"^model\.path: .*; give a Hugging Face id or a directory"
         ):
-            load_model(ModelConfig(path=str(tmp_path / name)), weights=weights)
+            load_model(ModelSection(path=str(tmp_path / name)), weights=weights)
     with pytest.raises(ModelNotReadable, match=r"model\.gguf|it holds no x\.gguf"):
-        load_model(ModelConfig(path=str(tiny_directory), gguf_file="x.gguf"), weights=weights)
+        load_model(ModelSection(path=str(tiny_directory), gguf_file="x.gguf"), weights=weights)
 
 
 def test_weights_that_are_missing_or_cut_are_refused(tiny_directory, tmp_path):
@@ -65,10 +66,10 @@ def test_weights_that_are_missing_or_cut_are_refused(tiny_directory, tmp_path):
     weights = tmp_path / "model" / "model.safetensors"
     os.truncate(weights, weights.stat().st_size // 2)
     with pytest.raises(ModelNotReadable, match=r"model\.path"):
-        load_model(ModelConfig(path=str(tmp_path / "model")))
+        load_model(ModelSection(path=str(tmp_path / "model")))
     weights.unlink()
     with pytest.raises(ModelNotReadable, match=r"model\.path"):
-        load_model(ModelConfig(path=str(tmp_path / "model")))
+        load_model(ModelSection(path=str(tmp_path / "model")))
 
 
 def test_pickled_weights_are_never_read(tiny_directory, tmp_path, tiny_config):
@@ -76,7 +77,7 @@ def test_pickled_weights_are_never_read(tiny_directory, tmp_path, tiny_config):
     (tmp_path / "model" / "model.safetensors").unlink()
     torch.save(load_model(tiny_config).state_dict(), tmp_path / "model" / "pytorch_model.bin")
     with pytest.raises(ModelNotReadable, match=r"model\.path"):
-        load_model(ModelConfig(path=str(tmp_path / "model")))
+        load_model(ModelSection(path=str(tmp_path / "model")))
 
 
 def test_a_directory_with_layers_missing_is_refused(tiny_directory, tmp_path):
@@ -85,7 +86,7 @@ def test_a_directory_with_layers_missing_is_refused(tiny_directory, tmp_path):
     config = json.loads(path.read_text())
     path.write_text(json.dumps({**config, "num_hidden_layers": 3, "layer_types": ["full_attention"] * 3}))
     with pytest.raises(ModelNotReadable, match=r"weights are missing, first model\.layers\.2"):
-        load_model(ModelConfig(path=str(tmp_path / "model")))
+        load_model(ModelSection(path=str(tmp_path / "model")))
 
 
 def test_saving_replaces_a_directory_as_a_whole(tiny_config, tmp_path):
@@ -96,10 +97,10 @@ def test_saving_replaces_a_directory_as_a_whole(tiny_config, tmp_path):
     save_model(model, codec, target)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
     assert not (target / "stale").exists() and os.stat(target / "model.safetensors").st_mode & 0o044
-    again = load_model(ModelConfig(path=str(target), dtype="float32"))
+    again = load_model(ModelSection(path=str(target), dtype="float32"))
     for (name, mine), (other, theirs) in zip(state_tensors(model), state_tensors(again), strict=True):
         assert name == other and torch.equal(mine, theirs)
-    assert load_tokenizer(ModelConfig(path=str(target))).eos_ids == codec.eos_ids
+    assert load_tokenizer(ModelSection(path=str(target))).eos_ids == codec.eos_ids
 
 
 def test_the_tiny_preset_is_idempotent_and_seeded(tmp_path, capsys):

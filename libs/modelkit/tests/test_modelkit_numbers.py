@@ -152,3 +152,42 @@ def test_weights_of_another_model_are_not_shared():
     with pytest.raises(ValueError, match="has shape"):
         share_weights(model, given)
     assert before == {name: tensor.data_ptr() for name, tensor in state_tensors(model)}
+
+
+@pytest.mark.parametrize("tied_elsewhere", [False, True])
+@pytest.mark.parametrize("chunks", [1, 38, 128])
+def test_the_gradient_of_a_bf16_head_adds_up_in_fp32(monkeypatch, chunks, tied_elsewhere):
+    rows, vocabulary = 128 * 4, 97
+    monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", -(-rows // chunks) * vocabulary)
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(vocabulary, 32, generator=generator).bfloat16().requires_grad_()
+    hidden = torch.randn(rows, 32, generator=generator).bfloat16().requires_grad_()
+    tokens = torch.randint(0, vocabulary, (rows,), generator=generator)
+    upstream = torch.randn(rows, generator=generator)
+    wide = [tensor.detach().double().requires_grad_() for tensor in (weight, hidden)]
+    scores = (10.0 * torch.tanh(2.0 * wide[1] @ wide[0].T / 10.0) / 0.7).log_softmax(-1)
+    (scores.gather(-1, tokens[:, None])[:, 0] * upstream).sum().backward()
+    for _ in range(2):  # two micro-batches
+        found, _ = hidden_log_probs(Head(weight, None, 2.0, 10.0), hidden, tokens, 0.7)
+        loss = (found * upstream).sum()
+        (loss + (weight[tokens[:1]].sum() if tied_elsewhere else 0.0)).backward()
+    expected = 2 * wide[0].grad
+    if tied_elsewhere:
+        expected[tokens[0]] += 2
+    assert float((weight.grad - expected).norm() / expected.norm()) < 1e-4
+    assert float((hidden.grad.double() - 2 * wide[1].grad).norm() / wide[1].grad.norm()) < 1e-2
+
+
+def test_the_gradient_of_a_heads_bias_equals_the_definition(chunk_elements):
+    generator = torch.Generator().manual_seed(0)
+    weight, bias, hidden = (
+        torch.randn(*s, generator=generator).requires_grad_() for s in ((V, 4), (V,), (7, 4))
+    )
+    tokens = torch.arange(7)
+    expected = (hidden @ weight.T + bias).log_softmax(-1).gather(-1, tokens[:, None]).sum()
+    found, _ = hidden_log_probs(Head(weight, bias, 1.0, None), hidden, tokens, 1.0)
+    inputs = [hidden, weight, bias]
+    for mine, theirs in zip(
+        torch.autograd.grad(found.sum(), inputs), torch.autograd.grad(expected, inputs), strict=True
+    ):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)

@@ -7,8 +7,9 @@ import shutil
 from pathlib import Path
 
 import pytest
-from headrace_modelkit.config import ModelConfig, ModelNotReadable
+from headrace_modelkit.errors import ModelNotReadable
 from headrace_modelkit.tokenizer import TextCodec, load_tokenizer
+from headrace_schema.generating import ModelSection
 
 SMOLLM2_TEMPLATE = (
     "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}{{ '<|im_start|>system\n"
@@ -80,7 +81,7 @@ def test_the_real_smollm2_when_it_is_there():
     directory = Path(__file__).parents[3] / ".headrace" / "models" / "smollm2"
     if not (directory / "tokenizer.json").is_file():
         pytest.skip("needs `python -m headrace_modelkit.presets.smollm2 .headrace/models/smollm2`")
-    codec = load_tokenizer(ModelConfig(path=str(directory)))
+    codec = load_tokenizer(ModelSection(path=str(directory)))
     content = "Calculate 4 + 4. Reply with only the number.\n4 + 4 ="
     assert codec.encode_prompt(chat=[{"role": "user", "content": content}]) == SMOLLM2_IDS
     assert codec.eos_ids == {2} and codec.pad_id == 2
@@ -139,7 +140,7 @@ def test_all_eos_ids_count_and_sampling_settings_do_not(tiny_directory, tmp_path
     )
     config = json.loads((tmp_path / "model" / "config.json").read_text())
     (tmp_path / "model" / "config.json").write_text(json.dumps({**config, "eos_token_id": [7]}))
-    codec = load_tokenizer(ModelConfig(path=str(tmp_path / "model")))
+    codec = load_tokenizer(ModelSection(path=str(tmp_path / "model")))
     assert codec.eos_ids == {1, 5, 7}
 
 
@@ -148,7 +149,7 @@ def test_a_tokenizer_that_is_missing_is_one_sentence(tiny_directory, tmp_path):
     directory.mkdir()
     shutil.copy(tiny_directory / "config.json", directory)
     with pytest.raises(ModelNotReadable, match=r"model\.path: .*tokenizer"):
-        load_tokenizer(ModelConfig(path=str(directory)))
+        load_tokenizer(ModelSection(path=str(directory)))
 
 
 def test_the_character_tokenizer_round_trips(tiny_config):

@@ -4,8 +4,9 @@ from typing import Literal
 
 import grpc
 import pytest
-from headrace_servicekit.config import explain, parse_config, settings_from_environment
+from headrace_servicekit.config import parse_config, settings_from_environment
 from headrace_servicekit.errors import ServiceError
+from headrace_servicekit.problems import KeyProblem, explain
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 
@@ -65,6 +66,29 @@ def test_missing_keys_types_and_bounds():
 def test_a_validators_sentence_keeps_its_key():
     (problem,) = problems({"path": "bad"})
     assert str(problem) == "path: cannot be bad; name a directory"
+
+
+class Combination(ValueError):
+    """As a schema of its own may raise it: several problems, each with its key."""
+
+    problems = (KeyProblem("a", "too big", "use 1"), KeyProblem("b", "too small", "use 2"))
+
+
+class Pair(BaseModel):
+    @model_validator(mode="after")
+    def _refuse(self):
+        raise Combination
+
+
+class Holder(BaseModel):
+    pair: Pair
+
+
+def test_a_validators_own_problems_keep_their_keys():
+    with pytest.raises(ServiceError) as caught:
+        parse_config(Holder, {"pair": {}}, "config_json")
+    assert caught.value.message == "config_json: pair.a: too big; use 1 | pair.b: too small; use 2"
+    assert caught.value.metadata == {"key": "pair.a", "fix": "use 1"}
 
 
 def test_parse_config_reads_json_and_says_where():

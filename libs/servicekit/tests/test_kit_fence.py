@@ -3,7 +3,7 @@
 import pytest
 from headrace.common.v1 import common_pb2
 from headrace_servicekit.errors import ServiceError
-from headrace_servicekit.fence import Fence
+from headrace_servicekit.fence import Fence, admission
 
 
 def header(coordinator=1, lease=0):
@@ -40,7 +40,32 @@ def test_a_lease_ends_at_its_own_deadline_without_anybody_saying_so():
     now[0] = 124.9
     fence.check(header(lease=7), lease=True)
     now[0] = 125.0
-    with pytest.raises(ServiceError, match="EPOCH_STALE"):
+    with pytest.raises(ServiceError, match="LEASE_QUIESCED"):
         fence.check(header(lease=7), lease=True)
     fence.grant(7, deadline=130.0)
     fence.check(header(lease=7), lease=True)
+
+
+def test_the_epoch_of_a_command_is_believed_once_its_call_is_accepted():
+    fence = Fence()
+    fence.obey(4, "store")
+    with pytest.raises(ServiceError, match="EPOCH_STALE"):
+        fence.check(header(1000, lease=9), lease=True)
+    with admission():
+        fence.check(header(1000), lease=False)  # Refused later: its config cannot be read, say.
+    fence.check(header(4), lease=False)
+    with admission() as call:
+        fence.check(header(5), lease=False)
+        call.accept()
+    with pytest.raises(ServiceError, match="EPOCH_STALE"):
+        fence.check(header(4), lease=False)
+
+
+def test_a_fence_remembers_whose_coordinator_it_obeys():
+    fence = Fence()
+    fence.obey(4, "store")
+    fence.obey(5, "")
+    assert (fence.coordinator_epoch, fence.store_id) == (5, "store")
+    with pytest.raises(ServiceError, match="EPOCH_STALE"):
+        fence.obey(4, "other")
+    assert fence.store_id == "store"

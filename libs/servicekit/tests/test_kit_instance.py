@@ -21,6 +21,14 @@ def header(lease, coordinator=1):
     return common_pb2.CommandHeader(coordinator_epoch=coordinator, lease_epoch=lease)
 
 
+def opening(open_id):
+    return common_pb2.CommandHeader(run="runs/r", coordinator_epoch=1, open_id=open_id)
+
+
+async def nothing():
+    return None
+
+
 @pytest.fixture
 async def fleet(servers, new_fleet):
     """A scripted coordinator and its address; `restart()` is another one on the same port."""
@@ -131,7 +139,7 @@ async def test_without_renewal_the_fence_closes_before_the_ttl_and_opens_again(f
     fleet.grant(7, ttl_s=1.2)
     await until(lambda: instance.fence.holds(7), "the lease")
     await asyncio.wait_for(quiesced.wait(), 3)
-    with pytest.raises(ServiceError, match="EPOCH_STALE"):
+    with pytest.raises(ServiceError, match="LEASE_QUIESCED"):
         instance.fence.check(header(7), lease=True)
     assert ("revoke", 7, 0.0) not in instance.calls
     fleet.renew = True
@@ -151,7 +159,7 @@ async def test_a_restarted_coordinator_hears_of_leases_runs_and_its_predecessors
     fleet, instances, until
 ):
     instance = await instances(fleet.address)
-    instance.open_runs.add("runs/r")
+    await instance.open_run(opening(3), None, nothing, nothing)
     fleet.grant(7)
     await until(lambda: instance.fence.holds(7), "the lease")
     later = await fleet.restart()
@@ -159,6 +167,8 @@ async def test_a_restarted_coordinator_hears_of_leases_runs_and_its_predecessors
     assert request.incarnation == instance.config.incarnation
     assert [held.epoch for held in request.held_leases] == [7]
     assert request.held_leases[0].run == "runs/r" and list(request.open_runs) == ["runs/r"]
+    report = common_pb2.OpenRunReport(run="runs/r", open_id=3, phase=common_pb2.OPEN_PHASE_OPEN)
+    assert list(request.open_run_reports) == [report]
     assert request.coordinator_epoch == 1
     await until(lambda: any(7 in beat.lease_epochs for beat in later.said("heartbeat")), "a renewal")
     assert instance.calls == [("grant", 7)] and instance.fence.holds(7)

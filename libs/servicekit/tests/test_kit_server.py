@@ -13,6 +13,7 @@ from headrace.common.v1 import common_pb2
 from headrace.reward.v1 import reward_pb2
 from headrace_servicekit.client import dial
 from headrace_servicekit.errors import ServiceError, message_of, metadata_of, reason_of
+from headrace_servicekit.fence import Fence
 from headrace_servicekit.server import GrpcServer, advertised_host, is_loopback, split_address
 
 REWARD = "headrace.reward.v1.RewardService"
@@ -222,3 +223,45 @@ async def test_a_refusal_arrives_whatever_it_quotes(servers, reward_stub, script
     error = await failure(reward_stub(address).ListScorers(reward_pb2.ListScorersRequest()))
     assert (error.code(), reason_of(error)) == (grpc.StatusCode.INVALID_ARGUMENT, "INVALID")
     assert message_of(error).startswith("key: ")
+
+
+async def test_a_refused_call_teaches_no_coordinator_epoch(servers, reward_stub, scripted_reward):
+    """Whoever forges an epoch must at least get a command accepted."""
+    fence, refused = Fence(), (grpc.aio.AioRpcError, grpc.RpcError)
+    fence.obey(4, "store")
+    open_run, score = scripted_reward.OpenRun, scripted_reward.Score
+
+    async def guarded_open(request, context):
+        fence.check(request.header, lease=False)
+        return await open_run(request, context)
+
+    async def guarded_score(requests, context):
+        first = await anext(aiter(requests))
+        fence.check(first.header, lease=False)
+        async for response in score(_stream(first), context):
+            yield response
+
+    scripted_reward.OpenRun, scripted_reward.Score = guarded_open, guarded_score
+    _, address = await servers(scripted_reward)
+    stub = reward_stub(address)
+
+    def message(kind, epoch, **fields):
+        return kind(header=common_pb2.CommandHeader(run="runs/r", coordinator_epoch=epoch), **fields)
+
+    for script in ("refuse:NOT_NOW", "crash:boom"):
+        with pytest.raises(refused):
+            await stub.OpenRun(message(reward_pb2.OpenRunRequest, 1000, config_json=script))
+    bad = message(reward_pb2.ScoreRequest, 1000, items=[reward_pb2.ScoreItem(attempt=13)])
+    with pytest.raises(refused):
+        await anext(aiter(stub.Score(_stream(bad))))
+    assert fence.coordinator_epoch == 4
+    good = message(reward_pb2.ScoreRequest, 5, items=[reward_pb2.ScoreItem(attempt=1)])
+    assert (await anext(aiter(stub.Score(_stream(good))))).results
+    assert fence.coordinator_epoch == 5
+    await stub.OpenRun(message(reward_pb2.OpenRunRequest, 6))
+    assert fence.coordinator_epoch == 6
+
+
+async def _stream(*messages):
+    for message in messages:
+        yield message

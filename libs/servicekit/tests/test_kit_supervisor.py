@@ -12,6 +12,7 @@ import psutil
 import pytest
 from headrace.coordinator.v1 import fleet_pb2
 from headrace_servicekit import child
+from headrace_servicekit.capacity import GIB, Capacity, HostMemory
 from headrace_servicekit.supervisor import Supervisor
 
 
@@ -25,6 +26,13 @@ DEAF = python(
     "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN);"
     "print('deaf', flush=True); time.sleep(600)"
 )
+LISTEN_WHEN = """
+import os, socket, time
+while not os.path.exists({!r}):
+    time.sleep(0.05)
+listening = socket.create_server(("127.0.0.1", 0))
+time.sleep(600)
+"""
 PARENT = python(
     "import subprocess, sys, time;"
     "child = subprocess.Popen([sys.executable, '-S', '-c', 'import time; time.sleep(600)']);"
@@ -234,6 +242,86 @@ async def test_the_coordinator_scales_and_kills(supervise, until, servers, new_f
     await until(lambda: gone(info.pid), "the kill")
     exits = await until(lambda: exits_told(fleet), "its exit")
     assert (exits[0].incarnation, exits[0].exit_status) == (info.incarnation, -signal.SIGKILL)
+
+
+async def test_more_than_the_host_can_hold_is_refused_with_the_figures(supervise, until, servers, new_fleet):
+    fleet = new_fleet()
+    _, address = await servers(fleet)
+    memory = HostMemory(total=24 * GIB, available=4 * GIB)
+    capacity = Capacity(lambda: memory, lambda pid: GIB // 2, {"rollout": GIB // 4})
+    supervisor = await supervise(SLEEP, coordinator=address, scalable_kinds=["rollout"], capacity=capacity)
+
+    def scale(name, count):
+        scale = fleet_pb2.Scale(request_id=name, kind=fleet_pb2.SERVICE_KIND_ROLLOUT, count=count)
+        fleet.supervisor_commands.put_nowait(fleet_pb2.SuperviseResponse(scale=scale))
+
+    def errors():
+        results = [m.scale_result for m in fleet.supervised if m.WhichOneof("event") == "scale_result"]
+        return {result.request_id: result.error for result in results}
+
+    await until(lambda: pids(supervisor), "the process")
+    scale("too many", 999)
+    scale("fits", 4)
+    await until(lambda: len(errors()) == 2, "both answers")
+    assert errors()["too many"] == (
+        "scale rollout=999: this host can hold 4 rollout processes (0.5 GiB each, measured; "
+        "4.0 of 24.0 GiB available, 2.4 kept free); 1 run now"
+    )
+    assert errors()["fits"] == "" and supervisor.count("rollout") == 4
+
+
+async def test_a_newer_number_replaces_an_unfinished_one(supervise, until):
+    supervisor = await supervise(DEAF, scalable_kinds=["rollout"], starts_at_once=2)
+    await until(lambda: lines_of(supervisor) and pids(supervisor), "the first process")
+    (first,) = pids(supervisor)
+    supervisor.set_count("rollout", 6)
+    await until(lambda: len(pids(supervisor)) == 2, "the second process")
+    (second,) = set(pids(supervisor)) - {first}
+    began = time.monotonic()
+    supervisor.set_count("rollout", 1)
+    await until(lambda: gone(second), "the end of what had just started")
+    assert time.monotonic() - began < 10, "15 s is the grace of a process that has started"
+    assert pids(supervisor) == [first] and supervisor.count("rollout") == 1
+
+
+async def test_a_bounded_number_of_processes_starts_at_once(supervise, until, tmp_path):
+    def spawn(kind, index, incarnation):
+        return python(LISTEN_WHEN.format(str(tmp_path / f"go-{index}")))
+
+    supervisor = await supervise(spawn, n=4, starts_at_once=2)
+
+    def running():
+        return [info.index for info in supervisor.processes() if info.pid]
+
+    await until(lambda: running() == [0, 1], "two processes")
+    await asyncio.sleep(0.5)
+    assert running() == [0, 1]
+    (tmp_path / "go-1").touch()
+    await until(lambda: running() == [0, 1, 2], "the third")
+    supervisor.kill("rollout-2", supervisor.processes()[2].incarnation)
+    await until(lambda: set(running()) >= {0, 1, 3}, "the fourth, in the place of one that ended")
+
+
+async def test_what_is_being_stopped_stays_in_the_table_until_it_has_ended(supervise, until):
+    supervisor = await supervise(DEAF, n=2)
+    await until(lambda: lines_of(supervisor), "their first words")
+    last = supervisor.processes()[1]
+    supervisor.set_count("rollout", 1)
+    supervisor.set_count("rollout", 2)
+    listed = [(info.instance, info.pid) for info in supervisor.processes()]
+    assert listed[1:] == [("rollout-1", 0), ("rollout-1", last.pid)], "its successor waits for its end"
+    assert supervisor.kill("rollout-1", last.incarnation)
+    await until(lambda: supervisor.processes()[1].pid, "the successor")
+    assert gone(last.pid)
+
+
+async def test_a_kind_is_stopped_before_the_others_and_nothing_is_scaled_then(supervise, until):
+    supervisor = await supervise(SLEEP)
+    supervisor.set_count("trainer", 1)
+    await until(lambda: len(pids(supervisor)) == 2, "both processes")
+    await supervisor.stop_kind("trainer", 10)
+    assert [(info.kind, bool(info.pid)) for info in supervisor.processes()] == [("rollout", True)]
+    assert await supervisor.scale("rollout", 2) == "scale rollout=2: the fleet is stopping"
 
 
 async def test_a_restarted_coordinator_hears_of_ends_that_it_missed(supervise, until, servers, new_fleet):

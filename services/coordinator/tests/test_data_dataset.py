@@ -1,13 +1,14 @@
 """The split, the order and the prompts of a run's items."""
 
 import json
+import os
 import subprocess
 import sys
 
 import pytest
 from headrace_coordinator.data import DataItem, Dataset
-from headrace_coordinator.problems import Impossible
-from headrace_coordinator.spec import DataSection, PromptSection
+from headrace_schema.generating import DataSection, PromptSection
+from headrace_schema.problems import Impossible
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -117,11 +118,11 @@ def test_an_ordinal_means_the_same_item_in_another_process_and_for_ever():
     program = (
         "import json, sys\n"
         "from headrace_coordinator.data import Dataset\n"
-        "from headrace_coordinator.spec import DataSection\n"
+        "from headrace_schema.generating import DataSection\n"
         "data = Dataset.open(DataSection.model_validate_json(sys.argv[1]), 7)\n"
         "print(json.dumps([data.digest, [data.train_item(n).answer for n in (0, 1, 79, 80, 4000)]]))"
     )
-    environment = {"PYTHONHASHSEED": "5"}
+    environment = {**os.environ, "PYTHONHASHSEED": "5"}
     output = subprocess.run(
         [sys.executable, "-c", program, DIGITS.model_dump_json()],
         env=environment,

@@ -9,7 +9,7 @@ import pytest
 from headrace_coordinator.data import DataItem, DataSource, source_names
 from headrace_coordinator.data import sources as registry
 from headrace_coordinator.data.sources import open_source
-from headrace_coordinator.problems import Impossible
+from headrace_schema.problems import Impossible
 
 SUMS = {"dataset": "chain_sum", "config": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}}
 

@@ -10,7 +10,7 @@ import pytest
 from headrace_coordinator.http import make_app
 from headrace_coordinator.http.openapi import description
 from headrace_coordinator.projections import RunProjection
-from headrace_coordinator.views import TrajectoryView
+from headrace_schema.views import HealthView, TrajectoryView
 
 
 def problems(response) -> dict[str, str]:
@@ -284,7 +284,7 @@ async def test_a_bug_is_a_sentence_without_a_traceback(api_app, fake_control, mo
 async def test_with_a_token_every_request_bears_it(fake_control, tmp_path, spec_json):
     transport = httpx.ASGITransport(make_app(fake_control, runs_directory=tmp_path, token="s3cret"))
     async with httpx.AsyncClient(transport=transport, base_url="http://coordinator:8470") as client:
-        assert (await client.get("/healthz")).json() == {"status": "ok"}
+        assert (await client.get("/healthz")).json()["status"] == "ok"
         for wrong in ({}, {"Authorization": "Bearer other"}, {"Authorization": "Basic s3cret"}):
             for path in ("/v1/runs", "/metrics", "/openapi.json", "/nowhere"):
                 answer = await client.get(path, headers=wrong)
@@ -356,3 +356,11 @@ def test_the_api_starts_at_once_and_without_heavy_packages():
     )
     output = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert output.stdout.strip() == "[]"
+
+
+async def test_healthz_answers_503_with_the_reason(api, fake_control):
+    answer = await api.get("/healthz")
+    assert (answer.status_code, answer.json()["status"]) == (200, "ok")
+    fake_control.vitals = HealthView(status="unhealthy", reason="the store (Redis) takes no writes: OOM")
+    answer = await api.get("/healthz")
+    assert answer.status_code == 503 and "takes no writes: OOM" in answer.json()["reason"]

@@ -10,7 +10,7 @@ import textwrap
 import pytest
 from headrace_coordinator.projections import RunProjection, read_trajectories
 from headrace_coordinator.projections.reading import PageTokenError
-from headrace_coordinator.views import EvaluationView, StepView, TrajectoryView
+from headrace_schema.views import EvaluationView, StepView, TrajectoryView
 
 
 def step_view(step: int, version: int | None = None, **values) -> StepView:

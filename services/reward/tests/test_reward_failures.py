@@ -14,9 +14,10 @@ import grpc
 import psutil
 import pytest
 from headrace.reward.v1 import reward_pb2
-from headrace_reward.config import PoolSettings, RewardSection
+from headrace_reward.config import PoolSettings
 from headrace_reward.pool import OpenFault
 from headrace_reward.runs import Item, Run, Status
+from headrace_schema.scoring import RewardSection
 from headrace_servicekit.errors import message_of
 
 OK = reward_pb2.SCORE_STATUS_OK

@@ -132,9 +132,9 @@ async def test_a_past_coordinator_is_refused(reward):
 
 async def test_open_runs_are_registered(reward, instance):
     await reward.open("exact")
-    assert instance.open_runs == {"runs/test"}
+    assert instance.open_runs.names() == ["runs/test"]
     await reward.close()
-    assert instance.open_runs == set()
+    assert not instance.open_runs.names()
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,6 @@ import pytest
 import torch
 from headrace.common.v1 import common_pb2, weights_pb2_grpc
 from headrace.rollout.v1 import rollout_pb2, rollout_pb2_grpc
-from headrace_modelkit.config import ModelConfig
 from headrace_modelkit.loading import load_model
 from headrace_modelkit.presets.tiny import write_tiny
 from headrace_modelkit.tokenizer import TextCodec, load_tokenizer
@@ -36,6 +35,7 @@ from headrace_rollout.engines.base import (
     WeightView,
 )
 from headrace_rollout.service import RolloutServicer
+from headrace_schema.generating import ModelSection
 from headrace_servicekit.client import dial
 from headrace_servicekit.instance import Instance, InstanceConfig
 from headrace_servicekit.server import GrpcServer
@@ -61,8 +61,8 @@ def tiny_directory(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def model_config(tiny_directory) -> ModelConfig:
-    return ModelConfig(path=str(tiny_directory), dtype="float32", max_context=128)
+def model_config(tiny_directory) -> ModelSection:
+    return ModelSection(path=str(tiny_directory), dtype="float32", max_context=128)
 
 
 @pytest.fixture(scope="session")

@@ -14,14 +14,17 @@ import torch
 from google.protobuf import duration_pb2
 from headrace.common.v1 import common_pb2, weights_pb2, weights_pb2_grpc
 from headrace.trainer.v1 import trainer_pb2, trainer_pb2_grpc
+from headrace_modelkit.loading import load_model
 from headrace_modelkit.presets.tiny import write_tiny
+from headrace_modelkit.weights import load_weights
+from headrace_schema.generating import ModelSection
+from headrace_schema.openings import TrainerConfig
 from headrace_servicekit.client import dial
 from headrace_servicekit.digests import set_digest, trajectory_digest
 from headrace_servicekit.instance import Instance, InstanceConfig
 from headrace_trainer.__main__ import mount
 from headrace_trainer.algorithms import build_algorithm
 from headrace_trainer.backends.fsdp.backend import FsdpBackend
-from headrace_trainer.config import TrainerConfig
 from headrace_trainer.gang import Gang, join_gang
 from headrace_trainer.packing import plan_batches, plan_rows
 from headrace_trainer.samples import Group, Member, Sequence
@@ -40,6 +43,23 @@ def tiny_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("models") / "tiny"
     write_tiny(directory)
     return directory
+
+
+@pytest.fixture(scope="session")
+def plain_log_probs(tiny_directory: Path) -> Callable[..., list[list[float]]]:
+    """Log-probs of each sequence's trained tokens under given whole weights, by transformers alone."""
+    model: Any = load_model(ModelSection(path=str(tiny_directory), dtype="float32"))
+
+    def score(weights: Any, sequences: list[Sequence]) -> list[list[float]]:
+        load_weights(model, dict(weights))
+        with torch.no_grad():
+            rows = [model(torch.tensor([s.tokens])).logits[0].log_softmax(-1) for s in sequences]
+        return [
+            [float(row[position - 1, s.tokens[position]]) for position in s.trained]
+            for row, s in zip(rows, sequences, strict=True)
+        ]
+
+    return score
 
 
 @pytest.fixture
@@ -159,23 +179,24 @@ def make_group() -> Callable[..., Group]:
 
 @pytest.fixture
 def make_settled() -> Callable[..., trainer_pb2.SettledGroup]:
+    """See `settled_group`."""
+    return settled_group
+
+
+def settled_group(
+    prompt: int,
+    *,
+    version: common_pb2.PolicyVersion,
+    rewards: list[float] | None = None,
+    attempt: int = 1,
+) -> trainer_pb2.SettledGroup:
     """A settled group as the coordinator sends it."""
-
-    def make(
-        prompt: int,
-        *,
-        version: common_pb2.PolicyVersion,
-        rewards: list[float] | None = None,
-        attempt: int = 1,
-    ) -> trainer_pb2.SettledGroup:
-        group = trainer_pb2.SettledGroup(prompt_ordinal=prompt)
-        for index, sequence in enumerate(random_sequences(prompt)):
-            trajectory = settled_trajectory(prompt, index, attempt, sequence, version.number)
-            reward = (rewards or [1.0, 0.0, 0.5, 0.0])[index]
-            group.members.add(trajectory=trajectory, reward=reward, oldest_version=version)
-        return group
-
-    return make
+    group = trainer_pb2.SettledGroup(prompt_ordinal=prompt)
+    for index, sequence in enumerate(random_sequences(prompt)):
+        trajectory = settled_trajectory(prompt, index, attempt, sequence, version.number)
+        reward = (rewards or [1.0, 0.0, 0.5, 0.0])[index]
+        group.members.add(trajectory=trajectory, reward=reward, oldest_version=version)
+    return group
 
 
 def settled_trajectory(
@@ -204,21 +225,22 @@ def settled_trajectory(
 
 @pytest.fixture
 def settled_digest() -> Callable[..., str]:
+    """See `digest_of`."""
+    return digest_of
+
+
+def digest_of(groups: list[trainer_pb2.SettledGroup]) -> str:
     """Set digest over settled groups."""
-
-    def digest(groups: list[trainer_pb2.SettledGroup]) -> str:
-        return set_digest(
-            (
-                group.prompt_ordinal,
-                m.trajectory.sample.sample_index,
-                m.trajectory.attempt,
-                m.trajectory.body_digest,
-            )
-            for group in groups
-            for m in group.members
+    return set_digest(
+        (
+            group.prompt_ordinal,
+            m.trajectory.sample.sample_index,
+            m.trajectory.attempt,
+            m.trajectory.body_digest,
         )
-
-    return digest
+        for group in groups
+        for m in group.members
+    )
 
 
 class TrainerClient:
@@ -274,11 +296,15 @@ class TrainerClient:
             trainer_pb2.LeaveGangRequest(header=self.header(), generation=generation)
         )
 
-    async def restore(self, checkpoint: str, number: int) -> Any:
+    async def restore(self, checkpoint: str, number: int, source: str = "") -> Any:
         self._number = max(self._number, number)
         return await self.stub.Restore(
             trainer_pb2.RestoreRequest(
-                header=self.header(), checkpoint=checkpoint, number=number, store_id="store"
+                header=self.header(),
+                checkpoint=checkpoint,
+                number=number,
+                store_id="store",
+                source_run_directory=source,
             )
         )
 
@@ -348,16 +374,49 @@ class TrainerClient:
         request = weights_pb2.FetchWeightsRequest(run=self.run, number=number)
         return b"".join([piece.data async for piece in stub.FetchWeights(request, timeout=30)])
 
+    async def weights(self, number: int) -> dict[str, torch.Tensor]:
+        """Publishes fp32 weights and takes them from the body, by name."""
+        entries = (await self.publish(number)).manifest.entries
+        body = bytearray(await self.body(number))
+        return {
+            entry.name: torch.frombuffer(
+                body, dtype=torch.float32, offset=entry.offset_bytes, count=entry.size_bytes // 4
+            ).view(*entry.shape)
+            for entry in entries
+        }
+
     async def save(self, number: int, *, wait: bool = True, ledger: bytes = b"ledger") -> Any:
         return await self.stub.SaveCheckpoint(
             trainer_pb2.SaveCheckpointRequest(header=self.header(), number=number, wait=wait, ledger=ledger)
         )
 
-    async def checkpoints(self) -> Any:
-        return await self.stub.ListCheckpoints(trainer_pb2.ListCheckpointsRequest(header=self.header()))
+    async def checkpoints(self, source: str = "") -> Any:
+        return await self.stub.ListCheckpoints(
+            trainer_pb2.ListCheckpointsRequest(header=self.header(), source_run_directory=source)
+        )
+
+    async def ledger(self, checkpoint: str, source: str = "") -> list[bytes]:
+        """The pieces of a checkpoint's ledger."""
+        request = trainer_pb2.FetchLedgerRequest(
+            header=self.header(), checkpoint=checkpoint, source_run_directory=source
+        )
+        return [piece.data async for piece in self.stub.FetchLedger(request, timeout=30)]
 
     async def export(self, name: str) -> Any:
         return await self.stub.ExportModel(trainer_pb2.ExportModelRequest(header=self.header(), name=name))
+
+    async def train(self, version: Any, steps: int) -> Any:
+        """Committed and recorded steps of three groups each; the last version."""
+        for _ in range(steps):
+            number = version.number + 1
+            prompts = range(100 * version.ordinal, 100 * version.ordinal + 3)
+            groups = [settled_group(prompt, version=version) for prompt in prompts]
+            await self.begin(version.ordinal, 1, version.number, number)
+            await self.learn(version.ordinal, 1, groups)
+            reply = await self.commit(version.ordinal, 1, version.number, number, digest_of(groups))
+            await self.record(version.ordinal, 1, number)
+            version = reply.version
+        return version
 
     async def infer(self, trajectories: list[common_pb2.Trajectory], kind: int = 1) -> Any:
         request = trainer_pb2.InferRequest(header=self.header(), kind=kind, trajectories=trajectories)

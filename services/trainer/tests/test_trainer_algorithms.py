@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from headrace_schema.learning import AlgorithmSection
 from headrace_trainer.algorithms import algorithm_names, build_algorithm
 from headrace_trainer.algorithms._base import TokenBatch
 from headrace_trainer.algorithms._policy_loss import clipped_objective, truncated_importance
-from headrace_trainer.config import AlgorithmConfig
 from headrace_trainer.errors import Refusal
 
 VECTORS = json.loads((Path(__file__).parent / "data" / "verl_vectors.json").read_text())
@@ -22,7 +22,7 @@ LOSSES = sorted(key for key in CASES if key.startswith(("ppo_", "loss_vanilla"))
 
 @pytest.mark.parametrize(("key", "normalize_std"), [("grpo", True), ("dr_grpo", False)])
 def test_advantages_equal_verl(key, normalize_std):
-    grpo = build_algorithm(AlgorithmConfig(normalize_std=normalize_std))
+    grpo = build_algorithm(AlgorithmSection(normalize_std=normalize_std))
     advantages_GN = grpo.advantages(INPUTS["seq_reward"].view(2, 4))
     expected_BT = torch.tensor(CASES[key]["outputs"]["advantages"])
     torch.testing.assert_close(advantages_GN.view(8, 1) * MASK_BT, expected_BT)
@@ -32,7 +32,7 @@ def test_advantages_equal_verl(key, normalize_std):
 def test_loss_and_gradient_equal_verl(key):
     params = CASES[key]["params"]
     mode = params["loss_agg_mode"]
-    algorithm = build_algorithm(AlgorithmConfig(loss_aggregation=mode))
+    algorithm = build_algorithm(AlgorithmSection(loss_aggregation=mode))
     log_probs_BT = INPUTS["logp"].clone().requires_grad_()
     loss_K, clipped_K = clipped_objective(
         log_probs_BT[MASK_BT],
@@ -56,7 +56,7 @@ def test_loss_and_gradient_equal_verl(key):
 def test_strict_single_step_has_ratio_one():
     log_probs_K = torch.tensor([-1.0, -2.0], requires_grad=True)
     batch = TokenBatch(log_probs_K, torch.tensor([-1.5, -2.0]), torch.tensor([2.0, -1.0]), torch.ones(2))
-    sums = build_algorithm(AlgorithmConfig()).loss(batch)
+    sums = build_algorithm(AlgorithmSection()).loss(batch)
     sums.loss.backward()
     torch.testing.assert_close(log_probs_K.grad, torch.tensor([-2.0, 1.0]))
     assert sums.token_sums["clip_fraction"] == 0
@@ -66,7 +66,7 @@ def test_importance_correction_is_capped_detached_and_skips_unknown_tokens():
     log_probs_K = torch.tensor([-1.0, -1.0, -1.0], requires_grad=True)
     engine_K = torch.tensor([-1.5, -9.0, float("nan")])
     batch = TokenBatch(log_probs_K, engine_K, torch.ones(3), torch.ones(3))
-    build_algorithm(AlgorithmConfig(importance_cap=2.0)).loss(batch).loss.backward()
+    build_algorithm(AlgorithmSection(importance_cap=2.0)).loss(batch).loss.backward()
     expected_K = -torch.tensor([0.5, 1.0, 0.0]).exp().clamp(max=2.0)
     torch.testing.assert_close(log_probs_K.grad, expected_K)
     weights_K = truncated_importance(log_probs_K, engine_K, 2.0)
@@ -75,10 +75,10 @@ def test_importance_correction_is_capped_detached_and_skips_unknown_tokens():
 
 def test_equal_rewards_have_exactly_zero_advantage():
     rewards_GN = torch.tensor([[0.1 + 0.2] * 3], dtype=torch.float64)
-    assert build_algorithm(AlgorithmConfig()).advantages(rewards_GN).tolist() == [[0.0, 0.0, 0.0]]
+    assert build_algorithm(AlgorithmSection()).advantages(rewards_GN).tolist() == [[0.0, 0.0, 0.0]]
 
 
 def test_unknown_algorithm_names_the_nearest():
     assert algorithm_names() == ["grpo"]
     with pytest.raises(Refusal, match="did you mean 'grpo'"):
-        build_algorithm(AlgorithmConfig(name="grop"))
+        build_algorithm(AlgorithmSection(name="grop"))

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from headrace_schema.openings import TrainerConfig
 from headrace_trainer import step as steps
 from headrace_trainer.algorithms import build_algorithm
-from headrace_trainer.config import TrainerConfig
 from headrace_trainer.learner import Learner
 from headrace_trainer.samples import Disposition
 

@@ -6,6 +6,7 @@ import random
 
 import pytest
 import torch
+from headrace_modelkit import logprobs
 from headrace_trainer.packing import PrefixTree, context, pack, plan_batches, plan_rows
 from headrace_trainer.samples import Sequence
 
@@ -75,12 +76,12 @@ def test_memory_options_leave_the_gradient_alone(make_backend, sequences, accumu
 
 
 def test_infer_gives_the_model_s_log_probs(make_backend, sequences):
-    from headrace_modelkit.config import ModelConfig
     from headrace_modelkit.loading import load_model
+    from headrace_schema.generating import ModelSection
 
     backend = make_backend(sampling={"temperature": 0.8})
     group = sequences(1)
-    model = load_model(ModelConfig.model_validate(backend._config.model.model_dump()))
+    model = load_model(ModelSection.model_validate(backend._config.model.model_dump()))
     for sequence, found in zip(group, backend.infer([group]), strict=True):
         with torch.no_grad():
             logits_TV = model(torch.tensor([sequence.tokens])).logits[0] / 0.8
@@ -100,3 +101,19 @@ def test_a_non_finite_loss_accumulates_nothing(make_backend, sequences, accumula
     found = backend.reduced_gradient(7.0)
     accumulate(backend, [good], 512)
     assert relative_l2(found, backend.reduced_gradient(7.0)) == 0
+
+
+@pytest.mark.parametrize("reshard", [False, True], ids=["kept whole", "resharded"])
+def test_the_heads_gradient_is_the_same_in_many_chunks(
+    make_backend, sequences, accumulate, relative_l2, monkeypatch, reshard
+):
+    """bf16 hidden states come in rows, so only the head's sum over chunks and micro-batches can differ."""
+    groups = [sequences(seed, count=12) for seed in range(6)]
+    backend = make_backend(model={"dtype": "bfloat16"}, trainer={"reshard_micro_batches": reshard})
+    found = []
+    for rows in (4096, 1):
+        monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", rows * 32)
+        for group in groups:
+            accumulate(backend, [group], 4096)
+        found.append({"head": backend.reduced_gradient(50.0)["lm_head.weight"]})
+    assert 0 < relative_l2(found[1], found[0]) <= 1e-3

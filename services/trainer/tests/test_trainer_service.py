@@ -206,10 +206,10 @@ async def test_warm_up_learns_and_is_reported(client, make_config):
     restored = await client.open(config)
     assert restored.warmup_steps == 30
     trajectory = pb.InferRequest().trajectories.add()
-    from headrace_modelkit.config import ModelConfig
     from headrace_modelkit.tokenizer import load_tokenizer
+    from headrace_schema.generating import ModelSection
 
-    codec = load_tokenizer(ModelConfig(path=config["model"]["path"], dtype="float32"))
+    codec = load_tokenizer(ModelSection(path=config["model"]["path"], dtype="float32"))
     trajectory.segments.add().tokens.token_ids.extend(codec.encode_prompt(text="copy 123: "))
     answer = trajectory.segments.add(policy_number=1)
     answer.tokens.token_ids.extend(codec.encode_answer("1"))
@@ -273,27 +273,13 @@ async def test_a_revoke_suspends_and_the_next_grant_wakes(client, make_settled):
     assert await refused(client.learn(0, 1, [make_settled(1, version=version)])) == "SUSPENDED"
 
 
-async def train(client, make_settled, settled_digest, version, steps, number):
-    for _ in range(steps):
-        number += 1
-        groups = [make_settled(100 * version.ordinal + p, version=version) for p in range(3)]
-        await client.begin(version.ordinal, 1, version.number, number)
-        await client.learn(version.ordinal, 1, groups)
-        reply = await client.commit(version.ordinal, 1, version.number, number, settled_digest(groups))
-        await client.record(version.ordinal, 1, number)
-        version = reply.version
-    return version, number
-
-
-async def test_resume_gives_the_weights_of_the_uninterrupted_run(
-    client, make_config, make_settled, settled_digest
-):
+async def test_resume_gives_the_weights_of_the_uninterrupted_run(client, make_config):
     config = make_config(deterministic=True, optimizer={"schedule": {"name": "linear"}})
     version = (await client.open(config)).version
-    version, number = await train(client, make_settled, settled_digest, version, 2, 1)
+    version = await client.train(version, 2)
     saved = await client.save(version.number, ledger=b"the ledger")
     assert saved.durable and saved.checkpoint.name == "lineage-1/step-2"
-    straight, _ = await train(client, make_settled, settled_digest, version, 2, number)
+    straight = await client.train(version, 2)
 
     await client.close_run()
     resumed = await client.open(config, checkpoint="lineage-1/step-2", number=50)
@@ -303,26 +289,25 @@ async def test_resume_gives_the_weights_of_the_uninterrupted_run(
         2,
     )
     assert resumed.version.digest == version.digest
-    again, _ = await train(client, make_settled, settled_digest, resumed.version, 2, 50)
+    again = await client.train(resumed.version, 2)
     assert again.digest == straight.digest
 
     await client.save(again.number, ledger=b"later")
     listed = (await client.checkpoints()).checkpoints
     assert [entry.name for entry in listed] == ["lineage-2/step-4", "lineage-1/step-2"]
-    assert [entry.ledger for entry in listed] == [b"later", b"the ledger"]
+    assert not any(entry.ledger for entry in listed)
+    assert [await client.ledger(entry.name) for entry in listed] == [[b"later"], [b"the ledger"]]
     assert listed[0].version.digest == straight.digest and listed[0].store_id == "store"
 
 
-async def test_a_save_runs_beside_the_next_step_one_at_a_time(
-    client, make_settled, settled_digest, monkeypatch
-):
+async def test_a_save_runs_beside_the_next_step_one_at_a_time(client):
     version = (await client.open()).version
-    version, number = await train(client, make_settled, settled_digest, version, 1, 1)
+    version = await client.train(version, 1)
     failpoints.arm("trainer.checkpoint.before_rename=delay:1.0@1")
     try:
         begun = await client.save(version.number, wait=False)
         assert not begun.durable
-        version, number = await train(client, make_settled, settled_digest, version, 1, number)
+        version = await client.train(version, 1)
         assert await refused(client.save(version.number, wait=False)) == "BUSY"
         done = await client.save(version.number)
         assert done.durable
@@ -332,19 +317,20 @@ async def test_a_save_runs_beside_the_next_step_one_at_a_time(
     assert names == ["lineage-1/step-2", "lineage-1/step-1"]
 
 
-async def test_a_full_disk_fails_the_save_and_not_the_training(
-    client, make_settled, settled_digest, monkeypatch
-):
+async def test_a_full_disk_fails_the_save_and_not_the_training(client, monkeypatch):
     from headrace_trainer import checkpoint_files
 
     version = (await client.open()).version
-    version, number = await train(client, make_settled, settled_digest, version, 1, 1)
+    version = await client.train(version, 1)
+    first = (await client.save(version.number)).checkpoint.name
+    version = await client.train(version, 1)
     monkeypatch.setattr(checkpoint_files.HashedFile, "write", _no_space)
     assert await refused(client.save(version.number)) == "CHECKPOINT_FAILED"
     listed = await client.checkpoints()
-    assert not listed.checkpoints and "No space left" in listed.last_failure
+    assert [entry.name for entry in listed.checkpoints] == [first]
+    assert "lineage-1/step-2: " in listed.last_failure and "No space left" in listed.last_failure
+    assert not list(client.directory.glob("checkpoints/*/.*"))
     monkeypatch.undo()
-    version, number = await train(client, make_settled, settled_digest, version, 1, number)
     assert (await client.save(version.number)).durable
 
 
@@ -352,11 +338,11 @@ def _no_space(self, data):
     raise OSError(28, "No space left on device")
 
 
-async def test_export_writes_a_model_directory(client, make_settled, settled_digest):
+async def test_export_writes_a_model_directory(client):
     from transformers import AutoModelForCausalLM
 
     version = (await client.open()).version
-    version, _ = await train(client, make_settled, settled_digest, version, 1, 1)
+    version = await client.train(version, 1)
     published = await client.publish(version.number)
     exported = await client.export("final")
     tensors = load_file(Path(exported.path) / "model.safetensors")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import socket
 import subprocess
@@ -143,6 +144,54 @@ async def test_two_ranks_equal_one(pair, client, make_config, make_settled, sett
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await call
     assert reason_of(caught.value) == "NOT_LEADER"
+
+
+async def test_two_ranks_use_the_weights_of_the_last_commit(
+    pair, make_config, make_settled, settled_digest, plain_log_probs, sequences
+):
+    """Every order of an inference, a learning step, a step without a gradient and one that is not finite."""
+    leader, follower, _ = pair
+    # A step without a gradient moves the weights too: by its moments.
+    await form(leader, follower, make_config(trainer={"ranks": 2}, algorithm={"normalize_std": False}))
+    version = (await leader.restore("", 1)).version
+    step = 0
+
+    async def infer() -> None:
+        await leader.infer([make_settled(0, version=version).members[1].trajectory])
+
+    async def attempt(rewards, *, commits: bool = True) -> None:
+        nonlocal version, step
+        group, number = make_settled(step, version=version, rewards=rewards), version.number + 1
+        await leader.begin(step, 1, version.number, number)
+        [response] = await leader.learn(step, 1, [group])
+        accumulated = response.outcomes[0].disposition == pb.GROUP_DISPOSITION_ACCUMULATED
+        assert accumulated is commits, response
+        if commits:
+            version = (await leader.commit(step, 1, version.number, number, settled_digest([group]))).version
+            await leader.record(step, 1, number)
+            await same(list(sequences(3)))
+        else:
+            await leader.abort(step, 1)
+        step += 1
+
+    async def same(scored) -> None:
+        whole = await leader.weights(version.number)
+        members = make_settled(3, version=version).members
+        found = (await leader.infer([m.trajectory for m in members])).sequences
+        for row, expected in zip(found, plain_log_probs(whole, scored), strict=True):
+            np.testing.assert_allclose(list(row.values), expected, atol=1e-4, err_msg=f"{order}")
+
+    kinds = {
+        "infer": infer,
+        "learn": lambda: attempt([1.0, 0.0, 0.5, 0.0]),
+        "empty": lambda: attempt([1.0] * 4),
+        "not finite": lambda: attempt([1e39, 0.0, 0.0, 0.0], commits=False),
+    }
+    order = ("learn",)
+    await kinds["learn"]()
+    for order in itertools.permutations(kinds):
+        for name in order:
+            await kinds[name]()
 
 
 async def test_a_checkpoint_of_two_ranks_restores_on_one_and_back(

@@ -12,7 +12,7 @@ import typer
 from headrace_cli.commands.options import DEFAULT_DATA_DIR, DataDirOption, JsonFlag, Url
 from headrace_cli.launcher.plan import DEFAULT_PORT, FleetPlan
 from headrace_cli.mistakes import CommandError, mistake
-from headrace_cli.output import console, print_json
+from headrace_cli.output import console, error_console, print_json
 
 if TYPE_CHECKING:
     from headrace_cli.launcher.start import ReadyFleet
@@ -121,17 +121,24 @@ def _stay(fleet: ReadyFleet, data_dir: Path) -> None:
 
 
 def down(data_dir: DataDirOption = DEFAULT_DATA_DIR, as_json: JsonFlag = False) -> None:
-    """Stop the local fleet; its runs stay and go on with the next `up`."""
+    """Stop the local fleet; its runs stay and go on with the next `up`.
+
+    Trainers stop first and have 30 s to save a checkpoint; then the other services, the coordinator, the store.
+    """
     from headrace_cli.launcher.data_dir import DataDir
     from headrace_cli.launcher.stop import stop_fleet
 
-    stopped = stop_fleet(DataDir.at(data_dir))
+    stopped = stop_fleet(DataDir.at(data_dir), progress=_say_nothing if as_json else error_console().print)
     if as_json:
         print_json({"stopped": stopped})
     elif stopped:
         console().print(f"stopped; runs are kept in {data_dir}")
     else:
         console().print(f"no fleet runs on {data_dir}")
+
+
+def _say_nothing(text: str) -> None:
+    pass
 
 
 def status(data_dir: DataDirOption = DEFAULT_DATA_DIR, url: Url = None, as_json: JsonFlag = False) -> None:

@@ -9,25 +9,31 @@ import asyncio
 import os
 import signal
 import time
+from collections.abc import Awaitable, Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
-from headrace_servicekit.logs import configure_logging
+from headrace_servicekit.logs import configure_logging, get_logger
 from headrace_servicekit.supervisor import Supervisor
 
 from headrace_cli.launcher.data_dir import DataDir
 from headrace_cli.launcher.plan import KINDS, FleetPlan, Wiring, host_name
 from headrace_cli.launcher.ports import LOOPBACK, free_port
 from headrace_cli.launcher.state import FleetLock, FleetState, ProcessState
-from headrace_cli.launcher.stop import sweep
+from headrace_cli.launcher.stop import (
+    COORDINATOR_GRACE_S,
+    INSTANCES_GRACE_S,
+    STORE_GRACE_S,
+    TRAINERS_GRACE_S,
+    sweep,
+)
 from headrace_cli.launcher.store import store_command, store_url, wait_for_store
 from headrace_cli.launcher.tether import child_environment
 
-COORDINATOR_GRACE_S = 5.0
-INSTANCES_GRACE_S = 8.0
-STORE_GRACE_S = 5.0
 LOCK_PATIENCE_S = 1.0
 STATE_S = 0.2
+_logger = get_logger(__name__)
 
 
 class LocalFleet:
@@ -109,6 +115,7 @@ class LocalFleet:
             wiring.instance_command,
             self.data_dir.logs,
             scalable_kinds=KINDS,
+            starts_at_once=len(os.sched_getaffinity(0)),
         )
         for kind, count in self.plan.counts.items():
             supervisor.set_count(kind, count)
@@ -137,15 +144,23 @@ class LocalFleet:
         self._state.phase = "running"
 
     async def _stop(self) -> None:
-        """The coordinator goes first, so that it sees no instance die and its runs stay as they are."""
-        self._state.phase = "stopping"
-        self._write_state()
-        await self._coordinator.stop(COORDINATOR_GRACE_S)
-        await self._instances.stop(INSTANCES_GRACE_S)
+        """Trainers first: they save a checkpoint, with the coordinator and the others still there.
+
+        Then the other instances, the coordinator, and last the store that it writes to.
+        """
+        await self._stopping("the trainers", TRAINERS_GRACE_S, partial(self._instances.stop_kind, "trainer"))
+        await self._stopping("the other instances", INSTANCES_GRACE_S, self._instances.stop)
+        await self._stopping("the coordinator", COORDINATOR_GRACE_S, self._coordinator.stop)
         if self._store:
-            await self._store.stop(STORE_GRACE_S)
+            await self._stopping("the store", STORE_GRACE_S, self._store.stop)
         sweep(self.data_dir)
         self._lock.release()
+
+    async def _stopping(self, what: str, grace_s: float, stop: Callable[[float], Awaitable[object]]) -> None:
+        self._state.phase = f"stopping {what}, at most {grace_s:g} s"
+        self._write_state()
+        _logger.info("stopping", extra={"what": what, "grace_s": grace_s})
+        await stop(grace_s)
 
     def _write_state(self) -> None:
         """Puts the processes of now into the state file, if they are others than before."""

@@ -23,7 +23,7 @@ class ProcessState:
 
 @dataclass
 class FleetState:
-    """A fleet as its launcher describes it; `phase` is starting, running or stopping."""
+    """A fleet as its launcher describes it; `phase` is starting, running, or stopping and what."""
 
     launcher_pid: int
     phase: str

@@ -6,41 +6,59 @@ import os
 import shutil
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from headrace_cli.launcher.data_dir import DataDir
 from headrace_cli.launcher.state import FleetLock, is_locked, read_state
 from headrace_cli.launcher.tether import kill_marked
 
-GRACE_S = 25.0
+TRAINERS_GRACE_S = 30.0
+INSTANCES_GRACE_S = 5.0
+COORDINATOR_GRACE_S = 5.0
+STORE_GRACE_S = 5.0
+"""From SIGTERM to SIGKILL, in the order in which the launcher stops its processes. Only trainers have to save."""
+GRACE_S = TRAINERS_GRACE_S + INSTANCES_GRACE_S + COORDINATOR_GRACE_S + STORE_GRACE_S + 10.0
 KILL_S = 5.0
 
 
-def stop_fleet(data_dir: DataDir, launcher_pid: int = 0) -> bool:
-    """Asks the launcher to stop, kills it when it does not within 25 s; returns whether one lived.
+def stop_fleet(
+    data_dir: DataDir, launcher_pid: int = 0, progress: Callable[[str], None] = lambda text: None
+) -> bool:
+    """Asks the launcher to stop, kills it when it does not within 55 s; returns whether one lived.
 
-    `launcher_pid` names a launcher that may not have written its state yet.
+    `launcher_pid` names a launcher that may not have written its state yet. `progress` hears what is being
+    stopped, with its deadline.
     """
     state = read_state(data_dir)
     lived = is_locked(data_dir)
     pid = launcher_pid or (state.launcher_pid if state and lived else 0)
-    if pid:
-        _end(pid, data_dir)
+    if pid and not _ends(pid, data_dir, signal.SIGTERM, GRACE_S, progress):
+        progress(f"the launcher did not stop within {GRACE_S:g} s; killing it and its processes")
+        _ends(pid, data_dir, signal.SIGKILL, KILL_S, progress)
     clean_up(data_dir)
     return lived
 
 
-def _end(pid: int, data_dir: DataDir) -> None:
-    for signal_number, patience_s in ((signal.SIGTERM, GRACE_S), (signal.SIGKILL, KILL_S)):
-        try:
-            os.kill(pid, signal_number)
-        except ProcessLookupError:
-            return
-        give_up_at = time.monotonic() + patience_s
-        while time.monotonic() < give_up_at:
-            if _is_gone(pid) and not is_locked(data_dir):
-                return
-            time.sleep(0.05)
+def _ends(
+    pid: int, data_dir: DataDir, number: signal.Signals, patience_s: float, progress: Callable[[str], None]
+) -> bool:
+    """Signals the launcher; returns whether it ends in time."""
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:
+        return True
+    told = ""
+    give_up_at = time.monotonic() + patience_s
+    while time.monotonic() < give_up_at:
+        if _is_gone(pid) and not is_locked(data_dir):
+            return True
+        state = read_state(data_dir)
+        if state and state.phase != told and state.phase.startswith("stopping"):
+            told = state.phase
+            progress(told)
+        time.sleep(0.05)
+    return False
 
 
 def _is_gone(pid: int) -> bool:

@@ -124,7 +124,7 @@ def certificates_table(certificates: Sequence[Certificate]) -> Table:
             len(item.dropped),
             item.tokens,
             item.max_staleness,
-            f"{item.log_prob_mismatch_mean:.2g}",
+            "not compared" if item.log_prob_mismatch_mean is None else f"{item.log_prob_mismatch_mean:.2g}",
             item.set_digest[:16],
         )
         for item in certificates

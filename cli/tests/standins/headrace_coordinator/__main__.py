@@ -2,6 +2,8 @@
 
 import argparse
 import json
+import signal
+import sys
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -45,5 +47,12 @@ class Handler(BaseHTTPRequestHandler):
         pass
 
 
+def note_the_end(*_: object) -> None:
+    with (Path(arguments.data_dir) / "ends").open("a") as ends:
+        ends.write("coordinator\n")
+    sys.exit(0)
+
+
+signal.signal(signal.SIGTERM, note_the_end)
 port = int(arguments.http.rpartition(":")[2])
 ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()

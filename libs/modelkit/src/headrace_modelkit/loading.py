@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from headrace_schema.generating import ModelSection
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, GgufConfig, PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 from transformers.utils import logging as transformers_logging
 
-from headrace_modelkit.config import ModelConfig, ModelNotReadable
+from headrace_modelkit.errors import ModelNotReadable
 
 # transformers' functions and auto classes are not annotated.
 _Configs: Any = AutoConfig
@@ -33,7 +34,7 @@ _DROPOUT_KEYS = ("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdr
 
 
 def load_model(
-    config: ModelConfig, *, weights: bool = True, dtype: torch.dtype | None = None, device: str = "cpu"
+    config: ModelSection, *, weights: bool = True, dtype: torch.dtype | None = None, device: str = "cpu"
 ) -> PreTrainedModel:
     """The model in eval mode with dropout off, on `device`, in `dtype` (default: the config's).
 
@@ -54,7 +55,7 @@ def load_model(
     return ready
 
 
-def load_architecture(config: ModelConfig) -> PreTrainedConfig:
+def load_architecture(config: ModelSection) -> PreTrainedConfig:
     """The model's configuration with dropout off. Raises ModelNotReadable."""
     with reading(config):
         architecture: PreTrainedConfig = _Configs.from_pretrained(config.path, **location(config))
@@ -64,7 +65,7 @@ def load_architecture(config: ModelConfig) -> PreTrainedConfig:
     return architecture
 
 
-def context_limit(config: ModelConfig, architecture: PreTrainedConfig) -> int:
+def context_limit(config: ModelSection, architecture: PreTrainedConfig) -> int:
     """Tokens that prompt and answer may have together. Raises ModelNotReadable when nobody says."""
     own: int | None = getattr(architecture.get_text_config(), "max_position_embeddings", None)
     if own is None and config.max_context is None:
@@ -100,14 +101,14 @@ def replace_directory(source: Path, target: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def location(config: ModelConfig) -> dict[str, Any]:
+def location(config: ModelSection) -> dict[str, Any]:
     """Arguments of `from_pretrained` that say where in `config.path` to look."""
     found = {"revision": config.revision, "gguf_file": config.gguf_file}
     return {key: value for key, value in found.items() if value is not None}
 
 
 @contextmanager
-def reading(config: ModelConfig) -> Iterator[None]:
+def reading(config: ModelSection) -> Iterator[None]:
     """Turns what loaders raise on an unreadable path into one sentence that names the key and the fix."""
     _check_directory(config)
     try:
@@ -119,7 +120,9 @@ def reading(config: ModelConfig) -> Iterator[None]:
         raise ModelNotReadable(_sentence(config, reason)) from error
 
 
-def _with_weights(config: ModelConfig, architecture: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+def _with_weights(
+    config: ModelSection, architecture: PreTrainedConfig, dtype: torch.dtype
+) -> PreTrainedModel:
     options = location(config)
     if config.gguf_file is not None:
         options["quantization_config"] = GgufConfig(dequantize=True)
@@ -135,7 +138,7 @@ def _with_weights(config: ModelConfig, architecture: PreTrainedConfig, dtype: to
     return loaded
 
 
-def _check_directory(config: ModelConfig) -> None:
+def _check_directory(config: ModelSection) -> None:
     path = Path(config.path).expanduser()
     local = path.exists() or path.is_absolute() or config.path.startswith((".", "~"))
     if not local:
@@ -149,14 +152,14 @@ def _check_directory(config: ModelConfig) -> None:
         _check_json(config, path / wanted)
 
 
-def _check_json(config: ModelConfig, file: Path) -> None:
+def _check_json(config: ModelSection, file: Path) -> None:
     try:
         json.loads(file.read_text())
     except (OSError, ValueError) as error:
         raise ModelNotReadable(_sentence(config, f"{file.name} cannot be read ({error})")) from error
 
 
-def _sentence(config: ModelConfig, reason: str) -> str:
+def _sentence(config: ModelSection, reason: str) -> str:
     return (
         f"model.path: cannot read a model from {config.path!r}: {reason}; give a Hugging Face id or a "
         "directory with config.json, *.safetensors and a tokenizer (or set model.gguf_file)"

@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from headrace_schema.generating import ModelSection
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedConfig
 
-from headrace_modelkit.config import ModelConfig, ModelNotReadable
+from headrace_modelkit.errors import ModelNotReadable
 from headrace_modelkit.loading import load_architecture, location, reading
 
 
@@ -76,7 +77,7 @@ class TextCodec:
         return ids
 
 
-def load_tokenizer(config: ModelConfig) -> TextCodec:
+def load_tokenizer(config: ModelSection) -> TextCodec:
     """The model's tokenizer. Raises ModelNotReadable, also when nothing ends an answer."""
     architecture = load_architecture(config)
     with reading(config):
@@ -95,7 +96,7 @@ def load_tokenizer(config: ModelConfig) -> TextCodec:
     return TextCodec(tokenizer, eos_ids, pad_id if pad_id is not None else min(eos_ids))
 
 
-def _generation_config(config: ModelConfig) -> GenerationConfig | None:
+def _generation_config(config: ModelSection) -> GenerationConfig | None:
     # Read for its end ids alone; its temperature and top-p are somebody else's choice.
     if config.gguf_file is not None:
         return None

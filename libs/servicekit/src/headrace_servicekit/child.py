@@ -16,10 +16,13 @@ from typing import BinaryIO
 
 from headrace_servicekit.logs import get_logger
 from headrace_servicekit.process import signal_group, start_child
+from headrace_servicekit.starting import Start, StartGate
 
 FIRST_BACKOFF_S = 0.2
 MAX_BACKOFF_S = 10.0
 STABLE_S = 30.0
+STARTING_GRACE_S = 2.0
+"""From SIGTERM to SIGKILL for a process that is still starting: it has nothing to save."""
 MAX_LOG_BYTES = 64 * 1024 * 1024
 _LAST_LINES = 20
 _TAIL_BYTES = 16 * 1024
@@ -63,6 +66,7 @@ class ChildSettings:
     spawn: Spawn
     log_dir: Path
     echo: bool
+    gate: StartGate
     on_start: Callable[[], None]
     on_end: Callable[[ProcessEnd], None]
 
@@ -78,6 +82,7 @@ class Child:
         self._restarts = 0
         self._last_status = 0
         self._tail = b""
+        self._start: Start | None = None
         self._stopping = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
@@ -88,10 +93,15 @@ class Child:
             s.kind, s.index, s.name, self._incarnation, self._pid, self._restarts, self._log_file
         )
 
-    def start(self) -> None:
-        """Starts the process and keeps it running; repeated calls do nothing."""
+    def start(self, after: asyncio.Task[int] | None = None) -> None:
+        """Starts the process and keeps it running; repeated calls do nothing.
+
+        `after` is the end of a former process of the same name, which is waited for.
+        """
         if self._task is None:
-            self._task = asyncio.create_task(self._keep_running(), name=f"supervise {self._settings.name}")
+            self._task = asyncio.create_task(
+                self._keep_running(after), name=f"supervise {self._settings.name}"
+            )
 
     def kill(self, incarnation: str) -> bool:
         """SIGKILLs the process and its group if it is that incarnation; it is restarted."""
@@ -101,20 +111,26 @@ class Child:
         return True
 
     async def stop(self, grace_s: float) -> int:
-        """SIGTERM, after the grace SIGKILL to its group; returns the last exit status."""
+        """SIGTERM, after the grace SIGKILL to its group; returns the last exit status.
+
+        A process that is still starting gets at most `STARTING_GRACE_S`.
+        """
         self._stopping.set()
         if self._task is None:
             return 0
-        self._ask_to_end()
+        if self._start and not self._start.over:
+            grace_s = min(grace_s, STARTING_GRACE_S)
+        self.ask_to_end()
         done, _ = await asyncio.wait({self._task}, timeout=grace_s)
         if not done:
-            _logger.warning("did not stop in time, killing", extra={"supervised": self._settings.name})
+            late = {"supervised": self._settings.name, "grace_s": grace_s}
+            _logger.warning("did not stop in time, killing", extra=late)
             if self._pid:
                 signal_group(self._pid, signal.SIGKILL)
             await self._task
         return self._last_status
 
-    def _ask_to_end(self) -> None:
+    def ask_to_end(self) -> None:
         """SIGTERM to the process itself: what it started is its own to end."""
         try:
             if self._pid:
@@ -122,11 +138,19 @@ class Child:
         except ProcessLookupError:
             pass  # it ended by itself; its end is being noticed
 
-    async def _keep_running(self) -> None:
+    async def _keep_running(self, after: asyncio.Task[int] | None) -> None:
+        if after:
+            await asyncio.wait({after})
         backoff = FIRST_BACKOFF_S
         while not self._stopping.is_set():
+            self._start = await self._settings.gate.enter(self._settings.name, self._stopping)
+            if self._start is None:
+                return
             began = time.monotonic()
-            await self._run_once()
+            try:
+                await self._run_once(self._start)
+            finally:
+                self._start.end()
             if time.monotonic() - began >= STABLE_S:
                 backoff = FIRST_BACKOFF_S
             try:
@@ -135,7 +159,7 @@ class Child:
                 backoff = min(backoff * 2, MAX_BACKOFF_S)
                 self._restarts += 1
 
-    async def _run_once(self) -> None:
+    async def _run_once(self, start: Start) -> None:
         settings = self._settings
         self._incarnation = uuid.uuid4().hex
         command = settings.spawn(settings.kind, settings.index, self._incarnation)
@@ -146,11 +170,13 @@ class Child:
         finally:
             os.close(writable)
         self._pid = process.pid
+        start.watch(process.pid)
         copying = asyncio.create_task(self._copy_output(readable))
         settings.on_start()
         if self._stopping.is_set():
-            self._ask_to_end()
+            self.ask_to_end()
         status = await process.wait()
+        start.end()
         signal_group(process.pid, signal.SIGKILL)  # whatever it started and left behind
         self._pid, self._last_status = 0, status
         await asyncio.wait({copying}, timeout=_DRAIN_S)

@@ -9,16 +9,20 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import grpc
 import psutil
 from headrace.common.v1 import common_pb2
 from headrace.coordinator.v1 import fleet_pb2
 
 from headrace_servicekit.clock import boottime
-from headrace_servicekit.fence import Fence
+from headrace_servicekit.errors import ServiceError
+from headrace_servicekit.fence import Fence, opening_refusals
 from headrace_servicekit.holder import LeaseCallbacks, LeaseHolder
 from headrace_servicekit.instance_config import InstanceConfig, parse_instance_config
 from headrace_servicekit.kinds import KINDS
 from headrace_servicekit.logs import configure_logging, get_logger, log_context
+from headrace_servicekit.open_runs import Build, End, OpenRuns
+from headrace_servicekit.requests import check_name
 from headrace_servicekit.server import AddServicer, GrpcServer, advertised_host, split_address
 from headrace_servicekit.session import Session, SessionHooks
 from headrace_servicekit.weights import WeightStore
@@ -41,10 +45,10 @@ class Instance:
 
     def __init__(self, config: InstanceConfig) -> None:
         self.config = config
-        self.fence = Fence()
+        self.open_runs = OpenRuns(on_change=self._beat_now)
+        self.fence = Fence(open_runs=self.open_runs)
         self.log: logging.Logger = get_logger(f"headrace.{config.kind}")
         self.capabilities: dict[str, list[str]] = {}
-        self.open_runs: set[str] = set()
         self.on_grant: Callable[[common_pb2.Lease], Awaitable[None]] = _nothing
         self.on_revoke: Callable[[int, float], Awaitable[int]] = _free_host_memory
         self.on_quiesce: Callable[[int], Awaitable[None]] = _nothing
@@ -59,6 +63,7 @@ class Instance:
         self._server: GrpcServer | None = None
         self._session: Session | None = None
         self._tasks: list[asyncio.Task[None]] = []
+        self._last_call: asyncio.TimerHandle | None = None
         self._process = psutil.Process()
         self._holder = LeaseHolder(config.incarnation, self.fence, boottime, self._callbacks, self._fail)
 
@@ -72,6 +77,27 @@ class Instance:
     def add_service(self, add_to_server: AddServicer, servicer: Any, full_name: str) -> None:
         """Mounts a servicer: the generated function, the servicer, and "headrace.reward.v1.RewardService"."""
         self._services.append((add_to_server, servicer, full_name))
+
+    async def open_run(self, header: common_pb2.CommandHeader, config: object, build: Build, end: End) -> Any:
+        """Obeys an OpenRun; see `OpenRuns.open`.
+
+        Raises ServiceError EPOCH_STALE, DRAINING after SIGTERM, and that method's reasons.
+        """
+        self.fence.check(header, lease=False, opening=False)
+        if self._last_call is not None:
+            raise ServiceError(
+                grpc.StatusCode.UNAVAILABLE,
+                "DRAINING",
+                f"{self.config.name} was told to stop and opens no run",
+            )
+        with opening_refusals():
+            return await self.open_runs.open(header, config, build, end)
+
+    async def close_run(self, header: common_pb2.CommandHeader) -> None:
+        """Obeys a CloseRun; see `OpenRuns.close`. Raises ServiceError EPOCH_STALE or INVALID."""
+        self.fence.check(header, lease=False, opening=False)
+        check_name("header.run", header.run, optional=True)
+        await self.open_runs.close(header)
 
     def report(self, metrics: common_pb2.StageMetrics) -> None:
         """Sends figures with the next heartbeat; the oldest are dropped beyond 1,000 unsent ones."""
@@ -87,6 +113,7 @@ class Instance:
                 instance=config.name,
                 reflection=config.reflection,
                 metrics_port=config.metrics_port,
+                on_applied=self.open_runs.applied,
             )
             for add_to_server, servicer, full_name in self._services:
                 self._server.add_service(add_to_server, servicer, full_name)
@@ -101,6 +128,8 @@ class Instance:
 
     async def stop(self, grace_s: float = GRACE_S) -> None:
         """Lets go of all leases and says so, finishes calls in flight, and removes shared files."""
+        if self._last_call is not None:
+            self._last_call.cancel()
         await self._holder.release_all(grace_s)
         await self._flush()
         if self._server is not None:
@@ -119,12 +148,28 @@ class Instance:
             configure_logging(self.config.log_level, instance=self.config.name)
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self.drain, GRACE_S)
+            loop.add_signal_handler(number, self.terminate)
         await self.start()
         await self.drained.wait()
         await self.stop()
         if self.failure:
             raise RuntimeError(self.failure)
+
+    def terminate(self) -> None:
+        """Obeys SIGTERM: asks the coordinator to close the open runs, and drains at its Drain or after a grace.
+
+        Drains at once where nothing is open, without a session, and when called a second time.
+        """
+        connected = self._session is not None and self._session.connected.is_set()
+        if self._last_call is not None or not self.open_runs.names() or not connected:
+            self.drain(GRACE_S)
+            return
+        grace_s = self.config.drain_grace_s
+        self.log.info("asked to stop", extra={"open_runs": self.open_runs.names(), "grace_s": grace_s})
+        told = fleet_pb2.Draining()
+        told.grace.FromNanoseconds(int(grace_s * 1e9))
+        self._holder.tell(fleet_pb2.SessionRequest(draining=told))
+        self._last_call = asyncio.get_running_loop().call_later(grace_s, self.drain, GRACE_S)
 
     def drain(self, grace_s: float) -> None:
         """Finishes the work within `grace_s` seconds and then sets `drained`; repeated calls do nothing."""
@@ -141,7 +186,9 @@ class Instance:
             self.drained.set()
 
     def _open_session(self) -> None:
-        hooks = SessionHooks(self._registration, self._take_metrics, self._resident_bytes, self.drain)
+        hooks = SessionHooks(
+            self._registration, self._take_metrics, self._resident_bytes, self.drain, self.open_runs.reports
+        )
         self._session = Session(
             self.config.coordinator, self.token, self._holder, self.fence, hooks, boottime
         )
@@ -175,8 +222,15 @@ class Instance:
             capabilities=capabilities,
             held_leases=self._holder.state.held(),
             coordinator_epoch=self.fence.coordinator_epoch,
-            open_runs=sorted(self.open_runs),
+            open_runs=self.open_runs.names(),
+            open_run_reports=self.open_runs.reports(),
+            max_open_runs=self.open_runs.limit,
+            store_id=self.fence.store_id,
         )
+
+    def _beat_now(self) -> None:
+        if self._session is not None:
+            self._session.beat_now()
 
     def _take_metrics(self) -> list[common_pb2.StageMetrics]:
         taken = list(self._metrics)

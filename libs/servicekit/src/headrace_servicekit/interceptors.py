@@ -13,6 +13,7 @@ import grpc
 import grpc.aio
 
 from headrace_servicekit.errors import ServiceError
+from headrace_servicekit.fence import Admission, admission
 from headrace_servicekit.logs import get_logger, set_log_context
 from headrace_servicekit.metrics import RPC_SECONDS, RPCS, RPCS_IN_FLIGHT
 from headrace_servicekit.requests import MAX_NAME_CHARACTERS, Decoded, decoded, tolerant
@@ -22,9 +23,15 @@ _logger = get_logger(__name__)
 
 
 class CallGuard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in the stubs only
-    """Admits, counts and ends the calls of one server. `token` None admits everybody."""
+    """Admits, counts and ends the calls of one server. `token` None admits everybody.
 
-    def __init__(self, token: str | None, instance: str) -> None:
+    `on_applied` gets the CommandHeader of each unary command that succeeded.
+    """
+
+    def __init__(
+        self, token: str | None, instance: str, on_applied: Callable[[Any], None] = lambda header: None
+    ) -> None:
+        self._on_applied = on_applied
         self._expected = f"Bearer {token}".encode() if token else None
         self._instance = instance
         self._in_flight = 0
@@ -81,18 +88,24 @@ class CallGuard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generi
         )
 
         async def respond_once(request: Any, context: Any) -> Any:
-            async with self._call(method, request, context, work):
-                return await inner(read(request, method), context)
+            async with self._call(method, request, context, work) as call:
+                response = await inner(read(request, method), context)
+                call.accept()
+                if (header := getattr(request, "header", None)) is not None:
+                    self._on_applied(header)
+                return response
 
         async def respond_many(request: Any, context: Any) -> AsyncIterator[Any]:
-            async with self._call(method, request, context, work):
+            async with self._call(method, request, context, work) as call:
                 responses = inner(read(request, method), context)
                 if not hasattr(responses, "__aiter__"):
                     await responses  # a handler that writes to the context itself
                     return
                 async with aclosing(responses):
                     async for response in responses:
+                        call.accept()
                         yield response
+                    call.accept()
 
         make, behaviour = (
             _MAKERS[bool(handler.request_streaming), bool(handler.response_streaming)],
@@ -103,13 +116,14 @@ class CallGuard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generi
         return make(behaviour, tolerant(handler.request_deserializer), handler.response_serializer)
 
     @asynccontextmanager
-    async def _call(self, method: str, request: Any, context: Any, work: bool) -> AsyncIterator[None]:
+    async def _call(self, method: str, request: Any, context: Any, work: bool) -> AsyncIterator[Admission]:
         started, code = time.perf_counter(), "OK"
         self._enter(work)
         run = getattr(getattr(request, "header", None), "run", "")
         set_log_context(instance=self._instance, run=run[:MAX_NAME_CHARACTERS])
         try:
-            yield
+            with admission() as call:
+                yield call
         except ServiceError as error:
             code = error.code.name
             if error.code is grpc.StatusCode.INVALID_ARGUMENT:

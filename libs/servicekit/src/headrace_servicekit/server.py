@@ -44,13 +44,14 @@ class GrpcServer:
         reflection: bool = False,
         metrics_port: int | None = None,
         max_concurrent_rpcs: int = 512,
+        on_applied: Callable[[Any], None] = lambda header: None,
     ) -> None:
         self._listen = listen
         self._token = token
         self._reflection = reflection
         self._metrics_port = metrics_port
         self._stop_metrics: Callable[[], None] | None = None
-        self._guard = CallGuard(token, instance)
+        self._guard = CallGuard(token, instance, on_applied)
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
         self._names: list[str] = []
         self._server = grpc.aio.server(

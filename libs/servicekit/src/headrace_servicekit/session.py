@@ -37,6 +37,7 @@ class SessionHooks:
     take_metrics: Callable[[], list[common_pb2.StageMetrics]]
     resident_bytes: Callable[[], int]
     on_drain: Callable[[float], None]
+    open_runs: Callable[[], list[common_pb2.OpenRunReport]]
 
 
 class SessionLost(Exception):
@@ -96,7 +97,7 @@ class Session:
             stub = fleet_pb2_grpc.FleetServiceStub(channel)  # type: ignore[no-untyped-call]
             sent_at = self._now()
             response = await stub.Register(self._hooks.registration(), timeout=REGISTER_TIMEOUT_S)
-            self._fence.observe(response.coordinator_epoch)
+            self._fence.obey(response.coordinator_epoch, response.store_id)
             ttl_s = _seconds(response.lease_ttl) or 30.0
             stale = tuple(response.stale_lease_epochs)
             self._holder.handle(leases.SessionOpened(sent_at, ttl_s, stale))
@@ -149,6 +150,7 @@ class Session:
             lease_epochs=self._holder.state.epochs(),
             resident_memory_bytes=self._hooks.resident_bytes(),
             metrics=self._hooks.take_metrics(),
+            open_runs=self._hooks.open_runs(),
         )
         return fleet_pb2.SessionRequest(incarnation=registration.incarnation, heartbeat=beat)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable
 from typing import Generic, TypeVar
 
 Request = TypeVar("Request")
@@ -35,6 +35,8 @@ class _Unordered(Generic[Request, Result]):
             self._ready.put_nowait(None)
         except Exception as error:  # noqa: BLE001 - raised again where the results are read
             self._ready.put_nowait(error)
+            if isinstance(requests, AsyncGenerator):
+                await requests.aclose()
 
     async def _room(self) -> bool:
         while self._held >= self._limit:
@@ -84,6 +86,33 @@ class _Unordered(Generic[Request, Result]):
     def cancel(self) -> None:
         for future in list(self._running):
             future.cancel()
+
+
+async def until(ended: asyncio.Event, requests: AsyncIterator[Request]) -> AsyncIterator[Request]:
+    """Yields requests until there are no more or `ended` is set."""
+    ending = asyncio.ensure_future(ended.wait())
+    following: asyncio.Task[Request] | None = None
+    try:
+        while True:
+            following = asyncio.create_task(_next(requests))
+            await asyncio.wait({following, ending}, return_when=asyncio.FIRST_COMPLETED)
+            if not following.done():
+                return
+            try:
+                yield following.result()
+            except EOFError:
+                return
+    finally:
+        ending.cancel()
+        if following is not None:
+            following.cancel()
+
+
+async def _next(requests: AsyncIterator[Request]) -> Request:
+    """The next request; raises EOFError at the end, as a task cannot raise StopAsyncIteration."""
+    async for request in requests:
+        return request
+    raise EOFError
 
 
 async def unordered(

@@ -35,8 +35,8 @@ class Supervised(Protocol):
     def processes(self) -> list[ProcessInfo]:
         """What runs."""
 
-    def set_count(self, kind: str, n: int) -> None:
-        """Wants `n` processes of a kind."""
+    async def scale(self, kind: str, n: int) -> str:
+        """Wants `n` processes of a kind; returns why not, or nothing."""
 
     def kill(self, instance: str, incarnation: str, reason: str) -> bool:
         """SIGKILLs one incarnation."""
@@ -144,14 +144,14 @@ class SupervisorLink:
         async for response in call:
             match response.WhichOneof("command"):
                 case "scale":
-                    self._scale(response.scale)
+                    await self._scale(response.scale)
                 case "kill":
                     kill = response.kill
                     self._supervised.kill(kill.instance, kill.incarnation, kill.reason)
                 case None:
                     pass
 
-    def _scale(self, scale: fleet_pb2.Scale) -> None:
+    async def _scale(self, scale: fleet_pb2.Scale) -> None:
         kind, error = kind_name(scale.kind), ""
         if kind not in self._supervised.scalable_kinds:
             allowed = ", ".join(self._supervised.scalable_kinds) or "none"
@@ -159,7 +159,7 @@ class SupervisorLink:
         elif scale.count < 0:
             error = f"the number of processes cannot be {scale.count}"
         else:
-            self._supervised.set_count(kind, scale.count)
+            error = await self._supervised.scale(kind, scale.count)
         result = fleet_pb2.ScaleResult(
             request_id=scale.request_id, kind=scale.kind, count=scale.count, error=error
         )

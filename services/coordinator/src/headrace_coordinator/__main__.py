@@ -8,6 +8,9 @@ import os
 import sys
 from pathlib import Path
 
+TASK_ENDED = 70
+"""Exit code when a lasting task ended: the software's own fault (EX_SOFTWARE)."""
+
 
 def parse(argv: list[str]) -> argparse.Namespace:
     """Flags, with HEADRACE_* as defaults."""
@@ -47,15 +50,19 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def main() -> None:
-    """Entry point; a refusal to start is one sentence and exit code 2."""
+    """Entry point; a refusal to start is one sentence and exit code 2, a task that ended is exit code 70."""
     arguments = parse(sys.argv[1:])
     from headrace_coordinator.serving import Refusal, serve
+    from headrace_coordinator.vitals import TaskEnded
 
     try:
         asyncio.run(serve(arguments))
     except Refusal as refusal:
         print(f"headrace_coordinator: {refusal}", file=sys.stderr)
         raise SystemExit(2) from refusal
+    except TaskEnded as ended:
+        print(f"headrace_coordinator: {ended}; a restart is safe", file=sys.stderr)
+        raise SystemExit(TASK_ENDED) from ended
 
 
 if __name__ == "__main__":

@@ -10,10 +10,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from headrace_schema.problems import Impossible, choose, nearest, problem
+from headrace_schema.spec import RunSpec
+from headrace_schema.views import DeviceView, InstanceView, KeyProblemView
+
 from headrace_coordinator.data import Dataset
-from headrace_coordinator.problems import Impossible, choose, nearest, problem
-from headrace_coordinator.spec import RunSpec
-from headrace_coordinator.views import DeviceView, InstanceView, KeyProblemView
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
 WEIGHT_SUFFIXES = (".safetensors", ".gguf")
@@ -34,7 +35,7 @@ class FleetView:
         counts: dict[str, int] = {}
         own: dict[str, None] = {}
         for instance in instances:
-            if instance.state != "READY":
+            if instance.state not in ("READY", "SILENT"):
                 continue
             own |= dict.fromkeys(instance.devices)
             counts[instance.kind] = counts.get(instance.kind, 0) + 1

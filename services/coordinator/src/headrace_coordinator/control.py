@@ -6,20 +6,27 @@ Implemented by `coordinator.Coordinator`, and by a fake in tests of the API.
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from typing import Protocol
+from typing import Protocol, TypeVar
 
-from headrace_coordinator.spec import RunSpec
-from headrace_coordinator.views import (
+from headrace_schema.spec import RunSpec
+from headrace_schema.views import (
     CertificateView,
     CheckpointView,
     DeviceView,
+    EvaluationView,
     EventView,
+    HealthView,
     InstanceView,
     KeyProblemView,
     LeaseView,
     RunView,
     StepView,
 )
+
+Entry = TypeVar("Entry")
+Place = TypeVar("Place")
+Page = tuple[list[Entry], Place | None]
+"""Entries of a list, and where the next page begins, or None at the end."""
 
 
 class Refused(Exception):
@@ -44,8 +51,11 @@ class Control(Protocol):
     async def submit(self, spec: RunSpec, idempotency_key: str) -> RunView:
         """Queues a run. The same key with the same spec returns the same run; with another spec: CONFLICT."""
 
-    def runs(self) -> list[RunView]:
-        """All runs, newest first."""
+    def runs(self, size: int, after: str = "") -> Page[RunView, str]:
+        """Runs behind run `after`, newest first; ValueError when it is not a run of the list."""
+
+    def run_states(self) -> dict[str, int]:
+        """How many runs there are by state."""
 
     def run(self, run_id: str) -> RunView:
         """One run; NOT_FOUND names the nearest id."""
@@ -62,11 +72,14 @@ class Control(Protocol):
     def events(self, run_id: str, after: int) -> AsyncIterator[EventView]:
         """Events with ids above `after`, then live ones; ends when the run has ended and all were sent."""
 
-    def steps(self, run_id: str) -> list[StepView]:
-        """Committed steps of the live lineage, oldest first."""
+    async def steps(self, run_id: str, size: int, after: int = -1) -> Page[StepView, int]:
+        """Committed steps of the live lineage behind a position, oldest first."""
 
-    def certificates(self, run_id: str) -> list[CertificateView]:
-        """Certificates, oldest first, abandoned ones included."""
+    async def evaluations(self, run_id: str, size: int, after: int = -1) -> Page[EvaluationView, int]:
+        """Evaluations of the live lineage behind a position, oldest first."""
+
+    async def certificates(self, run_id: str, size: int, after: int = -1) -> Page[CertificateView, int]:
+        """Certificates behind a position, oldest first, abandoned ones included; fewer where they are large."""
 
     async def checkpoints(self, run_id: str) -> list[CheckpointView]:
         """Durable checkpoints, newest first."""
@@ -80,5 +93,11 @@ class Control(Protocol):
     def devices(self) -> list[DeviceView]:
         """All devices."""
 
+    def health(self) -> HealthView:
+        """How the coordinator itself is."""
+
     async def scale(self, kind: str, count: int, idempotency_key: str) -> int:
-        """Sets the number of processes of a kind with the supervisor that can; UNAVAILABLE where none can."""
+        """Sets the number of processes of a kind with the supervisor that can; does not wait for them.
+
+        UNAVAILABLE where no supervisor can; INVALID, with the figures, for more than its host can hold.
+        """

@@ -8,48 +8,36 @@ import hashlib
 import json
 import logging
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
+
+from headrace_schema.spec import RunSpec
+from headrace_schema.views import HealthView, KeyProblemView, RunView
 
 from headrace_coordinator import present
 from headrace_coordinator.admission import FleetView, check
-from headrace_coordinator.audit import Audit, Auditor
 from headrace_coordinator.control import Refused
 from headrace_coordinator.data.dataset import Dataset
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain import runs
-from headrace_coordinator.domain.runs import RunState
 from headrace_coordinator.fleet import RESTART_S, Fleet
 from headrace_coordinator.kernel import Kernel
-from headrace_coordinator.problems import Impossible, nearest
 from headrace_coordinator.projections import RunProjection
-from headrace_coordinator.run.context import Projection, RunContext
-from headrace_coordinator.run.loop import RunLoop
-from headrace_coordinator.spec import RunSpec
+from headrace_coordinator.reads import Reads
+from headrace_coordinator.reconciler import Reconciler
+from headrace_coordinator.scaling import Scaling
+from headrace_coordinator.scheduler import MakeProjection, OpenDataset, Scheduler
 from headrace_coordinator.trial import try_scorers
-from headrace_coordinator.views import (
-    CertificateView,
-    CheckpointView,
-    DeviceView,
-    EventView,
-    InstanceView,
-    KeyProblemView,
-    LeaseView,
-    PolicyView,
-    RunView,
-    StepView,
-)
+from headrace_coordinator.vitals import Vitals
 from headrace_coordinator.waits import WaitTimeout
 
 log = logging.getLogger(__name__)
-ACTIVE = frozenset({runs.PLANNING, runs.RUNNING, runs.PAUSING, runs.RECOVERING, runs.CANCELLING})
-SCALE_TIMEOUT_S = 30.0
-MakeProjection = Callable[[Path], Projection]
-OpenDataset = Callable[[RunSpec], Awaitable[Dataset]]
+INTENT_SHOWN_S = 2.0
+"""How long a write that changes an intent waits for the run to follow it, so that its answer shows that."""
 
 
-class Coordinator:
-    """Implements `control.Control` on a kernel and a fleet. One run is active at a time; others are queued."""
+class Coordinator(Reads):
+    """Implements `control.Control` on a kernel and a fleet."""
 
     def __init__(
         self,
@@ -59,88 +47,22 @@ class Coordinator:
         make_projection: MakeProjection = RunProjection,
         open_dataset: OpenDataset | None = None,
     ) -> None:
-        self.kernel = kernel
-        self.fleet = fleet
+        super().__init__(kernel, fleet, lambda run: run in self.scheduler.tasks, lambda: self.scheduler.queue)
+        self.vitals = Vitals(kernel)
         self._data_dir = data_dir
-        self._make_projection = make_projection
-        self._open_dataset = open_dataset or _open_dataset
-        self._loops: dict[str, RunLoop] = {}
-        self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._audits: dict[str, Auditor] = {}
-        self._scaled: dict[str, tuple[int, str]] = {}
-
-    # --- run loops
+        self.scheduler = Scheduler(kernel, fleet, make_projection, open_dataset or _open_dataset)
+        self.reconciler = Reconciler(fleet)
+        self._writes: dict[str, asyncio.Lock] = {}
+        self.scaling = Scaling(fleet, self._known)
 
     async def schedule(self) -> None:
-        """Starts the next run whenever none is active, for ever; after a restart, the one that was active."""
-        while True:
-            active = [run for run in self._all() if run.state in ACTIVE]
-            queued = [run for run in self._all() if run.state == runs.QUEUED]
-            for run in active or queued[:1]:
-                if run.id not in self._tasks:
-                    self._tasks[run.id] = asyncio.create_task(self._run(run), name=f"run {run.id}")
-            with contextlib.suppress(WaitTimeout):
-                await self.kernel.wait_until(self._work_to_start, 3600.0, "a run to start")
-
-    def _work_to_start(self) -> bool:
-        states = self.kernel.state.runs.values()
-        if any(run.state in ACTIVE and run.id not in self._tasks for run in states):
-            return True
-        idle = not any(run.state in ACTIVE for run in states) and not self._tasks
-        return idle and any(run.state == runs.QUEUED for run in states)
-
-    async def _run(self, run: RunState) -> None:
-        projection: Projection | None = None
-        try:
-            spec = RunSpec.model_validate(run.spec)
-            dataset = await self._open_dataset(spec)
-            if not await self._same_data(run, dataset):
-                return
-            projection = self._make_projection(Path(run.directory))
-            projection.spec(run.spec)
-            loop = RunLoop(RunContext(self.kernel, self.fleet, run.id, dataset, projection))
-            self._loops[run.id] = loop
-            if run.state == runs.CANCELLING:
-                loop.interrupt.set_result("cancelled")
-            await loop.run()
-        except Impossible as error:
-            self.kernel.post(*runs.plan_move(run, runs.FAILED, str(error), self.kernel.now()))
-        except asyncio.CancelledError:
-            raise
-        except Exception as error:
-            log.exception("run %s broke", run.id)
-            reason = f"a bug in the coordinator ended the run: {type(error).__name__}: {error}"
-            await self.fleet.desk.release_all(run.id)
-            self.fleet.unclaim(run.id)
-            self.kernel.post(*runs.plan_move(run, runs.FAILED, reason, self.kernel.now()))
-        finally:
-            if projection is not None:
-                projection.close()
-            self._loops.pop(run.id, None)
-            self._tasks.pop(run.id, None)
-            self.kernel.wake()
-
-    async def _same_data(self, run: RunState, dataset: Dataset) -> bool:
-        """The items are those that the run began with; else it is paused, since its slots would mean other prompts."""
-        now = self.kernel.now()
-        if not run.dataset_digest:
-            await self.kernel.commit(ev.DatasetOpened(at=now, run=run.id, digest=dataset.digest))
-        if run.dataset_digest == dataset.digest or run.state == runs.CANCELLING:
-            return True
-        reason = (
-            "data.source: its items are not those that the run began with; put them back and resume, "
-            "or submit a new run"
-        )
-        for state in (runs.PAUSING, runs.PAUSED):
-            await self.kernel.commit(*runs.plan_move(run, state, reason, now))
-        return False
+        """Admits and runs whatever may run, for ever."""
+        await self.scheduler.run()
 
     async def stop(self) -> None:
-        """Ends the loops where they are; a restart resumes their runs."""
-        tasks = list(self._tasks.values())
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        """Ends the controllers where they are; a restart resumes their runs."""
+        await self.scheduler.stop()
+        await self.reconciler.stop()
 
     # --- Control: writes
 
@@ -151,7 +73,7 @@ class Coordinator:
                 await self.kernel.wait_until(
                     lambda: not self._misfits(spec), RESTART_S, "instances to be restarted"
                 )
-        return self._misfits(spec) or await try_scorers(spec, self.fleet)
+        return self._misfits(spec) or await try_scorers(spec, self.fleet, self.reconciler.trials)
 
     def _misfits(self, spec: RunSpec) -> list[KeyProblemView]:
         return check(spec, FleetView.of(present.instance_views(self.fleet)))
@@ -159,25 +81,37 @@ class Coordinator:
     async def submit(self, spec: RunSpec, idempotency_key: str) -> RunView:
         """See `Control.submit`."""
         body = _digest(spec.model_dump(mode="json"))
-        if known := self._known(idempotency_key, body):
-            return self.run(known)
-        if problems := await self.check(spec):
-            raise Refused("INVALID", "the fleet cannot run this spec", problems)
-        run_id = f"{spec.name}-{uuid.uuid4().hex[:6]}"
-        now = self.kernel.now()
-        await self.kernel.commit(
-            ev.RunSubmitted(
-                at=now,
-                run=run_id,
-                spec=spec.model_dump(mode="json"),
-                directory=str(self._data_dir / "runs" / run_id),
-            ),
-            ev.KeyUsed(at=now, key=idempotency_key, body=body, resource=run_id),
-        )
+        async with self._write(idempotency_key):
+            if known := self._known(idempotency_key, body):
+                return self.run(known)
+            if problems := await self.check(spec):
+                raise Refused("INVALID", "the fleet cannot run this spec", problems)
+            run_id = f"{spec.name}-{uuid.uuid4().hex[:6]}"
+            now = self.kernel.now()
+            await self.kernel.commit(
+                ev.RunSubmitted(
+                    at=now,
+                    run=run_id,
+                    spec=spec.model_dump(mode="json"),
+                    directory=str(self._data_dir / "runs" / run_id),
+                ),
+                ev.KeyUsed(at=now, key=idempotency_key, body=body, resource=run_id),
+            )
         return self.run(run_id)
 
+    @contextlib.asynccontextmanager
+    async def _write(self, key: str) -> AsyncIterator[None]:
+        """Requests with one key go one after the other: the second finds what the first has recorded."""
+        lock = self._writes.setdefault(key, asyncio.Lock())
+        try:
+            async with lock:
+                yield
+        finally:
+            if not lock.locked():
+                self._writes.pop(key, None)
+
     def _known(self, key: str, body: str) -> str:
-        record = self.kernel.state.keys.get(key)
+        record = self.kernel.state.key(key, self.kernel.now())
         if record is None:
             return ""
         if record.body != body:
@@ -186,161 +120,42 @@ class Coordinator:
 
     async def pause(self, run_id: str, now: bool, idempotency_key: str) -> RunView:
         """See `Control.pause`."""
-        moved = await self._move(run_id, runs.PAUSING, "pause asked for", idempotency_key, f"pause now={now}")
-        loop = self._loops.get(run_id)
-        if moved and now and loop and not loop.interrupt.done():
-            loop.interrupt.set_result("paused at once")
-        return self.run(run_id)
+        intent = runs.PAUSE_NOW if now else runs.PAUSE
+        return await self._intend(run_id, intent, idempotency_key, f"pause now={now}")
 
     async def resume(self, run_id: str, idempotency_key: str) -> RunView:
         """See `Control.resume`."""
-        run = self._find(run_id)
-        done = self._known(idempotency_key, _digest([run_id, "resume"]))
-        if not done and run.state not in (runs.PAUSED, runs.PLANNING, runs.RUNNING):
-            raise Refused("CONFLICT", f"run {run_id} is {run.state}; only a PAUSED run can be resumed")
-        if run.state == runs.PAUSED:
-            await self._move(run_id, runs.PLANNING, "resumed", idempotency_key, "resume")
-        return self.run(run_id)
+        return await self._intend(run_id, runs.RUN, idempotency_key, "resume")
 
     async def cancel(self, run_id: str, idempotency_key: str) -> RunView:
         """See `Control.cancel`."""
-        idle = self._find(run_id).state in (runs.QUEUED, runs.PAUSED)
-        moved = await self._move(run_id, runs.CANCELLING, "cancel asked for", idempotency_key, "cancel")
-        loop = self._loops.get(run_id)
-        if moved and loop and not loop.interrupt.done():
-            loop.interrupt.set_result("cancelled")
-        elif moved and idle and run_id not in self._tasks:
-            await self._move(run_id, runs.CANCELLED, "cancelled by its user", "", "")
-        return self.run(run_id)
+        return await self._intend(run_id, runs.CANCEL, idempotency_key, "cancel")
 
-    async def _move(self, run_id: str, state: str, reason: str, key: str, body: str) -> bool:
-        """False for a repeated request, which changes nothing."""
+    async def _intend(self, run_id: str, intent: str, key: str, body: str) -> RunView:
+        """Records what the user wants, and the key with it; the run's controller follows."""
+        body = _digest([run_id, body])
+        if self._known(key, body):
+            return self.run(run_id)
         run = self._find(run_id)
-        if key and self._known(key, _digest([run_id, body])):
-            return False
         now = self.kernel.now()
         try:
-            events = runs.plan_move(run, state, reason, now)
-        except runs.IllegalTransition as error:
+            events = runs.plan_intent(run, intent, "user", f"{intent} asked for", now)
+        except runs.IllegalIntent as error:
             raise Refused("CONFLICT", str(error)) from error
-        if key:
-            events.append(ev.KeyUsed(at=now, key=key, body=_digest([run_id, body]), resource=run_id))
-        await self.kernel.commit(*events)
-        return True
+        await self.kernel.commit(*events, ev.KeyUsed(at=now, key=key, body=body, resource=run_id))
+        with contextlib.suppress(WaitTimeout):
+            await self.kernel.wait_until(
+                lambda: runs.next_action(run).kind != runs.MOVE, INTENT_SHOWN_S, "the run to follow"
+            )
+        return self.run(run_id)
 
     async def scale(self, kind: str, count: int, idempotency_key: str) -> int:
         """See `Control.scale`."""
-        supervisor = next((s for s in self.fleet.supervisors.values() if kind in s.scalable), None)
-        if supervisor is None:
-            raise Refused("UNAVAILABLE", f"no connected supervisor can change the number of {kind} processes")
-        supervisor.send("scale", (idempotency_key, kind, count))
-        try:
-            await self.kernel.wait_until(
-                lambda: idempotency_key in self._scaled, SCALE_TIMEOUT_S, f"{supervisor.host} to scale {kind}"
-            )
-        except WaitTimeout as timeout:
-            raise Refused("UNAVAILABLE", str(timeout)) from timeout
-        wanted, error = self._scaled.pop(idempotency_key)
-        if error:
-            raise Refused("INVALID", error)
-        return wanted
+        return await self.scaling.scale(kind, count, idempotency_key)
 
-    def scaled(self, request_id: str, kind: str, count: int, error: str) -> None:
-        """A supervisor answered a scale command."""
-        self._scaled[request_id] = (count, error)
-        self.kernel.wake()
-
-    # --- Control: reads
-
-    def _all(self) -> list[RunState]:
-        return sorted(self.kernel.state.runs.values(), key=lambda run: run.created_at)
-
-    def _find(self, run_id: str) -> RunState:
-        run = self.kernel.state.runs.get(run_id)
-        if run is None:
-            close = nearest(run_id, self.kernel.state.runs)
-            hint = f"; did you mean {close}?" if close else ""
-            raise Refused("NOT_FOUND", f"there is no run {run_id}{hint}")
-        return run
-
-    def runs(self) -> list[RunView]:
-        """See `Control.runs`."""
-        return [self.run(run.id) for run in reversed(self._all())]
-
-    def run(self, run_id: str) -> RunView:
-        """See `Control.run`."""
-        run = self._find(run_id)
-        waiting = [self.fleet.readable(what) for what in self.fleet.waits.of(run_id)]
-        if self.kernel.store_away:
-            waiting.append("the store (Redis) to come back")
-        if run.state == runs.QUEUED:
-            waiting += [
-                f"run {other.id}, which is {other.state}" for other in self._all() if other.state in ACTIVE
-            ]
-        return present.run_view(run, self.kernel.history[run_id], waiting, self._audit(run))
-
-    def _audit(self, run: RunState) -> Audit:
-        return self._audits.setdefault(run.id, Auditor()).audit(run, self.kernel.history[run.id])
-
-    async def events(self, run_id: str, after: int) -> AsyncIterator[EventView]:
-        """See `Control.events`."""
-        run, sent = self._find(run_id), 0
-        while True:
-            history = self.kernel.history[run_id]
-            ended = run.state in runs.TERMINAL and self.kernel.durable_sequence >= history[-1][0]
-            while sent < len(history) and history[sent][0] <= self.kernel.durable_sequence:
-                if history[sent][0] > after:
-                    yield present.event_view(history[sent])
-                sent += 1
-            if ended and sent == len(history):
-                return
-            position = sent
-            await self._news(lambda: self._has_news(run_id, position))  # noqa: B023
-
-    def _has_news(self, run_id: str, sent: int) -> bool:
-        history = self.kernel.history[run_id]
-        return sent < len(history) and history[sent][0] <= self.kernel.durable_sequence
-
-    async def _news(self, predicate: Callable[[], bool]) -> None:
-        try:
-            await self.kernel.wait_until(predicate, 5.0, "news of the run")
-        except WaitTimeout:
-            return  # Look again: the run may have ended without a further event.
-
-    def steps(self, run_id: str) -> list[StepView]:
-        """See `Control.steps`."""
-        self._find(run_id)
-        return present.step_views(self.kernel.history[run_id])
-
-    def certificates(self, run_id: str) -> list[CertificateView]:
-        """See `Control.certificates`."""
-        return present.certificate_views(self._find(run_id), self.kernel.history[run_id])
-
-    async def checkpoints(self, run_id: str) -> list[CheckpointView]:
-        """See `Control.checkpoints`: as the ledger knows them."""
-        run = self._find(run_id)
-        found = [e for _, e in self.kernel.history[run_id] if isinstance(e, ev.CheckpointSaved)]
-        views = []
-        for event in reversed(found[-run.spec["checkpoint"]["keep"] :]):
-            version = run.lineage.versions[event.number]
-            policy = PolicyView(
-                number=version.number, parent=version.parent, ordinal=version.ordinal, digest=version.digest
-            )
-            size = await asyncio.to_thread(_size, Path(run.directory) / "checkpoints" / event.name)
-            views.append(CheckpointView(name=event.name, version=policy, size_bytes=size))
-        return views
-
-    def instances(self) -> list[InstanceView]:
-        """See `Control.instances`."""
-        return present.instance_views(self.fleet)
-
-    def leases(self) -> list[LeaseView]:
-        """See `Control.leases`."""
-        return present.lease_views(self.fleet)
-
-    def devices(self) -> list[DeviceView]:
-        """See `Control.devices`."""
-        return present.device_views(self.fleet)
+    def health(self) -> HealthView:
+        """See `Control.health`."""
+        return self.vitals.view()
 
 
 async def _open_dataset(spec: RunSpec) -> Dataset:
@@ -349,7 +164,3 @@ async def _open_dataset(spec: RunSpec) -> Dataset:
 
 def _digest(body: object) -> str:
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()[:32]
-
-
-def _size(directory: Path) -> int:
-    return sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())

@@ -6,10 +6,13 @@ Knows no gRPC: a session is a function that sends a command to the instance.
 from __future__ import annotations
 
 import asyncio
+import itertools
+import logging
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
+from headrace.common.v1 import common_pb2
 
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain.state import InstanceState
@@ -18,8 +21,16 @@ from headrace_coordinator.lease_desk import LeaseDesk
 from headrace_coordinator.ports import Connect, InstanceDown, Port
 from headrace_coordinator.waits import Waits, WaitTimeout
 
+DRAIN_S = 10.0
+"""Grace of a process that is let go."""
+log = logging.getLogger(__name__)
+MISSED_BEATS = 2
 RESTART_S = 20.0
 """How long a supervisor's restart of a process may take before nobody counts on it."""
+
+
+class ForeignInstance(Exception):
+    """A process that obeys another store's coordinator; one sentence for its operator."""
 
 
 class FleetSettings(msgspec.Struct, frozen=True):
@@ -29,6 +40,28 @@ class FleetSettings(msgspec.Struct, frozen=True):
     heartbeat: float = 5.0
     sweep: float = 1.0
     notice: float = 20.0
+
+
+class OpenReport(msgspec.Struct, frozen=True):
+    """A run that an instance says it has open: OPENING, OPEN or CLOSING, and the last command it applied."""
+
+    run: str
+    open_id: int
+    phase: str
+    last_command: int = 0
+
+
+def open_reports(messages: Iterable[common_pb2.OpenRunReport]) -> list[OpenReport]:
+    """An instance's reports, by run id."""
+    return [
+        OpenReport(
+            message.run.removeprefix("runs/"),
+            message.open_id,
+            common_pb2.OpenPhase.Name(message.phase).removeprefix("OPEN_PHASE_"),
+            message.last_command,
+        )
+        for message in messages
+    ]
 
 
 class Session(msgspec.Struct):
@@ -48,41 +81,81 @@ class Supervisor(msgspec.Struct):
     incarnations: frozenset[str] = frozenset()
 
 
+class Member(Protocol):
+    """A run's client of an instance."""
+
+    @property
+    def incarnation(self) -> str:
+        """Id of the process."""
+
+
 class Fleet:
     """All instances and their supervisors; `desk` has their leases."""
 
     def __init__(self, kernel: Kernel, connect: Connect, settings: FleetSettings) -> None:
         self.kernel = kernel
         self.settings = settings
-        self.waits = Waits(kernel.now)
+        self.waits = Waits(kernel.monotonic)
         self.sessions: dict[str, Session] = {}
         self.supervisors: dict[str, Supervisor] = {}
-        self.busy: dict[str, str] = {}
+        self.opened: dict[str, dict[str, OpenReport]] = {}
+        """What each instance last said it has open, by incarnation and run."""
+        self.on_report: Callable[[str], None] = lambda _: None
+        self._openings = itertools.count(1)
         self.names = {i.incarnation: i.instance for i in kernel.state.instances.values()}
         self._connect = connect
         self._ports: dict[str, Port] = {}
         self._silent_since: dict[str, float] = {}
         self._last_exit = float("-inf")
+        self._swept_at = kernel.monotonic()
+        self._refused: set[str] = set()
         self.desk = LeaseDesk(kernel, self, self.waits, settings.lease_ttl, settings.notice)
 
     # --- the lifeline, from below
 
-    async def register(self, instance: InstanceState, held: Iterable[int], epoch_seen: int) -> list[int]:
-        """Takes a process in; returns the epochs it holds that are no longer honoured."""
+    async def register(
+        self, instance: InstanceState, held: Iterable[int], epoch_seen: int, store_id: str = ""
+    ) -> list[int]:
+        """Takes a process in; returns the epochs it holds that are no longer honoured.
+
+        `epoch_seen` is the highest coordinator epoch that it obeyed, `store_id` that coordinator's store.
+
+        Raises:
+            ForeignInstance: it obeys the coordinator of another store, or a higher epoch of an unnamed one.
+        """
+        self._only_ours(instance, epoch_seen, store_id)
         if epoch_seen > self.kernel.state.epoch:
-            self.kernel.post(ev.EpochRaised(at=self.kernel.now(), epoch=epoch_seen + 1))
+            await self.kernel.raise_epoch(epoch_seen)
         self.names[instance.incarnation] = instance.instance
         known = self.kernel.state.instances.get(instance.incarnation)
+        instance.draining = known is not None and known.draining
         if known != instance:
-            fields = {name: getattr(instance, name) for name in instance.__struct_fields__}
+            fields = {name: getattr(instance, name) for name in ev.InstanceRegistered.__struct_fields__[1:]}
             await self.kernel.commit(ev.InstanceRegistered(at=self.kernel.now(), **fields))
         honoured = self.desk.confirm(instance.incarnation, set(held))
         return [epoch for epoch in held if epoch not in honoured]
 
+    def _only_ours(self, instance: InstanceState, epoch_seen: int, store_id: str) -> None:
+        ours, now = self.kernel.state.store_id, self.kernel.state.epoch
+        if store_id == ours or (not store_id and epoch_seen <= now):
+            self._refused.discard(instance.incarnation)
+            return
+        whose = f"store {store_id}" if store_id else "a store that it does not name"
+        refusal = (
+            f"{instance.instance} (incarnation {instance.incarnation}) has obeyed coordinator epoch {epoch_seen} of "
+            f"{whose}; this coordinator has epoch {now} of store {ours}. Restart the instance, so that it forgets "
+            "the other coordinator, or point it at that one"
+        )
+        if instance.incarnation not in self._refused:
+            self._refused.add(instance.incarnation)
+            log.warning("refused to register: %s", refusal)
+        raise ForeignInstance(refusal)
+
     def attach(self, incarnation: str, send: Callable[[str, Any], None]) -> None:
         """A session stream has opened."""
-        self.sessions[incarnation] = Session(send, self.kernel.now())
+        self.sessions[incarnation] = Session(send, self.kernel.monotonic())
         self._silent_since.pop(incarnation, None)
+        self.desk.attached(incarnation)
         self.kernel.wake()
 
     def detach(self, incarnation: str, send: Callable[[str, Any], None]) -> None:
@@ -90,7 +163,7 @@ class Fleet:
         session = self.sessions.get(incarnation)
         if session is not None and session.send is send:
             del self.sessions[incarnation]
-            self._silent_since[incarnation] = self.kernel.now()
+            self._silent_since.setdefault(incarnation, session.heard_at)
             self.kernel.wake()
 
     def heartbeat(
@@ -98,27 +171,67 @@ class Fleet:
     ) -> tuple[list[int], list[int]]:
         """Renews leases; returns (renewed, stale) epochs."""
         if session := self.sessions.get(incarnation):
-            session.heard_at, session.resident_memory_bytes = self.kernel.now(), resident
+            session.heard_at, session.resident_memory_bytes = self.kernel.monotonic(), resident
         renewed = self.desk.renew(incarnation, epochs)
         return renewed, [epoch for epoch in epochs if epoch not in renewed]
+
+    def reported(self, incarnation: str, reports: Iterable[OpenReport]) -> None:
+        """A process said what it has open, at its registration or with a heartbeat."""
+        if incarnation in self.kernel.state.instances:
+            self.opened[incarnation] = {report.run: report for report in reports}
+            self.on_report(incarnation)
+
+    def draining(self, incarnation: str, grace_s: float) -> None:
+        """A process was told to stop: it gets no new work, and goes once no run needs its state any more.
+
+        `grace_s` is its own deadline: it stops then in any case.
+        """
+        state = self.kernel.state.instances.get(incarnation)
+        if state is None or state.draining:
+            return
+        self.kernel.post(ev.InstanceDraining(at=self.kernel.now(), incarnation=incarnation))
+        if state.kind != "trainer" or not self.run_of(incarnation):
+            self.drained(incarnation, grace_s)
+
+    def drained(self, incarnation: str, grace_s: float = DRAIN_S) -> None:
+        """Lets a draining process go: what it had is saved or made again elsewhere."""
+        self.send(incarnation, "drain", grace_s)
+
+    def any_draining(self, members: Iterable[Member]) -> bool:
+        """Whether one of a run's instances was told to stop."""
+        known = self.kernel.state.instances
+        return any(m.incarnation in known and known[m.incarnation].draining for m in members)
+
+    def next_open_id(self) -> int:
+        """An id above every one that was ever used in this store."""
+        return (self.kernel.state.epoch << 32) + next(self._openings)
+
+    def open_id_of(self, incarnation: str, run: str) -> int:
+        """The id of the opening that the instance reports for the run, or a fresh one."""
+        report = self.opened.get(incarnation, {}).get(run)
+        return report.open_id if report and report.phase == "OPEN" and report.open_id else self.next_open_id()
 
     def exited(self, incarnation: str, reason: str) -> None:
         """A supervisor saw the process end: its devices are free at once."""
         now = self.kernel.now()
-        self._last_exit = now
+        self._last_exit = self.kernel.monotonic()
         self.desk.exited(incarnation)
         if incarnation in self.kernel.state.instances or self._quarantines(incarnation):
             self.kernel.post(ev.InstanceLost(at=now, incarnation=incarnation, reason=reason, proven=True))
         self.sessions.pop(incarnation, None)
         self._silent_since.pop(incarnation, None)
         self._ports.pop(incarnation, None)
+        self.opened.pop(incarnation, None)
         self.kernel.wake()
 
     def supervised(self, supervisor: Supervisor) -> None:
-        """A supervisor's table: it runs every process of its host, so whoever is not in it is proven gone."""
+        """A supervisor's table: it runs every process of its host, so whoever is not in it is proven gone.
+
+        Compared at each connection. A later table of the same connection follows the exits it has told.
+        """
         previous = self.supervisors.get(supervisor.host)
         self.supervisors[supervisor.host] = supervisor
-        if previous is None:
+        if previous is None or previous.send is not supervisor.send:
             for incarnation in self._known_on(supervisor.host) - supervisor.incarnations:
                 self.exited(incarnation, "its supervisor no longer runs it")
         self.kernel.wake()
@@ -160,7 +273,7 @@ class Fleet:
     def restarting(self) -> bool:
         """A process ended a moment ago, or runs and has not registered yet: more instances may come."""
         supervised = {who for supervisor in self.supervisors.values() for who in supervisor.incarnations}
-        recent = self.kernel.now() - self._last_exit < RESTART_S
+        recent = self.kernel.monotonic() - self._last_exit < RESTART_S
         return recent or not supervised <= self.kernel.state.instances.keys()
 
     async def fate(self, incarnation: str, patience: float = 2.0) -> bool:
@@ -182,38 +295,12 @@ class Fleet:
             self._ports[incarnation] = self._connect(state.kind, state.address, incarnation)
         return self._ports[incarnation]
 
-    async def claim(
-        self, run: str, kind: str, count: int, timeout: float, most: int = 0
-    ) -> list[InstanceState]:
-        """`count` ready instances for a run, and more, up to `most`, if they are there; waits for them by name.
-
-        An instance works for one run at a time; those that the run has already come first.
-        """
-
-        def free() -> list[InstanceState]:
-            return [i for i in self.ready(kind) if self.busy.get(i.incarnation, run) == run]
-
-        what = f"{count} ready {kind} instance(s)"
-        with self.waits.named(run, what):
-            await self.kernel.wait_until(lambda: len(free()) >= count, timeout, what + self._busy_text(kind))
-        own_first = sorted(free(), key=lambda instance: instance.incarnation not in self.busy)
-        chosen = own_first[: max(count, most)]
-        for instance in chosen:
-            self.busy[instance.incarnation] = run
-        return sorted(chosen, key=lambda instance: instance.instance)
-
-    def _busy_text(self, kind: str) -> str:
-        taken = [
-            f"{i.instance} works for {self.busy[i.incarnation]}"
-            for i in self.ready(kind)
-            if i.incarnation in self.busy
-        ]
-        return f" ({'; '.join(taken) or f'no other {kind} instance is registered'})"
-
-    def unclaim(self, run: str) -> None:
-        """Gives a run's instances back."""
-        self.busy = {incarnation: holder for incarnation, holder in self.busy.items() if holder != run}
-        self.kernel.wake()
+    def run_of(self, incarnation: str) -> str:
+        """The run that an instance is granted to; empty when it is free."""
+        for run in self.kernel.state.active_runs():
+            if run.grant is not None and incarnation in run.grant.instances:
+                return run.id
+        return ""
 
     def send(self, incarnation: str, command: str, body: Any) -> None:
         """A command to a process; lost where it has no session."""
@@ -240,11 +327,43 @@ class Fleet:
 
     def sweep_once(self) -> None:
         """One look at the clock."""
+        now = self.kernel.monotonic()
+        stood_still = now - self._swept_at - self.settings.sweep
+        self._swept_at = now
+        if stood_still > self.settings.heartbeat:
+            # Stopped, swapped out or suspended: nobody could be heard, so nobody was silent.
+            log.warning("this process stood still for %.0f s: no lease expires for one lifetime", stood_still)
+            self.desk.wait_a_ttl()
+            self._silent_since = dict.fromkeys(self._silent_since, now)
+            for session in self.sessions.values():
+                session.heard_at = now
         holders = self.desk.expire()
         if not self.desk.lenient:
-            self._lose_silent(self.kernel.now())
+            self._lose_silent(now)
         for incarnation in holders:
             self.kill(incarnation, "its lease was not renewed")
+
+    def silent_for(self, incarnation: str) -> float:
+        """Seconds since a registered process was last heard of, beyond two missed heartbeats; else 0."""
+        session = self.sessions.get(incarnation)
+        now = self.kernel.monotonic()
+        since = session.heard_at if session else self._silent_since.get(incarnation, now)
+        silent = now - since
+        return silent if silent > MISSED_BEATS * self.settings.heartbeat else 0.0
+
+    def silences(self, run: str) -> list[str]:
+        """A sentence for each process of a run that is silent: for how long, and when it is killed."""
+        instances, ttl = self.kernel.state.instances.values(), self.settings.lease_ttl
+        silent = [
+            (i.instance, self.silent_for(i.incarnation))
+            for i in instances
+            if self.run_of(i.incarnation) == run
+        ]
+        return [
+            f"{name} has been silent for {seconds:.0f} s; it is killed at {ttl:.0f} s"
+            for name, seconds in sorted(silent)
+            if seconds
+        ]
 
     def _lose_silent(self, now: float) -> None:
         for state in list(self.kernel.state.instances.values()):
@@ -259,7 +378,9 @@ class Fleet:
             )
             if now - since > self.settings.lease_ttl:
                 self.kill(state.incarnation, "unheard of for a lease's lifetime")
-                self.kernel.post(
-                    ev.InstanceLost(at=now, incarnation=state.incarnation, reason="unheard of", proven=False)
+                lost = ev.InstanceLost(
+                    at=self.kernel.now(), incarnation=state.incarnation, reason="unheard of", proven=False
                 )
+                self.kernel.post(lost)
                 self._silent_since.pop(state.incarnation, None)
+                self.opened.pop(state.incarnation, None)

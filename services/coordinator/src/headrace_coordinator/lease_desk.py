@@ -37,7 +37,8 @@ class LeaseDesk:
         self._ttl = ttl
         self._notice = notice
         self._renewed_at: dict[int, float] = {}
-        self._expiry_from = kernel.now() + ttl
+        self._let_go_by: dict[int, float] = {}
+        self._expiry_from = kernel.monotonic() + ttl
 
     # --- from the holders
 
@@ -46,18 +47,26 @@ class LeaseDesk:
         table, now = self._kernel.state.table, self._kernel.now()
         own = {lease.epoch for lease in table.of(incarnation)}
         for epoch in own & held:
-            self._renewed_at[epoch] = now
+            self._renewed_at[epoch] = self._kernel.monotonic()
             self._kernel.post(*leases.plan_held(table, epoch, incarnation, now))
         for epoch in own - held:
             # Granted by a coordinator that died before the grant reached the holder.
             self._post_ends(leases.plan_release(table, epoch, incarnation, "never held", now))
         return own & held
 
+    def attached(self, incarnation: str) -> None:
+        """A session has opened: what was revoked is revoked again, for the first time may have been lost."""
+        now = self._kernel.monotonic()
+        for lease in self._kernel.state.table.of(incarnation):
+            if lease.state == leases.REVOKING:
+                left = max(0.0, self._let_go_by.get(lease.epoch, now + self._notice) - now)
+                self._holders.send(incarnation, "revoke", (lease.epoch, left))
+
     def renew(self, incarnation: str, epochs: Iterable[int]) -> list[int]:
         """A heartbeat; returns the epochs that it renews."""
-        own, now = {lease.epoch for lease in self._kernel.state.table.of(incarnation)}, self._kernel.now()
+        own = {lease.epoch for lease in self._kernel.state.table.of(incarnation)}
         renewed = [epoch for epoch in epochs if epoch in own]
-        self._renewed_at |= dict.fromkeys(renewed, now)
+        self._renewed_at |= dict.fromkeys(renewed, self._kernel.monotonic())
         return renewed
 
     def held(self, incarnation: str, epoch: int, refusal: str) -> None:
@@ -80,6 +89,7 @@ class LeaseDesk:
     def _post_ends(self, events: Sequence[ev.Event]) -> None:
         for event in events:
             self._renewed_at.pop(event.epoch, None)  # type: ignore[attr-defined]
+            self._let_go_by.pop(event.epoch, None)  # type: ignore[attr-defined]
         self._kernel.post(*events)
 
     # --- for a run
@@ -110,7 +120,7 @@ class LeaseDesk:
                 await self._wait_for_change(run, requests, str(blocked), left)
         await self._kernel.commit(*grants)
         for grant in grants:
-            self._renewed_at[grant.epoch] = self._kernel.now()
+            self._renewed_at[grant.epoch] = self._kernel.monotonic()
             self._holders.send(grant.incarnation, "grant", grant)
         await self._until_held(run, grants, timeout)
         return grants
@@ -168,7 +178,8 @@ class LeaseDesk:
             lease = table.leases.get(epoch)
             if lease is None:
                 continue
-            self._kernel.post(*leases.plan_revoke(table, epoch, now + self._notice, now))
+            self._kernel.post(*leases.plan_revoke(table, epoch, now))
+            self._let_go_by.setdefault(epoch, self._kernel.monotonic() + self._notice)
             self._holders.send(lease.incarnation, "revoke", (epoch, self._notice))
         what = "release of " + ", ".join(f"epoch {epoch}" for epoch in epochs)
         with self._waits.named(run, what):
@@ -187,26 +198,34 @@ class LeaseDesk:
 
     def expires_in(self, epoch: int) -> float:
         """Seconds until a lease ends unless it is renewed."""
-        now = self._kernel.now()
+        now = self._kernel.monotonic()
         return self._ttl - (now - self._renewed_at.get(epoch, now))
+
+    def wait_a_ttl(self) -> None:
+        """Ends no lease before one TTL has passed: holders could not renew, so their silence proves nothing."""
+        now = self._kernel.monotonic()
+        self._expiry_from = now + self._ttl
+        self._renewed_at = dict.fromkeys(self._renewed_at, now)
+        self._let_go_by = dict.fromkeys(self._let_go_by, now + self._notice)
 
     def expire(self) -> set[str]:
         """One look at the clock; returns the holders that are to be killed, because their devices are in doubt:
         again at every look, for a command to a supervisor that is cut off is lost. No lease ends during a store
-        outage, nor within one TTL after it or after the start."""
-        now = self._kernel.now()
+        outage, nor within one TTL after it, after the start, or after this process stood still."""
         if self._kernel.store_away:
-            self._expiry_from = now + self._ttl
-        if self.lenient:
-            self._renewed_at = dict.fromkeys(self._renewed_at, now)
-            return set()
-        table = self._kernel.state.table
+            self.wait_a_ttl()
+        table, now = self._kernel.state.table, self._kernel.monotonic()
         for lease in table.leases.values():
             self._renewed_at.setdefault(lease.epoch, now)
-        self._post_ends(leases.plan_expire(table, self._renewed_at, self._ttl, now))
+            if lease.state == leases.REVOKING:
+                self._let_go_by.setdefault(lease.epoch, now + self._notice)
+        if self.lenient:
+            return set()
+        at = self._kernel.now()
+        self._post_ends(leases.plan_expire(table, self._renewed_at, self._let_go_by, self._ttl, now, at))
         return {quarantine.incarnation for quarantine in table.quarantined.values()}
 
     @property
     def lenient(self) -> bool:
         """Silence proves nothing now."""
-        return self._kernel.now() < self._expiry_from
+        return self._kernel.monotonic() < self._expiry_from

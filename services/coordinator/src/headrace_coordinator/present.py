@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from typing import Any
 
 import msgspec
-
-from headrace_coordinator.audit import Audit, live_steps
-from headrace_coordinator.domain import events as ev
-from headrace_coordinator.domain.leases import LeaseTable
-from headrace_coordinator.domain.runs import RunState
-from headrace_coordinator.fleet import Fleet
-from headrace_coordinator.kernel import HistoryItem
-from headrace_coordinator.views import (
+from headrace_schema.views import (
     CertificateView,
     CountsView,
     DeviceView,
@@ -25,36 +19,43 @@ from headrace_coordinator.views import (
     StepView,
 )
 
+from headrace_coordinator.domain import events as ev
+from headrace_coordinator.domain.compact import expand, expand_drops
+from headrace_coordinator.domain.leases import LeaseTable
+from headrace_coordinator.domain.runs import RunState
+from headrace_coordinator.domain.versions import Version
+from headrace_coordinator.fleet import Fleet
+from headrace_coordinator.history import Item
 
-def run_view(run: RunState, history: list[HistoryItem], waiting_for: list[str], counts: Audit) -> RunView:
-    """One run."""
-    last = next((s for s in reversed(live_steps(history)) if isinstance(s, ev.StepCommitted)), None)
-    evaluations = evaluation_views(history)
-    base = run.lineage.base
+
+def run_view(run: RunState, waiting_for: list[str], place: int | None = None) -> RunView:
+    """One run, from its running figures."""
+    totals, tally, base = run.totals, run.totals.tally, run.lineage.base
     return RunView(
         name=f"runs/{run.id}",
         id=run.id,
         state=run.state,
         reason=run.reason,
+        intent=run.intent,
+        priority=run.priority,
+        place=place,
         step=run.ledger.step,
         steps=run.steps_total,
         created_at=run.created_at,
         started_at=run.started_at or None,
         finished_at=run.finished_at or None,
         waiting_for=waiting_for,
-        policy=PolicyView(number=base.number, parent=base.parent, ordinal=base.ordinal, digest=base.digest)
-        if base
-        else None,
+        policy=policy_view(base) if base else None,
         warmup_steps=run.warmup_steps,
-        baseline_prefill=next((e for e in evaluations if e.kind == "baseline_prefill"), None),
-        evaluations=[e for e in evaluations if e.kind == "heldout"],
-        last_step=StepView.model_validate(last.view) if last else None,
+        baseline_prefill=evaluation_view(totals.baseline) if totals.baseline else None,
+        evaluations=[evaluation_view(view) for view in totals.evaluations],
+        last_step=step_view(totals.last_step) if totals.last_step else None,
         counts=CountsView(
-            trained=counts.trained,
-            dropped=counts.dropped,
-            duplicates=counts.duplicates,
-            max_staleness=counts.max_staleness,
-            frontier=counts.frontier,
+            trained=tally.trained,
+            dropped=tally.dropped,
+            duplicates=tally.duplicates,
+            max_staleness=tally.max_staleness,
+            frontier=run.ledger.frontier,
         ),
         recoveries=run.recoveries,
         run_directory=run.directory,
@@ -63,40 +64,50 @@ def run_view(run: RunState, history: list[HistoryItem], waiting_for: list[str], 
     )
 
 
-def step_views(history: Iterable[HistoryItem]) -> list[StepView]:
-    """Committed steps of the live lineage."""
-    return [StepView.model_validate(s.view) for s in live_steps(history) if isinstance(s, ev.StepCommitted)]
+def step_view(view: dict[str, Any]) -> StepView:
+    """A committed step from its event; JSON has null for a figure that is not a number."""
+    return StepView.model_validate(_numbers(view) | {"figures": _numbers(view["figures"])})
 
 
-def evaluation_views(history: Iterable[HistoryItem]) -> list[EvaluationView]:
-    """Evaluations of the live lineage, oldest first; a repeated one replaces the first."""
-    found: dict[tuple[str, int], EvaluationView] = {}
-    for _, event in history:
-        if isinstance(event, ev.VersionRestored):
-            found = {key: view for key, view in found.items() if key[1] <= event.ordinal}
-        elif isinstance(event, ev.Evaluated):
-            view = EvaluationView.model_validate(event.view)
-            found[view.kind, view.step] = view
-    return list(found.values())
+def evaluation_view(view: dict[str, Any]) -> EvaluationView:
+    """An evaluation from its event."""
+    return EvaluationView.model_validate(_numbers(view) | {"parts": _numbers(view["parts"])})
 
 
-def certificate_views(run: RunState, history: Iterable[HistoryItem]) -> list[CertificateView]:
-    """All certificates, oldest first."""
-    views = []
-    for _, event in history:
-        if isinstance(event, ev.StepCommitted):
-            certificate = event.certificate
-            fields = msgspec.structs.asdict(certificate)
-            policy = {name: fields.pop(name) for name in ("number", "parent", "ordinal", "digest")}
-            version = run.lineage.versions.get(certificate.number)
-            views.append(
-                CertificateView(version=PolicyView(**policy), live=bool(version and version.live), **fields)
-            )
-    return views
+def summary_view(view: dict[str, Any]) -> RunView:
+    """A run's view from JSON."""
+    made = {
+        "evaluations": [evaluation_view(each) for each in view["evaluations"]],
+        "baseline_prefill": evaluation_view(view["baseline_prefill"]) if view["baseline_prefill"] else None,
+        "last_step": step_view(view["last_step"]) if view["last_step"] else None,
+    }
+    return RunView.model_validate(view | made)
 
 
-def event_view(item: HistoryItem) -> EventView:
-    """One event of a run's stream."""
+def _numbers(values: dict[str, Any]) -> dict[str, Any]:
+    return {name: math.nan if value is None else value for name, value in values.items()}
+
+
+def policy_view(version: Version | ev.Certificate | ev.VersionRestored) -> PolicyView:
+    """What made a version, or keeps it, as its view."""
+    return PolicyView(
+        number=version.number, parent=version.parent, ordinal=version.ordinal, digest=version.digest
+    )
+
+
+def certificate_view(certificate: ev.Certificate, live: bool) -> CertificateView:
+    """One certificate, its slots in full."""
+    fields = msgspec.structs.asdict(certificate)
+    for name in ("number", "parent", "ordinal", "digest"):
+        del fields[name]
+    fields["trained"] = list(expand(certificate.trained))
+    fields["dropped"] = expand_drops(certificate.dropped)
+    # Not validated: a hundred thousand slots that were validated when they were read.
+    return CertificateView.model_construct(version=policy_view(certificate), live=live, **fields)
+
+
+def event_view(item: Item) -> EventView:
+    """One event of a run's stream; a certificate's slots stay runs (`domain/compact`)."""
     sequence, event = item
     data = msgspec.to_builtins(event)
     for name in ("type", "at", "run"):
@@ -114,19 +125,21 @@ def instance_views(fleet: Fleet) -> list[InstanceView]:
     views = []
     for state in sorted(fleet.kernel.state.instances.values(), key=lambda i: i.instance):
         session = fleet.sessions.get(state.incarnation)
+        silent_s = fleet.silent_for(state.incarnation)
         views.append(
             InstanceView(
                 name=state.instance,
                 incarnation=state.incarnation,
                 kind=state.kind,
-                state="READY" if session else "LOST",
+                state="SILENT" if silent_s else "READY" if session else "LOST",
                 host=state.host,
                 address=state.address,
                 devices=state.devices,
                 capabilities=state.capabilities,
-                run=fleet.busy.get(state.incarnation, ""),
+                run=fleet.run_of(state.incarnation),
                 resident_memory_bytes=session.resident_memory_bytes if session else 0,
-                last_heartbeat_age_s=fleet.kernel.now() - session.heard_at if session else -1.0,
+                last_heartbeat_age_s=fleet.kernel.monotonic() - session.heard_at if session else -1.0,
+                silent_for_s=silent_s,
             )
         )
     return views

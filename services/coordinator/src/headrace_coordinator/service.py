@@ -5,19 +5,29 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 import grpc
+from headrace.common.v1 import common_pb2
 from headrace.coordinator.v1 import fleet_pb2 as pb
 from headrace.coordinator.v1 import fleet_pb2_grpc
 from headrace_servicekit.errors import ServiceError
-from headrace_servicekit.requests import check_at_least, check_enum, check_name, invalid
+from headrace_servicekit.requests import (
+    HIGHEST_COMMAND,
+    HIGHEST_EPOCH,
+    check_at_least,
+    check_enum,
+    check_name,
+    check_number,
+    check_seconds,
+    invalid,
+)
 from headrace_servicekit.server import split_address
 
 from headrace_coordinator.domain.events import LeaseGranted
 from headrace_coordinator.domain.state import InstanceState
-from headrace_coordinator.fleet import Fleet, Supervisor
+from headrace_coordinator.fleet import Fleet, ForeignInstance, Supervisor, open_reports
 
 log = logging.getLogger(__name__)
 KINDS = {
@@ -30,7 +40,7 @@ MAX_NAMES = 4096
 MAX_REASON = 500
 NUMBERS = {name: number for number, name in KINDS.items()}
 Outbox = asyncio.Queue[pb.SessionResponse | ServiceError | None]
-Result = Callable[[str, str, int, str], None]
+Result = Callable[[str, str], None]
 
 
 class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
@@ -53,9 +63,14 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
             capabilities={facet: list(names.values) for facet, names in request.capabilities.items()},
         )
         held = [lease.epoch for lease in request.held_leases]
-        stale = await self._fleet.register(state, held, request.coordinator_epoch)
+        try:
+            stale = await self._fleet.register(state, held, request.coordinator_epoch, request.store_id)
+        except ForeignInstance as error:
+            raise ServiceError(grpc.StatusCode.FAILED_PRECONDITION, "FOREIGN_STORE", str(error)) from error
+        self._fleet.reported(request.incarnation, open_reports(request.open_run_reports))
+        durable = self._fleet.kernel.state
         response = pb.RegisterResponse(
-            coordinator_epoch=self._fleet.kernel.state.epoch, stale_lease_epochs=stale
+            coordinator_epoch=durable.epoch, stale_lease_epochs=stale, store_id=durable.store_id
         )
         response.heartbeat_interval.FromMilliseconds(int(self._fleet.settings.heartbeat * 1000))
         response.lease_ttl.FromMilliseconds(int(self._fleet.settings.lease_ttl * 1000))
@@ -97,9 +112,11 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
         match message.WhichOneof("event"):
             case "heartbeat":
                 beat = message.heartbeat
+                _check_reports("heartbeat.open_runs", beat.open_runs)
                 renewed, stale = self._fleet.heartbeat(
                     message.incarnation, beat.lease_epochs, beat.resident_memory_bytes
                 )
+                self._fleet.reported(message.incarnation, open_reports(beat.open_runs))
                 ack = pb.HeartbeatAck(sequence=beat.sequence, renewed_epochs=renewed, stale_epochs=stale)
                 outbox.put_nowait(pb.SessionResponse(heartbeat_ack=ack))
             case "lease_held":
@@ -108,6 +125,9 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
                 )
             case "lease_released":
                 self._fleet.desk.released(message.incarnation, message.lease_released.epoch)
+            case "draining":
+                grace_s = check_seconds("draining.grace", message.draining.grace)
+                self._fleet.draining(message.incarnation, grace_s)
 
     async def Supervise(
         self, request_iterator: AsyncIterator[pb.SuperviseRequest], context: Any
@@ -162,7 +182,7 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
                 self._fleet.exited(message.exit.incarnation, reason)
             case "scale_result":
                 result = message.scale_result
-                self._on_scaled(result.request_id, KINDS.get(result.kind, ""), result.count, result.error)
+                self._on_scaled(result.request_id, result.error)
 
 
 def _check_registration(request: pb.RegisterRequest) -> None:
@@ -182,9 +202,22 @@ def _check_registration(request: pb.RegisterRequest) -> None:
         )
     for name in names:
         check_name("devices, capabilities and open_runs", name)
-    check_at_least("coordinator_epoch", request.coordinator_epoch, 0)
+    check_number("coordinator_epoch", request.coordinator_epoch, most=HIGHEST_EPOCH)
+    check_name("store_id", request.store_id, optional=True)
     for lease in request.held_leases:
         check_at_least("held_leases.epoch", lease.epoch, 1)
+    check_at_least("max_open_runs", request.max_open_runs, 0)
+    _check_reports("open_run_reports", request.open_run_reports)
+
+
+def _check_reports(field: str, reports: Sequence[common_pb2.OpenRunReport]) -> None:
+    if len(reports) > MAX_NAMES:
+        raise invalid(field, f"{len(reports)} reports; at most {MAX_NAMES}")
+    for report in reports:
+        check_name(f"{field}.run", report.run)
+        check_number(f"{field}.open_id", report.open_id, most=HIGHEST_COMMAND)
+        check_number(f"{field}.last_command", report.last_command, most=HIGHEST_COMMAND)
+        check_enum(f"{field}.phase", common_pb2.OpenPhase, report.phase)
 
 
 def _session_command(command: str, body: Any) -> pb.SessionResponse:
@@ -229,9 +262,11 @@ async def _pump(
         finally:
             outbox.put_nowait(None)
 
-    task: Awaitable[None] = asyncio.ensure_future(read())
+    task = asyncio.ensure_future(read())
     try:
         yield
+        if task.done():
+            await task  # What broke the reading is the call's error, not silence.
     finally:
-        task.cancel()  # type: ignore[attr-defined]
+        task.cancel()
         await asyncio.gather(task, return_exceptions=True)

@@ -9,12 +9,12 @@ import os
 import signal
 import socket
 import time
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import uvicorn
 from headrace_servicekit.allocator import reuse_freed_memory
+from headrace_servicekit.clock import boottime
 from headrace_servicekit.errors import ServiceError
 from headrace_servicekit.logs import configure_logging
 from headrace_servicekit.server import GrpcServer, split_address
@@ -22,6 +22,7 @@ from headrace_servicekit.server import GrpcServer, split_address
 from headrace_coordinator.clients.grpc_port import GrpcPort
 from headrace_coordinator.coordinator import Coordinator
 from headrace_coordinator.fleet import Fleet, FleetSettings
+from headrace_coordinator.history import History
 from headrace_coordinator.http import make_app
 from headrace_coordinator.kernel import Kernel
 from headrace_coordinator.service import FleetServicer
@@ -30,6 +31,7 @@ from headrace_coordinator.store.redis_store import RedisStore
 
 CLAIM_RENEWAL_S = 5.0
 STORE_PATIENCE_S = 30.0
+FLUSH_S = 5.0
 
 
 class Refusal(Exception):
@@ -45,7 +47,8 @@ async def serve(arguments: argparse.Namespace) -> None:
     configure_logging(level=arguments.log_level)
     reuse_freed_memory()
     store = RedisStore(arguments.redis, password=_secret(arguments.redis_password_file))
-    kernel = Kernel(store, time.time)
+    history = History(arguments.data_dir.resolve() / "runs")
+    kernel = Kernel(store, time.time, boottime, history=history)
     await _open(kernel, arguments)
     token = _secret(arguments.token_file)
     fleet = Fleet(
@@ -54,28 +57,47 @@ async def serve(arguments: argparse.Namespace) -> None:
         FleetSettings(lease_ttl=arguments.lease_ttl, heartbeat=arguments.heartbeat),
     )
     coordinator = Coordinator(kernel, fleet, arguments.data_dir.resolve())
-    async with _background(kernel, fleet, coordinator):
-        server = GrpcServer(
-            arguments.listen, token=token, instance="coordinator", reflection=arguments.reflection
-        )
-        servicer = FleetServicer(fleet, coordinator.scaled)
-        from headrace.coordinator.v1 import fleet_pb2_grpc
-
-        server.add_service(
-            fleet_pb2_grpc.add_FleetServiceServicer_to_server,
-            servicer,
-            "headrace.coordinator.v1.FleetService",
-        )
-        try:
-            await server.start()
-        except ServiceError as error:
-            raise Refusal(error.message) from error
-        try:
-            await _serve_http(arguments, coordinator, kernel)
-        finally:
-            await coordinator.stop()
-            await server.drain(2.0)
+    lasting = {
+        "kernel": kernel.run,
+        "claim": lambda: kernel.keep_claim(CLAIM_RENEWAL_S),
+        "sweep": fleet.sweep,
+        "schedule": coordinator.schedule,
+        "archive": coordinator.archive.run,
+    }
+    await coordinator.vitals.run(lasting, lambda: _serve(arguments, coordinator, kernel, token))
+    kernel.mark()
     await store.close()
+
+
+async def _serve(
+    arguments: argparse.Namespace, coordinator: Coordinator, kernel: Kernel, token: str | None
+) -> None:
+    server = GrpcServer(
+        arguments.listen, token=token, instance="coordinator", reflection=arguments.reflection
+    )
+    from headrace.coordinator.v1 import fleet_pb2_grpc
+
+    server.add_service(
+        fleet_pb2_grpc.add_FleetServiceServicer_to_server,
+        FleetServicer(coordinator.fleet, coordinator.scaling.answered),
+        "headrace.coordinator.v1.FleetService",
+    )
+    try:
+        await server.start()
+    except ServiceError as error:
+        raise Refusal(error.message) from error
+    try:
+        await _serve_http(arguments, coordinator, kernel)
+    finally:
+        await coordinator.stop()
+        await server.drain(2.0)
+    await _flush(kernel)
+
+
+async def _flush(kernel: Kernel) -> None:
+    """The last events; a store that refuses them must not keep a stopping process."""
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(kernel.flush(), FLUSH_S)
 
 
 async def _open(kernel: Kernel, arguments: argparse.Namespace) -> None:
@@ -94,23 +116,6 @@ async def _open(kernel: Kernel, arguments: argparse.Namespace) -> None:
                     f"no store at {arguments.redis} for {STORE_PATIENCE_S:.0f} s: {error}"
                 ) from error
             await asyncio.sleep(0.2)
-
-
-@contextlib.asynccontextmanager
-async def _background(kernel: Kernel, fleet: Fleet, coordinator: Coordinator) -> AsyncIterator[None]:
-    tasks = [
-        asyncio.create_task(kernel.run(), name="kernel"),
-        asyncio.create_task(kernel.keep_claim(CLAIM_RENEWAL_S), name="claim"),
-        asyncio.create_task(fleet.sweep(), name="sweep"),
-        asyncio.create_task(coordinator.schedule(), name="schedule"),
-    ]
-    try:
-        yield
-        await kernel.flush()
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _serve_http(arguments: argparse.Namespace, coordinator: Coordinator, kernel: Kernel) -> None:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import uuid
 
+from headrace_schema.problems import problem
+from headrace_schema.spec import RunSpec
+from headrace_schema.views import KeyProblemView
+
 from headrace_coordinator.fleet import Fleet
 from headrace_coordinator.ports import CallRefused, InstanceDown
-from headrace_coordinator.problems import problem
 from headrace_coordinator.run.members import RewardMember
-from headrace_coordinator.spec import RunSpec
-from headrace_coordinator.views import KeyProblemView
 
 
-async def try_scorers(spec: RunSpec, fleet: Fleet) -> list[KeyProblemView]:
+async def try_scorers(spec: RunSpec, fleet: Fleet, trials: set[str]) -> list[KeyProblemView]:
     """Opens the spec's scorers at a ready reward instance and closes them; what it refuses, by key.
 
     Scorers without a file or options of the user's are known to work. An instance in trouble is the run's to handle.
@@ -23,8 +24,13 @@ async def try_scorers(spec: RunSpec, fleet: Fleet) -> list[KeyProblemView]:
         return []
     chosen = ready[0]
     trial = RewardMember(
-        f"trial-{uuid.uuid4().hex[:6]}", chosen, fleet.port(chosen.incarnation), fleet.kernel.state.epoch
+        f"trial-{uuid.uuid4().hex[:6]}",
+        chosen,
+        fleet.port(chosen.incarnation),
+        fleet.kernel.state.epoch,
+        open_id=fleet.next_open_id(),
     )
+    trials.add(trial.run)
     try:
         await trial.open_run(spec.reward.model_dump_json())
         await trial.close_run()
@@ -41,4 +47,6 @@ async def try_scorers(spec: RunSpec, fleet: Fleet) -> list[KeyProblemView]:
         ]
     except InstanceDown:
         return []
+    finally:
+        trials.discard(trial.run)  # What could not be closed is closed by the reconciler.
     return []

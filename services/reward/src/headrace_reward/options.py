@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
+from headrace_servicekit.problems import explain
 from pydantic import BaseModel, ValidationError
 
 from headrace_reward.scorers.base import ScorerError
@@ -21,9 +22,6 @@ def parse_options(model: type[_OPTIONS], given: Mapping[str, Any]) -> _OPTIONS:
     try:
         return model.model_validate(dict(given))
     except ValidationError as error:
-        # Only now: it brings gRPC along, which a child otherwise does without.
-        from headrace_servicekit.config import explain
-
         first = explain(error, model)[0]
         field = "options" if first.key == "(whole)" else f"options.{first.key}"
         raise ScorerError(field, f"{first.problem}; {first.fix}" if first.fix else first.problem) from error

@@ -15,9 +15,10 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from headrace_schema.scoring import RewardSection, ScorerSection
 from headrace_servicekit.digests import digest_bytes
 
-from headrace_reward.config import PoolSettings, RewardSection, ScorerSection
+from headrace_reward.config import PoolSettings
 from headrace_reward.inline import InlinePool
 from headrace_reward.pool import Finding, Pool, ScorerPool
 
@@ -212,25 +213,14 @@ class Runs:
 
     def __init__(self, directory: Path, settings: PoolSettings, *, inline: bool = False) -> None:
         self._directory, self._settings, self._inline = directory, settings, inline
-        self._opening = asyncio.Lock()
         self._runs: dict[str, Run] = {}
 
     async def open(self, name: str, section: RewardSection) -> Run:
-        """Opens a run, or finds it open with the same section.
-
-        Raises:
-            Conflict: it is open with another section.
-            OpenFault: see Run.open.
-        """
-        async with self._opening:
-            run = self._runs.get(name)
-            if run is None:
-                run = Run(section, self._directory, self._settings, inline=self._inline)
-                await run.open()
-                self._runs[name] = run
-            elif run.section != section:
-                raise Conflict(f"{name} is open with another reward section; close it first")
-            return run
+        """Opens a run that is not open. Raises OpenFault, see Run.open."""
+        run = Run(section, self._directory, self._settings, inline=self._inline)
+        await run.open()
+        self._runs[name] = run
+        return run
 
     def get(self, name: str) -> Run | None:
         """The open run of that name."""

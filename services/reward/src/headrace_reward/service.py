@@ -6,18 +6,19 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncIterator, Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import grpc
 from headrace.common.v1 import common_pb2
 from headrace.reward.v1 import reward_pb2, reward_pb2_grpc
+from headrace_schema.scoring import RewardSection
 from headrace_servicekit.config import parse_config
 from headrace_servicekit.errors import ServiceError
 from headrace_servicekit.instance import Instance
 from headrace_servicekit.requests import check_at_least, check_enum, check_name, check_page, json_object
-from headrace_servicekit.streams import unordered
+from headrace_servicekit.streams import unordered, until
 
-from headrace_reward.config import RewardSection
 from headrace_reward.pool import OpenFault, PoolClosed
 from headrace_reward.runs import Conflict, Item, Run, Runs, Status, Verdict
 
@@ -59,26 +60,25 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
         self, request: reward_pb2.OpenRunRequest, context: Context
     ) -> reward_pb2.OpenRunResponse:
         """Opens a run."""
-        self._instance.fence.check(request.header, lease=False)
-        check_name("header.run", request.header.run)
+        name = check_name("header.run", request.header.run)
         section = parse_config(RewardSection, request.config_json, "reward")
         try:
-            run = await self._runs.open(request.header.run, section)
+            run: Run = await self._instance.open_run(
+                request.header,
+                section,
+                lambda: self._runs.open(name, section),
+                lambda: self._runs.close(name),
+            )
         except OpenFault as fault:
             key = f"reward.{fault.scorer_set}[{fault.index}].{fault.field}"
             raise invalid(f"{key}: {fault.message}", key=key) from fault
-        except Conflict as conflict:
-            raise ServiceError(grpc.StatusCode.ALREADY_EXISTS, "CONFLICT", str(conflict)) from conflict
-        self._instance.open_runs.add(request.header.run)
         return reward_pb2.OpenRunResponse(scorer_digest=run.digest)
 
     async def CloseRun(
         self, request: reward_pb2.CloseRunRequest, context: Context
     ) -> reward_pb2.CloseRunResponse:
         """Closes a run."""
-        self._instance.fence.check(request.header, lease=False)
-        self._instance.open_runs.discard(request.header.run)
-        await self._runs.close(request.header.run)
+        await self._instance.close_run(request.header)
         return reward_pb2.CloseRunResponse()
 
     async def Score(
@@ -87,16 +87,21 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
         """Scores what the stream asks; the first message names the run and the authority."""
         run: Run | None = None
         begin, count = time.monotonic(), 0
+        closed, stack = asyncio.Event(), ExitStack()
 
         def expand(request: reward_pb2.ScoreRequest) -> Iterator[asyncio.Future[Verdict]]:
             nonlocal run
-            run = run or self._admit(request.header)
+            if run is None:
+                run = self._admit(request.header)
+                stack.enter_context(self._instance.open_runs.until_closed(request.header.run, closed.set))
             return map(run.score, map(_item, request.items))
 
         try:
-            async for verdicts in unordered(request_iterator, expand, _IN_FLIGHT, _LINGER_S):
-                count += len(verdicts)
-                yield reward_pb2.ScoreResponse(results=map(_result, verdicts))
+            with stack:
+                requests = until(closed, request_iterator)
+                async for verdicts in unordered(requests, expand, _IN_FLIGHT, _LINGER_S):
+                    count += len(verdicts)
+                    yield reward_pb2.ScoreResponse(results=map(_result, verdicts))
         except Conflict as conflict:
             raise ServiceError(grpc.StatusCode.ALREADY_EXISTS, "CONFLICT", str(conflict)) from conflict
         except PoolClosed as error:
@@ -108,6 +113,7 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
         run = self._runs.get(header.run)
         if run is None:
             raise _not_open(header.run or "the run of the empty header")
+        self._instance.open_runs.applied(header)
         return run
 
     def _report(self, wall_s: float, count: int) -> None:

@@ -52,6 +52,7 @@ class Generation:
         self._reading = True
         # Outputs, or None when the caller has nothing more to assign, or what ends the stream.
         self._inbox: asyncio.Queue[list[Output] | ServiceError | None] = asyncio.Queue()
+        self.ended = asyncio.Event()
         loop = asyncio.get_running_loop()
 
         def put(item: list[Output] | ServiceError) -> None:
@@ -63,6 +64,7 @@ class Generation:
     async def responses(self, requests: Requests) -> AsyncIterator[rollout_pb2.GenerateResponse]:
         """Responses until everything that was assigned has ended; aborts what still runs when left early."""
         reader = asyncio.create_task(self._read(requests), name="read assignments")
+        self._run.streams.add(self)
         try:
             while self._reading or self._outstanding:
                 response = self._response(await self._next_outputs())
@@ -74,6 +76,18 @@ class Generation:
             await asyncio.gather(reader, return_exceptions=True)
             await self._run.engine.abort(None, stream=self._stream)
             self._keep_unsent()
+            self._run.streams.discard(self)
+            self.ended.set()
+
+    def end(self) -> None:
+        """Ends the stream with ABORTED RUN_CLOSED after what the engine has given back."""
+        self._inbox.put_nowait(
+            ServiceError(
+                grpc.StatusCode.ABORTED,
+                "RUN_CLOSED",
+                f"{self._run.name} was closed; its partial outputs are out",
+            )
+        )
 
     async def _read(self, requests: Requests) -> None:
         try:
@@ -121,7 +135,10 @@ class Generation:
         outputs = self._opened(await self._inbox.get())
         tokens = 0
         while not self._inbox.empty() and tokens < RESPONSE_BYTES // 8:
-            more = self._opened(self._inbox.get_nowait())
+            if isinstance(item := self._inbox.get_nowait(), ServiceError):
+                self._inbox.put_nowait(item)  # After the outputs that came before it have been sent.
+                break
+            more = self._opened(item)
             tokens += sum(len(output.prompt_ids) + len(output.token_ids) for output in more)
             outputs += more
         return outputs

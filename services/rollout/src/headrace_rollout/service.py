@@ -12,6 +12,7 @@ import grpc.aio
 from google.protobuf.duration_pb2 import Duration
 from headrace.common.v1 import common_pb2
 from headrace.rollout.v1 import rollout_pb2, rollout_pb2_grpc
+from headrace_schema.openings import RolloutConfig
 from headrace_servicekit.config import parse_config
 from headrace_servicekit.devices import bind_cpu
 from headrace_servicekit.errors import ServiceError
@@ -19,7 +20,7 @@ from headrace_servicekit.instance import Instance
 from headrace_servicekit.requests import check_enum, check_name
 from headrace_servicekit.weights import receive_weights
 
-from headrace_rollout.config import RESPONSE_BYTES, RunConfig
+from headrace_rollout.config import RESPONSE_BYTES
 from headrace_rollout.engines.base import Policy, Refused, Scope
 from headrace_rollout.figures import GenerateFigures
 from headrace_rollout.generation import Generation
@@ -49,6 +50,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         # Opening, closing and installing change what the other calls find; one at a time.
         self._changing = asyncio.Lock()
         self._free_host_bytes = instance.on_revoke
+        instance.open_runs.limit = 1
         instance.on_grant = self.on_grant
         instance.on_revoke = self.on_revoke
         instance.on_quiesce = self.on_quiesce
@@ -58,16 +60,11 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         self, request: rollout_pb2.OpenRunRequest, context: Context
     ) -> rollout_pb2.OpenRunResponse:
         """Builds engine and tokenizer. The same run with the same config is a repetition."""
-        self._instance.fence.check(request.header, lease=False)
-        check_name("header.run", request.header.run)
-        config = parse_config(RunConfig, request.config_json, "config_json of OpenRun")
-        async with self._changing:
-            run = self._already_open(request.header.run, config)
-            if run is None:
-                run = await asyncio.to_thread(open_run, request.header.run, config, self._device())
-                await run.engine.set_threads(self._threads)
-                self._run, self._figures = run, GenerateFigures()
-                self._instance.open_runs.add(run.name)
+        header, name = request.header, check_name("header.run", request.header.run)
+        config = parse_config(RolloutConfig, request.config_json, "config_json of OpenRun")
+        run: OpenedRun = await self._instance.open_run(
+            header, config, lambda: self._build(name, config), self._end
+        )
         return rollout_pb2.OpenRunResponse(
             max_concurrency=config.rollout.max_concurrency, max_context_tokens=run.engine.max_context_tokens
         )
@@ -76,15 +73,31 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         self, request: rollout_pb2.CloseRunRequest, context: Context
     ) -> rollout_pb2.CloseRunResponse:
         """Aborts what runs and forgets engine and bodies; a run that is not open is forgotten already."""
-        self._instance.fence.check(request.header, lease=False)
-        async with self._changing:
-            run = self._run
-            if run is not None and run.name == request.header.run:
-                self._run = None
-                await run.engine.close()
-                self._instance.weights.keep(run.name, set())
-                self._instance.open_runs.discard(run.name)
+        await self._instance.close_run(request.header)
         return rollout_pb2.CloseRunResponse()
+
+    async def _build(self, name: str, config: RolloutConfig) -> OpenedRun:
+        building = asyncio.ensure_future(asyncio.to_thread(open_run, name, config, self._device()))
+        try:
+            run = await asyncio.shield(building)
+        except asyncio.CancelledError:
+            # A thread cannot be cancelled: what it builds is given back before the run counts as closed.
+            await (await building).engine.close()
+            raise
+        self._run, self._figures = run, GenerateFigures()
+        await run.engine.set_threads(self._threads)
+        return run
+
+    async def _end(self) -> None:
+        """Ends the run's streams with their partial outputs, then gives back engine, weights and bodies."""
+        run, self._run = self._run, None
+        if run is None:
+            return
+        await run.engine.abort(None)
+        await run.end_streams()
+        async with self._changing:  # An install at work ends first: what it receives must not stay.
+            await run.engine.close()
+            self._instance.weights.keep(run.name, set())
 
     async def Generate(
         self, request_iterator: AsyncIterator[rollout_pb2.GenerateRequest], context: Context
@@ -95,6 +108,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         run = self._opened(opening.header)
         with refusals():
             _check_ready(run, opening.policy_number)
+        self._instance.open_runs.applied(opening.header)
         generation = Generation(
             run,
             opening,
@@ -268,24 +282,6 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
     def _device(self) -> str:
         gpus = [name.rpartition("gpu:")[2] for name in self._instance.config.devices if "gpu:" in name]
         return f"cuda:{gpus[0]}" if gpus else "cpu"
-
-    def _already_open(self, name: str, config: RunConfig) -> OpenedRun | None:
-        run = self._run
-        if run is None:
-            return None
-        if run.name != name:
-            raise ServiceError(
-                grpc.StatusCode.FAILED_PRECONDITION,
-                "BUSY",
-                f"{run.name} is open here; close it before {name}",
-            )
-        if run.config != config:
-            raise ServiceError(
-                grpc.StatusCode.ALREADY_EXISTS,
-                "CONFLICT",
-                f"{name} is open with another config; close it first",
-            )
-        return run
 
     def _opened(self, header: common_pb2.CommandHeader) -> OpenedRun:
         if self._run is None or self._run.name != header.run:

@@ -68,8 +68,9 @@ class Pools:
         return entry[1] if entry else None
 
     def runs(self) -> set[str]:
-        """Runs that have a pool."""
-        return {run for run, _ in self._pools.values()}
+        """Runs that have a pool, or one that is being opened."""
+        opening = {run for (run, _), opening in self._openings.items() if not opening.pool.done()}
+        return opening | {run for run, _ in self._pools.values()}
 
     async def close(self, name: str) -> None:
         """Closes a pool; one that is not open stays closed."""
@@ -78,13 +79,19 @@ class Pools:
             self._reserved -= entry[1].plan.count
             await entry[1].close()
 
+    async def close_run(self, run: str) -> None:
+        """Closes every pool of a run, those that are being opened too."""
+        openings = [opening.pool for (owner, _), opening in self._openings.items() if owner == run]
+        for opening in openings:
+            opening.cancel()
+        await asyncio.gather(*openings, return_exceptions=True)
+        for name in [name for name, (owner, _) in self._pools.items() if owner == run]:
+            await self.close(name)
+
     async def close_all(self) -> None:
         """Closes every pool, those that are being opened too."""
-        for opening in self._openings.values():
-            opening.pool.cancel()
-        await asyncio.gather(*(opening.pool for opening in self._openings.values()), return_exceptions=True)
-        for name in list(self._pools):
-            await self.close(name)
+        for run in {run for run, _ in self._openings} | self.runs():
+            await self.close_run(run)
 
     async def _open(self, run: str, plan: PoolPlan) -> EnvironmentPool:
         limit = self._settings.environments

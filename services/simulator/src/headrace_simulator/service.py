@@ -53,13 +53,16 @@ class SimulatorServicer(simulator_pb2_grpc.SimulatorServiceServicer):
         self, request: simulator_pb2.OpenPoolRequest, context: Context
     ) -> simulator_pb2.OpenPoolResponse:
         """Opens a pool."""
-        self._instance.fence.check(request.header, lease=False)
         # A repeated request must not open a second pool.
         check_name("header.request_id", request.header.request_id)
-        check_name("header.run", request.header.run, optional=True)
+        run, plan = (
+            check_name("header.run", request.header.run, optional=True),
+            _plan(request, self._settings),
+        )
+        # The first pool of a run opens the run here; a higher open_id closes the pools of the opening before.
+        await self._instance.open_run(request.header, None, _ready, lambda: self._pools.close_run(run))
         try:
-            plan = _plan(request, self._settings)
-            pool = await self._pools.open(request.header.run, request.header.request_id, plan)
+            pool = await self._pools.open(run, request.header.request_id, plan)
         except HostFault as fault:
             raise _invalid(f"{fault.field}: {fault.message}", key=fault.field) from fault
         except HostLost as lost:
@@ -69,7 +72,8 @@ class SimulatorServicer(simulator_pb2_grpc.SimulatorServiceServicer):
             raise ServiceError(grpc.StatusCode.ALREADY_EXISTS, "CONFLICT", str(conflict)) from conflict
         except TooMany as too_many:
             raise ServiceError(grpc.StatusCode.RESOURCE_EXHAUSTED, "BUSY", str(too_many)) from too_many
-        self._instance.open_runs.add(request.header.run)
+        finally:
+            await self._close_without_pools(run)
         return pool.description
 
     async def Step(
@@ -113,12 +117,20 @@ class SimulatorServicer(simulator_pb2_grpc.SimulatorServiceServicer):
     async def ClosePool(
         self, request: simulator_pb2.ClosePoolRequest, context: Context
     ) -> simulator_pb2.ClosePoolResponse:
-        """Closes a pool and kills its processes."""
-        self._instance.fence.check(request.header, lease=False)
-        await self._pools.close(request.pool)
-        if request.header.run not in self._pools.runs():
-            self._instance.open_runs.discard(request.header.run)
+        """Closes a pool and kills its processes; without a name, every pool of the run."""
+        if request.pool:
+            # Pools are closed by name, also after the run was opened anew or closed.
+            self._instance.fence.check(request.header, lease=False, opening=False)
+            await self._pools.close(request.pool)
+            await self._close_without_pools(request.header.run)
+        else:
+            await self._instance.close_run(request.header)
         return simulator_pb2.ClosePoolResponse()
+
+    async def _close_without_pools(self, run: str) -> None:
+        """A run whose last pool is closed, or could not be opened, is not open; its opening may open another."""
+        if run not in self._pools.runs():
+            await self._instance.open_runs.close(common_pb2.CommandHeader(run=run))
 
     def _pool(self, name: str) -> EnvironmentPool:
         pool = self._pools.get(name)
@@ -126,6 +138,10 @@ class SimulatorServicer(simulator_pb2_grpc.SimulatorServiceServicer):
             message = f"pool: {name!r} is not open here; call OpenPool first"
             raise ServiceError(grpc.StatusCode.NOT_FOUND, "NOT_FOUND", message)
         return pool
+
+
+async def _ready() -> None:
+    return
 
 
 async def _render(pool: EnvironmentPool, index: int) -> common_pb2.Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-Kind = Literal["precondition", "conflict", "invalid", "not_found", "exhausted", "unavailable", "data_loss"]
+Kind = Literal["precondition", "conflict", "invalid", "not_found", "exhausted", "unavailable"]
 
 
 class Refusal(Exception):

@@ -15,7 +15,8 @@ def step_figures(
     """All figures of a step.
 
     Token figures (entropy, mismatch, the algorithm's own) are means over the tokens that were computed: the
-    groups whose rewards are all equal are not, and where no token was, those figures are absent.
+    groups whose rewards are all equal are not, and where no token was, those figures are absent. The mismatch
+    is over the `log_prob_compared_tokens` of them whose log-prob the engine has told.
     reward_std is over all samples of the step (population).
     """
     rewards = [reward for record in records for reward in record.rewards]
@@ -36,7 +37,7 @@ def step_figures(
 def _token_means(report: CommitReport) -> dict[str, float]:
     sums = report.token_sums
     tokens, compared = sums["tokens"], sums["engine_tokens"]
-    found: dict[str, float] = {}
+    found: dict[str, float] = {"log_prob_compared_tokens": compared}
     if tokens:
         found["entropy"] = sums["entropy"] / tokens
         own = {name.removeprefix("own."): value for name, value in sums.items() if name.startswith("own.")}

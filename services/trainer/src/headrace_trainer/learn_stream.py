@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import ExitStack
 
 import grpc
 from headrace.common.v1 import common_pb2
 from headrace.trainer.v1 import trainer_pb2
 from headrace_servicekit.errors import ServiceError
+from headrace_servicekit.open_runs import OpenRuns
 
 from headrace_trainer.compute import refusals
 from headrace_trainer.learn_queue import LearnQueue
@@ -25,9 +27,11 @@ Admit = Callable[[common_pb2.CommandHeader, trainer_pb2.LearnRequest], LearnItem
 class LearnStream:
     """The life of a stream."""
 
-    def __init__(self, queue: LearnQueue, admit: Admit) -> None:
+    def __init__(self, queue: LearnQueue, admit: Admit, open_runs: OpenRuns) -> None:
         self._queue = queue
         self._admit = admit
+        self._open_runs = open_runs
+        self._closed = False
         self._ahead: asyncio.Queue[tuple[float, asyncio.Future[list[GroupRecord]]] | None] = asyncio.Queue(
             AHEAD
         )
@@ -43,6 +47,12 @@ class LearnStream:
                 with refusals():
                     records = await future
                 yield time.monotonic() - read_at, records
+            if self._closed:
+                raise ServiceError(
+                    grpc.StatusCode.ABORTED,
+                    "RUN_CLOSED",
+                    "the run was closed; what was learned of it is told",
+                )
             await reader
         finally:
             reader.cancel()
@@ -50,8 +60,10 @@ class LearnStream:
     async def _read(self, requests: AsyncIterator[trainer_pb2.LearnRequest]) -> None:
         header: common_pb2.CommandHeader | None = None
         try:
-            with self._queue.sender():
+            with self._queue.sender(), ExitStack() as stack:
                 async for request in requests:
+                    if header is None and request.HasField("header"):
+                        stack.enter_context(self._open_runs.until_closed(request.header.run, self._end()))
                     header = request.header if request.HasField("header") else header
                     if header is None:
                         raise ServiceError(
@@ -60,6 +72,18 @@ class LearnStream:
                             "the first message of a Learn stream needs a header",
                         )
                     future = await self._queue.put(self._admit(header, request))
+                    self._open_runs.applied(header)
                     await self._ahead.put((time.monotonic(), future))
         finally:
             await self._ahead.put(None)
+
+    def _end(self) -> Callable[[], None]:
+        """What ends the stream when its run is closed; called by the reader."""
+        reader = asyncio.current_task()
+
+        def end() -> None:
+            self._closed = True
+            if reader is not None:
+                reader.cancel()
+
+        return end

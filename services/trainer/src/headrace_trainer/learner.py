@@ -11,10 +11,10 @@ from collections.abc import Sequence as Many
 from dataclasses import dataclass
 
 import torch
+from headrace_schema.openings import TrainerConfig
 
 from headrace_trainer import step as steps
 from headrace_trainer.algorithms._base import Algorithm
-from headrace_trainer.config import TrainerConfig
 from headrace_trainer.errors import Refusal
 from headrace_trainer.packing import plan_batches, plan_rows
 from headrace_trainer.samples import Disposition, Group, GroupRecord, Member, Rows, Sequence

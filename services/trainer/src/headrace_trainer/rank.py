@@ -10,14 +10,14 @@ from dataclasses import dataclass
 
 import msgspec
 import torch
-from headrace_modelkit.config import ModelNotReadable
+from headrace_modelkit.errors import ModelNotReadable
+from headrace_schema.openings import TrainerConfig
 from torch import Tensor
 
 from headrace_trainer.algorithms import build_algorithm
 from headrace_trainer.algorithms._base import Algorithm
 from headrace_trainer.backends import build_backend
 from headrace_trainer.backends._base import Backend, CommitReport, StateReader
-from headrace_trainer.config import TrainerConfig
 from headrace_trainer.errors import Refusal, invalid
 from headrace_trainer.gang import Gang
 from headrace_trainer.rounds import Round
@@ -59,6 +59,13 @@ class Rank:
     def loaded(self) -> bool:
         """Whether a restore round has loaded weights."""
         return self._backend is not None
+
+    def check_state(self, reader: StateReader) -> None:
+        """Raises Refusal CHECKPOINT_MISMATCH when a checkpoint is of another model or optimizer."""
+        try:
+            build_backend(self.config, self.algorithm, self.gang).check_state(reader)
+        except ModelNotReadable as error:
+            raise invalid(str(error), "MODEL_NOT_READABLE") from error
 
     def execute(self, header: Round) -> object:
         """Does this rank's part of a round; what it returns matters on the leader only."""

@@ -13,6 +13,7 @@ import grpc
 import grpc.aio
 from headrace.common.v1 import common_pb2
 from headrace.trainer.v1 import trainer_pb2, trainer_pb2_grpc
+from headrace_schema.openings import TrainerConfig
 from headrace_servicekit.client import deadlines_enabled
 from headrace_servicekit.config import parse_config
 from headrace_servicekit.devices import bind_cpu
@@ -33,12 +34,13 @@ from headrace_servicekit.weight_store import StoredWeights
 
 from headrace_trainer import wire
 from headrace_trainer.algorithms._base import Barrier
+from headrace_trainer.checkpoints import CheckpointDirectory
 from headrace_trainer.compute import ComputeThread, elsewhere, refusals
-from headrace_trainer.config import TrainerConfig
 from headrace_trainer.errors import Refusal
 from headrace_trainer.learn_queue import LearnQueue
 from headrace_trainer.learn_stream import LearnStream
 from headrace_trainer.samples import GroupRecord
+from headrace_trainer.saver import Write
 from headrace_trainer.session import LearnItem, Session
 from headrace_trainer.step import Begin, Commit, StepState
 from headrace_trainer.trainer import Trainer
@@ -46,7 +48,8 @@ from headrace_trainer.trainer import Trainer
 Context = Any
 JOIN_TIMEOUT_S = 60.0
 FOLLOW_TIMEOUT_S = 55.0
-MAX_PATH = 1024
+LEDGER_PIECE_BYTES = 1024 * 1024
+MAX_PATH, MAX_PATH_PART = 1024, 255
 
 _BARRIERS = {Barrier.GROUP: trainer_pb2.BARRIER_GROUP, Barrier.BATCH: trainer_pb2.BARRIER_BATCH}
 
@@ -61,6 +64,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):  # type: ignore[
         self._queue = self._new_queue(1)  # for nobody: OpenRun makes the run's
         self._committing = False
         self._revoked = False
+        instance.open_runs.limit = 1
         instance.on_grant = self._on_grant
         instance.on_revoke = self._on_revoke
 
@@ -69,27 +73,29 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):  # type: ignore[
     async def OpenRun(
         self, request: trainer_pb2.OpenRunRequest, context: Context
     ) -> trainer_pb2.OpenRunResponse:
-        self._check(request.header, lease=False, run=False)
+        header = request.header
+        check_name("header.run", header.run)
         config = parse_config(TrainerConfig, request.config_json, "config_json of the trainer")
-        check_name("header.run", request.header.run)
-        directory = Path(request.run_directory)
-        impossible = "\0" in request.run_directory or len(request.run_directory) > MAX_PATH
-        if not directory.is_absolute() or impossible:
-            raise invalid("run_directory", f"{request.run_directory[:300]!r}; give an absolute path")
-        barrier = await self._compute(self._trainer.open_run, request.header.run, config, directory)
-        self._instance.open_runs.add(request.header.run)
-        tokens = config.trainer.micro_batch_tokens * config.trainer.ranks
-        self._queue = self._new_queue(tokens)
+        directory = _check_path("run_directory", request.run_directory)
+
+        async def build() -> Barrier:
+            barrier = await self._compute(self._trainer.open_run, header.run, config, directory)
+            self._queue = self._new_queue(config.trainer.micro_batch_tokens * config.trainer.ranks)
+            return barrier
+
+        barrier = await self._instance.open_run(header, (config, directory), build, self._end_run)
         return trainer_pb2.OpenRunResponse(barrier=_BARRIERS[barrier])
 
     async def CloseRun(
         self, request: trainer_pb2.CloseRunRequest, context: Context
     ) -> trainer_pb2.CloseRunResponse:
-        self._check(request.header, lease=False, run=False)
-        if request.header.run in self._instance.open_runs:
-            await self._compute(self._trainer.close_run)
-            self._instance.open_runs.discard(request.header.run)
+        await self._instance.close_run(request.header)
         return trainer_pb2.CloseRunResponse()
+
+    async def _end_run(self) -> None:
+        """Forgets the run after what is being computed, a commit too, and after the checkpoint being written."""
+        self._queue = self._new_queue(1)  # What the old one still holds is refused.
+        await self._compute(self._trainer.close_run)
 
     async def JoinGang(
         self, request: trainer_pb2.JoinGangRequest, context: Context
@@ -123,8 +129,12 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):  # type: ignore[
             steps = await elsewhere(self._trainer.restored_steps, FOLLOW_TIMEOUT_S)
             return trainer_pb2.RestoreResponse(warmup_steps=steps)
         check_number("number", request.number, 1)
-        session = self._awake()
-        found = await self._compute(session.restore, request.checkpoint, request.number, request.store_id)
+        session, source = self._awake(), None
+        if request.source_run_directory:
+            source = self._checkpoints(request.source_run_directory)
+        found = await self._compute(
+            session.restore, request.checkpoint, request.number, request.store_id, source
+        )
         return trainer_pb2.RestoreResponse(
             version=wire.version_message(found.version),
             warmup_steps=found.warmup_steps,
@@ -145,7 +155,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):  # type: ignore[
     async def Learn(
         self, requests: AsyncIterator[trainer_pb2.LearnRequest], context: Context
     ) -> AsyncIterator[trainer_pb2.LearnResponse]:
-        stream = LearnStream(self._queue, self._admit_learn)
+        stream = LearnStream(self._queue, self._admit_learn, self._instance.open_runs)
         async with aclosing(stream.outcomes(requests)) as outcomes:
             async for seconds, records in outcomes:
                 figures = wire.metrics("learn", seconds, records)
@@ -270,26 +280,16 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):  # type: ignore[
         self, request: trainer_pb2.SaveCheckpointRequest, context: Context
     ) -> trainer_pb2.SaveCheckpointResponse:
         self._check(request.header, lease=False)
-        session = self._session()
-        if request.wait:
-            await self._land(session)
-        write = session.saver.result(request.number) if session.saver else None
-        stood_still = 0.0
-        if write is None:
-            saver, snapshot, stood_still = await self._compute(
-                session.snapshot, request.number, bytes(request.ledger)
-            )
-            with refusals():
-                write = saver.start(snapshot)
+        write, stood_still = await self._save(request)
         if request.wait:
             with refusals():
-                await asyncio.wrap_future(write)
-        durable = write.done() and write.exception() is None
-        checkpoint = (
-            wire.checkpoint_message(write.result(), ledger=False) if durable else self._begun(session)
-        )
+                await asyncio.wrap_future(write.done)
+        if write.durable:
+            checkpoint = wire.checkpoint_message(write.done.result())
+        else:
+            checkpoint = trainer_pb2.Checkpoint(name=write.name, version=wire.version_message(write.version))
         return trainer_pb2.SaveCheckpointResponse(
-            checkpoint=checkpoint, durable=durable, snapshot_time=wire.duration(stood_still)
+            checkpoint=checkpoint, durable=write.durable, snapshot_time=wire.duration(stood_still)
         )
 
     async def ListCheckpoints(
@@ -297,16 +297,25 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):  # type: ignore[
     ) -> trainer_pb2.ListCheckpointsResponse:
         self._check(request.header, lease=False)
         first = check_page(request.page_size, request.page_token)
-        with refusals():
-            directory, saver = self._trainer.checkpoints()
+        directory = self._checkpoints(request.source_run_directory)
         found = await elsewhere(directory.live)
         size = request.page_size or 50
         page = found[first : first + size]
         return trainer_pb2.ListCheckpointsResponse(
-            checkpoints=[wire.checkpoint_message(saved, ledger=True) for saved in page],
+            checkpoints=[wire.checkpoint_message(saved) for saved in page],
             next_page_token=str(first + size) if first + size < len(found) else "",
-            last_failure=saver.last_failure if saver else "",
+            last_failure="" if request.source_run_directory else self._trainer.last_failure(),
+            set_aside=[wire.set_aside_message(found) for found in directory.asides.take_reports()],
         )
+
+    async def FetchLedger(
+        self, request: trainer_pb2.FetchLedgerRequest, context: Context
+    ) -> AsyncIterator[trainer_pb2.FetchLedgerResponse]:
+        self._check(request.header, lease=False)
+        directory = self._checkpoints(request.source_run_directory)
+        ledger = await elsewhere(directory.ledger, request.checkpoint)
+        for start in range(0, len(ledger), LEDGER_PIECE_BYTES):
+            yield trainer_pb2.FetchLedgerResponse(data=ledger[start : start + LEDGER_PIECE_BYTES])
 
     async def ExportModel(
         self, request: trainer_pb2.ExportModelRequest, context: Context
@@ -360,12 +369,15 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):  # type: ignore[
         return self._trainer.state()
 
     def _new_queue(self, micro_batch_tokens: int) -> LearnQueue:
-        limit = max(16 * micro_batch_tokens, 1 << 16)
-        return LearnQueue(self._learn, limit_tokens=limit, batch_tokens=2 * micro_batch_tokens)
+        async def learn(items: list[LearnItem]) -> list[list[GroupRecord] | Refusal]:
+            with refusals():
+                if queue is not self._queue:
+                    raise Refusal("NOT_OPEN", "the run was closed before these groups were learned")
+            return await self._compute(self._awake().learn, items)
 
-    async def _learn(self, items: list[LearnItem]) -> list[list[GroupRecord] | Refusal]:
-        session = self._awake()
-        return await self._compute(session.learn, items)
+        limit = max(16 * micro_batch_tokens, 1 << 16)
+        queue = LearnQueue(learn, limit_tokens=limit, batch_tokens=2 * micro_batch_tokens)
+        return queue
 
     def _admit_learn(self, header: common_pb2.CommandHeader, request: trainer_pb2.LearnRequest) -> LearnItem:
         self._check(header, lease=True)
@@ -376,18 +388,25 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):  # type: ignore[
             groups = [wire.read_group(group, sampling, vocabulary) for group in request.groups]
         return LearnItem(request.step, request.attempt, groups)
 
-    async def _land(self, session: Session) -> None:
-        """Waits until no checkpoint is in flight; how it ended is its own caller's business."""
-        write = session.saver.flight() if session.saver else None
-        if write is not None:
-            await asyncio.wait([asyncio.wrap_future(write)])
+    def _checkpoints(self, source: str) -> CheckpointDirectory:
+        if source:
+            _check_path("source_run_directory", source)
+        with refusals():
+            return self._trainer.checkpoints(source)
 
-    def _begun(self, session: Session) -> trainer_pb2.Checkpoint:
-        version = session.state.version
-        assert version is not None and session.saver is not None
-        return trainer_pb2.Checkpoint(
-            name=session.saver.name(version.ordinal), version=wire.version_message(version)
-        )
+    async def _save(self, request: trainer_pb2.SaveCheckpointRequest) -> tuple[Write, float]:
+        """Begins a checkpoint. A call that waits takes its turn after the one in flight, within its own deadline."""
+        session = self._session()
+        while True:
+            try:
+                return await self._compute(session.save, request.number, bytes(request.ledger))
+            except ServiceError as error:
+                if not (request.wait and error.reason == "BUSY"):
+                    raise
+            flight = session.saver.flight() if session.saver else None
+            if flight is not None:
+                # How it ends is its own caller's business.
+                await asyncio.wait([asyncio.wrap_future(flight.done)])
 
     async def _on_grant(self, lease: common_pb2.Lease) -> None:
         self._trainer.threads = bind_cpu(lease.devices)
@@ -420,3 +439,12 @@ def _check_step(request: _StepRequest) -> None:
     for name, least in (("step", 0), ("base_number", 1), ("next_number", 1), ("number", 1)):
         if name in request.DESCRIPTOR.fields_by_name:
             check_number(name, getattr(request, name), least)
+
+
+def _check_path(field: str, text: str) -> Path:
+    """A directory's absolute path. Raises INVALID, also for one that no file system takes."""
+    path = Path(text)
+    short = len(text) <= MAX_PATH and all(len(part.encode()) <= MAX_PATH_PART for part in path.parts)
+    if not path.is_absolute() or "\0" in text or not short:
+        raise invalid(field, f"{text[:300]!r}; give an absolute path")
+    return path

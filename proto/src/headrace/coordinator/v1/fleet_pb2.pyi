@@ -31,7 +31,7 @@ class StringList(_message.Message):
     def __init__(self, values: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class RegisterRequest(_message.Message):
-    __slots__ = ("instance", "incarnation", "kind", "address", "host", "devices", "capabilities", "profile", "held_leases", "coordinator_epoch", "open_runs")
+    __slots__ = ("instance", "incarnation", "kind", "address", "host", "devices", "capabilities", "profile", "held_leases", "coordinator_epoch", "open_runs", "store_id", "open_run_reports", "max_open_runs")
     class CapabilitiesEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -50,6 +50,9 @@ class RegisterRequest(_message.Message):
     HELD_LEASES_FIELD_NUMBER: _ClassVar[int]
     COORDINATOR_EPOCH_FIELD_NUMBER: _ClassVar[int]
     OPEN_RUNS_FIELD_NUMBER: _ClassVar[int]
+    STORE_ID_FIELD_NUMBER: _ClassVar[int]
+    OPEN_RUN_REPORTS_FIELD_NUMBER: _ClassVar[int]
+    MAX_OPEN_RUNS_FIELD_NUMBER: _ClassVar[int]
     instance: str
     incarnation: str
     kind: ServiceKind
@@ -61,43 +64,58 @@ class RegisterRequest(_message.Message):
     held_leases: _containers.RepeatedCompositeFieldContainer[_common_pb2.Lease]
     coordinator_epoch: int
     open_runs: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, instance: _Optional[str] = ..., incarnation: _Optional[str] = ..., kind: _Optional[_Union[ServiceKind, str]] = ..., address: _Optional[str] = ..., host: _Optional[str] = ..., devices: _Optional[_Iterable[str]] = ..., capabilities: _Optional[_Mapping[str, StringList]] = ..., profile: _Optional[_Iterable[_Union[_common_pb2.StageMetrics, _Mapping]]] = ..., held_leases: _Optional[_Iterable[_Union[_common_pb2.Lease, _Mapping]]] = ..., coordinator_epoch: _Optional[int] = ..., open_runs: _Optional[_Iterable[str]] = ...) -> None: ...
+    store_id: str
+    open_run_reports: _containers.RepeatedCompositeFieldContainer[_common_pb2.OpenRunReport]
+    max_open_runs: int
+    def __init__(self, instance: _Optional[str] = ..., incarnation: _Optional[str] = ..., kind: _Optional[_Union[ServiceKind, str]] = ..., address: _Optional[str] = ..., host: _Optional[str] = ..., devices: _Optional[_Iterable[str]] = ..., capabilities: _Optional[_Mapping[str, StringList]] = ..., profile: _Optional[_Iterable[_Union[_common_pb2.StageMetrics, _Mapping]]] = ..., held_leases: _Optional[_Iterable[_Union[_common_pb2.Lease, _Mapping]]] = ..., coordinator_epoch: _Optional[int] = ..., open_runs: _Optional[_Iterable[str]] = ..., store_id: _Optional[str] = ..., open_run_reports: _Optional[_Iterable[_Union[_common_pb2.OpenRunReport, _Mapping]]] = ..., max_open_runs: _Optional[int] = ...) -> None: ...
 
 class RegisterResponse(_message.Message):
-    __slots__ = ("coordinator_epoch", "heartbeat_interval", "lease_ttl", "stale_lease_epochs")
+    __slots__ = ("coordinator_epoch", "heartbeat_interval", "lease_ttl", "stale_lease_epochs", "store_id")
     COORDINATOR_EPOCH_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_INTERVAL_FIELD_NUMBER: _ClassVar[int]
     LEASE_TTL_FIELD_NUMBER: _ClassVar[int]
     STALE_LEASE_EPOCHS_FIELD_NUMBER: _ClassVar[int]
+    STORE_ID_FIELD_NUMBER: _ClassVar[int]
     coordinator_epoch: int
     heartbeat_interval: _duration_pb2.Duration
     lease_ttl: _duration_pb2.Duration
     stale_lease_epochs: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, coordinator_epoch: _Optional[int] = ..., heartbeat_interval: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., lease_ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., stale_lease_epochs: _Optional[_Iterable[int]] = ...) -> None: ...
+    store_id: str
+    def __init__(self, coordinator_epoch: _Optional[int] = ..., heartbeat_interval: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., lease_ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., stale_lease_epochs: _Optional[_Iterable[int]] = ..., store_id: _Optional[str] = ...) -> None: ...
 
 class SessionRequest(_message.Message):
-    __slots__ = ("incarnation", "heartbeat", "lease_held", "lease_released")
+    __slots__ = ("incarnation", "heartbeat", "lease_held", "lease_released", "draining")
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     LEASE_HELD_FIELD_NUMBER: _ClassVar[int]
     LEASE_RELEASED_FIELD_NUMBER: _ClassVar[int]
+    DRAINING_FIELD_NUMBER: _ClassVar[int]
     incarnation: str
     heartbeat: Heartbeat
     lease_held: LeaseHeld
     lease_released: LeaseReleased
-    def __init__(self, incarnation: _Optional[str] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., lease_held: _Optional[_Union[LeaseHeld, _Mapping]] = ..., lease_released: _Optional[_Union[LeaseReleased, _Mapping]] = ...) -> None: ...
+    draining: Draining
+    def __init__(self, incarnation: _Optional[str] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., lease_held: _Optional[_Union[LeaseHeld, _Mapping]] = ..., lease_released: _Optional[_Union[LeaseReleased, _Mapping]] = ..., draining: _Optional[_Union[Draining, _Mapping]] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
-    __slots__ = ("sequence", "lease_epochs", "resident_memory_bytes", "metrics")
+    __slots__ = ("sequence", "lease_epochs", "resident_memory_bytes", "metrics", "open_runs")
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     LEASE_EPOCHS_FIELD_NUMBER: _ClassVar[int]
     RESIDENT_MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
     METRICS_FIELD_NUMBER: _ClassVar[int]
+    OPEN_RUNS_FIELD_NUMBER: _ClassVar[int]
     sequence: int
     lease_epochs: _containers.RepeatedScalarFieldContainer[int]
     resident_memory_bytes: int
     metrics: _containers.RepeatedCompositeFieldContainer[_common_pb2.StageMetrics]
-    def __init__(self, sequence: _Optional[int] = ..., lease_epochs: _Optional[_Iterable[int]] = ..., resident_memory_bytes: _Optional[int] = ..., metrics: _Optional[_Iterable[_Union[_common_pb2.StageMetrics, _Mapping]]] = ...) -> None: ...
+    open_runs: _containers.RepeatedCompositeFieldContainer[_common_pb2.OpenRunReport]
+    def __init__(self, sequence: _Optional[int] = ..., lease_epochs: _Optional[_Iterable[int]] = ..., resident_memory_bytes: _Optional[int] = ..., metrics: _Optional[_Iterable[_Union[_common_pb2.StageMetrics, _Mapping]]] = ..., open_runs: _Optional[_Iterable[_Union[_common_pb2.OpenRunReport, _Mapping]]] = ...) -> None: ...
+
+class Draining(_message.Message):
+    __slots__ = ("grace",)
+    GRACE_FIELD_NUMBER: _ClassVar[int]
+    grace: _duration_pb2.Duration
+    def __init__(self, grace: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class LeaseHeld(_message.Message):
     __slots__ = ("epoch", "refusal")
@@ -108,12 +126,14 @@ class LeaseHeld(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., refusal: _Optional[str] = ...) -> None: ...
 
 class LeaseReleased(_message.Message):
-    __slots__ = ("epoch", "free_memory_bytes")
+    __slots__ = ("epoch", "free_memory_bytes", "used_memory_bytes")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     FREE_MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    USED_MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     free_memory_bytes: int
-    def __init__(self, epoch: _Optional[int] = ..., free_memory_bytes: _Optional[int] = ...) -> None: ...
+    used_memory_bytes: int
+    def __init__(self, epoch: _Optional[int] = ..., free_memory_bytes: _Optional[int] = ..., used_memory_bytes: _Optional[int] = ...) -> None: ...
 
 class SessionResponse(_message.Message):
     __slots__ = ("heartbeat_ack", "grant", "revoke", "drain")

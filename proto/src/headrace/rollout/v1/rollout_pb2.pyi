@@ -47,12 +47,20 @@ class CloseRunResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("open", "assign")
+    __slots__ = ("open", "assign", "reauthorize")
     OPEN_FIELD_NUMBER: _ClassVar[int]
     ASSIGN_FIELD_NUMBER: _ClassVar[int]
+    REAUTHORIZE_FIELD_NUMBER: _ClassVar[int]
     open: GenerateOpen
     assign: AssignGroups
-    def __init__(self, open: _Optional[_Union[GenerateOpen, _Mapping]] = ..., assign: _Optional[_Union[AssignGroups, _Mapping]] = ...) -> None: ...
+    reauthorize: Reauthorize
+    def __init__(self, open: _Optional[_Union[GenerateOpen, _Mapping]] = ..., assign: _Optional[_Union[AssignGroups, _Mapping]] = ..., reauthorize: _Optional[_Union[Reauthorize, _Mapping]] = ...) -> None: ...
+
+class Reauthorize(_message.Message):
+    __slots__ = ("header",)
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    header: _common_pb2.CommandHeader
+    def __init__(self, header: _Optional[_Union[_common_pb2.CommandHeader, _Mapping]] = ...) -> None: ...
 
 class GenerateOpen(_message.Message):
     __slots__ = ("header", "policy_number", "distribution", "max_new_tokens", "stop", "seed", "chunk_tokens", "deterministic", "evaluation")
@@ -135,12 +143,14 @@ class SampleAssignment(_message.Message):
     def __init__(self, sample_index: _Optional[int] = ..., attempt: _Optional[int] = ..., resume: _Optional[_Union[_common_pb2.ResumeState, _Mapping]] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
-    __slots__ = ("chunks", "partials")
+    __slots__ = ("chunks", "partials", "revoked")
     CHUNKS_FIELD_NUMBER: _ClassVar[int]
     PARTIALS_FIELD_NUMBER: _ClassVar[int]
+    REVOKED_FIELD_NUMBER: _ClassVar[int]
     chunks: _containers.RepeatedCompositeFieldContainer[_common_pb2.TrajectoryChunk]
     partials: _containers.RepeatedCompositeFieldContainer[PartialSample]
-    def __init__(self, chunks: _Optional[_Iterable[_Union[_common_pb2.TrajectoryChunk, _Mapping]]] = ..., partials: _Optional[_Iterable[_Union[PartialSample, _Mapping]]] = ...) -> None: ...
+    revoked: bool
+    def __init__(self, chunks: _Optional[_Iterable[_Union[_common_pb2.TrajectoryChunk, _Mapping]]] = ..., partials: _Optional[_Iterable[_Union[PartialSample, _Mapping]]] = ..., revoked: _Optional[bool] = ...) -> None: ...
 
 class PartialSample(_message.Message):
     __slots__ = ("sample", "attempt", "state")

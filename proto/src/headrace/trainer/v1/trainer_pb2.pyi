@@ -127,16 +127,18 @@ class LeaveGangResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class RestoreRequest(_message.Message):
-    __slots__ = ("header", "checkpoint", "number", "store_id")
+    __slots__ = ("header", "checkpoint", "number", "store_id", "source_run_directory")
     HEADER_FIELD_NUMBER: _ClassVar[int]
     CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     STORE_ID_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_RUN_DIRECTORY_FIELD_NUMBER: _ClassVar[int]
     header: _common_pb2.CommandHeader
     checkpoint: str
     number: int
     store_id: str
-    def __init__(self, header: _Optional[_Union[_common_pb2.CommandHeader, _Mapping]] = ..., checkpoint: _Optional[str] = ..., number: _Optional[int] = ..., store_id: _Optional[str] = ...) -> None: ...
+    source_run_directory: str
+    def __init__(self, header: _Optional[_Union[_common_pb2.CommandHeader, _Mapping]] = ..., checkpoint: _Optional[str] = ..., number: _Optional[int] = ..., store_id: _Optional[str] = ..., source_run_directory: _Optional[str] = ...) -> None: ...
 
 class RestoreResponse(_message.Message):
     __slots__ = ("version", "warmup_steps", "figures")
@@ -418,24 +420,54 @@ class SaveCheckpointResponse(_message.Message):
     def __init__(self, checkpoint: _Optional[_Union[Checkpoint, _Mapping]] = ..., durable: _Optional[bool] = ..., snapshot_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class ListCheckpointsRequest(_message.Message):
-    __slots__ = ("header", "page_size", "page_token")
+    __slots__ = ("header", "page_size", "page_token", "source_run_directory")
     HEADER_FIELD_NUMBER: _ClassVar[int]
     PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
     PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_RUN_DIRECTORY_FIELD_NUMBER: _ClassVar[int]
     header: _common_pb2.CommandHeader
     page_size: int
     page_token: str
-    def __init__(self, header: _Optional[_Union[_common_pb2.CommandHeader, _Mapping]] = ..., page_size: _Optional[int] = ..., page_token: _Optional[str] = ...) -> None: ...
+    source_run_directory: str
+    def __init__(self, header: _Optional[_Union[_common_pb2.CommandHeader, _Mapping]] = ..., page_size: _Optional[int] = ..., page_token: _Optional[str] = ..., source_run_directory: _Optional[str] = ...) -> None: ...
+
+class SetAsideCheckpoint(_message.Message):
+    __slots__ = ("name", "reason", "set_aside_as")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    SET_ASIDE_AS_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    reason: str
+    set_aside_as: str
+    def __init__(self, name: _Optional[str] = ..., reason: _Optional[str] = ..., set_aside_as: _Optional[str] = ...) -> None: ...
 
 class ListCheckpointsResponse(_message.Message):
-    __slots__ = ("checkpoints", "next_page_token", "last_failure")
+    __slots__ = ("checkpoints", "next_page_token", "last_failure", "set_aside")
     CHECKPOINTS_FIELD_NUMBER: _ClassVar[int]
     NEXT_PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
     LAST_FAILURE_FIELD_NUMBER: _ClassVar[int]
+    SET_ASIDE_FIELD_NUMBER: _ClassVar[int]
     checkpoints: _containers.RepeatedCompositeFieldContainer[Checkpoint]
     next_page_token: str
     last_failure: str
-    def __init__(self, checkpoints: _Optional[_Iterable[_Union[Checkpoint, _Mapping]]] = ..., next_page_token: _Optional[str] = ..., last_failure: _Optional[str] = ...) -> None: ...
+    set_aside: _containers.RepeatedCompositeFieldContainer[SetAsideCheckpoint]
+    def __init__(self, checkpoints: _Optional[_Iterable[_Union[Checkpoint, _Mapping]]] = ..., next_page_token: _Optional[str] = ..., last_failure: _Optional[str] = ..., set_aside: _Optional[_Iterable[_Union[SetAsideCheckpoint, _Mapping]]] = ...) -> None: ...
+
+class FetchLedgerRequest(_message.Message):
+    __slots__ = ("header", "checkpoint", "source_run_directory")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_RUN_DIRECTORY_FIELD_NUMBER: _ClassVar[int]
+    header: _common_pb2.CommandHeader
+    checkpoint: str
+    source_run_directory: str
+    def __init__(self, header: _Optional[_Union[_common_pb2.CommandHeader, _Mapping]] = ..., checkpoint: _Optional[str] = ..., source_run_directory: _Optional[str] = ...) -> None: ...
+
+class FetchLedgerResponse(_message.Message):
+    __slots__ = ("data",)
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    data: bytes
+    def __init__(self, data: _Optional[bytes] = ...) -> None: ...
 
 class ExportModelRequest(_message.Message):
     __slots__ = ("header", "name")

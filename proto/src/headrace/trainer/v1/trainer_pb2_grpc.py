@@ -111,6 +111,11 @@ class TrainerServiceStub:
                 request_serializer=headrace_dot_trainer_dot_v1_dot_trainer__pb2.ListCheckpointsRequest.SerializeToString,
                 response_deserializer=headrace_dot_trainer_dot_v1_dot_trainer__pb2.ListCheckpointsResponse.FromString,
                 _registered_method=True)
+        self.FetchLedger = channel.unary_stream(
+                '/headrace.trainer.v1.TrainerService/FetchLedger',
+                request_serializer=headrace_dot_trainer_dot_v1_dot_trainer__pb2.FetchLedgerRequest.SerializeToString,
+                response_deserializer=headrace_dot_trainer_dot_v1_dot_trainer__pb2.FetchLedgerResponse.FromString,
+                _registered_method=True)
         self.ExportModel = channel.unary_unary(
                 '/headrace.trainer.v1.TrainerService/ExportModel',
                 request_serializer=headrace_dot_trainer_dot_v1_dot_trainer__pb2.ExportModelRequest.SerializeToString,
@@ -232,7 +237,14 @@ class TrainerServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ListCheckpoints(self, request, context):
-        """Checkpoints on disk, with what each one's ledger says.
+        """Checkpoints on disk. Damaged ones are set aside by name first.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def FetchLedger(self, request, context):
+        """The coordinator's ledger of one checkpoint, in pieces.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -336,6 +348,11 @@ def add_TrainerServiceServicer_to_server(servicer, server):
                     servicer.ListCheckpoints,
                     request_deserializer=headrace_dot_trainer_dot_v1_dot_trainer__pb2.ListCheckpointsRequest.FromString,
                     response_serializer=headrace_dot_trainer_dot_v1_dot_trainer__pb2.ListCheckpointsResponse.SerializeToString,
+            ),
+            'FetchLedger': grpc.unary_stream_rpc_method_handler(
+                    servicer.FetchLedger,
+                    request_deserializer=headrace_dot_trainer_dot_v1_dot_trainer__pb2.FetchLedgerRequest.FromString,
+                    response_serializer=headrace_dot_trainer_dot_v1_dot_trainer__pb2.FetchLedgerResponse.SerializeToString,
             ),
             'ExportModel': grpc.unary_unary_rpc_method_handler(
                     servicer.ExportModel,
@@ -760,6 +777,33 @@ class TrainerService:
             '/headrace.trainer.v1.TrainerService/ListCheckpoints',
             headrace_dot_trainer_dot_v1_dot_trainer__pb2.ListCheckpointsRequest.SerializeToString,
             headrace_dot_trainer_dot_v1_dot_trainer__pb2.ListCheckpointsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def FetchLedger(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/headrace.trainer.v1.TrainerService/FetchLedger',
+            headrace_dot_trainer_dot_v1_dot_trainer__pb2.FetchLedgerRequest.SerializeToString,
+            headrace_dot_trainer_dot_v1_dot_trainer__pb2.FetchLedgerResponse.FromString,
             options,
             channel_credentials,
             insecure,

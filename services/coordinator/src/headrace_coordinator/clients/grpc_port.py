@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -21,6 +22,7 @@ _STUBS: dict[str, Any] = {
     "reward": reward_pb2_grpc.RewardServiceStub,
     "simulator": simulator_pb2_grpc.SimulatorServiceStub,
 }
+QUIESCED_RETRY_S = 0.2
 _GONE = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED}
 
 
@@ -33,11 +35,16 @@ class GrpcPort:
         self._incarnation = incarnation
 
     async def call(self, method: str, request: Any, timeout: float) -> Any:
-        """See `Port.call`."""
-        try:
-            return await getattr(self._stub, method)(request, timeout=timeout)
-        except grpc.aio.AioRpcError as error:
-            raise self._fault(method, error) from error
+        """See `Port.call`. A lease that was not renewed in time, because one of both stood still, is waited for."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout
+        while True:
+            try:
+                return await getattr(self._stub, method)(request, timeout=max(0.1, deadline - loop.time()))
+            except grpc.aio.AioRpcError as error:
+                if reason_of(error) != "LEASE_QUIESCED" or loop.time() + QUIESCED_RETRY_S > deadline:
+                    raise self._fault(method, error) from error
+            await asyncio.sleep(QUIESCED_RETRY_S)
 
     def stream(self, method: str, requests: AsyncIterator[Any], timeout: float) -> AsyncIterator[Any]:
         """See `Port.stream`."""

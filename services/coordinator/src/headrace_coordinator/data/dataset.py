@@ -7,11 +7,12 @@ import json
 from collections.abc import Sequence
 from functools import lru_cache
 
+from headrace_schema.generating import DataSection
+from headrace_schema.problems import Impossible, problem
+
 from headrace_coordinator.data.items import DataItem, squeezed
 from headrace_coordinator.data.prompts import PromptContent, Prompter
 from headrace_coordinator.data.sources import DataSource, open_source
-from headrace_coordinator.problems import Impossible, problem
-from headrace_coordinator.spec import DataSection
 
 ORDERS_KEPT = 2
 

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
+from headrace_schema.problems import Impossible, choose, problem, show
 from pydantic import Field
 
 from headrace_coordinator.data.items import DataItem
 from headrace_coordinator.data.sources import DataSource
-from headrace_coordinator.problems import Impossible, choose, problem, show
 
 LINE_BYTES = 1024 * 1024
 PATH_KEY = "data.options.path"

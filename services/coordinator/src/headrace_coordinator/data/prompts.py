@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from string import Formatter
 
+from headrace_schema.generating import PromptSection
+from headrace_schema.problems import Impossible, choose, problem
+
 from headrace_coordinator.data.items import DataItem
-from headrace_coordinator.problems import Impossible, choose, problem
-from headrace_coordinator.spec import PromptSection
 
 DOUBLE = "write a brace that is meant as text twice: {{ or }}"
 

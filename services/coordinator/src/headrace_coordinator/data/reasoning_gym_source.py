@@ -11,11 +11,11 @@ import time
 from collections.abc import Iterator
 from typing import Annotated, Any, NoReturn
 
+from headrace_schema.problems import Impossible, choose, problem, show
 from pydantic import Field, model_validator
 
 from headrace_coordinator.data.items import DataItem, canonical
 from headrace_coordinator.data.sources import DataSource
-from headrace_coordinator.problems import Impossible, choose, problem, show
 
 # A space is exhausted after PATIENCE × (its items so far) draws in a row without a new one. With uniform
 # draws a given item is missed with probability exp(-PATIENCE); the floor covers small, uneven spaces.

@@ -13,10 +13,10 @@ from importlib import import_module
 from importlib.metadata import entry_points
 from typing import Any
 
+from headrace_schema.problems import Impossible, choose, explain, problem
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from headrace_coordinator.data.items import DataItem
-from headrace_coordinator.problems import Impossible, choose, explain, problem
 
 GROUP = "headrace.data_sources"
 BUILT_IN = {

@@ -5,9 +5,11 @@ Tuples instead of objects where an event carries many slots: the log stays small
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeGuard
 
 import msgspec
+
+from headrace_coordinator.domain.compact import Drops, Run
 
 
 class Event(msgspec.Struct, frozen=True, tag_field="type", omit_defaults=True):
@@ -51,6 +53,12 @@ class InstanceRegistered(Event, frozen=True, kw_only=True):
     capabilities: dict[str, list[str]]
 
 
+class InstanceDraining(Event, frozen=True, kw_only=True):
+    """A process was told to stop; it gets no new work."""
+
+    incarnation: str
+
+
 class InstanceLost(Event, frozen=True, kw_only=True):
     """A process is gone, or unheard of for a lease's lifetime; `proven` when its exit was seen."""
 
@@ -76,10 +84,9 @@ class LeaseHeld(Event, frozen=True, kw_only=True):
 
 
 class LeaseRevoking(Event, frozen=True, kw_only=True):
-    """The holder was asked to let go by `deadline`."""
+    """The holder was asked to let go; by when is known to the lease desk, on its own clock."""
 
     epoch: int
-    deadline: float
 
 
 class LeaseEnded(Event, frozen=True, kw_only=True):
@@ -108,11 +115,39 @@ class RunSubmitted(RunEvent, frozen=True, kw_only=True):
     directory: str
 
 
+class RunIntentChanged(RunEvent, frozen=True, kw_only=True):
+    """What is wanted of the run: RUN, PAUSE, PAUSE_NOW or CANCEL; `author` is `user` or `system`."""
+
+    intent: str
+    author: str
+    reason: str
+
+
 class RunStateChanged(RunEvent, frozen=True, kw_only=True):
     """The run's life moved on."""
 
     state: str
     reason: str
+
+
+class RunArchived(Event, frozen=True, kw_only=True):
+    """An ended run's history and summary are synced files: of the run itself, these few words stay in memory."""
+
+    run: str
+    state: str
+    created_at: float
+
+
+class RunAdmitted(RunEvent, frozen=True, kw_only=True):
+    """The run may use these instances (incarnations) and devices, and no others; replaces an earlier grant."""
+
+    rollouts: list[str]
+    trainers: list[str]
+    devices: list[str]
+
+
+class RunReleased(RunEvent, frozen=True, kw_only=True):
+    """The run has nothing open and holds nothing."""
 
 
 class GangFormed(RunEvent, frozen=True, kw_only=True):
@@ -128,6 +163,14 @@ class NumberBurnt(RunEvent, frozen=True, kw_only=True):
     number: int
 
 
+class Kept(msgspec.Struct, frozen=True, kw_only=True):
+    """What a rewind leaves of a run's figures, as its history has them before the first step that is made again."""
+
+    counts: tuple[int, int, int, int, int] = (0, 0, 0, 0, 0)
+    """Trained, dropped, duplicates, missing, worst staleness."""
+    last_step: dict[str, Any] | None = None
+
+
 class VersionRestored(RunEvent, frozen=True, kw_only=True):
     """The trainer holds a checkpoint's content, or the initial model, under a new number.
 
@@ -140,8 +183,11 @@ class VersionRestored(RunEvent, frozen=True, kw_only=True):
     digest: str
     checkpoint: str
     frontier_step: int
+    source_run: str = ""
+    """The run that made the checkpoint, where it is another one: a fork."""
     warmup_steps: int = 0
     figures: dict[str, float] = {}
+    kept: Kept | None = None
 
 
 class StepOpened(RunEvent, frozen=True, kw_only=True):
@@ -189,7 +235,7 @@ class GroupDropped(RunEvent, frozen=True, kw_only=True):
 
 
 class Certificate(msgspec.Struct, frozen=True, kw_only=True):
-    """Attests one update, from the coordinator's and the trainer's own counts."""
+    """Attests one update, from the coordinator's and the trainer's own counts. `compact` says what its lists hold."""
 
     number: int
     parent: int
@@ -197,15 +243,16 @@ class Certificate(msgspec.Struct, frozen=True, kw_only=True):
     digest: str
     step: int
     attempt: int
-    trained: list[tuple[int, int, int]]
-    dropped: list[tuple[int, int, str]]
+    trained: list[Run]
+    dropped: Drops
     set_digest: str
     tokens: int
     tokens_by_version: dict[int, int]
     max_staleness: int
-    log_prob_mismatch_mean: float
+    log_prob_mismatch_mean: float | None
     drop_rate_by_length: dict[str, float]
     drop_rate_by_pass_rate: dict[str, float]
+    log_prob_compared_tokens: int = 0
 
 
 class StepCommitted(RunEvent, frozen=True, kw_only=True):
@@ -219,7 +266,7 @@ class StepSkipped(RunEvent, frozen=True, kw_only=True):
     """A step ended without a version: every slot of it is dropped."""
 
     step: int
-    dropped: list[tuple[int, int, str]]
+    dropped: Drops
 
 
 class StepAborted(RunEvent, frozen=True, kw_only=True):
@@ -246,6 +293,13 @@ class CheckpointSaved(RunEvent, frozen=True, kw_only=True):
 class CheckpointFailed(RunEvent, frozen=True, kw_only=True):
     """A checkpoint could not be written; training goes on, a rewind would lose more."""
 
+    reason: str
+
+
+class CheckpointSetAside(RunEvent, frozen=True, kw_only=True):
+    """A checkpoint is damaged and was renamed; the one before it is used."""
+
+    name: str
     reason: str
 
 
@@ -278,6 +332,7 @@ AnyEvent = (
     CoordinatorStarted
     | EpochRaised
     | InstanceRegistered
+    | InstanceDraining
     | InstanceLost
     | LeaseGranted
     | LeaseHeld
@@ -285,7 +340,11 @@ AnyEvent = (
     | LeaseEnded
     | KeyUsed
     | RunSubmitted
+    | RunIntentChanged
     | RunStateChanged
+    | RunArchived
+    | RunAdmitted
+    | RunReleased
     | GangFormed
     | NumberBurnt
     | VersionRestored
@@ -301,6 +360,7 @@ AnyEvent = (
     | Evaluated
     | CheckpointSaved
     | CheckpointFailed
+    | CheckpointSetAside
     | DatasetOpened
     | ModelExported
     | RunRecovering
@@ -313,6 +373,11 @@ _decoder: Any = msgspec.json.Decoder(AnyEvent)
 
 LEDGER_EVENTS = (SlotsAssigned, SlotsFinished, GroupsSettled, GroupsAccumulated, NumberBurnt)
 """Run events that only the log needs: too many and too small to show."""
+
+
+def is_public(event: Event) -> TypeGuard[RunEvent]:
+    """The event belongs to its run's history, which people read."""
+    return isinstance(event, RunEvent) and not isinstance(event, LEDGER_EVENTS)
 
 
 def encode(event: Event) -> bytes:

@@ -1,7 +1,7 @@
 """Leases as a pure reducer: who may use which device, under which epoch.
 
-`plan_*` functions look at a table and say which events follow; `LeaseTable.apply` folds events. Time comes
-in as an argument; renewals are volatile and live with the caller.
+`plan_*` functions look at a table and say which events follow; `LeaseTable.apply` folds events. `now` is the wall
+clock, for the events alone; renewals and deadlines are volatile, on another clock, and live with the caller.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ class Lease(msgspec.Struct):
     stage: str
     devices: list[str]
     state: str = GRANTED
-    deadline: float = 0.0
 
 
 class Quarantine(msgspec.Struct):
@@ -77,7 +76,7 @@ class LeaseTable(msgspec.Struct):
                     lease.state = HELD
             case ev.LeaseRevoking():
                 if lease := self.leases.get(event.epoch):
-                    lease.state, lease.deadline = REVOKING, event.deadline
+                    lease.state = REVOKING
             case ev.LeaseEnded():
                 self._end(event)
             case ev.InstanceLost(proven=True):
@@ -139,26 +138,32 @@ def plan_release(table: LeaseTable, epoch: int, incarnation: str, cause: str, no
     return [ev.LeaseEnded(at=now, epoch=epoch, cause=cause, proven=True)]
 
 
-def plan_revoke(table: LeaseTable, epoch: int, deadline: float, now: float) -> list[ev.Event]:
-    """Asks a holder to let go by `deadline`."""
+def plan_revoke(table: LeaseTable, epoch: int, now: float) -> list[ev.Event]:
+    """Asks a holder to let go."""
     lease = table.leases.get(epoch)
     if lease is None or lease.state == REVOKING:
         return []
-    return [ev.LeaseRevoking(at=now, epoch=epoch, deadline=deadline)]
+    return [ev.LeaseRevoking(at=now, epoch=epoch)]
 
 
 def plan_expire(
-    table: LeaseTable, renewed_at: Mapping[int, float], ttl: float, now: float
+    table: LeaseTable,
+    renewed_at: Mapping[int, float],
+    let_go_by: Mapping[int, float],
+    ttl: float,
+    now: float,
+    at: float,
 ) -> list[ev.LeaseEnded]:
-    """Leases not renewed for a TTL, and revoked ones past their deadline: over, devices quarantined."""
+    """Leases not renewed for a TTL, and revoked ones past their deadline: over, devices quarantined.
+
+    `renewed_at`, `let_go_by` and `now` are on one clock; `at` is the wall clock, for the events.
+    """
     expired = []
     for lease in table.leases.values():
         if now - renewed_at.get(lease.epoch, now) > ttl:
-            expired.append(ev.LeaseEnded(at=now, epoch=lease.epoch, cause="not renewed", proven=False))
-        elif lease.state == REVOKING and now > lease.deadline:
-            expired.append(
-                ev.LeaseEnded(at=now, epoch=lease.epoch, cause="revoked past notice", proven=False)
-            )
+            expired.append(ev.LeaseEnded(at=at, epoch=lease.epoch, cause="not renewed", proven=False))
+        elif lease.state == REVOKING and now > let_go_by.get(lease.epoch, now):
+            expired.append(ev.LeaseEnded(at=at, epoch=lease.epoch, cause="revoked past notice", proven=False))
     return expired
 
 

@@ -1,4 +1,8 @@
-"""The life of a run: which state may follow which."""
+"""The life of a run as one pure reducer: what is wanted of it (`intent`), where it stands (`state`), what it holds.
+
+Each field has one writer: users, or the coordinator as `system`, append intents; the run's controller appends
+states. Knows no instance and no clock.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,7 @@ import msgspec
 
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain.slots import SlotLedger
+from headrace_coordinator.domain.totals import Totals
 from headrace_coordinator.domain.versions import Lineage
 
 QUEUED, PLANNING, RUNNING, PAUSING, PAUSED, RECOVERING, CANCELLING = (
@@ -20,25 +25,99 @@ QUEUED, PLANNING, RUNNING, PAUSING, PAUSED, RECOVERING, CANCELLING = (
     "CANCELLING",
 )
 SUCCEEDED, FAILED, CANCELLED = "SUCCEEDED", "FAILED", "CANCELLED"
+EVALUATED_KEPT = 256
+"""Names of evaluations that were done: a rewind goes back by fewer."""
 TERMINAL = frozenset({SUCCEEDED, FAILED, CANCELLED})
+ADMITTED = frozenset({PLANNING, RUNNING, RECOVERING, PAUSING, CANCELLING})
+"""States of a run that a controller works on; all others hold nothing."""
+STATES = (QUEUED, *sorted(ADMITTED), PAUSED, *sorted(TERMINAL))
 
-_ACTIVE_END = {CANCELLING, CANCELLED, FAILED}
+SWITCH_SHARE = 4.0
+"""A run keeps its instances at least so many times as long as it last took to start."""
+
+RUN, PAUSE, PAUSE_NOW, CANCEL = "RUN", "PAUSE", "PAUSE_NOW", "CANCEL"
+INTENTS = (RUN, PAUSE, PAUSE_NOW, CANCEL)
+
+_ENDS = {CANCELLING, CANCELLED, FAILED, QUEUED}
 FOLLOWS: dict[str, frozenset[str]] = {
-    QUEUED: frozenset({PLANNING, *_ACTIVE_END}),
-    PLANNING: frozenset({RUNNING, PAUSING, RECOVERING, *_ACTIVE_END}),
-    RUNNING: frozenset({PAUSING, RECOVERING, SUCCEEDED, *_ACTIVE_END}),
-    PAUSING: frozenset({PAUSED, RECOVERING, SUCCEEDED, *_ACTIVE_END}),
-    PAUSED: frozenset({PLANNING, *_ACTIVE_END}),
-    RECOVERING: frozenset({PLANNING, RUNNING, PAUSING, *_ACTIVE_END}),
+    QUEUED: frozenset({PLANNING, PAUSED, CANCELLED, FAILED}),
+    PLANNING: frozenset({RUNNING, PAUSING, PAUSED, RECOVERING, *_ENDS}),
+    RUNNING: frozenset({PAUSING, PAUSED, RECOVERING, SUCCEEDED, *_ENDS}),
+    PAUSING: frozenset({PAUSED, RUNNING, SUCCEEDED, *_ENDS}),
+    PAUSED: frozenset({QUEUED, CANCELLED, FAILED}),
+    RECOVERING: frozenset({PLANNING, RUNNING, PAUSING, PAUSED, *_ENDS}),
     CANCELLING: frozenset({CANCELLED, FAILED}),
     SUCCEEDED: frozenset(),
     FAILED: frozenset(),
     CANCELLED: frozenset(),
 }
 
+# What the controller does next. MOVE appends `state`; the others are about the work of an admitted run.
+WAIT, WORK, STOP_AT_BOUNDARY, STOP_NOW, MOVE = "WAIT", "WORK", "STOP_AT_BOUNDARY", "STOP_NOW", "MOVE"
+
 
 class IllegalTransition(Exception):
     """A state that may not follow the present one."""
+
+
+class IllegalIntent(Exception):
+    """A request that the run's state does not allow; the message is for its user."""
+
+
+class Action(msgspec.Struct, frozen=True):
+    """The next action of a run's controller; `state` and `reason` belong to MOVE."""
+
+    kind: str
+    state: str = ""
+    reason: str = ""
+
+
+_QUEUED = {
+    RUN: Action(WAIT),
+    PAUSE: Action(MOVE, PAUSED, "paused before it started; resume queues it again"),
+    PAUSE_NOW: Action(MOVE, PAUSED, "paused before it started; resume queues it again"),
+    CANCEL: Action(MOVE, CANCELLED, "cancelled while it was queued"),
+}
+_WORKING = {
+    RUN: Action(WORK),
+    PAUSE: Action(MOVE, PAUSING, "pauses after the step in hand"),
+    PAUSE_NOW: Action(MOVE, PAUSING, "pauses at once"),
+    CANCEL: Action(MOVE, CANCELLING, "cancel asked for"),
+}
+ACTIONS: dict[str, dict[str, Action]] = {
+    QUEUED: _QUEUED,
+    PLANNING: _WORKING,
+    RUNNING: _WORKING,
+    RECOVERING: _WORKING,
+    PAUSING: {
+        RUN: Action(MOVE, RUNNING, "resumed before it had paused"),
+        PAUSE: Action(STOP_AT_BOUNDARY),
+        PAUSE_NOW: Action(STOP_NOW),
+        CANCEL: Action(MOVE, CANCELLING, "cancel asked for"),
+    },
+    PAUSED: {
+        RUN: Action(MOVE, QUEUED, "resumed"),
+        PAUSE: Action(WAIT),
+        PAUSE_NOW: Action(WAIT),
+        CANCEL: Action(MOVE, CANCELLED, "cancelled while it was paused"),
+    },
+    CANCELLING: dict.fromkeys(INTENTS, Action(STOP_NOW)),
+    **{state: dict.fromkeys(INTENTS, Action(WAIT)) for state in TERMINAL},
+}
+"""The next action for every pair of state and intent."""
+
+
+class Grant(msgspec.Struct):
+    """What a run may use: incarnations of its rollouts and trainers, and devices."""
+
+    rollouts: list[str] = []
+    trainers: list[str] = []
+    devices: list[str] = []
+
+    @property
+    def instances(self) -> list[str]:
+        """All incarnations."""
+        return [*self.rollouts, *self.trainers]
 
 
 class RunState(msgspec.Struct):
@@ -52,6 +131,16 @@ class RunState(msgspec.Struct):
     created_at: float
     state: str = QUEUED
     reason: str = "submitted"
+    intent: str = RUN
+    intent_author: str = "user"
+    intent_reason: str = ""
+    grant: Grant | None = None
+    queued_at: float = 0.0
+    admitted_at: float = 0.0
+    planned_at: float = 0.0
+    switch_s: float = 0.0
+    share_s: float = 0.0
+    share_at: float = 0.0
     started_at: float = 0.0
     finished_at: float = 0.0
     steps_total: int = 0
@@ -60,49 +149,122 @@ class RunState(msgspec.Struct):
     gang: list[str] = []
     recoveries: int = 0
     recoveries_in_a_row: int = 0
+    high_step: int = 0
+    rewound_steps: int = 0
     evaluated: list[str] = []
     last_checkpoint: int = 0
     last_checkpoint_at: float = 0.0
     export_path: str = ""
     dataset_digest: str = ""
+    totals: Totals = msgspec.field(default_factory=Totals)
+    checkpoints: list[tuple[str, int]] = []
+
+    def share(self, now: float) -> float:
+        """Device-seconds used, over the run's weight; a newcomer starts level with those that run."""
+        held = max(0.0, now - self.share_at) if self.grant is not None else 0.0
+        return self.share_s + held * self._rate()
+
+    def _rate(self) -> float:
+        return max(len(self.grant.devices), 1) / self.weight if self.grant is not None else 0.0
 
     @property
-    def wants_pause(self) -> bool:
-        """A user asked for a pause that is not done yet."""
-        return self.state == PAUSING
+    def priority(self) -> int:
+        """Runs of a higher priority come first."""
+        priority: int = self.spec.get("scheduling", {}).get("priority", 0)
+        return priority
+
+    @property
+    def weight(self) -> float:
+        """Share among runs of equal priority."""
+        weight: float = self.spec.get("scheduling", {}).get("weight", 1.0)
+        return weight
+
+    @property
+    def quantum_s(self) -> float:
+        """Seconds that the run keeps what it was granted before it yields to another run."""
+        wanted: float = self.spec.get("scheduling", {}).get("quantum_s", 60.0)
+        return max(wanted, SWITCH_SHARE * self.switch_s)
 
     def apply(self, event: ev.Event) -> None:
         """Folds one event into the run and its parts."""
-        self.ledger.apply(event)
+        self._count_progress(event)
+        ledger = self.ledger
+        ledger.apply(event)
         self.lineage.apply(event)
+        self.totals.apply(event, ledger.group_size * ledger.prompts_per_step, ledger.group_size)
         match event:
+            case ev.RunIntentChanged():
+                self.intent, self.intent_author = event.intent, event.author
+                self.intent_reason = event.reason
             case ev.RunStateChanged():
                 self._move(event)
+            case ev.RunAdmitted():
+                self._hold(event.at, Grant(list(event.rollouts), list(event.trainers), list(event.devices)))
+            case ev.RunReleased():
+                self._hold(event.at, None)
             case ev.GangFormed():
                 self.gang_generation, self.gang = event.generation, list(event.members)
             case ev.VersionRestored():
                 self.warmup_steps = event.warmup_steps or self.warmup_steps
                 self.evaluated = [key for key in self.evaluated if _ordinal_of(key) <= event.ordinal]
+                self._prune()
             case ev.StepCommitted():
-                self.recoveries_in_a_row = 0
+                self._prune()
             case ev.RunRecovering():
                 self.recoveries += 1
                 self.recoveries_in_a_row += 1
             case ev.Evaluated(view=view):
                 self.evaluated.append(evaluation_key(view["kind"], view["step"]))
+                del self.evaluated[:-EVALUATED_KEPT]
             case ev.CheckpointSaved():
                 self.last_checkpoint, self.last_checkpoint_at = event.number, event.at
+                self.checkpoints.append((event.name, event.number))
+                del self.checkpoints[: -self._section("checkpoint", "keep", 1)]
             case ev.DatasetOpened(digest=digest):
                 self.dataset_digest = digest
             case ev.ModelExported(path=path):
                 self.export_path = path
 
+    def _prune(self) -> None:
+        pinned = {number for _, number in self.checkpoints}
+        self.lineage.prune(self._section("algorithm", "max_staleness", 0), pinned)
+
+    def _section(self, section: str, key: str, default: int) -> int:
+        value: int = self.spec.get(section, {}).get(key, default)
+        return value
+
+    def _count_progress(self, event: ev.Event) -> None:
+        """Recoveries count in a row until the highest step rises beyond what rewinds took away since."""
+        match event:
+            case ev.VersionRestored(frontier_step=frontier):
+                self.rewound_steps += max(0, self.ledger.step - frontier)
+            case ev.StepCommitted() | ev.StepSkipped():
+                reached = self.ledger.step + 1
+                if reached - self.high_step > self.rewound_steps:
+                    self.high_step, self.rewound_steps, self.recoveries_in_a_row = reached, 0, 0
+
+    def _hold(self, now: float, grant: Grant | None) -> None:
+        self.share_s, self.share_at = self.share(now), now
+        if self.grant is None:
+            self.admitted_at = now
+        self.grant = grant
+
     def _move(self, event: ev.RunStateChanged) -> None:
+        if event.state == RUNNING and self.state == PLANNING:
+            self.switch_s = event.at - self.planned_at
         self.state, self.reason = event.state, event.reason
-        if event.state == PLANNING and not self.started_at:
-            self.started_at = event.at
+        if event.state == PLANNING:
+            self.planned_at = event.at
+            self.started_at = self.started_at or event.at
+        if event.state == QUEUED:
+            self.queued_at = event.at
         if event.state in TERMINAL:
             self.finished_at = event.at
+
+
+def next_action(run: RunState) -> Action:
+    """What the run's controller does next: defined for every pair of state and intent."""
+    return ACTIONS[run.state][run.intent]
 
 
 def evaluation_key(kind: str, ordinal: int) -> str:
@@ -112,6 +274,20 @@ def evaluation_key(kind: str, ordinal: int) -> str:
 
 def _ordinal_of(key: str) -> int:
     return int(key.rpartition("@")[2])
+
+
+def plan_intent(run: RunState, intent: str, author: str, reason: str, now: float) -> list[ev.Event]:
+    """The event that changes what is wanted of a run; nothing when that is wanted already.
+
+    Raises `IllegalIntent`: the run has ended, is being cancelled, or only its user can resume it.
+    """
+    if run.state in TERMINAL:
+        raise IllegalIntent(f"run {run.id} is {run.state}: it has ended")
+    if run.intent == CANCEL and intent != CANCEL:
+        raise IllegalIntent(f"run {run.id} is being cancelled, which cannot be taken back")
+    if run.intent == intent or (run.intent == PAUSE_NOW and intent == PAUSE):
+        return []
+    return [ev.RunIntentChanged(at=now, run=run.id, intent=intent, author=author, reason=reason)]
 
 
 def plan_move(run: RunState, state: str, reason: str, now: float) -> list[ev.Event]:

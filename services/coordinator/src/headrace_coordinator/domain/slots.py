@@ -18,6 +18,8 @@ PENDING, ASSIGNED, FINISHED, SETTLED, ACCUMULATED, DROPPED = (
     "DROPPED",
 )
 
+PROGRESS_EVENTS = (ev.SlotsFinished, ev.GroupsSettled, ev.GroupsAccumulated, ev.GroupDropped)
+
 
 class Slot(msgspec.Struct):
     """One sample of one prompt within the open step."""
@@ -45,7 +47,10 @@ class SlotLedger(msgspec.Struct):
     last_attempt: int = 0
     dropped_total: int = 0
     terminal_total: int = 0
-    expected_tokens: dict[int, float] = {}
+    first_step: int = 0
+    """Step that the run began with: above 0 for a fork, whose origin did the earlier ones."""
+    progress: int = 0
+    """Rises with every event that brings the step forward."""
 
     @property
     def frontier(self) -> int:
@@ -72,6 +77,8 @@ class SlotLedger(msgspec.Struct):
 
     def apply(self, event: ev.Event) -> None:
         """Folds one event; events of other parts are ignored."""
+        if isinstance(event, PROGRESS_EVENTS):
+            self.progress += 1
         match event:
             case ev.StepOpened():
                 self._open(event)
@@ -98,6 +105,8 @@ class SlotLedger(msgspec.Struct):
                 self._close()
             case ev.VersionRestored(frontier_step=frontier_step):
                 self.step, self.attempt, self.open, self.slots = frontier_step, 0, False, {}
+                if event.source_run:
+                    self.first_step = frontier_step
             case ev.CoordinatorStarted(leap=leap):
                 self.last_attempt += leap if self.last_attempt else 0
 
@@ -125,7 +134,6 @@ class SlotLedger(msgspec.Struct):
         slot = self.slot(prompt, sample)
         if slot is not None and slot.attempt == attempt:
             slot.state, slot.digest, slot.tokens = FINISHED, digest, tokens
-            self.expected_tokens[prompt] = float(tokens)
 
     def _close(self) -> None:
         self.dropped_total += sum(slot.state == DROPPED for slot in self.slots.values())

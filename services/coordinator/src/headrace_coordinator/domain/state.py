@@ -2,13 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import msgspec
 
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain.leases import LeaseTable
-from headrace_coordinator.domain.runs import RunState
+from headrace_coordinator.domain.runs import PAUSED, QUEUED, TERMINAL, RunState
 from headrace_coordinator.domain.slots import SlotLedger
 from headrace_coordinator.domain.versions import Lineage
+
+SCHEDULING_EVENTS = (
+    ev.InstanceRegistered,
+    ev.InstanceDraining,
+    ev.InstanceLost,
+    ev.LeaseEnded,
+    ev.RunSubmitted,
+    ev.RunIntentChanged,
+    ev.RunStateChanged,
+    ev.RunAdmitted,
+    ev.RunReleased,
+    ev.VersionRestored,
+)
+"""Events that may change who is admitted."""
 
 
 class InstanceState(msgspec.Struct):
@@ -21,17 +38,31 @@ class InstanceState(msgspec.Struct):
     address: str
     devices: list[str]
     capabilities: dict[str, list[str]]
+    draining: bool = False
 
 
 class KeyRecord(msgspec.Struct):
-    """What an idempotency key was used for."""
+    """What an idempotency key was used for, and when."""
 
     body: str
     resource: str
+    at: float = 0.0
+
+
+class EndedRun(msgspec.Struct, array_like=True):
+    """What stays in memory of a run whose history and summary are files."""
+
+    state: str
+    created_at: float
+
+
+KEY_LIFETIME_S = 24 * 3600.0
+KEYS_KEPT = 10_000
+ENDED_KEPT = 10_000
 
 
 class State(msgspec.Struct):
-    """Everything the coordinator must not forget."""
+    """Everything the coordinator must not forget: bounded by active runs and their open steps."""
 
     store_id: str = ""
     epoch: int = 0
@@ -39,10 +70,24 @@ class State(msgspec.Struct):
     table: LeaseTable = msgspec.field(default_factory=LeaseTable)
     runs: dict[str, RunState] = {}
     keys: dict[str, KeyRecord] = {}
+    ended: dict[str, EndedRun] = {}
+    scheduling_changes: int = 0
+    """Rises with every event that may change who is admitted."""
+
+    def key(self, key: str, now: float) -> KeyRecord | None:
+        """What an idempotency key was used for in the last KEY_LIFETIME_S."""
+        record = self.keys.get(key)
+        return record if record is not None and now - record.at < KEY_LIFETIME_S else None
+
+    def active_runs(self) -> Iterator[RunState]:
+        """Runs that have not ended."""
+        return (run for run in self.runs.values() if run.state not in TERMINAL)
 
     def apply(self, event: ev.Event) -> None:
         """Folds one event."""
         self.table.apply(event)
+        if isinstance(event, SCHEDULING_EVENTS):
+            self.scheduling_changes += 1
         match event:
             case ev.CoordinatorStarted():
                 self.epoch, self.store_id = event.epoch, event.store_id
@@ -51,6 +96,7 @@ class State(msgspec.Struct):
             case ev.EpochRaised(epoch=epoch):
                 self.epoch = epoch
             case ev.InstanceRegistered():
+                known = self.instances.get(event.incarnation)
                 self.instances[event.incarnation] = InstanceState(
                     event.instance,
                     event.incarnation,
@@ -59,16 +105,38 @@ class State(msgspec.Struct):
                     event.address,
                     list(event.devices),
                     event.capabilities,
+                    known is not None and known.draining,
                 )
+            case ev.InstanceDraining(incarnation=incarnation):
+                if instance := self.instances.get(incarnation):
+                    instance.draining = True
             case ev.InstanceLost(incarnation=incarnation):
                 self.instances.pop(incarnation, None)
             case ev.KeyUsed():
-                self.keys[event.key] = KeyRecord(event.body, event.resource)
+                self._use_key(event)
+            case ev.RunArchived():
+                self.runs.pop(event.run, None)
+                self.ended[event.run] = EndedRun(event.state, event.created_at)
+                _shorten(self.ended, ENDED_KEPT)
             case ev.RunSubmitted():
                 self._submit(event)
             case ev.RunEvent(run=name):
                 if named := self.runs.get(name):
                     named.apply(event)
+                    if isinstance(event, ev.RunStateChanged) and event.state == QUEUED:
+                        self._level(named, event.at)
+
+    def _level(self, newcomer: RunState, now: float) -> None:
+        """A run that comes to the queue has no claim on what others used while it did not want to run."""
+        others = [run.share(now) for run in self.active_runs() if run is not newcomer and run.state != PAUSED]
+        newcomer.share_s = max(newcomer.share_s, min(others, default=0.0))
+
+    def _use_key(self, event: ev.KeyUsed) -> None:
+        self.keys.pop(event.key, None)
+        self.keys[event.key] = KeyRecord(event.body, event.resource, event.at)
+        while event.at - self.keys[next(iter(self.keys))].at >= KEY_LIFETIME_S:
+            del self.keys[next(iter(self.keys))]
+        _shorten(self.keys, KEYS_KEPT)
 
     def _submit(self, event: ev.RunSubmitted) -> None:
         algorithm = event.spec["algorithm"]
@@ -79,8 +147,16 @@ class State(msgspec.Struct):
             ledger=SlotLedger(algorithm["group_size"], algorithm["prompts_per_step"]),
             lineage=Lineage(),
             created_at=event.at,
+            queued_at=event.at,
             steps_total=event.spec["steps"],
         )
+        self._level(self.runs[event.run], event.at)
+
+
+def _shorten(entries: dict[str, Any], kept: int) -> None:
+    """Leaves the newest entries."""
+    while len(entries) > kept:
+        del entries[next(iter(entries))]
 
 
 _decoder = msgspec.json.Decoder(State)

@@ -1,6 +1,11 @@
-"""Policy versions as a pure reducer: one live chain by parent, numbers that only rise (G2)."""
+"""Policy versions as a pure reducer: one live chain by parent, numbers that only rise (G2).
+
+Keeps the versions that rules ask for; of all others it knows whether a rewind abandoned them.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Container
 
 import msgspec
 
@@ -18,11 +23,22 @@ class Version(msgspec.Struct):
 
 
 class Lineage(msgspec.Struct):
-    """All versions of a run, its head, and the highest number ever set aside."""
+    """Recent versions of a run, its head, the newest number that was ever a version's, and the highest set aside.
+
+    `rewinds` are open intervals (checkpoint's number, number given to its restored content): what lies between is
+    abandoned.
+    """
 
     versions: dict[int, Version] = {}
     head: int = 0
     last_number: int = 0
+    newest: int = 0
+    rewinds: list[tuple[int, int]] = []
+
+    def __post_init__(self) -> None:
+        """Completes what a snapshot of an older release lacks."""
+        if self.versions and not self.newest:
+            self.newest = max(self.versions)
 
     @property
     def base(self) -> Version | None:
@@ -42,15 +58,34 @@ class Lineage(msgspec.Struct):
                 self._add(certificate.number, certificate.parent, certificate.ordinal, certificate.digest)
 
     def _restore(self, event: ev.VersionRestored) -> None:
-        ancestors = set(self.chain(event.parent))
         for version in self.versions.values():
-            version.live = version.number in ancestors
+            version.live = version.live and version.number <= event.parent
+        self.rewinds = [interval for interval in self.rewinds if interval[0] < event.parent]
+        if self.newest > event.parent:
+            self.rewinds.append((event.parent, event.number))
         self._add(event.number, event.parent, event.ordinal, event.digest)
 
     def _add(self, number: int, parent: int, ordinal: int, digest: str) -> None:
         self.versions[number] = Version(number, parent, ordinal, digest)
         self.head = number
         self.last_number = max(self.last_number, number)
+        self.newest = max(self.newest, number)
+
+    def abandoned(self, number: int) -> bool:
+        """A rewind went back behind this version."""
+        return any(low < number < high for low, high in self.rewinds)
+
+    def prune(self, max_staleness: int, pinned: Container[int]) -> None:
+        """Forgets versions that no rule asks for: older than `max_staleness`, or abandoned, and not `pinned`."""
+        base = self.base
+        if base is None or len(self.versions) <= 2 * (max_staleness + 8):
+            return
+        oldest = base.ordinal - max_staleness
+        self.versions = {
+            number: version
+            for number, version in self.versions.items()
+            if number in pinned or (version.live and version.ordinal >= oldest)
+        }
 
     def chain(self, number: int) -> list[int]:
         """`number` and its ancestors, newest first."""

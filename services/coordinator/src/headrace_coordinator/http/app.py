@@ -7,6 +7,7 @@ from typing import Any
 
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
+from headrace_schema.spec import RunSpec
 from pydantic.json_schema import models_json_schema
 
 from headrace_coordinator.control import Control
@@ -14,7 +15,6 @@ from headrace_coordinator.http.errors import ANSWERS, add_error_handlers
 from headrace_coordinator.http.fleet import ScaleRequest, fleet_routes, service_routes
 from headrace_coordinator.http.guard import Guard
 from headrace_coordinator.http.runs import run_routes
-from headrace_coordinator.spec import RunSpec
 
 VERSION = "1"
 HEARTBEAT_S = 10.0

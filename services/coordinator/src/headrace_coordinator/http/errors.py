@@ -8,12 +8,12 @@ from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
+from headrace_schema.problems import explain_details, nearest, problem
+from headrace_schema.views import ErrorView, KeyProblemView
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
 from headrace_coordinator.control import Refused
-from headrace_coordinator.problems import explain_details, nearest, problem
-from headrace_coordinator.views import ErrorView, KeyProblemView
 
 log = logging.getLogger(__name__)
 STATUS = {

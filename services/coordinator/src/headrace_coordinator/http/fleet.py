@@ -5,6 +5,9 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Request, Response
+from headrace_schema.problems import choose, problem
+from headrace_schema.spec import RunSpec
+from headrace_schema.views import HealthView, InstanceListView, LeaseListView, ScaleView
 from pydantic import BaseModel, ConfigDict, Field
 
 from headrace_coordinator.control import Control
@@ -21,9 +24,6 @@ from headrace_coordinator.http.requests import (
     read_model,
     view_response,
 )
-from headrace_coordinator.problems import choose, problem
-from headrace_coordinator.spec import RunSpec
-from headrace_coordinator.views import InstanceListView, LeaseListView, ScaleView
 
 KINDS = ("rollout", "trainer", "simulator", "reward")
 SCALE_BODY: dict[str, Any] = {
@@ -40,12 +40,6 @@ class ScaleRequest(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     count: Annotated[int, Field(strict=True, ge=0, le=1024, description="wanted number of processes")]
-
-
-class HealthView(BaseModel):
-    """The coordinator answers."""
-
-    status: str
 
 
 def fleet_routes(control: Control) -> APIRouter:
@@ -86,10 +80,13 @@ def service_routes(control: Control) -> APIRouter:
     """The routes of the coordinator as a service; unversioned."""
     routes = APIRouter(tags=["service"], dependencies=[Depends(known_parameters)])
 
-    @routes.get("/healthz", response_model=HealthView)
+    @routes.get("/healthz", response_model=HealthView, responses={503: {"model": HealthView}})
     async def get_health() -> Response:
-        """Whether the coordinator answers; needs no token."""
-        return view_response(HealthView(status="ok"))
+        """Store, event loop and tasks of the coordinator; 503 with the reason when unhealthy. Needs no token."""
+        health = control.health()
+        response = view_response(health)
+        response.status_code = 200 if health.status == "ok" else 503
+        return response
 
     @routes.get("/metrics", response_class=Response)
     async def get_metrics() -> Response:

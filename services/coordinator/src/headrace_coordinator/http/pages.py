@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+from headrace_schema.problems import problem
+
 from headrace_coordinator.control import Refused
 from headrace_coordinator.http.errors import invalid
-from headrace_coordinator.problems import problem
 
 Item = TypeVar("Item")
 
@@ -26,21 +27,19 @@ def page(items: Sequence[Item], key: Callable[[Item], str], size: int, token: st
         if found is None:
             raise foreign_token(token)
         start = found + 1
-    return _cut(items, key, start, size)
-
-
-def page_ascending(
-    items: Sequence[Item], number: Callable[[Item], int], size: int, token: str
-) -> tuple[list[Item], str]:
-    """The same for entries in ascending order of a number; an entry that a rewind took away does no harm."""
-    start = 0
-    if token:
-        if not (token.isascii() and token.isdigit() and len(token) < 20):
-            raise foreign_token(token)
-        start = next((index for index, item in enumerate(items) if number(item) > int(token)), len(items))
-    return _cut(items, lambda item: str(number(item)), start, size)
-
-
-def _cut(items: Sequence[Item], key: Callable[[Item], str], start: int, size: int) -> tuple[list[Item], str]:
     shown = list(items[start : start + size])
     return shown, key(shown[-1]) if shown and start + size < len(items) else ""
+
+
+def place_of(token: str) -> int:
+    """The position that a token of a list of past entries names; -1 before the first."""
+    if not token:
+        return -1
+    if not (token.isascii() and token.isdigit() and len(token) < 20):
+        raise foreign_token(token)
+    return int(token)
+
+
+def token_of(place: int | str | None) -> str:
+    """The token of the next page; empty at the end."""
+    return "" if place is None else str(place)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
+from headrace_schema.views import RunView
 from prometheus_client import CONTENT_TYPE_LATEST, REGISTRY, CollectorRegistry, generate_latest
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from headrace_coordinator.control import Control
-from headrace_coordinator.views import RunView
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 RUNS_SHOWN = 20  # Each run is a label value; a long life must not make the page grow without end.
@@ -31,8 +31,11 @@ class FleetCollector(Collector):
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
         """All families."""
-        runs, instances = self._control.runs(), self._control.instances()
-        yield _counted("headrace_runs", "Runs by state", ["state"], ((run.state,) for run in runs))
+        (runs, _), instances = self._control.runs(RUNS_SHOWN), self._control.instances()
+        states = GaugeMetricFamily("headrace_runs", "Runs by state", labels=["state"])
+        for state, count in sorted(self._control.run_states().items()):
+            states.add_metric([state], count)
+        yield states
         yield _counted(
             "headrace_instances",
             "Processes by kind and state",
@@ -48,7 +51,7 @@ class FleetCollector(Collector):
         for item in instances:
             memory.add_metric([item.name, item.kind], item.resident_memory_bytes)
         yield memory
-        yield from _run_families(runs[:RUNS_SHOWN])
+        yield from _run_families(runs)
 
 
 def _counted(name: str, text: str, labels: list[str], values: Iterable[tuple[str, ...]]) -> GaugeMetricFamily:

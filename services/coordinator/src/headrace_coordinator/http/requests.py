@@ -7,13 +7,13 @@ import uuid
 from typing import Annotated, Any, TypeVar
 
 from fastapi import Header, Query, Request, Response
+from headrace_schema.problems import explain, problem
 from pydantic import BaseModel, BeforeValidator, ValidationError
 from pydantic_core import from_json
 from starlette.requests import ClientDisconnect
 
 from headrace_coordinator.control import Refused
 from headrace_coordinator.http.errors import invalid, unknown_parameter
-from headrace_coordinator.problems import explain, problem
 
 MAX_BODY_BYTES = 1024 * 1024
 KEY_PATTERN = r"^[\x21-\x7e]{1,200}$"

@@ -9,13 +9,25 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Header, Query, Request, Response
 from fastapi.responses import StreamingResponse
+from headrace_schema.problems import Impossible
+from headrace_schema.spec import RunSpec
+from headrace_schema.views import (
+    CertificateListView,
+    CheckpointListView,
+    EvaluationView,
+    EventView,
+    RunListView,
+    RunView,
+    StepView,
+    TrajectoryListView,
+)
 from pydantic import BaseModel, Field
 
 from headrace_coordinator.control import Control
 from headrace_coordinator.data import Dataset
 from headrace_coordinator.http import sse
 from headrace_coordinator.http.errors import invalid
-from headrace_coordinator.http.pages import foreign_token, page, page_ascending
+from headrace_coordinator.http.pages import foreign_token, page, place_of, token_of
 from headrace_coordinator.http.requests import (
     Flag,
     GivenKey,
@@ -27,18 +39,7 @@ from headrace_coordinator.http.requests import (
     read_model,
     view_response,
 )
-from headrace_coordinator.problems import Impossible
 from headrace_coordinator.projections.reading import PageTokenError, read_trajectories
-from headrace_coordinator.spec import RunSpec
-from headrace_coordinator.views import (
-    CertificateListView,
-    CheckpointListView,
-    EventView,
-    RunListView,
-    RunView,
-    StepView,
-    TrajectoryListView,
-)
 
 MAX_EVENT_ID = 2**63 - 1
 EventId = Annotated[int, Field(ge=0, le=MAX_EVENT_ID)]
@@ -55,6 +56,13 @@ EVENT_ANSWER: dict[int | str, dict[str, Any]] = {
         "content": {sse.MEDIA_TYPE: {}},
     }
 }
+
+
+class EvaluationListView(BaseModel):
+    """A page of evaluations, oldest first."""
+
+    evaluations: list[EvaluationView]
+    next_page_token: str = ""
 
 
 class StepListView(BaseModel):
@@ -122,8 +130,11 @@ def _reads(routes: APIRouter, control: Control) -> None:
     @routes.get("", response_model=RunListView)
     async def list_runs(page_size: PageSize = 50, page_token: PageToken = "") -> Response:
         """Runs, newest first."""
-        shown, token = page(control.runs(), lambda run: run.id, page_size, page_token)
-        return view_response(RunListView(runs=shown, next_page_token=token))
+        try:
+            shown, place = control.runs(page_size, page_token)
+        except ValueError as error:
+            raise foreign_token(page_token) from error
+        return view_response(RunListView(runs=shown, next_page_token=token_of(place)))
 
     @routes.get("/{run_id}", response_model=RunView)
     async def get_run(run_id: str) -> Response:
@@ -133,8 +144,14 @@ def _reads(routes: APIRouter, control: Control) -> None:
     @routes.get("/{run_id}/metrics", response_model=StepListView)
     async def list_steps(run_id: str, page_size: PageSize = 50, page_token: PageToken = "") -> Response:
         """Committed steps of the live lineage, oldest first."""
-        shown, token = page_ascending(control.steps(run_id), lambda step: step.step, page_size, page_token)
-        return view_response(StepListView(steps=shown, next_page_token=token))
+        shown, place = await control.steps(run_id, page_size, place_of(page_token))
+        return view_response(StepListView(steps=shown, next_page_token=token_of(place)))
+
+    @routes.get("/{run_id}/evaluations", response_model=EvaluationListView)
+    async def list_evaluations(run_id: str, page_size: PageSize = 50, page_token: PageToken = "") -> Response:
+        """Evaluations of the live lineage, oldest first; a run's own view has the first one and the newest."""
+        shown, place = await control.evaluations(run_id, page_size, place_of(page_token))
+        return view_response(EvaluationListView(evaluations=shown, next_page_token=token_of(place)))
 
 
 def _records(routes: APIRouter, control: Control, runs_directory: Path) -> None:
@@ -165,9 +182,8 @@ def _records(routes: APIRouter, control: Control, runs_directory: Path) -> None:
         run_id: str, page_size: PageSize = 50, page_token: PageToken = ""
     ) -> Response:
         """Certificates of the updates, oldest first; those of abandoned versions are not live."""
-        found = control.certificates(run_id)
-        shown, token = page_ascending(found, lambda item: item.version.number, page_size, page_token)
-        return view_response(CertificateListView(certificates=shown, next_page_token=token))
+        shown, place = await control.certificates(run_id, page_size, place_of(page_token))
+        return view_response(CertificateListView(certificates=shown, next_page_token=token_of(place)))
 
 
 def _events(routes: APIRouter, control: Control, heartbeat_s: float) -> None:

@@ -7,8 +7,9 @@ import logging
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 
+from headrace_schema.views import EventView
+
 from headrace_coordinator.control import Refused
-from headrace_coordinator.views import EventView
 
 log = logging.getLogger(__name__)
 HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}

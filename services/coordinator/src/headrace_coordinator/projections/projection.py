@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
+from headrace_schema.views import EvaluationView, StepView, TrajectoryView
 
 from headrace_coordinator.projections.lines import LineFile, read_lines, write_whole
 from headrace_coordinator.projections.scalars import evaluation_scalars, step_scalars
 from headrace_coordinator.projections.tensorboard import EventFile
 from headrace_coordinator.projections.trajectories import TrajectoryFile
-from headrace_coordinator.views import EvaluationView, StepView, TrajectoryView
 
 log = logging.getLogger(__name__)
 QUEUE_LENGTH = 1024

@@ -6,11 +6,11 @@ import re
 from pathlib import Path
 
 import msgspec
+from headrace_schema.views import TrajectoryListView, TrajectoryView
 from pydantic import ValidationError
 
 from headrace_coordinator.projections.lines import read_lines
 from headrace_coordinator.projections.trajectories import NAME, decode_slot, full_files, number_of
-from headrace_coordinator.views import TrajectoryListView, TrajectoryView
 
 PAGE_SIZE = 50
 Position = tuple[int, int]

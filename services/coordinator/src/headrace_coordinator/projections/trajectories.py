@@ -6,9 +6,9 @@ from collections import Counter
 from pathlib import Path
 
 import msgspec
+from headrace_schema.views import TrajectoryView
 
 from headrace_coordinator.projections.lines import LineFile, read_lines
-from headrace_coordinator.views import TrajectoryView
 
 NAME = "trajectories.jsonl"
 Key = tuple[int, int, int, int, int]

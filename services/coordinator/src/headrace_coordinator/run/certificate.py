@@ -7,16 +7,17 @@ from collections.abc import Callable, Hashable, Iterable
 
 from headrace.common.v1 import common_pb2 as common
 from headrace.trainer.v1 import trainer_pb2 as trainer
+from headrace_schema.views import StepView, TrajectoryView
 from headrace_servicekit.digests import set_digest
 
 from headrace_coordinator.domain import events as ev
+from headrace_coordinator.domain.compact import compact, compact_drops, count_drops
 from headrace_coordinator.domain.runs import RunState
 from headrace_coordinator.domain.slots import ACCUMULATED, DROPPED, Slot
 from headrace_coordinator.run.context import RunContext
 from headrace_coordinator.run.generation import Batch
 from headrace_coordinator.run.learning import members_of
 from headrace_coordinator.run.meter import Meter
-from headrace_coordinator.views import StepView, TrajectoryView
 
 
 def certify(
@@ -32,13 +33,14 @@ def certify(
         digest=response.version.digest,
         step=opened.step,
         attempt=opened.attempt,
-        trained=[(slot.prompt, slot.sample, slot.attempt) for slot in trained],
-        dropped=[(slot.prompt, slot.sample, slot.reason) for slot in slots if slot.state == DROPPED],
+        trained=compact((slot.prompt, slot.sample, slot.attempt) for slot in trained),
+        dropped=compact_drops((s.prompt, s.sample, s.reason) for s in slots if s.state == DROPPED),
         set_digest=set_digest(members_of(trained)),
         tokens=response.token_count,
         tokens_by_version=dict(response.tokens_by_version),
         max_staleness=response.max_staleness,
-        log_prob_mismatch_mean=response.figures.get("log_prob_mismatch_mean", 0.0),
+        log_prob_mismatch_mean=response.figures.get("log_prob_mismatch_mean"),
+        log_prob_compared_tokens=round(response.figures.get("log_prob_compared_tokens", 0.0)),
         drop_rate_by_length=_drop_rates(slots, lambda slot: _length_bucket(slot.tokens)),
         drop_rate_by_pass_rate=_drop_rates(slots, lambda slot: passed.get(slot.prompt, "unscored")),
     )
@@ -91,7 +93,7 @@ def step_view(
         stage_s=meter.stages(),
         devices=meter.devices(),
         trained=len(trained),
-        dropped=len(certificate.dropped),
+        dropped=count_drops(certificate.dropped),
         max_staleness=certificate.max_staleness,
         figures=dict(response.figures),
     )

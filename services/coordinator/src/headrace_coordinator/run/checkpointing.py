@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import base64
 import json
+import zlib
+from collections.abc import Container, Iterable
 from typing import Any
 
 from headrace.trainer.v1 import trainer_pb2 as trainer
@@ -13,43 +15,70 @@ from headrace_coordinator.kernel import Kernel
 from headrace_coordinator.ports import CallRefused
 from headrace_coordinator.run.context import RunContext
 
+STEPS_BYTES = 16 << 20
+"""Of the steps that a checkpoint's ledger repeats, before they are compressed."""
 
-def ledger_of(kernel: Kernel, run_id: str) -> bytes:
-    """High-water marks, the frontier, and every committed step: enough to rebuild a log that lost its end."""
+
+async def ledger_of(kernel: Kernel, run_id: str) -> bytes:
+    """High-water marks, the frontier, steps since the oldest kept checkpoint: enough for a log that lost its end."""
     run = kernel.state.runs[run_id]
-    committed = [
-        base64.b64encode(ev.encode(event)).decode()
-        for _, event in kernel.history[run_id]
-        if isinstance(event, ev.StepCommitted | ev.StepSkipped)
-    ][-200:]
     head = run.lineage.base
-    return json.dumps(
-        {
-            "store_id": kernel.state.store_id,
-            "run": run_id,
-            "coordinator_epoch": kernel.state.epoch,
-            "last_number": run.lineage.last_number,
-            "last_attempt": run.ledger.last_attempt,
-            "frontier_step": run.ledger.step,
-            "version": head.number if head else 0,
-            "committed": committed,
-        }
-    ).encode()
+    ledger = {
+        "store_id": kernel.state.store_id,
+        "run": run_id,
+        "coordinator_epoch": kernel.state.epoch,
+        "last_number": run.lineage.last_number,
+        "last_attempt": run.ledger.last_attempt,
+        "frontier_step": run.ledger.step,
+        "version": head.number if head else 0,
+    }
+    since = run.checkpoints[0][1] if run.checkpoints else 0
+    steps = await kernel.history.read(run_id, lambda files: _packed(files.steps_from(since)))
+    return json.dumps(ledger | {"steps": steps}).encode()
 
 
-def read_ledger(checkpoint: trainer.Checkpoint) -> dict[str, Any]:
+def _packed(steps: Iterable[ev.StepCommitted | ev.StepSkipped]) -> str:
+    """Steps, newest first, as text: JSON lines, compressed; the oldest are left out when they are too many."""
+    lines: list[bytes] = []
+    room = STEPS_BYTES
+    for step in steps:
+        line = ev.encode(step)
+        room -= len(line)
+        if room < 0:
+            break
+        lines.append(line)
+    return base64.b64encode(zlib.compress(b"\n".join(reversed(lines)))).decode()
+
+
+def read_ledger(data: bytes) -> dict[str, Any]:
     """The ledger of a checkpoint; empty when it is not one of ours."""
     try:
-        ledger = json.loads(checkpoint.ledger)
+        ledger = json.loads(data)
     except ValueError:
         return {}
     return ledger if isinstance(ledger, dict) else {}
 
 
-def missing_steps(ledger: dict[str, Any], known: set[int]) -> list[ev.StepCommitted]:
+def missing_steps(ledger: dict[str, Any], known: Container[int]) -> list[ev.StepCommitted]:
     """Committed steps that a checkpoint knows and the log does not."""
-    events = [ev.decode(base64.b64decode(text)) for text in ledger.get("committed", [])]
+    lines = [base64.b64decode(text) for text in ledger.get("committed", [])]  # as an older release wrote them
+    if "steps" in ledger:
+        lines = zlib.decompress(base64.b64decode(ledger["steps"])).splitlines()
+    events = [ev.decode(line) for line in lines]
     return [e for e in events if isinstance(e, ev.StepCommitted) and e.certificate.number not in known]
+
+
+async def listed(context: RunContext) -> trainer.ListCheckpointsResponse:
+    """Checkpoints of the run; those that were found damaged since the last listing are told of."""
+    response = await context.crew.leader.list_checkpoints()
+    for damaged in response.set_aside:
+        reason = f"{damaged.reason}; now {damaged.set_aside_as}" if damaged.set_aside_as else damaged.reason
+        context.kernel.post(
+            ev.CheckpointSetAside(
+                at=context.kernel.now(), run=context.run_id, name=damaged.name, reason=reason
+            )
+        )
+    return response
 
 
 class Checkpointer:
@@ -57,10 +86,10 @@ class Checkpointer:
 
     def __init__(self, context: RunContext) -> None:
         self._context = context
-        self._last_at = context.kernel.now()
+        self._last_at = context.kernel.monotonic()
         self._cost_s = 0.0
         self._announced = context.state.last_checkpoint
-        self._in_flight = 0
+        self._in_flight, self._name = 0, ""
         self._last_failure = ""
 
     def due(self) -> bool:
@@ -72,21 +101,22 @@ class Checkpointer:
             return False
         if section.interval_steps:
             return run.lineage.base.ordinal % section.interval_steps == 0
-        waited = self._context.kernel.now() - self._last_at
+        waited = self._context.kernel.monotonic() - self._last_at
         return waited >= section.max_interval_s or waited * section.time_budget >= max(self._cost_s, 1.0)
 
     async def save(self, wait: bool) -> None:
         """Starts a checkpoint of the head, or waits until it is durable. A failure is shown; the run goes on."""
         context, number = self._context, self._context.state.lineage.head
-        started = context.kernel.now()
+        started = context.kernel.monotonic()
         try:
-            response = await context.crew.leader.save(number, ledger_of(context.kernel, context.run_id), wait)
+            ledger = await ledger_of(context.kernel, context.run_id)
+            response = await context.crew.leader.save(number, ledger, wait)
         except CallRefused as refused:
             self._failed(refused.message)
             return
-        self._cost_s = max(context.kernel.now() - started, response.snapshot_time.ToNanoseconds() / 1e9)
-        self._last_at = context.kernel.now()
-        self._in_flight = number
+        self._cost_s = max(context.kernel.monotonic() - started, response.snapshot_time.ToNanoseconds() / 1e9)
+        self._last_at = context.kernel.monotonic()
+        self._in_flight, self._name = number, response.checkpoint.name
         if response.durable:
             self._saved(response.checkpoint.name, number)
 
@@ -94,11 +124,13 @@ class Checkpointer:
         """Tells of checkpoints that became durable in the background."""
         if not self._in_flight:
             return
-        response = await self._context.crew.leader.list_checkpoints()
+        response = await listed(self._context)
         if any(checkpoint.version.number == self._in_flight for checkpoint in response.checkpoints):
             self._saved(response.checkpoints[0].name, self._in_flight)
         elif response.last_failure:
             self._failed(response.last_failure)
+        elif any(damaged.name == self._name for damaged in response.set_aside):
+            self._failed(f"{self._name} was damaged as soon as it was written")
 
     def _saved(self, name: str, number: int) -> None:
         self._announced, self._in_flight = number, 0
@@ -108,7 +140,7 @@ class Checkpointer:
         )
 
     def _failed(self, reason: str) -> None:
-        self._last_at, self._in_flight = self._context.kernel.now(), 0
+        self._last_at, self._in_flight = self._context.kernel.monotonic(), 0
         if reason != self._last_failure:
             self._last_failure = reason
             context = self._context

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections import defaultdict
 from typing import Any, Protocol
 
 from headrace.common.v1 import common_pb2 as common
 from headrace.rollout.v1 import rollout_pb2 as rollout
+from headrace_schema.spec import RunSpec
+from headrace_schema.views import EvaluationView, StepView, TrajectoryView
 
 from headrace_coordinator.data.dataset import Dataset
 from headrace_coordinator.data.items import DataItem
@@ -19,8 +21,6 @@ from headrace_coordinator.kernel import Kernel
 from headrace_coordinator.run.crew import Crew
 from headrace_coordinator.run.members import Member
 from headrace_coordinator.run.placement import Placement
-from headrace_coordinator.spec import RunSpec
-from headrace_coordinator.views import EvaluationView, StepView, TrajectoryView
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +64,11 @@ class RunContext:
         self.crew = Crew(fleet, run_id, self.spec, self.state.directory)
         self.crew.warmup_examples = self._warmup_examples()
         self.placement = Placement(self.crew)
-        self._lengths: dict[str, list[int]] = defaultdict(list)
+        # Set again whenever ledger, trainer and rollouts have been brought to one version.
+        self.agreement_due = True
+        self.decision: asyncio.Task[Any] | None = None
+        """The commit of the step in hand, from the request until it is recorded; never cancelled on purpose."""
+        self._lengths: dict[str, tuple[int, int]] = {}
 
     @property
     def state(self) -> RunState:
@@ -87,12 +91,14 @@ class RunContext:
 
     def saw_length(self, prompt: int, tokens: int) -> None:
         """An answer's length, from which later epochs expect theirs."""
-        self._lengths[self.item(prompt).key].append(tokens)
+        key = self.item(prompt).key
+        answers, total = self._lengths.get(key, (0, 0))
+        self._lengths[key] = (answers + 1, total + tokens)
 
     def expected_tokens(self, prompt: int) -> float:
         """Mean length of the item's answers so far; the limit for a new one."""
-        lengths = self._lengths.get(self.item(prompt).key)
-        return sum(lengths) / len(lengths) if lengths else float(self.spec.sampling.max_new_tokens)
+        answers, total = self._lengths.get(self.item(prompt).key, (0, 0))
+        return total / answers if answers else float(self.spec.sampling.max_new_tokens)
 
     def _warmup_examples(self) -> list[dict[str, object]]:
         if not self.spec.trainer.warmup.steps:

@@ -5,18 +5,34 @@ The one path for a start, a lost trainer, a restarted coordinator and a resumed 
 
 from __future__ import annotations
 
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
 from headrace.common.v1 import common_pb2 as common
 from headrace.trainer.v1 import trainer_pb2 as trainer
+from headrace_schema.running import FromCheckpointSection
 
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain.slots import ACCUMULATED
-from headrace_coordinator.run.checkpointing import missing_steps, read_ledger
+from headrace_coordinator.ports import CallRefused
+from headrace_coordinator.run.checkpointing import listed, missing_steps, read_ledger
 from headrace_coordinator.run.context import RunContext
 from headrace_coordinator.run.generation import Batch
 from headrace_coordinator.run.members import Published, TrainerMember
 from headrace_coordinator.run.meter import Meter
-from headrace_coordinator.run.step import Step
+from headrace_coordinator.run.step import RunFailed, Step
 from headrace_coordinator.run.together import together
+
+DAMAGED = "CHECKPOINT_DAMAGED"
+UNUSABLE = {DAMAGED, "CHECKPOINT_MISMATCH", "NOT_FOUND", "INVALID"}
+"""Why a trainer refuses another run's checkpoint for good."""
+
+
+class Misplaced(Exception):
+    """What the run rests on is not where it was; the message says how to mend it. The run pauses."""
 
 
 async def form_gang(context: RunContext) -> None:
@@ -31,8 +47,10 @@ async def form_gang(context: RunContext) -> None:
     formed = ev.GangFormed(at=context.kernel.now(), run=run.id, generation=generation, members=incarnations)
     await context.kernel.commit(formed)
     host = members[0].instance.address.rpartition(":")[0]
-    # Port 0 lets rank 0 choose; with several ranks it must be known to all before they meet.
-    rendezvous = f"{host}:{29500 + generation % 1000 if len(members) > 1 else 0}"
+    # Port 0 lets rank 0 choose; with several ranks it must be known to all before they meet. Each run and
+    # generation has its own, so that two groups on one host do not meet each other.
+    port = 20000 + zlib.crc32(f"{run.id}/{generation}".encode()) % 10000 if len(members) > 1 else 0
+    rendezvous = f"{host}:{port}"
     timeout = context.crew.fleet_timeout
 
     async def join(member: TrainerMember) -> None:
@@ -42,21 +60,25 @@ async def form_gang(context: RunContext) -> None:
 
 
 async def converge(context: RunContext) -> Published:
-    """The trainer holds the ledger's head, recorded and published; returns it."""
-    state = await context.crew.leader.state()
-    open_step = context.state.ledger
-    if _committed_here(context, state):
-        await _record_commit(context, state)
-    elif state.phase == trainer.STEP_PHASE_ACCUMULATING:
-        await context.crew.leader.abort(state.step, state.attempt)
-    if open_step.open:
-        await _close_attempt(context, "the step was interrupted")
+    """The trainer holds the ledger's head, recorded and published; returns it. Raises `Misplaced`."""
+    await settle_commit(context)
     base = context.state.lineage.base
     if base is None or state_number(await context.crew.leader.state()) != base.number:
         await _restore(context)
     base = context.state.lineage.base
     assert base is not None
     return await context.crew.leader.publish(base.number)
+
+
+async def settle_commit(context: RunContext) -> None:
+    """Records a commit that the trainer has made and the ledger does not know; closes any other attempt."""
+    state = await context.crew.leader.state()
+    if _committed_here(context, state):
+        await _record_commit(context, state)
+    elif state.phase == trainer.STEP_PHASE_ACCUMULATING:
+        await context.crew.leader.abort(state.step, state.attempt)
+    if context.state.ledger.open:
+        await _close_attempt(context, "the step was interrupted")
 
 
 def state_number(state: trainer.GetStepStateResponse) -> int:
@@ -98,7 +120,7 @@ async def _record_commit(context: RunContext, state: trainer.GetStepStateRespons
     step = Step(
         context,
         Published(state.version, common.WeightManifest(), common.WeightSource()),
-        Meter(context.kernel.now),
+        Meter(context.kernel.monotonic),
     )
     await step.record(opened, state.commit, Batch())
 
@@ -117,40 +139,138 @@ async def _close_attempt(context: RunContext, reason: str) -> None:
 
 
 async def _restore(context: RunContext) -> None:
-    """Rewinds to the newest checkpoint of this run, or to the initial model."""
+    """Rewinds to the newest intact checkpoint of this run; begins with a fork's origin, or the initial model."""
     kernel, run = context.kernel, context.state
-    checkpoint, ledger = await _newest(context)
-    for step in missing_steps(ledger, set(run.lineage.versions)):
-        await kernel.commit(step)
-    if ledger.get("coordinator_epoch", 0) > kernel.state.epoch:
-        await kernel.commit(ev.EpochRaised(at=kernel.now(), epoch=ledger["coordinator_epoch"] + 1))
-    number = max(run.lineage.last_number, ledger.get("last_number", 0)) + 1
-    await kernel.commit(ev.NumberBurnt(at=kernel.now(), run=run.id, number=number))
-    name = checkpoint.name if checkpoint else ""
-    response = await context.crew.leader.restore(name, number, kernel.state.store_id)
+    while True:
+        source = await _source(context)
+        number = await _burn_number(context, source)
+        try:
+            response = await context.crew.leader.restore(
+                source.name, number, kernel.state.store_id, source.directory
+            )
+            break
+        except CallRefused as refused:
+            if source.run and refused.reason in UNUSABLE:
+                raise RunFailed(f"from_checkpoint: {refused.message}") from refused
+            if refused.reason != DAMAGED:
+                raise
+            # It is set aside: the next listing leaves it out and tells of it.
+    if source.run:
+        context.note(f"forked from {source.run}, checkpoint {source.name}, step {source.frontier_step}")
     await kernel.commit(
         ev.VersionRestored(
             at=kernel.now(),
             run=run.id,
             number=number,
-            parent=checkpoint.version.number if checkpoint else 0,
+            parent=0 if source.run else source.number,
             ordinal=response.version.ordinal,
             digest=response.version.digest,
-            checkpoint=name,
-            frontier_step=ledger.get("frontier_step", 0),
+            checkpoint=source.name,
+            frontier_step=source.frontier_step,
+            source_run=source.run,
             warmup_steps=response.warmup_steps,
             figures=dict(response.figures),
+            kept=await kernel.history.kept(run.id, source.frontier_step),
         )
     )
 
 
-async def _newest(context: RunContext) -> tuple[trainer.Checkpoint | None, dict[str, int]]:
-    response = await context.crew.leader.list_checkpoints()
+@dataclass(frozen=True)
+class _Source:
+    """Where a trainer's state comes from; without a name: the initial model."""
+
+    name: str = ""
+    number: int = 0
+    ledger: dict[str, Any] = field(default_factory=dict)
+    run: str = ""
+    directory: str = ""
+
+    @property
+    def frontier_step(self) -> int:
+        """Steps below this one are in the checkpoint."""
+        step: int = self.ledger.get("frontier_step", 0)
+        return step
+
+
+async def _source(context: RunContext) -> _Source:
+    """The newest usable checkpoint of this run, else a fork's origin, else the initial model."""
+    run = context.state
+    if own := await _newest(context):
+        return own
+    if run.last_checkpoint:
+        raise Misplaced(
+            f"checkpoint: version {run.last_checkpoint} was saved below {run.directory}/checkpoints, where no "
+            "usable checkpoint is left; put the directory back and resume, or cancel and submit a new run"
+        )
+    if context.spec.from_checkpoint is not None:
+        return await _origin(context, context.spec.from_checkpoint)
+    return _Source()
+
+
+async def _newest(context: RunContext) -> _Source | None:
     lineage = context.state.lineage
+    response = await listed(context)
     for checkpoint in response.checkpoints:
-        ledger = read_ledger(checkpoint)
+        try:
+            ledger = read_ledger(await context.crew.leader.fetch_ledger(checkpoint.name))
+        except CallRefused as refused:
+            if refused.reason != DAMAGED:
+                raise
+            return await _newest(context)  # which lists one less
         ours = (ledger.get("store_id"), ledger.get("run")) == (context.kernel.state.store_id, context.run_id)
-        known = lineage.versions.get(checkpoint.version.number)
-        if ours and (known is None or known.live):
-            return checkpoint, ledger
-    return None, {}
+        if ours and not lineage.abandoned(checkpoint.version.number):
+            return _Source(checkpoint.name, checkpoint.version.number, ledger)
+        if not ours:
+            found = f"run {ledger['run']} of another store" if ledger.get("run") else "nothing readable"
+            context.note(f"checkpoint {checkpoint.name} is not used: its ledger holds {found}")
+    return None
+
+
+async def _origin(context: RunContext, wanted: FromCheckpointSection) -> _Source:
+    """The checkpoint of another run that this one begins with; raises `RunFailed` where there is none."""
+    directory = str(Path(context.state.directory).parent / wanted.run)
+    found: list[int] = []
+    for checkpoint in await _foreign(context, directory):
+        try:
+            ledger = read_ledger(await context.crew.leader.fetch_ledger(checkpoint.name, directory))
+        except CallRefused as refused:
+            if refused.reason != DAMAGED:
+                raise
+            context.note(f"from_checkpoint: {refused.message}")
+            continue
+        step: int = ledger.get("frontier_step", 0)
+        if ledger.get("run") == wanted.run and wanted.step in (None, step):
+            return _Source(checkpoint.name, checkpoint.version.number, ledger, wanted.run, directory)
+        found.append(step)
+    raise RunFailed(
+        f"from_checkpoint: run {wanted.run} has no checkpoint of step {wanted.step}; it has {sorted(found)}"
+        if found
+        else f"from_checkpoint: run {wanted.run} has no usable checkpoint"
+    )
+
+
+async def _foreign(context: RunContext, directory: str) -> Sequence[trainer.Checkpoint]:
+    """Checkpoints of another run; raises `RunFailed` where its directory cannot be used."""
+    try:
+        response = await context.crew.leader.list_checkpoints(directory)
+    except CallRefused as refused:
+        if refused.reason not in UNUSABLE:
+            raise
+        raise RunFailed(f"from_checkpoint: {refused.message}") from refused
+    for damaged in response.set_aside:
+        context.note(f"from_checkpoint: {damaged.name} is damaged: {damaged.reason}")
+    return response.checkpoints
+
+
+async def _burn_number(context: RunContext, source: _Source) -> int:
+    """A version number above any that the log or the checkpoint knows; replays what a lost log end held."""
+    kernel, run, ledger = context.kernel, context.state, source.ledger
+    if source.run:
+        ledger = {}
+    for step in missing_steps(ledger, range(run.lineage.newest + 1)):
+        await kernel.commit(step)
+    if ledger.get("coordinator_epoch", 0) > kernel.state.epoch:
+        await kernel.raise_epoch(ledger["coordinator_epoch"])
+    number = max(run.lineage.last_number, int(ledger.get("last_number", 0))) + 1
+    await kernel.commit(ev.NumberBurnt(at=kernel.now(), run=run.id, number=number))
+    return number

@@ -1,20 +1,35 @@
-"""The instances of a run: claimed, opened, and replaced when they are lost."""
+"""The instances of a run: opened as the run's grant says, and replaced when the grant replaces them."""
 
 from __future__ import annotations
 
-import json
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
+from headrace_schema.openings import RolloutConfig, TrainerConfig
+from headrace_schema.spec import RunSpec
+
+from headrace_coordinator.domain.runs import Grant, RunState
+from headrace_coordinator.domain.scheduling import demand_of
 from headrace_coordinator.domain.state import InstanceState
 from headrace_coordinator.fleet import Fleet
-from headrace_coordinator.ports import InstanceDown
+from headrace_coordinator.ports import CallRefused, InstanceDown
 from headrace_coordinator.run.members import Member, RewardMember, RolloutMember, TrainerMember
 from headrace_coordinator.run.watched_port import WatchedPort
-from headrace_coordinator.spec import RunSpec
+from headrace_coordinator.waits import WaitTimeout
+
+REPLACEMENT_S = 20.0
+"""A run that lacks an instance for longer releases everything and queues: two runs never wait for each other."""
+BUSY_S = 60.0
+"""How long an instance may take to close another run before it is killed."""
+
+
+class Unstaffed(Exception):
+    """The run lacks an instance; the message says which."""
 
 
 class Crew:
-    """Members by kind; `staff` brings them up to what the spec asks for."""
+    """The run's clients of its instances, by kind."""
 
     def __init__(self, fleet: Fleet, run: str, spec: RunSpec, directory: str) -> None:
         self.fleet = fleet
@@ -30,13 +45,27 @@ class Crew:
     def leader(self) -> TrainerMember:
         """Rank 0, the only one that accepts steps; raises `InstanceDown` while there is none."""
         if not self.trainers:
-            raise InstanceDown("trainer", "the gang is not formed")
+            raise InstanceDown("trainer", "the trainer group is not formed")
         return self.trainers[0]
 
     @property
     def members(self) -> list[Member]:
         """Everybody."""
         return [*self.rollouts, *self.trainers, *self.rewards]
+
+    @property
+    def grant(self) -> Grant:
+        """What the run may use now."""
+        return self._state.grant or Grant()
+
+    @property
+    def fleet_timeout(self) -> float:
+        """Longest wait for a lease."""
+        return self.spec.limits.instance_timeout_s
+
+    @property
+    def _state(self) -> RunState:
+        return self.fleet.kernel.state.runs[self.run]
 
     def adopt_leases(self) -> None:
         """After a fault or a restart: what each member holds is what the lease table says."""
@@ -49,65 +78,97 @@ class Crew:
             member.lease_epoch = mine[0].epoch if mine else 0
             member.devices = tuple(mine[0].devices) if mine else member.devices
 
-    def _drop_lost(self) -> None:
-        alive = self.fleet.alive
-        self.rollouts = [m for m in self.rollouts if alive(m.incarnation)]
-        self.rewards = [m for m in self.rewards if alive(m.incarnation)]
-
-    async def staff(self) -> bool:
-        """Replaces lost members; waits for each kind with the run's deadline. True when the gang is new."""
-        self._drop_lost()
-        alive = self.fleet.alive
-        if not all(alive(m.incarnation) for m in self.trainers):
-            self.trainers = []
-        timeout = self.fleet_timeout
-        for kind, count in (("trainer", self.spec.trainer.ranks), ("reward", 1)):
-            await self.fleet.claim(self.run, kind, count, timeout)
-        new_gang = not self.trainers
-        if new_gang:
-            states = await self.fleet.claim(self.run, "trainer", self.spec.trainer.ranks, timeout)
-            self.trainers = [self._trainer(state, rank) for rank, state in enumerate(states)]
-            for trainer in self.trainers:
-                await trainer.open_run(self._trainer_config(), self._directory)
-            self.adopt_leases()
+    async def staff(self) -> None:
+        """Every member is alive and has the run open; raises `Unstaffed` when one is missing for too long."""
+        await self.staff_trainers()
         await self.staff_rewards()
-        # A run that has begun goes on with what is left of them: somebody may have scaled down.
-        begun = bool(self.fleet.kernel.state.runs[self.run].lineage.head)
-        await self.staff_rollouts(1 if begun else self.spec.rollout.instances)
-        return new_gang
+        await self.staff_rollouts(demand_of(self._state).fewest_rollouts)
 
-    @property
-    def fleet_timeout(self) -> float:
-        """Longest wait for an instance or a lease."""
-        return self.spec.limits.instance_timeout_s
-
-    async def staff_rollouts(self, count: int) -> None:
-        """At least `count` live rollouts, and any further ones that are free, up to the spec's number."""
+    async def staff_rollouts(self, fewest: int = 1) -> None:
+        """At least `fewest` granted rollouts have the run open, and all others that are alive."""
         self._drop_lost()
+        await self._until(
+            lambda: len(self._alive(self.grant.rollouts)) >= fewest, f"{fewest} ready rollout instance(s)"
+        )
         known = {member.incarnation for member in self.rollouts}
-        most = self.spec.rollout.instances
-        states = await self.fleet.claim(self.run, "rollout", count, self.fleet_timeout, most)
-        for state in states:
+        for state in self._alive(self.grant.rollouts):
             if state.incarnation not in known:
                 member = RolloutMember(self.run, state, self._port(state), self._epoch)
-                await member.open_run(self._section_json("model", "rollout", "seed"))
+                config = RolloutConfig.of(self.spec).model_dump_json()
+                await self._open(member, lambda member=member, config=config: member.open_run(config))  # type: ignore[misc]
                 self.rollouts.append(member)
                 self.adopt_leases()
 
     async def staff_rewards(self) -> None:
-        """Every free reward instance; at least one."""
+        """Every ready reward instance has the run open; at least one. They serve many runs at once."""
         self._drop_lost()
+        await self._until(lambda: bool(self._reward_states()), "1 ready reward instance")
         known = {member.incarnation for member in self.rewards}
-        await self.fleet.claim(self.run, "reward", 1, self.fleet_timeout)
-        for state in self.fleet.ready("reward"):
-            if (
-                state.incarnation not in known
-                and self.fleet.busy.get(state.incarnation, self.run) == self.run
-            ):
+        for state in self._reward_states():
+            if state.incarnation not in known:
                 member = RewardMember(self.run, state, self._port(state), self._epoch)
-                await member.open_run(self.spec.reward.model_dump_json())
-                self.fleet.busy[state.incarnation] = self.run
+                config = self.spec.reward.model_dump_json()
+                await self._open(member, lambda member=member, config=config: member.open_run(config))  # type: ignore[misc]
                 self.rewards.append(member)
+
+    async def staff_trainers(self) -> None:
+        """All granted trainers have the run open; raises `Unstaffed`."""
+        ranks = self.spec.trainer.ranks
+        await self._until(
+            lambda: len(self._alive(self.grant.trainers)) == ranks, f"{ranks} ready trainer instance(s)"
+        )
+        if [member.incarnation for member in self.trainers] == self.grant.trainers:
+            return  # A group that has lost nobody; one with a replacement opens everywhere and forms anew.
+        self.trainers = [
+            TrainerMember(self.run, state, self._port(state), self._epoch, rank=rank)
+            for rank, state in enumerate(self._alive(self.grant.trainers))
+        ]
+        config = self._trainer_config()
+        for trainer in self.trainers:
+            await self._open(trainer, lambda trainer=trainer: trainer.open_run(config, self._directory))  # type: ignore[misc]
+        self.adopt_leases()
+
+    def _drop_lost(self) -> None:
+        fleet, granted = self.fleet, set(self.grant.instances)
+        self.rollouts = [m for m in self.rollouts if fleet.alive(m.incarnation) and m.incarnation in granted]
+        self.rewards = [m for m in self.rewards if fleet.alive(m.incarnation)]
+
+    def _reward_states(self) -> list[InstanceState]:
+        return [state for state in self.fleet.ready("reward") if not state.draining]
+
+    def _alive(self, incarnations: Sequence[str]) -> list[InstanceState]:
+        known = self.fleet.kernel.state.instances
+        return [known[who] for who in incarnations if self.fleet.alive(who)]
+
+    async def _until(self, predicate: Callable[[], bool], what: str) -> None:
+        """Waits for a replacement; raises `Unstaffed`."""
+        if predicate():
+            return
+        with self.fleet.waits.named(self.run, what):
+            try:
+                await self.fleet.kernel.wait_until(predicate, REPLACEMENT_S, what)
+            except WaitTimeout as timeout:
+                raise Unstaffed(what) from timeout
+
+    async def _open(self, member: Member, call: Callable[[], Awaitable[None]]) -> None:
+        """Opens the run at an instance; waits while that still closes another run."""
+        member.open_id = self.fleet.open_id_of(member.incarnation, self.run)
+        clock = asyncio.get_running_loop()
+        deadline = clock.time() + BUSY_S
+        while True:
+            try:
+                await call()
+                return
+            except CallRefused as refused:
+                if refused.reason in ("OPENING_STALE", "CONFLICT"):
+                    member.open_id = self.fleet.next_open_id()  # A higher id replaces what is open there.
+                elif refused.reason != "BUSY":
+                    raise
+                if clock.time() > deadline:
+                    self.fleet.kill(member.incarnation, f"it cannot open {self.run}: {refused.message}")
+                    raise InstanceDown(member.incarnation, refused.message) from refused
+            with self.fleet.waits.named(self.run, f"{member.instance.instance} to close another run"):
+                await asyncio.sleep(0.5)
 
     @property
     def _epoch(self) -> int:
@@ -116,14 +177,5 @@ class Crew:
     def _port(self, state: InstanceState) -> WatchedPort:
         return WatchedPort(self.fleet.port(state.incarnation), self.fleet.waits, self.run, state.instance)
 
-    def _trainer(self, state: InstanceState, rank: int) -> TrainerMember:
-        return TrainerMember(self.run, state, self._port(state), self._epoch, rank=rank)
-
-    def _section_json(self, *sections: str) -> str:
-        whole = self.spec.model_dump(mode="json")
-        return json.dumps({section: whole[section] for section in sections})
-
     def _trainer_config(self) -> str:
-        sections = ("model", "algorithm", "optimizer", "trainer", "sampling", "checkpoint", "seed", "steps")
-        config = json.loads(self._section_json(*sections, "deterministic"))
-        return json.dumps({**config, "warmup_examples": self.warmup_examples})
+        return TrainerConfig.of(self.spec, warmup_examples=self.warmup_examples).model_dump_json()

@@ -143,7 +143,7 @@ class Generation:
     # --- one rollout
 
     async def _drive(self, member: RolloutMember) -> None:
-        started, why = self._context.kernel.now(), "its Generate stream ended early"
+        started, why = self._context.kernel.monotonic(), "its Generate stream ended early"
         over = asyncio.Event()
         assignments, limit = self._assignments(member, over), self._context.spec.limits.step_timeout_s
         try:
@@ -167,7 +167,7 @@ class Generation:
             # gRPC still reads `assignments` when the stream is broken.
             over.set()
             self._requeue(member, why)
-            self._meter.add("generate", (started, self._context.kernel.now()), member.devices)
+            self._meter.add("generate", (started, self._context.kernel.monotonic()), member.devices)
             self._news.beat()
 
     def _leave_the_dead(self, drives: dict[str, asyncio.Task[None]]) -> None:

@@ -71,7 +71,7 @@ class Learning:
         ledger, limit = self._ledger, self._context.spec.limits.step_timeout_s
         leader = self._context.crew.leader
         async for response in leader.learn(ledger.step, ledger.attempt, self._messages(), limit):
-            now = self._context.kernel.now()
+            now = self._context.kernel.monotonic()
             seconds = response.metrics.wall_time.ToNanoseconds() / 1e9
             self._meter.add("learn", (now - seconds, now), leader.devices)
             self._take(response)

@@ -1,4 +1,4 @@
-"""The run loop: one page, from PLANNING to the end. Reads like the life of a run.
+"""The run loop: one page, from admission until the run pauses, yields or ends. Reads like the life of a run.
 
 Decides nothing about devices, slots or weights: it only says what comes next, and what to do when it fails.
 """
@@ -12,11 +12,14 @@ from typing import Any
 
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain import runs
+from headrace_coordinator.domain.scheduling import plan_admission
 from headrace_coordinator.ports import CallRefused, InstanceDown
 from headrace_coordinator.run.checkpointing import Checkpointer
 from headrace_coordinator.run.context import RunContext
-from headrace_coordinator.run.converge import converge, form_gang
+from headrace_coordinator.run.converge import Misplaced, converge, form_gang
+from headrace_coordinator.run.crew import Unstaffed
 from headrace_coordinator.run.evaluate import evaluate
+from headrace_coordinator.run.leaving import Outcome, hand_over, leave
 from headrace_coordinator.run.members import Published
 from headrace_coordinator.run.meter import Meter
 from headrace_coordinator.run.placement import PlacementError
@@ -25,82 +28,99 @@ from headrace_coordinator.waits import WaitTimeout
 
 log = logging.getLogger(__name__)
 USER_ERRORS = frozenset({"INVALID", "MODEL_NOT_READABLE", "UNIMPLEMENTED", "INVALID_ARGUMENT"})
+DECISION_S = 900.0
+"""How long a CommitStep that was sent may take to be decided before the run stops without it."""
+
+FOREVER_S = 1e9
 
 
-class Interrupted(Exception):
+class Stopped(Exception):
     """A user wants the step in hand to stop: pause at once, or cancel."""
 
 
+class TrainerDrains(Exception):
+    """A trainer of the run was told to stop."""
+
+
 class RunLoop:
-    """One run from its submission to its end."""
+    """One run while it holds a grant. The only writer of the run's state meanwhile."""
 
     def __init__(self, context: RunContext) -> None:
         self.context = context
-        self.interrupt: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._kernel = context.kernel
         self._published: Published | None = None
-        self._meter = Meter(context.kernel.now)
+        self._meter = Meter(context.kernel.monotonic)
+        self._checkpointer = Checkpointer(context)
+        self._steps = 0
 
     async def run(self) -> None:
-        """Until the run is SUCCEEDED, FAILED, CANCELLED or PAUSED; every failure has a sentence."""
-        try:
-            while True:
-                try:
-                    await self._interruptible(self._live())
-                    return
-                except (InstanceDown, CallRefused, WaitTimeout) as fault:
-                    await self._recover(fault)
-        except Interrupted:
-            await self._stop()
-        except (RunFailed, PlacementError) as failure:
-            await self._end(runs.FAILED, str(failure))
+        """Works until the run pauses, yields or ends, and leaves by the one exit."""
+        await leave(self.context, self._checkpointer, await self._work())
 
-    async def _live(self) -> None:
-        """Prepare, then steps until the last, then the end."""
+    async def _work(self) -> Outcome:
+        while True:
+            try:
+                return await self._until_stopped(self._live())
+            except Stopped:
+                return self._stopped()
+            except TrainerDrains:
+                await hand_over(self.context, self._checkpointer)
+                self._move(runs.RECOVERING, "a trainer was told to stop; its state is saved")
+            except Unstaffed as lack:
+                return Outcome(runs.QUEUED, f"lacks {lack}; starts again when there is one")
+            except Misplaced as problem:
+                self._intend_pause(str(problem))
+                return Outcome(runs.PAUSED, str(problem))
+            except (InstanceDown, CallRefused, WaitTimeout) as fault:
+                if failure := await self._recover(fault):
+                    return failure
+            except (RunFailed, PlacementError) as failed:
+                return Outcome(runs.FAILED, str(failed))
+
+    async def _live(self) -> Outcome:
+        """Prepare, then steps until the last, or until the run is to pause or yield."""
         await self._prepare()
-        checkpointer = Checkpointer(self.context)
         while True:
             await self._generate_ready()
             await self._evaluate_if_due()
             if self._finished():
-                await self._succeed(checkpointer)
-                return
-            await checkpointer.announce()
-            if self.context.state.wants_pause:
-                await self._pause(checkpointer)
-                return
+                return await self._succeed()
+            await self._checkpointer.announce()
+            if boundary := self._at_boundary():
+                return boundary
             await self._step()
-            if checkpointer.due():
+            if self._checkpointer.due():
                 with self._meter.stage("checkpoint"):
-                    await checkpointer.save(wait=False)
+                    await self._checkpointer.save(wait=False)
 
     async def _prepare(self) -> None:
-        """Instances claimed and opened, leases held, gang formed, ledger and trainer at one version."""
+        """Instances opened, leases held, trainer group formed, ledger and trainer at one version."""
         context = self.context
         if context.state.state == runs.RUNNING:
             self._move(runs.RECOVERING, "the coordinator restarted")
-        elif context.state.state == runs.QUEUED:
-            self._move(runs.PLANNING, "waiting for instances and devices")
         await context.crew.staff()
         context.placement.assign()
         await context.placement.learn()
         await form_gang(context)
         self._published = await converge(context)
-        if context.state.state != runs.PAUSING:
+        context.agreement_due = True
+        if context.state.state in (runs.PLANNING, runs.RECOVERING):
             self._move(runs.RUNNING, "training")
         self._meter.restart()
 
     async def _generate_ready(self) -> None:
         """The rollouts hold their devices with the base version installed."""
         assert self._published is not None
-        await self.context.crew.staff_rollouts(1)
+        await self.context.crew.staff_rollouts()
         self.context.placement.assign()
         with self._meter.stage("switch" if self.context.placement.in_turns else "sync"):
             await self.context.placement.generate(self._published)
 
     async def _step(self) -> None:
         assert self._published is not None
-        self._published = await Step(self.context, self._published, self._meter).run()
+        step = Step(self.context, self._published, self._meter)
+        self._published = await self._while_it_progresses(step.run())
+        self._steps += 1
 
     async def _evaluate_if_due(self) -> None:
         context, section = self.context, self.context.spec.evaluation
@@ -124,104 +144,125 @@ class RunLoop:
     def _finished(self) -> bool:
         return self.context.state.ledger.step >= self.context.spec.steps
 
-    # --- ends
-
-    async def _succeed(self, checkpointer: Checkpointer) -> None:
+    async def _succeed(self) -> Outcome:
         context = self.context
         await context.placement.learn()
         if context.spec.checkpoint.enabled and context.state.lineage.head != context.state.last_checkpoint:
-            await checkpointer.save(wait=True)
+            await self._checkpointer.save(wait=True)
         if context.spec.export:
             path = await context.crew.leader.export("export")
             number = context.state.lineage.head
             await self._kernel.commit(
                 ev.ModelExported(at=self._kernel.now(), run=context.run_id, path=path, number=number)
             )
-        await self._end(runs.SUCCEEDED, f"{context.spec.steps} steps done")
+        return Outcome(runs.SUCCEEDED, f"{context.spec.steps} steps done")
 
-    async def _pause(self, checkpointer: Checkpointer) -> None:
-        await self.context.placement.learn()
-        if self.context.spec.checkpoint.enabled:
-            await checkpointer.save(wait=True)
-        await self._let_go(close=False)
-        self._move(runs.PAUSED, "paused; resume goes on from here")
+    # --- what the user wants, and what other runs need
 
-    async def _stop(self) -> None:
-        """Cancel or pause at once: the step's attempt is aborted, the last checkpoint stays."""
-        state = self.context.state
-        if state.ledger.open:
-            opened = (state.ledger.step, state.ledger.attempt)
-            await self._kernel.commit(
-                ev.StepAborted(
-                    at=self._kernel.now(),
-                    run=state.id,
-                    step=opened[0],
-                    attempt=opened[1],
-                    reason=self.interrupt.result(),
-                )
-            )
-            await self._quietly(*(trainer.abort(*opened) for trainer in self.context.crew.trainers[:1]))
-        await self._quietly(*(member.abort() for member in self.context.crew.rollouts))
-        if state.state == runs.CANCELLING:
-            await self._end(runs.CANCELLED, "cancelled by its user; the last checkpoint stays")
-        else:
-            await self._let_go(close=False)
-            self._move(runs.PAUSED, "paused at once; the step in hand will be made again")
+    def _obey(self) -> str:
+        """Moves the state as the intent asks; returns the kind of the next action."""
+        while (action := runs.next_action(self.context.state)).kind == runs.MOVE:
+            self._move(action.state, action.reason)
+        return action.kind
 
-    async def _end(self, state: str, reason: str) -> None:
-        reason = self.context.fleet.readable(reason)
-        await self._let_go(close=True)
-        for event in runs.plan_move(self.context.state, state, reason, self._kernel.now()):
-            await self._kernel.commit(event)
+    def _at_boundary(self) -> Outcome | None:
+        """Between two steps: whether the run pauses, or yields after at least one step."""
+        if self._obey() == runs.STOP_AT_BOUNDARY:
+            return Outcome(runs.PAUSED, "paused; resume goes on from here")
+        waiting = any(run.state == runs.QUEUED for run in self._kernel.state.active_runs())
+        if not waiting or not self._steps:
+            return None
+        reason = plan_admission(self._kernel.state, self._kernel.now()).yields.get(self.context.run_id)
+        return Outcome(runs.QUEUED, reason) if reason else None
 
-    async def _let_go(self, *, close: bool) -> None:
-        context = self.context
-        if close:
-            await self._quietly(*(member.close_run() for member in context.crew.members))  # type: ignore[attr-defined]
-        await context.fleet.desk.release_all(context.run_id)
-        context.fleet.unclaim(context.run_id)
+    def _stopped(self) -> Outcome:
+        if self.context.state.state == runs.CANCELLING:
+            kept = self.context.state.last_checkpoint
+            rest = "the last checkpoint stays" if kept else "it had no checkpoint"
+            return Outcome(runs.CANCELLED, f"cancelled by its user; {rest}")
+        return Outcome(runs.PAUSED, "paused at once; the step in hand was aborted and will be made again")
 
-    async def _quietly(self, *calls: Coroutine[Any, Any, Any]) -> None:
-        """Calls whose failure changes nothing any more."""
-        for outcome in await asyncio.gather(*calls, return_exceptions=True):
-            if isinstance(outcome, InstanceDown | CallRefused):
-                self.context.note(f"ignored at the end: {outcome}")
-            elif isinstance(outcome, BaseException):
-                raise outcome
+    def _intend_pause(self, reason: str) -> None:
+        self._kernel.post(
+            *runs.plan_intent(self.context.state, runs.PAUSE, "system", reason, self._kernel.now())
+        )
+
+    async def _until_stopped(self, work: Coroutine[Any, Any, Outcome]) -> Outcome:
+        """The outcome of `work`; raises `Stopped` or `TrainerDrains`, once a commit that was sent is decided."""
+        task = asyncio.ensure_future(work)
+        watch = asyncio.ensure_future(self._stop_asked())
+        try:
+            await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                await self._decided()
+            if task.done():
+                return task.result()
+            raise watch.result()
+        finally:
+            parts: list[asyncio.Future[Any]] = [task, watch]
+            if self.context.decision is not None:
+                parts.append(self.context.decision)
+            for part in parts:
+                part.cancel()
+            await asyncio.gather(*parts, return_exceptions=True)
+
+    async def _stop_asked(self) -> Exception:
+        """Waits for a reason to stop the step in hand."""
+        fleet, crew = self.context.fleet, self.context.crew
+
+        def news() -> bool:
+            action = runs.next_action(self.context.state).kind
+            return action in (runs.MOVE, runs.STOP_NOW) or fleet.any_draining(crew.trainers)
+
+        while True:
+            await self._kernel.wait_until(news, FOREVER_S, "a user's intent")
+            if self._obey() == runs.STOP_NOW:
+                return Stopped()
+            if fleet.any_draining(crew.trainers):
+                return TrainerDrains()
+
+    async def _decided(self) -> None:
+        if (decision := self.context.decision) is not None and not decision.done():
+            with self.context.fleet.waits.named(self.context.run_id, "the commit in hand to be decided"):
+                await asyncio.wait({decision}, timeout=DECISION_S)
 
     # --- faults
 
-    async def _recover(self, fault: Exception) -> None:
-        """Goes on from what is left; gives up on a user's error, a hopeless wait, or too many in a row."""
+    async def _while_it_progresses(self, step: Coroutine[Any, Any, Published]) -> Published:
+        """A step may take any time as long as it progresses; raises `WaitTimeout` when it stands still."""
+        task, limit = asyncio.ensure_future(step), self.context.spec.limits.step_timeout_s
+        try:
+            while True:
+                before = self.context.state.ledger.progress
+                await asyncio.wait({task}, timeout=limit)
+                if task.done():
+                    return task.result()
+                if self.context.state.ledger.progress == before:
+                    raise WaitTimeout(
+                        f"step {self.context.state.ledger.step} made no progress for {limit:.0f} s"
+                    )
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    async def _recover(self, fault: Exception) -> Outcome | None:
+        """Goes on from what is left, or ends: a user's error, or too many recoveries in a row."""
         run, limit = self.context.state, self.context.spec.limits.recoveries
         if isinstance(fault, CallRefused) and fault.reason in USER_ERRORS:
-            raise RunFailed(fault.message) from fault
-        if isinstance(fault, WaitTimeout):
-            raise RunFailed(f"{fault}; raise limits.instance_timeout_s, or see `headrace leases`") from fault
+            return Outcome(runs.FAILED, fault.message)
         if run.recoveries_in_a_row >= limit:
-            raise RunFailed(f"{limit} recoveries without a finished step; the last: {fault}") from fault
+            reason = f"limits.recoveries: {limit} recoveries without progress; the last: {fault}"
+            return Outcome(runs.FAILED, reason)
         reason = self.context.fleet.readable(str(fault))
         log.warning("run %s recovers: %s", run.id, reason)
-        if run.state != runs.PAUSING:
+        if run.state in (runs.PLANNING, runs.RUNNING):
             self._move(runs.RECOVERING, reason)
         await self._kernel.commit(ev.RunRecovering(at=self._kernel.now(), run=run.id, reason=reason))
         if isinstance(fault, InstanceDown):
             await self.context.fleet.fate(fault.incarnation)
         await asyncio.sleep(min(0.1 * 2**run.recoveries_in_a_row, 5.0))
         self.context.crew.adopt_leases()
+        return None
 
     def _move(self, state: str, reason: str) -> None:
         self._kernel.post(*runs.plan_move(self.context.state, state, reason, self._kernel.now()))
-
-    async def _interruptible(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.ensure_future(work)
-        try:
-            both: set[asyncio.Future[Any]] = {task, self.interrupt}
-            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
-            if task.done():
-                task.result()
-                return
-            raise Interrupted
-        finally:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)

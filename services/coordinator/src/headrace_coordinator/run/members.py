@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -15,8 +15,16 @@ from headrace.trainer.v1 import trainer_pb2 as trainer
 from headrace_coordinator.domain.state import InstanceState
 from headrace_coordinator.ports import Port
 
-QUICK_S, SLOW_S, LOAD_S = 30.0, 120.0, 900.0
-"""Deadlines: bookkeeping; moving memory; loading or writing a model."""
+QUICK_S, SLOW_S, LOAD_S, CLOSE_S = 30.0, 120.0, 900.0, 60.0
+"""Deadlines: bookkeeping; moving memory; loading or writing a model; closing a run."""
+_CLOSE = {
+    "rollout": rollout.CloseRunRequest,
+    "trainer": trainer.CloseRunRequest,
+    "reward": reward.CloseRunRequest,
+}
+
+KEYS_A_MESSAGE = 10_000
+"""Slots that one request names."""
 
 SlotKey = tuple[int, int]
 
@@ -24,6 +32,13 @@ SlotKey = tuple[int, int]
 def sample_key(slot: SlotKey) -> common.SampleKey:
     """(prompt ordinal, sample index) as the contracts' key."""
     return common.SampleKey(prompt_ordinal=slot[0], sample_index=slot[1])
+
+
+def _parts(slots: Iterable[SlotKey]) -> Iterator[list[SlotKey]]:
+    """Slots by the message."""
+    source = iter(slots)
+    while part := list(itertools.islice(source, KEYS_A_MESSAGE)):
+        yield part
 
 
 @dataclass
@@ -46,6 +61,7 @@ class Member:
     devices: tuple[str, ...] = ()
     lease_epoch: int = 0
     awake: bool = False
+    open_id: int = 0
     _requests: ClassVar[Iterable[int]] = itertools.count(1)
 
     @property
@@ -55,12 +71,20 @@ class Member:
 
     def header(self) -> common.CommandHeader:
         """Authority of the next call."""
+        number = next(iter(self._requests))
         return common.CommandHeader(
-            request_id=f"{self.run}-{self.coordinator_epoch}-{next(iter(self._requests))}",
+            request_id=f"{self.run}-{self.coordinator_epoch}-{number}",
             run=f"runs/{self.run}",
             coordinator_epoch=self.coordinator_epoch,
             lease_epoch=self.lease_epoch,
+            open_id=self.open_id,
+            command_sequence=(self.coordinator_epoch << 32) + number,
         )
+
+    async def close_run(self) -> None:
+        """Ends everything that the instance does for the run and frees what it keeps of it."""
+        request = _CLOSE[self.instance.kind](header=self.header())
+        await self.port.call("CloseRun", request, CLOSE_S)
 
 
 @dataclass
@@ -128,20 +152,18 @@ class RolloutMember(Member):
 
     async def fetch(self, slots: Iterable[SlotKey]) -> list[common.Trajectory]:
         """Bodies from its custody; unknown ones are left out."""
-        request = rollout.FetchTrajectoriesRequest(header=self.header(), samples=map(sample_key, slots))
         found: list[common.Trajectory] = []
-        async for response in self.port.listen("FetchTrajectories", request, SLOW_S):
-            found += response.trajectories
+        for part in _parts(slots):
+            request = rollout.FetchTrajectoriesRequest(header=self.header(), samples=map(sample_key, part))
+            async for response in self.port.listen("FetchTrajectories", request, SLOW_S):
+                found += response.trajectories
         return found
 
     async def end_custody(self, slots: Iterable[SlotKey]) -> None:
         """The ledger says TRAINED or DROPPED."""
-        request = rollout.ReleaseTrajectoriesRequest(header=self.header(), samples=map(sample_key, slots))
-        await self.port.call("ReleaseTrajectories", request, QUICK_S)
-
-    async def close_run(self) -> None:
-        """Forgets the run."""
-        await self.port.call("CloseRun", rollout.CloseRunRequest(header=self.header()), QUICK_S)
+        for part in _parts(slots):
+            request = rollout.ReleaseTrajectoriesRequest(header=self.header(), samples=map(sample_key, part))
+            await self.port.call("ReleaseTrajectories", request, QUICK_S)
 
 
 @dataclass
@@ -177,16 +199,31 @@ class TrainerMember(Member):
         response: trainer.GetStepStateResponse = await self.port.call("GetStepState", request, QUICK_S)
         return response
 
-    async def list_checkpoints(self) -> trainer.ListCheckpointsResponse:
-        """Durable checkpoints, newest first, and the last failure."""
-        request = trainer.ListCheckpointsRequest(header=self.header(), page_size=50)
+    async def list_checkpoints(self, source_directory: str = "") -> trainer.ListCheckpointsResponse:
+        """Durable checkpoints of this run or of another run's directory, newest first, and the last failure."""
+        request = trainer.ListCheckpointsRequest(
+            header=self.header(), page_size=50, source_run_directory=source_directory
+        )
         response: trainer.ListCheckpointsResponse = await self.port.call("ListCheckpoints", request, QUICK_S)
         return response
 
-    async def restore(self, checkpoint: str, number: int, store_id: str) -> trainer.RestoreResponse:
-        """Loads a checkpoint, or the initial model, as version `number`."""
+    async def fetch_ledger(self, checkpoint: str, source_directory: str = "") -> bytes:
+        """The coordinator's ledger that a checkpoint holds."""
+        request = trainer.FetchLedgerRequest(
+            header=self.header(), checkpoint=checkpoint, source_run_directory=source_directory
+        )
+        return b"".join([piece.data async for piece in self.port.listen("FetchLedger", request, SLOW_S)])
+
+    async def restore(
+        self, checkpoint: str, number: int, store_id: str, source_directory: str = ""
+    ) -> trainer.RestoreResponse:
+        """Loads a checkpoint, of this run or another's directory, or the initial model, as version `number`."""
         request = trainer.RestoreRequest(
-            header=self.header(), checkpoint=checkpoint, number=number, store_id=store_id
+            header=self.header(),
+            checkpoint=checkpoint,
+            number=number,
+            store_id=store_id,
+            source_run_directory=source_directory,
         )
         response: trainer.RestoreResponse = await self.port.call("Restore", request, LOAD_S)
         return response
@@ -270,10 +307,6 @@ class TrainerMember(Member):
         await self.port.call("Wake", trainer.WakeRequest(header=self.header()), SLOW_S)
         self.awake = True
 
-    async def close_run(self) -> None:
-        """Forgets the run."""
-        await self.port.call("CloseRun", trainer.CloseRunRequest(header=self.header()), SLOW_S)
-
 
 def _published(response: trainer.PublishPolicyResponse) -> Published:
     return Published(response.version, response.manifest, response.source)
@@ -298,7 +331,3 @@ class RewardMember(Member):
                 yield reward.ScoreRequest(header=self.header(), items=items)
 
         return self.port.stream("Score", requests(), timeout)
-
-    async def close_run(self) -> None:
-        """Forgets the run."""
-        await self.port.call("CloseRun", reward.CloseRunRequest(header=self.header()), QUICK_S)

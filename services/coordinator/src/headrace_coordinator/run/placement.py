@@ -9,12 +9,13 @@ from collections import defaultdict
 from collections.abc import Sequence
 from math import ceil
 
+from headrace_schema.running import PlacementSection
+
 from headrace_coordinator.domain.leases import LeaseRequest
 from headrace_coordinator.ports import CallRefused, InstanceDown
 from headrace_coordinator.run.crew import Crew
 from headrace_coordinator.run.members import Member, Published
 from headrace_coordinator.run.together import together
-from headrace_coordinator.spec import PlacementSection
 
 
 class PlacementError(Exception):
@@ -31,7 +32,7 @@ class Placement:
     def assign(self) -> None:
         """Decides every member's devices; raises `PlacementError`."""
         section = self.crew.spec.placement
-        devices_of = default_devices(section, self.crew.rollouts, self.crew.trainers)
+        devices_of = default_devices(section, self.crew.grant.devices, self.crew.rollouts, self.crew.trainers)
         spec = self.crew.spec
         for kind, members, wanted in (
             ("rollout", self.crew.rollouts, spec.rollout.instances),
@@ -101,14 +102,17 @@ class Placement:
 
 
 def default_devices(
-    section: PlacementSection, rollouts: Sequence[Member], trainers: Sequence[Member]
+    section: PlacementSection,
+    granted: Sequence[str],
+    rollouts: Sequence[Member],
+    trainers: Sequence[Member],
 ) -> dict[tuple[str, str], list[str]]:
-    """Devices by (kind, host): the spec's, else all (collocated) or a half each (disaggregated)."""
+    """Devices by (kind, host), of those granted to the run: the spec's, else all (collocated) or a half each
+    (disaggregated)."""
     chosen: dict[tuple[str, str], list[str]] = {}
     for host in {member.instance.host for member in (*rollouts, *trainers)}:
-        everything = sorted(
-            {d for m in (*rollouts, *trainers) if m.instance.host == host for d in m.instance.devices}
-        )
+        of_host = {d for m in (*rollouts, *trainers) if m.instance.host == host for d in m.instance.devices}
+        everything = [device for device in granted if device in of_host]
         trainer_side, rollout_side = list(everything), list(everything)
         both = any(m.instance.host == host for m in rollouts) and any(
             m.instance.host == host for m in trainers

@@ -152,7 +152,7 @@ class Scoring:
                 if not lane.asked:
                     lane.heard_at = self._now()
                 if self._busy_since is None:
-                    self._busy_since = self._crew.fleet.kernel.now()
+                    self._busy_since = self._crew.fleet.kernel.monotonic()
                 lane.asked.update((_slot(item), item) for item in items)
                 yield items
             elif not (await asyncio.wait({news}, timeout=IDLE_S))[0] and not lane.asked:
@@ -179,7 +179,7 @@ class Scoring:
             else:
                 final.append(result)
         if self._busy_since is not None and not any(each.asked for each in self._lanes):
-            self._meter.add("score", (self._busy_since, self._crew.fleet.kernel.now()))
+            self._meter.add("score", (self._busy_since, self._crew.fleet.kernel.monotonic()))
             self._busy_since = None
         if final:
             self._deliver(final)
@@ -197,7 +197,7 @@ def _slot(message: reward.ScoreItem | reward.ScoreResult) -> SlotKey:
 async def score_all(crew: Crew, items: Iterable[reward.ScoreItem]) -> list[reward.ScoreResult]:
     """A result for each item, in any order."""
     results: list[reward.ScoreResult] = []
-    scoring = Scoring(crew, Meter(crew.fleet.kernel.now), results.extend)
+    scoring = Scoring(crew, Meter(crew.fleet.kernel.monotonic), results.extend)
     for item in items:
         scoring.put(item)
     scoring.close()

@@ -8,6 +8,7 @@ from headrace.trainer.v1 import trainer_pb2 as trainer
 from headrace_servicekit.digests import set_digest
 
 from headrace_coordinator.domain import events as ev
+from headrace_coordinator.domain.compact import compact_drops
 from headrace_coordinator.domain.slots import ACCUMULATED, DROPPED, Slot
 from headrace_coordinator.ports import CallRefused, InstanceDown
 from headrace_coordinator.run.certificate import certify, step_view, trajectory_views
@@ -56,13 +57,24 @@ class Step:
                 continue
             if not self._ledger.members(ACCUMULATED):
                 return await self._skip("every group was dropped")
-            response = await self._commit(opened)
-            if response.result == trainer.COMMIT_RESULT_COMMITTED:
-                return await self.record(opened, response, batch)
+            decision = asyncio.ensure_future(self._decide(opened, batch))
+            self._context.decision = decision
+            response, published = await asyncio.shield(decision)
+            if published is not None:
+                return published
             nonfinite += response.result == trainer.COMMIT_RESULT_NONFINITE
             await self._again(trainer.CommitResult.Name(response.result))
             if nonfinite >= STEP_ATTEMPTS:
                 return await self._skip("NONFINITE")
+
+    async def _decide(
+        self, opened: ev.StepOpened, batch: Batch
+    ) -> tuple[trainer.CommitStepResponse, Published | None]:
+        """Commits and records: whoever stops the step lets this end first, so that no update is thrown away."""
+        response = await self._commit(opened)
+        if response.result == trainer.COMMIT_RESULT_COMMITTED:
+            return response, await self.record(opened, response, batch)
+        return response, None
 
     def _open(self) -> ev.StepOpened:
         """Durable before anything leaves that rests on it: `_begin` and the first assignment see to that."""
@@ -130,7 +142,7 @@ class Step:
             )
 
     def _manifest(self) -> bytes:
-        dropped = [(slot.prompt, slot.sample, slot.reason) for slot in self._ledger.members(DROPPED)]
+        dropped = compact_drops((s.prompt, s.sample, s.reason) for s in self._ledger.members(DROPPED))
         return ev.encode(
             ev.StepSkipped(
                 at=self._kernel.now(), run=self._context.run_id, step=self._ledger.step, dropped=dropped
@@ -144,8 +156,7 @@ class Step:
         context, slots = self._context, [slot for _, slot in sorted(self._ledger.slots.items())]
         certificate = certify(context.state, opened, response, slots)
         self._same_counts(response, slots)
-        if certificate.ordinal == 1:
-            self._first_step_agrees(certificate)
+        self._first_step_agrees(certificate)
         view = step_view(context, certificate, response, slots, self._meter)
         self._meter.restart()
         await self._kernel.commit(
@@ -184,15 +195,26 @@ class Step:
             )
 
     def _first_step_agrees(self, certificate: ev.Certificate) -> None:
-        """Engine and trainer hold the same weights at the first step, so their log-probs must agree."""
-        bound = MISMATCH_BOUND[self._context.spec.model.dtype]
+        """Engine and trainer hold the same weights at a start and at each resume, so their log-probs must agree.
+
+        A step in which nothing was compared, or older weights sampled too, leaves the check to the next one.
+        """
         found = certificate.log_prob_mismatch_mean
+        if not self._context.agreement_due or found is None or certificate.max_staleness:
+            return
+        bound = MISMATCH_BOUND[self._context.spec.model.dtype]
         if not found <= bound:
             raise RunFailed(
-                f"engine and trainer disagree: mean |log-prob difference| is {found:.3g} at the first step, above "
-                f"{bound} for {self._context.spec.model.dtype}; they do not compute the same model"
+                f"engine and trainer disagree: mean |log-prob difference| is {found:.3g} over "
+                f"{certificate.log_prob_compared_tokens} tokens of step {certificate.ordinal}, the first since the "
+                f"start or resume, above {bound} for {self._context.spec.model.dtype}; they do not compute the "
+                "same model"
             )
-        self._context.note(f"engine and trainer agree: mean |log-prob difference| {found:.2g}, bound {bound}")
+        self._context.agreement_due = False
+        self._context.note(
+            f"engine and trainer agree: mean |log-prob difference| {found:.2g} over "
+            f"{certificate.log_prob_compared_tokens} tokens, bound {bound}"
+        )
 
     async def _end_custody(self, slots: list[Slot]) -> None:
         keys = [(slot.prompt, slot.sample) for slot in slots]
@@ -233,7 +255,7 @@ class Step:
 
     async def _skip(self, why: str) -> Published:
         slots = [slot for _, slot in sorted(self._ledger.slots.items())]
-        dropped = [(slot.prompt, slot.sample, slot.reason or why) for slot in slots]
+        dropped = compact_drops((slot.prompt, slot.sample, slot.reason or why) for slot in slots)
         if self._ledger.open:
             await self._abort(why)
         await self._kernel.commit(

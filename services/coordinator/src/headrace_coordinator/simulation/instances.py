@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from headrace.common.v1 import common_pb2 as common
+from headrace_servicekit.open_runs import Build, End, OpeningRefused, OpenRuns
+from headrace_servicekit.streams import until
 
 from headrace_coordinator.ports import CallRefused
 
@@ -18,6 +21,7 @@ class Instance:
     """What every imaginary instance has: a life, leases, a fence."""
 
     KIND: ClassVar[str] = ""
+    MAX_OPEN_RUNS: ClassVar[int] = 0
     name: str
     incarnation: str
     rng: random.Random
@@ -28,14 +32,48 @@ class Instance:
     held: dict[int, tuple[str, ...]] = field(default_factory=dict)
     deadlines: dict[int, float] = field(default_factory=dict)
     tasks: set[asyncio.Future[Any]] = field(default_factory=set)
+    open_runs: OpenRuns = field(default_factory=OpenRuns)
 
-    def fence(self, header: common.CommandHeader, *, lease: bool) -> None:
-        """Refuses an old coordinator and a lease that is not held."""
+    def __post_init__(self) -> None:
+        self.open_runs.limit = self.MAX_OPEN_RUNS
+
+    def fence(self, header: common.CommandHeader, *, lease: bool, opening: bool = True) -> None:
+        """Refuses an old coordinator, another opening, a run that is not open, and a lease that is not held."""
         if header.coordinator_epoch < self.coordinator_epoch:
             raise CallRefused(self.incarnation, "EPOCH_STALE", "coordinator epoch")
         self.coordinator_epoch = header.coordinator_epoch
+        if opening:
+            with self._opening_refusals():
+                self.open_runs.check(header)
+            if header.run not in self.open_runs:
+                raise CallRefused(self.incarnation, "NOT_OPEN", f"{header.run} is not open here")
         if lease and header.lease_epoch not in self.live_leases():
             raise CallRefused(self.incarnation, "EPOCH_STALE", f"lease {header.lease_epoch} is not held")
+
+    async def open_run(self, header: common.CommandHeader, config: object, build: Build, end: End) -> Any:
+        """Obeys an OpenRun, by the real instances' rules."""
+        self.fence(header, lease=False, opening=False)
+        with self._opening_refusals():
+            return await self.open_runs.open(header, config, build, end)
+
+    async def close_run(self, header: common.CommandHeader) -> None:
+        """Obeys a CloseRun, by the real instances' rules."""
+        self.fence(header, lease=False, opening=False)
+        await self.open_runs.close(header)
+
+    async def while_open(self, run: str, requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
+        """The requests of a stream until its run is closed."""
+        closed = asyncio.Event()
+        with self.open_runs.until_closed(run, closed.set):
+            async for request in until(closed, requests):
+                yield request
+
+    @contextmanager
+    def _opening_refusals(self) -> Iterator[None]:
+        try:
+            yield
+        except OpeningRefused as refused:
+            raise CallRefused(self.incarnation, refused.reason, refused.message) from refused
 
     def live_leases(self) -> set[int]:
         """Leases whose own deadline has not passed: the holder quiesces by its own clock."""
@@ -50,7 +88,9 @@ class Instance:
 
     async def handle(self, method: str, request: Any) -> Any:
         """A unary call, killed with the instance."""
-        return await self._mortal(getattr(self, method)(request))
+        response = await self._mortal(getattr(self, method)(request))
+        self.open_runs.applied(request.header)
+        return response
 
     def handle_stream(self, method: str, requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
         """A stream."""
@@ -70,3 +110,7 @@ class Instance:
         self.alive = False
         for task in self.tasks:
             task.cancel()
+
+
+async def nothing() -> None:
+    """Builds or ends nothing."""

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from headrace_coordinator.audit import Audit, audit, live_steps, step_index
+from headrace_coordinator.audit import audit, live_steps
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain import runs
-from headrace_coordinator.kernel import HistoryItem
-from headrace_coordinator.simulation.trainer import Weights
+from headrace_coordinator.domain.totals import Tally, step_dropped, step_index, step_trained
+from headrace_coordinator.history import Item
+from headrace_coordinator.simulation.disk import Weights
 
 
 class Violation(AssertionError):
     """A guarantee does not hold; the message names it."""
 
 
-def judge(run: runs.RunState, history: Sequence[HistoryItem], weights: Weights | None) -> Audit:
+def judge(run: runs.RunState, history: Sequence[Item], weights: Weights | None) -> Tally:
     """The run's counts; raises `Violation` when a guarantee does not hold."""
     if run.state != runs.SUCCEEDED:
         raise Violation(f"liveness: the run ended {run.state}: {run.reason}")
@@ -24,37 +25,38 @@ def judge(run: runs.RunState, history: Sequence[HistoryItem], weights: Weights |
         raise Violation(f"G1: {counts.duplicates} slots terminal twice, {counts.missing} never")
     if counts.max_staleness:
         raise Violation("G3: a trained token is staler than max_staleness")
+    if run.totals.tally != counts:
+        raise Violation(f"G6: the run shows {run.totals.tally}, its history says {counts}")
     _check_weights(history, weights)
     _check_membership(run, history)
     _check_versions(run, history)
     return counts
 
 
-def _check_weights(history: Sequence[HistoryItem], weights: Weights | None) -> None:
+def _check_weights(history: Sequence[Item], weights: Weights | None) -> None:
     """The final weights hold exactly what the live certificates say, in step order."""
     certified = [
         (prompt, sample)
         for step in live_steps(history)
         if isinstance(step, ev.StepCommitted)
-        for prompt, sample, _ in sorted(step.certificate.trained)
+        for prompt, sample, _ in sorted(step_trained(step))
     ]
     if weights is None or list(weights) != certified:
         raise Violation(f"G1: the weights hold {weights}, the certificates say {certified}")
 
 
-def _check_membership(run: runs.RunState, history: Sequence[HistoryItem]) -> None:
+def _check_membership(run: runs.RunState, history: Sequence[Item]) -> None:
     """Slot ordinal o belongs to step ⌊o / B⌋, whichever answers came first."""
     size = run.ledger.group_size * run.ledger.prompts_per_step
     for step in live_steps(history):
-        dropped = step.certificate.dropped if isinstance(step, ev.StepCommitted) else step.dropped
-        trained = step.certificate.trained if isinstance(step, ev.StepCommitted) else []
-        ordinals = sorted(run.ledger.ordinal(slot[0], slot[1]) for slot in (*trained, *dropped))
+        slots = (*step_trained(step), *step_dropped(step))
+        ordinals = sorted(run.ledger.ordinal(prompt, sample) for prompt, sample, _ in slots)
         first = step_index(step) * size
         if ordinals != list(range(first, first + size)):
             raise Violation(f"G5: step {step_index(step)} holds other slots than its own: {ordinals}")
 
 
-def _check_versions(run: runs.RunState, history: Sequence[HistoryItem]) -> None:
+def _check_versions(run: runs.RunState, history: Sequence[Item]) -> None:
     numbers = [
         event.certificate.number if isinstance(event, ev.StepCommitted) else event.number
         for _, event in history

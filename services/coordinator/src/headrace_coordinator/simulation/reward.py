@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from headrace.reward.v1 import reward_pb2 as reward
 
-from headrace_coordinator.simulation.instances import Instance
+from headrace_coordinator.simulation.instances import Instance, nothing
 
 
 @dataclass
@@ -19,16 +19,20 @@ class Reward(Instance):
     KIND: ClassVar[str] = "reward"
 
     async def OpenRun(self, request: reward.OpenRunRequest) -> reward.OpenRunResponse:
-        self.fence(request.header, lease=False)
+        await self.open_run(request.header, request.config_json, nothing, nothing)
         return reward.OpenRunResponse(scorer_digest="simulated")
 
     async def CloseRun(self, request: reward.CloseRunRequest) -> reward.CloseRunResponse:
+        await self.close_run(request.header)
         return reward.CloseRunResponse()
 
     async def Score(
         self, requests: AsyncIterator[reward.ScoreRequest]
     ) -> AsyncIterator[reward.ScoreResponse]:
         async for request in requests:
+            if request.header.run:
+                self.fence(request.header, lease=False)
+                self.open_runs.applied(request.header)
             await asyncio.sleep(self.rng.uniform(0.01, 0.2))
             items = list(request.items)
             self.rng.shuffle(items)

@@ -13,7 +13,7 @@ from headrace.rollout.v1 import rollout_pb2 as rollout
 from headrace_servicekit.digests import trajectory_digest
 
 from headrace_coordinator.ports import CallRefused
-from headrace_coordinator.simulation.instances import Instance
+from headrace_coordinator.simulation.instances import Instance, nothing
 
 
 @dataclass
@@ -21,6 +21,7 @@ class Rollout(Instance):
     """Generates pseudo-tokens that depend on (prompt, sample) only, keeps custody, obeys strict installs."""
 
     KIND: ClassVar[str] = "rollout"
+    MAX_OPEN_RUNS: ClassVar[int] = 1
     version: common.PolicyVersion = field(default_factory=common.PolicyVersion)
     custody: dict[tuple[int, int], common.Trajectory] = field(default_factory=dict)
     paused: bool = False
@@ -28,13 +29,17 @@ class Rollout(Instance):
     stops: int = 0
 
     async def OpenRun(self, request: rollout.OpenRunRequest) -> rollout.OpenRunResponse:
-        self.fence(request.header, lease=False)
+        await self.open_run(request.header, request.config_json, nothing, self._end)
         return rollout.OpenRunResponse(max_concurrency=8, max_context_tokens=512)
 
     async def CloseRun(self, request: rollout.CloseRunRequest) -> rollout.CloseRunResponse:
-        self.fence(request.header, lease=False)
-        self.custody.clear()
+        await self.close_run(request.header)
         return rollout.CloseRunResponse()
+
+    async def _end(self) -> None:
+        self.stop()
+        self.custody.clear()
+        self.version, self.paused = common.PolicyVersion(), False
 
     async def InstallPolicy(self, request: rollout.InstallPolicyRequest) -> rollout.InstallPolicyResponse:
         self.fence(request.header, lease=True)
@@ -53,7 +58,9 @@ class Rollout(Instance):
             raise CallRefused(self.incarnation, "POLICY_MISMATCH", "another version is installed")
         done: asyncio.Queue[common.Trajectory | rollout.PartialSample] = asyncio.Queue()
         work: set[asyncio.Future[None]] = set()
-        reading = asyncio.ensure_future(self._read(requests, opening, done, work))
+        reading = asyncio.ensure_future(
+            self._read(self.while_open(opening.header.run, requests), opening, done, work)
+        )
         try:
             while not (reading.done() and not work and done.empty()):
                 waiting = asyncio.ensure_future(done.get())

@@ -4,26 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import random
+import tempfile
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from headrace_schema.spec import RunSpec
 
 from headrace_coordinator.coordinator import Coordinator
 from headrace_coordinator.data.dataset import Dataset
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain import runs
 from headrace_coordinator.domain.state import InstanceState
-from headrace_coordinator.fleet import Fleet, FleetSettings, Supervisor
+from headrace_coordinator.fleet import Fleet, FleetSettings, Supervisor, open_reports
+from headrace_coordinator.history import History, Item
 from headrace_coordinator.kernel import Kernel
+from headrace_coordinator.simulation.disk import Disk, Weights
 from headrace_coordinator.simulation.instances import Instance
 from headrace_coordinator.simulation.judge import Violation, judge
 from headrace_coordinator.simulation.network import SimulatedPort
 from headrace_coordinator.simulation.reward import Reward
 from headrace_coordinator.simulation.rollout import Rollout
-from headrace_coordinator.simulation.trainer import Disk, Trainer, Weights
+from headrace_coordinator.simulation.trainer import Trainer
 from headrace_coordinator.simulation.virtual_time import run_virtual
-from headrace_coordinator.spec import RunSpec
 from headrace_coordinator.store.memory_store import MemoryStore
 
 HOST = "host"
@@ -73,6 +77,8 @@ class World:
         self.faulty = faults
         self.store = MemoryStore()
         self.disk = Disk()
+        self._temporary = tempfile.TemporaryDirectory(prefix="world-")
+        self.directory = Path(self._temporary.name)
         self.spec = self._spec()
         self.instances: dict[str, Instance] = {}
         self.counts = {
@@ -83,6 +89,9 @@ class World:
         self.faults: Counter[str] = Counter()
         self.ports: list[SimulatedPort] = []
         self._born = 0
+        self.killed_in_order = 0
+        self._wall_ahead_s = 1e9
+        self._slept_s = 0.0
         self._coordinator: Coordinator | None = None
         self._tasks: list[asyncio.Task[Any]] = []
 
@@ -147,6 +156,7 @@ class World:
             stale = await fleet.register(state, list(instance.held), instance.coordinator_epoch)
             for epoch in stale:
                 instance.held.pop(epoch, None)
+            self._report(instance, fleet)
             if fleet is self._fleet():
                 await self._session(instance, fleet)
 
@@ -170,6 +180,7 @@ class World:
                 silence = 0.0
                 if instance.incarnation not in fleet.kernel.state.instances:
                     break
+                self._report(instance, fleet)
                 renewed, stale = fleet.heartbeat(instance.incarnation, list(instance.held), 0)
                 for epoch in renewed:
                     instance.deadlines[epoch] = sent + SETTINGS.lease_ttl - 5.0
@@ -179,6 +190,9 @@ class World:
             silence += SETTINGS.heartbeat if instance.cut_off else 0.0
         obeying.cancel()
         fleet.detach(instance.incarnation, send)
+
+    def _report(self, instance: Instance, fleet: Fleet) -> None:
+        fleet.reported(instance.incarnation, open_reports(instance.open_runs.reports()))
 
     async def _command(self, instance: Instance, fleet: Fleet, command: str, body: Any) -> None:
         sent = asyncio.get_running_loop().time()
@@ -209,7 +223,12 @@ class World:
     async def start_coordinator(self) -> None:
         """Opens the store, and the supervisor reports what it runs."""
         loop = asyncio.get_running_loop()
-        kernel = Kernel(self.store, loop.time)
+        kernel = Kernel(
+            self.store,
+            lambda: loop.time() + self._wall_ahead_s,
+            lambda: loop.time() + self._slept_s,
+            history=History(self.directory, _at_once),
+        )
         await kernel.open("simulated")
         fleet = Fleet(kernel, self._connect, SETTINGS)
         coordinator = Coordinator(kernel, fleet, Path("/simulated"), lambda _: Quiet(), self._dataset)
@@ -237,13 +256,14 @@ class World:
     async def kill_coordinator(self, down_s: float) -> None:
         """SIGKILL: tasks vanish, what was not appended is lost; a new one starts after `down_s`."""
         dead, self._coordinator = self._coordinator, None
-        for task in (*self._background, *(dead._tasks.values() if dead else ())):
+        for task in (*self._background, *(dead.scheduler.tasks.values() if dead else ())):
             task.cancel()
         await asyncio.sleep(down_s)
         await self.start_coordinator()
 
     def _supervisor_command(self, command: str, body: Any) -> None:
         if command == "kill":
+            self.killed_in_order += 1
             self._spawn(self.kill(body[1]))
 
     async def kill(self, incarnation: str) -> None:
@@ -268,7 +288,18 @@ class World:
         for _ in range(self.rng.randint(2, 7)):
             await asyncio.sleep(self.rng.expovariate(1 / 6.0))
             fault = self.rng.choice(
-                ["kill", "kill", "kill", "coordinator", "store", "partition", "pause", "reply", "stop"]
+                [
+                    *["kill"] * 3,
+                    "coordinator",
+                    "store",
+                    "partition",
+                    "pause",
+                    "reply",
+                    "stop",
+                    "clock",
+                    "sleep",
+                    "damage",
+                ]
             )
             self.faults[fault] += 1
             await getattr(self, f"_fault_{fault}")()
@@ -290,11 +321,36 @@ class World:
     async def _fault_reply(self) -> None:
         self.store.lose_replies = True
 
+    async def _fault_clock(self) -> None:
+        """The wall clock is set, by up to a day either way."""
+        self._wall_ahead_s += self.rng.uniform(-86_400.0, 86_400.0)
+
+    async def _fault_sleep(self) -> None:
+        """The machine sleeps: leases' clocks go on, timers and work stand still; nobody may be declared lost."""
+        slept, kills = self.rng.uniform(1.0, 600.0), self.killed_in_order
+        self._slept_s += slept
+        for instance in self.instances.values():
+            instance.deadlines = {epoch: at - slept for epoch, at in instance.deadlines.items()}
+        await asyncio.sleep(SETTINGS.heartbeat)
+        if slept > 2 * SETTINGS.heartbeat and self.killed_in_order != kills:
+            raise Violation(f"a sleep of {slept:.0f} s was taken for the silence of an instance")
+
     async def _fault_partition(self) -> None:
         victim = self._victim()
         victim.cut_off = True
         await asyncio.sleep(self.rng.uniform(1.0, 60.0))
         victim.cut_off = False
+
+    async def _fault_damage(self) -> None:
+        """The newest checkpoint is damaged; an intact one is before it."""
+        run = self._run()
+        if run is None:
+            return
+        live = {number for number, version in run.lineage.versions.items() if version.live}
+        listed = self.disk.listed(run.directory)
+        intact = [c for c in listed if not c.damage and c.version.number in live]
+        if len(intact) > 1:
+            intact[0].damage, intact[0].torn = "a byte differs", self.rng.random() < 0.5
 
     async def _fault_stop(self) -> None:
         victim = self._victim()
@@ -308,14 +364,14 @@ class World:
         await self._coordinator.pause(
             run.id, now=self.rng.random() < 0.5, idempotency_key=f"p{self.rng.random()}"
         )
-        coordinator = self._coordinator
-        await coordinator.kernel.wait_until(
-            lambda: run.state in (runs.PAUSED, *runs.TERMINAL) or coordinator is not self._coordinator,
-            600.0,
-            "pause",
-        )
-        if self._coordinator is coordinator and run.state == runs.PAUSED:
-            await coordinator.resume(run.id, f"r{self.rng.random()}")
+        while run is not None and run.state not in (runs.PAUSED, *runs.TERMINAL):
+            await asyncio.sleep(0.5)
+            run = self._run() or run
+        while run is not None and run.state == runs.PAUSED and run.intent != runs.RUN:
+            if self._coordinator is not None:
+                await self._coordinator.resume(run.id, f"r{self.rng.random()}")
+            await asyncio.sleep(0.5)
+            run = self._run() or run
 
     # --- the run and its end
 
@@ -348,7 +404,7 @@ class World:
                 )
         if trouble:
             trouble.cancel()
-        return self._judge(run)
+        return await self._judge(run)
 
     def _settled(self) -> bool:
         kernel = self._coordinator.kernel if self._coordinator else None
@@ -361,9 +417,10 @@ class World:
                 raise task.exception()  # type: ignore[misc]
         self._tasks = [task for task in self._tasks if not task.done()]
 
-    def _judge(self, run: runs.RunState) -> Outcome:
+    async def _judge(self, run: runs.RunState) -> Outcome:
         assert self._coordinator is not None
-        counts = judge(run, self._coordinator.kernel.history["run"], self._weights(run.lineage.head))
+        counts = judge(run, await self._history(run.id), self._weights(run.lineage.head))
+        await self._archived(run)
         return Outcome(
             self.seed,
             run.state,
@@ -374,12 +431,37 @@ class World:
             self.faults,
         )
 
+    async def _history(self, run: str) -> list[Item]:
+        """The run's events as anyone may read them: files first, then what is still in memory."""
+        assert self._coordinator is not None
+        found: list[Item] = []
+        while page := await self._coordinator.kernel.history.page(run, found[-1][0] if found else -1):
+            found += page
+        return found
+
+    async def _archived(self, run: runs.RunState) -> None:
+        """The run leaves memory, and shows what it showed before."""
+        coordinator = self._coordinator
+        assert coordinator is not None
+        shown = coordinator.run(run.id)
+        await coordinator.kernel.wait_until(
+            lambda: not coordinator.scheduler.tasks, 60.0, "the run's task to end"
+        )
+        await coordinator.archive.once()
+        if run.id in coordinator.kernel.state.runs or coordinator.run(run.id) != shown:
+            raise Violation("an archived run shows something else")
+
     def _weights(self, head: int) -> Weights | None:
         """The head's weights: in a living trainer, or on the disk when the trainer died last."""
         trainers = [i for i in self.instances.values() if isinstance(i, Trainer) and i.alive]
-        found = [trainer.weights for trainer in trainers if trainer.version.number == head]
-        found += [saved for _, version, saved, _, _ in self.disk.checkpoints if version.number == head]
+        found = [trainer.made[head] for trainer in trainers if head in trainer.made]
+        found += [stored.weights for stored in self.disk.checkpoints if stored.version.number == head]
         return found[0] if found else None
+
+
+async def _at_once(work: Any, *arguments: Any) -> Any:
+    """In place of a thread, for which virtual time would not wait."""
+    return work(*arguments)
 
 
 def run_world(seed: int, faults: bool = True) -> Outcome:

@@ -1,5 +1,5 @@
 -- The only write of the event log: appends if the writer's epoch is the active one and the log ends where it says.
--- KEYS: meta, log, then one stream key for each entry that is public (else the log's key again)
+-- KEYS: meta, log
 -- ARGV: epoch, expected, first, then the entries' payloads
 local epoch = redis.call('HGET', KEYS[1], 'epoch')
 if epoch ~= ARGV[1] then
@@ -17,9 +17,6 @@ end
 for index = 1, count do
   local id = string.format('%d-0', tonumber(ARGV[3]) + index - 1)
   redis.call('XADD', KEYS[2], id, 'e', ARGV[3 + index])
-  if KEYS[2 + index] ~= KEYS[2] then
-    redis.call('XADD', KEYS[2 + index], id, 'e', ARGV[3 + index])
-  end
 end
 redis.call('HSET', KEYS[1], 'sequence', last, 'first', ARGV[3])
 return 'APPENDED'

@@ -1,4 +1,4 @@
-"""What the kernel needs of a store: one conditional append, snapshots, the runs' own streams."""
+"""What the kernel needs of a store: one conditional append, and snapshots that let the log be trimmed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Fenced(Exception):
 
 
 class StoreAway(Exception):
-    """The store cannot be reached now; the same append may be tried again."""
+    """The store does not answer, or refuses writes now; the same call may be tried again. Says it in its words."""
 
 
 class ForeignStore(Exception):
@@ -23,19 +23,19 @@ class ForeignStore(Exception):
 
 
 class Entry(msgspec.Struct, frozen=True):
-    """One event to append; `run` also puts it on that run's public stream."""
+    """One event to append."""
 
     payload: bytes
-    run: str = ""
 
 
 class Stored(msgspec.Struct):
-    """What a start finds."""
+    """What a start finds: a snapshot that covers events up to a number, and the events after it."""
 
     store_id: str
     epoch: int
     sequence: int
     snapshot: bytes
+    snapshot_sequence: int
     events: list[tuple[int, bytes]]
 
 
@@ -46,13 +46,21 @@ class Store(Protocol):
         """Becomes the leader; raises `Fenced` naming the present one."""
 
     async def keep_claim(self) -> None:
-        """Renews the claim; raises `Fenced` when it is lost, `StoreAway` when unreachable."""
+        """Renews the claim, or takes one that ran out again if nobody else has; proves that writes are accepted.
+
+        Raises:
+            Fenced: another coordinator has taken the store.
+            StoreAway: unreachable, or writes are refused (the claim is renewed where the store allows that).
+        """
 
     async def load(self) -> Stored:
         """The latest snapshot and every event after it."""
 
     async def begin(self, epoch: int, store_id: str) -> None:
         """Makes `epoch` the only one that may append; raises `Fenced` unless it is the highest."""
+
+    async def raise_epoch(self, present: int, epoch: int, store_id: str) -> None:
+        """As `begin`, but only while `present` is the active epoch. A repeat of the same call is fine."""
 
     async def append(self, epoch: int, expected: int, first: int, entries: list[Entry]) -> None:
         """Appends entries as `first`, `first`+1, … if the log ends at `expected`. A repeat of the same call is fine.
@@ -65,5 +73,11 @@ class Store(Protocol):
     async def save_snapshot(self, epoch: int, sequence: int, data: bytes) -> None:
         """Replaces the snapshot, then trims the log up to `sequence`."""
 
-    async def history(self, run: str) -> list[tuple[int, bytes]]:
-        """The run's public stream from its beginning."""
+    async def old_runs(self) -> list[str]:
+        """Runs of an older release that kept their public events in the store, in streams of their own."""
+
+    async def old_history(self, run: str) -> list[tuple[int, bytes]]:
+        """Such a run's public events from its beginning."""
+
+    async def drop_history(self, run: str) -> None:
+        """Removes them: they are in files."""

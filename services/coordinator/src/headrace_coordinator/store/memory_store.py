@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+import msgspec
 
 from headrace_coordinator.store.base import Entry, Fenced, StoreAway, Stored
 
@@ -13,9 +13,8 @@ class MemoryStore:
     def __init__(self) -> None:
         self.away = False
         self.lose_replies = False
-        self._stored = Stored(store_id="", epoch=0, sequence=0, snapshot=b"", events=[])
+        self._stored = Stored(store_id="", epoch=0, sequence=0, snapshot=b"", snapshot_sequence=0, events=[])
         self._first = 0
-        self._runs: dict[str, list[tuple[int, bytes]]] = defaultdict(list)
 
     def _reach(self) -> None:
         if self.away:
@@ -33,7 +32,7 @@ class MemoryStore:
         """See `Store.load`."""
         self._reach()
         stored = self._stored
-        return Stored(stored.store_id, stored.epoch, stored.sequence, stored.snapshot, list(stored.events))
+        return msgspec.structs.replace(stored, events=list(stored.events))
 
     async def begin(self, epoch: int, store_id: str) -> None:
         """See `Store.begin`."""
@@ -41,6 +40,13 @@ class MemoryStore:
         if self._stored.epoch >= epoch:
             raise Fenced(f"coordinator epoch {self._stored.epoch} has begun")
         self._stored.epoch, self._stored.store_id = epoch, store_id
+
+    async def raise_epoch(self, present: int, epoch: int, store_id: str) -> None:
+        """See `Store.raise_epoch`."""
+        self._reach()
+        if self._stored.epoch not in (present, epoch):
+            raise Fenced(f"the active coordinator epoch is {self._stored.epoch}")
+        self._stored.epoch = epoch
 
     async def append(self, epoch: int, expected: int, first: int, entries: list[Entry]) -> None:
         """See `Store.append`."""
@@ -54,8 +60,6 @@ class MemoryStore:
             raise Fenced(f"the log ends at {self._stored.sequence}, not at {expected}")
         for index, entry in enumerate(entries):
             self._stored.events.append((first + index, entry.payload))
-            if entry.run:
-                self._runs[entry.run].append((first + index, entry.payload))
         self._stored.sequence, self._first = last, first
         if self.lose_replies:
             self.lose_replies = False
@@ -64,10 +68,16 @@ class MemoryStore:
     async def save_snapshot(self, epoch: int, sequence: int, data: bytes) -> None:
         """See `Store.save_snapshot`."""
         self._reach()
-        self._stored.snapshot = data
+        self._stored.snapshot, self._stored.snapshot_sequence = data, sequence
         self._stored.events = [(number, event) for number, event in self._stored.events if number > sequence]
 
-    async def history(self, run: str) -> list[tuple[int, bytes]]:
-        """See `Store.history`."""
-        self._reach()
-        return list(self._runs[run])
+    async def old_runs(self) -> list[str]:
+        """See `Store.old_runs`."""
+        return []
+
+    async def old_history(self, run: str) -> list[tuple[int, bytes]]:
+        """See `Store.old_history`."""
+        return []
+
+    async def drop_history(self, run: str) -> None:
+        """See `Store.drop_history`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import socket
@@ -10,13 +11,14 @@ from importlib.resources import files
 from typing import Any
 
 from redis.asyncio import Redis
-from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import RedisError, ResponseError
-from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from headrace_coordinator.store.base import Entry, Fenced, StoreAway, Stored
 
 CLAIM_SECONDS = 15
+COMEBACK_S = 7.0
+"""How long a last leader that may be alive has to renew a claim that ran out; it tries every second."""
+POLL_S = 0.25
 PAGE = 1000
 
 
@@ -27,33 +29,54 @@ class RedisStore:
         self._redis: Any = Redis.from_url(url, password=password, socket_timeout=5, socket_connect_timeout=2)
         self._prefix = prefix
         self._identity = ""
-        script = files("headrace_coordinator.store").joinpath("append_if.lua").read_text()
-        self._append_if = self._redis.register_script(script)
+        self._epoch = 0
+        self._append_if = self._script("append_if.lua")
+        self._claim = self._script("claim.lua")
+        self._set_epoch = self._script("set_epoch.lua")
+
+    def _script(self, name: str) -> Any:
+        text = files("headrace_coordinator.store").joinpath(name).read_text()
+        return self._redis.register_script(text)
 
     def _key(self, *parts: str) -> str:
         return ":".join((self._prefix, *parts))
 
     async def claim(self, identity: str) -> None:
-        """See `Store.claim`. A leader whose process on this host is gone is replaced at once."""
+        """See `Store.claim`. A leader whose process on this host is gone is replaced at once.
+
+        A claim that ran out proves nothing while the store refused writes: the last leader gets `COMEBACK_S`
+        to renew it, counted from a write that was accepted.
+        """
         record = json.dumps({"who": identity, "host": socket.gethostname(), "pid": os.getpid()})
-        key = self._key("leader")
-        if not await self._ask(self._redis.set(key, record, nx=True, ex=CLAIM_SECONDS)):
-            present = json.loads(await self._ask(self._redis.get(key)) or "{}")
-            if not _is_gone(present):
-                raise Fenced(
-                    f"another coordinator leads this store: {present.get('who')} "
-                    f"(pid {present.get('pid')} on {present.get('host')}); stop it, or use another store"
-                )
-            await self._ask(self._redis.set(key, record, ex=CLAIM_SECONDS))
+        leader = await self._leader()
+        if not leader and _may_live(await self._last_leader(), record):
+            await self._ask(self._redis.hset(self._key("meta"), "candidate", record))
+            leader = await self._comeback()
+        if _may_live(leader, record):
+            raise Fenced(_named(leader))
+        await self._hold(record, leader, "")
         self._identity = record
+
+    async def _comeback(self) -> str:
+        for _ in range(round(COMEBACK_S / POLL_S)):
+            await asyncio.sleep(POLL_S)
+            if leader := await self._leader():
+                return leader
+        return ""
+
+    async def _leader(self) -> str:
+        return _text(await self._ask(self._redis.get(self._key("leader"))))
+
+    async def _last_leader(self) -> str:
+        return _text(await self._ask(self._redis.hget(self._key("meta"), "leader")))
 
     async def keep_claim(self) -> None:
         """See `Store.keep_claim`."""
-        key = self._key("leader")
-        present = await self._ask(self._redis.get(key))
-        if present is not None and present.decode() != self._identity:
-            raise Fenced(f"another coordinator took the store: {present.decode()}")
-        await self._ask(self._redis.set(key, self._identity, ex=CLAIM_SECONDS))
+        await self._hold(self._identity, self._identity, str(self._epoch))
+
+    async def _hold(self, identity: str, replaced: str, epoch: str) -> None:
+        keys = [self._key("leader"), self._key("meta")]
+        await self._ask(self._claim(keys=keys, args=[identity, replaced, str(CLAIM_SECONDS), epoch]))
 
     async def load(self) -> Stored:
         """See `Store.load`."""
@@ -65,28 +88,27 @@ class RedisStore:
             epoch=int(meta.get(b"epoch", b"0")),
             sequence=int(meta.get(b"sequence", b"0")),
             snapshot=snapshot.get(b"data", b""),
+            snapshot_sequence=after,
             events=await self._read(self._key("log"), after),
         )
 
     async def begin(self, epoch: int, store_id: str) -> None:
         """See `Store.begin`."""
-        meta = self._key("meta")
-        stored = int(await self._ask(self._redis.hget(meta, "epoch")) or 0)
-        if stored >= epoch:
-            raise Fenced(f"coordinator epoch {stored} has begun; {epoch} is too late")
-        await self._ask(self._redis.hset(meta, mapping={"epoch": str(epoch), "store_id": store_id}))
+        await self._make_active("", epoch, store_id)
+
+    async def raise_epoch(self, present: int, epoch: int, store_id: str) -> None:
+        """See `Store.raise_epoch`."""
+        await self._make_active(str(present), epoch, store_id)
+
+    async def _make_active(self, present: str, epoch: int, store_id: str) -> None:
+        await self._ask(self._set_epoch(keys=[self._key("meta")], args=[present, str(epoch), store_id]))
+        self._epoch = epoch
 
     async def append(self, epoch: int, expected: int, first: int, entries: list[Entry]) -> None:
         """See `Store.append`."""
-        log = self._key("log")
-        keys = [self._key("meta"), log, *(self._key("run", e.run) if e.run else log for e in entries)]
+        keys = [self._key("meta"), self._key("log")]
         arguments: list[Any] = [str(epoch), str(expected), str(first), *(e.payload for e in entries)]
-        try:
-            await self._ask(self._append_if(keys=keys, args=arguments))
-        except ResponseError as error:
-            if "FENCED" in str(error):
-                raise Fenced(str(error)) from error
-            raise StoreAway(str(error)) from error
+        await self._ask(self._append_if(keys=keys, args=arguments))
 
     async def save_snapshot(self, epoch: int, sequence: int, data: bytes) -> None:
         """See `Store.save_snapshot`."""
@@ -96,17 +118,33 @@ class RedisStore:
         await self._ask(self._redis.hset(self._key("snapshot"), mapping=mapping))
         await self._ask(self._redis.xtrim(self._key("log"), minid=f"{sequence + 1}-0", approximate=False))
 
-    async def history(self, run: str) -> list[tuple[int, bytes]]:
-        """See `Store.history`."""
+    async def old_runs(self) -> list[str]:
+        """See `Store.old_runs`."""
+        prefix = self._key("run", "")
+        found: list[str] = []
+        cursor: Any = 0
+        while True:
+            cursor, keys = await self._ask(self._redis.scan(cursor, match=f"{prefix}*", count=PAGE))
+            found += [key.decode().removeprefix(prefix) for key in keys]
+            if not int(cursor):
+                return sorted(set(found))
+
+    async def old_history(self, run: str) -> list[tuple[int, bytes]]:
+        """See `Store.old_history`."""
         return await self._read(self._key("run", run), 0)
+
+    async def drop_history(self, run: str) -> None:
+        """See `Store.drop_history`."""
+        await self._ask(self._redis.delete(self._key("run", run)))
 
     async def close(self) -> None:
         """Gives the claim up and closes the connections."""
         try:
-            if (await self._redis.get(self._key("leader")) or b"").decode() == self._identity:
+            if await self._leader() == self._identity:
                 await self._redis.delete(self._key("leader"))
+                await self._redis.hdel(self._key("meta"), "leader")
             await self._redis.aclose()
-        except RedisError:
+        except (RedisError, StoreAway):
             return  # The claim runs out by itself.
 
     async def _read(self, stream: str, after: int) -> list[tuple[int, bytes]]:
@@ -119,12 +157,31 @@ class RedisStore:
             after = found[-1][0]
 
     async def _ask(self, reply: Awaitable[Any]) -> Any:
+        """A reply; whatever else the store says (out of memory, MISCONF, READONLY, LOADING, …) is `StoreAway`."""
         try:
             return await reply
-        except ResponseError:
-            raise
-        except (RedisConnectionError, RedisTimeoutError, OSError) as error:
+        except ResponseError as error:
+            if "FENCED" in str(error):
+                raise Fenced(str(error)) from error
+            raise StoreAway(f"it refuses: {error}") from error
+        except (RedisError, OSError) as error:
             raise StoreAway(f"{type(error).__name__}: {error}") from error
+
+
+def _text(reply: bytes | None) -> str:
+    return (reply or b"").decode()
+
+
+def _may_live(leader: str, own: str) -> bool:
+    return bool(leader) and leader != own and not _is_gone(json.loads(leader))
+
+
+def _named(record: str) -> str:
+    leader = json.loads(record)
+    return (
+        f"another coordinator leads this store: {leader.get('who')} "
+        f"(pid {leader.get('pid')} on {leader.get('host')}); stop it, or use another store"
+    )
 
 
 def _is_gone(leader: dict[str, Any]) -> bool:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Protocol
 
-from headrace_modelkit.config import ModelConfig
+from headrace_schema.generating import ModelSection
 
 if TYPE_CHECKING:
     from headrace_modelkit.tokenizer import TextCodec
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 class EngineConfig:
     """What an engine is built from."""
 
-    model: ModelConfig
+    model: ModelSection
     codec: TextCodec
     max_concurrency: int
     device: str = "cpu"

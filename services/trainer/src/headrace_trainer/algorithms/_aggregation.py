@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from headrace_trainer.config import Aggregation
+from headrace_schema.learning import Aggregation
 
 
 def token_weight(mode: Aggregation, tokens: int) -> float:

@@ -12,14 +12,15 @@ from typing import TYPE_CHECKING, TypeVar
 from headrace_trainer.errors import invalid
 
 if TYPE_CHECKING:
+    from headrace_schema.learning import AlgorithmSection
+
     from headrace_trainer.algorithms._base import Algorithm
-    from headrace_trainer.config import AlgorithmConfig
 
 ENTRY_POINTS = "headrace.algorithms"
 PACKAGE = "headrace_trainer.algorithms"
 
-_FACTORIES: dict[str, Callable[[AlgorithmConfig], Algorithm]] = {}
-Factory = TypeVar("Factory", bound="Callable[[AlgorithmConfig], Algorithm]")
+_FACTORIES: dict[str, Callable[[AlgorithmSection], Algorithm]] = {}
+Factory = TypeVar("Factory", bound="Callable[[AlgorithmSection], Algorithm]")
 
 
 def register(name: str) -> Callable[[Factory], Factory]:
@@ -41,7 +42,7 @@ def algorithm_names() -> list[str]:
     return sorted(own | {point.name for point in entry_points(group=ENTRY_POINTS)} | _FACTORIES.keys())
 
 
-def build_algorithm(config: AlgorithmConfig) -> Algorithm:
+def build_algorithm(config: AlgorithmSection) -> Algorithm:
     """The algorithm that `config.name` names. Raises Refusal INVALID with the nearest name."""
     name = config.name
     if name not in _FACTORIES:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from headrace_schema.learning import AlgorithmSection
 from torch import Tensor
 
 from headrace_trainer.algorithms import _aggregation, register
 from headrace_trainer.algorithms._base import Barrier, LossSums, TokenBatch
 from headrace_trainer.algorithms._policy_loss import clipped_objective, truncated_importance
-from headrace_trainer.config import AlgorithmConfig
 
 # verl's convention: standard deviation with n - 1, this added to it.
 STD_EPSILON = 1e-6
@@ -22,7 +22,7 @@ class Grpo:
 
     barrier = Barrier.GROUP
 
-    def __init__(self, config: AlgorithmConfig) -> None:
+    def __init__(self, config: AlgorithmSection) -> None:
         self._config = config
 
     def advantages(self, rewards_GN: Tensor) -> Tensor:

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 from headrace_trainer.errors import invalid
 
 if TYPE_CHECKING:
+    from headrace_schema.openings import TrainerConfig
+
     from headrace_trainer.algorithms._base import Algorithm
     from headrace_trainer.backends._base import Backend
-    from headrace_trainer.config import TrainerConfig
     from headrace_trainer.gang import Gang
 
 PACKAGE = "headrace_trainer.backends"

@@ -61,6 +61,7 @@ class TransformersEngine:
         self._memory = _Memory.COLD
         self._paused = False
         self._scheduled = False
+        self._closed = False
 
     @property
     def policy(self) -> Policy | None:
@@ -95,7 +96,7 @@ class TransformersEngine:
                 self._streams.discard(stream)
             return self._decoder.stop(keys, stream)
 
-        return await self._call(act)
+        return 0 if self._closed else await self._call(act)
 
     async def pause(self) -> int:
         """See Engine."""
@@ -195,9 +196,12 @@ class TransformersEngine:
     async def close(self) -> None:
         """See Engine."""
         await self.release()
+        self._closed = True
         await asyncio.to_thread(self._executor.shutdown)
 
     async def _call(self, act: Callable[[], _Result]) -> _Result:
+        if self._closed:
+            raise Refused("NOT_OPEN", "the run was closed; call OpenRun first")
         return await asyncio.wrap_future(self._executor.submit(act))
 
     def _free(self) -> Freed:

@@ -11,10 +11,11 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from headrace_modelkit.config import ModelConfig, ModelNotReadable
+from headrace_modelkit.errors import ModelNotReadable
 from headrace_modelkit.loading import context_limit, load_architecture, load_model
 from headrace_modelkit.logprobs import Head
 from headrace_modelkit.weights import load_weights, share_weights
+from headrace_schema.generating import ModelSection
 from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedConfig
@@ -29,7 +30,7 @@ warnings.filterwarnings("ignore", message="The given buffer is not writable")
 class PolicyModel:
     """A causal language model with a slot cache; used from the engine's thread alone."""
 
-    def __init__(self, config: ModelConfig, device: str) -> None:
+    def __init__(self, config: ModelSection, device: str) -> None:
         architecture = load_architecture(config)
         self.context_limit = context_limit(config, architecture)
         check_supported(config, architecture, self.context_limit)
@@ -114,7 +115,7 @@ class PolicyModel:
         return mask_NL.masked_fill_(hidden_NL, float("-inf"))[:, None, None]
 
 
-def check_supported(config: ModelConfig, architecture: PreTrainedConfig, limit: int) -> None:
+def check_supported(config: ModelSection, architecture: PreTrainedConfig, limit: int) -> None:
     """Raises ModelNotReadable for layers whose state is not plain keys and values of the whole context."""
     text = architecture.get_text_config()
     kinds = set(getattr(text, "layer_types", None) or ["full_attention"])

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from headrace_modelkit.loading import DTYPES, load_model
 from headrace_modelkit.weights import load_weights, state_tensors
+from headrace_schema.learning import OptimizerSection
+from headrace_schema.openings import TrainerConfig
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -20,10 +22,10 @@ from headrace_trainer.algorithms._base import Algorithm, TokenBatch
 from headrace_trainer.allocator import give_back_if_short
 from headrace_trainer.backends._base import CommitReport, MicroReport, StateReader
 from headrace_trainer.backends.fsdp.figures import TokenFigures
+from headrace_trainer.backends.fsdp.fit import check_fit
 from headrace_trainer.backends.fsdp.optimizer import MOMENTS, ShardedAdamW
 from headrace_trainer.backends.fsdp.sharding import ShardedModel
 from headrace_trainer.backends.fsdp.warmup import SupervisedBatches
-from headrace_trainer.config import OptimizerConfig, TrainerConfig
 from headrace_trainer.errors import Refusal, invalid
 from headrace_trainer.gang import Gang
 from headrace_trainer.packing import MicroBatch, pack
@@ -52,6 +54,10 @@ class FsdpBackend:
     def load_initial(self) -> None:
         """See `Backend`."""
         self._shard(load_model(self._config.model, weights=self._gang.leads))
+
+    def check_state(self, reader: StateReader) -> None:
+        """See `Backend`."""
+        check_fit(reader, self._config.model)
 
     def load_state(self, reader: StateReader | None) -> None:
         """See `Backend`."""
@@ -202,7 +208,7 @@ class FsdpBackend:
 
     def _new_optimizer(self) -> ShardedAdamW:
         decays = {name for name, p in self._sharded.parameters.items() if p.dim() > 1}
-        config: OptimizerConfig = self._config.optimizer
+        config: OptimizerSection = self._config.optimizer
         return ShardedAdamW(config, self._sharded.shards(), decays=decays)
 
     def _backward(self, rows: Rows, loss_of: LossOf) -> Tensor | None:
@@ -227,6 +233,8 @@ class FsdpBackend:
         if math.isfinite(norm):
             clip = min(1.0, self._config.optimizer.grad_clip / (norm + 1e-6))
             optimizer.step(gradients, denominator / clip, rate)
+            # A forward without a backward leaves whole parameters behind, which the step has not moved.
+            self._sharded.release()
         self._sharded.drop_gradients()
         self._dirty = False
         return norm

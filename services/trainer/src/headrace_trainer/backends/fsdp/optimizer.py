@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from headrace_schema.learning import OptimizerSection
 from torch import Tensor, nn
-
-from headrace_trainer.config import OptimizerConfig
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -19,7 +18,7 @@ class ShardedAdamW:
     Matrices decay, vectors (norms, biases) do not.
     """
 
-    def __init__(self, config: OptimizerConfig, shards: dict[str, Tensor], *, decays: set[str]) -> None:
+    def __init__(self, config: OptimizerSection, shards: dict[str, Tensor], *, decays: set[str]) -> None:
         self._shards = {name: nn.Parameter(shard) for name, shard in shards.items() if shard.numel()}
         groups = [
             {

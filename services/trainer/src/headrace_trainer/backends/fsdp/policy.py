@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from headrace_modelkit.logprobs import Head, hidden_log_probs
+from headrace_modelkit.logprobs import Head, gather_in_fp32, hidden_log_probs
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
 from headrace_trainer.packing import MicroBatch
@@ -29,6 +30,7 @@ class Policy(nn.Module):
         """
         if batch is None:
             return anchor * 1.0, anchor.detach()
+        self._gather_in_fp32()
         body: Any = self.model.base_model
         hidden_RLD = body(
             input_ids=batch.tokens_RL,
@@ -42,3 +44,15 @@ class Policy(nn.Module):
         log_probs_U, entropy_U = hidden_log_probs(head, hidden_UD, batch.targets_U, temperature, entropy=True)
         assert entropy_U is not None
         return log_probs_U[batch.index_K], entropy_U[batch.index_K].detach()
+
+    def _gather_in_fp32(self) -> None:
+        """fully_shard reduces a module's gradients together and in one type: the head's is fp32, so all of them are.
+
+        Set at each forward, when the parameters are whole: it is a property of the whole ones.
+        """
+        pending: list[nn.Module] = [self]
+        while pending:
+            module = pending.pop()
+            pending += [child for child in module.children() if not isinstance(child, FSDPModule)]
+            for parameter in module.parameters(recurse=False):
+                gather_in_fp32(parameter)

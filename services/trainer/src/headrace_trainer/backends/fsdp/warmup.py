@@ -6,8 +6,8 @@ import math
 import random
 
 from headrace_modelkit.tokenizer import TextCodec, load_tokenizer
+from headrace_schema.openings import TrainerConfig, WarmupExample
 
-from headrace_trainer.config import TrainerConfig, WarmupExample
 from headrace_trainer.packing import plan_batches, plan_rows
 from headrace_trainer.samples import Rows, Sequence
 

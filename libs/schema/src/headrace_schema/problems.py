@@ -13,7 +13,7 @@ from typing import Any, get_args
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from headrace_coordinator.views import KeyProblemView
+from headrace_schema.views import KeyProblemView
 
 SHOWN_CHARACTERS = 80
 SHOWN_VALUES = 12
@@ -189,11 +189,11 @@ def _fix_missing(model: type[BaseModel], loc: Sequence[str | int]) -> str:
 def _fix_unknown(key: str, model: type[BaseModel], at: Sequence[str | int]) -> str:
     owner = _model_at(model, at)
     allowed = list(owner.model_fields) if owner else []
-    if close := nearest(key, allowed):
-        return f"did you mean {close}? keys here: {', '.join(sorted(allowed))}"
     elsewhere = [path(found) for found in _paths(model) if found[-1] == key]
     if elsewhere:
-        return f"did you mean {elsewhere[0]}? that is where the key {key} lives"
+        return f"did you mean {elsewhere[0]}? the key {key} belongs there"
+    if close := nearest(key, allowed):
+        return f"did you mean {close}? keys here: {', '.join(sorted(allowed))}"
     return f"remove it; keys here: {', '.join(sorted(allowed))}"
 
 

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic import BaseModel, Field
+from pydantic import Field
+
+from headrace_schema.resource import Resource
+
+ENDED_STATES = frozenset({"SUCCEEDED", "FAILED", "CANCELLED"})
 
 
-class PolicyView(BaseModel):
+class PolicyView(Resource):
     """A policy version."""
 
     number: int
@@ -16,7 +20,7 @@ class PolicyView(BaseModel):
     digest: str
 
 
-class EvaluationView(BaseModel):
+class EvaluationView(Resource):
     """One evaluation of held-out items."""
 
     kind: str = Field(
@@ -30,7 +34,7 @@ class EvaluationView(BaseModel):
     examples: list[dict[str, Any]] = Field(description="a few {prompt, completion, reference, reward}")
 
 
-class StepView(BaseModel):
+class StepView(Resource):
     """One committed step."""
 
     step: int
@@ -49,7 +53,7 @@ class StepView(BaseModel):
     figures: dict[str, float] = Field(description="the trainer's figures: loss, grad_norm, learning_rate, …")
 
 
-class CountsView(BaseModel):
+class CountsView(Resource):
     """Recomputed from certificates and the slot ledger, not from counters."""
 
     trained: int
@@ -59,13 +63,16 @@ class CountsView(BaseModel):
     frontier: int = Field(description="slots below it are terminal exactly once")
 
 
-class RunView(BaseModel):
+class RunView(Resource):
     """One run."""
 
     name: str = Field(description="resource name, runs/{id}")
     id: str
     state: str
     reason: str = Field(description="why it is in this state, for people")
+    intent: str = Field(description="what is wanted of it: RUN, PAUSE, PAUSE_NOW or CANCEL")
+    priority: int
+    place: int | None = Field(description="place in the queue, from 1; null for a run that is not waiting")
     step: int = Field(description="committed steps of the live lineage")
     steps: int
     created_at: float = Field(description="seconds since the epoch")
@@ -83,15 +90,20 @@ class RunView(BaseModel):
     export_path: str
     spec: dict[str, Any]
 
+    @property
+    def ended(self) -> bool:
+        """Whether it is SUCCEEDED, FAILED or CANCELLED."""
+        return self.state in ENDED_STATES
 
-class RunListView(BaseModel):
+
+class RunListView(Resource):
     """A page of runs, newest first."""
 
     runs: list[RunView]
     next_page_token: str = ""
 
 
-class EventView(BaseModel):
+class EventView(Resource):
     """One event of a run; `id` is the SSE id."""
 
     id: int
@@ -101,7 +113,7 @@ class EventView(BaseModel):
     data: dict[str, Any]
 
 
-class CertificateView(BaseModel):
+class CertificateView(Resource):
     """Attests one update: made from the coordinator's and the trainer's counts."""
 
     version: PolicyView
@@ -114,7 +126,10 @@ class CertificateView(BaseModel):
     tokens: int
     tokens_by_version: dict[int, int]
     max_staleness: int
-    log_prob_mismatch_mean: float
+    log_prob_mismatch_mean: float | None = Field(
+        description="mean |engine − trainer| log-prob in nats; null when no token was compared"
+    )
+    log_prob_compared_tokens: int = Field(default=0, description="tokens that the mismatch is over")
     drop_rate_by_length: dict[str, float] = Field(
         description="share dropped by bucket of answer length in tokens"
     )
@@ -123,14 +138,14 @@ class CertificateView(BaseModel):
     )
 
 
-class CertificateListView(BaseModel):
+class CertificateListView(Resource):
     """A page of certificates, oldest first."""
 
     certificates: list[CertificateView]
     next_page_token: str = ""
 
 
-class TrajectoryView(BaseModel):
+class TrajectoryView(Resource):
     """One settled trajectory as text."""
 
     step: int
@@ -147,14 +162,14 @@ class TrajectoryView(BaseModel):
     tokens: int
 
 
-class TrajectoryListView(BaseModel):
+class TrajectoryListView(Resource):
     """A page of trajectories."""
 
     trajectories: list[TrajectoryView]
     next_page_token: str = ""
 
 
-class CheckpointView(BaseModel):
+class CheckpointView(Resource):
     """One durable checkpoint."""
 
     name: str
@@ -162,20 +177,20 @@ class CheckpointView(BaseModel):
     size_bytes: int
 
 
-class CheckpointListView(BaseModel):
+class CheckpointListView(Resource):
     """Checkpoints, newest first."""
 
     checkpoints: list[CheckpointView]
     next_page_token: str = ""
 
 
-class InstanceView(BaseModel):
+class InstanceView(Resource):
     """One running process of a service."""
 
     name: str
     incarnation: str
     kind: str
-    state: str = Field(description="READY, LOST or DRAINING")
+    state: str = Field(description="READY, SILENT (heartbeats are missing), LOST or DRAINING")
     host: str
     address: str
     devices: list[str]
@@ -183,16 +198,30 @@ class InstanceView(BaseModel):
     run: str
     resident_memory_bytes: int
     last_heartbeat_age_s: float
+    silent_for_s: float = Field(
+        default=0.0, description="seconds without a sign of life, once two heartbeats are missing"
+    )
 
 
-class InstanceListView(BaseModel):
+class HealthView(Resource):
+    """How the coordinator is; served with 503 when it is unhealthy."""
+
+    status: str = Field(description="ok or unhealthy")
+    reason: str = Field(default="", description="what is wrong; empty when nothing is")
+    store_writable: bool = Field(default=True, description="the store took the last write")
+    loop_lag_ms: float = Field(default=0.0, description="largest delay of the event loop in the last 10 s")
+    tasks: dict[str, bool] = Field(default={}, description="the lasting tasks, and whether each lives")
+    coordinator_epoch: int = Field(default=0, description="epoch of this coordinator")
+
+
+class InstanceListView(Resource):
     """Instances."""
 
     instances: list[InstanceView]
     next_page_token: str = ""
 
 
-class LeaseView(BaseModel):
+class LeaseView(Resource):
     """One lease."""
 
     epoch: int
@@ -204,7 +233,7 @@ class LeaseView(BaseModel):
     expires_in_s: float
 
 
-class DeviceView(BaseModel):
+class DeviceView(Resource):
     """One device."""
 
     name: str
@@ -213,7 +242,7 @@ class DeviceView(BaseModel):
     reason: str
 
 
-class LeaseListView(BaseModel):
+class LeaseListView(Resource):
     """Leases and devices."""
 
     leases: list[LeaseView]
@@ -221,14 +250,14 @@ class LeaseListView(BaseModel):
     next_page_token: str = ""
 
 
-class ScaleView(BaseModel):
+class ScaleView(Resource):
     """The wanted number of processes of a kind."""
 
     kind: str
     count: int
 
 
-class KeyProblemView(BaseModel):
+class KeyProblemView(Resource):
     """One thing that is wrong with a request."""
 
     key: str = Field(description="path of the key, such as algorithm.group_size")
@@ -236,9 +265,9 @@ class KeyProblemView(BaseModel):
     fix: str = Field(description="what to write instead; names the nearest valid value")
 
 
-class ErrorView(BaseModel):
+class ErrorView(Resource):
     """A refused request."""
 
     reason: str
     message: str
-    problems: list[KeyProblemView] = []
+    problems: list[KeyProblemView] = Field(default_factory=list)

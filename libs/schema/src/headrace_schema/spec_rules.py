@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from headrace_coordinator.problems import problem
-from headrace_coordinator.views import KeyProblemView
+from headrace_schema.problems import problem
+from headrace_schema.views import KeyProblemView
 
 if TYPE_CHECKING:
-    from headrace_coordinator.spec import RunSpec, ScorerSection
+    from headrace_schema.generating import SamplingSection
+    from headrace_schema.scoring import ScorerSection
+    from headrace_schema.spec import RunSpec
 
 
 def impossible_combinations(spec: RunSpec) -> Iterator[KeyProblemView]:
@@ -52,8 +54,8 @@ def _prompt(spec: RunSpec) -> Iterator[KeyProblemView]:
         )
 
 
-def _sampling(spec: RunSpec) -> Iterator[KeyProblemView]:
-    sampling, context = spec.sampling, spec.model.max_context
+def truncated_sampling(sampling: SamplingSection) -> Iterator[KeyProblemView]:
+    """The keys of a distribution whose log-probs the trainer cannot compare."""
     neutral: dict[str, float] = {"top_p": 1, "top_k": 0, "min_p": 0, "repetition_penalty": 1}
     for key, value in neutral.items():
         if getattr(sampling, key) != value:
@@ -62,6 +64,11 @@ def _sampling(spec: RunSpec) -> Iterator[KeyProblemView]:
                 "truncated or penalised sampling is refused on policy (the kept set does not travel)",
                 f"set {key}: {value}",
             )
+
+
+def _sampling(spec: RunSpec) -> Iterator[KeyProblemView]:
+    sampling, context = spec.sampling, spec.model.max_context
+    yield from truncated_sampling(sampling)
     for key, tokens in (
         ("sampling", sampling.max_new_tokens),
         ("evaluation", spec.evaluation.max_new_tokens),

@@ -4,8 +4,8 @@ from copy import deepcopy
 from typing import Any
 
 import pytest
-from headrace_coordinator.problems import explain, nearest, sentence
-from headrace_coordinator.spec import RunSpec
+from headrace_schema.problems import explain, nearest, sentence
+from headrace_schema.spec import RunSpec
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
@@ -59,6 +59,14 @@ def test_a_minimal_spec_is_valid_and_its_json_is_a_fixed_point():
         ({"optimizer.lr": 0}, "optimizer.lr", "use a number above 0"),
         ({"optimizer.beta1": 1}, "optimizer.beta1", "use a number below 1"),
         ({"seed": -1}, "seed", "the nearest valid value is 0"),
+        ({"scheduling.priority": 101}, "scheduling.priority", "the nearest valid value is 100"),
+        ({"scheduling.priority": -101}, "scheduling.priority", "the nearest valid value is -100"),
+        ({"scheduling.weight": 0}, "scheduling.weight", "use a number above 0"),
+        ({"scheduling.quantum": 5}, "scheduling.quantum", "did you mean quantum_s?"),
+        ({"priority": 5}, "priority", "did you mean scheduling.priority?"),
+        ({"from_checkpoint": {"step": 3}}, "from_checkpoint.run", "add it: id of the run"),
+        ({"from_checkpoint": {"run": "run-1", "stpe": 3}}, "from_checkpoint.stpe", "did you mean step?"),
+        ({"from_checkpoint": "run-1"}, "from_checkpoint", "write a mapping"),
         ({"sampling.stop": "x"}, "sampling.stop", "write a list"),
         ({"model": "org/model"}, "model", "write a mapping"),
         ({"algorithm.group_size": 1}, "algorithm.group_size", "use at least 2"),

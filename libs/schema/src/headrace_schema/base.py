@@ -1,0 +1,19 @@
+"""What all sections share: their strictness and the bounds of numbers."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field
+
+# Strict: `true` and "8" are no numbers. Bounded: every count fits the wire's int32 (bytes: int64).
+Count = Annotated[int, Field(strict=True, ge=1, le=2**31 - 1)]
+CountOrZero = Annotated[int, Field(strict=True, ge=0, le=2**31 - 1)]
+Bytes = Annotated[int, Field(strict=True, ge=1, le=2**48)]
+Seed = Annotated[int, Field(strict=True, ge=0, lt=2**63)]
+
+
+class Section(BaseModel):
+    """A part of the spec; unknown keys are errors."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)

@@ -1,0 +1,91 @@
+"""Sections of what generates: model, data, sampling, rollout, evaluation."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, PositiveFloat
+
+from headrace_schema.base import Count, CountOrZero, Section, Seed
+
+
+class ModelSection(Section):
+    """The policy: a Hugging Face id or a local directory (read by rollout and trainer)."""
+
+    path: str = Field(min_length=1, description="Hugging Face id or local directory of the model")
+    revision: str | None = Field(default=None, description="revision of a Hugging Face id")
+    gguf_file: str | None = Field(
+        default=None, description="GGUF file inside the directory, dequantised on load"
+    )
+    dtype: Literal["float32", "bfloat16"] = Field(
+        default="bfloat16", description="type of the forward pass in both services"
+    )
+    max_context: Count | None = Field(
+        default=None, description="context limit in tokens; default: the model's own"
+    )
+
+
+class PromptSection(Section):
+    """How a data item becomes a prompt. Text fields may use {question} and the item's other fields."""
+
+    template: str = Field(default="{question}", description="text of the prompt (the user's turn of a chat)")
+    system: str | None = Field(default=None, description="system message of the chat")
+    chat: bool = Field(
+        default=True, description="use the tokenizer's chat template; false feeds the text as it is"
+    )
+    prefill: str = Field(
+        default="", description="text that begins the assistant's answer and counts as prompt"
+    )
+
+
+class DataSection(Section):
+    """Where prompts come from."""
+
+    source: str = Field(description="name of a data source: reasoning_gym, jsonl, copy_digits")
+    options: dict[str, Any] = Field(default_factory=dict, description="options of the source")
+    prompt: PromptSection = PromptSection()
+    heldout: CountOrZero = Field(default=0, description="items set aside for evaluation, never trained")
+    heldout_seed: Seed = Field(
+        default=1, description="seed of the choice of held-out items; independent of `seed`"
+    )
+    exclude: list[str] = Field(
+        default_factory=list, description="questions kept out of both parts (few-shot examples)"
+    )
+
+
+class SamplingSection(Section):
+    """The distribution that answers are drawn from."""
+
+    temperature: Annotated[float, Field(gt=0)] = Field(
+        default=1.0, description="divides the logits; log-probs are of the divided ones"
+    )
+    top_p: Annotated[float, Field(gt=0, le=1)] = Field(
+        default=1.0, description="refused unless 1: the kept set does not travel"
+    )
+    top_k: CountOrZero = Field(default=0, description="refused unless 0")
+    min_p: Annotated[float, Field(ge=0, lt=1)] = Field(default=0.0, description="refused unless 0")
+    repetition_penalty: PositiveFloat = Field(default=1.0, description="refused unless 1")
+    max_new_tokens: Count = Field(default=64, description="longest answer in tokens")
+    stop: list[str] = Field(default_factory=list, description="texts that end an answer and are cut off")
+
+
+class RolloutSection(Section):
+    """The generating side."""
+
+    engine: str = Field(default="transformers", description="name in the rollout's registry")
+    instances: Count = Field(default=1, description="rollout instances the run takes")
+    max_concurrency: Count = Field(default=64, description="sequences decoded together by one instance")
+    chunk_tokens: CountOrZero = Field(default=0, description="tokens of a streamed chunk; 0: whole answers")
+
+
+class EvaluationSection(Section):
+    """Held-out evaluation."""
+
+    every: CountOrZero = Field(default=0, description="steps between evaluations; 0: only first and last")
+    greedy: bool = Field(default=True, description="the likeliest token each time; false samples")
+    temperature: PositiveFloat = Field(default=1.0, description="temperature when not greedy")
+    samples: Count = Field(default=1, description="answers a held-out prompt")
+    max_new_tokens: Count | None = Field(default=None, description="default: as in sampling")
+    baseline_prefill: str | None = Field(
+        default=None, description="also evaluate the untrained model with its answer begun by this text"
+    )

@@ -1,0 +1,104 @@
+"""Sections of what learns: algorithm, optimizer, trainer, checkpoints."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, PositiveFloat
+
+from headrace_schema.base import Count, CountOrZero, Section
+
+Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum"]
+
+
+class AlgorithmSection(Section):
+    """How rewards become a gradient."""
+
+    name: str = Field(default="grpo", description="name in the trainer's registry")
+    group_size: Count = Field(default=8, description="samples of one prompt")
+    prompts_per_step: Count = Field(default=4, description="groups of one step")
+    clip_low: PositiveFloat = Field(
+        default=0.2, description="the probability ratio is clipped below at 1 - clip_low"
+    )
+    clip_high: PositiveFloat = Field(default=0.2, description="and above at 1 + clip_high")
+    normalize_std: bool = Field(
+        default=True, description="divide group-centred rewards by their standard deviation"
+    )
+    loss_aggregation: Aggregation = Field(
+        default="token-mean", description="what tokens and sequences weigh in the loss"
+    )
+    truncated: Literal["keep", "mask"] = Field(
+        default="keep", description="answers cut by the length limit: train or mask"
+    )
+    importance_cap: PositiveFloat | None = Field(
+        default=None,
+        description="cap of the truncated importance weight trainer/engine per token; none: no correction",
+    )
+    max_staleness: Literal[0] = Field(default=0, description="steps that a sample may lag behind its base")
+
+
+class ScheduleSection(Section):
+    """The learning rate over steps."""
+
+    name: Literal["constant", "linear", "cosine"] = Field(
+        default="constant", description="shape after the warm-up"
+    )
+    warmup_steps: CountOrZero = Field(default=0, description="steps of a linear rise from 0")
+    total_steps: Count | None = Field(
+        default=None, description="steps until the final rate; default: the run's steps"
+    )
+    final_fraction: Annotated[float, Field(ge=0, le=1)] = Field(
+        default=0.0, description="final rate as a share of lr"
+    )
+
+
+class OptimizerSection(Section):
+    """AdamW."""
+
+    lr: PositiveFloat = Field(default=1e-6, description="learning rate at the peak")
+    beta1: Annotated[float, Field(ge=0, lt=1)] = Field(default=0.9, description="decay of the first moment")
+    beta2: Annotated[float, Field(ge=0, lt=1)] = Field(default=0.95, description="decay of the second moment")
+    eps: PositiveFloat = Field(default=1e-8, description="added to the root of the second moment")
+    weight_decay: Annotated[float, Field(ge=0)] = Field(default=0.0, description="decoupled weight decay")
+    grad_clip: PositiveFloat = Field(default=1.0, description="largest norm of a step's gradient")
+    schedule: ScheduleSection = ScheduleSection()
+
+
+class WarmupSection(Section):
+    """Supervised steps on reference answers before the first RL step; reported as such."""
+
+    steps: CountOrZero = Field(default=0, description="supervised steps")
+    lr: PositiveFloat = Field(default=1e-3, description="learning rate of these steps")
+    batch: Count = Field(default=64, description="examples of one such step")
+
+
+class TrainerSection(Section):
+    """The learning side."""
+
+    backend: str = Field(default="fsdp", description="name in the trainer's registry")
+    ranks: Count = Field(default=1, description="ranks of the gang, one trainer instance each")
+    micro_batch_tokens: Count = Field(default=2048, description="most tokens of one packed forward")
+    gradient_checkpointing: bool = Field(
+        default=False, description="recompute activations in the backward pass: less memory, more time"
+    )
+    shared_prefix: bool = Field(
+        default=True,
+        description="compute a group's common beginning once, exactly, where attention allows it",
+    )
+    reshard_micro_batches: bool = Field(
+        default=False,
+        description="reduce and reshard after every micro-batch: less memory, more communication",
+    )
+    warmup: WarmupSection = WarmupSection()
+
+
+class CheckpointSection(Section):
+    """Durability."""
+
+    interval_steps: CountOrZero = Field(default=0, description="steps between checkpoints; 0: by time budget")
+    time_budget: Annotated[float, Field(gt=0, le=1)] = Field(
+        default=0.05, description="share of wall time for checkpoints"
+    )
+    max_interval_s: PositiveFloat = Field(default=600.0, description="longest time between checkpoints")
+    keep: Count = Field(default=2, description="checkpoints kept")
+    enabled: bool = Field(default=True, description="false: no checkpoints; a lost trainer then begins anew")

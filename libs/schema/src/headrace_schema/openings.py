@@ -1,0 +1,76 @@
+"""What OpenRun tells each service: the sections that it reads. The coordinator writes it, the service parses it.
+
+The reward service reads `RewardSection` as it is.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Self
+
+from pydantic import Field, model_validator
+
+from headrace_schema.base import Count, Section, Seed
+from headrace_schema.generating import ModelSection, RolloutSection, SamplingSection
+from headrace_schema.learning import AlgorithmSection, CheckpointSection, OptimizerSection, TrainerSection
+from headrace_schema.problems import Impossible, problem
+from headrace_schema.spec import RunSpec
+from headrace_schema.spec_rules import truncated_sampling
+
+
+class Opening(Section):
+    """A part of a run's spec."""
+
+    @classmethod
+    def of(cls, spec: RunSpec, **more: Any) -> Self:
+        """The keys that this part shares with the spec, and `more` of its own; raises ValidationError."""
+        shared = {key: getattr(spec, key) for key in cls.model_fields if key in RunSpec.model_fields}
+        return cls.model_validate({**shared, **more})
+
+
+class RolloutConfig(Opening):
+    """What a rollout instance reads."""
+
+    model: ModelSection
+    rollout: RolloutSection = RolloutSection()
+    seed: Seed = 0
+
+
+class WarmupExample(Section):
+    """One reference answer: a prompt as the rollout renders it, and what should follow."""
+
+    chat: list[dict[str, str]] | None = None
+    text: str | None = None
+    prefill: str = ""
+    answer: str
+
+    @model_validator(mode="after")
+    def _one_prompt(self) -> WarmupExample:
+        if (self.chat is None) == (self.text is None):
+            raise ValueError("warmup_examples: give exactly one of chat and text")
+        return self
+
+
+class TrainerConfig(Opening):
+    """What a trainer instance reads. When to checkpoint is the coordinator's choice; how many to keep is not."""
+
+    model: ModelSection
+    algorithm: AlgorithmSection = AlgorithmSection()
+    optimizer: OptimizerSection = OptimizerSection()
+    trainer: TrainerSection = TrainerSection()
+    sampling: SamplingSection = SamplingSection()
+    checkpoint: CheckpointSection = CheckpointSection()
+    seed: Seed = 0
+    steps: Count = 10
+    deterministic: bool = False
+    warmup_examples: list[WarmupExample] = Field(default_factory=list)
+
+    @model_validator(mode="after")
+    def _combinations(self) -> TrainerConfig:
+        problems = list(truncated_sampling(self.sampling))
+        if self.trainer.warmup.steps and not self.warmup_examples:
+            reason = "warm-up needs reference answers, and warmup_examples is empty"
+            fix = "set trainer.warmup.steps: 0 or use a data source that has answers"
+            problems.append(problem("trainer.warmup.steps", reason, fix))
+        if problems:
+            raise Impossible(problems)
+        return self

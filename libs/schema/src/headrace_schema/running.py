@@ -1,0 +1,69 @@
+"""Sections of how a run lives in the fleet: devices, turns, limits, where it continues from."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, PositiveFloat
+
+from headrace_schema.base import Bytes, Count, CountOrZero, Section
+
+
+class PlacementSection(Section):
+    """Which devices generate and learn. Names as `headrace instances` shows them, without the host."""
+
+    mode: Literal["collocated", "disaggregated"] = Field(
+        default="collocated", description="take turns on the same devices, or side by side, streamed"
+    )
+    rollout: list[str] = Field(
+        default_factory=list, description="devices that generate; default: by the mode"
+    )
+    trainer: list[str] = Field(default_factory=list, description="devices that learn; default: by the mode")
+
+
+class SchedulingSection(Section):
+    """Which run goes first when several want the same instances.
+
+    Priority decides; among equal priorities the run with the least device-seconds over weight; then who came first.
+    """
+
+    priority: Annotated[int, Field(strict=True, ge=-100, le=100)] = Field(
+        default=0, description="a run of higher priority goes before all runs of lower priority"
+    )
+    weight: PositiveFloat = Field(
+        default=1.0,
+        description="share among runs of equal priority: the run goes first whose used device-seconds "
+        "divided by weight are least; equal ones go in the order of submission",
+    )
+    quantum_s: PositiveFloat = Field(
+        default=60.0,
+        description="seconds that the run keeps instances that another run waits for; "
+        "then it yields them at the end of its step",
+    )
+
+
+class LimitsSection(Section):
+    """Bounds that fail a run rather than let it rot."""
+
+    max_drop_rate: Annotated[float, Field(ge=0, le=1)] = Field(
+        default=0.1, description="share of slots that may be dropped"
+    )
+    step_timeout_s: PositiveFloat = Field(default=1800.0, description="longest time of one step")
+    instance_timeout_s: PositiveFloat = Field(
+        default=120.0, description="longest wait for an instance or a lease"
+    )
+    in_flight_bytes: Bytes = Field(
+        default=64 * 1024 * 1024, description="bodies that the coordinator relays at once"
+    )
+    recoveries: Count = Field(
+        default=20, description="recoveries without a finished step before the run fails"
+    )
+
+
+class FromCheckpointSection(Section):
+    """A checkpoint of another run that this run continues from, in place of the model's weights."""
+
+    run: Annotated[str, Field(min_length=1)] = Field(description="id of the run that made the checkpoint")
+    step: CountOrZero | None = Field(
+        default=None, description="step of the checkpoint; none: the newest valid one"
+    )

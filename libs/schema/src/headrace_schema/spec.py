@@ -1,0 +1,74 @@
+"""The run spec: what a user submits, as typed sections.
+
+Validates shapes and combinations that need no fleet. What only the fleet knows (which scorers,
+engines and devices exist) is checked by the coordinator at submission.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from headrace_schema.base import Count, Section, Seed
+from headrace_schema.generating import (
+    DataSection,
+    EvaluationSection,
+    ModelSection,
+    RolloutSection,
+    SamplingSection,
+)
+from headrace_schema.learning import AlgorithmSection, CheckpointSection, OptimizerSection, TrainerSection
+from headrace_schema.problems import Impossible
+from headrace_schema.running import (
+    FromCheckpointSection,
+    LimitsSection,
+    PlacementSection,
+    SchedulingSection,
+)
+from headrace_schema.scoring import RewardSection
+from headrace_schema.spec_rules import impossible_combinations
+
+
+class RunSpec(Section):
+    """One run."""
+
+    name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,40}$")] = Field(
+        default="run", description="begins the run's id"
+    )
+    workflow: Literal["reasoning"] = Field(default="reasoning", description="the graph of stages")
+    steps: Count = Field(default=10, description="policy updates")
+    seed: Seed = Field(default=0, description="of the order of items and of all sampling")
+    deterministic: bool = Field(
+        default=False, description="same seed, same final weights, also over crashes; slower"
+    )
+    export: bool = Field(default=True, description="write the final weights as a Hugging Face directory")
+    model: ModelSection
+    data: DataSection
+    sampling: SamplingSection = SamplingSection()
+    algorithm: AlgorithmSection = AlgorithmSection()
+    optimizer: OptimizerSection = OptimizerSection()
+    trainer: TrainerSection = TrainerSection()
+    rollout: RolloutSection = RolloutSection()
+    reward: RewardSection
+    placement: PlacementSection = PlacementSection()
+    evaluation: EvaluationSection = EvaluationSection()
+    checkpoint: CheckpointSection = CheckpointSection()
+    scheduling: SchedulingSection = SchedulingSection()
+    limits: LimitsSection = LimitsSection()
+    from_checkpoint: FromCheckpointSection | None = Field(
+        default=None,
+        description="continue from a checkpoint of another run; default: from the model's weights",
+    )
+
+    @property
+    def slots_per_step(self) -> int:
+        """B: slots of one step."""
+        return self.algorithm.group_size * self.algorithm.prompts_per_step
+
+    @model_validator(mode="after")
+    def _combinations(self) -> RunSpec:
+        problems = list(impossible_combinations(self))
+        if problems:
+            raise Impossible(problems)
+        return self

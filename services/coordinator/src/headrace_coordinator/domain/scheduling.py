@@ -1,0 +1,279 @@
+"""Which runs may use which instances and devices: admission as one pure function of the state and the time.
+
+Order among runs: those that have waited too long, then priority, then fair share (device-seconds used over
+weight), then submission. Knows no session and no clock: a `RunAdmitted` event equals the function replayed on
+the log before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from headrace_coordinator.domain import events as ev
+from headrace_coordinator.domain.runs import QUEUED, RUN, Grant, RunState
+from headrace_coordinator.domain.state import InstanceState, State
+
+PATIENCE_QUANTA = 10
+"""A run that has waited so many of its quanta comes first, whatever its priority."""
+
+
+class Demand(msgspec.Struct, frozen=True):
+    """What a run needs before it can start."""
+
+    rollouts: int
+    fewest_rollouts: int
+    trainers: int
+    engine: str
+    backend: str
+    algorithm: str
+    disaggregated: bool
+    rollout_devices: tuple[str, ...]
+    trainer_devices: tuple[str, ...]
+
+
+class Plan(msgspec.Struct):
+    """Grants to append one at a time, runs that should yield at their next step boundary, and why others wait."""
+
+    grants: list[ev.RunAdmitted]
+    yields: dict[str, str]
+    """Run id → why it should yield."""
+    waiting: dict[str, str]
+    """Id of each waiting run → what it waits for, in the order of the queue."""
+
+
+def demand_of(run: RunState) -> Demand:
+    """A run's demand from its spec. A run that has begun goes on with at least one rollout."""
+    spec, placement = run.spec, run.spec["placement"]
+    rollouts = spec["rollout"]["instances"]
+    return Demand(
+        rollouts=rollouts,
+        fewest_rollouts=1 if run.lineage.head else rollouts,
+        trainers=spec["trainer"]["ranks"],
+        engine=spec["rollout"]["engine"],
+        backend=spec["trainer"]["backend"],
+        algorithm=spec["algorithm"]["name"],
+        disaggregated=placement["mode"] == "disaggregated",
+        rollout_devices=tuple(placement["rollout"]),
+        trainer_devices=tuple(placement["trainer"]),
+    )
+
+
+def plan_admission(state: State, now: float) -> Plan:
+    """Grants, yields and reasons; see the module."""
+    return _Planner(state, now).plan()
+
+
+def order_key(run: RunState, now: float) -> tuple[bool, int, float, float, str]:
+    """Sorts runs: who comes first in the queue, and who may displace whom."""
+    waited = now - run.queued_at if run.state == QUEUED else 0.0
+    patient = waited < PATIENCE_QUANTA * run.quantum_s
+    return patient, -run.priority, run.share(now), run.created_at, run.id
+
+
+class _Planner:
+    def __init__(self, state: State, now: float) -> None:
+        self._state = state
+        self._now = now
+        runs = sorted(state.active_runs(), key=lambda run: order_key(run, now))
+        self._admitted = [run for run in runs if run.grant is not None]
+        self._waiting = [run for run in runs if run.state == QUEUED and run.intent == RUN]
+        self._grants = {run.id: run.grant for run in self._admitted if run.grant is not None}
+
+    def plan(self) -> Plan:
+        plan = Plan([], {}, {})
+        for run in self._admitted:
+            self._refill(run, plan, grow=False)
+        for run in self._waiting:
+            grant = self._fit(run, self._grants)
+            if isinstance(grant, Grant):
+                self._admit(run, grant, plan)
+            else:
+                plan.waiting[run.id] = grant
+                if not order_key(run, self._now)[0]:
+                    break  # The longest-waiting run is next: nobody overtakes it any more.
+        for run in self._waiting:
+            if run.id not in plan.waiting and run.id not in self._grants:
+                plan.waiting[run.id] = "an earlier run, which has waited longer, to start first"
+        for run_id, reason in list(plan.waiting.items()):
+            self._ask_to_yield(self._state.runs[run_id], reason, plan)
+        if not plan.waiting:
+            for run in self._admitted:
+                self._refill(run, plan, grow=True)
+        return plan
+
+    def _admit(self, run: RunState, grant: Grant, plan: Plan) -> None:
+        self._grants[run.id] = grant
+        plan.grants.append(
+            ev.RunAdmitted(
+                at=self._now,
+                run=run.id,
+                rollouts=list(grant.rollouts),
+                trainers=list(grant.trainers),
+                devices=list(grant.devices),
+            )
+        )
+
+    def _refill(self, run: RunState, plan: Plan, *, grow: bool) -> None:
+        """Replaces what an admitted run has lost; with `grow`, adds rollouts up to what it asked for."""
+        held = self._grants[run.id]
+        kept = Grant(self._usable(held.rollouts), self._usable(held.trainers), held.devices)
+        if kept == held and not (grow and len(kept.rollouts) < demand_of(run).rollouts):
+            return
+        others = {name: grant for name, grant in self._grants.items() if name != run.id}
+        grant = self._fit(run, others, kept)
+        if isinstance(grant, str):
+            grant = kept  # What is lost is no longer held; the run itself waits, or queues.
+        if grant != held:
+            self._admit(run, grant, plan)
+
+    def _usable(self, incarnations: Iterable[str]) -> list[str]:
+        known = self._state.instances
+        return [who for who in incarnations if who in known and not known[who].draining]
+
+    # --- does it fit?
+
+    def _fit(self, run: RunState, grants: dict[str, Grant], kept: Grant | None = None) -> Grant | str:
+        """A grant beside `grants`, or what is missing."""
+        demand, kept = demand_of(run), kept or Grant()
+        taken = {who for grant in grants.values() for who in (*grant.rollouts, *grant.trainers)}
+        if not any(i.kind == "reward" and not i.draining for i in self._state.instances.values()):
+            return "a reward instance to register"
+        rollouts = self._choose("rollout", {"engines": demand.engine}, taken, kept.rollouts, demand.rollouts)
+        if len(rollouts) < demand.fewest_rollouts:
+            return self._missing("rollout", demand.fewest_rollouts, len(rollouts), grants)
+        facets = {"backends": demand.backend, "algorithms": demand.algorithm}
+        trainers = self._choose("trainer", facets, taken, kept.trainers, demand.trainers)
+        if len(trainers) < demand.trainers:
+            return self._missing("trainer", demand.trainers, len(trainers), grants)
+        busy = {device for grant in grants.values() for device in grant.devices}
+        devices = self._devices(run, demand, rollouts, trainers, busy, kept.devices)
+        if isinstance(devices, str):
+            return devices
+        return Grant([i.incarnation for i in rollouts], [i.incarnation for i in trainers], devices)
+
+    def _choose(
+        self, kind: str, facets: dict[str, str], taken: set[str], own: Sequence[str], count: int
+    ) -> list[InstanceState]:
+        """Up to `count` free instances, those that the run has first, then by name."""
+        fitting = [
+            i
+            for i in self._state.instances.values()
+            if i.kind == kind and not i.draining and i.incarnation not in taken and _has(i, facets)
+        ]
+        fitting.sort(key=lambda i: (i.incarnation not in own, i.instance, i.incarnation))
+        return fitting[:count]
+
+    def _missing(self, kind: str, wanted: int, free: int, grants: dict[str, Grant]) -> str:
+        users = sorted(
+            run for run, grant in grants.items() if (grant.rollouts if kind == "rollout" else grant.trainers)
+        )
+        used = f"; {', '.join(users)} {'uses' if len(users) == 1 else 'use'} the others" if users else ""
+        return f"{wanted} {kind} instance{'s' if wanted > 1 else ''} ({free} free{used})"
+
+    def _devices(
+        self,
+        run: RunState,
+        demand: Demand,
+        rollouts: Sequence[InstanceState],
+        trainers: Sequence[InstanceState],
+        busy: set[str],
+        own: Sequence[str],
+    ) -> list[str] | str:
+        chosen: list[str] = []
+        for host in sorted({i.host for i in (*rollouts, *trainers)}):
+            generate = sum(i.host == host for i in rollouts)
+            learn = sum(i.host == host for i in trainers)
+            needed = generate + learn if demand.disaggregated else max(generate, learn)
+            everything = self._devices_of(host)
+            if not everything:
+                continue  # Instances without devices of their own run without a lease.
+            free = [device for device in everything if device not in busy]
+            named = _named((*demand.rollout_devices, *demand.trainer_devices), everything)
+            if named:
+                if missing := [device for device in named if device not in free]:
+                    return f"{', '.join(missing)} to be free"
+                chosen += named
+                continue
+            fair = max(needed, len(everything) // self._side_by_side())
+            free.sort(key=lambda device: (device not in own, everything.index(device)))
+            if len(free) < needed:
+                return f"{needed} devices on {host} ({len(free)} free of {len(everything)})"
+            chosen += sorted(free[:fair], key=everything.index)
+        return chosen
+
+    def _devices_of(self, host: str) -> list[str]:
+        """Devices of a host that are not in quarantine, by name."""
+        known = {d for i in self._state.instances.values() if i.host == host for d in i.devices}
+        return sorted(known - self._state.table.quarantined.keys(), key=device_order)
+
+    def _side_by_side(self) -> int:
+        """How many of the runs that want to run could run at once, by their instances alone."""
+        free = {kind: self._count(kind) for kind in ("rollout", "trainer")}
+        count = 0
+        for run in (*self._admitted, *self._waiting):
+            demand = demand_of(run)
+            if demand.fewest_rollouts <= free["rollout"] and demand.trainers <= free["trainer"]:
+                free["rollout"] -= demand.fewest_rollouts
+                free["trainer"] -= demand.trainers
+                count += 1
+        return max(count, 1)
+
+    def _count(self, kind: str) -> int:
+        return sum(i.kind == kind and not i.draining for i in self._state.instances.values())
+
+    # --- yields
+
+    def _ask_to_yield(self, run: RunState, reason: str, plan: Plan) -> None:
+        """The fewest admitted runs whose yield lets `run` start; none when no such set has had its quantum."""
+        key = order_key(run, self._now)
+        candidates = [
+            other
+            for other in reversed(self._admitted)
+            if other.grant is not None
+            and self._now - other.admitted_at >= other.quantum_s
+            and (key < order_key(other, self._now) or self._holds_too_much(other))
+        ]
+        grants = dict(self._grants)
+        leaving: list[str] = []
+        for other in candidates:
+            grants.pop(other.id, None)
+            leaving.append(other.id)
+            if isinstance(self._fit(run, grants), Grant):
+                break
+        else:
+            return
+        for name in list(leaving):
+            without = {**grants, name: self._grants[name]}
+            if isinstance(self._fit(run, without), Grant):
+                leaving.remove(name)
+                grants = without
+        plan.yields |= dict.fromkeys(leaving, f"yields to {run.id}, which waits for {reason}")
+
+    def _holds_too_much(self, run: RunState) -> bool:
+        grant = self._grants[run.id]
+        hosts = {self._state.instances[who].host for who in self._usable((*grant.rollouts, *grant.trainers))}
+        everything = sum(len(self._devices_of(host)) for host in hosts)
+        named = run.spec["placement"]["rollout"] or run.spec["placement"]["trainer"]
+        return not named and len(grant.devices) > max(1, everything // self._side_by_side())
+
+
+def device_order(device: str) -> tuple[str, int, str]:
+    """Sorts device names by their index: cpu:2 comes before cpu:10."""
+    stem, _, index = device.rpartition(":")
+    return (stem, int(index), "") if index.isdigit() else (device, 0, "")
+
+
+def _has(instance: InstanceState, facets: dict[str, str]) -> bool:
+    """Whether an instance offers what is named; one that declares nothing of a facet is taken to have it."""
+    return all(
+        not instance.capabilities.get(facet) or name in instance.capabilities[facet]
+        for facet, name in facets.items()
+    )
+
+
+def _named(names: Sequence[str], everything: Sequence[str]) -> list[str]:
+    """The spec's devices on one host, in full; names may leave the host out."""
+    found = [d for d in everything if any(d == name or d.endswith(f"/{name}") for name in names)]
+    return list(dict.fromkeys(found))

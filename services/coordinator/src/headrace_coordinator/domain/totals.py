@@ -1,0 +1,98 @@
+"""Running figures of one run: what its view shows without a walk over its history.
+
+`Tally` recounts certificates slot by slot and trusts no counter of the ledger's: G1 and G3, seen from outside.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from headrace_coordinator.domain import events as ev
+from headrace_coordinator.domain.compact import expand, expand_drops
+
+EVALUATIONS_SHOWN = 20
+"""Evaluations in a run's view: the first one, and the newest others. The rest is read from the run's history."""
+
+
+class Tally(msgspec.Struct):
+    """Counts over the steps of the live lineage, of which `steps` is the next."""
+
+    steps: int = 0
+    trained: int = 0
+    dropped: int = 0
+    duplicates: int = 0
+    missing: int = 0
+    max_staleness: int = 0
+
+    def add(self, event: ev.StepCommitted | ev.StepSkipped, slots_per_step: int, group_size: int) -> None:
+        """Counts a step's slots: a slot of another step, or one that comes twice, is a duplicate."""
+        index, trained, dropped = step_index(event), step_trained(event), step_dropped(event)
+        first = index * slots_per_step
+        ordinals = [
+            prompt * group_size + sample if sample < group_size else -1
+            for prompt, sample, _ in (*trained, *dropped)
+        ]
+        own = {ordinal for ordinal in ordinals if first <= ordinal < first + slots_per_step}
+        self.trained += len(trained)
+        self.dropped += len(dropped)
+        if index < self.steps:
+            self.duplicates += len(ordinals)
+        else:
+            self.duplicates += len(ordinals) - len(own)
+            self.missing += (index + 1 - self.steps) * slots_per_step - len(own)
+            self.steps = index + 1
+        if isinstance(event, ev.StepCommitted):
+            self.max_staleness = max(self.max_staleness, event.certificate.max_staleness)
+
+
+class Totals(msgspec.Struct):
+    """The figures of a run's view."""
+
+    tally: Tally = msgspec.field(default_factory=Tally)
+    last_step: dict[str, Any] | None = None
+    baseline: dict[str, Any] | None = None
+    evaluations: list[dict[str, Any]] = []
+
+    def apply(self, event: ev.Event, slots_per_step: int, group_size: int) -> None:
+        """Folds one event of the run; others change nothing."""
+        match event:
+            case ev.StepCommitted(view=view):
+                self.tally.add(event, slots_per_step, group_size)
+                self.last_step = view
+            case ev.StepSkipped():
+                self.tally.add(event, slots_per_step, group_size)
+            case ev.Evaluated(view=view):
+                self._evaluated(view)
+            case ev.VersionRestored():
+                self._rewind(event)
+
+    def _evaluated(self, view: dict[str, Any]) -> None:
+        if view["kind"] == "baseline_prefill":
+            self.baseline = view
+        elif view["kind"] == "heldout":
+            shown = [each for each in self.evaluations if each["step"] != view["step"]] + [view]
+            surplus = len(shown) - EVALUATIONS_SHOWN
+            self.evaluations = shown[:1] + shown[1 + surplus :] if surplus > 0 else shown
+
+    def _rewind(self, event: ev.VersionRestored) -> None:
+        kept = event.kept or ev.Kept()
+        self.tally = Tally(event.frontier_step, *kept.counts)
+        self.last_step = kept.last_step
+        self.evaluations = [view for view in self.evaluations if view["step"] <= event.ordinal]
+
+
+def step_index(event: ev.StepCommitted | ev.StepSkipped) -> int:
+    """The batch that a committed or skipped step used up."""
+    return event.certificate.step if isinstance(event, ev.StepCommitted) else event.step
+
+
+def step_trained(event: ev.StepCommitted | ev.StepSkipped) -> list[tuple[int, int, int]]:
+    """(prompt, sample, attempt) of each slot that was trained."""
+    return list(expand(event.certificate.trained)) if isinstance(event, ev.StepCommitted) else []
+
+
+def step_dropped(event: ev.StepCommitted | ev.StepSkipped) -> list[tuple[int, int, str]]:
+    """(prompt, sample, reason) of each slot that was dropped."""
+    return expand_drops(event.certificate.dropped if isinstance(event, ev.StepCommitted) else event.dropped)

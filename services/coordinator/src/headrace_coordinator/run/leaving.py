@@ -1,0 +1,140 @@
+"""The one exit of a run that holds a grant: decide, save, close, release, and only then say so.
+
+Every pause, yield, end and failure goes through `leave`. What cannot be closed is killed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+
+import msgspec
+
+from headrace_coordinator.domain import events as ev
+from headrace_coordinator.domain import runs
+from headrace_coordinator.ports import CallRefused, InstanceDown
+from headrace_coordinator.run.checkpointing import Checkpointer
+from headrace_coordinator.run.context import RunContext
+from headrace_coordinator.run.converge import settle_commit
+from headrace_coordinator.run.crew import Unstaffed
+from headrace_coordinator.run.members import Member
+from headrace_coordinator.run.step import RunFailed
+from headrace_coordinator.waits import WaitTimeout
+
+log = logging.getLogger(__name__)
+LEAVE_S = 180.0
+"""How long the last commit may take to be settled, and the head to be saved, before instances are killed."""
+Fault = (InstanceDown, CallRefused, WaitTimeout, RunFailed, Unstaffed, TimeoutError)
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    """The state that a run leaves for, and why."""
+
+    state: str
+    reason: str
+
+
+async def leave(context: RunContext, checkpointer: Checkpointer, outcome: Outcome) -> None:
+    """Closes and releases everything of the run, then moves it to its outcome.
+
+    A run that pauses or yields first saves its recorded head, whatever its checkpoint section says.
+    """
+    reason = outcome.reason
+    if outcome.state not in runs.TERMINAL or outcome.state == runs.CANCELLED:
+        lost = await _settled(context, checkpointer, save=outcome.state in (runs.PAUSED, runs.QUEUED))
+        reason += f"; {lost}" if lost else ""
+    await close(context, context.crew.members)
+    await context.fleet.desk.release_all(context.run_id)
+    state, now = _final(context.state, outcome), context.kernel.now()
+    await context.kernel.commit(
+        ev.RunReleased(at=now, run=context.run_id),
+        *runs.plan_move(context.state, state, context.fleet.readable(reason), now),
+    )
+
+
+def _final(run: runs.RunState, outcome: Outcome) -> str:
+    """A cancel that came while the run was leaving counts, unless the run has ended anyway."""
+    if run.state == runs.CANCELLING and outcome.state != runs.FAILED:
+        return runs.CANCELLED
+    return outcome.state
+
+
+async def _settled(context: RunContext, checkpointer: Checkpointer, *, save: bool) -> str:
+    """Ends the attempt in hand; with `save`, makes the head durable. Returns what a resume will have lost."""
+    try:
+        async with asyncio.timeout(LEAVE_S):
+            await _abort_step(context)
+            if save:
+                await _save_head(context, checkpointer)
+    except Fault as fault:
+        log.warning("run %s leaves without its last state: %s", context.run_id, fault)
+        if context.state.ledger.open:
+            await _post_aborted(context)
+        return f"its state could not be saved ({fault}): it goes back to the last checkpoint" if save else ""
+    return ""
+
+
+async def _abort_step(context: RunContext) -> None:
+    for member in context.crew.rollouts:
+        try:
+            await member.abort()
+        except (InstanceDown, CallRefused) as fault:
+            context.note(f"ignored while stopping: {fault}")
+    if context.state.ledger.open and not context.crew.trainers:
+        await context.crew.staff_trainers()  # The coordinator restarted: the trainer may have committed.
+    if context.crew.trainers:
+        await settle_commit(context)
+
+
+async def _post_aborted(context: RunContext) -> None:
+    ledger = context.state.ledger
+    await context.kernel.commit(
+        ev.StepAborted(
+            at=context.kernel.now(),
+            run=context.run_id,
+            step=ledger.step,
+            attempt=ledger.attempt,
+            reason="the run stops",
+        )
+    )
+
+
+async def _save_head(context: RunContext, checkpointer: Checkpointer) -> None:
+    """A durable checkpoint of the recorded head; nothing where the head is saved or there is none."""
+    head = context.state.lineage.head
+    if not head or context.state.last_checkpoint == head:
+        return
+    await context.crew.staff_trainers()
+    context.placement.assign()
+    await context.placement.learn()
+    await checkpointer.save(wait=True)
+    if context.state.last_checkpoint != head:
+        raise RunFailed("the checkpoint could not be written; see the run's events")
+
+
+async def close(context: RunContext, members: Sequence[Member]) -> None:
+    """Closes the run at `members`; kills those that do not."""
+
+    async def one(member: Member) -> None:
+        try:
+            await member.close_run()
+        except (InstanceDown, CallRefused) as fault:
+            if context.fleet.alive(member.incarnation):
+                context.fleet.kill(member.incarnation, f"it did not close {context.run_id}: {fault}")
+
+    with context.fleet.waits.named(context.run_id, "its instances to close it"):
+        await asyncio.gather(*(one(member) for member in members))
+
+
+async def hand_over(context: RunContext, checkpointer: Checkpointer) -> None:
+    """A trainer was told to stop: its state is saved, the run is closed at the trainers, and they may go."""
+    await _settled(context, checkpointer, save=True)
+    trainers, context.crew.trainers = context.crew.trainers, []
+    await close(context, trainers)
+    leases = context.fleet.kernel.state.table.leases.values()
+    leaving = {member.incarnation for member in trainers}
+    epochs = [lease.epoch for lease in leases if lease.run == context.run_id and lease.incarnation in leaving]
+    await context.fleet.desk.release(context.run_id, epochs)
+    for member in trainers:
+        context.fleet.drained(member.incarnation)

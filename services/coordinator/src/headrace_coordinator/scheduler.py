@@ -1,0 +1,162 @@
+"""Admits runs, and gives each admitted run a controller; settles the intents of runs that hold nothing.
+
+The rules are `domain.scheduling` and `domain.runs`; this carries them out, one event at a time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+from headrace_schema.problems import Impossible
+from headrace_schema.spec import RunSpec
+
+from headrace_coordinator.data.dataset import Dataset
+from headrace_coordinator.domain import events as ev
+from headrace_coordinator.domain import runs
+from headrace_coordinator.domain.runs import RunState
+from headrace_coordinator.domain.scheduling import plan_admission
+from headrace_coordinator.fleet import Fleet
+from headrace_coordinator.kernel import Kernel
+from headrace_coordinator.run.context import Projection, RunContext
+from headrace_coordinator.run.loop import RunLoop
+from headrace_coordinator.waits import WaitTimeout
+
+log = logging.getLogger(__name__)
+LOOK_S = 5.0
+"""Quanta and patience end without an event: the queue is looked at again after so long."""
+MakeProjection = Callable[[Path], Projection]
+OpenDataset = Callable[[RunSpec], Awaitable[Dataset]]
+
+
+class Scheduler:
+    """Runs the admission rule over all runs, and a task for each run that holds a grant."""
+
+    def __init__(
+        self, kernel: Kernel, fleet: Fleet, make_projection: MakeProjection, open_dataset: OpenDataset
+    ) -> None:
+        self.tasks: dict[str, asyncio.Task[None]] = {}
+        self.queue: dict[str, str] = {}
+        """Id of each waiting run, in order → what it waits for."""
+        self._kernel = kernel
+        self._fleet = fleet
+        self._make_projection = make_projection
+        self._open_dataset = open_dataset
+
+    async def run(self) -> None:
+        """Admits and starts whatever may start, for ever."""
+        while True:
+            seen = self._kernel.state.scheduling_changes
+            await self._settle_idle()
+            await self._admit()
+            self._start()
+            if self._kernel.state.scheduling_changes == seen:
+                await self._look_again(seen)
+
+    async def _look_again(self, seen: int) -> None:
+        with contextlib.suppress(WaitTimeout):
+            await self._kernel.wait_until(
+                lambda: self._kernel.state.scheduling_changes != seen or self._unstarted(),
+                LOOK_S,
+                "a run to schedule",
+            )
+
+    def _unstarted(self) -> bool:
+        return any(
+            run.grant is not None and run.id not in self.tasks for run in self._kernel.state.active_runs()
+        )
+
+    async def _settle_idle(self) -> None:
+        """Runs that hold nothing follow their intent at once: there is no work to stop."""
+        for run in list(self._kernel.state.active_runs()):
+            if run.grant is None and run.id not in self.tasks:
+                while (action := runs.next_action(run)).kind == runs.MOVE:
+                    now = self._kernel.now()
+                    await self._kernel.commit(*runs.plan_move(run, action.state, action.reason, now))
+
+    async def _admit(self) -> None:
+        """Appends grants one at a time, so that each equals the rule applied to the log before it."""
+        while True:
+            plan = plan_admission(self._kernel.state, self._kernel.now())
+            self.queue = plan.waiting
+            if not plan.grants:
+                return
+            grant = plan.grants[0]
+            run = self._kernel.state.runs[grant.run]
+            events: list[ev.Event] = [grant]
+            if run.state == runs.QUEUED:
+                events += runs.plan_move(run, runs.PLANNING, "its instances are being prepared", grant.at)
+            await self._kernel.commit(*events)
+
+    def _start(self) -> None:
+        for run in self._kernel.state.active_runs():
+            if run.grant is not None and run.id not in self.tasks:
+                self.tasks[run.id] = asyncio.create_task(self._control(run), name=f"run {run.id}")
+
+    async def _control(self, run: RunState) -> None:
+        """One run from its grant to its release; whatever breaks, it ends with nothing open and nothing held."""
+        try:
+            await self._work(run)
+        except asyncio.CancelledError:
+            raise
+        except Impossible as error:
+            await self._abandon(run, str(error))
+        except Exception as error:
+            log.exception("run %s broke", run.id)
+            reason = f"a bug in the coordinator ended the run: {type(error).__name__}: {error}"
+            await self._abandon(run, reason)
+        finally:
+            self.tasks.pop(run.id, None)
+            self._kernel.wake()
+
+    async def _work(self, run: RunState) -> None:
+        spec = RunSpec.model_validate(run.spec)
+        dataset = await self._open_dataset(spec)
+        if not await self._same_data(run, dataset):
+            return
+        projection = self._make_projection(Path(run.directory))
+        try:
+            projection.spec(run.spec)
+            await RunLoop(RunContext(self._kernel, self._fleet, run.id, dataset, projection)).run()
+        finally:
+            projection.close()
+
+    async def _abandon(self, run: RunState, reason: str) -> None:
+        """Ends a run whose loop cannot: its leases end, and the reconciler closes what its instances report."""
+        if run.state in runs.TERMINAL:
+            return
+        await self._fleet.desk.release_all(run.id)
+        now = self._kernel.now()
+        await self._kernel.commit(
+            ev.RunReleased(at=now, run=run.id), *runs.plan_move(run, runs.FAILED, reason, now)
+        )
+
+    async def _same_data(self, run: RunState, dataset: Dataset) -> bool:
+        """The items are those that the run began with; else it is paused, since its slots would mean other prompts."""
+        now = self._kernel.now()
+        if not run.dataset_digest:
+            await self._kernel.commit(ev.DatasetOpened(at=now, run=run.id, digest=dataset.digest))
+        if run.dataset_digest == dataset.digest or run.state == runs.CANCELLING:
+            return True
+        reason = (
+            "data.source: its items are not those that the run began with; put them back and resume, "
+            "or submit a new run"
+        )
+        await self._fleet.desk.release_all(run.id)
+        now = self._kernel.now()
+        await self._kernel.commit(
+            *runs.plan_intent(run, runs.PAUSE, "system", reason, now),
+            ev.RunReleased(at=now, run=run.id),
+            *runs.plan_move(run, runs.PAUSED, reason, now),
+        )
+        return False
+
+    async def stop(self) -> None:
+        """Ends the controllers where they are; a restart resumes their runs."""
+        tasks = list(self.tasks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

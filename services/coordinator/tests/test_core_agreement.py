@@ -1,0 +1,73 @@
+"""Engine and trainer are compared at the start and after every resume, on a step that has something to compare."""
+
+import asyncio
+import contextlib
+
+import pytest
+from headrace_coordinator.domain import events as ev
+from headrace_coordinator.simulation.judge import Violation
+from headrace_coordinator.simulation.trainer import Trainer
+from headrace_coordinator.simulation.virtual_time import run_virtual
+from headrace_coordinator.simulation.world import World
+
+GOOD = {"log_prob_compared_tokens": 40.0, "log_prob_mismatch_mean": 1e-5}
+BAD = {"log_prob_compared_tokens": 40.0, "log_prob_mismatch_mean": 2.0}
+NONE = {"log_prob_compared_tokens": 0.0}
+
+
+@pytest.fixture
+def live(monkeypatch):
+    """Runs a calm world whose trainers report the figures of `script(version ordinal, restores)`."""
+
+    def run(script, trouble=None):
+        commit, restore, restores = Trainer.CommitStep, Trainer.Restore, []
+
+        async def committed(self, request):
+            response = await commit(self, request)
+            response.figures.clear()
+            response.figures.update(script(response.version.ordinal, len(restores)))
+            return response
+
+        async def restored(self, request):
+            restores.append(request.number)
+            return await restore(self, request)
+
+        monkeypatch.setattr(Trainer, "CommitStep", committed)
+        monkeypatch.setattr(Trainer, "Restore", restored)
+        world = World(5, faults=False)
+        if trouble is not None:
+            monkeypatch.setattr(World, "trouble", trouble)
+            monkeypatch.setattr(world, "faulty", True)
+        with contextlib.suppress(Violation):  # the judge of a calm world wants success
+            run_virtual(world.live())
+        run, history = world._run(), world._coordinator.kernel.history["run"]
+        steps = [event for _, event in history if isinstance(event, ev.StepCommitted)]
+        return run, [step.certificate for step in steps]
+
+    return run
+
+
+def test_a_step_without_a_comparison_leaves_the_check_to_the_next(live):
+    run, certificates = live(lambda ordinal, _: NONE if ordinal < 3 else BAD)
+    assert run.state == "FAILED" and "engine and trainer disagree" in run.reason and "step 3" in run.reason
+    assert [(c.log_prob_mismatch_mean, c.log_prob_compared_tokens) for c in certificates] == [(None, 0)] * 2
+
+
+def test_the_first_step_with_a_comparison_decides(live):
+    run, certificates = live(lambda ordinal, _: GOOD if ordinal == 1 else BAD)
+    assert run.state == "SUCCEEDED"
+    assert (certificates[0].log_prob_mismatch_mean, certificates[0].log_prob_compared_tokens) == (1e-5, 40)
+
+
+def test_the_check_is_made_again_after_a_resume(live):
+    async def kills_a_trainer(self):
+        while True:
+            await asyncio.sleep(0.05)
+            run = self._run()
+            if run is not None and len(run.lineage.versions) > 2:
+                victim = next(i for i in self.instances.values() if isinstance(i, Trainer) and i.alive)
+                await self.kill(victim.incarnation)
+                return
+
+    run, _ = live(lambda _, restores: GOOD if restores == 1 else BAD, kills_a_trainer)
+    assert run.recoveries and run.state == "FAILED" and "engine and trainer disagree" in run.reason

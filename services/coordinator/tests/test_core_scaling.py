@@ -1,0 +1,122 @@
+"""Scale commands: one for each Idempotency-Key, and the supervisor's refusal with its figures."""
+
+import asyncio
+
+import pytest
+from headrace_coordinator.control import Refused
+from headrace_coordinator.coordinator import Coordinator
+from headrace_coordinator.domain.state import restore, snapshot
+from headrace_coordinator.fleet import Fleet, FleetSettings, Supervisor
+from headrace_coordinator.http import make_app
+from headrace_coordinator.kernel import Kernel
+from headrace_coordinator.store.memory_store import MemoryStore
+from httpx import ASGITransport, AsyncClient
+
+FULL = "scale rollout=999: this host can hold 7 rollout processes (0.73 GiB each measured)"
+
+
+class Scaled:
+    """A coordinator with one imaginary supervisor, which answers when `answering` is set."""
+
+    def __init__(self, tmp_path):
+        self.kernel = Kernel(MemoryStore(), lambda: 0.0)
+        self.fleet = Fleet(self.kernel, lambda kind, address, incarnation: None, FleetSettings())
+        self.coordinator = Coordinator(self.kernel, self.fleet, tmp_path)
+        self.commands = []
+        self.answering = asyncio.Event()
+        self.answering.set()
+        self.error = ""
+        self._tasks = set()
+
+    async def open(self):
+        await self.kernel.open("test", None)
+        self._start(self.kernel.run())
+        self.fleet.supervised(Supervisor("h", self._hear, frozenset({"rollout"})))
+
+    def _start(self, work):
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+
+    def _hear(self, command, body):
+        self.commands.append((command, *body[1:]))
+        self._start(self._answer(body[0]))
+
+    async def _answer(self, request):
+        await self.answering.wait()
+        self.coordinator.scaling.answered(request, self.error)
+
+    async def close(self):
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
+@pytest.fixture
+async def scaled(tmp_path):
+    made = Scaled(tmp_path)
+    await made.open()
+    yield made
+    await made.close()
+
+
+async def test_twenty_parallel_calls_with_one_key_are_one_command(scaled):
+    scaled.answering.clear()
+    calls = [asyncio.create_task(scaled.coordinator.scale("rollout", 3, "key")) for _ in range(20)]
+    await asyncio.sleep(0.05)
+    with pytest.raises(Refused, match="was used for another request") as other:
+        await scaled.coordinator.scale("rollout", 4, "key")
+    scaled.answering.set()
+    assert await asyncio.gather(*calls) == [3] * 20
+    assert scaled.commands == [("scale", "rollout", 3)] and other.value.reason == "CONFLICT"
+
+
+async def test_a_key_outlives_the_command_and_a_restart(scaled):
+    await scaled.coordinator.scale("rollout", 3, "key")
+    scaled.kernel.state = restore(snapshot(scaled.kernel.state))
+    assert await scaled.coordinator.scale("rollout", 3, "key") == 3
+    assert len(scaled.commands) == 1
+    with pytest.raises(Refused) as other:
+        await scaled.coordinator.scale("rollout", 2, "key")
+    assert other.value.reason == "CONFLICT"
+    assert await scaled.coordinator.scale("rollout", 2, "other key") == 2
+    assert len(scaled.commands) == 2
+
+
+async def test_a_key_of_another_write_is_a_conflict(scaled):
+    await scaled.coordinator.scale("rollout", 3, "key")
+    with pytest.raises(Refused) as other:
+        scaled.coordinator._known("key", "the digest of a spec")
+    assert other.value.reason == "CONFLICT"
+
+
+async def test_a_refusal_is_422_names_the_key_and_records_nothing(scaled, tmp_path):
+    scaled.error = FULL
+    app = make_app(scaled.coordinator, runs_directory=tmp_path)
+    headers = {"Idempotency-Key": "key"}
+    async with AsyncClient(transport=ASGITransport(app), base_url="http://127.0.0.1") as client:
+        refused = await client.post("/v1/services/rollout:scale", json={"count": 999}, headers=headers)
+        scaled.error = ""
+        fewer = await client.post("/v1/services/rollout:scale", json={"count": 7}, headers=headers)
+    assert (refused.status_code, refused.json()["reason"], refused.json()["message"]) == (
+        422,
+        "INVALID",
+        FULL,
+    )
+    assert refused.json()["problems"][0]["key"] == "count"
+    assert (fewer.status_code, fewer.json()["count"]) == (200, 7)
+
+
+async def test_a_caller_that_goes_away_takes_no_other_caller_along(scaled):
+    scaled.answering.clear()
+    gone = asyncio.create_task(scaled.coordinator.scale("rollout", 3, "key"))
+    stays = asyncio.create_task(scaled.coordinator.scale("rollout", 3, "key"))
+    await asyncio.sleep(0.05)
+    gone.cancel()
+    scaled.answering.set()
+    assert await stays == 3 and len(scaled.commands) == 1
+
+
+async def test_nobody_to_ask_is_unavailable(scaled):
+    with pytest.raises(Refused, match="no connected supervisor") as refused:
+        await scaled.coordinator.scale("trainer", 2, "key")
+    assert refused.value.reason == "UNAVAILABLE"

@@ -1,0 +1,62 @@
+"""A committed step says over how many tokens engine and trainer were compared, also where no group has a gradient."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from headrace_schema.generating import SamplingSection
+from headrace_servicekit.digests import trajectory_digest
+from headrace_trainer.wire import read_sequence
+
+VOCABULARY = 1 << 20
+
+
+async def committed(client, digest, step, groups):
+    """The reply of a step of these groups; the version is that of `client.state()`."""
+    base = (await client.state()).version.number
+    await client.begin(step, 1, base, base + 1)
+    await client.learn(step, 1, groups)
+    reply = await client.commit(step, 1, base, base + 1, digest(groups))
+    await client.record(step, 1, base + 1)
+    return reply
+
+
+async def test_a_step_of_equal_rewards_is_compared_on_a_few_answers(
+    client, make_settled, settled_digest, plain_log_probs
+):
+    version = (await client.open()).version
+    weights = await client.weights(1)
+    group = make_settled(0, version=version, rewards=[1.0] * 4)
+    figures = (await committed(client, settled_digest, 0, [group])).figures
+    sequences = [read_sequence(member.trajectory, SamplingSection(), VOCABULARY) for member in group.members]
+    own = torch.tensor([v for row in plain_log_probs(weights, sequences) for v in row])
+    engine = torch.tensor([v for s in sequences for v in s.engine_log_probs])
+    assert figures["grad_norm"] == 0.0 and figures["log_prob_compared_tokens"] == len(own)
+    assert figures["log_prob_mismatch_mean"] == pytest.approx(float((own - engine).abs().mean()), abs=1e-4)
+    assert figures["log_prob_mismatch_max"] == pytest.approx(float((own - engine).abs().max()), abs=1e-4)
+
+
+async def test_a_step_with_a_gradient_counts_the_tokens_of_its_micro_batches(
+    client, make_settled, settled_digest
+):
+    version = (await client.open()).version
+    learned = make_settled(0, version=version)
+    equal = make_settled(1, version=version, rewards=[1.0] * 4)
+    figures = (await committed(client, settled_digest, 0, [equal, learned])).figures
+    tokens = sum(len(m.trajectory.segments[1].tokens.token_ids) for m in learned.members)
+    assert figures["log_prob_compared_tokens"] == tokens
+
+
+async def test_a_step_without_log_probs_of_the_engine_says_that_nothing_was_compared(
+    client, make_settled, settled_digest
+):
+    version = (await client.open()).version
+    for step, rewards in enumerate([None, [1.0] * 4]):
+        group = make_settled(step, version=version, rewards=rewards)
+        for member in group.members:
+            member.trajectory.segments[1].tokens.ClearField("log_probs")
+            member.trajectory.body_digest = trajectory_digest(member.trajectory)
+        reply = await committed(client, settled_digest, step, [group])
+        version = reply.version
+        assert reply.figures["log_prob_compared_tokens"] == 0
+        assert "log_prob_mismatch_mean" not in reply.figures
