@@ -518,6 +518,12 @@ def sent(target, name, *messages):
 
 
 SUPERVISOR = fleet_pb2.ProcessTable()
+UNKNOWN_PHASE = common_pb2.OpenRunReport(run="runs/a", open_id=1, phase=77)
+
+
+def registered(**fields):
+    kind = fleet_pb2.SERVICE_KIND_REWARD
+    return fleet_pb2.RegisterRequest(instance="a", incarnation="x", kind=kind, **fields)
 
 
 @pytest.mark.parametrize(
@@ -534,6 +540,17 @@ SUPERVISOR = fleet_pb2.ProcessTable()
         ),
         ("Register", [fleet_pb2.RegisterRequest(instance="a\nb", incarnation="x")], "instance"),
         ("Register", [fleet_pb2.RegisterRequest(instance="a", incarnation="x", kind=77)], "kind"),
+        ("Register", [registered(coordinator_epoch=2**31)], "coordinator_epoch"),
+        ("Register", [registered(open_run_reports=[UNKNOWN_PHASE])], "open_run_reports.phase"),
+        (
+            "Session",
+            [
+                fleet_pb2.SessionRequest(
+                    incarnation="one", heartbeat=fleet_pb2.Heartbeat(open_runs=[UNKNOWN_PHASE])
+                )
+            ],
+            "heartbeat.open_runs.phase",
+        ),
     ],
 )
 def test_a_lifeline_that_begins_wrong_is_refused_by_name(coordinator, name, messages, field):

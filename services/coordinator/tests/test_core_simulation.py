@@ -152,7 +152,7 @@ def test_a_damaged_checkpoint_is_told_of_and_the_one_before_is_restored(monkeypa
     often = world.spec.checkpoint.model_copy(update={"interval_steps": 1})
     world.spec = world.spec.model_copy(update={"steps": 8, "checkpoint": often})
     assert run_virtual(world.live()).state == "SUCCEEDED"
-    history = [event for _, event in world._coordinator.kernel.history["run"]]
+    history = [event for _, event in world.history]
     told = [event for event in history if isinstance(event, ev.CheckpointSetAside)]
     assert [event.name for event in told] == harmed and "a byte differs" in told[0].reason
     restored = [event.checkpoint for event in history if isinstance(event, ev.VersionRestored)]

@@ -70,9 +70,11 @@ class RunView(Resource):
     id: str
     state: str
     reason: str = Field(description="why it is in this state, for people")
-    intent: str = Field(description="what is wanted of it: RUN, PAUSE, PAUSE_NOW or CANCEL")
-    priority: int
-    place: int | None = Field(description="place in the queue, from 1; null for a run that is not waiting")
+    intent: str = Field(default="RUN", description="what is wanted of it: RUN, PAUSE, PAUSE_NOW or CANCEL")
+    priority: int = Field(default=0, description="runs of a higher priority come first")
+    place: int | None = Field(
+        default=None, description="place in the queue, from 1; null for a run that is not waiting"
+    )
     step: int = Field(description="committed steps of the live lineage")
     steps: int
     created_at: float = Field(description="seconds since the epoch")

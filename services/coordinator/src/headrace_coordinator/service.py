@@ -53,6 +53,9 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
     async def Register(self, request: pb.RegisterRequest, context: Any) -> pb.RegisterResponse:
         """See the contract."""
         _check_registration(request)
+        # The store's epoch rises to it for good, so later coordinators need numbers above.
+        most = max(HIGHEST_EPOCH // 2, self._fleet.kernel.state.epoch)
+        check_number("coordinator_epoch", request.coordinator_epoch, most=most)
         state = InstanceState(
             instance=request.instance,
             incarnation=request.incarnation,
@@ -202,7 +205,6 @@ def _check_registration(request: pb.RegisterRequest) -> None:
         )
     for name in names:
         check_name("devices, capabilities and open_runs", name)
-    check_number("coordinator_epoch", request.coordinator_epoch, most=HIGHEST_EPOCH)
     check_name("store_id", request.store_id, optional=True)
     for lease in request.held_leases:
         check_at_least("held_leases.epoch", lease.epoch, 1)

@@ -60,6 +60,7 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
         self, request: reward_pb2.OpenRunRequest, context: Context
     ) -> reward_pb2.OpenRunResponse:
         """Opens a run."""
+        self._instance.fence.check(request.header, lease=False, opening=False)
         name = check_name("header.run", request.header.run)
         section = parse_config(RewardSection, request.config_json, "reward")
         try:

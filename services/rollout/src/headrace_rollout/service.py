@@ -60,7 +60,9 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         self, request: rollout_pb2.OpenRunRequest, context: Context
     ) -> rollout_pb2.OpenRunResponse:
         """Builds engine and tokenizer. The same run with the same config is a repetition."""
-        header, name = request.header, check_name("header.run", request.header.run)
+        header = request.header
+        self._instance.fence.check(header, lease=False, opening=False)
+        name = check_name("header.run", header.run)
         config = parse_config(RolloutConfig, request.config_json, "config_json of OpenRun")
         run: OpenedRun = await self._instance.open_run(
             header, config, lambda: self._build(name, config), self._end

@@ -53,6 +53,7 @@ class SimulatorServicer(simulator_pb2_grpc.SimulatorServiceServicer):
         self, request: simulator_pb2.OpenPoolRequest, context: Context
     ) -> simulator_pb2.OpenPoolResponse:
         """Opens a pool."""
+        self._instance.fence.check(request.header, lease=False, opening=False)
         # A repeated request must not open a second pool.
         check_name("header.request_id", request.header.request_id)
         run, plan = (

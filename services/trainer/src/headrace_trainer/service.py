@@ -74,6 +74,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):  # type: ignore[
         self, request: trainer_pb2.OpenRunRequest, context: Context
     ) -> trainer_pb2.OpenRunResponse:
         header = request.header
+        self._instance.fence.check(header, lease=False, opening=False)
         check_name("header.run", header.run)
         config = parse_config(TrainerConfig, request.config_json, "config_json of the trainer")
         directory = _check_path("run_directory", request.run_directory)

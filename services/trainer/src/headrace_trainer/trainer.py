@@ -22,7 +22,7 @@ from headrace_servicekit.weights import WeightStore
 
 from headrace_trainer.algorithms import build_algorithm
 from headrace_trainer.algorithms._base import Barrier
-from headrace_trainer.backends._registry import check_backend
+from headrace_trainer.backends import choose_backend
 from headrace_trainer.checkpoints import CheckpointDirectory
 from headrace_trainer.errors import Refusal, conflict, invalid
 from headrace_trainer.forks import foreign_checkpoints
@@ -85,7 +85,7 @@ class Trainer:
 
     def open_run(self, run: str, config: TrainerConfig, directory: Path) -> Barrier:
         """Prepares for a run; the barrier of its algorithm. Raises Refusal INVALID or MODEL_NOT_READABLE."""
-        check_backend(config.trainer.backend)
+        choose_backend(config.trainer)
         algorithm = build_algorithm(config.algorithm)
         try:
             architecture = load_architecture(config.model)
@@ -101,7 +101,7 @@ class Trainer:
         self._disband()
         self._run, self._config, self._joined = "", None, None
         self.suspended = False  # Of nothing: a run that is opened next has given nothing back.
-        gc.collect()  # Session and learner refer to each other; weights must not wait for a collection.
+        gc.collect()  # Session and learner refer to each other: the model must not stay until the next collection.
 
     def join(self, generation: int, rank: int, world_size: int, rendezvous: str, timeout_s: float) -> None:
         """Joins a gang; what an older generation held is lost. Raises CONFLICT or RENDEZVOUS_TIMEOUT."""
@@ -136,10 +136,6 @@ class Trainer:
             raise Refusal("NOT_OPEN", "the trainer is in no gang: call JoinGang first")
         if self._session is None:
             raise Refusal("NOT_LEADER", f"rank {self._gang.rank} follows; send this to rank 0 of the gang")
-        return self._session
-
-    def led(self) -> Session | None:
-        """The leader's session, if there is one."""
         return self._session
 
     def awake_session(self) -> Session:

@@ -81,6 +81,8 @@ class World:
         self.directory = Path(self._temporary.name)
         self.spec = self._spec()
         self.instances: dict[str, Instance] = {}
+        self.ended: runs.RunState | None = None
+        self.history: list[Item] = []
         self.counts = {
             "rollout": self.spec.rollout.instances,
             "trainer": self.spec.trainer.ranks,
@@ -419,7 +421,8 @@ class World:
 
     async def _judge(self, run: runs.RunState) -> Outcome:
         assert self._coordinator is not None
-        counts = judge(run, await self._history(run.id), self._weights(run.lineage.head))
+        self.ended, self.history = run, await self._history(run.id)
+        counts = judge(run, self.history, self._weights(run.lineage.head))
         await self._archived(run)
         return Outcome(
             self.seed,
