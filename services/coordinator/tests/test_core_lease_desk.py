@@ -151,7 +151,7 @@ async def test_no_value_of_the_monotonic_clock_is_written(desk):
     desk.live(3, beats=True)
     desk.kernel.post(ev.LeaseRevoking(at=desk.kernel.now(), epoch=1))
     desk.live(TTL + 3, beats=False)
-    written = b"".join(posted[1].payload for posted in desk.kernel._pending)
+    written = b"".join(entry.payload for _, entry, _ in desk.kernel._pending)
     assert b"9876" not in written and b'"LeaseEnded"' in written
 
 

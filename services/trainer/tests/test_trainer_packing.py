@@ -111,7 +111,9 @@ def test_the_heads_gradient_is_the_same_in_many_chunks(
 ):
     """bf16 hidden states come in rows, so only the head's sum over chunks and micro-batches can differ."""
     groups = [sequences(seed, count=12) for seed in range(6)]
-    backend = make_backend(model={"dtype": "bfloat16"}, trainer={"reshard_micro_batches": reshard})
+    backend = make_backend(
+        model={"dtype": "bfloat16"}, trainer={"backend_options": {"reshard_micro_batches": reshard}}
+    )
     found = []
     for rows in (4096, 1):
         monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", rows * 32)
