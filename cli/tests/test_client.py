@@ -9,7 +9,6 @@ import threading
 import time
 
 import headrace.client.errors
-import headrace.client.models
 import headrace.client.specs
 import headrace.client.sse
 import pytest
@@ -22,7 +21,7 @@ def client(coordinator):
         yield made
 
 
-@pytest.mark.parametrize("module", ["errors", "models", "specs", "sse"])
+@pytest.mark.parametrize("module", ["errors", "specs", "sse"])
 def test_docstring_examples_hold(module):
     result = doctest.testmod(getattr(headrace.client, module))
     assert result.attempted and not result.failed
@@ -40,6 +39,7 @@ def test_submit_sends_spec_token_and_key(client, coordinator, scripted_run):
 def test_resources_are_lenient():
     run = Run.from_json({"id": "r", "policy": None, "counts": {"trained": 2, "brand_new": 1}, "brand_new": 5})
     assert (run.counts.trained, run.policy, run.raw["brand_new"]) == (2, None, 5)
+    assert (run.counts.dropped, run.waiting_for, run.ended) == (0, [], False)
 
 
 def test_null_figures_are_nan(client, coordinator):

@@ -15,7 +15,9 @@ from pathlib import Path
 
 import pytest
 from headrace_cli.launcher.data_dir import DataDir
+from headrace_cli.launcher.start import require_room
 from headrace_cli.mistakes import CommandError
+from headrace_servicekit.capacity import GIB, Capacity, HostMemory
 
 
 def wait_for(condition: Callable[[], object], what: str, seconds: float = 15.0) -> None:
@@ -146,6 +148,18 @@ def test_full_disk_is_a_sentence(tmp_path):
     with pytest.raises(CommandError, match=r"MiB free, a fleet needs") as caught:
         DataDir.at(tmp_path).prepare(needed_bytes=2**60)
     assert caught.value.exit_code == 2
+
+
+def test_more_processes_than_the_host_holds_is_a_sentence():
+    capacity = Capacity(lambda: HostMemory(24 * GIB, 20 * GIB), lambda pid: 0)
+    one = dict.fromkeys(("rollout", "trainer", "reward", "simulator"), 1)
+    require_room({**one, "rollout": 4}, capacity)
+    with pytest.raises(
+        CommandError, match=r"--rollout: .*can hold 21 rollout processes \(0.75 GiB each"
+    ) as caught:
+        require_room({**one, "rollout": 256}, capacity)
+    assert caught.value.exit_code == 2
+    require_room(one, Capacity(lambda: HostMemory(GIB, 0), lambda pid: 0))
 
 
 def test_bad_device_name_is_a_sentence(fleet):

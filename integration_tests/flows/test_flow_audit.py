@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 from harness.ledger import audit
-from headrace.client import Certificate, Counts, Event, Policy, Run
+from headrace.client import Certificate, Event, Run
 
 SPEC = {"algorithm": {"group_size": 2, "prompts_per_step": 1}}
 
@@ -14,22 +14,24 @@ SPEC = {"algorithm": {"group_size": 2, "prompts_per_step": 1}}
 def certificate(ordinal, **changes):
     number = ordinal + 1
     fields = {
-        "version": Policy(number=number, parent=number - 1, ordinal=ordinal, digest=f"{ordinal:032x}"),
+        "version": {"number": number, "parent": number - 1, "ordinal": ordinal, "digest": f"{ordinal:032x}"},
         "step": ordinal - 1,
         "trained": [[ordinal - 1, 0, 1], [ordinal - 1, 1, 2]],
         "set_digest": f"{100 + ordinal:032x}",
         "tokens": 5,
         "tokens_by_version": {str(number - 1): 5},
     }
-    return Certificate(**{**fields, **changes})
+    return Certificate.from_json({"live": True, **fields, **changes})
 
 
 def check(*certificates, **counts):
-    restored = Event(id=1, type="version_restored", data={"number": 1, "parent": 0, "frontier_step": 0})
-    found = Counts(**{"trained": 4, "dropped": 0, "duplicates": 0, "frontier": 4, **counts})
+    restored = Event.from_json(
+        {"id": 1, "type": "version_restored", "data": {"number": 1, "parent": 0, "frontier_step": 0}}
+    )
+    found = {"trained": 4, "dropped": 0, "duplicates": 0, "frontier": 4, **counts}
     client = SimpleNamespace(certificates=lambda run: list(certificates))
     fleet = SimpleNamespace(client=client, events=lambda run: [restored])
-    return audit(fleet, Run(id="r", step=2, spec=SPEC, counts=found))
+    return audit(fleet, Run.from_json({"id": "r", "step": 2, "spec": SPEC, "counts": found}))
 
 
 def test_a_sound_ledger_passes():
@@ -41,9 +43,9 @@ BROKEN = {
     "lost": {"trained": [[1, 0, 1]]},
     "beyond the frontier": {"trained": [[1, 0, 1], [1, 1, 2], [2, 0, 3]]},
     "dropped and trained": {"dropped": [[1, 0, "GROUP_INCOMPLETE"]]},
-    "another branch": {"version": Policy(number=3, parent=1, ordinal=2, digest="0" * 32)},
-    "a number again": {"version": Policy(number=2, parent=1, ordinal=2, digest="0" * 32)},
-    "a step left out": {"version": Policy(number=3, parent=2, ordinal=3, digest="0" * 32)},
+    "another branch": {"version": {"number": 3, "parent": 1, "ordinal": 2, "digest": "0" * 32}},
+    "a number again": {"version": {"number": 2, "parent": 1, "ordinal": 2, "digest": "0" * 32}},
+    "a step left out": {"version": {"number": 3, "parent": 2, "ordinal": 3, "digest": "0" * 32}},
     "stale": {"max_staleness": 1},
     "sampled by another version": {"tokens_by_version": {"1": 5}},
     "tokens that nobody sampled": {"tokens": 6},

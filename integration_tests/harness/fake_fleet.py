@@ -27,6 +27,7 @@ class FakeFleet(fleet_pb2_grpc.FleetServiceServicer):  # type: ignore[misc]
         self.registered: dict[str, fleet_pb2.RegisterRequest] = {}
         self.held: dict[int, str] = {}
         self.released: set[int] = set()
+        self._reports: dict[str, list[common_pb2.OpenRunReport]] = {}
         self._lease_ttl_s = lease_ttl_s
         self._outboxes: dict[str, queue.Queue[Any]] = {}
         self._server = grpc.server(ThreadPoolExecutor(16))
@@ -76,6 +77,7 @@ class FakeFleet(fleet_pb2_grpc.FleetServiceServicer):  # type: ignore[misc]
             case "heartbeat":
                 beat = message.heartbeat
                 ack = fleet_pb2.HeartbeatAck(sequence=beat.sequence, renewed_epochs=beat.lease_epochs)
+                self._reports[message.incarnation] = list(beat.open_runs)
                 outbox.put(fleet_pb2.SessionResponse(heartbeat_ack=ack))
             case "lease_held":
                 self.held[message.lease_held.epoch] = message.lease_held.refusal
@@ -97,6 +99,11 @@ class FakeFleet(fleet_pb2_grpc.FleetServiceServicer):  # type: ignore[misc]
         revoke = fleet_pb2.Revoke(epoch=epoch, notice=Duration(seconds=notice_s))
         self._outbox(instance).put(fleet_pb2.SessionResponse(revoke=revoke))
         wait_for(lambda: epoch in self.released, f"{instance} to let go of lease {epoch}")
+
+    def reports(self, instance: str) -> list[common_pb2.OpenRunReport]:
+        """What an instance said last that it has open."""
+        self._outbox(instance)
+        return self._reports[self.registered[instance].incarnation]
 
     def _outbox(self, instance: str) -> queue.Queue[Any]:
         def look() -> queue.Queue[Any] | None:

@@ -40,7 +40,7 @@ def live(monkeypatch):
             monkeypatch.setattr(world, "faulty", True)
         with contextlib.suppress(Violation):  # the judge of a calm world wants success
             run_virtual(world.live())
-        run, history = world._run(), world._coordinator.kernel.history["run"]
+        run, history = world.ended, world.history
         steps = [event for _, event in history if isinstance(event, ev.StepCommitted)]
         return run, [step.certificate for step in steps]
 

@@ -27,26 +27,6 @@ def arrive(fleet, name, incarnation):
     fleet.attach(incarnation, lambda command, body: None)
 
 
-async def claimed(fleet, run, count, most=0):
-    found = await fleet.claim(run, "rollout", count, 0.1, most)
-    return [instance.incarnation for instance in found]
-
-
-async def test_a_run_keeps_its_instances_and_takes_what_has_come_since(fleet):
-    arrive(fleet, "rollout-b", "b1")
-    assert await claimed(fleet, "r", 1, most=2) == ["b1"], "one is enough to go on"
-    arrive(fleet, "rollout-a", "a1")
-    assert await claimed(fleet, "r", 1) == ["b1"]
-    assert await claimed(fleet, "r", 1, most=2) == ["a1", "b1"]
-
-
-async def test_an_instance_works_for_one_run(fleet):
-    arrive(fleet, "rollout-a", "a1")
-    arrive(fleet, "rollout-b", "b1")
-    assert await claimed(fleet, "r", 1) == ["a1"]
-    assert await claimed(fleet, "s", 1, most=2) == ["b1"]
-
-
 def table(send, *incarnations):
     return Supervisor("h", send, incarnations=frozenset(incarnations))
 

@@ -75,7 +75,7 @@ class Crew:
         self.fleet = SimpleNamespace(
             alive=lambda incarnation: incarnation not in self.dead,
             fate=self.fate,
-            kernel=SimpleNamespace(now=lambda: asyncio.get_running_loop().time()),
+            kernel=SimpleNamespace(monotonic=lambda: asyncio.get_running_loop().time()),
         )
 
     async def fate(self, incarnation):
@@ -143,7 +143,7 @@ async def test_a_stream_without_questions_ends_and_the_next_answer_opens_another
     monkeypatch.setattr(scoring, "LOOK_S", 0.05)
     judge, results = Judge("a"), []
     crew = Crew(judge)
-    meter = Meter(crew.fleet.kernel.now)
+    meter = Meter(crew.fleet.kernel.monotonic)
     work = Scoring(crew, meter, results.extend)
     running = asyncio.create_task(work.run())
     first, second = items(2)
@@ -159,7 +159,7 @@ async def test_a_stream_without_questions_ends_and_the_next_answer_opens_another
 async def test_the_reader_of_a_dead_stream_takes_no_new_question():
     dead, other, results = Judge("a", dies_idle=True), Judge("b"), []
     crew = Crew(dead, bench=(other,))
-    work = Scoring(crew, Meter(crew.fleet.kernel.now), results.extend)
+    work = Scoring(crew, Meter(crew.fleet.kernel.monotonic), results.extend)
     running = asyncio.create_task(work.run())
     first, second = items(2)
     work.put(first)

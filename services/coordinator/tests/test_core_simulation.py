@@ -3,6 +3,8 @@
 import asyncio
 
 import pytest
+from headrace_coordinator.domain import events as ev
+from headrace_coordinator.simulation.disk import Disk
 from headrace_coordinator.simulation.judge import Violation
 from headrace_coordinator.simulation.rollout import Rollout
 from headrace_coordinator.simulation.virtual_time import run_virtual
@@ -122,3 +124,36 @@ async def _keep_after_revoke(self, instance, fleet, command, body):
         fleet.desk.held(instance.incarnation, body.epoch, "")
     else:
         fleet.desk.released(instance.incarnation, body[0])
+
+
+@pytest.mark.parametrize("torn", [True, False])
+def test_a_damaged_checkpoint_is_told_of_and_the_one_before_is_restored(monkeypatch, torn):
+    harmed, second = [], asyncio.Event()
+    save = Disk.save
+
+    def saved(self, stored):
+        save(self, stored)
+        if len(self.checkpoints) == 2:
+            second.set()
+
+    async def harms(self):
+        await second.wait()
+        newest = self.disk.checkpoints[-1]
+        newest.damage, newest.torn = "a byte differs", torn
+        harmed.append(newest.name)
+        await self.kill(
+            next(i.incarnation for i in self.instances.values() if i.KIND == "trainer" and i.alive)
+        )
+
+    monkeypatch.setattr(Disk, "save", saved)
+    monkeypatch.setattr(World, "trouble", harms)
+    world = World(3, faults=False)
+    monkeypatch.setattr(world, "faulty", True)
+    often = world.spec.checkpoint.model_copy(update={"interval_steps": 1})
+    world.spec = world.spec.model_copy(update={"steps": 8, "checkpoint": often})
+    assert run_virtual(world.live()).state == "SUCCEEDED"
+    history = [event for _, event in world.history]
+    told = [event for event in history if isinstance(event, ev.CheckpointSetAside)]
+    assert [event.name for event in told] == harmed and "a byte differs" in told[0].reason
+    restored = [event.checkpoint for event in history if isinstance(event, ev.VersionRestored)]
+    assert len(restored) > 1 and restored[1] and not set(harmed) & set(restored)

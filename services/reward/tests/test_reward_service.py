@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 
@@ -134,7 +135,7 @@ async def test_open_runs_are_registered(reward, instance):
     await reward.open("exact")
     assert instance.open_runs.names() == ["runs/test"]
     await reward.close()
-    assert not instance.open_runs
+    assert not instance.open_runs.names()
 
 
 @pytest.mark.parametrize(
@@ -172,3 +173,21 @@ async def test_a_long_stream_is_scored_whole(reward):
     results = await reward.answers(*texts, reference="17")
     assert sum(result.reward for result in results) == 2
     assert all(math.isfinite(result.reward) and result.status == OK for result in results)
+
+
+async def test_two_runs_with_different_scorers_work_side_by_side(reward, scorer_file):
+    other = type(reward)(reward.stub, run="runs/other")
+    await reward.open(scorer_file("return 1.0", "one.py"))
+    await other.open(scorer_file("return 2.0", "two.py"))
+    streams = {each.run: each.stub.Score() for each in (reward, other)}
+    for turn in range(3):
+        for each, worth in ((reward, 1.0), (other, 2.0)):
+            item = each.item("x", ordinal=turn)
+            await streams[each.run].write(reward_pb2.ScoreRequest(header=each.header(), items=[item]))
+            [result] = (await streams[each.run].read()).results
+            assert result.reward == worth
+    await reward.close()
+    assert await asyncio.wait_for(streams[reward.run].read(), 10) is grpc.aio.EOF, "the idle stream ends"
+    results = await other.score(*(other.item("x", ordinal=ordinal) for ordinal in (8, 9)))
+    assert [result.reward for result in results] == [2.0, 2.0]
+    await other.close()

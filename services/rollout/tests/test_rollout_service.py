@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import json
 import subprocess
 import sys
+import weakref
 
 import grpc
 import pytest
@@ -260,6 +263,13 @@ async def test_score_gives_the_sampled_log_probs(rollout, assignments):
 async def test_open_run_says_what_is_wrong(new_rollout, tiny_directory, tmp_path):
     rollout = await new_rollout()
     await refused(rollout.open(tiny_directory, engin="x"), "INVALID", "rollout.engin", "engine")
+    await refused(
+        rollout.open(tiny_directory, engine="transformer"), "INVALID", "rollout.engine", "'transformers'"
+    )
+    options = {"engine_options": {"paged": True}}
+    await refused(
+        rollout.open(tiny_directory, **options), "INVALID", "rollout.engine_options.paged", "unknown key"
+    )
     await refused(rollout.open(tiny_directory, engine="warp"), "INVALID", "rollout.engine", "transformers")
     await refused(rollout.open(tmp_path / "nothing"), "MODEL_NOT_READABLE", "model.path", "config.json")
     opened = await rollout.open(tiny_directory, max_concurrency=3)
@@ -338,3 +348,43 @@ async def test_a_fault_while_reading_assignments_ends_the_stream(rollout, assign
     monkeypatch.setattr("headrace_rollout.generation.groups_of", broken)
     call = await rollout.generate(assignments).start()
     await refused(call.read_all(), "BUG", "a broken tokenizer")
+
+
+@pytest.mark.parametrize("half_close", [True, False])
+async def test_close_ends_streams_with_their_partial_outputs(rollout, assignments, half_close, caplog):
+    call = await rollout.generate(assignments, half_close=half_close, max_new_tokens=100).start()
+    await call.read_until(lambda it: it.chunks)
+    await rollout.stub.CloseRun(rollout_pb2.CloseRunRequest(header=HEADER), timeout=30)
+    if half_close:
+        await call.read_all()  # nothing is missing: the stream ends as it would have
+    else:
+        assert await refused(call.read_all(), "RUN_CLOSED") is grpc.StatusCode.ABORTED
+    ended = {(p.sample.prompt_ordinal, p.sample.sample_index) for p in call.partials} | set(call.finished())
+    assert len(ended) == 12 and call.partials, "every sample comes back, whole or partial"
+    assert not [record for record in caplog.records if record.exc_info]
+    await rollout.reopen()
+    again = await rollout.generate(assignments).start()
+    assert len(await again.read_all()) == 12
+
+
+async def test_close_while_suspended_and_without_a_lease_gives_everything_back(rollout, assignments):
+    await (await rollout.generate(assignments).start()).read_all()
+    await rollout.stub.Pause(rollout_pb2.PauseRequest(header=HEADER))
+    await rollout.stub.Suspend(rollout_pb2.SuspendRequest(header=HEADER))
+    rollout.instance.fence.release(1)
+    engine = weakref.ref(rollout.engine)
+    await rollout.stub.CloseRun(rollout_pb2.CloseRunRequest(header=HEADER))
+    gc.collect()
+    assert engine() is None, "nothing of the run stays in memory"
+    await refused(rollout.stub.ListInventory(rollout_pb2.ListInventoryRequest(header=HEADER)), "NOT_OPEN")
+
+
+async def test_close_while_the_run_is_being_opened(new_rollout, tiny_directory):
+    rollout = await new_rollout()
+    opening = asyncio.ensure_future(rollout.open(tiny_directory))
+    while not rollout.instance.open_runs.names():  # noqa: ASYNC110
+        await asyncio.sleep(0.001)
+    await rollout.stub.CloseRun(rollout_pb2.CloseRunRequest(header=HEADER), timeout=60)
+    await refused(opening, "OPENING_STALE")
+    assert rollout.instance.open_runs.names() == [] and rollout.servicer._run is None
+    await rollout.open(tiny_directory)

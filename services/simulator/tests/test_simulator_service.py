@@ -197,7 +197,7 @@ async def test_closing_ends_the_processes(simulator, instance):
     request = simulator_pb2.ClosePoolRequest(header=simulator.header(), pool=pool.opened.pool)
     for _ in range(2):
         await simulator.stub.ClosePool(request)
-    assert psutil.wait_procs(children, timeout=5)[1] == [] and not instance.open_runs
+    assert psutil.wait_procs(children, timeout=5)[1] == [] and not instance.open_runs.names()
     await refused(pool.reset(), grpc.StatusCode.NOT_FOUND)
     await refused(simulator.open("CartPole-v1", count=4, request_id="a"), grpc.StatusCode.ALREADY_EXISTS)
 

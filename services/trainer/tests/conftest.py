@@ -24,6 +24,7 @@ from headrace_servicekit.digests import set_digest, trajectory_digest
 from headrace_servicekit.instance import Instance, InstanceConfig
 from headrace_trainer.__main__ import mount
 from headrace_trainer.algorithms import build_algorithm
+from headrace_trainer.backends import build_backend
 from headrace_trainer.backends.fsdp.backend import FsdpBackend
 from headrace_trainer.gang import Gang, join_gang
 from headrace_trainer.packing import plan_batches, plan_rows
@@ -98,7 +99,8 @@ def make_backend(gang: Gang, make_config: Callable[..., dict[str, Any]]) -> Call
 
     def make(**sections: Any) -> FsdpBackend:
         config = TrainerConfig.model_validate(make_config(**sections))
-        backend = FsdpBackend(config, build_algorithm(config.algorithm), gang)
+        backend = build_backend(config, build_algorithm(config.algorithm), gang)
+        assert isinstance(backend, FsdpBackend)
         backend.load_initial()
         return backend
 
@@ -179,23 +181,24 @@ def make_group() -> Callable[..., Group]:
 
 @pytest.fixture
 def make_settled() -> Callable[..., trainer_pb2.SettledGroup]:
+    """See `settled_group`."""
+    return settled_group
+
+
+def settled_group(
+    prompt: int,
+    *,
+    version: common_pb2.PolicyVersion,
+    rewards: list[float] | None = None,
+    attempt: int = 1,
+) -> trainer_pb2.SettledGroup:
     """A settled group as the coordinator sends it."""
-
-    def make(
-        prompt: int,
-        *,
-        version: common_pb2.PolicyVersion,
-        rewards: list[float] | None = None,
-        attempt: int = 1,
-    ) -> trainer_pb2.SettledGroup:
-        group = trainer_pb2.SettledGroup(prompt_ordinal=prompt)
-        for index, sequence in enumerate(random_sequences(prompt)):
-            trajectory = settled_trajectory(prompt, index, attempt, sequence, version.number)
-            reward = (rewards or [1.0, 0.0, 0.5, 0.0])[index]
-            group.members.add(trajectory=trajectory, reward=reward, oldest_version=version)
-        return group
-
-    return make
+    group = trainer_pb2.SettledGroup(prompt_ordinal=prompt)
+    for index, sequence in enumerate(random_sequences(prompt)):
+        trajectory = settled_trajectory(prompt, index, attempt, sequence, version.number)
+        reward = (rewards or [1.0, 0.0, 0.5, 0.0])[index]
+        group.members.add(trajectory=trajectory, reward=reward, oldest_version=version)
+    return group
 
 
 def settled_trajectory(
@@ -224,21 +227,22 @@ def settled_trajectory(
 
 @pytest.fixture
 def settled_digest() -> Callable[..., str]:
+    """See `digest_of`."""
+    return digest_of
+
+
+def digest_of(groups: list[trainer_pb2.SettledGroup]) -> str:
     """Set digest over settled groups."""
-
-    def digest(groups: list[trainer_pb2.SettledGroup]) -> str:
-        return set_digest(
-            (
-                group.prompt_ordinal,
-                m.trajectory.sample.sample_index,
-                m.trajectory.attempt,
-                m.trajectory.body_digest,
-            )
-            for group in groups
-            for m in group.members
+    return set_digest(
+        (
+            group.prompt_ordinal,
+            m.trajectory.sample.sample_index,
+            m.trajectory.attempt,
+            m.trajectory.body_digest,
         )
-
-    return digest
+        for group in groups
+        for m in group.members
+    )
 
 
 class TrainerClient:
@@ -294,11 +298,15 @@ class TrainerClient:
             trainer_pb2.LeaveGangRequest(header=self.header(), generation=generation)
         )
 
-    async def restore(self, checkpoint: str, number: int) -> Any:
+    async def restore(self, checkpoint: str, number: int, source: str = "") -> Any:
         self._number = max(self._number, number)
         return await self.stub.Restore(
             trainer_pb2.RestoreRequest(
-                header=self.header(), checkpoint=checkpoint, number=number, store_id="store"
+                header=self.header(),
+                checkpoint=checkpoint,
+                number=number,
+                store_id="store",
+                source_run_directory=source,
             )
         )
 
@@ -384,11 +392,33 @@ class TrainerClient:
             trainer_pb2.SaveCheckpointRequest(header=self.header(), number=number, wait=wait, ledger=ledger)
         )
 
-    async def checkpoints(self) -> Any:
-        return await self.stub.ListCheckpoints(trainer_pb2.ListCheckpointsRequest(header=self.header()))
+    async def checkpoints(self, source: str = "") -> Any:
+        return await self.stub.ListCheckpoints(
+            trainer_pb2.ListCheckpointsRequest(header=self.header(), source_run_directory=source)
+        )
+
+    async def ledger(self, checkpoint: str, source: str = "") -> list[bytes]:
+        """The pieces of a checkpoint's ledger."""
+        request = trainer_pb2.FetchLedgerRequest(
+            header=self.header(), checkpoint=checkpoint, source_run_directory=source
+        )
+        return [piece.data async for piece in self.stub.FetchLedger(request, timeout=30)]
 
     async def export(self, name: str) -> Any:
         return await self.stub.ExportModel(trainer_pb2.ExportModelRequest(header=self.header(), name=name))
+
+    async def train(self, version: Any, steps: int) -> Any:
+        """Committed and recorded steps of three groups each; the last version."""
+        for _ in range(steps):
+            number = version.number + 1
+            prompts = range(100 * version.ordinal, 100 * version.ordinal + 3)
+            groups = [settled_group(prompt, version=version) for prompt in prompts]
+            await self.begin(version.ordinal, 1, version.number, number)
+            await self.learn(version.ordinal, 1, groups)
+            reply = await self.commit(version.ordinal, 1, version.number, number, digest_of(groups))
+            await self.record(version.ordinal, 1, number)
+            version = reply.version
+        return version
 
     async def infer(self, trajectories: list[common_pb2.Trajectory], kind: int = 1) -> Any:
         request = trainer_pb2.InferRequest(header=self.header(), kind=kind, trajectories=trajectories)

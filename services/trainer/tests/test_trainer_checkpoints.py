@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from headrace_servicekit import failpoints
-from headrace_trainer.checkpoints import CheckpointDirectory, CheckpointReader, Snapshot
+from headrace_trainer.checkpoint_reader import CheckpointReader
+from headrace_trainer.checkpoint_state import FILES, STATE, Damaged, read_state
+from headrace_trainer.checkpoint_tree import Origin
+from headrace_trainer.checkpoints import CheckpointDirectory, Snapshot
 from headrace_trainer.errors import Refusal
 from headrace_trainer.step import Version
 from safetensors.torch import load_file
@@ -29,7 +34,7 @@ def snapshot(step: int, *, number: int | None = None) -> Snapshot:
 @pytest.fixture
 def directory(tmp_path: Path) -> CheckpointDirectory:
     found = CheckpointDirectory(tmp_path)
-    assert found.new_lineage("", 1, "store") == 1
+    assert found.new_lineage(Origin(), 1, "store") == 1
     return found
 
 
@@ -41,9 +46,13 @@ def test_a_checkpoint_holds_what_was_given(directory):
     written = directory.write(1, snapshot(3))
     saved = directory.open("lineage-1/step-3")
     assert saved == written and saved.version == Version(4, 3, 3, "digest-3")
-    assert (saved.ledger(), saved.store_id, saved.optimizer_steps) == (b"\x00ledger", "store", 3)
+    assert (directory.ledger(saved.name), saved.store_id, saved.optimizer_steps) == (
+        b"\x00ledger",
+        "store",
+        3,
+    )
     assert saved.size == sum(file.stat().st_size for file in saved.path.iterdir())
-    reader = CheckpointReader(saved)
+    reader = CheckpointReader(saved.path, saved.optimizer_steps)
     assert torch.equal(reader.weight("a"), torch.full((300, 7), 3.0))
     assert reader.weight("b").shape == (0, 4)
     assert torch.equal(reader.moment("exp_avg", "a"), torch.ones(300, 7) * 3)
@@ -52,7 +61,14 @@ def test_a_checkpoint_holds_what_was_given(directory):
         reader.weight("c")
 
 
-def test_torn_checkpoints_are_ignored_and_damaged_ones_refused(directory):
+def flip(path: Path, at: int = -1) -> None:
+    """Another byte in the middle, or `at` a place."""
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2 if at < 0 else at] ^= 1
+    path.write_bytes(data)
+
+
+def test_torn_checkpoints_are_set_aside_with_the_reason(directory):
     for step in (1, 2, 3):
         directory.write(1, snapshot(step))
     root = directory.root / "lineage-1"
@@ -61,18 +77,144 @@ def test_torn_checkpoints_are_ignored_and_damaged_ones_refused(directory):
         file.truncate(100)
     (root / "step-9").mkdir()
     assert names(directory) == ["lineage-1/step-1"]
-    with (root / "step-1" / "weights.safetensors").open("r+b") as file:
-        file.seek(1000)
-        file.write(b"\xff")
-    with pytest.raises(Refusal) as caught:
-        directory.open("lineage-1/step-1")
-    assert caught.value.reason == "CHECKPOINT_DAMAGED"
+    found = {report.name: report for report in directory.asides.take_reports()}
+    assert set(found) == {f"lineage-1/step-{step}" for step in (2, 3, 9)}
+    torn = found["lineage-1/step-2"]
+    assert torn.set_aside_as == "lineage-1/step-2.damaged-1"
+    assert torn.reason == "weights.safetensors: expected 8552 bytes, found 100"
+    assert torn.reason in (root / "step-2.damaged-1.reason.txt").read_text()
+    assert (root / "step-2.damaged-1" / "weights.safetensors").stat().st_size == 100
+    assert not directory.asides.take_reports()
+
+
+@pytest.mark.parametrize("file", [STATE, *FILES])
+def test_one_flipped_byte_anywhere_is_found_when_it_is_opened(directory, file):
+    for step in (1, 2):
+        directory.write(1, snapshot(step))
+    flip(directory.root / "lineage-1" / "step-2" / file)
+    with pytest.raises(Refusal, match=f"lineage-1/step-2: {file}.*lineage-1/step-2.damaged-1") as caught:
+        directory.open("lineage-1/step-2")
+    assert caught.value.reason == "CHECKPOINT_DAMAGED" and caught.value.kind == "precondition"
+    assert names(directory) == ["lineage-1/step-1"]
+    assert directory.open("lineage-1/step-1")
+    assert [report.set_aside_as for report in directory.asides.take_reports()] == [
+        "lineage-1/step-2.damaged-1"
+    ]
+
+
+def test_every_byte_of_the_state_counts(directory):
+    state = directory.write(1, snapshot(1)).path / STATE
+    good = state.read_bytes()
+    for at in range(len(good)):
+        flip(state, at)
+        with pytest.raises(Damaged):
+            read_state(state)
+        state.write_bytes(good)
+    assert read_state(state)
+
+
+@pytest.mark.parametrize(
+    "key", ["format", "version", "lineage", "optimizer_steps", "files", "base", "digest"]
+)
+def test_a_state_without_a_field_is_set_aside(directory, key):
+    for step in (1, 2):
+        directory.write(1, snapshot(step))
+    state = directory.root / "lineage-1" / "step-2" / STATE
+    body = json.loads(state.read_text())
+    del body[key]
+    state.write_text(json.dumps(body))
+    assert names(directory) == ["lineage-1/step-1"]
+    [report] = directory.asides.take_reports()
+    assert report.name == "lineage-1/step-2" and key in report.reason
+
+
+def test_a_checkpoint_of_the_first_format_still_loads(directory):
+    saved = directory.write(1, snapshot(1))
+    body = json.loads((saved.path / STATE).read_text())
+    for key in ("digest", "base", "base_run"):
+        del body[key]
+    for facts in body["files"].values():
+        del facts["digest"]
+    (saved.path / STATE).write_text(json.dumps(body | {"format": 1}))
+    assert directory.open(saved.name).version == saved.version
+    assert directory.ledger(saved.name) == b"\x00ledger"
+
+
+def test_what_was_set_aside_is_kept_numbered_and_never_pruned(directory):
+    for _ in range(2):
+        directory.write(1, snapshot(1))
+        flip(directory.root / "lineage-1" / "step-1" / STATE)
+        assert names(directory) == []
+    for step in (2, 3, 4):
+        directory.write(1, snapshot(step))
+    directory.prune(1, 1)
+    assert names(directory) == ["lineage-1/step-4"]
+    root = directory.root / "lineage-1"
+    assert {path.name for path in root.glob("step-1*")} == {
+        *("step-1.damaged-1", "step-1.damaged-1.reason.txt"),
+        *("step-1.damaged-2", "step-1.damaged-2.reason.txt"),
+    }
+
+
+def test_damaged_checkpoints_do_not_count_as_kept(directory):
+    for step in (1, 2, 3):
+        directory.write(1, snapshot(step))
+    flip(directory.root / "lineage-1" / "step-3" / STATE)
+    directory.prune(1, 1)
+    assert names(directory) == ["lineage-1/step-2"]
+    assert [report.name for report in directory.asides.take_reports()] == ["lineage-1/step-3"]
+
+
+def test_one_that_cannot_be_renamed_is_left_and_not_listed_again(directory, monkeypatch):
+    for step in (1, 2):
+        directory.write(1, snapshot(step))
+    flip(directory.root / "lineage-1" / "step-2" / "weights.safetensors")
+
+    def read_only(*_):
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(os, "rename", read_only)
+    with pytest.raises(Refusal, match="left in its place"):
+        directory.open("lineage-1/step-2")
+    assert names(directory) == ["lineage-1/step-1"]
+    [report] = directory.asides.take_reports()
+    assert report.set_aside_as == "" and "Read-only file system" in report.reason
+
+
+def test_the_same_version_is_written_once_and_a_damaged_one_again(directory):
+    first = directory.write(1, snapshot(1))
+    inode = (first.path / STATE).stat().st_ino
+    assert directory.write(1, snapshot(1)) == first
+    assert (first.path / STATE).stat().st_ino == inode
+    flip(first.path / STATE)
+    assert directory.write(1, snapshot(1)) == first
+    assert directory.open(first.name)
+    assert (directory.root / "lineage-1" / "step-1.damaged-1").is_dir()
+
+
+def test_a_damaged_claim_loses_no_checkpoint(directory):
+    for step in (1, 2):
+        directory.write(1, snapshot(step))
+    assert directory.new_lineage(Origin("lineage-1/step-1"), 50, "store") == 2
+    directory.write(2, replace(snapshot(2, number=51), origin=Origin("lineage-1/step-1")))
+    flip(directory.root / "lineage-2.json")
+    assert names(directory) == ["lineage-2/step-2", "lineage-1/step-1"]
+    assert directory.new_lineage(Origin("lineage-2/step-2"), 60, "store") == 3
+    assert names(directory) == ["lineage-2/step-2", "lineage-1/step-1"]
+
+
+def test_a_directory_that_is_gone_lists_nothing(directory):
+    directory.write(1, snapshot(1))
+    directory.root.rename(directory.root.with_name("elsewhere"))
+    assert names(directory) == [] and not directory.asides.take_reports()
+    assert directory.write(1, snapshot(2)).name == "lineage-1/step-2"
+    assert names(directory) == ["lineage-1/step-2"]
 
 
 def test_restore_follows_the_newest_lineage(directory):
     for step in (1, 2, 3):
         directory.write(1, snapshot(step))
-    assert directory.new_lineage("lineage-1/step-2", 50, "store") == 2
+    assert directory.new_lineage(Origin("lineage-1/step-2"), 50, "store") == 2
     assert names(directory) == ["lineage-1/step-2", "lineage-1/step-1"]
     directory.write(2, snapshot(3, number=51))
     directory.write(1, snapshot(4))
@@ -86,15 +228,21 @@ def test_a_lineage_is_claimed_once_and_a_torn_claim_is_skipped(directory):
     directory.write(1, snapshot(1))
     (directory.root / "lineage-2.json").write_bytes(b"")
     assert names(directory) == ["lineage-1/step-1"]
-    assert directory.new_lineage("lineage-1/step-1", 9, "store") == 3
+    assert directory.new_lineage(Origin("lineage-1/step-1"), 9, "store") == 3
     claim = json.loads((directory.root / "lineage-3.json").read_text())
-    assert claim == {"base_checkpoint": "lineage-1/step-1", "reserved_numbers": [9], "store_id": "store"}
+    assert claim.pop("digest")
+    assert claim == {
+        "base_checkpoint": "lineage-1/step-1",
+        "base_run": "",
+        "reserved_numbers": [9],
+        "store_id": "store",
+    }
 
 
 def test_prune_keeps_the_newest_and_only_the_live_holder_may(directory):
     for step in (1, 2, 3):
         directory.write(1, snapshot(step))
-    directory.new_lineage("lineage-1/step-2", 50, "store")
+    directory.new_lineage(Origin("lineage-1/step-2"), 50, "store")
     directory.prune(1, 1)
     assert len(list((directory.root / "lineage-1").iterdir())) == 3
     directory.write(2, snapshot(3, number=51))
@@ -108,9 +256,10 @@ import sys, torch
 from pathlib import Path
 sys.path.insert(0, sys.argv[2])
 from test_trainer_checkpoints import snapshot
+from headrace_trainer.checkpoint_tree import Origin
 from headrace_trainer.checkpoints import CheckpointDirectory
 directory = CheckpointDirectory(Path(sys.argv[1]))
-lineage = directory.new_lineage("", 1, "store")
+lineage = directory.new_lineage(Origin(), 1, "store")
 directory.write(lineage, snapshot(1))
 print("first", flush=True)
 directory.write(lineage, snapshot(2))
@@ -135,10 +284,11 @@ def test_kill_in_the_write_leaves_the_one_before(tmp_path, rule):
     assert names(directory) == ["lineage-1/step-1"]
     assert len(list((directory.root / "lineage-1").glob(".step-2.*.partial"))) == 1
     directory.open("lineage-1/step-1")
-    lineage = directory.new_lineage("lineage-1/step-1", 9, "store")
+    lineage = directory.new_lineage(Origin("lineage-1/step-1"), 9, "store")
     directory.write(lineage, snapshot(2, number=9))
     directory.prune(lineage, 2)
     assert names(directory) == ["lineage-2/step-2", "lineage-1/step-1"]
+    directory.sweep()
     assert not list((directory.root / "lineage-1").glob("*.partial"))
 
 
@@ -151,3 +301,19 @@ def test_a_failed_write_leaves_nothing_behind(directory):
         failpoints.arm("")
     assert names(directory) == []
     assert list((directory.root / "lineage-1").iterdir()) == []
+
+
+def test_a_listing_during_a_pruning_sees_all_of_a_checkpoint_or_nothing(directory, monkeypatch):
+    for step in (1, 2):
+        directory.write(1, snapshot(step))
+    remove, seen = shutil.rmtree, []
+
+    def slowly(path, **options):
+        (path / STATE).unlink()
+        seen.append((names(directory), directory.asides.take_reports()))
+        remove(path, **options)
+
+    monkeypatch.setattr(shutil, "rmtree", slowly)
+    directory.prune(1, 1)
+    assert seen == [(["lineage-1/step-2"], [])]
+    assert [path.name for path in (directory.root / "lineage-1").iterdir()] == ["step-2"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -10,6 +11,13 @@ from headrace_modelkit.loading import load_model
 from headrace_schema.generating import ModelSection
 from headrace_schema.learning import OptimizerSection
 from headrace_trainer.schedules import learning_rate
+from transformers import (
+    get_constant_schedule_with_warmup,
+    get_cosine_schedule_with_warmup,
+    get_cosine_with_min_lr_schedule_with_warmup,
+    get_linear_schedule_with_warmup,
+    get_polynomial_decay_schedule_with_warmup,
+)
 
 
 def test_steps_equal_plain_adamw_with_clipping(make_backend, sequences, accumulate):
@@ -52,12 +60,31 @@ def test_a_non_finite_gradient_changes_nothing(make_backend, sequences, accumula
     assert sum(not torch.equal(before[name], tensor) for name, tensor in backend.weights()) == 1
 
 
-def test_schedules():
-    base = OptimizerSection(lr=1.0)
-    assert [learning_rate(base, step, 10) for step in (0, 9)] == [1.0, 1.0]
-    linear = OptimizerSection.model_validate({"lr": 1.0, "schedule": {"name": "linear", "warmup_steps": 2}})
-    rates = [learning_rate(linear, step, 10) for step in (0, 1, 2, 6, 10, 12)]
-    assert rates == pytest.approx([0.5, 1.0, 1.0, 0.5, 0.0, 0.0])
+SCHEDULES = {
+    ("constant", 0.0): get_constant_schedule_with_warmup,
+    ("linear", 0.0): get_linear_schedule_with_warmup,
+    ("linear", 0.1): partial(get_polynomial_decay_schedule_with_warmup, lr_end=0.2, power=1.0),
+    ("cosine", 0.0): get_cosine_schedule_with_warmup,
+    ("cosine", 0.1): partial(get_cosine_with_min_lr_schedule_with_warmup, min_lr_rate=0.1),
+}
+
+
+@pytest.mark.parametrize("warmup", [0, 1, 3, 9])
+@pytest.mark.parametrize("kind", SCHEDULES, ids=str)
+def test_schedules_equal_those_of_transformers(kind, warmup):
+    name, final = kind
+    adamw = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=2.0)
+    total = {} if name == "constant" else {"num_training_steps": 10}
+    theirs = SCHEDULES[kind](adamw, num_warmup_steps=warmup, **total)
+    schedule = {"name": name, "warmup_steps": warmup, "final_fraction": final}
+    config = OptimizerSection.model_validate({"lr": 2.0, "schedule": schedule})
+    for step in range(11):
+        assert learning_rate(config, step, 10) == pytest.approx(theirs.get_last_lr()[0], abs=1e-12), step
+        adamw.step()
+        theirs.step()
+
+
+def test_a_schedule_stays_at_its_final_rate_and_may_end_before_the_run():
     schedule = {"name": "cosine", "final_fraction": 0.1, "total_steps": 4}
     cosine = OptimizerSection.model_validate({"lr": 1.0, "schedule": schedule})
-    assert [learning_rate(cosine, step, 99) for step in (0, 2, 4)] == pytest.approx([1.0, 0.55, 0.1])
+    assert [learning_rate(cosine, step, 99) for step in (0, 2, 4, 9)] == pytest.approx([1.0, 0.55, 0.1, 0.1])

@@ -50,7 +50,9 @@ def scale(
     data_dir: DataDirOption = DEFAULT_DATA_DIR,
     as_json: JsonFlag = False,
 ) -> None:
-    """Set how many processes of a service run."""
+    """Set how many processes of a service run. Refused (exit code 2), with the figures, for more than the host
+    can hold. Does not wait for them; a later number replaces an earlier one at once.
+    """
     kind, _, number = wanted.partition("=")
     if kind not in KINDS or not number.isdigit():
         raise mistake(

@@ -8,11 +8,12 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from headrace.client import Client, HeadraceError, Instance
+from headrace_servicekit.capacity import Capacity
 
 from headrace_cli.launcher.data_dir import DataDir
 from headrace_cli.launcher.plan import FleetPlan
@@ -42,13 +43,15 @@ def start_fleet(plan: FleetPlan, progress: Callable[[str], None] = lambda text: 
     """Starts a fleet; returns when it is ready.
 
     Raises CommandError: exit code 2 when the data directory or the port cannot be used or carries a fleet
-    already, 1 when a process does not come up. Then, and on Ctrl-C, what was started is stopped again.
+    already, or the host cannot hold so many processes; 1 when a process does not come up. Then, and on Ctrl-C,
+    what was started is stopped again.
     """
     data_dir = DataDir.at(plan.data_dir)
     refuse_second_fleet(data_dir)
     data_dir.prepare()
     require_free_port(plan.port)
     require_store()
+    require_room(plan.counts)
     started_at = time.monotonic()
     launcher = _spawn(plan, data_dir)
     try:
@@ -66,6 +69,15 @@ def refuse_second_fleet(data_dir: DataDir) -> None:
         raise mistake(
             "--data-dir", problem, f"use it, or stop it with: headrace down --data-dir {data_dir.root}"
         )
+
+
+def require_room(counts: Mapping[str, int], capacity: Capacity | None = None) -> None:
+    """Raises CommandError (exit code 2) when this host cannot hold so many; one of each kind may always start."""
+    capacity = capacity or Capacity()
+    for kind, count in counts.items():
+        others = [(other, 0) for other, number in counts.items() if other != kind for _ in range(number)]
+        if count > 1 and (refusal := capacity.refusal(kind, count, others)):
+            raise mistake(f"--{kind}", refusal, "start fewer")
 
 
 def _spawn(plan: FleetPlan, data_dir: DataDir) -> subprocess.Popen[bytes]:

@@ -14,11 +14,11 @@ from headrace_cli.launcher.state import FleetLock, is_locked, read_state
 from headrace_cli.launcher.tether import kill_marked
 
 TRAINERS_GRACE_S = 30.0
-INSTANCES_GRACE_S = 8.0
+INSTANCES_GRACE_S = 5.0
 COORDINATOR_GRACE_S = 5.0
 STORE_GRACE_S = 5.0
-"""From SIGTERM to SIGKILL, in the order in which the launcher stops its processes."""
-GRACE_S = TRAINERS_GRACE_S + INSTANCES_GRACE_S + COORDINATOR_GRACE_S + STORE_GRACE_S + 7.0
+"""From SIGTERM to SIGKILL, in the order in which the launcher stops its processes. Only trainers have to save."""
+GRACE_S = TRAINERS_GRACE_S + INSTANCES_GRACE_S + COORDINATOR_GRACE_S + STORE_GRACE_S + 10.0
 KILL_S = 5.0
 
 

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic import BaseModel, Field
+from pydantic import Field
+
+from headrace_schema.resource import Resource
+
+ENDED_STATES = frozenset({"SUCCEEDED", "FAILED", "CANCELLED"})
 
 
-class PolicyView(BaseModel):
+class PolicyView(Resource):
     """A policy version."""
 
     number: int
@@ -16,7 +20,7 @@ class PolicyView(BaseModel):
     digest: str
 
 
-class EvaluationView(BaseModel):
+class EvaluationView(Resource):
     """One evaluation of held-out items."""
 
     kind: str = Field(
@@ -30,7 +34,7 @@ class EvaluationView(BaseModel):
     examples: list[dict[str, Any]] = Field(description="a few {prompt, completion, reference, reward}")
 
 
-class StepView(BaseModel):
+class StepView(Resource):
     """One committed step."""
 
     step: int
@@ -49,7 +53,7 @@ class StepView(BaseModel):
     figures: dict[str, float] = Field(description="the trainer's figures: loss, grad_norm, learning_rate, …")
 
 
-class CountsView(BaseModel):
+class CountsView(Resource):
     """Recomputed from certificates and the slot ledger, not from counters."""
 
     trained: int
@@ -59,16 +63,18 @@ class CountsView(BaseModel):
     frontier: int = Field(description="slots below it are terminal exactly once")
 
 
-class RunView(BaseModel):
+class RunView(Resource):
     """One run."""
 
     name: str = Field(description="resource name, runs/{id}")
     id: str
     state: str
     reason: str = Field(description="why it is in this state, for people")
-    intent: str = Field(description="what is wanted of it: RUN, PAUSE, PAUSE_NOW or CANCEL")
-    priority: int
-    place: int | None = Field(description="place in the queue, from 1; null for a run that is not waiting")
+    intent: str = Field(default="RUN", description="what is wanted of it: RUN, PAUSE, PAUSE_NOW or CANCEL")
+    priority: int = Field(default=0, description="runs of a higher priority come first")
+    place: int | None = Field(
+        default=None, description="place in the queue, from 1; null for a run that is not waiting"
+    )
     step: int = Field(description="committed steps of the live lineage")
     steps: int
     created_at: float = Field(description="seconds since the epoch")
@@ -86,15 +92,20 @@ class RunView(BaseModel):
     export_path: str
     spec: dict[str, Any]
 
+    @property
+    def ended(self) -> bool:
+        """Whether it is SUCCEEDED, FAILED or CANCELLED."""
+        return self.state in ENDED_STATES
 
-class RunListView(BaseModel):
+
+class RunListView(Resource):
     """A page of runs, newest first."""
 
     runs: list[RunView]
     next_page_token: str = ""
 
 
-class EventView(BaseModel):
+class EventView(Resource):
     """One event of a run; `id` is the SSE id."""
 
     id: int
@@ -104,7 +115,7 @@ class EventView(BaseModel):
     data: dict[str, Any]
 
 
-class CertificateView(BaseModel):
+class CertificateView(Resource):
     """Attests one update: made from the coordinator's and the trainer's counts."""
 
     version: PolicyView
@@ -129,14 +140,14 @@ class CertificateView(BaseModel):
     )
 
 
-class CertificateListView(BaseModel):
+class CertificateListView(Resource):
     """A page of certificates, oldest first."""
 
     certificates: list[CertificateView]
     next_page_token: str = ""
 
 
-class TrajectoryView(BaseModel):
+class TrajectoryView(Resource):
     """One settled trajectory as text."""
 
     step: int
@@ -153,14 +164,14 @@ class TrajectoryView(BaseModel):
     tokens: int
 
 
-class TrajectoryListView(BaseModel):
+class TrajectoryListView(Resource):
     """A page of trajectories."""
 
     trajectories: list[TrajectoryView]
     next_page_token: str = ""
 
 
-class CheckpointView(BaseModel):
+class CheckpointView(Resource):
     """One durable checkpoint."""
 
     name: str
@@ -168,14 +179,14 @@ class CheckpointView(BaseModel):
     size_bytes: int
 
 
-class CheckpointListView(BaseModel):
+class CheckpointListView(Resource):
     """Checkpoints, newest first."""
 
     checkpoints: list[CheckpointView]
     next_page_token: str = ""
 
 
-class InstanceView(BaseModel):
+class InstanceView(Resource):
     """One running process of a service."""
 
     name: str
@@ -194,7 +205,7 @@ class InstanceView(BaseModel):
     )
 
 
-class HealthView(BaseModel):
+class HealthView(Resource):
     """How the coordinator is; served with 503 when it is unhealthy."""
 
     status: str = Field(description="ok or unhealthy")
@@ -205,14 +216,14 @@ class HealthView(BaseModel):
     coordinator_epoch: int = Field(default=0, description="epoch of this coordinator")
 
 
-class InstanceListView(BaseModel):
+class InstanceListView(Resource):
     """Instances."""
 
     instances: list[InstanceView]
     next_page_token: str = ""
 
 
-class LeaseView(BaseModel):
+class LeaseView(Resource):
     """One lease."""
 
     epoch: int
@@ -224,7 +235,7 @@ class LeaseView(BaseModel):
     expires_in_s: float
 
 
-class DeviceView(BaseModel):
+class DeviceView(Resource):
     """One device."""
 
     name: str
@@ -233,7 +244,7 @@ class DeviceView(BaseModel):
     reason: str
 
 
-class LeaseListView(BaseModel):
+class LeaseListView(Resource):
     """Leases and devices."""
 
     leases: list[LeaseView]
@@ -241,14 +252,14 @@ class LeaseListView(BaseModel):
     next_page_token: str = ""
 
 
-class ScaleView(BaseModel):
+class ScaleView(Resource):
     """The wanted number of processes of a kind."""
 
     kind: str
     count: int
 
 
-class KeyProblemView(BaseModel):
+class KeyProblemView(Resource):
     """One thing that is wrong with a request."""
 
     key: str = Field(description="path of the key, such as algorithm.group_size")
@@ -256,9 +267,9 @@ class KeyProblemView(BaseModel):
     fix: str = Field(description="what to write instead; names the nearest valid value")
 
 
-class ErrorView(BaseModel):
+class ErrorView(Resource):
     """A refused request."""
 
     reason: str
     message: str
-    problems: list[KeyProblemView] = []
+    problems: list[KeyProblemView] = Field(default_factory=list)

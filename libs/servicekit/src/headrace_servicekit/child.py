@@ -120,7 +120,7 @@ class Child:
             return 0
         if self._start and not self._start.over:
             grace_s = min(grace_s, STARTING_GRACE_S)
-        self._ask_to_end()
+        self.ask_to_end()
         done, _ = await asyncio.wait({self._task}, timeout=grace_s)
         if not done:
             late = {"supervised": self._settings.name, "grace_s": grace_s}
@@ -130,7 +130,7 @@ class Child:
             await self._task
         return self._last_status
 
-    def _ask_to_end(self) -> None:
+    def ask_to_end(self) -> None:
         """SIGTERM to the process itself: what it started is its own to end."""
         try:
             if self._pid:
@@ -174,7 +174,7 @@ class Child:
         copying = asyncio.create_task(self._copy_output(readable))
         settings.on_start()
         if self._stopping.is_set():
-            self._ask_to_end()
+            self.ask_to_end()
         status = await process.wait()
         start.end()
         signal_group(process.pid, signal.SIGKILL)  # whatever it started and left behind

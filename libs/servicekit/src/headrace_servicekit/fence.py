@@ -58,7 +58,7 @@ class Fence:
 
     def __init__(self, now: Callable[[], float] = boottime, open_runs: OpenRuns | None = None) -> None:
         self._now = now
-        self._open_runs = open_runs or OpenRuns()
+        self._open_runs = OpenRuns() if open_runs is None else open_runs
         self._deadlines: dict[int, float] = {}
         self.coordinator_epoch = 0
         self.store_id = ""

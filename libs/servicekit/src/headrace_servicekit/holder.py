@@ -83,6 +83,12 @@ class LeaseHolder:
             entry.before_heartbeat = None
         self.wake.set()
 
+    def tell(self, message: fleet_pb2.SessionRequest) -> None:
+        """Sends a message up the session, again on a new stream until it is known to have arrived."""
+        message.incarnation = self._incarnation
+        self._outbox.append(_Outgoing(message))
+        self.wake.set()
+
     def flushed(self) -> bool:
         """Whether everything is known to have arrived."""
         return not self._outbox
@@ -116,19 +122,14 @@ class LeaseHolder:
             case leases.GiveUp(epoch, notice_s):
                 self._spawn(self._give_up(epoch, notice_s), f"give up lease {epoch}")
             case leases.TellHeld(epoch, refusal):
-                self._send(
+                self.tell(
                     fleet_pb2.SessionRequest(lease_held=fleet_pb2.LeaseHeld(epoch=epoch, refusal=refusal))
                 )
             case leases.TellReleased(epoch, free_bytes):
                 released = fleet_pb2.LeaseReleased(epoch=epoch, free_memory_bytes=free_bytes)
-                self._send(fleet_pb2.SessionRequest(lease_released=released))
+                self.tell(fleet_pb2.SessionRequest(lease_released=released))
             case _:
                 assert_never(effect)
-
-    def _send(self, message: fleet_pb2.SessionRequest) -> None:
-        message.incarnation = self._incarnation
-        self._outbox.append(_Outgoing(message))
-        self.wake.set()
 
     def _spawn(self, work: Awaitable[None], name: str) -> None:
         task = asyncio.ensure_future(work)

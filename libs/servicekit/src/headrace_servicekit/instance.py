@@ -9,11 +9,13 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import grpc
 import psutil
 from headrace.common.v1 import common_pb2
 from headrace.coordinator.v1 import fleet_pb2
 
 from headrace_servicekit.clock import boottime
+from headrace_servicekit.errors import ServiceError
 from headrace_servicekit.fence import Fence, opening_refusals
 from headrace_servicekit.holder import LeaseCallbacks, LeaseHolder
 from headrace_servicekit.instance_config import InstanceConfig, parse_instance_config
@@ -60,6 +62,7 @@ class Instance:
         self._server: GrpcServer | None = None
         self._session: Session | None = None
         self._tasks: list[asyncio.Task[None]] = []
+        self._last_call: asyncio.TimerHandle | None = None
         self._process = psutil.Process()
         self._holder = LeaseHolder(config.incarnation, self.fence, boottime, self._callbacks, self._fail)
 
@@ -75,8 +78,17 @@ class Instance:
         self._services.append((add_to_server, servicer, full_name))
 
     async def open_run(self, header: common_pb2.CommandHeader, config: object, build: Build, end: End) -> Any:
-        """Obeys an OpenRun; see `OpenRuns.open`. Raises ServiceError EPOCH_STALE and that method's reasons."""
+        """Obeys an OpenRun; see `OpenRuns.open`.
+
+        Raises ServiceError EPOCH_STALE, DRAINING after SIGTERM, and that method's reasons.
+        """
         self.fence.check(header, lease=False, opening=False)
+        if self._last_call is not None:
+            raise ServiceError(
+                grpc.StatusCode.UNAVAILABLE,
+                "DRAINING",
+                f"{self.config.name} was told to stop and opens no run",
+            )
         with opening_refusals():
             return await self.open_runs.open(header, config, build, end)
 
@@ -114,6 +126,8 @@ class Instance:
 
     async def stop(self, grace_s: float = GRACE_S) -> None:
         """Lets go of all leases and says so, finishes calls in flight, and removes shared files."""
+        if self._last_call is not None:
+            self._last_call.cancel()
         await self._holder.release_all(grace_s)
         await self._flush()
         if self._server is not None:
@@ -132,12 +146,28 @@ class Instance:
             configure_logging(self.config.log_level, instance=self.config.name)
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self.drain, GRACE_S)
+            loop.add_signal_handler(number, self.terminate)
         await self.start()
         await self.drained.wait()
         await self.stop()
         if self.failure:
             raise RuntimeError(self.failure)
+
+    def terminate(self) -> None:
+        """Obeys SIGTERM: asks the coordinator to close the open runs, and drains at its Drain or after a grace.
+
+        Drains at once where nothing is open, without a session, and when called a second time.
+        """
+        connected = self._session is not None and self._session.connected.is_set()
+        if self._last_call is not None or not self.open_runs.names() or not connected:
+            self.drain(GRACE_S)
+            return
+        grace_s = self.config.drain_grace_s
+        self.log.info("asked to stop", extra={"open_runs": self.open_runs.names(), "grace_s": grace_s})
+        told = fleet_pb2.Draining()
+        told.grace.FromNanoseconds(int(grace_s * 1e9))
+        self._holder.tell(fleet_pb2.SessionRequest(draining=told))
+        self._last_call = asyncio.get_running_loop().call_later(grace_s, self.drain, GRACE_S)
 
     def drain(self, grace_s: float) -> None:
         """Finishes the work within `grace_s` seconds and then sets `drained`; repeated calls do nothing."""

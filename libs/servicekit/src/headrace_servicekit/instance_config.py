@@ -15,11 +15,16 @@ from typing import Literal
 import grpc
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from headrace_servicekit.config import explain
 from headrace_servicekit.devices import detect_devices, qualify
 from headrace_servicekit.errors import ServiceError
+from headrace_servicekit.problems import explain
 
 Kind = Literal["coordinator", "rollout", "trainer", "simulator", "reward"]
+
+
+def default_drain_grace_s(kind: str) -> float:
+    """Seconds that an instance waits after SIGTERM for its runs to be closed: a trainer saves a checkpoint."""
+    return 30.0 if kind == "trainer" else 10.0
 
 
 def default_shm_dir() -> Path:
@@ -58,6 +63,13 @@ class InstanceConfig(BaseModel):
         None, ge=0, le=65535, description="port of the Prometheus figures; default: none"
     )
 
+    drain_grace_s: float = Field(
+        10.0,
+        ge=0,
+        description="seconds after SIGTERM in which the coordinator may close the open runs; "
+        "default: 30 for a trainer, else 10",
+    )
+
     @field_validator("devices", mode="before")
     @classmethod
     def _split_devices(cls, value: object) -> object:
@@ -74,6 +86,7 @@ class InstanceConfig(BaseModel):
         filled["name"] = filled.get("name") or f"{filled.get('kind', 'instance')}-0"
         filled["incarnation"] = filled.get("incarnation") or uuid.uuid4().hex
         filled["host"] = filled.get("host") or socket.gethostname()
+        filled.setdefault("drain_grace_s", default_drain_grace_s(str(filled.get("kind"))))
         return filled
 
     @model_validator(mode="after")

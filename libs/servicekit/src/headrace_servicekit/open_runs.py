@@ -70,9 +70,6 @@ class OpenRuns:
     def __contains__(self, run: object) -> bool:
         return run in self._openings
 
-    def __bool__(self) -> bool:
-        return bool(self._openings)
-
     def names(self) -> list[str]:
         """Names of the runs in the table."""
         return sorted(self._openings)

@@ -23,7 +23,10 @@ from headrace_servicekit.supervisor import Supervisor, stop_grace_s
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs until SIGTERM or SIGINT; returns 0, or 1 when the instance did not stop cleanly."""
+    """Runs until SIGTERM or SIGINT; returns 0, or 1 when the instance did not stop cleanly.
+
+    A second signal is passed on too: the instance then waits for no coordinator.
+    """
     arguments = _parse(argv)
     configure_logging(os.environ.get("HEADRACE_LOG_LEVEL", "info"), instance=f"supervisor-{arguments.host}")
     try:
@@ -36,8 +39,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 async def _supervise(arguments: argparse.Namespace, token: str | None) -> int:
     asked_to_stop = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, asked_to_stop.set)
     supervisor = Supervisor(
         arguments.host,
         arguments.coordinator,
@@ -47,6 +48,14 @@ async def _supervise(arguments: argparse.Namespace, token: str | None) -> int:
         name=lambda kind, index: arguments.name or f"{kind}-{arguments.host}",
         echo=True,
     )
+
+    def stop() -> None:
+        if asked_to_stop.is_set():
+            supervisor.hurry()
+        asked_to_stop.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop)
     supervisor.set_count(arguments.kind, 1)
     await supervisor.start()
     await asked_to_stop.wait()
@@ -64,7 +73,9 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--token-file", type=Path, default=Path(token_file) if token_file else None)
     parser.add_argument("--log-dir", type=Path, default=Path(tempfile.gettempdir()) / "headrace-logs")
     parser.add_argument(
-        "--grace", type=float, help="seconds from SIGTERM to SIGKILL; default: 30 for a trainer, else 15"
+        "--grace",
+        type=float,
+        help="seconds from SIGTERM to SIGKILL; default: HEADRACE_DRAIN_GRACE_S and 15 more",
     )
     parser.add_argument("command", nargs="+", help="the instance's command, after --")
     arguments = parser.parse_args(argv)

@@ -6,27 +6,36 @@ Reports their ends to the coordinator through a SupervisorLink. Knows no service
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from headrace_servicekit.capacity import Capacity
 from headrace_servicekit.child import Child, ChildSettings, ProcessEnd, ProcessInfo, Spawn
+from headrace_servicekit.instance_config import default_drain_grace_s
+from headrace_servicekit.kinds import KINDS
 from headrace_servicekit.logs import get_logger
 from headrace_servicekit.starting import StartGate
 from headrace_servicekit.supervisor_link import SupervisorLink
 
 __all__ = ["ProcessEnd", "ProcessInfo", "Spawn", "Supervisor"]
 
-STOP_GRACE_S = {"trainer": 30.0}
-DEFAULT_STOP_GRACE_S = 15.0
+STOP_GRACE_S = 15.0
+"""From the end of an instance's own grace, in which the coordinator closes its runs, to SIGKILL."""
 SAMPLE_S = 10.0
 _logger = get_logger(__name__)
 
 
 def stop_grace_s(kind: str) -> float:
-    """Seconds from SIGTERM to SIGKILL; a trainer saves a checkpoint in them."""
-    return STOP_GRACE_S.get(kind, DEFAULT_STOP_GRACE_S)
+    """Seconds from SIGTERM to SIGKILL for a process of a kind. HEADRACE_DRAIN_GRACE_S overrides its own part."""
+    if kind not in KINDS:
+        return STOP_GRACE_S
+    own = os.environ.get("HEADRACE_DRAIN_GRACE_S", "")
+    try:
+        return float(own) + STOP_GRACE_S
+    except ValueError:  # The instance itself refuses to start with it, and says why.
+        return default_drain_grace_s(kind) + STOP_GRACE_S
 
 
 def _numbered(kind: str, index: int) -> str:
@@ -137,12 +146,14 @@ class Supervisor:
             self._retire(child, grace_s)
         await asyncio.gather(*self._leaving.values())
 
-    async def stop(self, grace_s: float = DEFAULT_STOP_GRACE_S) -> int:
-        """SIGTERM to all, SIGKILL to what is left after the grace.
+    async def stop(self, grace_s: float | None = None) -> int:
+        """SIGTERM to all, SIGKILL to what is left after the grace; a coordinator goes last.
 
-        Returns the first exit status that is not 0, or 0.
+        Without a grace each kind has its own, see `stop_grace_s`. Returns the first exit status that is not
+        0, or 0.
         """
         self._started = False
+        last = self._children.pop("coordinator", [])
         for children in self._children.values():
             for child in children:
                 self._retire(child, grace_s)
@@ -152,7 +163,15 @@ class Supervisor:
             self._sampling.cancel()
             await asyncio.gather(self._sampling, return_exceptions=True)
         await self._link.stop()
+        for child in last:
+            self._retire(child, grace_s)
+        statuses += await asyncio.gather(*self._leaving.values())
         return next((status for status in statuses if status), 0)
+
+    def hurry(self) -> None:
+        """SIGTERM again to what is being stopped: an instance then waits for no coordinator."""
+        for child in self._leaving:
+            child.ask_to_end()
 
     def _settings(self, kind: str, index: int) -> ChildSettings:
         return ChildSettings(
@@ -176,10 +195,11 @@ class Supervisor:
         self._link.report_exit(end)
         self._on_end(end)
 
-    def _retire(self, child: Child, grace_s: float) -> None:
+    def _retire(self, child: Child, grace_s: float | None = None) -> None:
         """Stops a process in the background; it stays in the table until it has ended."""
+        grace_s = stop_grace_s(child.info().kind) if grace_s is None else grace_s
         task = self._leaving[child] = asyncio.ensure_future(child.stop(grace_s))
-        task.add_done_callback(lambda _: self._leaving.pop(child))
+        task.add_done_callback(lambda _: self._leaving.pop(child, None))
 
     def _wanted(self) -> list[tuple[str, int]]:
         infos = [child.info() for children in self._children.values() for child in children]

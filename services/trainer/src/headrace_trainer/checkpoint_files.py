@@ -104,6 +104,11 @@ def sync_directory(path: Path) -> None:
         os.close(handle)
 
 
+def digest_bytes(data: bytes) -> str:
+    """xxh3-128 of a file's content that was read already."""
+    return str(xxhash.xxh3_128(data).hexdigest())
+
+
 def digest_file(path: Path) -> str:
     """xxh3-128 of a file's content. Raises OSError."""
     found = xxhash.xxh3_128()

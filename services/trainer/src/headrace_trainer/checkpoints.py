@@ -1,35 +1,50 @@
-"""Checkpoints as transactions on disk: lineages, torn writes, what is live. Knows no gRPC and no training.
+"""Checkpoints as transactions on disk: lineages, torn writes, what is live, what is damaged. Knows no gRPC.
 
-checkpoints/lineage-E.json        {base, number, store_id}: made once, by O_EXCL, before anything is below it
-checkpoints/lineage-E/step-N/     weights, optimizer, state.json, ledger.json, step_manifest; the rename is the commit
+checkpoints/lineage-E.json              base, number, store_id: made once, by O_EXCL, before anything is below it
+checkpoints/lineage-E/step-N/           weights, optimizer, state, ledger, step manifest; the rename is the commit
+checkpoints/lineage-E/step-N.damaged-K/ set aside: never listed, never deleted; the reason is in a file beside it
 """
 
 from __future__ import annotations
 
-import json
 import os
-import re
 import shutil
 import uuid
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 from headrace_servicekit.failpoints import failpoint_sync
-from safetensors import SafetensorError, safe_open
+from headrace_servicekit.logs import get_logger
 from torch import Tensor
 
-from headrace_trainer.checkpoint_files import digest_file, sync_directory, write_bytes, write_safetensors
+from headrace_trainer.checkpoint_asides import Asides
+from headrace_trainer.checkpoint_files import (
+    digest_bytes,
+    digest_file,
+    sync_directory,
+    write_bytes,
+    write_safetensors,
+)
+from headrace_trainer.checkpoint_state import (
+    FORMAT,
+    LEDGER,
+    MANIFEST,
+    OPTIMIZER,
+    STATE,
+    WEIGHTS,
+    Damaged,
+    FileFacts,
+    read_bytes,
+    seal,
+    unreadable,
+)
+from headrace_trainer.checkpoint_tree import NAME, CheckpointTree, Origin, Saved
 from headrace_trainer.errors import Refusal
 from headrace_trainer.step import Version
 
-WEIGHTS, OPTIMIZER = "weights.safetensors", "optimizer.safetensors"
-STATE, LEDGER, MANIFEST = "state.json", "ledger.json", "step_manifest"
-FORMAT = 1
-_LINEAGE = re.compile(r"lineage-(\d+)\.json")
-_NAME = re.compile(r"lineage-(\d+)/step-(\d+)")
+_log = get_logger(__name__)
 
 
 @dataclass(frozen=True)
@@ -44,70 +59,81 @@ class Snapshot:
     store_id: str
     ledger: bytes
     step_manifest: bytes = b""
-
-
-@dataclass(frozen=True)
-class Saved:
-    """A checkpoint on disk, complete by its files' sizes."""
-
-    name: str
-    path: Path
-    version: Version
-    store_id: str
-    size: int
-    optimizer_steps: int
-    lineage: Mapping[int, int]
-    files: Mapping[str, Mapping[str, object]]
-
-    def ledger(self) -> bytes:
-        """The coordinator's bytes, verbatim."""
-        return (self.path / LEDGER).read_bytes()
+    origin: Origin = field(default_factory=Origin)
 
 
 class CheckpointDirectory:
-    """The checkpoints of one run."""
+    """The checkpoints of one run. A `foreign` one is of another run: it is read and never written.
 
-    def __init__(self, run_directory: Path) -> None:
+    Safe to use from several threads: what changes a directory is one rename. `asides` reports what was
+    found damaged.
+    """
+
+    def __init__(self, run_directory: Path, *, foreign: bool = False) -> None:
+        self.run = run_directory.name if foreign else ""
         self.root = run_directory / "checkpoints"
+        self.asides = Asides(self.root, foreign=foreign)
+        self._tree = CheckpointTree(self.root, foreign=foreign)
 
     def live(self) -> list[Saved]:
-        """Complete checkpoints of the newest lineage and what it stands on, newest first."""
-        found: list[Saved] = []
-        lineages = self._lineages()
-        bound: int | None = None
-        current = max(lineages, default=None)
-        while current is not None:
-            steps = sorted((s for s in self._steps(current) if bound is None or s <= bound), reverse=True)
-            found += [saved for step in steps if (saved := self._read(f"lineage-{current}/step-{step}"))]
-            base = _NAME.fullmatch(lineages.get(current, ""))
-            # A base is older than what stands on it: anything else is a damaged file, and ends the chain.
-            current, bound = (int(base[1]), int(base[2])) if base and int(base[1]) < current else (None, None)
-        return found
+        """Intact checkpoints of the newest lineage and what it stands on, newest first; damaged ones are set aside.
+
+        Intact by state and sizes: digests are compared where content is used. Raises Refusal
+        CHECKPOINT_UNREADABLE.
+        """
+        saved, damaged = self._scan()
+        for name, reason in damaged.items():
+            self.asides.put(name, reason)
+        return saved
 
     def open(self, name: str) -> Saved:
         """A live checkpoint by name, its files verified. Raises Refusal NOT_FOUND or CHECKPOINT_DAMAGED."""
-        saved = next((saved for saved in self.live() if saved.name == name), None)
-        if saved is None:
-            names = ", ".join(found.name for found in self.live()) or "none"
-            raise Refusal("NOT_FOUND", f"no live checkpoint {name!r}; there are {names}", "not_found")
-        for file, facts in saved.files.items():
-            if digest_file(saved.path / file) != facts["digest"]:
-                raise Refusal(
-                    "CHECKPOINT_DAMAGED",
-                    f"{name}/{file} is not as it was written (digest); restore an older checkpoint",
-                    "data_loss",
-                )
+        saved = self._find(name)
+        self.verify(saved)
         return saved
 
-    def new_lineage(self, base: str, number: int, store_id: str) -> int:
-        """Claims the next lineage for what follows from `base` ("" for the initial model)."""
+    def verify(self, saved: Saved) -> None:
+        """Compares all digests. Raises Refusal CHECKPOINT_DAMAGED, after it is set aside."""
+        for file, facts in saved.files.items():
+            try:
+                found = digest_file(saved.path / file)
+            except OSError as error:
+                raise self._refusal(saved.name, unreadable(saved.path / file, error)) from error
+            if facts.digest and found != facts.digest:
+                raise self._refusal(saved.name, _other_digest(file, facts, found))
+
+    def ledger(self, name: str) -> bytes:
+        """The coordinator's bytes, verbatim. Raises as `open`."""
+        saved = self._find(name)
+        facts = saved.files[LEDGER]
+        try:
+            data = read_bytes(saved.path / LEDGER)
+        except (Damaged, Refusal) as error:
+            raise self._refusal(name, error) from error
+        if facts.digest and (found := digest_bytes(data)) != facts.digest:
+            raise self._refusal(name, _other_digest(LEDGER, facts, found))
+        return data
+
+    def holds(self, saved: Saved) -> bool:
+        """Whether a checkpoint is still there and intact by state and sizes."""
+        try:
+            return self._tree.read(saved.name) == saved
+        except Damaged:
+            return False
+
+    def new_lineage(self, origin: Origin, number: int, store_id: str) -> int:
+        """Claims the next lineage for what follows from `origin`. Raises OSError."""
         self.root.mkdir(parents=True, exist_ok=True)
-        claim = {"base_checkpoint": base, "reserved_numbers": [number], "store_id": store_id}
-        body = json.dumps(claim).encode()
-        lineage = max(self._lineages(), default=0) + 1
+        claim = {
+            "base_checkpoint": origin.checkpoint,
+            "base_run": origin.run,
+            "reserved_numbers": [number],
+            "store_id": store_id,
+        }
+        lineage = max(self._tree.lineages(), default=0) + 1
         while True:
             try:
-                write_bytes(self.root / f"lineage-{lineage}.json", body)
+                write_bytes(self.root / f"lineage-{lineage}.json", seal(claim))
                 break
             except FileExistsError:
                 lineage += 1  # torn, or another incarnation was faster: its lineage is the older one
@@ -115,10 +141,15 @@ class CheckpointDirectory:
         sync_directory(self.root)
         return lineage
 
-    def write(self, lineage: int, snapshot: Snapshot) -> Saved:
-        """Writes a checkpoint aside and renames it into place. On OSError nothing of it is visible."""
+    def write(self, lineage: int, snapshot: Snapshot, abandoned: Callable[[], bool] = lambda: False) -> Saved:
+        """Writes a checkpoint aside and renames it into place, unless it is there already.
+
+        On OSError nothing of it is visible, nor when `abandoned` says so before the rename.
+        """
         parent = self.root / f"lineage-{lineage}"
         name = f"lineage-{lineage}/step-{snapshot.version.ordinal}"
+        if (existing := self._existing(name, snapshot.version)) is not None:
+            return existing
         aside = parent / f".step-{snapshot.version.ordinal}.{uuid.uuid4().hex[:8]}.partial"
         try:
             aside.mkdir(parents=True)
@@ -128,106 +159,94 @@ class CheckpointDirectory:
                 LEDGER: write_bytes(aside / LEDGER, snapshot.ledger),
                 MANIFEST: write_bytes(aside / MANIFEST, snapshot.step_manifest),
             }
-            write_bytes(aside / STATE, json.dumps(_state(snapshot, files)).encode())
+            write_bytes(aside / STATE, seal(_state(snapshot, files)))
             sync_directory(aside)
             failpoint_sync("trainer.checkpoint.before_rename")
+            if abandoned():
+                raise OSError("the run was closed before it was written")
             os.rename(aside, self.root / name)
             sync_directory(parent)
         finally:
             shutil.rmtree(aside, ignore_errors=True)
-        saved = self._read(name)
-        assert saved is not None
-        return saved
+        try:
+            return self._tree.read(name)
+        except Damaged as error:
+            raise OSError(f"it is not as it was written: {error}") from error
 
     def prune(self, lineage: int, keep: int) -> None:
-        """Deletes all but the `keep` newest live checkpoints, and everything of dead lineages.
+        """Deletes all but the `keep` newest intact live checkpoints, and everything of dead lineages.
 
-        Only the holder of the newest lineage may; called by another it does nothing.
+        Damaged live ones stay, to be set aside. Only the holder of the newest lineage may; called by another it
+        does nothing.
         """
-        if lineage != max(self._lineages(), default=0):
+        if lineage != max(self._tree.lineages(), default=0):
             return
-        kept = {saved.name for saved in self.live()[:keep]}
-        for directory in self.root.glob("lineage-*/*step-*"):
-            own = directory.parent.name == f"lineage-{lineage}"
-            partial = directory.name.startswith(".")
+        saved, damaged = self._scan()
+        kept = {found.name for found in saved[:keep]} | damaged.keys() | self.asides.stuck.keys()
+        for directory in self.root.glob("lineage-*/step-*"):
             name = f"{directory.parent.name}/{directory.name}"
-            if name not in kept and not (own and partial):
-                shutil.rmtree(directory, ignore_errors=True)
+            if NAME.fullmatch(name) and name not in kept:
+                _remove(directory)
 
-    def _lineages(self) -> dict[int, str]:
-        """Lineage → name of its base."""
-        if not self.root.is_dir():
-            return {}
-        found = {}
-        for path in self.root.iterdir():
-            match = _LINEAGE.fullmatch(path.name)
-            # A torn claim was never used: its holder died before it could write below it.
-            if match and isinstance(base := _json(path).get("base_checkpoint"), str):
-                found[int(match[1])] = base
+    def sweep(self) -> None:
+        """Removes what writes and removals that were cut off left behind. Nothing may be in flight here."""
+        for directory in self.root.glob("lineage-*/.step-*"):
+            shutil.rmtree(directory, ignore_errors=True)
+
+    def _find(self, name: str) -> Saved:
+        saved, damaged = self._scan()
+        if name in damaged:
+            raise self._refusal(name, Damaged(damaged[name]))
+        for found in saved:
+            if found.name == name:
+                return found
+        names = ", ".join(found.name for found in saved) or "none"
+        raise Refusal("NOT_FOUND", f"no live checkpoint {name!r}; there are {names}", "not_found")
+
+    def _scan(self) -> tuple[list[Saved], dict[str, str]]:
+        saved, damaged = self._tree.scan()
+        return [found for found in saved if found.name not in self.asides.stuck], damaged
+
+    def _existing(self, name: str, version: Version) -> Saved | None:
+        """The checkpoint of this version, when it is written already; what stands in its place is set aside."""
+        if not (self.root / name).exists():
+            return None
+        try:
+            found = self._tree.read(name)
+        except Damaged as error:
+            self.asides.put(name, str(error))
+            return None
+        if found.version != version:
+            raise OSError(f"it exists, of version {found.version.number}")
         return found
 
-    def _steps(self, lineage: int) -> Iterator[int]:
-        for path in (self.root / f"lineage-{lineage}").glob("step-*"):
-            if path.name[5:].isdigit():
-                yield int(path.name[5:])
-
-    def _read(self, name: str) -> Saved | None:
-        """A checkpoint whose files are all there in the sizes they were written with, or None."""
-        path = self.root / name
-        state = _json(path / STATE)
-        if state.get("format") != FORMAT:
-            return None
-        files = state["files"]
-        sizes = {file: _size(path / file) for file in files}
-        if any(sizes[file] != files[file]["size"] for file in files):
-            return None
-        return Saved(
-            name=name,
-            path=path,
-            version=Version(**state["version"]),
-            store_id=state["store_id"],
-            size=sum(sizes.values()) + _size(path / STATE),
-            optimizer_steps=state["optimizer_steps"],
-            lineage={int(number): ordinal for number, ordinal in state["lineage"].items()},
-            files=files,
+    def _refusal(self, name: str, error: Exception) -> Refusal:
+        """What to raise for a checkpoint that failed a check; it is set aside when it is damaged."""
+        if isinstance(error, Refusal):
+            return error
+        aside = self.asides.put(name, str(error))
+        where = f"it is now {aside.set_aside_as}" if aside.set_aside_as else "it was left in its place"
+        return Refusal(
+            "CHECKPOINT_DAMAGED",
+            f"{self.run + ': ' if self.run else ''}{name}: {error}; {where}; restore an older checkpoint",
+            checkpoint=name,
+            set_aside_as=aside.set_aside_as,
         )
 
 
-class CheckpointReader:
-    """Tensors of a checkpoint, read one at a time from mapped files. See `StateReader`."""
-
-    def __init__(self, saved: Saved) -> None:
-        self._weights = _open_tensors(saved.path / WEIGHTS)
-        self._optimizer = _open_tensors(saved.path / OPTIMIZER)
-        self.optimizer_steps = saved.optimizer_steps
-
-    def weight(self, name: str) -> Tensor:
-        """fp32 weight, or a buffer in its own type."""
-        return self._tensor(self._weights, name)
-
-    def moment(self, kind: str, name: str) -> Tensor:
-        """fp32 optimizer moment."""
-        return self._tensor(self._optimizer, f"{kind}/{name}")
-
-    def random_state(self) -> Tensor:
-        """State of torch's CPU generator."""
-        return self._tensor(self._optimizer, "random_state")
-
-    def _tensor(self, file: Any, name: str) -> Tensor:
-        try:
-            found: Tensor = file.get_tensor(name)
-        except SafetensorError as error:
-            raise Refusal(
-                "CHECKPOINT_DAMAGED",
-                f"it has no tensor {name!r}: it is of another model",
-                "data_loss",
-            ) from error
-        return found
+def _remove(directory: Path) -> None:
+    """Deletes a checkpoint; a reader sees all of it or nothing."""
+    aside = directory.with_name(f".{directory.name}.{uuid.uuid4().hex[:8]}.removed")
+    try:
+        os.rename(directory, aside)
+    except OSError as error:
+        _log.warning("checkpoint not removed", extra={"checkpoint": str(directory), "reason": str(error)})
+        return
+    shutil.rmtree(aside, ignore_errors=True)
 
 
-def _open_tensors(path: Path) -> Any:
-    opened: Any = safe_open(path, framework="pt", device="cpu")
-    return opened.__enter__()
+def _other_digest(file: str, facts: FileFacts, found: str) -> Damaged:
+    return Damaged(f"{file}: expected digest {facts.digest}, found {found}")
 
 
 def _state(snapshot: Snapshot, files: Mapping[str, Mapping[str, object]]) -> dict[str, object]:
@@ -238,21 +257,7 @@ def _state(snapshot: Snapshot, files: Mapping[str, Mapping[str, object]]) -> dic
         "optimizer_steps": snapshot.optimizer_steps,
         "store_id": snapshot.store_id,
         "torch": torch.__version__,
+        "base": snapshot.origin.checkpoint,
+        "base_run": snapshot.origin.run,
         "files": files,
     }
-
-
-def _json(path: Path) -> dict[str, Any]:
-    """A JSON object, or an empty one where the file is absent or torn."""
-    try:
-        found = json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except OSError:
-        return -1

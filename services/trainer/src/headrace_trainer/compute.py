@@ -22,7 +22,6 @@ _CODES: dict[Kind, grpc.StatusCode] = {
     "not_found": grpc.StatusCode.NOT_FOUND,
     "exhausted": grpc.StatusCode.RESOURCE_EXHAUSTED,
     "unavailable": grpc.StatusCode.ABORTED,
-    "data_loss": grpc.StatusCode.DATA_LOSS,
 }
 
 

@@ -60,6 +60,13 @@ class Rank:
         """Whether a restore round has loaded weights."""
         return self._backend is not None
 
+    def check_state(self, reader: StateReader) -> None:
+        """Raises Refusal CHECKPOINT_MISMATCH when a checkpoint is of another model or optimizer."""
+        try:
+            build_backend(self.config, self.algorithm, self.gang).check_state(reader)
+        except ModelNotReadable as error:
+            raise invalid(str(error), "MODEL_NOT_READABLE") from error
+
     def execute(self, header: Round) -> object:
         """Does this rank's part of a round; what it returns matters on the leader only."""
         if header.kind == "micro":

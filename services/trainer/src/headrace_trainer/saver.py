@@ -3,15 +3,34 @@
 from __future__ import annotations
 
 import threading
+from concurrent import futures
 from concurrent.futures import Future
+from dataclasses import dataclass
 
 from headrace_servicekit.errors import ServiceError
 from headrace_servicekit.logs import get_logger
 
-from headrace_trainer.checkpoints import CheckpointDirectory, Saved, Snapshot
+from headrace_trainer.checkpoint_tree import Saved
+from headrace_trainer.checkpoints import CheckpointDirectory, Snapshot
 from headrace_trainer.errors import Refusal
+from headrace_trainer.step import Version
 
 _log = get_logger(__name__)
+FINISH_S = 60.0
+
+
+@dataclass(frozen=True)
+class Write:
+    """A checkpoint being written, or written: `done` gives it, or raises Refusal."""
+
+    name: str
+    version: Version
+    done: Future[Saved]
+
+    @property
+    def durable(self) -> bool:
+        """It is on disk."""
+        return self.done.done() and self.done.exception() is None
 
 
 class Saver:
@@ -21,51 +40,74 @@ class Saver:
         self._directory = directory
         self._lineage = lineage
         self._keep = keep
-        self._flight: tuple[int, Future[Saved]] | None = None
+        self._write: Write | None = None
+        self._abandoned = threading.Event()
         self.last_failure = ""
 
-    def in_flight(self) -> int | None:
-        """Number of the version being written."""
-        return self._flight[0] if self._flight and not self._flight[1].done() else None
+    def flight(self) -> Write | None:
+        """What is being written."""
+        return self._write if self._write and not self._write.done.done() else None
 
-    def flight(self) -> Future[Saved] | None:
-        """The write that was begun last, running or done."""
-        return self._flight[1] if self._flight else None
-
-    def result(self, number: int) -> Future[Saved] | None:
-        """The write of a version, running or done, when it is the last one begun and has not failed."""
-        if self._flight is None or self._flight[0] != number:
+    def written(self, number: int) -> Write | None:
+        """The write of a version, running, or done and still intact on disk, when it is the last one begun."""
+        write = self._write
+        if write is None or write.version.number != number:
             return None
-        write = self._flight[1]
-        return None if write.done() and write.exception() else write
-
-    def name(self, ordinal: int) -> str:
-        """Name that the checkpoint of a step gets."""
-        return f"lineage-{self._lineage}/step-{ordinal}"
-
-    def start(self, snapshot: Snapshot) -> Future[Saved]:
-        """Begins to write. Raises Refusal BUSY while another version is being written."""
-        busy = self.in_flight()
-        if busy is not None:
-            raise Refusal("BUSY", f"the checkpoint of version {busy} is still being written; ask again later")
-        write: Future[Saved] = Future()
-        self._flight = (snapshot.version.number, write)
-        # Not a daemon: a process that ends in peace finishes its checkpoint first.
-        threading.Thread(target=self._write, args=(snapshot, write), name="checkpoint").start()
+        if write.done.done() and not (write.durable and self._directory.holds(write.done.result())):
+            return None
         return write
 
-    def _write(self, snapshot: Snapshot, write: Future[Saved]) -> None:
-        name = self.name(snapshot.version.ordinal)
-        try:
-            saved = self._directory.write(self._lineage, snapshot)
-            self._directory.prune(self._lineage, self._keep)
-        except (OSError, ServiceError) as error:
-            self.last_failure = f"{name}: {error}"
-            _log.error("checkpoint failed", extra={"checkpoint": name, "reason": str(error)})
-            write.set_exception(
-                Refusal(
-                    "CHECKPOINT_FAILED", f"{name} could not be written: {error}; free the disk", "exhausted"
-                )
+    def check_idle(self) -> None:
+        """Raises Refusal BUSY while a version is being written."""
+        if (flight := self.flight()) is not None:
+            raise Refusal(
+                "BUSY",
+                f"the checkpoint of version {flight.version.number} is still being written; ask again later",
             )
+
+    def start(self, snapshot: Snapshot) -> Write:
+        """Begins to write. Raises Refusal BUSY while another version is being written."""
+        self.check_idle()
+        name = f"lineage-{self._lineage}/step-{snapshot.version.ordinal}"
+        self.last_failure = ""
+        self._write = write = Write(name, snapshot.version, Future())
+        write.done.set_running_or_notify_cancel()  # a caller that stops waiting does not cancel it
+        # Not a daemon: a process that ends in peace finishes its checkpoint first.
+        threading.Thread(target=self._run, args=(snapshot, write), name="checkpoint").start()
+        return write
+
+    def finish(self, deadline_s: float = FINISH_S) -> None:
+        """Waits for what is in flight; what is not done by then never becomes visible."""
+        flight = self.flight()
+        if flight is None:
             return
-        write.set_result(saved)
+        futures.wait([flight.done], deadline_s)
+        if not flight.done.done():
+            self._abandoned.set()
+            _log.error("checkpoint abandoned", extra={"checkpoint": flight.name, "waited_s": deadline_s})
+
+    def _run(self, snapshot: Snapshot, write: Write) -> None:
+        try:
+            saved = self._directory.write(self._lineage, snapshot, self._abandoned.is_set)
+            # Read back before older ones go: one that cannot be read replaces nothing.
+            self._directory.verify(saved)
+            self._directory.prune(self._lineage, self._keep)
+        except (OSError, ServiceError, Refusal) as error:
+            self._failed(write, str(error))
+        else:
+            write.done.set_result(saved)
+        finally:
+            if not write.done.done():
+                self._failed(write, "an error in the trainer; see its log")
+
+    def _failed(self, write: Write, reason: str) -> None:
+        self.last_failure = f"{write.name}: {reason}"
+        _log.error("checkpoint failed", extra={"checkpoint": write.name, "reason": reason})
+        write.done.set_exception(
+            Refusal(
+                "CHECKPOINT_FAILED",
+                f"{write.name} could not be written: {reason}; the checkpoint before it stays; "
+                "free the disk or make the run's directory writable",
+                "exhausted",
+            )
+        )

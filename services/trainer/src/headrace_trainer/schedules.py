@@ -8,13 +8,14 @@ from headrace_schema.learning import OptimizerSection
 
 
 def learning_rate(config: OptimizerSection, step: int, run_steps: int) -> float:
-    """Rate of step `step` (from 0), as transformers' schedules: linear warm-up, then the named decay.
+    """Rate of step `step` (from 0), as transformers' schedules: linear warm-up from 0, then the named decay.
 
-    Decays to `final_fraction` of the peak at `total_steps` (default: the run's steps) and stays there.
+    So the first step of a warm-up moves nothing, there as here. Decays to `final_fraction` of the peak at
+    `total_steps` (default: the run's steps) and stays there.
     """
     schedule = config.schedule
     if step < schedule.warmup_steps:
-        return config.lr * (step + 1) / schedule.warmup_steps
+        return config.lr * step / schedule.warmup_steps
     total = schedule.total_steps or run_steps
     done = (step - schedule.warmup_steps) / max(1, total - schedule.warmup_steps)
     left = {

@@ -25,11 +25,13 @@ from headrace_servicekit.weight_store import StoredWeights
 
 from headrace_trainer import wire
 from headrace_trainer.algorithms._base import Barrier
+from headrace_trainer.checkpoints import CheckpointDirectory
 from headrace_trainer.compute import ComputeThread, elsewhere, refusals
 from headrace_trainer.errors import Refusal
 from headrace_trainer.learn_queue import LearnQueue
 from headrace_trainer.learn_stream import LearnStream
 from headrace_trainer.samples import GroupRecord
+from headrace_trainer.saver import Write
 from headrace_trainer.session import LearnItem, Session
 from headrace_trainer.step import Begin, Commit, StepState
 from headrace_trainer.trainer import Trainer
@@ -37,6 +39,7 @@ from headrace_trainer.trainer import Trainer
 Context = Any
 JOIN_TIMEOUT_S = 60.0
 FOLLOW_TIMEOUT_S = 55.0
+LEDGER_PIECE_BYTES = 1024 * 1024
 
 _BARRIERS = {Barrier.GROUP: trainer_pb2.BARRIER_GROUP, Barrier.BATCH: trainer_pb2.BARRIER_BATCH}
 
@@ -86,11 +89,8 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):  # type: ignore[
 
     async def _end_run(self) -> None:
         """Forgets the run after what is being computed, a commit too, and after the checkpoint being written."""
-        session = self._trainer.led()
         self._queue = self._new_queue(1)  # What the old one still holds is refused.
         await self._compute(self._trainer.close_run)
-        if session is not None:
-            await self._land(session)
 
     async def JoinGang(
         self, request: trainer_pb2.JoinGangRequest, context: Context
@@ -122,8 +122,12 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):  # type: ignore[
             # The leader's round does the work; its version is the leader's to tell.
             steps = await elsewhere(self._trainer.restored_steps, FOLLOW_TIMEOUT_S)
             return trainer_pb2.RestoreResponse(warmup_steps=steps)
-        session = self._awake()
-        found = await self._compute(session.restore, request.checkpoint, request.number, request.store_id)
+        session, source = self._awake(), None
+        if request.source_run_directory:
+            source = self._checkpoints(request.source_run_directory)
+        found = await self._compute(
+            session.restore, request.checkpoint, request.number, request.store_id, source
+        )
         return trainer_pb2.RestoreResponse(
             version=wire.version_message(found.version),
             warmup_steps=found.warmup_steps,
@@ -262,43 +266,42 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):  # type: ignore[
         self, request: trainer_pb2.SaveCheckpointRequest, context: Context
     ) -> trainer_pb2.SaveCheckpointResponse:
         self._check(request.header, lease=False)
-        session = self._session()
-        if request.wait:
-            await self._land(session)
-        write = session.saver.result(request.number) if session.saver else None
-        stood_still = 0.0
-        if write is None:
-            saver, snapshot, stood_still = await self._compute(
-                session.snapshot, request.number, bytes(request.ledger)
-            )
-            with refusals():
-                write = saver.start(snapshot)
+        write, stood_still = await self._save(request)
         if request.wait:
             with refusals():
-                await asyncio.wrap_future(write)
-        durable = write.done() and write.exception() is None
-        checkpoint = (
-            wire.checkpoint_message(write.result(), ledger=False) if durable else self._begun(session)
-        )
+                await asyncio.wrap_future(write.done)
+        if write.durable:
+            checkpoint = wire.checkpoint_message(write.done.result())
+        else:
+            checkpoint = trainer_pb2.Checkpoint(name=write.name, version=wire.version_message(write.version))
         return trainer_pb2.SaveCheckpointResponse(
-            checkpoint=checkpoint, durable=durable, snapshot_time=wire.duration(stood_still)
+            checkpoint=checkpoint, durable=write.durable, snapshot_time=wire.duration(stood_still)
         )
 
     async def ListCheckpoints(
         self, request: trainer_pb2.ListCheckpointsRequest, context: Context
     ) -> trainer_pb2.ListCheckpointsResponse:
         self._check(request.header, lease=False)
-        with refusals():
-            directory, saver = self._trainer.checkpoints()
+        directory = self._checkpoints(request.source_run_directory)
         found = await elsewhere(directory.live)
         first = int(request.page_token) if request.page_token.isdigit() else 0
         size = request.page_size or 50
         page = found[first : first + size]
         return trainer_pb2.ListCheckpointsResponse(
-            checkpoints=[wire.checkpoint_message(saved, ledger=True) for saved in page],
+            checkpoints=[wire.checkpoint_message(saved) for saved in page],
             next_page_token=str(first + size) if first + size < len(found) else "",
-            last_failure=saver.last_failure if saver else "",
+            last_failure="" if request.source_run_directory else self._trainer.last_failure(),
+            set_aside=[wire.set_aside_message(found) for found in directory.asides.take_reports()],
         )
+
+    async def FetchLedger(
+        self, request: trainer_pb2.FetchLedgerRequest, context: Context
+    ) -> AsyncIterator[trainer_pb2.FetchLedgerResponse]:
+        self._check(request.header, lease=False)
+        directory = self._checkpoints(request.source_run_directory)
+        ledger = await elsewhere(directory.ledger, request.checkpoint)
+        for start in range(0, len(ledger), LEDGER_PIECE_BYTES):
+            yield trainer_pb2.FetchLedgerResponse(data=ledger[start : start + LEDGER_PIECE_BYTES])
 
     async def ExportModel(
         self, request: trainer_pb2.ExportModelRequest, context: Context
@@ -370,18 +373,23 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):  # type: ignore[
             groups = [wire.read_group(group, sampling) for group in request.groups]
         return LearnItem(request.step, request.attempt, groups)
 
-    async def _land(self, session: Session) -> None:
-        """Waits until no checkpoint is in flight; how it ended is its own caller's business."""
-        write = session.saver.flight() if session.saver else None
-        if write is not None:
-            await asyncio.wait([asyncio.wrap_future(write)])
+    def _checkpoints(self, source: str) -> CheckpointDirectory:
+        with refusals():
+            return self._trainer.checkpoints(source)
 
-    def _begun(self, session: Session) -> trainer_pb2.Checkpoint:
-        version = session.state.version
-        assert version is not None and session.saver is not None
-        return trainer_pb2.Checkpoint(
-            name=session.saver.name(version.ordinal), version=wire.version_message(version)
-        )
+    async def _save(self, request: trainer_pb2.SaveCheckpointRequest) -> tuple[Write, float]:
+        """Begins a checkpoint. A call that waits takes its turn after the one in flight, within its own deadline."""
+        session = self._session()
+        while True:
+            try:
+                return await self._compute(session.save, request.number, bytes(request.ledger))
+            except ServiceError as error:
+                if not (request.wait and error.reason == "BUSY"):
+                    raise
+            flight = session.saver.flight() if session.saver else None
+            if flight is not None:
+                # How it ends is its own caller's business.
+                await asyncio.wait([asyncio.wrap_future(flight.done)])
 
     async def _on_grant(self, lease: common_pb2.Lease) -> None:
         self._trainer.threads = bind_cpu(lease.devices)

@@ -23,7 +23,9 @@ from torch import Tensor
 from headrace_trainer import step as steps
 from headrace_trainer.agreement import agreement, witnesses
 from headrace_trainer.allocator import resident_bytes
-from headrace_trainer.checkpoints import CheckpointDirectory, CheckpointReader, Snapshot
+from headrace_trainer.checkpoint_reader import CheckpointReader
+from headrace_trainer.checkpoint_tree import Origin
+from headrace_trainer.checkpoints import CheckpointDirectory, Snapshot
 from headrace_trainer.errors import Refusal, conflict, invalid
 from headrace_trainer.figures import step_figures
 from headrace_trainer.learner import Learner
@@ -32,7 +34,7 @@ from headrace_trainer.publishing import Publisher
 from headrace_trainer.rank import Copies, Rank, commit_report, is_finite
 from headrace_trainer.rounds import RoundLost, Rounds
 from headrace_trainer.samples import Disposition, Group, GroupRecord, Rows, Sequence
-from headrace_trainer.saver import Saver
+from headrace_trainer.saver import Saver, Write
 from headrace_trainer.schedules import learning_rate
 
 
@@ -69,36 +71,54 @@ class Session:
         self._store = store
         self._publisher: Publisher | None = None
         self._learner: Learner | None = None
-        self._last_restore: tuple[str, Restored] | None = None
+        self._last_restore: tuple[Origin, Restored] | None = None
         self._store_id = ""
-        self._base_checkpoint = ""
+        self._origin = Origin()
         self._manifest = b""
         self._learn_seconds = 0.0
         self._witnesses: list[Sequence] = []
 
     # Life of a version
 
-    def restore(self, checkpoint: str, number: int, store_id: str) -> Restored:
-        """Loads a checkpoint, or the initial model when the name is empty, as version `number`."""
-        if (reply := self._restored_before(checkpoint, number)) is not None:
+    def restore(
+        self, checkpoint: str, number: int, store_id: str, source: CheckpointDirectory | None = None
+    ) -> Restored:
+        """Loads a checkpoint, or the initial model when the name is empty, as version `number`.
+
+        `source` has the checkpoint when it is another run's: numbers of that run mean nothing in this one.
+        """
+        origin = Origin(checkpoint, source.run if source else "")
+        if (reply := self._restored_before(origin, number)) is not None:
             return reply
         steps.check_restore(self.state, number)
-        saved = self.checkpoints.open(checkpoint) if checkpoint else None
+        if source and not checkpoint:
+            raise invalid("checkpoint: name one of source_run_directory, as ListCheckpoints does")
+        if self.saver is not None:
+            self.saver.finish()
+        saved = (source or self.checkpoints).open(checkpoint) if checkpoint else None
         started = time.monotonic()
+        reader = CheckpointReader(saved.path, saved.optimizer_steps) if saved else None
+        if reader is not None:
+            self._rank.check_state(reader)
         self.state, self._manifest = steps.lost(self.state), b""
-        reader = CheckpointReader(saved) if saved else None
         self._rank.reader = reader
         self._lead("restore", checkpoint=checkpoint)
         if reader is not None:
             torch.set_rng_state(reader.random_state())
         self._assemble()
-        parent, ordinal = (saved.version.number, saved.version.ordinal) if saved else (0, 0)
+        parent = saved.version.number if saved and not source else 0
+        ordinal = saved.version.ordinal if saved else 0
         version = steps.Version(number, parent, ordinal, self._stage(number))
-        self.state = steps.restored(self.state, version, saved.lineage if saved else {})
-        self._store_id, self._base_checkpoint, self.saver = store_id, checkpoint, None
-        figures = {"restore_seconds": time.monotonic() - started, "resident_bytes": float(resident_bytes())}
+        self.state = steps.restored(self.state, version, saved.lineage if saved and not source else {})
+        self._store_id, self._origin, self.saver = store_id, origin, None
+        self.checkpoints.sweep()
+        figures = {
+            "restore_seconds": time.monotonic() - started,
+            "resident_bytes": float(resident_bytes()),
+            "shared_prefix": float(self._rank.backend.shares_prefixes),
+        }
         reply = Restored(version, self._rank.warmup_steps, figures)
-        self._last_restore = (checkpoint, reply)
+        self._last_restore = (origin, reply)
         self._claim_lineage()
         return reply
 
@@ -193,7 +213,7 @@ class Session:
         """Log-probs of the trained tokens under the current weights, a list for each sequence."""
         steps.held_version(self.state)
         budget = self._rank.config.trainer.micro_batch_tokens
-        rows = plan_rows(sequences, budget, shared=self._shared)
+        rows = plan_rows(sequences, budget, shared=self._rank.backend.shares_prefixes)
         batches = plan_batches([length for length, _ in rows], budget)
         found: list[list[float]] = [[] for _ in sequences]
         world = self._rank.gang.world_size
@@ -210,17 +230,31 @@ class Session:
 
     # Durability
 
-    def snapshot(self, number: int, ledger: bytes) -> tuple[Saver, Snapshot, float]:
-        """A host copy of the held and recorded version, and the seconds that training stood still."""
+    def save(self, number: int, ledger: bytes) -> tuple[Write, float]:
+        """Begins to write the held and recorded version; with the seconds that training stood still.
+
+        A version that is being written, or is on disk, is not written again. Raises Refusal BUSY while
+        another one is being written.
+        """
+        if self.saver is not None and (write := self.saver.written(number)) is not None:
+            return write, 0.0
         version = steps.check_recorded(self.state, number)
         saver = self.saver or self._claim_lineage(required=True)
         assert saver is not None
-        if (busy := saver.in_flight()) is not None:
-            raise Refusal("BUSY", f"the checkpoint of version {busy} is still being written; ask again later")
+        saver.check_idle()
         started = time.monotonic()
+        snapshot = self._snapshot(version, ledger)
+        return saver.start(snapshot), time.monotonic() - started
+
+    @property
+    def last_failure(self) -> str:
+        """Name of the last checkpoint whose write failed, with the reason."""
+        return self.saver.last_failure if self.saver else ""
+
+    def _snapshot(self, version: steps.Version, ledger: bytes) -> Snapshot:
         copies = self._lead("snapshot")
         assert isinstance(copies, Copies)
-        snapshot = Snapshot(
+        return Snapshot(
             version=version,
             weights=copies.weights,
             optimizer=copies.optimizer,
@@ -229,8 +263,8 @@ class Session:
             store_id=self._store_id,
             ledger=ledger,
             step_manifest=self._manifest,
+            origin=self._origin,
         )
-        return saver, snapshot, time.monotonic() - started
 
     def export(self, name: str) -> tuple[Path, steps.Version]:
         """Writes the held weights as a Hugging Face directory below the run's directory."""
@@ -254,19 +288,17 @@ class Session:
         return target, version
 
     def close(self) -> None:
-        """Drops what the run published."""
+        """Finishes the checkpoint in flight and drops what the run published."""
+        if self.saver is not None:
+            self.saver.finish()
         if self._publisher is not None:
             self._publisher.close()
 
     # Parts
 
-    @property
-    def _shared(self) -> bool:
-        return self._rank.config.trainer.shared_prefix
-
-    def _restored_before(self, checkpoint: str, number: int) -> Restored | None:
+    def _restored_before(self, origin: Origin, number: int) -> Restored | None:
         """The reply of the same restore, when nothing has happened since."""
-        if self._last_restore is None or self._last_restore[0] != checkpoint:
+        if self._last_restore is None or self._last_restore[0] != origin:
             return None
         reply = self._last_restore[1]
         untouched = self.state.phase is steps.Phase.IDLE and self.state.version == reply.version
@@ -279,7 +311,7 @@ class Session:
             self._rank.config,
             self._rank.algorithm,
             self._rank.gang.world_size,
-            shared=self._shared,
+            shared=self._rank.backend.shares_prefixes,
             run_round=self._micro,
             gradient_holds=self._gradient_holds,
         )
@@ -379,7 +411,7 @@ class Session:
             return None
         version = steps.held_version(self.state)
         try:
-            lineage = self.checkpoints.new_lineage(self._base_checkpoint, version.number, self._store_id)
+            lineage = self.checkpoints.new_lineage(self._origin, version.number, self._store_id)
         except OSError as error:
             if required:
                 raise Refusal(

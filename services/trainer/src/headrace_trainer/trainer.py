@@ -22,13 +22,13 @@ from headrace_servicekit.weights import WeightStore
 
 from headrace_trainer.algorithms import build_algorithm
 from headrace_trainer.algorithms._base import Barrier
-from headrace_trainer.backends._registry import check_backend
+from headrace_trainer.backends import choose_backend
 from headrace_trainer.checkpoints import CheckpointDirectory
 from headrace_trainer.errors import Refusal, conflict, invalid
+from headrace_trainer.forks import foreign_checkpoints
 from headrace_trainer.gang import Gang, join_gang
 from headrace_trainer.rank import Rank
 from headrace_trainer.rounds import Round, RoundLost, Rounds
-from headrace_trainer.saver import Saver
 from headrace_trainer.session import Session
 from headrace_trainer.step import StepState
 
@@ -83,7 +83,7 @@ class Trainer:
 
     def open_run(self, run: str, config: TrainerConfig, directory: Path) -> Barrier:
         """Prepares for a run; the barrier of its algorithm. Raises Refusal INVALID or MODEL_NOT_READABLE."""
-        check_backend(config.trainer.backend)
+        choose_backend(config.trainer)
         algorithm = build_algorithm(config.algorithm)
         try:
             load_architecture(config.model)
@@ -98,7 +98,7 @@ class Trainer:
         self._disband()
         self._run, self._config, self._joined = "", None, None
         self.suspended = False  # Of nothing: a run that is opened next has given nothing back.
-        gc.collect()  # Session and learner refer to each other; weights must not wait for a collection.
+        gc.collect()  # Session and learner refer to each other: the model must not stay until the next collection.
 
     def join(self, generation: int, rank: int, world_size: int, rendezvous: str, timeout_s: float) -> None:
         """Joins a gang; what an older generation held is lost. Raises CONFLICT or RENDEZVOUS_TIMEOUT."""
@@ -135,10 +135,6 @@ class Trainer:
             raise Refusal("NOT_LEADER", f"rank {self._gang.rank} follows; send this to rank 0 of the gang")
         return self._session
 
-    def led(self) -> Session | None:
-        """The leader's session, if there is one."""
-        return self._session
-
     def awake_session(self) -> Session:
         """The leader's session, when the device is not given back. Raises Refusal SUSPENDED too."""
         if self.suspended:
@@ -149,10 +145,19 @@ class Trainer:
         """Where the leader stands; empty on a follower and before a gang is joined."""
         return self._session.state if self._session is not None else StepState()
 
-    def checkpoints(self) -> tuple[CheckpointDirectory, Saver | None]:
-        """The run's checkpoints, on any rank. Raises Refusal NOT_OPEN."""
+    def checkpoints(self, source: str = "") -> CheckpointDirectory:
+        """The run's checkpoints, or those of the run with directory `source`, on any rank.
+
+        Raises Refusal NOT_OPEN, INVALID or NOT_FOUND.
+        """
         _ = self.config
-        return CheckpointDirectory(self._directory), self._session.saver if self._session else None
+        if source:
+            return foreign_checkpoints(self._directory, source)
+        return self._session.checkpoints if self._session else CheckpointDirectory(self._directory)
+
+    def last_failure(self) -> str:
+        """Name of the last checkpoint whose write failed, with the reason."""
+        return self._session.last_failure if self._session else ""
 
     def use_gpu(self, index: int) -> None:
         """Trains on a GPU from the next gang on."""

@@ -11,7 +11,8 @@ from headrace.trainer.v1 import trainer_pb2
 from headrace_schema.generating import SamplingSection
 from headrace_servicekit.digests import set_digest, trajectory_digest
 
-from headrace_trainer.checkpoints import Saved
+from headrace_trainer.checkpoint_asides import SetAside
+from headrace_trainer.checkpoint_tree import Saved
 from headrace_trainer.errors import invalid
 from headrace_trainer.samples import Disposition, Group, GroupRecord, Member, Sequence
 from headrace_trainer.step import CommitReply, Phase, Result, Version
@@ -99,6 +100,10 @@ def _read_tokens(
             log_probs += segment.tokens.log_probs
             versions += [segment.policy_number] * len(ids)
         tokens += ids
+    if any(math.isnan(value) for value in log_probs):
+        raise invalid(
+            f"{where}: the engine told a log-prob that is NaN; leave log_probs out where there are none"
+        )
     if len(log_probs) not in (0, len(trained)):
         raise invalid(f"{where}: {len(log_probs)} log-probs for {len(trained)} sampled ids")
     if trained and trained[0] == 0:
@@ -114,6 +119,18 @@ def _check_distribution(tokens: common_pb2.TokenSegment, where: str, sampling: S
         raise invalid(
             f"{where} was sampled at temperature {found.temperature:g}; this run trains at "
             f"{sampling.temperature:g}"
+        )
+    # 0 is not told where 1 is the neutral value.
+    changed = {
+        "top_p": found.top_p not in (0.0, 1.0),
+        "top_k": found.top_k > 0,
+        "min_p": found.min_p > 0,
+        "repetition_penalty": found.repetition_penalty not in (0.0, 1.0),
+    }
+    for name in (name for name, differs in changed.items() if differs):
+        raise invalid(
+            f"{where} was sampled with {name} {getattr(found, name):g}; the kept set does not travel, so this run "
+            f"trains on the whole distribution: sample with top_p 1, top_k 0, min_p 0, repetition_penalty 1"
         )
     if found.log_prob_kind == common_pb2.LOG_PROB_KIND_RAW:
         raise invalid(f"{where}: log-probs are of the raw distribution; set the engine to processed ones")
@@ -158,14 +175,20 @@ def commit_message(reply: CommitReply | None) -> trainer_pb2.CommitStepResponse 
     )
 
 
-def checkpoint_message(saved: Saved, *, ledger: bool) -> trainer_pb2.Checkpoint:
-    """A checkpoint, with its ledger when asked."""
+def checkpoint_message(saved: Saved) -> trainer_pb2.Checkpoint:
+    """A checkpoint; FetchLedger gives its ledger."""
     return trainer_pb2.Checkpoint(
         name=saved.name,
         version=version_message(saved.version),
-        ledger=saved.ledger() if ledger else b"",
         size_bytes=saved.size,
         store_id=saved.store_id,
+    )
+
+
+def set_aside_message(found: SetAside) -> trainer_pb2.SetAsideCheckpoint:
+    """A damaged checkpoint."""
+    return trainer_pb2.SetAsideCheckpoint(
+        name=found.name, reason=found.reason, set_aside_as=found.set_aside_as
     )
 
 

@@ -8,6 +8,8 @@ import zlib
 from collections.abc import Container, Iterable
 from typing import Any
 
+from headrace.trainer.v1 import trainer_pb2 as trainer
+
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.kernel import Kernel
 from headrace_coordinator.ports import CallRefused
@@ -66,6 +68,19 @@ def missing_steps(ledger: dict[str, Any], known: Container[int]) -> list[ev.Step
     return [e for e in events if isinstance(e, ev.StepCommitted) and e.certificate.number not in known]
 
 
+async def listed(context: RunContext) -> trainer.ListCheckpointsResponse:
+    """Checkpoints of the run; those that were found damaged since the last listing are told of."""
+    response = await context.crew.leader.list_checkpoints()
+    for damaged in response.set_aside:
+        reason = f"{damaged.reason}; now {damaged.set_aside_as}" if damaged.set_aside_as else damaged.reason
+        context.kernel.post(
+            ev.CheckpointSetAside(
+                at=context.kernel.now(), run=context.run_id, name=damaged.name, reason=reason
+            )
+        )
+    return response
+
+
 class Checkpointer:
     """Follows the time budget: the time that saving costs stays below a share of wall time."""
 
@@ -74,7 +89,7 @@ class Checkpointer:
         self._last_at = context.kernel.monotonic()
         self._cost_s = 0.0
         self._announced = context.state.last_checkpoint
-        self._in_flight = 0
+        self._in_flight, self._name = 0, ""
         self._last_failure = ""
 
     def due(self) -> bool:
@@ -101,7 +116,7 @@ class Checkpointer:
             return
         self._cost_s = max(context.kernel.monotonic() - started, response.snapshot_time.ToNanoseconds() / 1e9)
         self._last_at = context.kernel.monotonic()
-        self._in_flight = number
+        self._in_flight, self._name = number, response.checkpoint.name
         if response.durable:
             self._saved(response.checkpoint.name, number)
 
@@ -109,11 +124,13 @@ class Checkpointer:
         """Tells of checkpoints that became durable in the background."""
         if not self._in_flight:
             return
-        response = await self._context.crew.leader.list_checkpoints()
+        response = await listed(self._context)
         if any(checkpoint.version.number == self._in_flight for checkpoint in response.checkpoints):
             self._saved(response.checkpoints[0].name, self._in_flight)
         elif response.last_failure:
             self._failed(response.last_failure)
+        elif any(damaged.name == self._name for damaged in response.set_aside):
+            self._failed(f"{self._name} was damaged as soon as it was written")
 
     def _saved(self, name: str, number: int) -> None:
         self._announced, self._in_flight = number, 0

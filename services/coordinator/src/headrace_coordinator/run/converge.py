@@ -6,6 +6,7 @@ The one path for a start, a lost trainer, a restarted coordinator and a resumed 
 from __future__ import annotations
 
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,14 +17,19 @@ from headrace_schema.running import FromCheckpointSection
 
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain.slots import ACCUMULATED
+from headrace_coordinator.domain.versions import plan_lost_rewind
 from headrace_coordinator.ports import CallRefused
-from headrace_coordinator.run.checkpointing import missing_steps, read_ledger
+from headrace_coordinator.run.checkpointing import listed, missing_steps, read_ledger
 from headrace_coordinator.run.context import RunContext
 from headrace_coordinator.run.generation import Batch
 from headrace_coordinator.run.members import Published, TrainerMember
 from headrace_coordinator.run.meter import Meter
 from headrace_coordinator.run.step import RunFailed, Step
 from headrace_coordinator.run.together import together
+
+DAMAGED = "CHECKPOINT_DAMAGED"
+UNUSABLE = {DAMAGED, "CHECKPOINT_MISMATCH", "NOT_FOUND", "INVALID"}
+"""Why a trainer refuses another run's checkpoint for good."""
 
 
 class Misplaced(Exception):
@@ -145,9 +151,11 @@ async def _restore(context: RunContext) -> None:
             )
             break
         except CallRefused as refused:
-            if refused.reason != "CHECKPOINT_DAMAGED" or source.run:
+            if source.run and refused.reason in UNUSABLE:
+                raise RunFailed(f"from_checkpoint: {refused.message}") from refused
+            if refused.reason != DAMAGED:
                 raise
-            _set_aside(context, source.name, refused.message)
+            # It is set aside: the next listing leaves it out and tells of it.
     if source.run:
         context.note(f"forked from {source.run}, checkpoint {source.name}, step {source.frontier_step}")
     await kernel.commit(
@@ -202,11 +210,14 @@ async def _source(context: RunContext) -> _Source:
 
 async def _newest(context: RunContext) -> _Source | None:
     lineage = context.state.lineage
-    response = await context.crew.leader.list_checkpoints()
-    for damaged in response.set_aside:
-        _set_aside(context, damaged.name, damaged.reason)
+    response = await listed(context)
     for checkpoint in response.checkpoints:
-        ledger = read_ledger(await context.crew.leader.fetch_ledger(checkpoint.name))
+        try:
+            ledger = read_ledger(await context.crew.leader.fetch_ledger(checkpoint.name))
+        except CallRefused as refused:
+            if refused.reason != DAMAGED:
+                raise
+            return await _newest(context)  # which lists one less
         ours = (ledger.get("store_id"), ledger.get("run")) == (context.kernel.state.store_id, context.run_id)
         if ours and not lineage.abandoned(checkpoint.version.number):
             return _Source(checkpoint.name, checkpoint.version.number, ledger)
@@ -219,10 +230,15 @@ async def _newest(context: RunContext) -> _Source | None:
 async def _origin(context: RunContext, wanted: FromCheckpointSection) -> _Source:
     """The checkpoint of another run that this one begins with; raises `RunFailed` where there is none."""
     directory = str(Path(context.state.directory).parent / wanted.run)
-    response = await context.crew.leader.list_checkpoints(directory)
     found: list[int] = []
-    for checkpoint in response.checkpoints:
-        ledger = read_ledger(await context.crew.leader.fetch_ledger(checkpoint.name, directory))
+    for checkpoint in await _foreign(context, directory):
+        try:
+            ledger = read_ledger(await context.crew.leader.fetch_ledger(checkpoint.name, directory))
+        except CallRefused as refused:
+            if refused.reason != DAMAGED:
+                raise
+            context.note(f"from_checkpoint: {refused.message}")
+            continue
         step: int = ledger.get("frontier_step", 0)
         if ledger.get("run") == wanted.run and wanted.step in (None, step):
             return _Source(checkpoint.name, checkpoint.version.number, ledger, wanted.run, directory)
@@ -234,9 +250,17 @@ async def _origin(context: RunContext, wanted: FromCheckpointSection) -> _Source
     )
 
 
-def _set_aside(context: RunContext, name: str, reason: str) -> None:
-    now = context.kernel.now()
-    context.kernel.post(ev.CheckpointSetAside(at=now, run=context.run_id, name=name, reason=reason))
+async def _foreign(context: RunContext, directory: str) -> Sequence[trainer.Checkpoint]:
+    """Checkpoints of another run; raises `RunFailed` where its directory cannot be used."""
+    try:
+        response = await context.crew.leader.list_checkpoints(directory)
+    except CallRefused as refused:
+        if refused.reason not in UNUSABLE:
+            raise
+        raise RunFailed(f"from_checkpoint: {refused.message}") from refused
+    for damaged in response.set_aside:
+        context.note(f"from_checkpoint: {damaged.name} is damaged: {damaged.reason}")
+    return response.checkpoints
 
 
 async def _burn_number(context: RunContext, source: _Source) -> int:
@@ -245,7 +269,7 @@ async def _burn_number(context: RunContext, source: _Source) -> int:
     if source.run:
         ledger = {}
     for step in missing_steps(ledger, range(run.lineage.newest + 1)):
-        await kernel.commit(step)
+        await kernel.commit(*plan_lost_rewind(run.lineage, step), step)
     if ledger.get("coordinator_epoch", 0) > kernel.state.epoch:
         await kernel.raise_epoch(ledger["coordinator_epoch"])
     number = max(run.lineage.last_number, int(ledger.get("last_number", 0))) + 1

@@ -20,6 +20,8 @@ from headrace_coordinator.run.together import together
 
 EXAMPLES = 5
 ATTEMPTS = 5
+SEEDS = 2**63
+"""How many seeds there are: what `seed` of the spec and of GenerateOpen can be."""
 
 
 async def evaluate(
@@ -33,6 +35,11 @@ async def evaluate(
         [score_item(items[b.sample.prompt_ordinal], _question(items, b), b, evaluation=True) for b in bodies],
     )
     return _view(published, kind, items, bodies, scores)
+
+
+def evaluation_seed(seed: int, ordinal: int) -> int:
+    """A stream of its own for a version's answers, which so share no randomness with training; below 2^63."""
+    return (seed + 1_000_003 * (ordinal + 1)) % SEEDS
 
 
 def _question(items: Sequence[DataItem], body: common.Trajectory) -> str:
@@ -76,8 +83,7 @@ async def _drive(
         distribution=context.distribution(0.0 if spec.evaluation.greedy else spec.evaluation.temperature),
         max_new_tokens=spec.evaluation.max_new_tokens or spec.sampling.max_new_tokens,
         stop=spec.sampling.stop,
-        # A stream of its own: evaluation answers share no randomness with training.
-        seed=spec.seed + 1_000_003 * (published.version.ordinal + 1),
+        seed=evaluation_seed(spec.seed, published.version.ordinal),
         deterministic=spec.deterministic,
         evaluation=True,
     )

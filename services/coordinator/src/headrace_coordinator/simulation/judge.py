@@ -9,7 +9,7 @@ from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain import runs
 from headrace_coordinator.domain.totals import Tally, step_dropped, step_index, step_trained
 from headrace_coordinator.history import Item
-from headrace_coordinator.simulation.trainer import Weights
+from headrace_coordinator.simulation.disk import Weights
 
 
 class Violation(AssertionError):

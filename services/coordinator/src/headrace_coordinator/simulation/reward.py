@@ -32,6 +32,7 @@ class Reward(Instance):
         async for request in requests:
             if request.header.run:
                 self.fence(request.header, lease=False)
+                self.open_runs.applied(request.header)
             await asyncio.sleep(self.rng.uniform(0.01, 0.2))
             items = list(request.items)
             self.rng.shuffle(items)

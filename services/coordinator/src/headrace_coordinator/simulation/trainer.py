@@ -12,17 +12,11 @@ from headrace.trainer.v1 import trainer_pb2 as trainer
 from headrace_servicekit.digests import digest_bytes, set_digest
 
 from headrace_coordinator.ports import CallRefused
+from headrace_coordinator.simulation.disk import Disk, Stored, Weights
 from headrace_coordinator.simulation.instances import Instance, nothing
 
-Weights = tuple[tuple[int, int], ...]
-"""Slots (prompt, sample) that went into a version, in order of steps."""
-
-
-@dataclass
-class Disk:
-    """Checkpoints that outlive trainers: (name, version, weights, ledger), newest last."""
-
-    checkpoints: list[tuple[str, common.PolicyVersion, Weights, bytes, str]] = field(default_factory=list)
+PIECE_BYTES = 1 << 20
+"""Of a ledger, in one message."""
 
 
 @dataclass
@@ -32,6 +26,9 @@ class Trainer(Instance):
     KIND: ClassVar[str] = "trainer"
     MAX_OPEN_RUNS: ClassVar[int] = 1
     disk: Disk = field(default_factory=Disk)
+    directory: str = ""
+    reports: list[trainer.SetAsideCheckpoint] = field(default_factory=list)
+    writing: tuple[int, asyncio.Future[None]] | None = None
     generation: int = 0
     phase: int = trainer.STEP_PHASE_UNSPECIFIED
     version: common.PolicyVersion = field(default_factory=common.PolicyVersion)
@@ -50,6 +47,7 @@ class Trainer(Instance):
     async def OpenRun(self, request: trainer.OpenRunRequest) -> trainer.OpenRunResponse:
         config = (request.config_json, request.run_directory)
         await self.open_run(request.header, config, nothing, self._end)
+        self.directory = request.run_directory
         return trainer.OpenRunResponse(barrier=trainer.BARRIER_GROUP)
 
     async def CloseRun(self, request: trainer.CloseRunRequest) -> trainer.CloseRunResponse:
@@ -85,13 +83,15 @@ class Trainer(Instance):
     async def Restore(self, request: trainer.RestoreRequest) -> trainer.RestoreResponse:
         self.fence(request.header, lease=True)
         await asyncio.sleep(0.5 * self.pace)
-        ordinal = 0
-        weights: Weights = ()
-        for name, version, saved, _, _ in self.disk.checkpoints:
-            if name == request.checkpoint:
-                ordinal, weights = version.ordinal, saved
-        parent = next((c[1].number for c in self.disk.checkpoints if c[0] == request.checkpoint), 0)
-        self._hold(weights, request.number, parent, ordinal)
+        directory = self._source(request.source_run_directory)
+        if request.source_run_directory and not request.checkpoint:
+            raise self._refuse("INVALID", "checkpoint: name one of source_run_directory")
+        if request.checkpoint:
+            found = self._intact(directory, request.checkpoint)
+            parent = found.version.number if directory == self.directory else 0
+            self._hold(found.weights, request.number, parent, found.version.ordinal)
+        else:
+            self._hold((), request.number, 0, 0)
         self.groups, self.attempt = {}, (0, 0)
         return trainer.RestoreResponse(version=self.version)
 
@@ -205,29 +205,68 @@ class Trainer(Instance):
         if self.phase == trainer.STEP_PHASE_COMMITTED or self.version.number != request.number:
             raise self._refuse("CONFLICT", f"version {request.number} is not held and recorded")
         name = f"lineage-{self.generation}/step-{self.version.ordinal}-{request.number}"
-        entry = (name, self.version, self.weights, request.ledger, "")
-
-        async def write() -> None:
-            await asyncio.sleep(self.rng.uniform(0.2, 2.0))
-            if name not in [saved[0] for saved in self.disk.checkpoints]:
-                self.disk.checkpoints.append(entry)
-
-        writing = asyncio.ensure_future(self._mortal(write()))
+        stored = Stored(self.directory, name, self.version, self.weights, request.ledger)
+        while self.writing is not None and not self.writing[1].done() and self.writing[0] != request.number:
+            if not request.wait:
+                raise self._refuse("BUSY", f"the checkpoint of version {self.writing[0]} is being written")
+            await asyncio.wait({self.writing[1]})
+        if self.writing is None or self.writing[1].done():
+            self.writing = (request.number, asyncio.ensure_future(self._mortal(self._write(stored))))
         if request.wait:
-            await writing
+            await asyncio.shield(self.writing[1])
         return trainer.SaveCheckpointResponse(
-            checkpoint=trainer.Checkpoint(name=name, version=self.version), durable=request.wait
+            checkpoint=trainer.Checkpoint(name=name, version=stored.version), durable=request.wait
+        )
+
+    async def _write(self, stored: Stored) -> None:
+        await asyncio.sleep(self.rng.uniform(0.2, 2.0))
+        self.disk.save(stored)
+
+    def _source(self, directory: str) -> str:
+        """The directory to read checkpoints from: this run's own, or one beside it."""
+        if not self.directory:
+            raise self._refuse("NOT_OPEN", "no run is open: call OpenRun first")
+        if not directory:
+            return self.directory
+        if directory == self.directory or directory.rpartition("/")[0] != self.directory.rpartition("/")[0]:
+            raise self._refuse("INVALID", f"source_run_directory {directory!r} is not beside this run's")
+        if not self.disk.listed(directory):
+            raise self._refuse("NOT_FOUND", f"source_run_directory {directory!r} has no checkpoints")
+        return directory
+
+    def _intact(self, directory: str, name: str) -> Stored:
+        found = self.disk.find(directory, name)
+        if found is None:
+            raise self._refuse("NOT_FOUND", f"no live checkpoint {name!r}")
+        if found.damage:
+            self._set_aside(found)
+            raise self._refuse("CHECKPOINT_DAMAGED", f"{name}: {found.damage}")
+        return found
+
+    def _set_aside(self, found: Stored) -> None:
+        """Another run's are left in their place."""
+        found.set_aside = found.directory == self.directory
+        self.reports.append(
+            trainer.SetAsideCheckpoint(
+                name=found.name,
+                reason=found.damage,
+                set_aside_as=f"{found.name}.damaged-1" if found.set_aside else "",
+            )
         )
 
     async def ListCheckpoints(
         self, request: trainer.ListCheckpointsRequest
     ) -> trainer.ListCheckpointsResponse:
         self.fence(request.header, lease=False)
+        directory = self._source(request.source_run_directory)
+        found = self.disk.listed(directory)
+        for checkpoint in found:
+            if checkpoint.torn:
+                self._set_aside(checkpoint)
+        reports, self.reports = self.reports, []
         return trainer.ListCheckpointsResponse(
-            checkpoints=[
-                trainer.Checkpoint(name=name, version=version)
-                for name, version, _, _, _ in reversed(self.disk.checkpoints)
-            ]
+            checkpoints=[trainer.Checkpoint(name=c.name, version=c.version) for c in found if not c.torn],
+            set_aside=reports,
         )
 
     async def FetchLedger(
@@ -235,9 +274,10 @@ class Trainer(Instance):
     ) -> AsyncIterator[trainer.FetchLedgerResponse]:
         request = await anext(aiter(requests))
         self.fence(request.header, lease=False)
-        for name, _, _, ledger, _ in self.disk.checkpoints:
-            if name == request.checkpoint:
-                yield trainer.FetchLedgerResponse(data=ledger)
+        directory = self._source(request.source_run_directory)
+        ledger = self._intact(directory, request.checkpoint).ledger
+        for start in range(0, len(ledger), PIECE_BYTES):
+            yield trainer.FetchLedgerResponse(data=ledger[start : start + PIECE_BYTES])
 
     async def ExportModel(self, request: trainer.ExportModelRequest) -> trainer.ExportModelResponse:
         self.fence(request.header, lease=False)

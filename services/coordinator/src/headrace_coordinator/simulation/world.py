@@ -20,12 +20,13 @@ from headrace_coordinator.domain.state import InstanceState
 from headrace_coordinator.fleet import Fleet, FleetSettings, Supervisor, open_reports
 from headrace_coordinator.history import History, Item
 from headrace_coordinator.kernel import Kernel
+from headrace_coordinator.simulation.disk import Disk, Weights
 from headrace_coordinator.simulation.instances import Instance
 from headrace_coordinator.simulation.judge import Violation, judge
 from headrace_coordinator.simulation.network import SimulatedPort
 from headrace_coordinator.simulation.reward import Reward
 from headrace_coordinator.simulation.rollout import Rollout
-from headrace_coordinator.simulation.trainer import Disk, Trainer, Weights
+from headrace_coordinator.simulation.trainer import Trainer
 from headrace_coordinator.simulation.virtual_time import run_virtual
 from headrace_coordinator.store.memory_store import MemoryStore
 
@@ -80,6 +81,8 @@ class World:
         self.directory = Path(self._temporary.name)
         self.spec = self._spec()
         self.instances: dict[str, Instance] = {}
+        self.ended: runs.RunState | None = None
+        self.history: list[Item] = []
         self.counts = {
             "rollout": self.spec.rollout.instances,
             "trainer": self.spec.trainer.ranks,
@@ -297,6 +300,7 @@ class World:
                     "stop",
                     "clock",
                     "sleep",
+                    "damage",
                 ]
             )
             self.faults[fault] += 1
@@ -338,6 +342,17 @@ class World:
         victim.cut_off = True
         await asyncio.sleep(self.rng.uniform(1.0, 60.0))
         victim.cut_off = False
+
+    async def _fault_damage(self) -> None:
+        """The newest checkpoint is damaged; an intact one is before it."""
+        run = self._run()
+        if run is None:
+            return
+        live = {number for number, version in run.lineage.versions.items() if version.live}
+        listed = self.disk.listed(run.directory)
+        intact = [c for c in listed if not c.damage and c.version.number in live]
+        if len(intact) > 1:
+            intact[0].damage, intact[0].torn = "a byte differs", self.rng.random() < 0.5
 
     async def _fault_stop(self) -> None:
         victim = self._victim()
@@ -406,7 +421,8 @@ class World:
 
     async def _judge(self, run: runs.RunState) -> Outcome:
         assert self._coordinator is not None
-        counts = judge(run, await self._history(run.id), self._weights(run.lineage.head))
+        self.ended, self.history = run, await self._history(run.id)
+        counts = judge(run, self.history, self._weights(run.lineage.head))
         await self._archived(run)
         return Outcome(
             self.seed,
@@ -442,7 +458,7 @@ class World:
         """The head's weights: in a living trainer, or on the disk when the trainer died last."""
         trainers = [i for i in self.instances.values() if isinstance(i, Trainer) and i.alive]
         found = [trainer.made[head] for trainer in trainers if head in trainer.made]
-        found += [saved for _, version, saved, _, _ in self.disk.checkpoints if version.number == head]
+        found += [stored.weights for stored in self.disk.checkpoints if stored.version.number == head]
         return found[0] if found else None
 
 

@@ -43,6 +43,12 @@ class StateReader(Protocol):
     def moment(self, kind: str, name: str) -> Tensor:
         """fp32 optimizer moment, kind exp_avg or exp_avg_sq."""
 
+    def weight_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape of every weight and buffer by name."""
+
+    def moment_kinds(self) -> set[str]:
+        """Kinds of optimizer moments that there are."""
+
     @property
     def optimizer_steps(self) -> int:
         """Optimizer steps behind the moments."""
@@ -51,8 +57,15 @@ class StateReader(Protocol):
 class Backend(Protocol):
     """A model with its optimizer, sharded over the ranks; all ranks call the same methods in one order."""
 
+    @property
+    def shares_prefixes(self) -> bool:
+        """Whether the sequences of a row may be planned and packed as a prefix tree; fixed once weights are loaded."""
+
     def load_initial(self) -> None:
         """The configured model, optimizer state empty."""
+
+    def check_state(self, reader: StateReader) -> None:
+        """Raises Refusal CHECKPOINT_MISMATCH, naming the key, for another model or optimizer. Loads nothing."""
 
     def load_state(self, reader: StateReader | None) -> None:
         """A checkpoint's weights and optimizer state; rank 0 reads, the others pass None."""
