@@ -28,6 +28,8 @@ class Instance:
     devices: tuple[str, ...] = ()
     alive: bool = True
     cut_off: bool = False
+    pace: float = 1.0
+    """Factor of the times that work takes whatever the seed."""
     coordinator_epoch: int = 0
     held: dict[int, tuple[str, ...]] = field(default_factory=dict)
     deadlines: dict[int, float] = field(default_factory=dict)

@@ -45,7 +45,7 @@ class Rollout(Instance):
         self.fence(request.header, lease=True)
         if self.running and self.version.number != request.version.number:
             raise CallRefused(self.incarnation, "POLICY_MISMATCH", "sequences of another version live")
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(0.05 * self.pace)
         self.version = request.version
         return rollout.InstallPolicyResponse(version=self.version)
 

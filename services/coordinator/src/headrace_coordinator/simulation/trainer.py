@@ -82,7 +82,7 @@ class Trainer(Instance):
 
     async def Restore(self, request: trainer.RestoreRequest) -> trainer.RestoreResponse:
         self.fence(request.header, lease=True)
-        await asyncio.sleep(0.5)
+        await asyncio.sleep(0.5 * self.pace)
         directory = self._source(request.source_run_directory)
         if request.source_run_directory and not request.checkpoint:
             raise self._refuse("INVALID", "checkpoint: name one of source_run_directory")
@@ -159,7 +159,7 @@ class Trainer(Instance):
         if set_digest(members) != request.set_digest:
             self.phase, self.groups = trainer.STEP_PHASE_IDLE, {}
             return trainer.CommitStepResponse(result=trainer.COMMIT_RESULT_SET_MISMATCH)
-        await asyncio.sleep(0.3)
+        await asyncio.sleep(0.3 * self.pace)
         if self.rng.random() < 0.02:
             self.phase, self.groups = trainer.STEP_PHASE_IDLE, {}
             return trainer.CommitStepResponse(result=trainer.COMMIT_RESULT_NONFINITE)
