@@ -345,5 +345,5 @@ async def test_a_snapshot_is_saved_while_something_is_always_pending(opened, ser
     one.kernel._since_snapshot = 10**9
     one.kernel.post(ev.NumberBurnt(at=0, run="r", number=1))
     async with asyncio.timeout(20):
-        while not (await RedisStore(server.url).load()).snapshot:
+        while not (await RedisStore(server.url).load()).snapshot:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
