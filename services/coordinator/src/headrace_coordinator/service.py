@@ -37,6 +37,7 @@ KINDS = {
     pb.SERVICE_KIND_REWARD: "reward",
 }
 MAX_NAMES = 4096
+MAX_CAPABILITY = 65_536
 MAX_REASON = 500
 NUMBERS = {name: number for number, name in KINDS.items()}
 Outbox = asyncio.Queue[pb.SessionResponse | ServiceError | None]
@@ -198,13 +199,17 @@ def _check_registration(request: pb.RegisterRequest) -> None:
     if request.address:
         split_address(check_name("address", request.address))
     names = [*request.devices, *request.capabilities, *request.open_runs]
-    names += [name for facet in request.capabilities.values() for name in facet.values]
-    if len(names) > MAX_NAMES:
+    offered = [value for facet in request.capabilities.values() for value in facet.values]
+    if len(names) + len(offered) > MAX_NAMES:
         raise invalid(
-            "devices", f"{len(names)} names with those of capabilities and open_runs; at most {MAX_NAMES}"
+            "devices",
+            f"{len(names) + len(offered)} names with those of capabilities and open_runs; at most {MAX_NAMES}",
         )
     for name in names:
         check_name("devices, capabilities and open_runs", name)
+    for value in offered:
+        if len(value) > MAX_CAPABILITY:  # An options facet carries a plug-in's JSON Schema.
+            raise invalid("capabilities", f"{len(value)} characters in a value; at most {MAX_CAPABILITY}")
     check_name("store_id", request.store_id, optional=True)
     for lease in request.held_leases:
         check_at_least("held_leases.epoch", lease.epoch, 1)
