@@ -118,8 +118,9 @@ class _Planner:
     def _refill(self, run: RunState, plan: Plan, *, grow: bool) -> None:
         """Replaces what an admitted run has lost; with `grow`, adds rollouts up to what it asked for."""
         held = self._grants[run.id]
-        kept = Grant(self._usable(held.rollouts), self._usable(held.trainers), held.devices)
-        if kept == held and not (grow and len(kept.rollouts) < demand_of(run).rollouts):
+        kept, demand = Grant(self._usable(held.rollouts), self._usable(held.trainers), held.devices), demand_of(run)
+        lacks = len(kept.rollouts) < demand.fewest_rollouts or len(kept.trainers) < demand.trainers
+        if kept == held and not lacks and not (grow and len(kept.rollouts) < demand.rollouts):
             return
         others = {name: grant for name, grant in self._grants.items() if name != run.id}
         grant = self._fit(run, others, kept)
@@ -186,9 +187,9 @@ class _Planner:
             generate = sum(i.host == host for i in rollouts)
             learn = sum(i.host == host for i in trainers)
             needed = generate + learn if demand.disaggregated else max(generate, learn)
-            everything = self._devices_of(host)
-            if not everything:
+            if not self._known_on(host):
                 continue  # Instances without devices of their own run without a lease.
+            everything = self._devices_of(host)
             free = [device for device in everything if device not in busy]
             named = _named((*demand.rollout_devices, *demand.trainer_devices), everything)
             if named:
@@ -196,7 +197,9 @@ class _Planner:
                     return f"{', '.join(missing)} to be free"
                 chosen += named
                 continue
-            fair = max(needed, len(everything) // self._side_by_side())
+            # What an admitted run has beyond its need stays: its leases may cover it until a step has ended.
+            mine = sum(device in own for device in free)
+            fair = max(needed, mine if own else len(everything) // self._side_by_side())
             free.sort(key=lambda device: (device not in own, everything.index(device)))
             if len(free) < needed:
                 return f"{needed} devices on {host} ({len(free)} free of {len(everything)})"
@@ -205,8 +208,10 @@ class _Planner:
 
     def _devices_of(self, host: str) -> list[str]:
         """Devices of a host that are not in quarantine, by name."""
-        known = {d for i in self._state.instances.values() if i.host == host for d in i.devices}
-        return sorted(known - self._state.table.quarantined.keys(), key=device_order)
+        return sorted(self._known_on(host) - self._state.table.quarantined.keys(), key=device_order)
+
+    def _known_on(self, host: str) -> set[str]:
+        return {d for i in self._state.instances.values() if i.host == host for d in i.devices}
 
     def _side_by_side(self) -> int:
         """How many of the runs that want to run could run at once, by their instances alone."""
