@@ -67,9 +67,13 @@ def plan_admission(state: State, now: float) -> Plan:
 
 def order_key(run: RunState, now: float) -> tuple[bool, int, float, float, str]:
     """Sorts runs: who comes first in the queue, and who may displace whom."""
-    waited = now - run.queued_at if run.state == QUEUED else 0.0
-    patient = waited < PATIENCE_QUANTA * run.quantum_s
+    patient = run.state != QUEUED or _within(now - run.queued_at, PATIENCE_QUANTA * run.quantum_s)
     return patient, -run.priority, run.share(now), run.created_at, run.id
+
+
+def _within(elapsed: float, limit: float) -> bool:
+    """Whether a time has not passed. The wall clock may be set back: a time that cannot be told counts as passed."""
+    return 0.0 <= elapsed < limit
 
 
 class _Planner:
@@ -237,7 +241,7 @@ class _Planner:
             other
             for other in reversed(self._admitted)
             if other.grant is not None
-            and self._now - other.admitted_at >= other.quantum_s
+            and not _within(self._now - other.admitted_at, other.quantum_s)
             and (key < order_key(other, self._now) or self._holds_too_much(other))
         ]
         grants = dict(self._grants)
