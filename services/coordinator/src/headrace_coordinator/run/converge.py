@@ -171,7 +171,7 @@ async def _restore(context: RunContext) -> None:
             source_run=source.run,
             warmup_steps=response.warmup_steps,
             figures=dict(response.figures),
-            kept=await kernel.history.kept(run.id, source.frontier_step),
+            kept=await kernel.history.kept(run.id, 0 if source.run else source.frontier_step),
         )
     )
 
@@ -231,7 +231,9 @@ async def _origin(context: RunContext, wanted: FromCheckpointSection) -> _Source
     """The checkpoint of another run that this one begins with; raises `RunFailed` where there is none."""
     directory = str(Path(context.state.directory).parent / wanted.run)
     found: list[int] = []
-    for checkpoint in await _foreign(context, directory):
+    begun_with = context.state.origin_checkpoint
+    # A fork that must begin again does so where it began, though its origin may have come further.
+    for checkpoint in sorted(await _foreign(context, directory), key=lambda each: each.name != begun_with):
         try:
             ledger = read_ledger(await context.crew.leader.fetch_ledger(checkpoint.name, directory))
         except CallRefused as refused:
