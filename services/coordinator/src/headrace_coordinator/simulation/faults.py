@@ -78,12 +78,12 @@ class Faults:
     async def _sleep(self) -> None:
         """The machine sleeps: leases' clocks go on, timers and work stand still; nobody may be declared lost."""
         world = self._world
-        slept, kills = self._rng.uniform(1.0, 600.0), world.killed_in_order
+        slept, kills = self._rng.uniform(1.0, 600.0), world.killed_as_silent
         world.slept_s += slept
         for instance in world.instances.values():
             instance.deadlines = {epoch: at - slept for epoch, at in instance.deadlines.items()}
         await asyncio.sleep(SETTINGS.heartbeat)
-        if slept > 2 * SETTINGS.heartbeat and world.killed_in_order != kills:
+        if slept > 2 * SETTINGS.heartbeat and world.killed_as_silent != kills:
             raise Violation(f"a sleep of {slept:.0f} s was taken for the silence of an instance")
 
     async def _partition(self) -> None:

@@ -35,7 +35,7 @@ class Processes:
         self.disk = Disk()
         self.instances: dict[str, Instance] = {}
         self.ports: list[SimulatedPort] = []
-        self.killed_in_order = 0
+        self.killed_as_silent = 0
         self._gangs: Gangs = {}
         self._born = 0
         self._tasks: list[asyncio.Task[Any]] = []
@@ -174,7 +174,7 @@ class Processes:
 
     def _supervisor_command(self, command: str, body: Any) -> None:
         if command == "kill":
-            self.killed_in_order += 1
+            self.killed_as_silent += "unheard of" in body[2] or "not renewed" in body[2]
             self.spawn(self.kill(body[1]))
 
     async def kill(self, incarnation: str) -> None:
