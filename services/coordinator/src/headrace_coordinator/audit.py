@@ -16,8 +16,7 @@ def live_steps(history: Iterable[tuple[int, ev.Event]]) -> list[Step]:
     steps: list[Step] = []
     for _, event in history:
         if isinstance(event, ev.VersionRestored):
-            kept_below = 0 if event.source_run else event.frontier_step  # A fork begins again with its origin.
-            steps = [step for step in steps if step_index(step) < kept_below]
+            steps = [step for step in steps if step_index(step) < event.frontier_step]
         elif isinstance(event, ev.StepCommitted | ev.StepSkipped):
             steps.append(event)
     return steps

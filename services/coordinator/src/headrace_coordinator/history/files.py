@@ -109,9 +109,9 @@ class RunFiles:
                     found.setdefault(self.steps, []).append(self._step_record(number, event, place))
                 case ev.VersionRestored():
                     self._flush(found)
-                    # A fork that begins again with its origin keeps no step of its own.
-                    first_lost = 0 if event.source_run else event.frontier_step
-                    self.restores.append([Record(number, *place, 0, event.number, event.ordinal, first_lost)])
+                    self.restores.append(
+                        [Record(number, *place, 0, event.number, event.ordinal, event.frontier_step)]
+                    )
                     self._tally = self.kept(event.frontier_step)[0]
                 case ev.Evaluated(view=view):
                     record = Record(number, *place, 0, view["version"], view["step"], view["step"])

@@ -107,6 +107,8 @@ class RunLoop:
         await context.placement.learn()
         await form_gang(context)
         self._published = await converge(context)
+        if context.state.origin_checkpoint and not context.state.last_checkpoint:
+            await self._checkpointer.save(wait=True)  # Its origin may prune what it began with.
         context.agreement_due = True
         if context.state.state in (runs.PLANNING, runs.RECOVERING):
             self._move(runs.RUNNING, "training")
