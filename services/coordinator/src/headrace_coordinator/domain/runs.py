@@ -155,6 +155,8 @@ class RunState(msgspec.Struct):
     last_checkpoint: int = 0
     last_checkpoint_at: float = 0.0
     export_path: str = ""
+    origin_checkpoint: str = ""
+    """Name of the checkpoint of another run that this one began with."""
     dataset_digest: str = ""
     totals: Totals = msgspec.field(default_factory=Totals)
     checkpoints: list[tuple[str, int]] = []
@@ -206,6 +208,7 @@ class RunState(msgspec.Struct):
                 self.gang_generation, self.gang = event.generation, list(event.members)
             case ev.VersionRestored():
                 self.warmup_steps = event.warmup_steps or self.warmup_steps
+                self.origin_checkpoint = event.checkpoint if event.source_run else self.origin_checkpoint
                 self.evaluated = [key for key in self.evaluated if _ordinal_of(key) <= event.ordinal]
                 self._prune()
             case ev.StepCommitted():

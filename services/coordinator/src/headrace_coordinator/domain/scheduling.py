@@ -67,9 +67,13 @@ def plan_admission(state: State, now: float) -> Plan:
 
 def order_key(run: RunState, now: float) -> tuple[bool, int, float, float, str]:
     """Sorts runs: who comes first in the queue, and who may displace whom."""
-    waited = now - run.queued_at if run.state == QUEUED else 0.0
-    patient = waited < PATIENCE_QUANTA * run.quantum_s
+    patient = run.state != QUEUED or _within(now - run.queued_at, PATIENCE_QUANTA * run.quantum_s)
     return patient, -run.priority, run.share(now), run.created_at, run.id
+
+
+def _within(elapsed: float, limit: float) -> bool:
+    """Whether a time has not passed. The wall clock may be set back: a time that cannot be told counts as passed."""
+    return 0.0 <= elapsed < limit
 
 
 class _Planner:
@@ -118,8 +122,12 @@ class _Planner:
     def _refill(self, run: RunState, plan: Plan, *, grow: bool) -> None:
         """Replaces what an admitted run has lost; with `grow`, adds rollouts up to what it asked for."""
         held = self._grants[run.id]
-        kept = Grant(self._usable(held.rollouts), self._usable(held.trainers), held.devices)
-        if kept == held and not (grow and len(kept.rollouts) < demand_of(run).rollouts):
+        kept, demand = (
+            Grant(self._usable(held.rollouts), self._usable(held.trainers), held.devices),
+            demand_of(run),
+        )
+        lacks = len(kept.rollouts) < demand.fewest_rollouts or len(kept.trainers) < demand.trainers
+        if kept == held and not lacks and not (grow and len(kept.rollouts) < demand.rollouts):
             return
         others = {name: grant for name, grant in self._grants.items() if name != run.id}
         grant = self._fit(run, others, kept)
@@ -186,9 +194,9 @@ class _Planner:
             generate = sum(i.host == host for i in rollouts)
             learn = sum(i.host == host for i in trainers)
             needed = generate + learn if demand.disaggregated else max(generate, learn)
-            everything = self._devices_of(host)
-            if not everything:
+            if not self._known_on(host):
                 continue  # Instances without devices of their own run without a lease.
+            everything = self._devices_of(host)
             free = [device for device in everything if device not in busy]
             named = _named((*demand.rollout_devices, *demand.trainer_devices), everything)
             if named:
@@ -196,7 +204,9 @@ class _Planner:
                     return f"{', '.join(missing)} to be free"
                 chosen += named
                 continue
-            fair = max(needed, len(everything) // self._parts(demand))
+            # What an admitted run has beyond its need stays: its leases may cover it until a step has ended.
+            mine = sum(device in own for device in free)
+            fair = max(needed, mine if own else len(everything) // self._parts(demand))
             free.sort(key=lambda device: (device not in own, everything.index(device)))
             if len(free) < needed:
                 return f"{needed} devices on {host} ({len(free)} free of {len(everything)})"
@@ -205,8 +215,10 @@ class _Planner:
 
     def _devices_of(self, host: str) -> list[str]:
         """Devices of a host that are not in quarantine, by name."""
-        known = {d for i in self._state.instances.values() if i.host == host for d in i.devices}
-        return sorted(known - self._state.table.quarantined.keys(), key=device_order)
+        return sorted(self._known_on(host) - self._state.table.quarantined.keys(), key=device_order)
+
+    def _known_on(self, host: str) -> set[str]:
+        return {d for i in self._state.instances.values() if i.host == host for d in i.devices}
 
     def _parts(self, demand: Demand) -> int:
         """Parts that a host's devices are divided into: how many runs of this demand the instances can carry."""
@@ -225,7 +237,7 @@ class _Planner:
             other
             for other in reversed(self._admitted)
             if other.grant is not None
-            and self._now - other.admitted_at >= other.quantum_s
+            and not _within(self._now - other.admitted_at, other.quantum_s)
             and key < order_key(other, self._now)
         ]
         grants = dict(self._grants)
