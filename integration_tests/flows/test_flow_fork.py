@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import pytest
+from harness.gate import Gate
 from harness.ledger import audit
 from harness.specs import BATCH, GROUPS
 from headrace.client import HeadraceError
 
 
 @pytest.fixture(scope="module")
-def origin(fleet, spec_of):
-    """A run of 3 steps that has ended, with checkpoints of steps 2 and 3."""
-    run = fleet.succeed(fleet.submit(spec_of(name="origin", steps=3)))
+def origin(fleet, spec_of, tmp_path_factory):
+    """A run of 3 steps that has ended, with checkpoints of steps 2 and 3: a pause makes one, and the end."""
+    gate = Gate(tmp_path_factory.mktemp("origin") / "gate")
+    gate.hold_after(BATCH + 3)
+    run = fleet.submit(spec_of(name="origin", steps=3, reward=gate.reward, checkpoint__interval_steps=100))
+    gate.wait_until_held()
+    fleet.client.pause(run.id)
+    gate.open()
+    fleet.state(run, "PAUSED")
+    fleet.client.resume(run.id)
+    run = fleet.succeed(run)
     assert [item.step for item in fleet.client.checkpoints(run.id)] == [3, 2]
     return run
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from textwrap import wrap
 from typing import TYPE_CHECKING
 
 from headrace_cli.output import state_text, table
@@ -19,7 +20,7 @@ NARROW_COLUMNS = ("run", "state", "place", "step", "age")
 
 def runs_list(runs: Sequence[Run], width: int) -> RenderableType:
     """Each run with its state, place in the queue, progress, and why or what it waits for; `width` in columns."""
-    return _table(runs) if width >= WIDE else _lines(runs)
+    return _table(runs) if width >= WIDE else _lines(runs, width)
 
 
 def _table(runs: Sequence[Run]) -> RenderableType:
@@ -41,20 +42,19 @@ def _table(runs: Sequence[Run]) -> RenderableType:
     return table(("run", "state", ">place", *priority, ">step", "held-out", ">age", "why"), rows)
 
 
-def _lines(runs: Sequence[Run]) -> RenderableType:
+def _lines(runs: Sequence[Run], width: int) -> RenderableType:
     from rich.console import Group
-    from rich.padding import Padding
     from rich.text import Text
 
     rows = [_cells(run) for run in runs]
     widths = [max(len(row[i]) for row in (NARROW_COLUMNS, *rows)) for i in range(len(NARROW_COLUMNS))]
-    parts: list[RenderableType] = [Text(_padded(NARROW_COLUMNS, widths), style="bold")]
+    parts = [Text("  ".join(_padded(NARROW_COLUMNS, widths)), style="bold")]
     for run, cells in zip(runs, rows, strict=True):
-        before, after = _padded(cells[:1], widths), _padded(cells[2:], widths[2:])
-        state = state_text(cells[1].ljust(widths[1]), run.state)
-        parts.append(Text("  ").join([Text(before), state, Text(after)]))
+        name, state, *rest = _padded(cells, widths)
+        parts.append(Text("  ").join([Text(name), state_text(state, run.state), Text("  ".join(rest))]))
         why = sentence(run) + (f" (priority {run.priority})" if run.priority else "")
-        parts.append(Padding(Text(why, style="dim"), (0, 0, 0, 2)))
+        # Wrapped here: a console that writes to a file wraps nothing.
+        parts += [Text(f"  {line}", style="dim") for line in wrap(why, width - 2, break_on_hyphens=False)]
     return Group(*parts)
 
 
@@ -63,5 +63,5 @@ def _cells(run: Run) -> tuple[str, ...]:
     return run.id, run.state, place, f"{run.step}/{run.steps}", age(run.created_at)
 
 
-def _padded(cells: Sequence[str], widths: Sequence[int]) -> str:
-    return "  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=False)).rstrip()
+def _padded(cells: Sequence[str], widths: Sequence[int]) -> list[str]:
+    return [cell.ljust(width) for cell, width in zip(cells, widths, strict=True)]

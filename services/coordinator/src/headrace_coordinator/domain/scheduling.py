@@ -147,7 +147,7 @@ class _Planner:
         trainers = self._choose("trainer", facets, taken, kept.trainers, demand.trainers)
         if len(trainers) < demand.trainers:
             return self._missing("trainer", demand.trainers, len(trainers), grants)
-        busy = {device for grant in grants.values() for device in grant.devices}
+        busy = {device: name for name, grant in grants.items() for device in grant.devices}
         devices = self._devices(run, demand, rollouts, trainers, busy, kept.devices)
         if isinstance(devices, str):
             return devices
@@ -169,8 +169,7 @@ class _Planner:
         users = sorted(
             run for run, grant in grants.items() if (grant.rollouts if kind == "rollout" else grant.trainers)
         )
-        used = f"; {', '.join(users)} {'uses' if len(users) == 1 else 'use'} the others" if users else ""
-        return f"{wanted} {kind} instance{'s' if wanted > 1 else ''} ({free} free{used})"
+        return f"{wanted} {kind} instance{'s' if wanted > 1 else ''} ({free} free{_held_by(users)})"
 
     def _devices(
         self,
@@ -178,7 +177,7 @@ class _Planner:
         demand: Demand,
         rollouts: Sequence[InstanceState],
         trainers: Sequence[InstanceState],
-        busy: set[str],
+        busy: dict[str, str],
         own: Sequence[str],
     ) -> list[str] | str:
         chosen: list[str] = []
@@ -193,13 +192,15 @@ class _Planner:
             named = _named((*demand.rollout_devices, *demand.trainer_devices), everything)
             if named:
                 if missing := [device for device in named if device not in free]:
-                    return f"{', '.join(missing)} to be free"
+                    return f"{', '.join(missing)} to be free{_held_by(busy[d] for d in missing)}"
                 chosen += named
                 continue
             fair = max(needed, len(everything) // self._side_by_side())
             free.sort(key=lambda device: (device not in own, everything.index(device)))
             if len(free) < needed:
-                return f"{needed} devices on {host} ({len(free)} free of {len(everything)})"
+                holders = _held_by(busy[device] for device in everything if device in busy)
+                plural = "s" if needed > 1 else ""
+                return f"{needed} device{plural} on {host} ({len(free)} free of {len(everything)}{holders})"
             chosen += sorted(free[:fair], key=everything.index)
         return chosen
 
@@ -257,6 +258,11 @@ class _Planner:
         everything = sum(len(self._devices_of(host)) for host in hosts)
         named = run.spec["placement"]["rollout"] or run.spec["placement"]["trainer"]
         return not named and len(grant.devices) > max(1, everything // self._side_by_side())
+
+
+def _held_by(runs: Iterable[str]) -> str:
+    names = sorted(set(runs))
+    return f"; held by {', '.join(names)}" if names else ""
 
 
 def device_order(device: str) -> tuple[str, int, str]:

@@ -136,6 +136,8 @@ class Checkpointer:
     def _saved(self, name: str, number: int) -> None:
         self._announced, self._in_flight = number, 0
         context = self._context
+        if context.state.last_checkpoint == number:
+            return
         context.kernel.post(
             ev.CheckpointSaved(
                 at=context.kernel.now(), run=context.run_id, name=name, number=number, step=self._step
