@@ -1,10 +1,10 @@
 """What a fork must agree on with its origin: the run, its checkpoints, the shape of a batch, steps that are left."""
 
 import pytest
-from conftest import run_view
 from headrace_coordinator.forks import check_fork, unknown_origin
 from headrace_schema.problems import sentence
 from headrace_schema.spec import RunSpec
+from headrace_schema.views import RunView
 
 
 def spec_of(**changes):
@@ -20,8 +20,9 @@ def spec_of(**changes):
 
 
 def problems(steps=(8, 4), ended=False, **changes):
-    origin = run_view("sums-1", spec_of(from_checkpoint=None))
-    origin = origin.model_copy(update={"state": "SUCCEEDED" if ended else "RUNNING"})
+    spec = spec_of(from_checkpoint=None).model_dump(mode="json")
+    state = "SUCCEEDED" if ended else "RUNNING"
+    origin = RunView.from_json({"id": "sums-1", "state": state, "spec": spec})
     return {item.key: sentence(item) for item in check_fork(spec_of(**changes), origin, steps)}
 
 
