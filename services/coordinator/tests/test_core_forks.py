@@ -19,11 +19,11 @@ def spec_of(**changes):
     return RunSpec.model_validate(made | changes)
 
 
-def problems(steps=(8, 4), ended=False, **changes):
+def problems(saved=(8, 4), ended=False, **changes):
     spec = spec_of(from_checkpoint=None).model_dump(mode="json")
     state = "SUCCEEDED" if ended else "RUNNING"
     origin = RunView.from_json({"id": "sums-1", "state": state, "spec": spec})
-    return {item.key: sentence(item) for item in check_fork(spec_of(**changes), origin, steps)}
+    return {item.key: sentence(item) for item in check_fork(spec_of(**changes), origin, saved)}
 
 
 def test_what_differs_in_other_ways_is_free():
@@ -48,12 +48,12 @@ def test_what_differs_in_other_ways_is_free():
             "algorithm.prompts_per_step",
             "would have other prompts; set it to 2",
         ),
-        ({"steps": 4, "ended": True, "steps_": ()}, "from_checkpoint.run", "name a run that has one"),
-        ({"steps_": ()}, "from_checkpoint.run", "make one with: headrace run pause sums-1"),
+        ({"steps": 4, "ended": True, "saved": ()}, "from_checkpoint.run", "name a run that has one"),
+        ({"saved": ()}, "from_checkpoint.run", "make one with: headrace run pause sums-1"),
     ],
 )
 def test_what_cannot_be_is_named_by_its_key(changes, key, words):
-    given = changes.pop("steps_", (8, 4))
+    given = changes.pop("saved", (8, 4))
     found = problems(given, **changes)
     assert words in found[key]
 

@@ -48,7 +48,7 @@ class PlainReporter:
         scores = {item.step: item.score for item in heldout(snapshot.run)}
         every = math.ceil(snapshot.run.steps / MOST_STEP_LINES)
         if snapshot.steps and snapshot.steps[-1].step < self._shown:
-            self._print(f"went back to step {snapshot.steps[-1].step}")
+            self._print(f"rewound to step {snapshot.steps[-1].step}")
             self._shown = snapshot.steps[-1].step
         for step in snapshot.steps:
             if step.step <= self._shown:
