@@ -88,3 +88,19 @@ def test_a_running_run_without_a_checkpoint_is_told_how_to_get_one(fleet, spec_o
     fleet.client.cancel(run.id)
     gate.open()
     assert "it has no checkpoint" in fleet.state(run, "CANCELLED").reason
+
+
+def test_a_fork_without_a_checkpoint_of_its_own_goes_back_to_its_origins(fleet, origin, tmp_path):
+    gate = Gate(tmp_path / "gate")
+    gate.hold_after(BATCH + 3)
+    changes = {"steps": 5, "reward": gate.reward, "checkpoint.interval_steps": 100}
+    run = fleet.client.fork(origin.id, 2, changes)
+    gate.wait_until_held()
+    fleet.reach(run, 3)
+    fleet.replaced("trainer-0", fleet.kill("trainer-0"))
+    gate.open()
+    run = fleet.succeed(run)
+    found = audit(fleet, run)
+    assert len(found.trained) == 3 * BATCH and found.rewinds == 1 and len(found.abandoned) == 1
+    restored = [event.data for event in fleet.events(run) if event.type == "version_restored"]
+    assert [(each["source_run"], each["frontier_step"]) for each in restored] == [(origin.id, 2)] * 2
