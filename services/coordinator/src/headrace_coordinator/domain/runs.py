@@ -271,6 +271,11 @@ def next_action(run: RunState) -> Action:
     return ACTIONS[run.state][run.intent]
 
 
+def checkpoint_words(run: RunState) -> str:
+    """What a cancelled run leaves behind, for people."""
+    return "its last checkpoint stays" if run.last_checkpoint else "it has no checkpoint"
+
+
 def evaluation_key(kind: str, ordinal: int) -> str:
     """Names an evaluation that has been done."""
     return f"{kind}@{ordinal}"

@@ -155,7 +155,7 @@ class _Planner:
         trainers = self._choose("trainer", facets, taken, kept.trainers, demand.trainers)
         if len(trainers) < demand.trainers:
             return self._missing("trainer", demand.trainers, len(trainers), grants)
-        busy = {device for grant in grants.values() for device in grant.devices}
+        busy = {device: name for name, grant in grants.items() for device in grant.devices}
         devices = self._devices(run, demand, rollouts, trainers, busy, kept.devices)
         if isinstance(devices, str):
             return devices
@@ -177,8 +177,7 @@ class _Planner:
         users = sorted(
             run for run, grant in grants.items() if (grant.rollouts if kind == "rollout" else grant.trainers)
         )
-        used = f"; {', '.join(users)} {'uses' if len(users) == 1 else 'use'} the others" if users else ""
-        return f"{wanted} {kind} instance{'s' if wanted > 1 else ''} ({free} free{used})"
+        return f"{wanted} {kind} instance{'s' if wanted > 1 else ''} ({free} free{_held_by(users)})"
 
     def _devices(
         self,
@@ -186,7 +185,7 @@ class _Planner:
         demand: Demand,
         rollouts: Sequence[InstanceState],
         trainers: Sequence[InstanceState],
-        busy: set[str],
+        busy: dict[str, str],
         own: Sequence[str],
     ) -> list[str] | str:
         chosen: list[str] = []
@@ -201,7 +200,7 @@ class _Planner:
             named = _named((*demand.rollout_devices, *demand.trainer_devices), everything)
             if named:
                 if missing := [device for device in named if device not in free]:
-                    return f"{', '.join(missing)} to be free"
+                    return f"{', '.join(missing)} to be free{_held_by(busy[d] for d in missing)}"
                 chosen += named
                 continue
             # What an admitted run has beyond its need stays: its leases may cover it until a step has ended.
@@ -209,7 +208,9 @@ class _Planner:
             fair = max(needed, mine if own else len(everything) // self._parts(demand))
             free.sort(key=lambda device: (device not in own, everything.index(device)))
             if len(free) < needed:
-                return f"{needed} devices on {host} ({len(free)} free of {len(everything)})"
+                holders = _held_by(busy[device] for device in everything if device in busy)
+                plural = "s" if needed > 1 else ""
+                return f"{needed} device{plural} on {host} ({len(free)} free of {len(everything)}{holders})"
             chosen += sorted(free[:fair], key=everything.index)
         return chosen
 
@@ -255,6 +256,11 @@ class _Planner:
                 leaving.remove(name)
                 grants = without
         plan.yields |= dict.fromkeys(leaving, f"yields to {run.id}, which waits for {reason}")
+
+
+def _held_by(runs: Iterable[str]) -> str:
+    names = sorted(set(runs))
+    return f"; held by {', '.join(names)}" if names else ""
 
 
 def device_order(device: str) -> tuple[str, int, str]:
