@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from headrace_coordinator.domain import events as ev
+from headrace_coordinator.domain.places import device_order, devices_seen, machines, named_devices
 from headrace_coordinator.domain.runs import QUEUED, RUN, Grant, RunState
 from headrace_coordinator.domain.state import InstanceState, State
 
@@ -76,6 +77,7 @@ class _Planner:
     def __init__(self, state: State, now: float) -> None:
         self._state = state
         self._now = now
+        self._machines = machines(state.instances.values())
         runs = sorted(state.active_runs(), key=lambda run: order_key(run, now))
         self._admitted = [run for run in runs if run.grant is not None]
         self._waiting = [run for run in runs if run.state == QUEUED and run.intent == RUN]
@@ -182,15 +184,17 @@ class _Planner:
         own: Sequence[str],
     ) -> list[str] | str:
         chosen: list[str] = []
-        for host in sorted({i.host for i in (*rollouts, *trainers)}):
-            generate = sum(i.host == host for i in rollouts)
-            learn = sum(i.host == host for i in trainers)
+        members = (*rollouts, *trainers)
+        for machine in sorted({self._machines[i.incarnation] for i in members}):
+            here = [i for i in members if self._machines[i.incarnation] == machine]
+            generate = sum(i.kind == "rollout" for i in here)
+            learn = len(here) - generate
             needed = generate + learn if demand.disaggregated else max(generate, learn)
-            everything = self._devices_of(host)
+            everything = self._devices_of(here)
             if not everything:
                 continue  # Instances without devices of their own run without a lease.
             free = [device for device in everything if device not in busy]
-            named = _named((*demand.rollout_devices, *demand.trainer_devices), everything)
+            named = named_devices((*demand.rollout_devices, *demand.trainer_devices), everything)
             if named:
                 if missing := [device for device in named if device not in free]:
                     return f"{', '.join(missing)} to be free"
@@ -199,14 +203,13 @@ class _Planner:
             fair = max(needed, len(everything) // self._side_by_side())
             free.sort(key=lambda device: (device not in own, everything.index(device)))
             if len(free) < needed:
-                return f"{needed} devices on {host} ({len(free)} free of {len(everything)})"
+                return f"{needed} devices on {machine} ({len(free)} free of {len(everything)})"
             chosen += sorted(free[:fair], key=everything.index)
         return chosen
 
-    def _devices_of(self, host: str) -> list[str]:
-        """Devices of a host that are not in quarantine, by name."""
-        known = {d for i in self._state.instances.values() if i.host == host for d in i.devices}
-        return sorted(known - self._state.table.quarantined.keys(), key=device_order)
+    def _devices_of(self, instances: Iterable[InstanceState]) -> list[str]:
+        """Devices that the instances can use and that are not in quarantine, by name."""
+        return sorted(devices_seen(instances) - self._state.table.quarantined.keys(), key=device_order)
 
     def _side_by_side(self) -> int:
         """How many of the runs that want to run could run at once, by their instances alone."""
@@ -253,16 +256,11 @@ class _Planner:
 
     def _holds_too_much(self, run: RunState) -> bool:
         grant = self._grants[run.id]
-        hosts = {self._state.instances[who].host for who in self._usable((*grant.rollouts, *grant.trainers))}
-        everything = sum(len(self._devices_of(host)) for host in hosts)
+        used = {self._machines[who] for who in self._usable((*grant.rollouts, *grant.trainers))}
+        known = self._state.instances.values()
+        everything = len(self._devices_of(i for i in known if self._machines[i.incarnation] in used))
         named = run.spec["placement"]["rollout"] or run.spec["placement"]["trainer"]
         return not named and len(grant.devices) > max(1, everything // self._side_by_side())
-
-
-def device_order(device: str) -> tuple[str, int, str]:
-    """Sorts device names by their index: cpu:2 comes before cpu:10."""
-    stem, _, index = device.rpartition(":")
-    return (stem, int(index), "") if index.isdigit() else (device, 0, "")
 
 
 def _has(instance: InstanceState, facets: dict[str, str]) -> bool:
@@ -271,9 +269,3 @@ def _has(instance: InstanceState, facets: dict[str, str]) -> bool:
         not instance.capabilities.get(facet) or name in instance.capabilities[facet]
         for facet, name in facets.items()
     )
-
-
-def _named(names: Sequence[str], everything: Sequence[str]) -> list[str]:
-    """The spec's devices on one host, in full; names may leave the host out."""
-    found = [d for d in everything if any(d == name or d.endswith(f"/{name}") for name in names)]
-    return list(dict.fromkeys(found))

@@ -12,6 +12,7 @@ from math import ceil
 from headrace_schema.running import PlacementSection
 
 from headrace_coordinator.domain.leases import LeaseRequest
+from headrace_coordinator.domain.places import devices_seen, machines, named_devices
 from headrace_coordinator.ports import CallRefused, InstanceDown
 from headrace_coordinator.run.crew import Crew
 from headrace_coordinator.run.members import Member, Published
@@ -38,10 +39,10 @@ class Placement:
             ("rollout", self.crew.rollouts, spec.rollout.instances),
             ("trainer", self.crew.trainers, spec.trainer.ranks),
         ):
-            hosts = _by_host(members)
-            for host, group in hosts.items():
-                seats = max(len(group), ceil(wanted / len(hosts)))
-                _seat(group, devices_of[kind, host], seats, f"placement.{kind}")
+            groups = _by_machine(members)
+            for machine, group in groups.items():
+                seats = max(len(group), ceil(wanted / len(groups)))
+                _seat(group, devices_of[kind, machine], seats, f"placement.{kind}")
 
     async def learn(self) -> None:
         """The gang holds its devices, awake."""
@@ -94,7 +95,10 @@ class Placement:
 
     async def _take(self, members: Sequence[Member], stage: str) -> None:
         with_devices = [member for member in members if member.devices]
-        requests = [LeaseRequest(m.incarnation, self.crew.run, stage, m.devices) for m in with_devices]
+        requests = [
+            LeaseRequest(m.incarnation, self.crew.run, stage, m.devices, m.instance.host)
+            for m in with_devices
+        ]
         await self.crew.fleet.desk.release(self.crew.run, self._strays(members))
         epochs = await self.crew.fleet.desk.acquire(requests, self.crew.fleet_timeout)
         for member, epoch in zip(with_devices, epochs, strict=True):
@@ -107,46 +111,47 @@ def default_devices(
     rollouts: Sequence[Member],
     trainers: Sequence[Member],
 ) -> dict[tuple[str, str], list[str]]:
-    """Devices by (kind, host), of those granted to the run: the spec's, else all (collocated) or a half each
+    """Devices by (kind, machine), of those granted to the run: the spec's, else all (collocated) or a half each
     (disaggregated)."""
     chosen: dict[tuple[str, str], list[str]] = {}
-    for host in {member.instance.host for member in (*rollouts, *trainers)}:
-        of_host = {d for m in (*rollouts, *trainers) if m.instance.host == host for d in m.instance.devices}
-        everything = [device for device in granted if device in of_host]
+    for machine, members in _by_machine((*rollouts, *trainers)).items():
+        generates = devices_seen(m.instance for m in members if m.instance.kind == "rollout")
+        learns = devices_seen(m.instance for m in members if m.instance.kind == "trainer")
+        # What only one kind can use lies on its side.
+        everything = [device for device in granted if device in generates | learns]
+        everything.sort(key=lambda device: (device in learns) - (device in generates))
         trainer_side, rollout_side = list(everything), list(everything)
-        both = any(m.instance.host == host for m in rollouts) and any(
-            m.instance.host == host for m in trainers
-        )
-        if section.mode == "disaggregated" and both:
+        if section.mode == "disaggregated" and generates and learns:
             if len(everything) < 2:
                 raise PlacementError(
-                    f"placement.mode: disaggregated needs two devices on {host}, which has {everything}; "
+                    f"placement.mode: disaggregated needs two devices on {machine}, which has {everything}; "
                     "use collocated"
                 )
             half = len(everything) // 2
             rollout_side, trainer_side = everything[:-half], everything[-half:]
-        for kind, named, side in (
-            ("rollout", section.rollout, rollout_side),
-            ("trainer", section.trainer, trainer_side),
+        for kind, names, side, usable in (
+            ("rollout", section.rollout, rollout_side, generates),
+            ("trainer", section.trainer, trainer_side, learns),
         ):
-            chosen[kind, host] = _named(named, everything, host, kind) if named else side
+            found = _named(names, everything, machine, kind) if names else side
+            chosen[kind, machine] = [device for device in found if device in usable]
     return chosen
 
 
-def _named(named: Sequence[str], everything: Sequence[str], host: str, kind: str) -> list[str]:
-    full = [name if "/" in name else f"{host}/{name}" for name in named]
-    missing = [name for name in full if name.startswith(f"{host}/") and name not in everything]
+def _named(names: Sequence[str], everything: Sequence[str], machine: str, kind: str) -> list[str]:
+    missing = [name for name in names if "/" not in name and not named_devices([name], everything)]
     if missing:
         raise PlacementError(
-            f"placement.{kind}: {', '.join(missing)} does not exist; {host} has {', '.join(everything)}"
+            f"placement.{kind}: {', '.join(missing)} does not exist; {machine} has {', '.join(everything)}"
         )
-    return [name for name in full if name.startswith(f"{host}/")]
+    return [device for name in names for device in named_devices([name], everything)]
 
 
-def _by_host(members: Sequence[Member]) -> dict[str, list[Member]]:
+def _by_machine(members: Sequence[Member]) -> dict[str, list[Member]]:
+    machine_of = machines(member.instance for member in members)
     groups: dict[str, list[Member]] = defaultdict(list)
     for member in members:
-        groups[member.instance.host].append(member)
+        groups[machine_of[member.incarnation]].append(member)
     return groups
 
 
@@ -162,5 +167,12 @@ def _seat(members: Sequence[Member], devices: Sequence[str], seats: int, key: st
     chunks = [tuple(devices[start:stop]) for start, stop in zip([0, *stops], stops, strict=False)]
     taken = {member.devices for member in members if member.lease_epoch}
     free = [chunk for chunk in chunks if chunk not in taken]
-    for member, chunk in zip((m for m in members if not m.lease_epoch), free, strict=False):
-        member.devices = chunk
+    for member in (m for m in members if not m.lease_epoch):
+        own = next((chunk for chunk in free if set(chunk) <= set(member.instance.devices)), None)
+        if own is None:
+            raise PlacementError(
+                f"{key}: {member.instance.instance} sees {', '.join(member.instance.devices)} and none of the devices "
+                f"that are left for it ({'; '.join(', '.join(chunk) for chunk in free)}); name devices that it sees"
+            )
+        free.remove(own)
+        member.devices = own
