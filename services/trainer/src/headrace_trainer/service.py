@@ -365,7 +365,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):  # type: ignore[
         try:
             self._instance.fence.check_lease(header.lease_epoch)
         except ServiceError as error:
-            raise Refusal(error.reason, error.message, **error.metadata) from error
+            raise Refusal(error.reason, error.message, "precondition", **error.metadata) from error
 
     def _wake(self, header: common_pb2.CommandHeader) -> None:
         self._authorise(header)
