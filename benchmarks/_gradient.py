@@ -54,7 +54,7 @@ class Accumulation:
             self._config,
             build_algorithm(self._config.algorithm),
             1,
-            shared=self._config.trainer.shared_prefix,
+            shared=self._backend.shares_prefixes,
             run_round=lambda work: self._backend.micro(work[0]).finite,
             gradient_holds=lambda: True,  # asked in a replay only
         )

@@ -169,10 +169,12 @@ def make_task(spec: dict[str, Any]) -> dict[str, Any]:
     from headrace_modelkit.tokenizer import load_tokenizer
     from headrace_schema.generating import ModelSection
     from headrace_schema.spec import RunSpec
+    from headrace_trainer.algorithms.plugins import GrpoOptions
 
     run = RunSpec.model_validate(spec)
     algorithm, optimizer = run.algorithm, run.optimizer
-    if algorithm.loss_aggregation != "token-mean" or not algorithm.normalize_std:
+    loss = GrpoOptions.model_validate(algorithm.options)
+    if loss.loss_aggregation != "token-mean" or not loss.normalize_std:
         raise ValueError(
             "the peer's loss is token-mean with rewards normalised by group: keep both in the preset"
         )
@@ -198,8 +200,6 @@ def make_task(spec: dict[str, Any]) -> dict[str, Any]:
         "group_size": algorithm.group_size,
         "max_new_tokens": run.sampling.max_new_tokens,
         "temperature": run.sampling.temperature,
-        "clip_low": algorithm.clip_low,
-        "clip_high": algorithm.clip_high,
         "schedule": optimizer.schedule.name,
         **optimizer.model_dump(include={"lr", "beta1", "beta2", "eps", "weight_decay", "grad_clip"}),
     }

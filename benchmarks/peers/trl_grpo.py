@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from headrace_reward.scorers import find
+from headrace_reward.scorers import choose
 from headrace_reward.scorers.base import Answer
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
@@ -30,10 +30,9 @@ class Rewards:
     __name__ = "reward"  # TRL's name of its metric
 
     def __init__(self, scorers: list[dict[str, Any]]) -> None:
-        kinds = [(find(item["name"]), item) for item in scorers]
         self._parts = [
-            (item.get("weight", 1.0), kind.build(kind.options(**item.get("options", {}))))
-            for kind, item in kinds
+            (item.get("weight", 1.0), choose(item["name"], item.get("options", {})).build())
+            for item in scorers
         ]
         self.since_step: list[float] = []
 
@@ -95,8 +94,6 @@ def config(task: dict[str, Any], output: str) -> GRPOConfig:
         beta=0.0,
         num_iterations=1,
         scale_rewards="group",
-        epsilon=task["clip_low"],
-        epsilon_high=task["clip_high"],
         learning_rate=task["lr"],
         lr_scheduler_type=task["schedule"],
         warmup_steps=0,

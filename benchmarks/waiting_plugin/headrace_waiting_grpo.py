@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from headrace_trainer.algorithms import register
+from headrace_servicekit.registry import Plugin
 from headrace_trainer.algorithms._base import Barrier
 from headrace_trainer.algorithms.grpo import Grpo
+from headrace_trainer.algorithms.plugins import GrpoOptions
 
 
-@register("grpo_waiting")
 class WaitingGrpo(Grpo):
     """The same advantages, loss and gradient; only the barrier differs."""
 
     barrier = Barrier.BATCH
+
+
+GRPO_WAITING = Plugin(WaitingGrpo, GrpoOptions, "GRPO that waits for the whole batch")

@@ -37,6 +37,22 @@ BAD = {
     "a scorer without function": ({"reward": {"scorers": [{"name": "mine.py"}]}}, "reward.scorers[0].name", "mine.py:"),
     "unknown engine": ({"rollout__engine": "transformer"}, "rollout.engine", "transformers"),
     "unknown algorithm": ({"algorithm__name": "grpoo"}, "algorithm.name", "grpo"),
+    "unknown option of an algorithm": (
+        {"algorithm__options": {"normalise_std": False}}, "algorithm.options.normalise_std", "normalize_std"
+    ),
+    "an option of no engine": (
+        {"rollout__engine_options": {"paged": True}}, "rollout.engine_options.paged", "remove it"
+    ),
+    "an ill-typed option of a backend": (
+        {"trainer__backend_options": {"reshard_micro_batches": 3}},
+        "trainer.backend_options.reshard_micro_batches",
+        "true",
+    ),
+    "unknown option of a scorer": (
+        {"reward": {"scorers": [{"name": "exact", "options": {"case": True}}]}},
+        "reward.scorers[0].options.case",
+        "ignore_case",
+    ),
     "unknown source": ({"data__source": "copy_digit"}, "data.source", "copy_digits"),
     "unknown option of a source": ({"data__options": {"digit": 3}}, "data.options.digit", "digits"),
     "too many held out": ({"data__heldout": 5000}, "data.heldout", ""),
@@ -104,9 +120,8 @@ def test_a_scorer_that_cannot_be_opened_is_refused_with_its_key(fleet, spec_of, 
 def refused_scorer(fleet, spec_of, scorer, key, said):
     with pytest.raises(HeadraceError) as refused:
         fleet.submit(spec_of(reward={"scorers": [scorer]}))
-    (problem,) = refused.value.problems
-    assert refused.value.status == 422 and problem.key == key, problem
-    assert said in problem.problem
+    problems = {problem.key: problem.problem for problem in refused.value.problems}
+    assert refused.value.status == 422 and said in problems[key], problems
 
 
 def test_a_model_that_cannot_be_loaded_ends_the_run_with_a_sentence(fleet, spec_of, tmp_path):

@@ -157,7 +157,8 @@ def test_an_older_copy_of_the_store_serves_and_its_run_goes_on(own_fleet, spec_o
     with own_fleet() as fleet:
         fleet.ready(*WORKERS)
         gate.hold_after(2 * BATCH + 3)
-        run = fleet.submit(spec_of(steps=8, reward=gate.reward))
+        # A checkpoint's ledger repeats the steps since the oldest one that is kept.
+        run = fleet.submit(spec_of(steps=8, reward=gate.reward, checkpoint__keep=10))
         gate.wait_until_held()
         fleet.reach(run, 2)
         fleet.down()
@@ -177,7 +178,9 @@ def test_an_older_copy_of_the_store_serves_and_its_run_goes_on(own_fleet, spec_o
 
 
 def copy_store(fleet: Fleet, target: Path) -> None:
-    shutil.copytree(fleet.data_dir / "redis", target, ignore=lambda _, names: [n for n in names if ".sock" in n])
+    shutil.copytree(
+        fleet.data_dir / "redis", target, ignore=lambda _, names: [n for n in names if ".sock" in n]
+    )
 
 
 def marks(fleet: Fleet) -> tuple[int, int]:

@@ -71,7 +71,7 @@ def test_a_minimal_spec_is_valid_and_its_json_is_a_fixed_point():
         ({"model": "org/model"}, "model", "write a mapping"),
         ({"algorithm.group_size": 1}, "algorithm.group_size", "use at least 2"),
         ({"trainer.ranks": 3}, "algorithm.prompts_per_step", "the nearest valid value is 3"),
-        ({"algorithm.clip_low": 1.5}, "algorithm.clip_low", "below 1"),
+        ({"algorithm.clip_low": 0.2}, "algorithm.clip_low", "belong in algorithm.options"),
         ({"optimizer.schedule.warmup_steps": 11}, "optimizer.schedule.warmup_steps", "value is 10"),
         ({"data.prompt.system": "s", "data.prompt.chat": False}, "data.prompt.system", "chat: true"),
         ({"sampling.top_p": 0.9}, "sampling.top_p", "set top_p: 1"),

@@ -1,6 +1,7 @@
 """What a fleet cannot satisfy is refused at submission, with the nearest value that it can."""
 
 import os
+from dataclasses import replace
 
 import pytest
 from headrace_coordinator.admission import FleetView, check
@@ -8,10 +9,16 @@ from headrace_schema.problems import sentence
 from headrace_schema.spec import RunSpec
 from headrace_schema.views import DeviceView, InstanceView
 
+SCHEMA = '{"additionalProperties": false, "properties": {"cap": {"type": "number", "exclusiveMinimum": 0}}}'
+OPTIONS = frozenset({f"grpo={SCHEMA}", "grpo-like={}"})
 FLEET = FleetView(
     capabilities={
         "rollout": {"engines": frozenset({"transformers", "vllm"})},
-        "trainer": {"backends": frozenset({"fsdp"}), "algorithms": frozenset({"grpo"})},
+        "trainer": {
+            "backends": frozenset({"fsdp"}),
+            "algorithms": frozenset({"grpo"}),
+            "algorithm_options": OPTIONS,
+        },
         "reward": {"scorers": frozenset({"exact", "last_number"})},
     },
     instances={"rollout": 2, "trainer": 1, "reward": 1},
@@ -42,6 +49,8 @@ def test_a_spec_that_fits_has_no_problem():
         ({"rollout": {"engine": "transformer"}}, "rollout.engine", "did you mean transformers?"),
         ({"trainer": {"backend": "fdsp"}}, "trainer.backend", "did you mean fsdp?"),
         ({"algorithm": {"name": "gpro"}}, "algorithm.name", "did you mean grpo?"),
+        ({"algorithm": {"options": {"cpa": 1}}}, "algorithm.options.cpa", "unknown key; did you mean cap?"),
+        ({"algorithm": {"options": {"cap": 0}}}, "algorithm.options.cap", "use a number above 0"),
         ({"reward": {"scorers": [{"name": "exakt"}]}}, "reward.scorers[0].name", "did you mean exact?"),
         (
             {"reward": {"scorers": [{"name": "exact"}], "evaluation": [{"name": "last-number"}]}},
@@ -60,7 +69,7 @@ def test_a_spec_that_fits_has_no_problem():
             "placement.mode",
             "needs 3 devices (2 to generate and 1 to learn) and there are 2",
         ),
-        ({"data": {"source": "copy-digits"}}, "data.source", "did you mean copy_digits?"),
+        ({"data": {"source": "copy-digits"}}, "data.source", "did you mean 'copy_digits'?"),
         (
             {"data": {"source": "copy_digits", "heldout": 1000}},
             "data.heldout",
@@ -169,3 +178,13 @@ def test_a_warm_up_needs_answers(tmp_path):
     found = problems({"data": data, "trainer": {"warmup": {"steps": 3}}})
     assert "1 of 2 training items have no answer" in found["trainer.warmup.steps"]
     assert problems({"data": data}) == {}
+
+
+def test_options_must_suit_one_of_the_releases_that_run():
+    newer = SCHEMA.replace("cap", "limit")
+    trainer = {**FLEET.capabilities["trainer"], "algorithm_options": OPTIONS | {f"grpo={newer}"}}
+    fleet = replace(FLEET, capabilities={**FLEET.capabilities, "trainer": trainer})
+    assert problems({"algorithm": {"options": {"limit": 2}}}, fleet) == {}
+    assert list(problems({"algorithm": {"options": {"both": 2}}}, fleet)) == ["algorithm.options.both"]
+    # No schema: the service checks when the run opens.
+    assert problems({"rollout": {"engine_options": {"any": 1}}}) == {}

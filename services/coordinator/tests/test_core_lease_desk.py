@@ -4,7 +4,10 @@ import asyncio
 
 import pytest
 from headrace_coordinator.domain import events as ev
+from headrace_coordinator.domain.runs import Grant, RunState
+from headrace_coordinator.domain.slots import SlotLedger
 from headrace_coordinator.domain.state import InstanceState
+from headrace_coordinator.domain.versions import Lineage
 from headrace_coordinator.fleet import Fleet, FleetSettings, Supervisor
 from headrace_coordinator.kernel import Kernel
 from headrace_coordinator.present import instance_views
@@ -129,7 +132,8 @@ async def test_a_revoked_lease_keeps_its_notice_over_a_standstill(desk):
 
 async def test_a_silent_instance_is_shown_before_it_is_killed(desk):
     desk.live(TTL + 5, beats=True)
-    desk.fleet.run_of = {"a": "r"}.get
+    ledger, grant = SlotLedger(2, 2), Grant(trainers=["a"])
+    desk.kernel.state.runs["r"] = RunState("r", {}, "", ledger, Lineage(), 0.0, grant=grant)
     desk.live(2 * BEAT, beats=False)
     assert instance_views(desk.fleet)[0].state == "READY" and desk.fleet.silences("r") == []
     desk.live(2, beats=False)

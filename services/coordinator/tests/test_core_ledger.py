@@ -34,7 +34,7 @@ from headrace_coordinator.domain.state import (
     snapshot,
 )
 from headrace_coordinator.domain.totals import EVALUATIONS_SHOWN, Totals, step_dropped, step_trained
-from headrace_coordinator.domain.versions import Lineage
+from headrace_coordinator.domain.versions import Lineage, plan_lost_rewind
 from headrace_coordinator.run.meter import Meter, covered
 from hypothesis import given
 from hypothesis import strategies as st
@@ -108,6 +108,19 @@ def test_staleness_counts_ordinals_and_refuses_abandoned_versions():
     assert lineage.staleness(1, 7) == 1
     assert lineage.staleness(3, 7) is None
     assert lineage.staleness(99, 7) is None
+
+
+def test_a_rewind_that_an_older_log_lacks_is_made_up_from_the_step_that_follows_it():
+    """A checkpoint's ledger repeats the step on version 9; that 9 was version 2 restored is in no log."""
+    lineage = Lineage()
+    for event in (restored(1), committed(2, 1, 1, 0), committed(3, 2, 2, 1)):
+        lineage.apply(event)
+    for step in (committed(10, 9, 2, 1), committed(11, 10, 3, 2)):
+        for event in (*plan_lost_rewind(lineage, step), step):
+            lineage.apply(event)
+    assert lineage.chain(lineage.head) == [11, 10, 9, 2, 1]
+    assert {number for number, version in lineage.versions.items() if not version.live} == {3}
+    assert lineage.versions[9].digest == lineage.versions[2].digest
 
 
 def test_a_burnt_number_is_never_given_again():

@@ -6,10 +6,11 @@ from importlib.metadata import EntryPoint, EntryPoints
 from types import SimpleNamespace
 
 import pytest
-from headrace_coordinator.data import DataItem, DataSource, source_names
-from headrace_coordinator.data import sources as registry
+from headrace_coordinator.data import SOURCES, DataItem, DataSource
+from headrace_coordinator.data.contract import check_source
 from headrace_coordinator.data.sources import open_source
 from headrace_schema.problems import Impossible
+from headrace_servicekit import registry
 
 SUMS = {"dataset": "chain_sum", "config": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}}
 
@@ -128,8 +129,8 @@ def test_an_unreadable_file_names_its_neighbour(tmp_path):
 
 
 def test_an_unknown_source_names_the_nearest():
-    assert source_names() == ["copy_digits", "jsonl", "reasoning_gym"]
-    assert "data.source: there is no data source 'reasoning-gym'; did you mean reasoning_gym?" in refusal(
+    assert SOURCES.names() == ["copy_digits", "jsonl", "reasoning_gym"]
+    assert "data.source: there is no data source 'reasoning-gym'; did you mean 'reasoning_gym'?" in refusal(
         "reasoning-gym", {}
     )
 
@@ -148,15 +149,31 @@ def test_another_package_can_publish_a_source(monkeypatch):
     monkeypatch.setitem(sys.modules, "published_sources", SimpleNamespace(Squares=Squares))
     entries = EntryPoints(
         [
-            EntryPoint("squares", "published_sources:Squares", registry.GROUP),
-            EntryPoint("broken", "no_such_module:X", registry.GROUP),
-            EntryPoint("wrong", "json:loads", registry.GROUP),
+            EntryPoint("squares", "published_sources:Squares", SOURCES.group),
+            EntryPoint("broken", "no_such_module:X", SOURCES.group),
+            EntryPoint("wrong", "json:loads", SOURCES.group),
         ]
     )
     monkeypatch.setattr(registry, "entry_points", lambda **select: entries.select(**select))
-    registry.source_class.cache_clear()
-    assert "squares" in source_names()
+    assert "squares" in SOURCES.names()
     assert [item.answer for item in items_of("squares", {"count": 4})] == ["0", "1", "4", "9"]
     assert "cannot be imported" in refusal("broken", {})
     assert "is no subclass" in refusal("wrong", {})
-    registry.source_class.cache_clear()
+
+
+def test_a_source_holds_the_contract():
+    assert check_source("copy_digits", {"digits": 2}).fingerprint() == ""
+
+
+def test_the_contract_finds_a_source_that_changes(monkeypatch):
+    turns = iter(range(9))
+
+    class Moody(DataSource):
+        """Other items each time."""
+
+        def items(self):
+            yield DataItem("?", str(next(turns)))
+
+    monkeypatch.setattr("headrace_coordinator.data.copy_digits.CopyDigits", Moody)
+    with pytest.raises(AssertionError, match="other items the second time"):
+        check_source("copy_digits", {})

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import pytest
 from headrace_reward import scorers
-from headrace_reward.options import parse_options
 from headrace_reward.scorers.base import Answer, ScorerError
+from headrace_reward.scorers.contract import check_scorer
 from headrace_reward.scorers.numbers import last_number
+from headrace_servicekit.registry import Plugin
 
 
 def score(name, completion, reference="", *, metadata=None, token_count=0, **options):
-    kind = scorers.find(name)
-    made = kind.build(parse_options(kind.options, options))
-    return made.score(Answer("", completion, reference, metadata or {}, token_count))
+    return (
+        scorers.choose(name, options)
+        .build()
+        .score(Answer("", completion, reference, metadata or {}, token_count))
+    )
 
 
 @pytest.mark.parametrize(
@@ -131,4 +134,25 @@ def test_bad_options_name_the_key_and_the_fix(name, options, field, message):
 
 def test_unknown_scorer_names_the_nearest():
     with pytest.raises(ScorerError, match="did you mean 'last_number'"):
-        scorers.find("last_numbr")
+        scorers.choose("last_numbr", {})
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("exact", {}), ("last_number", {}), ("regex", {"pattern": "4"}), ("length", {"target": 2, "limit": 4})],
+)
+def test_built_in_scorers_hold_the_contract(name, options):
+    check_scorer(name, options, Answer("2 + 2 =", "4", "4"))
+
+
+def test_the_contract_finds_a_scorer_that_does_not_repeat_itself(monkeypatch):
+    turns = iter(range(9))
+
+    class Moody:
+        def score(self, answer):
+            return next(turns)
+
+    plugin = Plugin(lambda options: Moody(), description="moody")
+    monkeypatch.setattr("headrace_reward.scorers.text.Exact", plugin)
+    with pytest.raises(AssertionError, match="two scores: 0 and 1"):
+        check_scorer("exact", {}, Answer("", "4", "4"))

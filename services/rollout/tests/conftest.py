@@ -20,7 +20,7 @@ from headrace_modelkit.presets.tiny import write_tiny
 from headrace_modelkit.tokenizer import TextCodec, load_tokenizer
 from headrace_modelkit.weights import copy_out, weight_layout
 from headrace_rollout.__main__ import mount
-from headrace_rollout.engines import load_engine
+from headrace_rollout.engines import ENGINES
 from headrace_rollout.engines.base import (
     Distribution,
     Engine,
@@ -154,7 +154,7 @@ async def new_engine(model_config, weight_views, codec) -> AsyncIterator[Callabl
 
     async def build(max_concurrency: int = 16, *, install: bool = True, **model) -> Engine:
         config = EngineConfig(model_config.model_copy(update=model), codec, max_concurrency)
-        engine = load_engine("transformers")(config)
+        engine = ENGINES.choose("transformers", {}).build(config)
         engines.append(engine)
         await engine.set_threads(1)
         if install:

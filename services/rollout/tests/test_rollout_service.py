@@ -263,6 +263,13 @@ async def test_score_gives_the_sampled_log_probs(rollout, assignments):
 async def test_open_run_says_what_is_wrong(new_rollout, tiny_directory, tmp_path):
     rollout = await new_rollout()
     await refused(rollout.open(tiny_directory, engin="x"), "INVALID", "rollout.engin", "engine")
+    await refused(
+        rollout.open(tiny_directory, engine="transformer"), "INVALID", "rollout.engine", "'transformers'"
+    )
+    options = {"engine_options": {"paged": True}}
+    await refused(
+        rollout.open(tiny_directory, **options), "INVALID", "rollout.engine_options.paged", "unknown key"
+    )
     await refused(rollout.open(tiny_directory, engine="warp"), "INVALID", "rollout.engine", "transformers")
     await refused(rollout.open(tmp_path / "nothing"), "MODEL_NOT_READABLE", "model.path", "config.json")
     opened = await rollout.open(tiny_directory, max_concurrency=3)

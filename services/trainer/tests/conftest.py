@@ -24,6 +24,7 @@ from headrace_servicekit.digests import set_digest, trajectory_digest
 from headrace_servicekit.instance import Instance, InstanceConfig
 from headrace_trainer.__main__ import mount
 from headrace_trainer.algorithms import build_algorithm
+from headrace_trainer.backends import build_backend
 from headrace_trainer.backends.fsdp.backend import FsdpBackend
 from headrace_trainer.gang import Gang, join_gang
 from headrace_trainer.packing import plan_batches, plan_rows
@@ -98,7 +99,8 @@ def make_backend(gang: Gang, make_config: Callable[..., dict[str, Any]]) -> Call
 
     def make(**sections: Any) -> FsdpBackend:
         config = TrainerConfig.model_validate(make_config(**sections))
-        backend = FsdpBackend(config, build_algorithm(config.algorithm), gang)
+        backend = build_backend(config, build_algorithm(config.algorithm), gang)
+        assert isinstance(backend, FsdpBackend)
         backend.load_initial()
         return backend
 

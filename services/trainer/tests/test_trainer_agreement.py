@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import grpc
 import pytest
 import torch
+from headrace.trainer.v1 import trainer_pb2
 from headrace_schema.generating import SamplingSection
 from headrace_servicekit.digests import trajectory_digest
+from headrace_servicekit.errors import reason_of
 from headrace_trainer.wire import read_sequence
 
 
@@ -32,6 +35,46 @@ async def test_a_step_of_equal_rewards_is_compared_on_a_few_answers(
     assert figures["grad_norm"] == 0.0 and figures["log_prob_compared_tokens"] == len(own)
     assert figures["log_prob_mismatch_mean"] == pytest.approx(float((own - engine).abs().mean()), abs=1e-4)
     assert figures["log_prob_mismatch_max"] == pytest.approx(float((own - engine).abs().max()), abs=1e-4)
+
+
+def settled(make_settled, version, change):
+    """A group whose first sampled segment is changed, digest and all."""
+    group = make_settled(0, version=version)
+    trajectory = group.members[2].trajectory
+    change(trajectory.segments[1].tokens)
+    trajectory.body_digest = trajectory_digest(trajectory)
+    return group
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("top_p", 0.9), ("top_k", 5), ("min_p", 0.1), ("repetition_penalty", 1.2)]
+)
+async def test_answers_of_a_cut_or_changed_distribution_are_refused(client, make_settled, name, value):
+    version = (await client.open()).version
+    await client.begin(0, 1, 1, 2)
+    group = settled(make_settled, version, lambda tokens: setattr(tokens.distribution, name, value))
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await client.learn(0, 1, [group])
+    assert reason_of(caught.value) == "INVALID"
+    assert name in caught.value.details() and "sample 2 of prompt 0" in caught.value.details()
+
+
+async def test_a_log_prob_that_is_not_a_number_is_refused(client, make_settled):
+    version = (await client.open()).version
+    await client.begin(0, 1, 1, 2)
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await client.learn(0, 1, [settled(make_settled, version, tell_nan)])
+    assert reason_of(caught.value) == "INVALID"
+    assert "NaN" in caught.value.details() and "sample 2 of prompt 0" in caught.value.details()
+    # Values that were never told are no error.
+    group = settled(make_settled, version, lambda tokens: tokens.ClearField("log_probs"))
+    [response] = await client.learn(0, 1, [group])
+    assert response.outcomes[0].disposition == trainer_pb2.GROUP_DISPOSITION_ACCUMULATED
+
+
+def tell_nan(tokens) -> None:
+    """The engine's first log-prob is NaN."""
+    tokens.log_probs[0] = float("nan")
 
 
 async def test_a_step_with_a_gradient_counts_the_tokens_of_its_micro_batches(

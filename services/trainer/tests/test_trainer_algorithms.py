@@ -1,4 +1,4 @@
-"""Advantages, losses and their gradients against verl's own output on one fixed batch."""
+"""Advantages against verl's own output on one fixed batch; losses and gradients against their definition."""
 
 from __future__ import annotations
 
@@ -8,49 +8,46 @@ from pathlib import Path
 import pytest
 import torch
 from headrace_schema.learning import AlgorithmSection
-from headrace_trainer.algorithms import algorithm_names, build_algorithm
-from headrace_trainer.algorithms._base import TokenBatch
-from headrace_trainer.algorithms._policy_loss import clipped_objective, truncated_importance
+from headrace_servicekit.registry import Plugin
+from headrace_trainer.algorithms import ALGORITHMS, build_algorithm
+from headrace_trainer.algorithms._base import Barrier, LossSums, TokenBatch
+from headrace_trainer.algorithms._policy_loss import truncated_importance
+from headrace_trainer.algorithms.contract import check_algorithm
+from headrace_trainer.algorithms.grpo import Grpo
+from headrace_trainer.algorithms.plugins import GrpoOptions
 from headrace_trainer.errors import Refusal
 
 VECTORS = json.loads((Path(__file__).parent / "data" / "verl_vectors.json").read_text())
 INPUTS = {name: torch.tensor(value) for name, value in VECTORS["inputs"].items()}
 CASES = {case["key"]: case for case in VECTORS["cases"]}
 MASK_BT = INPUTS["response_mask"].bool()
-LOSSES = sorted(key for key in CASES if key.startswith(("ppo_", "loss_vanilla")))
 
 
 @pytest.mark.parametrize(("key", "normalize_std"), [("grpo", True), ("dr_grpo", False)])
 def test_advantages_equal_verl(key, normalize_std):
-    grpo = build_algorithm(AlgorithmSection(normalize_std=normalize_std))
+    grpo = build_algorithm(AlgorithmSection(options={"normalize_std": normalize_std}))
     advantages_GN = grpo.advantages(INPUTS["seq_reward"].view(2, 4))
     expected_BT = torch.tensor(CASES[key]["outputs"]["advantages"])
     torch.testing.assert_close(advantages_GN.view(8, 1) * MASK_BT, expected_BT)
 
 
-@pytest.mark.parametrize("key", LOSSES)
-def test_loss_and_gradient_equal_verl(key):
-    params = CASES[key]["params"]
-    mode = params["loss_agg_mode"]
-    algorithm = build_algorithm(AlgorithmSection(loss_aggregation=mode))
-    log_probs_BT = INPUTS["logp"].clone().requires_grad_()
-    loss_K, clipped_K = clipped_objective(
-        log_probs_BT[MASK_BT],
-        INPUTS["old_logp"][MASK_BT],
-        INPUTS["adv"][MASK_BT],
-        clip_low=params.get("cliprange_low", params.get("clip_ratio_low")),
-        clip_high=params.get("cliprange_high", params.get("clip_ratio_high")),
-        dual_clip=params.get("clip_ratio_c"),
-    )
-    lengths = MASK_BT.sum(dim=1).tolist()
+@pytest.mark.parametrize(
+    ("mode", "shares"),
+    [
+        ("token-mean", [1 / 4, 1 / 4, 1 / 4, 1 / 4]),
+        ("seq-mean-token-mean", [1 / 6, 1 / 6, 1 / 6, 1 / 2]),
+        ("seq-mean-token-sum", [1 / 2, 1 / 2, 1 / 2, 1 / 2]),
+    ],
+)
+def test_a_token_s_share_of_the_gradient_is_that_of_its_aggregation(mode, shares):
+    algorithm = build_algorithm(AlgorithmSection(options={"loss_aggregation": mode}))
+    lengths = [3, 1]
+    log_probs_K = torch.tensor([-1.0, -2.0, -0.5, -3.0], requires_grad=True)
+    advantages_K = torch.tensor([2.0, 2.0, 2.0, -1.0])
     weights_K = torch.tensor([algorithm.token_weight(n) for n in lengths for _ in range(n)])
-    loss = (loss_K * weights_K).sum() / algorithm.denominator(sum(lengths), len(lengths))
-    loss.backward()
-    expected = {name: torch.tensor(value) for name, value in CASES[key]["outputs"].items()}
-    torch.testing.assert_close(loss.detach(), expected["loss"].reshape(()))
-    torch.testing.assert_close(log_probs_BT.grad * MASK_BT, expected["grad"])
-    if "clipfrac" in expected and mode == "token-mean":
-        torch.testing.assert_close(clipped_K.float().mean(), expected["clipfrac"].reshape(()))
+    sums = algorithm.loss(TokenBatch(log_probs_K, log_probs_K.detach(), advantages_K, weights_K))
+    (sums.loss / algorithm.denominator(sum(lengths), len(lengths))).backward()
+    torch.testing.assert_close(log_probs_K.grad, -advantages_K * torch.tensor(shares))
 
 
 def test_strict_single_step_has_ratio_one():
@@ -59,14 +56,13 @@ def test_strict_single_step_has_ratio_one():
     sums = build_algorithm(AlgorithmSection()).loss(batch)
     sums.loss.backward()
     torch.testing.assert_close(log_probs_K.grad, torch.tensor([-2.0, 1.0]))
-    assert sums.token_sums["clip_fraction"] == 0
 
 
 def test_importance_correction_is_capped_detached_and_skips_unknown_tokens():
     log_probs_K = torch.tensor([-1.0, -1.0, -1.0], requires_grad=True)
     engine_K = torch.tensor([-1.5, -9.0, float("nan")])
     batch = TokenBatch(log_probs_K, engine_K, torch.ones(3), torch.ones(3))
-    build_algorithm(AlgorithmSection(importance_cap=2.0)).loss(batch).loss.backward()
+    build_algorithm(AlgorithmSection(options={"importance_cap": 2.0})).loss(batch).loss.backward()
     expected_K = -torch.tensor([0.5, 1.0, 0.0]).exp().clamp(max=2.0)
     torch.testing.assert_close(log_probs_K.grad, expected_K)
     weights_K = truncated_importance(log_probs_K, engine_K, 2.0)
@@ -79,6 +75,40 @@ def test_equal_rewards_have_exactly_zero_advantage():
 
 
 def test_unknown_algorithm_names_the_nearest():
-    assert algorithm_names() == ["grpo"]
+    assert ALGORITHMS.names() == ["grpo"]
     with pytest.raises(Refusal, match="did you mean 'grpo'"):
         build_algorithm(AlgorithmSection(name="grop"))
+
+
+@pytest.mark.parametrize(
+    ("options", "key", "words"),
+    [
+        ({"normalise_std": False}, "algorithm.options.normalise_std", "did you mean 'normalize_std'"),
+        ({"loss_aggregation": "token"}, "algorithm.options.loss_aggregation", "did you mean 'token-mean'"),
+        ({"importance_cap": -1}, "algorithm.options.importance_cap", "greater than 0"),
+        ({"clip_high": 0.28}, "algorithm.options.clip_high", "unknown key"),
+    ],
+)
+def test_wrong_options_are_named_by_key(options, key, words):
+    with pytest.raises(Refusal) as caught:
+        build_algorithm(AlgorithmSection(options=options))
+    assert caught.value.metadata["key"] == key and words in caught.value.message
+
+
+@pytest.mark.parametrize("options", [{}, {"normalize_std": False, "importance_cap": 2.0}])
+def test_grpo_holds_the_contract(options):
+    assert check_algorithm("grpo", options).barrier is Barrier.GROUP
+
+
+class Averaged(Grpo):
+    """Divides by its micro-batch, as a loss must not."""
+
+    def loss(self, batch):
+        return LossSums(super().loss(batch).loss / len(batch.log_probs_K))
+
+
+def test_the_contract_finds_a_loss_that_is_no_sum(monkeypatch):
+    plugin = Plugin(Averaged, GrpoOptions, "wrong")
+    monkeypatch.setattr("headrace_trainer.algorithms.plugins.GRPO", plugin)
+    with pytest.raises(AssertionError, match="no unnormalised sum"):
+        check_algorithm("grpo", {})

@@ -63,12 +63,14 @@ def test_streaming_gives_the_gradient_of_the_batch(
     assert 0 < relative_l2(backend.reduced_gradient(50.0), batch) <= bound
 
 
-@pytest.mark.parametrize("option", ["gradient_checkpointing", "reshard_micro_batches"])
+@pytest.mark.parametrize(
+    "option", [{"gradient_checkpointing": True}, {"backend_options": {"reshard_micro_batches": True}}]
+)
 def test_memory_options_leave_the_gradient_alone(make_backend, sequences, accumulate, relative_l2, option):
     groups = [sequences(seed) for seed in range(3)]
     found = {}
     for on in (True, False):
-        backend = make_backend(trainer={option: on})
+        backend = make_backend(trainer=option if on else {})
         for group in groups:
             accumulate(backend, [group], 64)
         found[on] = backend.reduced_gradient(17.0)
@@ -109,7 +111,9 @@ def test_the_heads_gradient_is_the_same_in_many_chunks(
 ):
     """bf16 hidden states come in rows, so only the head's sum over chunks and micro-batches can differ."""
     groups = [sequences(seed, count=12) for seed in range(6)]
-    backend = make_backend(model={"dtype": "bfloat16"}, trainer={"reshard_micro_batches": reshard})
+    backend = make_backend(
+        model={"dtype": "bfloat16"}, trainer={"backend_options": {"reshard_micro_batches": reshard}}
+    )
     found = []
     for rows in (4096, 1):
         monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", rows * 32)

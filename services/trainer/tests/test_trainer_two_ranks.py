@@ -153,7 +153,9 @@ async def test_two_ranks_use_the_weights_of_the_last_commit(
     """Every order of an inference, a learning step, a step without a gradient and one that is not finite."""
     leader, follower, _ = pair
     # A step without a gradient moves the weights too: by its moments.
-    await form(leader, follower, make_config(trainer={"ranks": 2}, algorithm={"normalize_std": False}))
+    await form(
+        leader, follower, make_config(trainer={"ranks": 2}, algorithm={"options": {"normalize_std": False}})
+    )
     version = (await leader.restore("", 1)).version
     step = 0
 

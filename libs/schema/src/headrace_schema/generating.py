@@ -12,7 +12,7 @@ from headrace_schema.base import Count, CountOrZero, Section, Seed
 class ModelSection(Section):
     """The policy: a Hugging Face id or a local directory (read by rollout and trainer)."""
 
-    path: str = Field(min_length=1, description="Hugging Face id or local directory of the model")
+    path: str = Field(description="Hugging Face id or local directory of the model")
     revision: str | None = Field(default=None, description="revision of a Hugging Face id")
     gguf_file: str | None = Field(
         default=None, description="GGUF file inside the directory, dequantised on load"
@@ -73,6 +73,7 @@ class RolloutSection(Section):
     """The generating side."""
 
     engine: str = Field(default="transformers", description="name in the rollout's registry")
+    engine_options: dict[str, Any] = Field(default_factory=dict, description="options of the engine")
     instances: Count = Field(default=1, description="rollout instances the run takes")
     max_concurrency: Count = Field(default=64, description="sequences decoded together by one instance")
     chunk_tokens: CountOrZero = Field(default=0, description="tokens of a streamed chunk; 0: whole answers")

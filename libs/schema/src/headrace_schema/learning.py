@@ -2,37 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveFloat
 
 from headrace_schema.base import Count, CountOrZero, Section
-
-Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum"]
 
 
 class AlgorithmSection(Section):
     """How rewards become a gradient."""
 
     name: str = Field(default="grpo", description="name in the trainer's registry")
+    options: dict[str, Any] = Field(default_factory=dict, description="options of the algorithm")
     group_size: Count = Field(default=8, description="samples of one prompt")
     prompts_per_step: Count = Field(default=4, description="groups of one step")
-    clip_low: PositiveFloat = Field(
-        default=0.2, description="the probability ratio is clipped below at 1 - clip_low"
-    )
-    clip_high: PositiveFloat = Field(default=0.2, description="and above at 1 + clip_high")
-    normalize_std: bool = Field(
-        default=True, description="divide group-centred rewards by their standard deviation"
-    )
-    loss_aggregation: Aggregation = Field(
-        default="token-mean", description="what tokens and sequences weigh in the loss"
-    )
     truncated: Literal["keep", "mask"] = Field(
         default="keep", description="answers cut by the length limit: train or mask"
-    )
-    importance_cap: PositiveFloat | None = Field(
-        default=None,
-        description="cap of the truncated importance weight trainer/engine per token; none: no correction",
     )
     max_staleness: Literal[0] = Field(default=0, description="steps that a sample may lag behind its base")
 
@@ -81,14 +66,12 @@ class TrainerSection(Section):
     gradient_checkpointing: bool = Field(
         default=False, description="recompute activations in the backward pass: less memory, more time"
     )
-    shared_prefix: bool = Field(
-        default=True,
-        description="compute a group's common beginning once, exactly, where attention allows it",
+    shared_prefix: bool | None = Field(
+        default=None,
+        description="compute a group's common beginning once, exactly; default: where the model's attention can, "
+        "true: refuse another model",
     )
-    reshard_micro_batches: bool = Field(
-        default=False,
-        description="reduce and reshard after every micro-batch: less memory, more communication",
-    )
+    backend_options: dict[str, Any] = Field(default_factory=dict, description="options of the backend")
     warmup: WarmupSection = WarmupSection()
 
 

@@ -84,6 +84,15 @@ def explain(error: ValidationError, model: type[BaseModel], prefix: str = "") ->
     return explain_details(error.errors(include_url=False), model, prefix)
 
 
+def explain_value(model: type[BaseModel], value: object, prefix: str = "") -> list[KeyProblemView]:
+    """What is wrong with a value as `model`; empty when nothing is."""
+    try:
+        model.model_validate(value)
+    except ValidationError as error:
+        return explain(error, model, prefix)
+    return []
+
+
 def explain_details(
     details: Sequence[ErrorDetails], model: type[BaseModel], prefix: str = ""
 ) -> list[KeyProblemView]:
@@ -194,7 +203,9 @@ def _fix_unknown(key: str, model: type[BaseModel], at: Sequence[str | int]) -> s
         return f"did you mean {elsewhere[0]}? the key {key} belongs there"
     if close := nearest(key, allowed):
         return f"did you mean {close}? keys here: {', '.join(sorted(allowed))}"
-    return f"remove it; keys here: {', '.join(sorted(allowed))}"
+    options = next((name for name in allowed if name.endswith("options")), None)
+    hint = f"; keys of the plug-in belong in {path([*at, options])}" if options else ""
+    return f"remove it; keys here: {', '.join(sorted(allowed))}{hint}"
 
 
 def _model_at(model: type[BaseModel], loc: Sequence[str | int]) -> type[BaseModel] | None:

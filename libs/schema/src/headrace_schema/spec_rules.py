@@ -30,10 +30,6 @@ def _batch(spec: RunSpec) -> Iterator[KeyProblemView]:
             f"{algorithm.prompts_per_step} groups cannot be shared evenly by trainer.ranks: {ranks}",
             f"the nearest valid value is {max(1, round(algorithm.prompts_per_step / ranks)) * ranks}",
         )
-    if algorithm.clip_low >= 1:
-        yield problem(
-            "algorithm.clip_low", "the ratio is clipped below at 1 - clip_low", "use a number below 1"
-        )
     schedule = spec.optimizer.schedule
     total = schedule.total_steps or spec.steps
     if schedule.warmup_steps > total:

@@ -10,9 +10,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from headrace_schema.from_json_schema import check_options
 from headrace_schema.problems import Impossible, choose, nearest, problem
 from headrace_schema.spec import RunSpec
 from headrace_schema.views import DeviceView, InstanceView, KeyProblemView
+from headrace_servicekit.registry import read_capabilities
 
 from headrace_coordinator.data import Dataset
 
@@ -55,6 +57,7 @@ def check(spec: RunSpec, fleet: FleetView) -> list[KeyProblemView]:
     """Every problem of a spec on this fleet, with the nearest valid value; empty when the run could start."""
     return [
         *_names(spec, fleet),
+        *_options(spec, fleet),
         *_instances(spec, fleet),
         *_devices(spec, fleet),
         *_model(spec),
@@ -77,6 +80,41 @@ def _names(spec: RunSpec, fleet: FleetView) -> Iterator[KeyProblemView]:
         # A kind without a ready instance is a problem of its own and has no names to compare with.
         if known and name not in known:
             yield problem(key, f"no {kind} instance has {name!r} among its {facet}", choose(name, known))
+
+
+def _options(spec: RunSpec, fleet: FleetView) -> Iterator[KeyProblemView]:
+    """By the JSON Schemas that instances register; where there is none, the service checks when the run opens."""
+    chosen = [
+        ("algorithm.options", spec.algorithm.name, spec.algorithm.options, "trainer", "algorithm_options"),
+        (
+            "trainer.backend_options",
+            spec.trainer.backend,
+            spec.trainer.backend_options,
+            "trainer",
+            "backend_options",
+        ),
+        (
+            "rollout.engine_options",
+            spec.rollout.engine,
+            spec.rollout.engine_options,
+            "rollout",
+            "engine_options",
+        ),
+    ]
+    for part in ("scorers", "evaluation"):
+        for index, scorer in enumerate(getattr(spec.reward, part)):
+            key = f"reward.{part}[{index}].options"
+            chosen.append((key, scorer.name, scorer.options, "reward", "scorer_options"))
+    for key, name, options, kind, facet in chosen:
+        # Instances of two releases may register two schemas: the options must suit one of them.
+        schemas = [
+            read_capabilities([text]).get(name)
+            for text in sorted(fleet.names(kind, facet))
+            if text.startswith(f"{name}=")
+        ]
+        found = [check_options(schema, options, key) for schema in schemas if schema is not None]
+        if found and all(found):
+            yield from found[0]
 
 
 def _instances(spec: RunSpec, fleet: FleetView) -> Iterator[KeyProblemView]:

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 from headrace_schema.spec import RunSpec
-from headrace_schema.views import HealthView, KeyProblemView, RunView
+from headrace_schema.views import KeyProblemView, RunView
 
 from headrace_coordinator import present
 from headrace_coordinator.admission import FleetView, check
@@ -28,7 +28,6 @@ from headrace_coordinator.reconciler import Reconciler
 from headrace_coordinator.scaling import Scaling
 from headrace_coordinator.scheduler import MakeProjection, OpenDataset, Scheduler
 from headrace_coordinator.trial import try_scorers
-from headrace_coordinator.vitals import Vitals
 from headrace_coordinator.waits import WaitTimeout
 
 log = logging.getLogger(__name__)
@@ -48,7 +47,6 @@ class Coordinator(Reads):
         open_dataset: OpenDataset | None = None,
     ) -> None:
         super().__init__(kernel, fleet, lambda run: run in self.scheduler.tasks, lambda: self.scheduler.queue)
-        self.vitals = Vitals(kernel)
         self._data_dir = data_dir
         self.scheduler = Scheduler(kernel, fleet, make_projection, open_dataset or _open_dataset)
         self.reconciler = Reconciler(fleet)
@@ -152,10 +150,6 @@ class Coordinator(Reads):
     async def scale(self, kind: str, count: int, idempotency_key: str) -> int:
         """See `Control.scale`."""
         return await self.scaling.scale(kind, count, idempotency_key)
-
-    def health(self) -> HealthView:
-        """See `Control.health`."""
-        return self.vitals.view()
 
 
 async def _open_dataset(spec: RunSpec) -> Dataset:

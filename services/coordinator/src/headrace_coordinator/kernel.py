@@ -252,9 +252,8 @@ class Kernel:
             self._snapshot_due.clear()
             if self._snapshot is None:
                 continue
-            await (
-                self.history.synced()
-            )  # The log is trimmed next: it must not hold the only copy of an event.
+            # The log is trimmed next: it must not hold the only copy of an event.
+            await self.history.synced()
             await self._save_snapshot(*self._snapshot)
             self._snapshot = None
 

@@ -19,6 +19,7 @@ from headrace_schema.views import (
     DeviceView,
     EvaluationView,
     EventView,
+    HealthView,
     InstanceView,
     LeaseView,
     RunView,
@@ -35,6 +36,7 @@ from headrace_coordinator.domain.runs import RunState
 from headrace_coordinator.fleet import Fleet
 from headrace_coordinator.history.files import RunFiles
 from headrace_coordinator.kernel import Kernel
+from headrace_coordinator.vitals import Vitals
 
 T = TypeVar("T")
 LOOK_S = 5.0
@@ -56,6 +58,7 @@ class Reads:
         self.kernel = kernel
         self.fleet = fleet
         self._queue = queue
+        self.vitals = Vitals(kernel)
         self.archive = Archive(kernel, busy)
 
     # --- runs
@@ -103,9 +106,9 @@ class Reads:
     def _waiting_for(self, run: RunState) -> list[str]:
         """What a run waits for now."""
         waiting = [self.fleet.readable(what) for what in self.fleet.waits.of(run.id)]
+        waiting += self.fleet.silences(run.id)
         if self.kernel.store_away:
             waiting.append(f"the store (Redis) to accept writes: {self.kernel.store_trouble}")
-        waiting += self.fleet.silences(run.id)
         if self.kernel.history.trouble:
             waiting.append(f"the disk of the data directory: {self.kernel.history.trouble}")
         if run.state == runs.QUEUED and run.id in self._queue():
@@ -204,6 +207,10 @@ class Reads:
     def leases(self) -> list[LeaseView]:
         """See `Control.leases`."""
         return present.lease_views(self.fleet)
+
+    def health(self) -> HealthView:
+        """See `Control.health`."""
+        return self.vitals.view()
 
     def devices(self) -> list[DeviceView]:
         """See `Control.devices`."""

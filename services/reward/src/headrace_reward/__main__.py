@@ -25,6 +25,7 @@ async def mount(instance: Instance) -> Close:
     from headrace.reward.v1 import reward_pb2_grpc
     from headrace_servicekit.client import deadlines_enabled
     from headrace_servicekit.config import settings_from_environment
+    from headrace_servicekit.registry import capability
 
     from headrace_reward.config import PoolSettings
     from headrace_reward.pool import list_scorers
@@ -35,6 +36,9 @@ async def mount(instance: Instance) -> Close:
     catalogue = await list_scorers(settings)
     runs = Runs(Path.cwd(), settings, inline=not deadlines_enabled())
     instance.capabilities["scorers"] = [entry["name"] for entry in catalogue]
+    instance.capabilities["scorer_options"] = [
+        capability(entry["name"], entry["options_schema"]) for entry in catalogue
+    ]
     instance.add_service(
         reward_pb2_grpc.add_RewardServiceServicer_to_server,
         RewardServicer(instance, runs, catalogue),

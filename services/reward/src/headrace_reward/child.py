@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from headrace_servicekit.registry import PluginError
 from headrace_servicekit.worker_pipes import become_worker, frame, read_frame
 
 from headrace_reward import judge, scorers
@@ -37,15 +38,15 @@ def main() -> None:
 def catalogue() -> list[dict[str, Any]]:
     """Name, description and options' JSON Schema of each scorer that can be found."""
     listed = []
-    for name in scorers.names():
+    for name in scorers.SCORERS.names():
         try:
-            kind = scorers.find(name)
-        except (ScorerError, ImportError, AttributeError) as error:
+            found = scorers.SCORERS.find(name)
+        except PluginError as error:
             # A third party's broken entry point must not hide the others.
             sys.stderr.write(f"scorer {name} is left out: {error}\n")
             continue
-        schema = kind.options.model_json_schema()
-        listed.append({"name": kind.name, "description": kind.description, "options_schema": schema})
+        schema = found.options.model_json_schema()
+        listed.append({"name": name, "description": found.description, "options_schema": schema})
     return listed
 
 

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from headrace_reward import scorers
-from headrace_reward.options import parse_options
 from headrace_reward.scorers import user
 from headrace_reward.scorers.base import Answer, Score, Scorer, ScorerError
 
@@ -113,10 +112,10 @@ def _build(name: str, options: Mapping[str, Any], directory: Path) -> tuple[Scor
             raise ScorerError("options", "a scorer of your own takes no options; put them into its file")
         path, function = user.locate(name, directory)
         return user.load(path, function), _digest_of(path.read_bytes(), ())
-    kind = scorers.find(name)
-    source = inspect.getsourcefile(inspect.unwrap(kind.build))
+    chosen = scorers.choose(name, options)
+    source = inspect.getsourcefile(inspect.unwrap(chosen.plugin.factory()))
     code = Path(source).read_bytes() if source else b""
-    return kind.build(parse_options(kind.options, options)), _digest_of(code, kind.packages)
+    return chosen.build(), _digest_of(code, chosen.plugin.packages)
 
 
 def _digest_of(code: bytes, packages: tuple[str, ...]) -> str:

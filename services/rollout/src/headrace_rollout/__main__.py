@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -10,6 +11,8 @@ from headrace_servicekit.entry import Close, run_service
 
 if TYPE_CHECKING:
     from headrace_servicekit.instance import Instance
+
+LOG = logging.getLogger(__name__)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -24,10 +27,14 @@ async def mount(instance: Instance) -> Close:
     from headrace.rollout.v1 import rollout_pb2_grpc
     from headrace_servicekit.weights import WeightServicer
 
-    from headrace_rollout.engines import engine_names
+    from headrace_rollout.engines import ENGINES
     from headrace_rollout.service import RolloutServicer
 
-    instance.capabilities |= {"engines": engine_names(), "transports": ["shm", "grpc"]}
+    instance.capabilities |= {
+        "engines": ENGINES.names(),
+        "engine_options": ENGINES.capabilities(LOG.warning),
+        "transports": ["shm", "grpc"],
+    }
     instance.add_service(
         rollout_pb2_grpc.add_RolloutServiceServicer_to_server,
         RolloutServicer(instance),

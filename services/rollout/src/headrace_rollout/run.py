@@ -10,10 +10,11 @@ import grpc
 from headrace_modelkit.errors import ModelNotReadable
 from headrace_schema.openings import RolloutConfig
 from headrace_servicekit.errors import ServiceError
+from headrace_servicekit.registry import PluginError
 
 from headrace_rollout.config import CUSTODY_BYTES
 from headrace_rollout.custody import Custody
-from headrace_rollout.engines import engine_names, load_engine
+from headrace_rollout.engines import ENGINES
 from headrace_rollout.engines.base import Engine, EngineConfig
 
 if TYPE_CHECKING:
@@ -59,20 +60,18 @@ class OpenedRun:
 def open_run(name: str, config: RolloutConfig, device: str) -> OpenedRun:
     """Builds everything but the weights; takes seconds the first time, as it imports torch.
 
-    Raises ServiceError INVALID for an unknown engine and MODEL_NOT_READABLE.
+    Raises ServiceError INVALID for an unknown engine or wrong options, and MODEL_NOT_READABLE.
     """
-    if config.rollout.engine not in engine_names():
-        raise ServiceError(
-            grpc.StatusCode.INVALID_ARGUMENT,
-            "INVALID",
-            f"rollout.engine: {config.rollout.engine!r} is unknown; use one of {', '.join(engine_names())}",
-        )
+    try:
+        chosen = ENGINES.choose(config.rollout.engine, config.rollout.engine_options)
+    except PluginError as error:
+        code = grpc.StatusCode.INVALID_ARGUMENT
+        raise ServiceError(code, "INVALID", str(error), **error.metadata) from error
     from headrace_modelkit.tokenizer import load_tokenizer
 
     try:
         codec = load_tokenizer(config.model)
-        build = load_engine(config.rollout.engine)
-        engine = build(EngineConfig(config.model, codec, config.rollout.max_concurrency, device))
+        engine = chosen.build(EngineConfig(config.model, codec, config.rollout.max_concurrency, device))
     except ModelNotReadable as error:
         raise ServiceError(grpc.StatusCode.INVALID_ARGUMENT, "MODEL_NOT_READABLE", str(error)) from error
     return OpenedRun(name, config, engine, codec, Custody(CUSTODY_BYTES))

@@ -134,7 +134,7 @@ def _answer(host: Host, kind: Kind, payload: bytes) -> Message:
 def catalogue() -> list[tuple[str, str]]:
     """Backend and name of every environment of the installed backends."""
     listed: list[tuple[str, str]] = []
-    for name in backends.names():
+    for name in backends.BACKENDS.names():
         try:
             listed += [(name, each) for each in _call(backends.create(name).environments)]
         except (BackendError, Raised) as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,8 @@ from headrace_trainer.allocator import keep_freed_memory
 
 if TYPE_CHECKING:
     from headrace_servicekit.instance import Instance
+
+LOG = logging.getLogger(__name__)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -26,14 +29,16 @@ async def mount(instance: Instance) -> Close:
     from headrace.trainer.v1 import trainer_pb2_grpc
     from headrace_servicekit.weights import WeightServicer
 
-    from headrace_trainer.algorithms import algorithm_names
-    from headrace_trainer.backends import backend_names
+    from headrace_trainer.algorithms import ALGORITHMS
+    from headrace_trainer.backends import BACKENDS
     from headrace_trainer.service import TrainerServicer
 
     torch.set_num_threads(1)  # until a lease says more: two busy thread pools on one core cost tenfold
     servicer = TrainerServicer(instance)
-    instance.capabilities["backends"] = backend_names()
-    instance.capabilities["algorithms"] = algorithm_names()
+    instance.capabilities["backends"] = BACKENDS.names()
+    instance.capabilities["backend_options"] = BACKENDS.capabilities(LOG.warning)
+    instance.capabilities["algorithms"] = ALGORITHMS.names()
+    instance.capabilities["algorithm_options"] = ALGORITHMS.capabilities(LOG.warning)
     instance.capabilities["transports"] = ["shm", "grpc"]
     instance.add_service(
         trainer_pb2_grpc.add_TrainerServiceServicer_to_server,

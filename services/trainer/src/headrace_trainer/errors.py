@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
+from headrace_servicekit.registry import PluginError
+
 Kind = Literal["precondition", "conflict", "invalid", "not_found", "exhausted", "unavailable"]
 
 
@@ -31,6 +33,11 @@ class Quiesced(Refusal):
 def invalid(message: str, reason: str = "INVALID") -> Refusal:
     """A request whose content is wrong, whatever the state."""
     return Refusal(reason, message, "invalid")
+
+
+def refused(error: PluginError) -> Refusal:
+    """A plug-in or its options cannot be had."""
+    return Refusal("INVALID", str(error), "invalid", **error.metadata)
 
 
 def conflict(message: str) -> Refusal:

@@ -119,7 +119,11 @@ class Session:
         self.state = steps.restored(self.state, version, saved.lineage if saved and not source else {})
         self._store_id, self._origin, self.saver = store_id, origin, None
         self.checkpoints.sweep()
-        figures = {"restore_seconds": time.monotonic() - started, "resident_bytes": float(resident_bytes())}
+        figures = {
+            "restore_seconds": time.monotonic() - started,
+            "resident_bytes": float(resident_bytes()),
+            "shared_prefix": float(self._rank.backend.shares_prefixes),
+        }
         reply = Restored(version, self._rank.warmup_steps, figures)
         self._last_restore = (origin, reply)
         self._claim_lineage()
@@ -230,7 +234,7 @@ class Session:
         """Log-probs of the trained tokens under the current weights, a list for each sequence."""
         steps.held_version(self.state)
         budget = self._rank.config.trainer.micro_batch_tokens
-        rows = plan_rows(sequences, budget, shared=self._shared)
+        rows = plan_rows(sequences, budget, shared=self._rank.backend.shares_prefixes)
         batches = plan_batches([length for length, _ in rows], budget)
         found: list[list[float]] = [[] for _ in sequences]
         world = self._rank.gang.world_size
@@ -313,10 +317,6 @@ class Session:
 
     # Parts
 
-    @property
-    def _shared(self) -> bool:
-        return self._rank.config.trainer.shared_prefix
-
     def _restored_before(self, origin: Origin, number: int) -> Restored | None:
         """The reply of the same restore, when nothing has happened since."""
         if self._last_restore is None or self._last_restore[0] != origin:
@@ -332,7 +332,7 @@ class Session:
             self._rank.config,
             self._rank.algorithm,
             self._rank.gang.world_size,
-            shared=self._shared,
+            shared=self._rank.backend.shares_prefixes,
             run_round=self._micro,
             gradient_holds=self._gradient_holds,
         )

@@ -22,7 +22,7 @@ from headrace_servicekit.weights import WeightStore
 
 from headrace_trainer.algorithms import build_algorithm
 from headrace_trainer.algorithms._base import Barrier
-from headrace_trainer.backends._registry import check_backend
+from headrace_trainer.backends import choose_backend
 from headrace_trainer.checkpoints import CheckpointDirectory
 from headrace_trainer.errors import Refusal, conflict, invalid
 from headrace_trainer.forks import foreign_checkpoints
@@ -86,7 +86,7 @@ class Trainer:
 
     def open_run(self, run: str, config: TrainerConfig, directory: Path) -> Barrier:
         """Prepares for a run; the barrier of its algorithm. Raises Refusal INVALID or MODEL_NOT_READABLE."""
-        check_backend(config.trainer.backend)
+        choose_backend(config.trainer)
         algorithm = build_algorithm(config.algorithm)
         try:
             load_architecture(config.model)

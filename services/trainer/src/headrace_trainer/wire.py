@@ -100,6 +100,10 @@ def _read_tokens(
             log_probs += segment.tokens.log_probs
             versions += [segment.policy_number] * len(ids)
         tokens += ids
+    if any(math.isnan(value) for value in log_probs):
+        raise invalid(
+            f"{where}: the engine told a log-prob that is NaN; leave log_probs out where there are none"
+        )
     if len(log_probs) not in (0, len(trained)):
         raise invalid(f"{where}: {len(log_probs)} log-probs for {len(trained)} sampled ids")
     if trained and trained[0] == 0:
@@ -115,6 +119,18 @@ def _check_distribution(tokens: common_pb2.TokenSegment, where: str, sampling: S
         raise invalid(
             f"{where} was sampled at temperature {found.temperature:g}; this run trains at "
             f"{sampling.temperature:g}"
+        )
+    # 0 is not told where 1 is the neutral value.
+    changed = {
+        "top_p": found.top_p not in (0.0, 1.0),
+        "top_k": found.top_k > 0,
+        "min_p": found.min_p > 0,
+        "repetition_penalty": found.repetition_penalty not in (0.0, 1.0),
+    }
+    for name in (name for name, differs in changed.items() if differs):
+        raise invalid(
+            f"{where} was sampled with {name} {getattr(found, name):g}; the kept set does not travel, so this run "
+            f"trains on the whole distribution: sample with top_p 1, top_k 0, min_p 0, repetition_penalty 1"
         )
     if found.log_prob_kind == common_pb2.LOG_PROB_KIND_RAW:
         raise invalid(f"{where}: log-probs are of the raw distribution; set the engine to processed ones")

@@ -3,6 +3,6 @@
 from headrace_coordinator.data.dataset import Dataset
 from headrace_coordinator.data.items import DataItem
 from headrace_coordinator.data.prompts import PromptContent
-from headrace_coordinator.data.sources import DataSource, source_names
+from headrace_coordinator.data.sources import SOURCES, DataSource
 
-__all__ = ["DataItem", "DataSource", "Dataset", "PromptContent", "source_names"]
+__all__ = ["SOURCES", "DataItem", "DataSource", "Dataset", "PromptContent"]

@@ -1,29 +1,20 @@
 """What a data source is, and the registry that picks one by name.
 
-A source is its own options: a pydantic model that yields items. To add one, add a file here, or publish a
-class in the entry point group `headrace.data_sources`.
+A source is its own options: a pydantic model that yields items. To add one, add a file here and name it below, or
+publish a subclass in the entry point group `headrace.data_sources`.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from functools import cache
-from importlib import import_module
-from importlib.metadata import entry_points
 from typing import Any
 
-from headrace_schema.problems import Impossible, choose, explain, problem
-from pydantic import BaseModel, ConfigDict, ValidationError
+from headrace_schema.problems import Impossible, explain_value, problem
+from headrace_servicekit.registry import Plugin, PluginError, Registry
+from pydantic import BaseModel, ConfigDict
 
 from headrace_coordinator.data.items import DataItem
-
-GROUP = "headrace.data_sources"
-BUILT_IN = {
-    "copy_digits": "headrace_coordinator.data.copy_digits:CopyDigits",
-    "jsonl": "headrace_coordinator.data.jsonl:Jsonl",
-    "reasoning_gym": "headrace_coordinator.data.reasoning_gym_source:ReasoningGym",
-}
 
 
 class DataSource(BaseModel, ABC):
@@ -40,47 +31,34 @@ class DataSource(BaseModel, ABC):
         return ""
 
 
-def source_names() -> list[str]:
-    """Names of all sources, built in and published by other packages."""
-    return sorted({*BUILT_IN, *(entry.name for entry in entry_points(group=GROUP))})
-
-
-@cache
-def source_class(name: str) -> type[DataSource]:
-    """The source of a name; `Impossible` names data.source and the nearest source."""
-    if name in BUILT_IN:
-        module, _, attribute = BUILT_IN[name].partition(":")
-        found: Any = getattr(import_module(module), attribute)
-    else:
-        entry = next(iter(entry_points(group=GROUP, name=name)), None)
-        if entry is None:
-            reason = f"there is no data source {name!r}"
-            raise Impossible([problem("data.source", reason, choose(name, source_names()))])
-        found = _load(entry)
-    return _checked(name, found)
-
-
-def _load(entry: Any) -> Any:
-    try:
-        return entry.load()
-    except (ImportError, AttributeError) as error:
-        reason = f"the data source {entry.name!r} ({entry.value}) cannot be imported: {error}"
-        raise Impossible(
-            [problem("data.source", reason, "repair or remove the package that publishes it")]
-        ) from error
-
-
-def _checked(name: str, found: Any) -> type[DataSource]:
+def _as_plugin(found: Any) -> Plugin:
     if isinstance(found, type) and issubclass(found, DataSource):
-        return found
-    reason = f"the data source {name!r} is no subclass of headrace_coordinator.data.DataSource"
-    raise Impossible([problem("data.source", reason, "repair the package that publishes it")])
+        return Plugin(lambda source: source, found, (found.__doc__ or "").partition("\n")[0])
+    raise TypeError("is no subclass of headrace_coordinator.data.DataSource")
+
+
+SOURCES: Registry[DataSource] = Registry(
+    "headrace.data_sources",
+    "data source",
+    "data.source",
+    "data.options",
+    {
+        "copy_digits": "headrace_coordinator.data.copy_digits:CopyDigits",
+        "jsonl": "headrace_coordinator.data.jsonl:Jsonl",
+        "reasoning_gym": "headrace_coordinator.data.reasoning_gym_source:ReasoningGym",
+    },
+    _as_plugin,
+)
 
 
 def open_source(name: str, options: dict[str, Any]) -> DataSource:
     """The source of a name with these options; `Impossible` names the keys that are wrong."""
-    found = source_class(name)
     try:
-        return found.model_validate(options)
-    except ValidationError as error:
-        raise Impossible(explain(error, found, "data.options")) from error
+        found = SOURCES.find(name).options
+    except PluginError as error:
+        problems = [problem(each.key, each.problem, each.fix) for each in error.problems]
+        raise Impossible(problems) from error
+    if wrong := explain_value(found, options, SOURCES.options_key):
+        raise Impossible(wrong)
+    source: DataSource = found.model_validate(options)  # type: ignore[assignment]
+    return source

@@ -104,3 +104,32 @@ class Lineage(msgspec.Struct):
                 return self.versions[base].ordinal - made.ordinal
             ancestor = self.versions.get(ancestor.parent)
         return None
+
+
+def plan_lost_rewind(lineage: Lineage, step: ev.StepCommitted) -> list[ev.Event]:
+    """The rewind before a committed step whose base the log does not know, made up from the step's certificate.
+
+    A checkpoint's ledger repeats steps and no rewinds: without this one, a log that is older than the checkpoint
+    would keep what the rewind abandoned beside the step that replaced it.
+    """
+    made = step.certificate
+    if made.parent <= lineage.newest:
+        return []
+    same = next(
+        (v for v in lineage.chain(lineage.head) if lineage.versions[v].ordinal == made.ordinal - 1), None
+    )
+    if same is None:
+        return []
+    return [
+        ev.VersionRestored(
+            at=step.at,
+            run=step.run,
+            number=made.parent,
+            parent=same,
+            ordinal=made.ordinal - 1,
+            digest=lineage.versions[same].digest,
+            checkpoint="",
+            frontier_step=made.step,
+            warmup_steps=0,
+        )
+    ]

@@ -17,6 +17,7 @@ from headrace_schema.running import FromCheckpointSection
 
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain.slots import ACCUMULATED
+from headrace_coordinator.domain.versions import plan_lost_rewind
 from headrace_coordinator.ports import CallRefused
 from headrace_coordinator.run.checkpointing import listed, missing_steps, read_ledger
 from headrace_coordinator.run.context import RunContext
@@ -268,7 +269,7 @@ async def _burn_number(context: RunContext, source: _Source) -> int:
     if source.run:
         ledger = {}
     for step in missing_steps(ledger, range(run.lineage.newest + 1)):
-        await kernel.commit(step)
+        await kernel.commit(*plan_lost_rewind(run.lineage, step), step)
     if ledger.get("coordinator_epoch", 0) > kernel.state.epoch:
         await kernel.raise_epoch(ledger["coordinator_epoch"])
     number = max(run.lineage.last_number, int(ledger.get("last_number", 0))) + 1

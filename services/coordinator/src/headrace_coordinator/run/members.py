@@ -15,7 +15,7 @@ from headrace.trainer.v1 import trainer_pb2 as trainer
 from headrace_coordinator.domain.state import InstanceState
 from headrace_coordinator.ports import Port
 
-QUICK_S, SLOW_S, LOAD_S, CLOSE_S = 30.0, 120.0, 900.0, 60.0
+QUICK_S, SLOW_S, LOAD_S, CLOSE_S = 30.0, 120.0, 900.0, 90.0
 """Deadlines: bookkeeping; moving memory; loading or writing a model; closing a run."""
 _CLOSE = {
     "rollout": rollout.CloseRunRequest,

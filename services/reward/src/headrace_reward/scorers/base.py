@@ -1,15 +1,10 @@
-"""What a scorer is, and the options every scorer declares.
-
-Knows no registry and no process: third parties import this module alone.
-"""
+"""What a scorer is. Knows no process: third parties import this module and `headrace_servicekit.registry`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
-
-from pydantic import BaseModel, ConfigDict
+from typing import Any, Protocol
 
 Score = float | Mapping[str, float]
 
@@ -26,12 +21,6 @@ class Answer:
     """The data item's further fields."""
     token_count: int = 0
     """Number of sampled tokens."""
-
-
-class Options(BaseModel):
-    """Options of a scorer; unknown keys are errors."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 class Scorer(Protocol):
@@ -53,33 +42,3 @@ class ScorerError(Exception):
         super().__init__(message)
         self.field = field
         self.message = message
-
-
-@dataclass(frozen=True)
-class ScorerType:
-    """A registered kind of scorer."""
-
-    name: str
-    description: str
-    options: type[Options]
-    build: Callable[[Any], Scorer]
-    """Takes an instance of `options`; imports heavy packages only now."""
-    packages: tuple[str, ...] = ()
-    """Distributions whose version changes what the scorer says."""
-
-
-_SCORER = TypeVar("_SCORER", bound=type)
-BUILT_IN: dict[str, ScorerType] = {}
-
-
-def scorer(
-    name: str, options: type[Options] = Options, packages: tuple[str, ...] = ()
-) -> Callable[[_SCORER], _SCORER]:
-    """Registers a class whose constructor takes its options; the docstring's first line describes it."""
-
-    def register(cls: _SCORER) -> _SCORER:
-        description = (cls.__doc__ or name).strip().splitlines()[0]
-        BUILT_IN[name] = ScorerType(name, description, options, cls, packages)
-        return cls
-
-    return register

@@ -6,9 +6,10 @@ import logging
 from functools import lru_cache
 from typing import Any
 
+from headrace_servicekit.registry import Options, plugin
 from pydantic import Field, NonNegativeInt
 
-from headrace_reward.scorers.base import Answer, Options, ScorerError, scorer
+from headrace_reward.scorers.base import Answer, ScorerError
 
 
 class MathVerifyOptions(Options):
@@ -18,7 +19,7 @@ class MathVerifyOptions(Options):
     float_rounding: NonNegativeInt = Field(6, description="decimals that count in a numeric comparison")
 
 
-@scorer("math_verify", MathVerifyOptions, packages=("math-verify", "sympy"))
+@plugin(MathVerifyOptions, packages=("math-verify", "sympy"))
 class MathVerify:
     r"""1 when the answer's final expression (LaTeX, \boxed or plain) equals the reference mathematically."""
 

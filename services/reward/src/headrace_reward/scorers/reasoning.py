@@ -6,9 +6,10 @@ import difflib
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from headrace_servicekit.registry import Options, plugin
 from pydantic import Field
 
-from headrace_reward.scorers.base import Answer, Options, ScorerError, scorer
+from headrace_reward.scorers.base import Answer, ScorerError
 from headrace_reward.scorers.numbers import last_number
 
 
@@ -22,7 +23,7 @@ class ReasoningGymOptions(Options):
     )
 
 
-@scorer("reasoning_gym", ReasoningGymOptions, packages=("reasoning-gym",))
+@plugin(ReasoningGymOptions, packages=("reasoning-gym",))
 class ReasoningGym:
     """The score_answer of the reasoning-gym dataset that made the item."""
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 
+from headrace_servicekit.registry import Options, plugin
 from pydantic import Field, NonNegativeInt, PositiveInt, field_validator, model_validator
 
-from headrace_reward.scorers.base import Answer, Options, scorer
+from headrace_reward.scorers.base import Answer
 from headrace_reward.scorers.text import check_pattern
 
 
@@ -27,7 +28,7 @@ class FormatOptions(Options):
         return self
 
 
-@scorer("format", FormatOptions)
+@plugin(FormatOptions)
 class Format:
     """1 when the answer starts with, ends with or contains given patterns."""
 
@@ -61,7 +62,7 @@ class LengthOptions(Options):
         return self
 
 
-@scorer("length", LengthOptions)
+@plugin(LengthOptions)
 class Length:
     """Brevity: 1 up to a target number of sampled tokens, falling in a line to 0 at a limit."""
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 from typing import Literal
 
+from headrace_servicekit.registry import Options, plugin
 from pydantic import Field, field_validator
 
-from headrace_reward.scorers.base import Answer, Options, scorer
+from headrace_reward.scorers.base import Answer
 from headrace_reward.scorers.numbers import last_value
 
 
@@ -27,7 +28,7 @@ class ExactOptions(Options):
     ignore_case: bool = Field(False, description="compare without regard to case")
 
 
-@scorer("exact", ExactOptions)
+@plugin(ExactOptions)
 class Exact:
     """1 when the answer equals the reference, blanks around both removed."""
 
@@ -42,7 +43,7 @@ class Exact:
         return float(completion == reference)
 
 
-@scorer("last_number")
+@plugin()
 class LastNumber:
     """1 when the last integer or decimal of the answer equals the last one of the reference."""
 
@@ -67,7 +68,7 @@ class RegexOptions(Options):
     _check = field_validator("pattern")(check_pattern)
 
 
-@scorer("regex", RegexOptions)
+@plugin(RegexOptions)
 class Regex:
     """1 when the answer matches a pattern."""
 

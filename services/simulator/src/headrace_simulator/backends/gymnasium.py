@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import difflib
 import importlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import gymnasium
 import numpy as np
 from gymnasium import spaces
+from headrace_servicekit.registry import Options
 
 from headrace_simulator.backends.base import BackendError, Observation, Transition
 from headrace_simulator.backends.user import is_user_environment, load_factory
@@ -130,4 +131,6 @@ def _array_space(name: str, space: spaces.Space[Any]) -> ArraySpace:
     raise BackendError("environment.name", f"{label} is {type(space).__name__}, which is no array")
 
 
-BACKEND: Callable[[], GymnasiumBackend] = GymnasiumBackend
+def build(options: Options) -> GymnasiumBackend:
+    """The backend."""
+    return GymnasiumBackend()

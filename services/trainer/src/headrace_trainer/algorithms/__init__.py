@@ -1,5 +1,5 @@
-"""How rewards become a gradient: one file an algorithm, found by its file name."""
+"""How rewards become a gradient: one file an algorithm, and the registry that finds them by name."""
 
-from headrace_trainer.algorithms._registry import algorithm_names, build_algorithm, register
+from headrace_trainer.algorithms._registry import ALGORITHMS, build_algorithm
 
-__all__ = ["algorithm_names", "build_algorithm", "register"]
+__all__ = ["ALGORITHMS", "build_algorithm"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from headrace_schema.learning import Aggregation
+from headrace_trainer.algorithms.plugins import Aggregation
 
 
 def token_weight(mode: Aggregation, tokens: int) -> float:

@@ -23,7 +23,6 @@ class Barrier(Enum):
 class TokenBatch:
     """The trained tokens of one micro-batch, flat.
 
-    `old_log_probs_K` is None in strict single-step mode: the trainer's own, detached, stands in.
     `engine_log_probs_K` are what the engine reported; NaN where it reported none.
     `weights_K` is each token's share of its sequence, from `Algorithm.token_weight`.
     """
@@ -32,7 +31,6 @@ class TokenBatch:
     engine_log_probs_K: Tensor
     advantages_K: Tensor
     weights_K: Tensor
-    old_log_probs_K: Tensor | None = None
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,5 @@
-"""Training backends: one folder each, found by its name."""
+"""Training backends: one folder each, and the registry that finds them by name."""
 
-from headrace_trainer.backends._registry import backend_names, build_backend
+from headrace_trainer.backends._registry import BACKENDS, build_backend, choose_backend
 
-__all__ = ["backend_names", "build_backend"]
+__all__ = ["BACKENDS", "build_backend", "choose_backend"]

@@ -57,6 +57,10 @@ class StateReader(Protocol):
 class Backend(Protocol):
     """A model with its optimizer, sharded over the ranks; all ranks call the same methods in one order."""
 
+    @property
+    def shares_prefixes(self) -> bool:
+        """Whether the sequences of a row may be planned and packed as a prefix tree; fixed once weights are loaded."""
+
     def load_initial(self) -> None:
         """The configured model, optimizer state empty."""
 

@@ -1,42 +1,38 @@
-"""Backends by name: the folders beside this file. Imports one only when it is used."""
+"""Training backends by name. Importing this loads no torch; building one does."""
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
-from difflib import get_close_matches
 from typing import TYPE_CHECKING
 
-from headrace_trainer.errors import invalid
+from headrace_servicekit.registry import Chosen, PluginError, Registry
+
+from headrace_trainer.errors import refused
 
 if TYPE_CHECKING:
+    from headrace_schema.learning import TrainerSection
     from headrace_schema.openings import TrainerConfig
 
     from headrace_trainer.algorithms._base import Algorithm
     from headrace_trainer.backends._base import Backend
     from headrace_trainer.gang import Gang
 
-PACKAGE = "headrace_trainer.backends"
+BACKENDS: Registry[Backend] = Registry(
+    "headrace.backends",
+    "backend",
+    "trainer.backend",
+    "trainer.backend_options",
+    {"fsdp": "headrace_trainer.backends.plugins:FSDP"},
+)
 
 
-def backend_names() -> list[str]:
-    """Names that `build_backend` accepts; nothing is imported to list them."""
-    path = importlib.import_module(PACKAGE).__path__
-    return sorted(module.name for module in pkgutil.iter_modules(path) if module.name[0] != "_")
-
-
-def check_backend(name: str) -> None:
-    """Raises Refusal INVALID with the nearest name when there is no such backend."""
-    names = backend_names()
-    if name not in names:
-        near = get_close_matches(name, names, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise invalid(f"trainer.backend: no backend {name!r}; there are {', '.join(names)}{hint}")
+def choose_backend(section: TrainerSection) -> Chosen[Backend]:
+    """The backend that the section names, with its options. Raises Refusal INVALID, naming the key."""
+    try:
+        return BACKENDS.choose(section.backend, section.backend_options)
+    except PluginError as error:
+        raise refused(error) from error
 
 
 def build_backend(config: TrainerConfig, algorithm: Algorithm, gang: Gang) -> Backend:
-    """The backend that `config.trainer.backend` names, without weights yet."""
-    check_backend(config.trainer.backend)
-    module = importlib.import_module(f"{PACKAGE}.{config.trainer.backend}")
-    backend: Backend = module.build(config, algorithm, gang)
-    return backend
+    """The backend that `config.trainer` names, without weights yet."""
+    return choose_backend(config.trainer).build(config, algorithm, gang)

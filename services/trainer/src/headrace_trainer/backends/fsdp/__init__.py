@@ -5,9 +5,10 @@ from headrace_schema.openings import TrainerConfig
 from headrace_trainer.algorithms._base import Algorithm
 from headrace_trainer.backends._base import Backend
 from headrace_trainer.backends.fsdp.backend import FsdpBackend
+from headrace_trainer.backends.plugins import FsdpOptions
 from headrace_trainer.gang import Gang
 
 
-def build(config: TrainerConfig, algorithm: Algorithm, gang: Gang) -> Backend:
+def build(options: FsdpOptions, config: TrainerConfig, algorithm: Algorithm, gang: Gang) -> Backend:
     """The backend of one rank, without weights yet."""
-    return FsdpBackend(config, algorithm, gang)
+    return FsdpBackend(config, algorithm, gang, options)

@@ -24,9 +24,11 @@ from headrace_trainer.backends._base import CommitReport, MicroReport, StateRead
 from headrace_trainer.backends.fsdp.figures import TokenFigures
 from headrace_trainer.backends.fsdp.fit import check_fit
 from headrace_trainer.backends.fsdp.optimizer import MOMENTS, ShardedAdamW
+from headrace_trainer.backends.fsdp.prefixes import shares_prefixes
 from headrace_trainer.backends.fsdp.sharding import ShardedModel
 from headrace_trainer.backends.fsdp.warmup import SupervisedBatches
-from headrace_trainer.errors import Refusal, invalid
+from headrace_trainer.backends.plugins import FsdpOptions
+from headrace_trainer.errors import Refusal
 from headrace_trainer.gang import Gang
 from headrace_trainer.packing import MicroBatch, pack
 from headrace_trainer.samples import Rows, Sequence
@@ -40,13 +42,18 @@ LossOf = Callable[[Tensor, MicroBatch], Tensor]
 class FsdpBackend:
     """See `Backend`."""
 
-    def __init__(self, config: TrainerConfig, algorithm: Algorithm, gang: Gang) -> None:
+    def __init__(
+        self, config: TrainerConfig, algorithm: Algorithm, gang: Gang, options: FsdpOptions | None = None
+    ) -> None:
         self._config = config
+        self._options = options or FsdpOptions()
         self._algorithm = algorithm
         self._gang = gang
         self._dtype = DTYPES[config.model.dtype]
         self._figures = TokenFigures()
         self._dirty = False
+        self.shares_prefixes = False
+        """See `Backend`."""
         self._model: ShardedModel | None = None
         self._optimizer: ShardedAdamW | None = None
         torch.use_deterministic_algorithms(config.deterministic)
@@ -82,7 +89,7 @@ class FsdpBackend:
         batches = SupervisedBatches(self._config, self._gang.rank, self._gang.world_size)
         optimizer = self._new_optimizer()
         for step in range(warmup.steps):
-            work, tokens = batches.step(step, shared=self._shares_prefixes())
+            work, tokens = batches.step(step, shared=self.shares_prefixes)
             rounds = int(self._gang.maximum({"rounds": float(len(work))})["rounds"])
             for index in range(rounds):
                 rows = work[index] if index < len(work) else []
@@ -200,8 +207,9 @@ class FsdpBackend:
             untyped: Any = model
             untyped.gradient_checkpointing_enable({"use_reentrant": False})
             model.train()  # transformers checkpoints in training mode only; modelkit has turned dropout off
+        self.shares_prefixes = shares_prefixes(self._config, model.config)
         self._model = ShardedModel(
-            model, self._gang, self._dtype, reshard=self._config.trainer.reshard_micro_batches
+            model, self._gang, self._dtype, reshard=self._options.reshard_micro_batches
         )
         self._optimizer = self._new_optimizer()
         self._dirty = False
@@ -245,25 +253,7 @@ class FsdpBackend:
         return math.sqrt(self._gang.sum({"square": own})["square"])
 
     def _pack(self, rows: Rows) -> MicroBatch:
-        batch = pack(rows, shared=self._shares_prefixes())
-        window = self._window()
-        if batch.mask_R1LL is not None and window and batch.tokens_RL.shape[1] > window:
-            raise invalid(
-                f"trainer.shared_prefix: the model attends to the last {window} tokens only and a row has "
-                f"{batch.tokens_RL.shape[1]}; set trainer.shared_prefix: false"
-            )
-        return batch.to(self._gang.device)
-
-    def _shares_prefixes(self) -> bool:
-        # Only sdpa takes a mask of four dimensions as it is.
-        implementation = getattr(self._sharded.model.config, "_attn_implementation", "")
-        return self._config.trainer.shared_prefix and implementation == "sdpa"
-
-    def _window(self) -> int:
-        text = self._sharded.model.config.get_text_config()
-        kinds = getattr(text, "layer_types", None)
-        slides = "sliding_attention" in kinds if kinds else True
-        return int(getattr(text, "sliding_window", None) or 0) if slides else 0
+        return pack(rows, shared=self.shares_prefixes).to(self._gang.device)
 
     def _temperature(self) -> float:
         return self._config.sampling.temperature

@@ -1,0 +1,136 @@
+"""What stands around one run: pause, cancel and resume beside other runs; repeated requests; forks of a step."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import pytest
+from harness.ledger import audit
+from harness.specs import BATCH
+from harness.waiting import wait_for
+
+
+@pytest.fixture
+def held(fleet, spec_of, gate):
+    """A run of 4 steps that stands still in its third, and its gate."""
+    gate.hold_after(2 * BATCH + 3)
+    run = fleet.submit(spec_of(steps=4, reward=gate.reward))
+    gate.wait_until_held()
+    return fleet.reach(run, 2)
+
+
+def nothing_held(fleet, run):
+    """No lease, no grant and no open run is left of a run that is paused or has ended."""
+    wait_for(
+        lambda: not any(lease.run == run.id for lease in fleet.client.leases().leases)
+        and not any(item.run == run.id for item in fleet.client.instances()),
+        f"{run.id} to hold nothing",
+        30,
+    )
+
+
+def test_another_run_uses_the_instances_of_a_paused_one(fleet, held, gate, spec_of):
+    fleet.client.pause(held.id, now=True)
+    fleet.state(held, "PAUSED")
+    nothing_held(fleet, held)
+    gate.open()
+    other = fleet.succeed(fleet.submit(spec_of(name="other", steps=2)))
+    assert len(audit(fleet, other).trained) == 2 * BATCH
+    fleet.client.resume(held.id)
+    found = audit(fleet, fleet.succeed(held))
+    assert len(found.trained) == 4 * BATCH and len(found.live) == 4
+
+
+def test_a_paused_run_that_is_cancelled_leaves_the_fleet_usable(fleet, held, gate, spec_of):
+    fleet.client.pause(held.id, now=True)
+    fleet.state(held, "PAUSED")
+    cancelled = fleet.client.cancel(held.id)
+    assert cancelled.state == "CANCELLED" and "paused" in cancelled.reason
+    gate.open()
+    for name in ("second", "third"):
+        assert fleet.succeed(fleet.submit(spec_of(name=name, steps=1))).step == 1
+
+
+def test_a_resumed_run_waits_while_another_one_works(fleet, held, gate, spec_of, tmp_path):
+    from harness.gate import Gate
+
+    fleet.client.pause(held.id, now=True)
+    fleet.state(held, "PAUSED")
+    gate.open()
+    other_gate = Gate(tmp_path / "other")
+    other_gate.hold_after(3)
+    other = fleet.submit(spec_of(name="other", steps=1, reward=other_gate.reward))
+    other_gate.wait_until_held()
+    resumed = fleet.client.resume(held.id)
+    assert resumed.state == "QUEUED"
+    queued = wait_for(lambda: (now := fleet.client.get(held.id)).place and now, "a place in the queue", 10)
+    assert queued.place == 1 and any(other.id in text for text in queued.waiting_for)
+    other_gate.open()
+    fleet.succeed(other)
+    assert len(audit(fleet, fleet.succeed(held)).trained) == 4 * BATCH
+
+
+def test_pause_now_and_cancel_in_one_breath(fleet, held, gate, spec_of):
+    with ThreadPoolExecutor(2) as pool:
+        paused = pool.submit(fleet.client.pause, held.id, now=True)
+        cancelled = pool.submit(fleet.client.cancel, held.id)
+        paused.exception()
+        cancelled.result()
+    ended = fleet.state(held, "CANCELLED")
+    assert "bug" not in ended.reason
+    nothing_held(fleet, held)
+    gate.open()
+    assert fleet.succeed(fleet.submit(spec_of(name="next", steps=1))).step == 1
+
+
+def test_a_commit_in_hand_is_recorded_before_the_run_pauses(own_fleet, spec_of):
+    point = "trainer.commit.after_optimizer=delay:5"
+    with own_fleet(HEADRACE_FAILPOINTS=point) as fleet:
+        run = fleet.reach(fleet.submit(spec_of(steps=3)), 1)
+        fleet.client.pause(run.id, now=True)
+        paused = fleet.state(run, "PAUSED")
+        assert paused.step >= 1
+        fleet.client.resume(run.id)
+        found = audit(fleet, fleet.succeed(run))
+        assert len(found.trained) == 3 * BATCH
+        # A committed step is never thrown away: each step was committed once.
+        commits = [event for event in fleet.events(run) if event.type == "step_committed"]
+        assert len(commits) == 3 and fleet.client.get(run.id).warmup_steps == 2
+
+
+def test_one_key_is_one_run_however_often_and_fast_it_is_sent(fleet, spec_of, gate):
+    spec = spec_of(steps=1, reward=gate.reward)  # A user's scorer: each submission tries it out first.
+
+    def submit(_: int) -> str:
+        answer = httpx.post(
+            f"{fleet.url}/v1/runs", json=spec, headers={"Idempotency-Key": "twenty"}, timeout=120
+        )
+        assert answer.status_code in (200, 201), answer.text
+        return answer.json()["id"]
+
+    with ThreadPoolExecutor(20) as pool:
+        ids = set(pool.map(submit, range(20)))
+    assert len(ids) == 1
+    fleet.succeed(ids.pop())
+
+
+def test_a_run_that_is_cancelled_in_the_queue_says_so(fleet, held, gate, spec_of):
+    queued = fleet.submit(spec_of(name="queued"))
+    shown = wait_for(lambda: (now := fleet.client.get(queued.id)).place and now, "a place in the queue", 10)
+    assert shown.place == 1
+    cancelled = fleet.client.cancel(queued.id)
+    assert cancelled.state == "CANCELLED" and "queued" in cancelled.reason
+    assert "checkpoint" not in cancelled.reason
+    gate.open()
+    fleet.succeed(held)
+
+
+def test_recoveries_without_progress_end_the_run(own_fleet, spec_of):
+    """A trainer that dies in each third step, before the first checkpoint, would recover for ever."""
+    point = "trainer.commit.after_optimizer=kill@3"
+    with own_fleet(HEADRACE_FAILPOINTS=point) as fleet:
+        spec = spec_of(steps=6, checkpoint__interval_steps=100, limits__recoveries=2)
+        run = fleet.submit(spec)
+        ended = fleet.client.wait(run.id, 400)
+        assert ended.state == "FAILED" and "limits.recoveries" in ended.reason

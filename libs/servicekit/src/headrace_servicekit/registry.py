@@ -1,0 +1,197 @@
+"""Plug-ins by name: built-in ones, and those that other packages publish as entry points. Knows no service.
+
+A name leads to a `Plugin`: a light object with a model of its options and a reference to what it builds. Names are
+listed without an import; a plug-in's own packages are imported when one is built.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any, Generic, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from headrace_servicekit.problems import KeyProblem, explain, nearest
+
+Made = TypeVar("Made")
+
+
+class PluginError(Exception):
+    """A plug-in cannot be had as it is asked for; each of `problems` names its key."""
+
+    def __init__(self, problems: list[KeyProblem]) -> None:
+        super().__init__(" | ".join(map(str, problems)))
+        self.problems = problems
+
+    @property
+    def metadata(self) -> dict[str, str]:
+        """Key and fix of the first problem, as a refusal carries them."""
+        return {"key": self.problems[0].key, "fix": self.problems[0].fix}
+
+
+class Options(BaseModel):
+    """Options of a plug-in; unknown keys are errors."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+@dataclass(frozen=True)
+class Plugin:
+    """What an entry point names.
+
+    `build` is called with the validated options, then with what the service gives; written as "module:attribute"
+    it is imported only then. `packages` are distributions whose versions change what the plug-in does.
+    """
+
+    build: Callable[..., Any] | str
+    options: type[BaseModel] = Options
+    description: str = ""
+    packages: tuple[str, ...] = ()
+
+    def factory(self) -> Callable[..., Any]:
+        """What builds it; raises ImportError or AttributeError where a reference leads nowhere."""
+        if not isinstance(self.build, str):
+            return self.build
+        found: Callable[..., Any] = EntryPoint("", self.build, "").load()
+        return found
+
+
+def plugin(
+    options: type[BaseModel] = Options, packages: tuple[str, ...] = ()
+) -> Callable[[Callable[..., Any]], Plugin]:
+    """Makes a plug-in of a class whose constructor takes its options; its docstring's first line describes it."""
+
+    def make(build: Callable[..., Any]) -> Plugin:
+        description = (build.__doc__ or "").strip().partition("\n")[0]
+        return Plugin(build, options, description, packages)
+
+    return make
+
+
+@dataclass(frozen=True)
+class Chosen(Generic[Made]):
+    """A plug-in with its validated options."""
+
+    name: str
+    plugin: Plugin
+    options: BaseModel
+
+    def build(self, *given: Any) -> Made:
+        """Builds it from its options and what the service gives; what its constructor raises goes through."""
+        made: Made = self.plugin.factory()(self.options, *given)
+        return made
+
+
+class Registry(Generic[Made]):
+    """The plug-ins of one kind.
+
+    `key` and `options_key` are where a run spec names a plug-in and its options. `built_in` leads from names to
+    "module:attribute", as entry points of `group` do. `adapt` makes a Plugin of what a reference leads to where
+    plug-ins of this kind are published as something else; it raises TypeError saying what should be published.
+    """
+
+    def __init__(
+        self,
+        group: str,
+        kind: str,
+        key: str,
+        options_key: str,
+        built_in: Mapping[str, str],
+        adapt: Callable[[Any], Plugin] | None = None,
+    ) -> None:
+        self.group, self.kind, self.key, self.options_key = group, kind, key, options_key
+        self._built_in = [EntryPoint(name, value, group) for name, value in built_in.items()]
+        self._adapt = adapt or _is_plugin
+
+    def _points(self) -> dict[str, list[EntryPoint]]:
+        found: dict[str, dict[str, EntryPoint]] = {}
+        for point in (*self._built_in, *entry_points(group=self.group)):
+            # A distribution that lies on the path twice publishes the same reference twice.
+            found.setdefault(point.name, {}).setdefault(point.value, point)
+        return {name: list(points.values()) for name, points in sorted(found.items())}
+
+    def names(self) -> list[str]:
+        """Every name, sorted; imports nothing."""
+        return list(self._points())
+
+    def find(self, name: str) -> Plugin:
+        """The plug-in of a name. Raises PluginError: unknown, published twice, or broken."""
+        points = self._points().get(name, [])
+        if not points:
+            close = nearest(name, self.names())
+            hint = f"did you mean {close!r}? " if close else ""
+            raise self._error(f"there is no {self.kind} {name!r}", f"{hint}known: {', '.join(self.names())}")
+        if len(points) > 1:
+            raise self._error(
+                f"the {self.kind} {name!r} is published {len(points)} times: {', '.join(map(_origin, points))}",
+                "remove or rename all but one",
+            )
+        return self._load(points[0])
+
+    def choose(self, name: str, options: Mapping[str, Any]) -> Chosen[Made]:
+        """A plug-in with these options. Raises PluginError as `find` does, and for options that are wrong."""
+        found = self.find(name)
+        try:
+            return Chosen(name, found, found.options.model_validate(dict(options)))
+        except ValidationError as error:
+            raise PluginError([self._below(each) for each in explain(error, found.options)]) from error
+
+    def capabilities(self, warn: Callable[[str], object]) -> list[str]:
+        """One "name={JSON Schema of its options}" for each plug-in that can be had; `warn` hears of the others."""
+        listed = []
+        for name in self.names():
+            try:
+                schema = self.find(name).options.model_json_schema()
+            except PluginError as error:
+                warn(f"{self.kind} {name} is left out: {error}")
+                continue
+            listed.append(capability(name, schema))
+        return listed
+
+    def _below(self, problem: KeyProblem) -> KeyProblem:
+        key = self.options_key if problem.key == "(whole)" else f"{self.options_key}.{problem.key}"
+        return KeyProblem(key, problem.problem, problem.fix)
+
+    def _load(self, point: EntryPoint) -> Plugin:
+        try:
+            return self._adapt(point.load())
+        except (ImportError, AttributeError) as error:
+            reason = f"the {self.kind} {point.name!r} ({_origin(point)}) cannot be imported: {error}"
+            raise self._error(reason, "repair or remove the package that publishes it") from error
+        except TypeError as error:
+            reason = f"the {self.kind} {point.name!r} ({_origin(point)}) {error}"
+            raise self._error(reason, "repair the package that publishes it") from error
+
+    def _error(self, reason: str, fix: str) -> PluginError:
+        return PluginError([KeyProblem(self.key, reason, fix)])
+
+
+def _origin(point: EntryPoint) -> str:
+    package = point.dist.name if point.dist is not None else "built in"
+    return f"{point.value}, {package}"
+
+
+def _is_plugin(found: Any) -> Plugin:
+    if not isinstance(found, Plugin):
+        raise TypeError(f"is a {type(found).__name__} and no headrace_servicekit.registry.Plugin")
+    return found
+
+
+def capability(name: str, schema: Mapping[str, Any]) -> str:
+    """How an instance registers the JSON Schema of a plug-in's options."""
+    return f"{name}={json.dumps(schema, separators=(',', ':'))}"
+
+
+def read_capabilities(listed: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """JSON Schemas by name, as `Registry.capabilities` wrote them; what is not JSON is left out."""
+    schemas = {}
+    for text in listed:
+        name, _, schema = text.partition("=")
+        try:
+            schemas[name] = json.loads(schema)
+        except ValueError:
+            continue
+    return schemas

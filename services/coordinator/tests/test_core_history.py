@@ -1,0 +1,332 @@
+"""Histories in files over a real store: nothing missing or doubled over trims, restarts, kills and damage; pages."""
+
+import asyncio
+import time
+
+import pytest
+from headrace_coordinator.coordinator import Coordinator
+from headrace_coordinator.domain import events as ev
+from headrace_coordinator.domain import runs
+from headrace_coordinator.domain.state import snapshot
+from headrace_coordinator.fleet import Fleet, FleetSettings
+from headrace_coordinator.history import History
+from headrace_coordinator.history import history as history_module
+from headrace_coordinator.history.files import RunFiles
+from headrace_coordinator.kernel import Kernel
+from headrace_coordinator.run.checkpointing import ledger_of, missing_steps, read_ledger
+from headrace_coordinator.store.redis_store import RedisStore
+from headrace_schema.spec import RunSpec
+
+SPEC = RunSpec.model_validate(
+    {
+        "name": "r",
+        "steps": 1000,
+        "model": {"path": "m"},
+        "data": {"source": "copy_digits", "heldout": 1},
+        "algorithm": {"group_size": 2, "prompts_per_step": 2},
+        "reward": {"scorers": [{"name": "exact"}]},
+    }
+).model_dump(mode="json")
+
+
+class Opened:
+    """A coordinator's kernel and reads on a store, with its task."""
+
+    @classmethod
+    async def on(cls, server, directory):
+        self = cls()
+        self.kernel = Kernel(RedisStore(server.url), time.time, history=History(directory / "runs"))
+        await self.kernel.open("test")
+        fleet = Fleet(self.kernel, lambda *_: None, FleetSettings())
+        self.reads = Coordinator(self.kernel, fleet, directory)
+        self.task = asyncio.create_task(self.kernel.run())
+        return self
+
+    async def kill(self):
+        """The process is gone where it stands: nothing more is written."""
+        self.task.cancel()
+        await asyncio.gather(self.task, return_exceptions=True)
+
+    async def events(self, after=0):
+        """Ids of a whole stream; the run has ended."""
+        return [event.id async for event in self.reads.events("r", after)]
+
+    async def snapshot(self):
+        """Saves one now."""
+        await self.kernel.flush()
+        self.kernel._since_snapshot = 10**9
+        self.kernel.post(ev.Noted(at=0, run="r", text="before the snapshot"))
+        await self.kernel.flush()
+        async with asyncio.timeout(20):
+            while self.kernel._snapshot or self.kernel._since_snapshot > 10**8:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+
+
+@pytest.fixture
+async def opened(server, tmp_path):
+    made = []
+
+    async def start():
+        made.append(await Opened.on(server, tmp_path))
+        return made[-1]
+
+    yield start
+    for each in made:
+        await each.kill()
+
+
+def submitted():
+    return ev.RunSubmitted(at=1.0, run="r", spec=SPEC, directory="d")
+
+
+def restored(number, parent=0, ordinal=0, frontier=0, kept=None):
+    return ev.VersionRestored(
+        at=0, run="r", number=number, parent=parent, ordinal=ordinal, digest=f"d{number}", checkpoint="",
+        frontier_step=frontier, kept=kept,
+    )  # fmt: skip
+
+
+def committed(step, number=None, parent=None):
+    number = step + 2 if number is None else number
+    view = {
+        "step": step + 1, "version": number, "wall_s": 1.0, "reward_mean": 0.5, "tokens": 4, "tokens_per_s": 4.0,
+        "stage_s": {}, "devices": {}, "trained": 4, "dropped": 0, "max_staleness": 0,
+        "figures": {"loss": float("nan")},
+    }  # fmt: skip
+    made = ev.Certificate(
+        number=number, parent=number - 1 if parent is None else parent, ordinal=step + 1, digest="d", step=step,
+        attempt=1, trained=[(2 * step, 0, 1, 2, 2)], dropped={}, set_digest="", tokens=4, tokens_by_version={},
+        max_staleness=0, log_prob_mismatch_mean=0.0, drop_rate_by_length={}, drop_rate_by_pass_rate={},
+    )  # fmt: skip
+    return ev.StepCommitted(at=0, run="r", certificate=made, view=view)
+
+
+def ended():
+    return [
+        ev.RunStateChanged(at=0, run="r", state=state, reason="") for state in (runs.PLANNING, runs.CANCELLED)
+    ]
+
+
+async def train(kernel, steps, first=0):
+    for step in range(first, first + steps):
+        kernel.post(ev.SlotsAssigned(at=0, run="r", slots=[(2 * step, 0, 1, "x")]), committed(step))
+    await kernel.flush()
+
+
+async def test_a_stream_has_every_event_once_after_snapshots_and_restarts(opened, server, tmp_path):
+    one = await opened()
+    one.kernel.post(submitted(), restored(1))
+    await train(one.kernel, 50)
+    await one.snapshot()
+    assert await RedisStore(server.url)._redis.xlen("headrace:log") < 10
+    assert len(list(one.kernel.history._tails["r"])) == 0
+    await train(one.kernel, 10, 50)
+    await one.kill()
+    two = await opened()
+    await train(two.kernel, 10, 60)
+    two.kernel.post(*ended())
+    await two.kernel.flush()
+    ids = await two.events()
+    await two.kernel.history.write()
+    kinds = [type(event) for _, event in RunFiles(tmp_path / "runs/r/history").after(-1, 10**6, 10**9)]
+    assert ids == sorted(set(ids)) and len(ids) == 1 + 1 + 70 + 1 + 2
+    assert kinds.count(ev.StepCommitted) == 70
+    assert await two.events(after=ids[40]) == ids[41:]
+    assert two.kernel.state.runs["r"].totals.tally.trained == 280
+
+
+async def test_a_follower_gets_what_comes_while_files_are_written(opened, monkeypatch):
+    monkeypatch.setattr(history_module, "LINGER_S", 0.0)
+    one = await opened()
+    one.kernel.post(submitted(), restored(1))
+    following = [asyncio.create_task(one.events()) for _ in range(3)]
+    for step in range(300):
+        one.kernel.post(committed(step))
+        if step % 7 == 0:
+            await one.kernel.flush()
+    one.kernel.post(*ended())
+    found = await asyncio.wait_for(asyncio.gather(*following), 30)
+    assert found[0] == sorted(set(found[0])) and len(found[0]) == 304
+    assert found[0] == found[1] == found[2]
+
+
+@pytest.mark.parametrize("damage", ["unwritten", "torn", "garbage", "no index", "short index"])
+async def test_what_a_crash_left_of_the_files_is_made_whole_from_the_store(opened, tmp_path, damage):
+    one = await opened()
+    one.kernel.post(submitted(), restored(1))
+    await train(one.kernel, 20)
+    await one.snapshot()
+    await train(one.kernel, 20, 20)
+    await one.kernel.history.write()
+    await one.kill()
+    directory = tmp_path / "runs/r/history"
+    (segment,) = directory.glob("[0-9]*.jsonl")
+    data = segment.read_bytes()
+    match damage:
+        case "unwritten":
+            segment.write_bytes(data[: data.index(b'"before the snapshot"') + 24])
+        case "torn":
+            segment.write_bytes(data[:-40])
+        case "garbage":
+            segment.write_bytes(data[:-3000] + b"\x00" * 3000)
+        case "no index":
+            (directory / "steps.index").unlink()
+        case "short index":
+            with (directory / "steps.index").open("ab") as file:
+                file.truncate(500)
+                file.write(b"torn")
+    two = await opened()
+    await train(two.kernel, 5, 40)
+    two.kernel.post(*ended())
+    await two.kernel.flush()
+    assert len(await two.events()) == 1 + 1 + 1 + 45 + 2
+    shown, more = await two.reads.certificates("r", 100)
+    assert [view.step for view in shown] == list(range(45)) and more is None
+
+
+async def test_a_kill_between_segment_and_trim_repeats_nothing(opened, monkeypatch):
+    one = await opened()
+    one.kernel.post(submitted(), restored(1))
+    await train(one.kernel, 30)
+
+    async def never(*_):
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(one.kernel._store, "save_snapshot", never)
+    one.kernel._since_snapshot = 10**9
+    one.kernel.post(ev.Noted(at=0, run="r", text="x"))
+    await one.kernel.flush()
+    async with asyncio.timeout(10):
+        while one.kernel.history._dirty:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    await one.kill()
+    two = await opened()
+    two.kernel.post(*ended())
+    await two.kernel.flush()
+    assert len(await two.events()) == 1 + 1 + 30 + 1 + 2
+
+
+async def test_pages_equal_the_whole_list_at_every_offset_over_rewinds(opened):
+    one = await opened()
+    one.kernel.post(submitted(), restored(1))
+    await train(one.kernel, 12)
+    for step, ordinal in ((0, 0), (4, 4), (8, 8)):
+        view = {
+            "kind": "heldout",
+            "step": ordinal,
+            "version": step + 1,
+            "score": 0.5,
+            "parts": {},
+            "answers": 1,
+        }
+        one.kernel.post(ev.Evaluated(at=0, run="r", view=view | {"examples": []}))
+    kept = await one.kernel.history.kept("r", 6)
+    assert kept.counts[:2] == (24, 0) and kept.last_step["step"] == 6
+    one.kernel.post(restored(100, 7, 6, 6, kept), committed(6, 101, 100), committed(7, 102, 101))
+    one.kernel.post(ev.StepSkipped(at=0, run="r", step=8, dropped={"X": [(16, 0, 0, 2, 2)]}))
+    kept = await one.kernel.history.kept("r", 3)
+    one.kernel.post(restored(200, 4, 3, 3, kept), committed(3, 201, 200), committed(4, 202, 201))
+    await one.kernel.flush()
+    run = one.kernel.state.runs["r"]
+    assert (run.totals.tally.trained, run.totals.tally.duplicates, run.totals.tally.missing) == (20, 0, 0)
+    whole = {}
+    for name in ("steps", "certificates", "evaluations"):
+        whole[name], more = await getattr(one.reads, name)("r", 1000)
+        assert more is None
+    assert [view.version for view in whole["steps"]] == [2, 3, 4, 201, 202]
+    assert [view.step for view in whole["evaluations"]] == [0]
+    live = {view.version.number for view in whole["certificates"] if view.live}
+    assert len(whole["certificates"]) == 16 and live == {2, 3, 4, 201, 202}
+    for name, views in whole.items():
+        for size in (1, 2, 3, 7):
+            found, after = [], -1
+            while after is not None:
+                page, after = await getattr(one.reads, name)("r", size, after)
+                found += page
+            assert repr(found) == repr(views), (name, size)
+
+
+async def test_a_run_that_has_ended_leaves_memory_and_reads_the_same(opened):
+    one = await opened()
+    one.kernel.post(submitted(), restored(1))
+    await train(one.kernel, 10)
+    one.kernel.post(ev.CheckpointSaved(at=0, run="r", name="c", number=11), *ended())
+    await one.kernel.flush()
+    before, ids = one.reads.run("r"), await one.events()
+    await one.reads.archive.once()
+    each = one
+    for again in (False, True):
+        if again:
+            await one.kill()
+            each = await opened()
+        assert "r" not in each.kernel.state.runs and each.kernel.history.backlog == 0
+        assert repr(each.reads.run("r")) == repr(before) and await each.events() == ids
+        assert len((await each.reads.certificates("r", 100))[0]) == 10
+        (checkpoint,) = await each.reads.checkpoints("r")
+        assert (checkpoint.name, checkpoint.version.ordinal) == ("c", 10)
+        shown, _more = each.reads.runs(10)
+        assert [view.id for view in shown] == ["r"] and each.reads.run_states() == {"CANCELLED": 1}
+
+
+async def test_streams_of_an_older_release_become_files(opened, server, tmp_path):
+    one = await opened()
+    one.kernel.post(submitted(), restored(1))
+    await train(one.kernel, 5)
+    await one.kernel.history.write()
+    await one.kill()
+    redis = RedisStore(server.url)._redis
+    for key, fields in await redis.xrange("headrace:log"):
+        if ev.is_public(ev.decode(fields[b"e"])):
+            await redis.xadd("headrace:run:r", fields, id=key)
+    for path in (tmp_path / "runs/r/history").iterdir():
+        path.unlink()
+    two = await opened()
+    assert not await redis.exists("headrace:run:r")
+    two.kernel.post(*ended())
+    await two.kernel.flush()
+    assert len(await two.events()) == 1 + 1 + 5 + 2
+
+
+async def test_a_disk_that_refuses_is_shown_and_loses_nothing(opened, monkeypatch):
+    one = await opened()
+    one.kernel.post(submitted(), restored(1))
+    await train(one.kernel, 5)
+    append = RunFiles.append
+
+    def full(self, items):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(RunFiles, "append", full)
+    monkeypatch.setattr(history_module, "RETRY_S", 0.02)
+    await train(one.kernel, 5, 5)
+    async with asyncio.timeout(10):
+        while not one.kernel.history.trouble:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    assert "No space left" in " ".join(one.reads.run("r").waiting_for)
+    monkeypatch.setattr(RunFiles, "append", append)
+    one.kernel.post(*ended())
+    await one.kernel.flush()
+    assert len(await one.events()) == 1 + 1 + 10 + 2
+
+
+async def test_a_checkpoints_ledger_holds_the_steps_since_the_oldest_kept_one(opened):
+    one = await opened()
+    one.kernel.post(submitted(), restored(1))
+    await train(one.kernel, 40)
+    for number in (11, 31):
+        one.kernel.post(ev.CheckpointSaved(at=0, run="r", name=f"c{number}", number=number))
+    await one.kernel.flush()
+    ledger = read_ledger(await ledger_of(one.kernel, "r"))
+    numbers = [step.certificate.number for step in missing_steps(ledger, range(36))]
+    assert numbers == [36, 37, 38, 39, 40, 41]
+    assert next(step.certificate.number for step in missing_steps(ledger, range(0))) == 11
+
+
+async def test_memory_does_not_rise_with_steps(opened):
+    one = await opened()
+    one.kernel.post(submitted(), restored(1))
+    for part in range(20):
+        await train(one.kernel, 100, 100 * part)
+        await one.kernel.history.write()
+        assert one.kernel.history.backlog < 50
+    assert len(snapshot(one.kernel.state)) < 10_000

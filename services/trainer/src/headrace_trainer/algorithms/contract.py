@@ -1,0 +1,53 @@
+"""What every algorithm must hold, as a check that its author runs in a test of the own package."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from headrace_servicekit.contract import check_plugin, require
+
+from headrace_trainer.algorithms._base import Algorithm, Barrier, TokenBatch
+from headrace_trainer.algorithms._registry import ALGORITHMS
+
+
+def check_algorithm(name: str, options: Mapping[str, Any]) -> Algorithm:
+    """The algorithm, built with these options. Raises AssertionError saying what does not hold.
+
+    The loss must be an unnormalised sum: two micro-batches give what one of both gives, in loss and gradient.
+    """
+    algorithm = check_plugin(ALGORITHMS, name, options).build()
+    require(isinstance(algorithm.barrier, Barrier), "barrier is no Barrier")
+    rewards_GN = torch.tensor([[0.0, 1.0, 0.5], [1.0, 1.0, 1.0]], dtype=torch.float64)
+    advantages_GN = algorithm.advantages(rewards_GN)
+    require(advantages_GN.shape == rewards_GN.shape, "advantages are not one a sample")
+    require(bool(torch.isfinite(advantages_GN).all()), "advantages of finite rewards are not finite")
+    require(algorithm.denominator(0, 0) > 0, "the denominator of an empty step is not positive")
+    require(algorithm.token_weight(7) > 0, "a token's weight is not positive")
+    _check_sum(algorithm)
+    return algorithm
+
+
+def _check_sum(algorithm: Algorithm) -> None:
+    whole, whole_K = _loss(algorithm, [slice(0, 6)])
+    parts, parts_K = _loss(algorithm, [slice(0, 2), slice(2, 6)])
+    require(bool(torch.isfinite(whole_K).all()), "the gradient is not finite")
+    require(bool(whole_K.any()), "the loss does not depend on the log-probs")
+    require(
+        torch.allclose(whole, parts) and torch.allclose(whole_K, parts_K),
+        "the loss is no unnormalised sum: two micro-batches give another loss or gradient than one of both",
+    )
+
+
+def _loss(algorithm: Algorithm, batches: list[slice]) -> tuple[torch.Tensor, torch.Tensor]:
+    log_probs_K = torch.tensor([-0.5, -1.0, -2.0, -0.1, -3.0, -1.5], requires_grad=True)
+    advantages_K = torch.tensor([1.0, 1.0, -0.5, -0.5, 2.0, 2.0])
+    engine_K = log_probs_K.detach() + 0.01
+    weights_K = torch.full((6,), algorithm.token_weight(2))
+    total = torch.zeros(())
+    for part in batches:
+        batch = TokenBatch(log_probs_K[part], engine_K[part], advantages_K[part], weights_K[part])
+        total = total + algorithm.loss(batch).loss
+    (gradient_K,) = torch.autograd.grad(total, log_probs_K)
+    return total.detach(), gradient_K

@@ -1,0 +1,80 @@
+"""Prefixes are shared where the model's attention can, and nowhere else; whoever demands them elsewhere is told."""
+
+from __future__ import annotations
+
+import grpc
+import pytest
+import torch
+from headrace_schema.generating import SamplingSection
+from headrace_schema.openings import TrainerConfig
+from headrace_servicekit.errors import reason_of
+from headrace_trainer.backends.fsdp.prefixes import shares_prefixes
+from headrace_trainer.errors import Refusal
+from headrace_trainer.wire import read_sequence
+from transformers import Gemma2Config, Gemma2ForCausalLM, MistralConfig
+
+HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
+SIZES = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, **HEADS}
+
+
+@pytest.fixture(scope="module")
+def gemma(tmp_path_factory):
+    """A tiny Gemma-2 with random weights: its attention caps its scores, which sdpa does not."""
+    torch.manual_seed(0)
+    config = Gemma2Config(**SIZES, pad_token_id=0, eos_token_id=1, bos_token_id=2, initializer_range=0.5)
+    model = Gemma2ForCausalLM(config).eval()
+    directory = tmp_path_factory.mktemp("models") / "gemma"
+    model.save_pretrained(directory)
+    return model, {"path": str(directory), "dtype": "float32"}
+
+
+async def test_a_model_without_sdpa_is_scored_and_trained_sample_by_sample(
+    client, make_config, make_settled, settled_digest, gemma
+):
+    model, section = gemma
+    restored = await client.open(make_config(model=section))
+    assert restored.figures["shared_prefix"] == 0.0
+    group = make_settled(0, version=restored.version)
+    sequences = [read_sequence(member.trajectory, SamplingSection()) for member in group.members]
+    with torch.no_grad():
+        rows = [model(torch.tensor([s.tokens])).logits[0].log_softmax(-1) for s in sequences]
+    expected = [
+        torch.tensor([float(row[p - 1, s.tokens[p]]) for p in s.trained])
+        for row, s in zip(rows, sequences, strict=True)
+    ]
+    found = (await client.infer([member.trajectory for member in group.members])).sequences
+    for own, right in zip(found, expected, strict=True):
+        torch.testing.assert_close(torch.tensor(list(own.values)), right, rtol=0, atol=1e-4)
+
+    engine = torch.tensor([value for s in sequences for value in s.engine_log_probs])
+    await client.begin(0, 1, 1, 2)
+    await client.learn(0, 1, [group])
+    figures = (await client.commit(0, 1, 1, 2, settled_digest([group]))).figures
+    mismatch = float((torch.cat(expected) - engine).abs().mean())
+    assert figures["log_prob_mismatch_mean"] == pytest.approx(mismatch, abs=1e-4)
+
+
+async def test_a_model_with_sdpa_shares_by_itself(client):
+    assert (await client.open()).figures["shared_prefix"] == 1.0
+
+
+async def test_who_demands_it_of_a_model_without_sdpa_is_refused(client, make_config, gemma):
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await client.open(make_config(model=gemma[1], trainer={"shared_prefix": True}))
+    assert reason_of(caught.value) == "INVALID"
+    assert "trainer.shared_prefix" in caught.value.details() and "eager" in caught.value.details()
+
+
+@pytest.mark.parametrize(("context", "fits"), [(None, False), (9, False), (8, True)])
+def test_a_window_shorter_than_the_context_is_no_place_for_a_tree(make_config, context, fits):
+    architecture = MistralConfig(
+        **SIZES, sliding_window=8, max_position_embeddings=64, attn_implementation="sdpa"
+    )
+    for wanted in (None, True, False):
+        sections = {"model": {"max_context": context}, "trainer": {"shared_prefix": wanted}}
+        config = TrainerConfig.model_validate(make_config(**sections))
+        if wanted and not fits:
+            with pytest.raises(Refusal, match="last 8 tokens"):
+                shares_prefixes(config, architecture)
+        else:
+            assert shares_prefixes(config, architecture) is (fits and wanted is not False)
