@@ -57,8 +57,9 @@ class Users:
         if not self._calm:
             await self._whims()
         while not self._all_ended():
-            await asyncio.sleep(CARE_S if not self._calm else 0.25)
-            await self._care()
+            await asyncio.sleep(0.25 if self._calm else CARE_S)
+            if not self._calm:
+                await self._care()
 
     def _all_ended(self) -> bool:
         coordinator = self._world.coordinator

@@ -184,7 +184,8 @@ class World(Processes):
 
     async def trouble(self) -> None:
         """Faults at random times, until it has been enough."""
-        await self.faults.happen()
+        if self.faulty:
+            await self.faults.happen()
 
     async def live(self) -> Outcome:
         """From the first process to the end of the last run, with every check."""
@@ -194,11 +195,10 @@ class World(Processes):
             for index in range(self.counts.get(kind, fewest + self.spare[kind])):
                 await self.bear(kind, f"{kind}-{index}", self.hosts[index % len(self.hosts)])
         await self.start_coordinator()
-        trouble = asyncio.ensure_future(self.trouble()) if self.faulty else None
+        trouble = asyncio.ensure_future(self.trouble())
         living = asyncio.ensure_future(self.users.live())
-        await self._watch(living.done, [living, *([trouble] if trouble else [])], LIMIT_S)
-        if trouble:
-            trouble.cancel()
+        await self._watch(living.done, [living, trouble], LIMIT_S)
+        trouble.cancel()
         await self._settle()
         return await self._judge()
 
