@@ -187,7 +187,9 @@ def test_a_lost_member_is_replaced_also_while_another_run_waits():
     state.apply(ev.InstanceLost(at=2.0, incarnation="rollout-0#1", reason="", proven=True))
     admit_all(state, 2.0)
     assert state.runs["a"].grant.rollouts == []
-    newborn = msgspec.structs.replace(state.instances["trainer-0#1"], instance="rollout-0", incarnation="rollout-0#2", kind="rollout")
+    newborn = msgspec.structs.replace(
+        state.instances["trainer-0#1"], instance="rollout-0", incarnation="rollout-0#2", kind="rollout"
+    )
     state.instances["rollout-0#2"] = newborn
     admit_all(state, 3.0)
     assert state.runs["a"].grant.rollouts == ["rollout-0#2"]

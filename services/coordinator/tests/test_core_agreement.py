@@ -37,7 +37,7 @@ def live(monkeypatch):
         world = World(5, faults=False)
         if trouble is not None:
             monkeypatch.setattr(World, "trouble", trouble)
-                with contextlib.suppress(Violation):  # the judge of a calm world wants success
+        with contextlib.suppress(Violation):  # the judge of a calm world wants success
             run_virtual(world.live())
         run, history = world.ended, world.history
         steps = [event for _, event in history if isinstance(event, ev.StepCommitted)]

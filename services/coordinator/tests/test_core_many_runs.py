@@ -223,14 +223,16 @@ def test_a_trainer_that_dies_in_each_third_step_before_the_first_checkpoint_ends
     async def play(scene):
         while True:
             before = len(scene.log(ev.StepCommitted))
-            await scene.until(lambda: len(scene.log(ev.StepCommitted)) >= before + 2)
+            await scene.until(lambda before=before: len(scene.log(ev.StepCommitted)) >= before + 2)
             await scene.kill(scene.living("trainer")[0].incarnation)
 
     scene = Scene(play, steps=20, limits={"recoveries": 4})
     with contextlib.suppress(Violation, AssertionError):
         run_virtual(scene.live())
     last = scene.log(ev.RunStateChanged)[-1]
-    assert last.state == "FAILED" and last.reason.startswith("limits.recoveries: 4 recoveries without progress")
+    assert last.state == "FAILED" and last.reason.startswith(
+        "limits.recoveries: 4 recoveries without progress"
+    )
 
 
 def test_a_fork_goes_on_from_its_origins_checkpoint():

@@ -97,7 +97,14 @@ def test_what_ended_and_what_is_not_allowed_does_not_move():
 
 def restored(number, frontier):
     return ev.VersionRestored(
-        at=0, run="r", number=number, parent=0, ordinal=frontier, digest="", checkpoint="", frontier_step=frontier
+        at=0,
+        run="r",
+        number=number,
+        parent=0,
+        ordinal=frontier,
+        digest="",
+        checkpoint="",
+        frontier_step=frontier,
     )
 
 

@@ -92,7 +92,9 @@ class Instance:
 
     async def take_time(self) -> None:
         """Builds what a run needs; now and then slowly."""
-        await asyncio.sleep(self.rng.uniform(0.01, 0.5) if self.rng.random() < 0.9 else self.rng.uniform(1.0, 45.0))
+        await asyncio.sleep(
+            self.rng.uniform(0.01, 0.5) if self.rng.random() < 0.9 else self.rng.uniform(1.0, 45.0)
+        )
 
     def live_leases(self) -> set[int]:
         """Leases whose own deadline has not passed: the holder quiesces by its own clock."""

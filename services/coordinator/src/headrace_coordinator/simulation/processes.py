@@ -54,7 +54,9 @@ class Processes:
         self._born += 1
         incarnation = f"{name}#{self._born:03}"
         devices = tuple(f"{host}/cpu:{i}" for i in range(DEVICES_A_HOST)) if kind != "reward" else ()
-        instance = CLASSES[kind](name, incarnation, random.Random(f"{self.seed}/{incarnation}"), devices, host)
+        instance = CLASSES[kind](
+            name, incarnation, random.Random(f"{self.seed}/{incarnation}"), devices, host
+        )
         if isinstance(instance, Trainer):
             instance.disk, instance.gangs = self.disk, self._gangs
         self.instances[incarnation] = instance
@@ -68,9 +70,7 @@ class Processes:
 
     def living(self, kind: str = "") -> list[Instance]:
         """Processes that run and were not told to stop."""
-        return [
-            i for i in self.instances.values() if i.alive and not i.draining and kind in ("", i.KIND)
-        ]
+        return [i for i in self.instances.values() if i.alive and not i.draining and kind in ("", i.KIND)]
 
     async def _lifeline(self, instance: Instance) -> None:
         """Register, then heartbeats; again after every interruption."""

@@ -15,7 +15,6 @@ from headrace_servicekit.digests import trajectory_digest
 from headrace_coordinator.ports import CallRefused
 from headrace_coordinator.simulation.instances import Instance
 
-
 COLD, SUSPENDED, WEIGHTS, AWAKE = "COLD", "SUSPENDED", "WEIGHTS", "AWAKE"
 """Of the engine's memory: nothing was taken yet, given back, room for weights alone, all."""
 
@@ -165,7 +164,7 @@ class Rollout(Instance):
         self.fence(request.header, lease=False)
         self.paused = True
         self.stop()
-        while self.running:
+        while self.running:  # noqa: ASYNC110 - virtual time: a look costs nothing
             await asyncio.sleep(0.02)
         return rollout.PauseResponse()
 
@@ -197,7 +196,9 @@ class Rollout(Instance):
             self.memory = WEIGHTS
         if self.memory == WEIGHTS and request.scope != rollout.WAKE_SCOPE_WEIGHTS:
             if cache_only and not self.version.number:
-                raise CallRefused(self.incarnation, "POLICY_MISMATCH", "install a policy before Wake KV_CACHE")
+                raise CallRefused(
+                    self.incarnation, "POLICY_MISMATCH", "install a policy before Wake KV_CACHE"
+                )
             self.memory, self.paused = AWAKE, False
         return rollout.WakeResponse()
 

@@ -83,7 +83,8 @@ class Users:
         while True:
             coordinator, gone = await self._world.serving()
             sent = asyncio.ensure_future(request(coordinator))
-            await asyncio.wait({sent, gone}, return_when=asyncio.FIRST_COMPLETED)
+            either: set[asyncio.Future[Any]] = {sent, gone}
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             if not sent.done():
                 sent.cancel()
                 await asyncio.gather(sent, return_exceptions=True)
@@ -143,7 +144,17 @@ class Users:
             await asyncio.sleep(self._rng.expovariate(1 / 6.0))
             run = self._rng.choice(list(self._specs))
             whim = self._rng.choice(
-                [runs.PAUSE, runs.PAUSE, runs.PAUSE_NOW, runs.PAUSE_NOW, runs.RUN, runs.CANCEL, "storm", "fork", "again"]
+                [
+                    runs.PAUSE,
+                    runs.PAUSE,
+                    runs.PAUSE_NOW,
+                    runs.PAUSE_NOW,
+                    runs.RUN,
+                    runs.CANCEL,
+                    "storm",
+                    "fork",
+                    "again",
+                ]
             )
             if whim == "fork":
                 await self._fork(run)

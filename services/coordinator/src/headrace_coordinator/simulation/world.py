@@ -83,7 +83,9 @@ class World(Processes):
         self.data_dir = "/simulated"
         count = count or (sizes.choice([1, 2, 2, 3, 4]) if faults else 1)
         self.specs = [random_spec(self.rng, seed, "run" if not i else f"run{i}") for i in range(count)]
-        self.spare = {kind: sizes.choice([0, 0, 1, 2]) if faults else 0 for kind in ("rollout", "trainer", "reward")}
+        self.spare = {
+            kind: sizes.choice([0, 0, 1, 2]) if faults else 0 for kind in ("rollout", "trainer", "reward")
+        }
         self.counts: dict[str, int] = {}
         self.wall_ahead_s = WALL_S
         self.slept_s = 0.0
@@ -123,7 +125,7 @@ class World(Processes):
     async def start_coordinator(self) -> None:
         """Opens the store, and the supervisors report what they run."""
         loop = asyncio.get_running_loop()
-        while self.store.away:
+        while self.store.away:  # noqa: ASYNC110 - virtual time: a look costs nothing
             await asyncio.sleep(0.2)
         kernel = Kernel(
             self.store,
@@ -328,7 +330,9 @@ class World(Processes):
         for stored in self.disk.checkpoints:
             if (stored.directory, stored.name) == (directory, found[-1].checkpoint):
                 if run.ledger.first_step != found[-1].frontier_step:
-                    raise Violation(f"fork: {run.id} begins with step {run.ledger.first_step}, not its origin's")
+                    raise Violation(
+                        f"fork: {run.id} begins with step {run.ledger.first_step}, not its origin's"
+                    )
                 return stored
         raise Violation(f"fork: {run.id} begins with {found[-1].checkpoint}, which never was")
 
