@@ -73,7 +73,8 @@ class Coordinator(Reads):
                 await self.kernel.wait_until(
                     lambda: not self._misfits(spec), RESTART_S, "instances to be restarted"
                 )
-        return self._misfits(spec) or await try_scorers(spec, self.fleet, self.reconciler.trials)
+        problems = [*self._misfits(spec), *await self.fork_problems(spec)]
+        return problems or await try_scorers(spec, self.fleet, self.reconciler.trials)
 
     def _misfits(self, spec: RunSpec) -> list[KeyProblemView]:
         return check(spec, FleetView.of(present.instance_views(self.fleet)))

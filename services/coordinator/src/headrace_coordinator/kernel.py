@@ -32,8 +32,6 @@ LINGER_S = 0.005
 """Events that nothing waits for are appended after so long, together with what came meanwhile."""
 STALL_S = 5.0
 """A wait that ends so much after its deadline shows that this process stood still: it waits again."""
-HIGHEST_EPOCH = 1 << 62
-"""Bound of coordinator epochs, far below the 64 bits that they have on the wire."""
 Posted = tuple[int, Entry, ev.Event]
 
 

@@ -154,7 +154,7 @@ class _Planner:
         trainers = self._choose("trainer", facets, taken, kept.trainers, demand.trainers)
         if len(trainers) < demand.trainers:
             return self._missing("trainer", demand.trainers, len(trainers), grants)
-        busy = {device for grant in grants.values() for device in grant.devices}
+        busy = {device: name for name, grant in grants.items() for device in grant.devices}
         devices = self._devices(run, demand, rollouts, trainers, busy, kept.devices)
         if isinstance(devices, str):
             return devices
@@ -179,8 +179,7 @@ class _Planner:
         users = sorted(
             run for run, grant in grants.items() if (grant.rollouts if kind == "rollout" else grant.trainers)
         )
-        used = f"; {', '.join(users)} {'uses' if len(users) == 1 else 'use'} the others" if users else ""
-        return f"{wanted} {kind} instance{'s' if wanted > 1 else ''} ({free} free{used})"
+        return f"{wanted} {kind} instance{'s' if wanted > 1 else ''} ({free} free{_held_by(users)})"
 
     def _devices(
         self,
@@ -188,7 +187,7 @@ class _Planner:
         demand: Demand,
         rollouts: Sequence[InstanceState],
         trainers: Sequence[InstanceState],
-        busy: set[str],
+        busy: dict[str, str],
         own: Sequence[str],
     ) -> list[str] | str:
         chosen: list[str] = []
@@ -203,15 +202,17 @@ class _Planner:
             named = _named((*demand.rollout_devices, *demand.trainer_devices), everything)
             if named:
                 if missing := [device for device in named if device not in free]:
-                    return f"{', '.join(missing)} to be free"
+                    return f"{', '.join(missing)} to be free{_held_by(busy[d] for d in missing)}"
                 chosen += named
                 continue
             # What an admitted run has beyond its need stays: its leases may cover it until a step has ended.
             mine = sum(device in own for device in free)
-            fair = max(needed, mine if own else len(everything) // self._side_by_side())
+            fair = max(needed, mine if own else len(everything) // self._parts(demand))
             free.sort(key=lambda device: (device not in own, everything.index(device)))
             if len(free) < needed:
-                return f"{needed} devices on {host} ({len(free)} free of {len(everything)})"
+                holders = _held_by(busy[device] for device in everything if device in busy)
+                plural = "s" if needed > 1 else ""
+                return f"{needed} device{plural} on {host} ({len(free)} free of {len(everything)}{holders})"
             chosen += sorted(free[:fair], key=everything.index)
         return chosen
 
@@ -222,17 +223,10 @@ class _Planner:
     def _known_on(self, host: str) -> set[str]:
         return {d for i in self._state.instances.values() if i.host == host for d in i.devices}
 
-    def _side_by_side(self) -> int:
-        """How many of the runs that want to run could run at once, by their instances alone."""
-        free = {kind: self._count(kind) for kind in ("rollout", "trainer")}
-        count = 0
-        for run in (*self._admitted, *self._waiting):
-            demand = demand_of(run)
-            if demand.fewest_rollouts <= free["rollout"] and demand.trainers <= free["trainer"]:
-                free["rollout"] -= demand.fewest_rollouts
-                free["trainer"] -= demand.trainers
-                count += 1
-        return max(count, 1)
+    def _parts(self, demand: Demand) -> int:
+        """Parts that a host's devices are divided into: how many runs of this demand the instances can carry."""
+        rollouts = self._count("rollout") // max(demand.fewest_rollouts, 1)
+        return max(1, min(rollouts, self._count("trainer") // demand.trainers))
 
     def _count(self, kind: str) -> int:
         return sum(i.kind == kind and not i.draining for i in self._state.instances.values())
@@ -247,7 +241,7 @@ class _Planner:
             for other in reversed(self._admitted)
             if other.grant is not None
             and not _within(self._now - other.admitted_at, other.quantum_s)
-            and (key < order_key(other, self._now) or self._holds_too_much(other))
+            and key < order_key(other, self._now)
         ]
         grants = dict(self._grants)
         leaving: list[str] = []
@@ -265,12 +259,10 @@ class _Planner:
                 grants = without
         plan.yields |= dict.fromkeys(leaving, f"yields to {run.id}, which waits for {reason}")
 
-    def _holds_too_much(self, run: RunState) -> bool:
-        grant = self._grants[run.id]
-        hosts = {self._state.instances[who].host for who in self._usable((*grant.rollouts, *grant.trainers))}
-        everything = sum(len(self._devices_of(host)) for host in hosts)
-        named = run.spec["placement"]["rollout"] or run.spec["placement"]["trainer"]
-        return not named and len(grant.devices) > max(1, everything // self._side_by_side())
+
+def _held_by(runs: Iterable[str]) -> str:
+    names = sorted(set(runs))
+    return f"; held by {', '.join(names)}" if names else ""
 
 
 def device_order(device: str) -> tuple[str, int, str]:

@@ -244,6 +244,10 @@ async def _origin(context: RunContext, wanted: FromCheckpointSection) -> _Source
             continue
         step: int = ledger.get("frontier_step", 0)
         if ledger.get("run") == wanted.run and wanted.step in (None, step):
+            if step >= context.spec.steps:  # The origin has gone on since this run was submitted.
+                raise RunFailed(
+                    f"steps: the checkpoint of {wanted.run} is of step {step}; set steps above it"
+                )
             return _Source(checkpoint.name, checkpoint.version.number, ledger, wanted.run, directory)
         found.append(step)
     if begun_with := context.state.origin_checkpoint:

@@ -190,9 +190,8 @@ class RunLoop:
 
     def _stopped(self) -> Outcome:
         if self.context.state.state == runs.CANCELLING:
-            kept = self.context.state.last_checkpoint
-            rest = "the last checkpoint stays" if kept else "it had no checkpoint"
-            return Outcome(runs.CANCELLED, f"cancelled by its user; {rest}")
+            kept = runs.checkpoint_words(self.context.state)
+            return Outcome(runs.CANCELLED, f"cancelled by its user; {kept}")
         return Outcome(runs.PAUSED, "paused at once; the step in hand was aborted and will be made again")
 
     def _intend_pause(self, reason: str) -> None:

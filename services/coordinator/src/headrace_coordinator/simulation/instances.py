@@ -29,6 +29,8 @@ class Instance:
     host: str = "host"
     alive: bool = True
     cut_off: bool = False
+    pace: float = 1.0
+    """Factor of the times that work takes whatever the seed."""
     draining: bool = False
     store_id: str = ""
     coordinator_epoch: int = 0

@@ -57,7 +57,7 @@ class Rollout(Instance):
     async def InstallPolicy(self, request: rollout.InstallPolicyRequest) -> rollout.InstallPolicyResponse:
         self.fence(request.header, lease=True)
         if not self._installed(request.version):
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(0.05 * self.pace)
             if not self._installed(request.version):
                 self.version = request.version
                 self.memory = AWAKE if self.memory == COLD else self.memory

@@ -161,7 +161,7 @@ class Trainer(Instance):
         self._lead()
         if self.writing is not None:
             await asyncio.wait({self.writing[1]}, timeout=60.0)
-        await asyncio.sleep(0.5)
+        await asyncio.sleep(0.5 * self.pace)
         self._lead()
         directory = self._source(request.source_run_directory)
         if request.source_run_directory and not request.checkpoint:
@@ -243,7 +243,7 @@ class Trainer(Instance):
             self.phase, self.groups = trainer.STEP_PHASE_IDLE, {}
             return trainer.CommitStepResponse(result=trainer.COMMIT_RESULT_SET_MISMATCH)
         self._lead()
-        await asyncio.sleep(0.3 if self.rng.random() < 0.9 else self.rng.uniform(0.3, 20.0))
+        await asyncio.sleep(self.pace * (0.3 if self.rng.random() < 0.9 else self.rng.uniform(0.3, 20.0)))
         self._lead()
         if self.rng.random() < 0.02:
             self.phase, self.groups = trainer.STEP_PHASE_IDLE, {}
