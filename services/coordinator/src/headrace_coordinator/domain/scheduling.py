@@ -13,7 +13,7 @@ import msgspec
 
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain.places import device_order, devices_seen, machines, named_devices
-from headrace_coordinator.domain.runs import QUEUED, RUN, Grant, RunState
+from headrace_coordinator.domain.runs import QUEUED, RECOVERING, RUN, Grant, RunState
 from headrace_coordinator.domain.state import InstanceState, State
 
 PATIENCE_QUANTA = 10
@@ -124,10 +124,9 @@ class _Planner:
     def _refill(self, run: RunState, plan: Plan, *, grow: bool) -> None:
         """Replaces what an admitted run has lost; with `grow`, adds rollouts up to what it asked for."""
         held = self._grants[run.id]
-        kept, demand = (
-            Grant(self._usable(held.rollouts), self._usable(held.trainers), held.devices),
-            demand_of(run),
-        )
+        # A trainer that was told to stop stays until its state is saved: the run is RECOVERING then.
+        trainers = self._usable(held.trainers, draining=run.state != RECOVERING)
+        kept, demand = Grant(self._usable(held.rollouts), trainers, held.devices), demand_of(run)
         lacks = len(kept.rollouts) < demand.fewest_rollouts or len(kept.trainers) < demand.trainers
         if kept == held and not lacks and not (grow and len(kept.rollouts) < demand.rollouts):
             return
@@ -138,9 +137,9 @@ class _Planner:
         if grant != held:
             self._admit(run, grant, plan)
 
-    def _usable(self, incarnations: Iterable[str]) -> list[str]:
+    def _usable(self, incarnations: Iterable[str], *, draining: bool = False) -> list[str]:
         known = self._state.instances
-        return [who for who in incarnations if who in known and not known[who].draining]
+        return [who for who in incarnations if who in known and (draining or not known[who].draining)]
 
     # --- does it fit?
 
@@ -170,7 +169,10 @@ class _Planner:
         fitting = [
             i
             for i in self._state.instances.values()
-            if i.kind == kind and not i.draining and i.incarnation not in taken and _has(i, facets)
+            if i.kind == kind
+            and (not i.draining or i.incarnation in own)
+            and i.incarnation not in taken
+            and _has(i, facets)
         ]
         fitting.sort(key=lambda i: (i.incarnation not in own, i.instance, i.incarnation))
         return fitting[:count]
