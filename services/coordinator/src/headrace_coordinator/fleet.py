@@ -232,7 +232,7 @@ class Fleet:
         previous = self.supervisors.get(supervisor.host)
         self.supervisors[supervisor.host] = supervisor
         if previous is None or previous.send is not supervisor.send:
-            for incarnation in self._known_on(supervisor.host) - supervisor.incarnations:
+            for incarnation in sorted(self._known_on(supervisor.host) - supervisor.incarnations):
                 self.exited(incarnation, "its supervisor no longer runs it")
         self.kernel.wake()
 
@@ -340,7 +340,7 @@ class Fleet:
         holders = self.desk.expire()
         if not self.desk.lenient:
             self._lose_silent(now)
-        for incarnation in holders:
+        for incarnation in sorted(holders):
             self.kill(incarnation, "its lease was not renewed")
 
     def silent_for(self, incarnation: str) -> float:

@@ -67,9 +67,13 @@ def plan_admission(state: State, now: float) -> Plan:
 
 def order_key(run: RunState, now: float) -> tuple[bool, int, float, float, str]:
     """Sorts runs: who comes first in the queue, and who may displace whom."""
-    waited = now - run.queued_at if run.state == QUEUED else 0.0
-    patient = waited < PATIENCE_QUANTA * run.quantum_s
+    patient = run.state != QUEUED or _within(now - run.queued_at, PATIENCE_QUANTA * run.quantum_s)
     return patient, -run.priority, run.share(now), run.created_at, run.id
+
+
+def _within(elapsed: float, limit: float) -> bool:
+    """Whether a time has not passed. The wall clock may be set back: a time that cannot be told counts as passed."""
+    return 0.0 <= elapsed < limit
 
 
 class _Planner:
@@ -118,8 +122,12 @@ class _Planner:
     def _refill(self, run: RunState, plan: Plan, *, grow: bool) -> None:
         """Replaces what an admitted run has lost; with `grow`, adds rollouts up to what it asked for."""
         held = self._grants[run.id]
-        kept = Grant(self._usable(held.rollouts), self._usable(held.trainers), held.devices)
-        if kept == held and not (grow and len(kept.rollouts) < demand_of(run).rollouts):
+        kept, demand = (
+            Grant(self._usable(held.rollouts), self._usable(held.trainers), held.devices),
+            demand_of(run),
+        )
+        lacks = len(kept.rollouts) < demand.fewest_rollouts or len(kept.trainers) < demand.trainers
+        if kept == held and not lacks and not (grow and len(kept.rollouts) < demand.rollouts):
             return
         others = {name: grant for name, grant in self._grants.items() if name != run.id}
         grant = self._fit(run, others, kept)
@@ -185,9 +193,9 @@ class _Planner:
             generate = sum(i.host == host for i in rollouts)
             learn = sum(i.host == host for i in trainers)
             needed = generate + learn if demand.disaggregated else max(generate, learn)
-            everything = self._devices_of(host)
-            if not everything:
+            if not self._known_on(host):
                 continue  # Instances without devices of their own run without a lease.
+            everything = self._devices_of(host)
             free = [device for device in everything if device not in busy]
             named = _named((*demand.rollout_devices, *demand.trainer_devices), everything)
             if named:
@@ -195,7 +203,9 @@ class _Planner:
                     return f"{', '.join(missing)} to be free{_held_by(busy[d] for d in missing)}"
                 chosen += named
                 continue
-            fair = max(needed, len(everything) // self._side_by_side())
+            # What an admitted run has beyond its need stays: its leases may cover it until a step has ended.
+            mine = sum(device in own for device in free)
+            fair = max(needed, mine if own else len(everything) // self._parts(demand))
             free.sort(key=lambda device: (device not in own, everything.index(device)))
             if len(free) < needed:
                 holders = _held_by(busy[device] for device in everything if device in busy)
@@ -206,20 +216,15 @@ class _Planner:
 
     def _devices_of(self, host: str) -> list[str]:
         """Devices of a host that are not in quarantine, by name."""
-        known = {d for i in self._state.instances.values() if i.host == host for d in i.devices}
-        return sorted(known - self._state.table.quarantined.keys(), key=device_order)
+        return sorted(self._known_on(host) - self._state.table.quarantined.keys(), key=device_order)
 
-    def _side_by_side(self) -> int:
-        """How many of the runs that want to run could run at once, by their instances alone."""
-        free = {kind: self._count(kind) for kind in ("rollout", "trainer")}
-        count = 0
-        for run in (*self._admitted, *self._waiting):
-            demand = demand_of(run)
-            if demand.fewest_rollouts <= free["rollout"] and demand.trainers <= free["trainer"]:
-                free["rollout"] -= demand.fewest_rollouts
-                free["trainer"] -= demand.trainers
-                count += 1
-        return max(count, 1)
+    def _known_on(self, host: str) -> set[str]:
+        return {d for i in self._state.instances.values() if i.host == host for d in i.devices}
+
+    def _parts(self, demand: Demand) -> int:
+        """Parts that a host's devices are divided into: how many runs of this demand the instances can carry."""
+        rollouts = self._count("rollout") // max(demand.fewest_rollouts, 1)
+        return max(1, min(rollouts, self._count("trainer") // demand.trainers))
 
     def _count(self, kind: str) -> int:
         return sum(i.kind == kind and not i.draining for i in self._state.instances.values())
@@ -233,8 +238,8 @@ class _Planner:
             other
             for other in reversed(self._admitted)
             if other.grant is not None
-            and self._now - other.admitted_at >= other.quantum_s
-            and (key < order_key(other, self._now) or self._holds_too_much(other))
+            and not _within(self._now - other.admitted_at, other.quantum_s)
+            and key < order_key(other, self._now)
         ]
         grants = dict(self._grants)
         leaving: list[str] = []
@@ -251,13 +256,6 @@ class _Planner:
                 leaving.remove(name)
                 grants = without
         plan.yields |= dict.fromkeys(leaving, f"yields to {run.id}, which waits for {reason}")
-
-    def _holds_too_much(self, run: RunState) -> bool:
-        grant = self._grants[run.id]
-        hosts = {self._state.instances[who].host for who in self._usable((*grant.rollouts, *grant.trainers))}
-        everything = sum(len(self._devices_of(host)) for host in hosts)
-        named = run.spec["placement"]["rollout"] or run.spec["placement"]["trainer"]
-        return not named and len(grant.devices) > max(1, everything // self._side_by_side())
 
 
 def _held_by(runs: Iterable[str]) -> str:

@@ -117,7 +117,8 @@ class Crew:
         await self._until(
             lambda: len(self._alive(self.grant.trainers)) == ranks, f"{ranks} ready trainer instance(s)"
         )
-        if [member.incarnation for member in self.trainers] == self.grant.trainers:
+        opened = [member.incarnation for member in self.trainers if member.opened]
+        if opened == self.grant.trainers:
             return  # A group that has lost nobody; one with a replacement opens everywhere and forms anew.
         self.trainers = [
             TrainerMember(self.run, state, self._port(state), self._epoch, rank=rank)
@@ -128,10 +129,18 @@ class Crew:
             await self._open(trainer, lambda trainer=trainer: trainer.open_run(config, self._directory))  # type: ignore[misc]
         self.adopt_leases()
 
+    def reopen(self, incarnation: str) -> None:
+        """An instance says that the run is not open there: it is opened anew when the run is staffed next."""
+        for member in self.members:
+            if member.incarnation == incarnation:
+                member.opened = False
+
     def _drop_lost(self) -> None:
         fleet, granted = self.fleet, set(self.grant.instances)
-        self.rollouts = [m for m in self.rollouts if fleet.alive(m.incarnation) and m.incarnation in granted]
-        self.rewards = [m for m in self.rewards if fleet.alive(m.incarnation)]
+        self.rollouts = [
+            m for m in self.rollouts if m.opened and fleet.alive(m.incarnation) and m.incarnation in granted
+        ]
+        self.rewards = [m for m in self.rewards if m.opened and fleet.alive(m.incarnation)]
 
     def _reward_states(self) -> list[InstanceState]:
         return [state for state in self.fleet.ready("reward") if not state.draining]
@@ -158,6 +167,7 @@ class Crew:
         while True:
             try:
                 await call()
+                member.opened = True
                 return
             except CallRefused as refused:
                 if refused.reason in ("OPENING_STALE", "CONFLICT"):

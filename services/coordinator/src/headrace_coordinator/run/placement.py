@@ -31,16 +31,18 @@ class Placement:
 
     def assign(self) -> None:
         """Decides every member's devices; raises `PlacementError`."""
-        section = self.crew.spec.placement
-        devices_of = default_devices(section, self.crew.grant.devices, self.crew.rollouts, self.crew.trainers)
-        spec = self.crew.spec
+        spec, grant = self.crew.spec, self.crew.grant
+        rollouts = [member for member in self.crew.rollouts if member.incarnation in grant.rollouts]
+        trainers = [member for member in self.crew.trainers if member.incarnation in grant.trainers]
+        devices_of = default_devices(spec.placement, grant.devices, rollouts, trainers)
         for kind, members, wanted in (
-            ("rollout", self.crew.rollouts, spec.rollout.instances),
-            ("trainer", self.crew.trainers, spec.trainer.ranks),
+            ("rollout", rollouts, spec.rollout.instances),
+            ("trainer", trainers, spec.trainer.ranks),
         ):
             hosts = _by_host(members)
             for host, group in hosts.items():
-                seats = max(len(group), ceil(wanted / len(hosts)))
+                # A lost member keeps its seat where there are devices for it, so that the others need not move.
+                seats = max(len(group), min(ceil(wanted / len(hosts)), len(devices_of[kind, host])))
                 _seat(group, devices_of[kind, host], seats, f"placement.{kind}")
 
     async def learn(self) -> None:
@@ -80,11 +82,13 @@ class Placement:
         await self._let_go(held)
 
     def _strays(self, members: Sequence[Member]) -> list[int]:
-        """Leases of this run whose holder has no business on these devices now, such as one that was cut off."""
-        welcome = {m.incarnation for m in (members if self.in_turns else self.crew.members)}
+        """Leases of this run whose holder has no business on these devices now: it was cut off, or sits elsewhere."""
+        welcome = {m.incarnation: m.devices for m in (members if self.in_turns else self.crew.members)}
         leases = self.crew.fleet.kernel.state.table.leases.values()
         return [
-            lease.epoch for lease in leases if lease.run == self.crew.run and lease.incarnation not in welcome
+            lease.epoch
+            for lease in leases
+            if lease.run == self.crew.run and welcome.get(lease.incarnation) != tuple(lease.devices)
         ]
 
     async def _let_go(self, members: Sequence[Member]) -> None:
@@ -93,9 +97,14 @@ class Placement:
             member.lease_epoch = 0
 
     async def _take(self, members: Sequence[Member], stage: str) -> None:
+        self.assign()  # The grant may have changed inside the step: an instance was lost, a device is in doubt.
         with_devices = [member for member in members if member.devices]
         requests = [LeaseRequest(m.incarnation, self.crew.run, stage, m.devices) for m in with_devices]
-        await self.crew.fleet.desk.release(self.crew.run, self._strays(members))
+        strays = self._strays(members)
+        await self.crew.fleet.desk.release(self.crew.run, strays)
+        for member in self.crew.members:
+            if member.lease_epoch in strays:
+                member.lease_epoch, member.installed = 0, 0
         epochs = await self.crew.fleet.desk.acquire(requests, self.crew.fleet_timeout)
         for member, epoch in zip(with_devices, epochs, strict=True):
             member.lease_epoch = epoch
@@ -123,7 +132,9 @@ def default_devices(
                     f"placement.mode: disaggregated needs two devices on {host}, which has {everything}; "
                     "use collocated"
                 )
-            half = len(everything) // 2
+            generate = sum(m.instance.host == host for m in rollouts)
+            learn = sum(m.instance.host == host for m in trainers)
+            half = min(max(len(everything) // 2, learn), max(1, len(everything) - generate))
             rollout_side, trainer_side = everything[:-half], everything[-half:]
         for kind, named, side in (
             ("rollout", section.rollout, rollout_side),
@@ -151,16 +162,24 @@ def _by_host(members: Sequence[Member]) -> dict[str, list[Member]]:
 
 
 def _seat(members: Sequence[Member], devices: Sequence[str], seats: int, key: str) -> None:
-    """Divides `devices` into seats; members that hold a lease keep theirs, the others take what is free."""
+    """Divides `devices` into seats; members that hold a lease keep theirs where the others find room beside it."""
     if len(devices) < seats:
         raise PlacementError(
             f"{key}: {seats} instances share {len(devices)} devices ({', '.join(devices)}); "
             "use fewer instances or name more devices"
         )
-    share, extra = divmod(len(devices), seats)
-    stops = [(index + 1) * share + min(index + 1, extra) for index in range(seats)]
-    chunks = [tuple(devices[start:stop]) for start, stop in zip([0, *stops], stops, strict=False)]
-    taken = {member.devices for member in members if member.lease_epoch}
-    free = [chunk for chunk in chunks if chunk not in taken]
-    for member, chunk in zip((m for m in members if not m.lease_epoch), free, strict=False):
+    kept = [member for member in members if member.lease_epoch]
+    taken = [device for member in kept for device in member.devices]
+    free = [device for device in devices if device not in taken]
+    if set(taken) - set(devices) or len(free) < len(members) - len(kept):
+        kept, free = [], list(devices)  # Their leases are exchanged when the others take theirs.
+    others = [member for member in members if member not in kept]
+    for member, chunk in zip(others, _chunks(free, max(seats - len(kept), len(others), 1)), strict=False):
         member.devices = chunk
+
+
+def _chunks(devices: Sequence[str], count: int) -> list[tuple[str, ...]]:
+    """At most `count` parts of nearly equal size, none empty."""
+    share, extra = divmod(len(devices), min(count, len(devices)) or 1)
+    stops = [(index + 1) * share + min(index + 1, extra) for index in range(min(count, len(devices)))]
+    return [tuple(devices[start:stop]) for start, stop in zip([0, *stops], stops, strict=False)]
