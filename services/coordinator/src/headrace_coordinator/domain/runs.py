@@ -74,8 +74,8 @@ class Action(msgspec.Struct, frozen=True):
 
 _QUEUED = {
     RUN: Action(WAIT),
-    PAUSE: Action(MOVE, PAUSED, "paused before it started; resume queues it again"),
-    PAUSE_NOW: Action(MOVE, PAUSED, "paused before it started; resume queues it again"),
+    PAUSE: Action(MOVE, PAUSED, "paused while it was queued; resume queues it again"),
+    PAUSE_NOW: Action(MOVE, PAUSED, "paused while it was queued; resume queues it again"),
     CANCEL: Action(MOVE, CANCELLED, "cancelled while it was queued"),
 }
 _WORKING = {
