@@ -109,11 +109,16 @@ def certificate_view(certificate: ev.Certificate, live: bool) -> CertificateView
 
 
 def event_view(item: Item) -> EventView:
-    """One event of a run's stream; a certificate's slots stay runs (`domain/compact`)."""
+    """One event of a run's stream, with every slot of it by itself: runs of slots are how files are kept small."""
     sequence, event = item
     data = msgspec.to_builtins(event)
     for name in ("type", "at", "run"):
         data.pop(name, None)
+    if isinstance(event, ev.StepSkipped):
+        data["dropped"] = expand_drops(event.dropped)
+    elif isinstance(event, ev.StepCommitted):
+        data["certificate"]["trained"] = list(expand(event.certificate.trained))
+        data["certificate"]["dropped"] = expand_drops(event.certificate.dropped)
     assert isinstance(event, ev.RunEvent)
     return EventView(id=sequence, type=_snake(type(event).__name__), time=event.at, run=event.run, data=data)
 
