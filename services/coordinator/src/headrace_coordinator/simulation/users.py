@@ -194,7 +194,7 @@ class Users:
         if not usable and not lost:
             return
         name = f"fork{len(self._specs)}"
-        fork = unreadable(spec, name) if lost else forked(spec, run, None, name, self._rng.randint(0, 2))
+        fork = unreadable(spec, name) if lost else forked(spec, run, None, name, self._rng.randint(1, 3))
         made = await self.submit(fork, f"fork-{len(self._specs)}", patience=3)
         if not made:
             return  # What it forks from is gone.
