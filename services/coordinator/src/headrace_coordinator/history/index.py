@@ -44,8 +44,8 @@ class Index:
             return 0
 
     def read(self, first: int, end: int) -> list[Record]:
-        """Records from `first` up to `end`."""
-        if end <= first:
+        """Records from `first` up to `end`, as far as there are any; an index without a file has none."""
+        if min(end, len(self)) <= first:
             return []
         with self.path.open("rb", buffering=0) as file:
             data = os.pread(file.fileno(), (end - first) * _RECORD.size, first * _RECORD.size)

@@ -32,6 +32,7 @@ class Instance:
     pace: float = 1.0
     """Factor of the times that work takes whatever the seed."""
     draining: bool = False
+    slow: bool = False
     store_id: str = ""
     coordinator_epoch: int = 0
     held: dict[int, tuple[str, ...]] = field(default_factory=dict)
@@ -93,10 +94,9 @@ class Instance:
         """The process is about to end in order."""
 
     async def take_time(self) -> None:
-        """Builds what a run needs; now and then slowly."""
-        await asyncio.sleep(
-            self.rng.uniform(0.01, 0.5) if self.rng.random() < 0.9 else self.rng.uniform(1.0, 45.0)
-        )
+        """Builds what a run needs; a slow instance now and then takes long."""
+        quick = not self.slow or self.rng.random() < 0.9
+        await asyncio.sleep(self.rng.uniform(0.01, 0.5) if quick else self.rng.uniform(1.0, 45.0))
 
     def live_leases(self) -> set[int]:
         """Leases whose own deadline has not passed: the holder quiesces by its own clock."""

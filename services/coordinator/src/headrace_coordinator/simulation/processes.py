@@ -57,6 +57,7 @@ class Processes:
         instance = CLASSES[kind](
             name, incarnation, random.Random(f"{self.seed}/{incarnation}"), devices, host
         )
+        instance.slow = self.faulty
         if isinstance(instance, Trainer):
             instance.disk, instance.gangs = self.disk, self._gangs
         self.instances[incarnation] = instance

@@ -6,6 +6,7 @@ import random
 
 from headrace_schema.spec import RunSpec
 
+UNREADABLE = "unreadable"
 DEVICES_A_HOST = 6
 """Enough for the largest spec side by side: three rollouts and three trainers."""
 
@@ -58,3 +59,9 @@ def forked(origin: RunSpec, run: str, step: int | None, name: str, more: int) ->
         "from_checkpoint": {"run": run, "step": step},
     }
     return RunSpec.model_validate(fields)
+
+
+def unreadable(spec: RunSpec, name: str) -> RunSpec:
+    """A spec whose model no trainer can read: the run fails as soon as it starts."""
+    model = spec.model.model_copy(update={"path": UNREADABLE})
+    return spec.model_copy(update={"name": name, "model": model, "from_checkpoint": None})

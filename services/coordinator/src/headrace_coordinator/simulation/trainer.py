@@ -15,6 +15,7 @@ from headrace_servicekit.digests import digest_bytes, set_digest
 from headrace_coordinator.ports import CallRefused
 from headrace_coordinator.simulation.disk import Disk, Stored, Weights
 from headrace_coordinator.simulation.instances import Instance
+from headrace_coordinator.simulation.specs import UNREADABLE
 
 PIECE_BYTES = 1 << 20
 """Of a ledger, in one message."""
@@ -62,8 +63,10 @@ class Trainer(Instance):
 
     async def _build(self, request: trainer.OpenRunRequest) -> None:
         await self.take_time()
-        self.directory = request.run_directory
-        self.keep = json.loads(request.config_json)["checkpoint"]["keep"]
+        config = json.loads(request.config_json)
+        if config["model"]["path"] == UNREADABLE:
+            raise self._refuse("MODEL_NOT_READABLE", "model.path: it cannot be read")
+        self.directory, self.keep = request.run_directory, config["checkpoint"].get("keep", 0)
 
     async def CloseRun(self, request: trainer.CloseRunRequest) -> trainer.CloseRunResponse:
         await self.close_run(request.header)

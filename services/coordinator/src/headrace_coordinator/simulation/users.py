@@ -14,7 +14,7 @@ from headrace_coordinator.control import Refused
 from headrace_coordinator.coordinator import Coordinator
 from headrace_coordinator.domain import runs
 from headrace_coordinator.simulation.judge import Violation
-from headrace_coordinator.simulation.specs import forked
+from headrace_coordinator.simulation.specs import forked, unreadable
 
 if TYPE_CHECKING:
     from headrace_coordinator.simulation.world import World
@@ -96,9 +96,12 @@ class Users:
                     raise
                 return None
 
-    async def submit(self, spec: RunSpec, key: str, copies: int = 1) -> str:
-        """Submits until the fleet takes it, `copies` times at once; raises `Violation` for two runs of one key."""
-        while True:
+    async def submit(self, spec: RunSpec, key: str, copies: int = 1, patience: int = 1000) -> str:
+        """Submits until the fleet takes it, `copies` times at once; empty when it does not.
+
+        Raises `Violation` for two runs of one key.
+        """
+        for _ in range(patience):
             answers = await asyncio.gather(
                 *(self.ask(lambda coordinator: coordinator.submit(spec, key)) for _ in range(copies))
             )
@@ -110,6 +113,7 @@ class Users:
                 self._specs[run] = spec
                 return run
             await asyncio.sleep(5.0)
+        return ""
 
     async def intend(self, run: str, intent: str, copies: int = 1) -> None:
         """Asks for a run to be paused, resumed or cancelled."""
@@ -189,13 +193,16 @@ class Users:
         lost = self._rng.random() < 0.3
         if not usable and not lost:
             return
-        step = 999 if lost else None
-        fork = forked(spec, run, step, f"fork{len(self._specs)}", self._rng.randint(0, 2))
-        made = await self.submit(fork, f"fork-{len(self._specs)}")
+        name = f"fork{len(self._specs)}"
+        fork = unreadable(spec, name) if lost else forked(spec, run, None, name, self._rng.randint(1, 3))
+        made = await self.submit(fork, f"fork-{len(self._specs)}", patience=3)
+        if not made:
+            return  # What it forks from is gone.
         self.counts["fork"] += 1
-        self.origins[made] = run
         if lost:
             self.doomed.add(made)
+        else:
+            self.origins[made] = run
 
     def heard(self, method: str, request: Any) -> None:
         """The coordinator calls an instance: a moment to interfere, also with a run that is about to fail."""

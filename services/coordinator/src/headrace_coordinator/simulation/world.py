@@ -281,9 +281,9 @@ class World(Processes):
         submitted = list(replay.runs)
         if replay.submissions != len(self.users.keys):
             raise Violation(f"idempotency: {replay.submissions} runs of {len(self.users.keys)} keys")
-        counts = {name: await self._judge_run(replay.runs[name]) for name in submitted}
         self.ended = replay.runs[submitted[0]]
         self.history = await self._history(submitted[0])
+        counts = {name: await self._judge_run(replay.runs[name]) for name in submitted}
         return Outcome(
             self.seed,
             self.ended.state,
@@ -319,7 +319,9 @@ class World(Processes):
             return True
         origin = self.users.origins.get(run.id)
         harmed = origin is not None and f"{self.data_dir}/runs/{origin}" in self.disk.harmed
-        return run.reason.startswith("from_checkpoint: ") and (harmed or run.id in self.users.doomed)
+        if run.id in self.users.doomed:
+            return "model.path" in run.reason
+        return run.reason.startswith("from_checkpoint: ") and harmed
 
     def _origin(self, run: runs.RunState, history: list[Item]) -> Stored | None:
         """The checkpoint that a fork's live lineage begins with."""
