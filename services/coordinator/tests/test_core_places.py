@@ -143,5 +143,7 @@ async def test_people_read_the_host_of_a_device():
     kernel = Kernel(MemoryStore(), lambda: 0.0)
     await kernel.open("test", None)
     fleet = Fleet(kernel, lambda kind, address, incarnation: None, FleetSettings())
-    kernel.state.instances = {i.incarnation: i for i in (instance("a", "h1", CORES), instance("b", "h2", [GPU]))}
+    kernel.state.instances = {
+        i.incarnation: i for i in (instance("a", "h1", CORES), instance("b", "h2", [GPU]))
+    }
     assert fleet.readable(f"waits for {CORES[0]} and {GPU}") == "waits for h1/cpu:0 and h2/gpu:0"

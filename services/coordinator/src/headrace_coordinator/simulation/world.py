@@ -208,6 +208,8 @@ class World:
             fleet.desk.held(instance.incarnation, body.epoch, "")
         elif command == "revoke":
             instance.held.pop(body[0], None)
+            if isinstance(instance, Rollout):
+                instance.revoke(body[0])
             await asyncio.sleep(self.rng.uniform(0.0, 0.05))
             fleet.desk.released(instance.incarnation, body[0])
 
