@@ -101,7 +101,7 @@ class Fleet:
         # `timeout` ends a script so, and by default nothing below would run: the fleet would stay.
         signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
         started = time.perf_counter()
-        where = ("--data-dir", str(self.data_dir), "--port", str(_free_port()))
+        where = ("--data-dir", str(self.data_dir), "--port", str(free_port()))
         try:
             answer = headrace("up", "--json", *where, *self._options, environment=self._environment)
         except BaseException:
@@ -155,7 +155,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
         say("  ".join(text.rjust(width) for text, width in zip(row, widths, strict=True)))
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -41,7 +41,7 @@ def pair(fake_fleet, tiny_model, tmp_path_factory):
             fake_fleet.grant("rollout-0", GENERATE)
             learner, engine = Learner(to_trainer, LEARN, folder / "run"), Engine(to_rollout, GENERATE)
             learner.open(tiny_model)
-            learner.join(1)
+            learner.join(2)
             learner.restore(1)
             engine.open(tiny_model)
             engine.wake(rollout_pb2.WAKE_SCOPE_WEIGHTS)

@@ -23,8 +23,10 @@ def held(fleet, spec_of, gate):
 def nothing_held(fleet, run):
     """No lease, no grant and no open run is left of a run that is paused or has ended."""
     wait_for(
-        lambda: not any(lease.run == run.id for lease in fleet.client.leases().leases)
-        and not any(item.run == run.id for item in fleet.client.instances()),
+        lambda: (
+            not any(lease.run == run.id for lease in fleet.client.leases().leases)
+            and not any(item.run == run.id for item in fleet.client.instances())
+        ),
         f"{run.id} to hold nothing",
         30,
     )

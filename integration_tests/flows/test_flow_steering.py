@@ -6,6 +6,7 @@ import httpx
 import pytest
 from harness.ledger import audit
 from harness.specs import BATCH
+from harness.waiting import wait_for
 from headrace.client import HeadraceError
 
 
@@ -61,6 +62,33 @@ def test_two_runs_wait_for_each_other_in_order(fleet, spec_of):
     assert earlier.state == "SUCCEEDED" and earlier.finished_at <= later.started_at
     for run in (earlier, later):
         assert len(audit(fleet, run).trained) == 2 * BATCH
+
+
+def test_queued_runs_have_a_place_and_name_who_holds_the_instance(fleet, held, gate, spec_of):
+    first = fleet.submit(spec_of(name="first"))
+    second = fleet.submit(spec_of(name="second"))
+    urgent = fleet.submit(spec_of(name="urgent", scheduling={"priority": 5}))
+
+    def places() -> dict[str, int | None]:
+        return {run.id: run.place for run in fleet.client.list() if run.place}
+
+    wait_for(lambda: places() == {urgent.id: 1, first.id: 2, second.id: 3}, "three places in the queue")
+    fleet.client.cancel(urgent.id)
+    wait_for(lambda: places() == {first.id: 1, second.id: 2}, "two places in the queue")
+    for width in ("60", "120"):
+        shown = fleet.headrace("run", "list", COLUMNS=width).stdout
+        assert max(map(len, shown.splitlines())) <= int(width)
+        words = " ".join(shown.split())
+        assert (
+            f"held by {held.id}" in words and "cancelled while it was queued; it has no checkpoint" in words
+        )
+        for run, place in ((first, 1), (second, 2)):
+            assert f"{run.id} QUEUED {place}" in words
+    for run in (first, second):
+        assert f"held by {held.id}" in fleet.headrace("run", "get", run.id).stdout
+        fleet.client.cancel(run.id)
+    gate.open()
+    fleet.succeed(held)
 
 
 def test_a_queued_run_can_be_cancelled(fleet, held, gate, spec_of):

@@ -33,7 +33,8 @@ class Service:
         self.shared_memory = directory / "shm"
         self.address = f"127.0.0.1:{free_port()}"
         directory.mkdir(parents=True, exist_ok=True)
-        folders = ("--shm-dir", str(self.shared_memory), "--data-dir", str(directory / "data"))
+        folders = ["--data-dir", str(directory / "data")]
+        folders += ["--shm-dir", str(self.shared_memory)] if kind in KINDS else []
         self._log = directory / f"{kind}.log"
         with self._log.open("wb") as log:
             self.process = subprocess.Popen(
@@ -87,6 +88,14 @@ class Service:
     def log(self) -> str:
         """What it said."""
         return self._log.read_text(errors="replace")
+
+
+class Coordinator(Service):
+    """The coordinator's process over a store; `address` is its gRPC side, `http` its API."""
+
+    def __init__(self, directory: Path, store_url: str) -> None:
+        self.http = f"127.0.0.1:{free_port()}"
+        super().__init__("coordinator", directory, "--http", self.http, "--redis", store_url)
 
 
 @contextmanager

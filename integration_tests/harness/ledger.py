@@ -38,7 +38,7 @@ def audit(fleet: Fleet, run: Run) -> Audit:
         rewinds=sum(event.type == "version_restored" for event in events) - 1,
     )
     _check_slots(run, found)
-    _check_versions(certificates, live, events)
+    _check_versions(certificates, live, events, run.first_step)
     for item in live:
         _check_certificate(item)
     assert len({item.set_digest for item in certificates}) == len(certificates)
@@ -60,29 +60,29 @@ def _dropped(live: Iterable[Certificate], events: Iterable[Event]) -> dict[Slot,
 
 
 def _check_slots(run: Run, found: Audit) -> None:
-    """G1: below the frontier each slot is terminal exactly once."""
+    """G1: below the frontier each slot is terminal exactly once; a fork's begin with its first step."""
     times = Counter((prompt, sample) for item in found.live for prompt, sample, _ in item.trained)
     assert max(times.values(), default=0) <= 1, f"trained twice: {[s for s, n in times.items() if n > 1]}"
     assert not found.trained & found.dropped.keys(), "a slot was trained and dropped"
     samples = run.spec["algorithm"]["group_size"]
-    groups = run.step * run.spec["algorithm"]["prompts_per_step"]
-    expected = {(prompt, sample) for prompt in range(groups) for sample in range(samples)}
+    groups = [step * run.spec["algorithm"]["prompts_per_step"] for step in (run.first_step, run.step)]
+    expected = {(prompt, sample) for prompt in range(*groups) for sample in range(samples)}
     terminal = found.trained | found.dropped.keys()
     assert terminal == expected, f"lost: {expected - terminal}; beyond the frontier: {terminal - expected}"
     counts = run.counts
     shown = (counts.trained, counts.dropped, counts.duplicates, counts.frontier)
-    assert shown == (len(found.trained), len(found.dropped), 0, len(expected))
+    assert shown == (len(found.trained), len(found.dropped), 0, groups[1] * samples)
 
 
 def _check_versions(
-    every: Sequence[Certificate], live: Sequence[Certificate], events: Sequence[Event]
+    every: Sequence[Certificate], live: Sequence[Certificate], events: Sequence[Event], first_step: int
 ) -> None:
     """G2: numbers only rise and are never used twice; the live versions form one chain by parent."""
     restored = {e.data["number"]: e.data["parent"] for e in events if e.type == "version_restored"}
     made = [item.version.number for item in every]
     assert made == sorted(set(made)) and not restored.keys() & set(made)
     ordinals = [item.version.ordinal for item in live]
-    assert ordinals == list(range(1, len(live) + 1))
+    assert ordinals == [first_step + 1 + number for number in range(len(live))]
     parents = {item.version.number: item.version.parent for item in every} | restored
     chain, number = [], live[-1].version.number if live else 0
     while number:

@@ -46,3 +46,12 @@ def test_two_wheels_never_bring_the_same_file(wheels):
     for name, wheel in wheels.items():
         for member in members(wheel):
             assert owners.setdefault(member, name) == name, member
+
+
+def test_every_wheel_carries_the_license(wheels, repository):
+    for name, wheel in wheels.items():
+        with zipfile.ZipFile(wheel) as archive:
+            (license,) = [member for member in archive.namelist() if member.endswith("licenses/LICENSE")]
+            assert archive.read(license) == (repository / "LICENSE").read_bytes(), name
+            metadata = next(member for member in archive.namelist() if member.endswith("METADATA"))
+            assert b"License-Expression: Apache-2.0" in archive.read(metadata), name

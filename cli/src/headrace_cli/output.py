@@ -97,8 +97,8 @@ STATE_STYLES = {
 }
 
 
-def state_text(state: str) -> Any:
-    """A state in its colour."""
+def state_text(text: str, state: str = "") -> Any:
+    """`text` in the colour of `state`, which is the text itself unless given."""
     from rich.text import Text
 
-    return Text(state, style=STATE_STYLES.get(state, ""))
+    return Text(text, style=STATE_STYLES.get(state or text, ""))

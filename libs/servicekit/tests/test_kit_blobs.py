@@ -1,8 +1,10 @@
 """Blobs: taken from the tmpfs or by gRPC, verified, kept until released."""
 
+import grpc
 import pytest
-from headrace.common.v1 import blobs_pb2_grpc
+from headrace.common.v1 import blobs_pb2, blobs_pb2_grpc
 from headrace_servicekit.blobs import CHUNK_BYTES, BlobReader, BlobServicer, BlobStore
+from headrace_servicekit.client import dial
 from headrace_servicekit.errors import ServiceError
 from headrace_servicekit.server import GrpcServer
 from headrace_servicekit.weights import WeightStore
@@ -103,6 +105,16 @@ async def test_a_reference_cannot_leave_the_directory(kept, reader, field):
     for name, value in field.items():
         setattr(reference, name, value)
     assert await reason_of_reading(reader("shm"), reference) == "INVALID"
+
+
+@pytest.mark.parametrize("offset", [len(BODY) + 1, 2**63, 2**64 - 1])
+async def test_an_offset_beyond_the_blob_is_refused(served, offset):
+    request = blobs_pb2.FetchBlobRequest(blob=served.put(BODY), offset_bytes=offset)
+    async with dial(served.address, token=TOKEN) as channel:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await blobs_pb2_grpc.BlobServiceStub(channel).FetchBlob(request).read()
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert caught.value.details().startswith("offset_bytes: ")
 
 
 async def test_the_token_is_needed(served, reader):

@@ -4,6 +4,7 @@ import pytest
 from headrace.common.v1 import common_pb2
 from headrace_servicekit.errors import ServiceError
 from headrace_servicekit.fence import Fence, admission
+from headrace_servicekit.requests import HIGHEST_COMMAND, HIGHEST_EPOCH
 
 
 def header(coordinator=1, lease=0):
@@ -69,3 +70,23 @@ def test_a_fence_remembers_whose_coordinator_it_obeys():
     with pytest.raises(ServiceError, match="EPOCH_STALE"):
         fence.obey(4, "other")
     assert fence.store_id == "store"
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"coordinator_epoch": 2**30}, {"open_id": 2**62}, {"command_sequence": 2**62}, {"open_id": -1}]
+)
+def test_a_number_that_no_coordinator_reaches_is_refused_and_not_believed(wrong):
+    fence = Fence()
+    with pytest.raises(ServiceError, match=f"INVALID: header.{next(iter(wrong))}: "):
+        fence.check(common_pb2.CommandHeader(run="runs/a", **wrong), lease=False, opening=False)
+    fence.check(header(1), lease=False)
+
+
+def test_openings_and_sequences_of_the_highest_epoch_fit():
+    highest = common_pb2.CommandHeader(
+        run="runs/a",
+        coordinator_epoch=HIGHEST_EPOCH,
+        open_id=HIGHEST_COMMAND,
+        command_sequence=HIGHEST_COMMAND,
+    )
+    Fence().check(highest, lease=False, opening=False)

@@ -190,6 +190,41 @@ def test_addresses():
         split_address("50051")
 
 
+@pytest.mark.parametrize("method", ["unary_unary", "stream_stream"])
+async def test_bytes_that_do_not_decode_are_refused_in_one_line(servers, scripted_reward, caplog, method):
+    _, address = await servers(scripted_reward)
+    name = {"unary_unary": "OpenRun", "stream_stream": "Score"}[method]
+    async with grpc.aio.insecure_channel(address) as channel:
+        call = getattr(channel, method)(f"/{REWARD}/{name}")
+        with caplog.at_level(logging.WARNING):
+            answer = (
+                call(b"\xff\xff\xff") if method == "unary_unary" else call(iter([b"\xff\xff\xff"])).read()
+            )
+            error = await failure(answer)
+    assert error.code() is grpc.StatusCode.INVALID_ARGUMENT and reason_of(error) == "UNDECODABLE"
+    assert name in message_of(error)
+    assert [(record.levelname, record.exc_info) for record in caplog.records] == [("WARNING", None)]
+
+
+async def test_health_checks_refuse_bytes_that_do_not_decode(servers, scripted_reward):
+    _, address = await servers(scripted_reward)
+    async with grpc.aio.insecure_channel(address) as channel:
+        error = await failure(channel.unary_unary("/grpc.health.v1.Health/Check")(b"\xff\xff"))
+    assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+@pytest.mark.parametrize("quoted", ["x" * 1_000_000, "\U0001f4a9" * 50_000, "%" * 20_000, "\ud800", "a\0b\n"])
+async def test_a_refusal_arrives_whatever_it_quotes(servers, reward_stub, scripted_reward, quoted):
+    def refuse(request, context):
+        raise ServiceError(grpc.StatusCode.INVALID_ARGUMENT, "INVALID", f"key: {quoted}", key=quoted)
+
+    scripted_reward.ListScorers = refuse
+    _, address = await servers(scripted_reward)
+    error = await failure(reward_stub(address).ListScorers(reward_pb2.ListScorersRequest()))
+    assert (error.code(), reason_of(error)) == (grpc.StatusCode.INVALID_ARGUMENT, "INVALID")
+    assert message_of(error).startswith("key: ")
+
+
 async def test_a_refused_call_teaches_no_coordinator_epoch(servers, reward_stub, scripted_reward):
     """Whoever forges an epoch must at least get a command accepted."""
     fence, refused = Fence(), (grpc.aio.AioRpcError, grpc.RpcError)

@@ -3,7 +3,7 @@
 import asyncio
 
 import pytest
-from headrace_servicekit.streams import unordered
+from headrace_servicekit.streams import unordered, until
 
 
 async def requests(*batches):
@@ -71,3 +71,17 @@ async def test_a_future_costs_no_task_and_its_failure_ends_the_stream():
 
     with pytest.raises(ValueError, match="broken"):
         await collected(unordered(requests([0, 1, 2]), lambda batch: map(work, batch), 10))
+
+
+async def test_a_refused_request_ends_the_wait_for_the_end_of_the_run():
+    """A generator that nobody closes leaves its task to the garbage collector, which logs an error."""
+    ended = asyncio.Event()
+    before = asyncio.all_tasks()
+
+    def refuse(request):
+        raise ValueError("refused")
+
+    with pytest.raises(ValueError, match="refused"):
+        await collected(unordered(until(ended, requests([[0], [1]])), refuse, 10))
+    left = asyncio.all_tasks() - before
+    await asyncio.wait_for(asyncio.gather(*left, return_exceptions=True), 10)

@@ -1,11 +1,13 @@
 """The tensor codec: a round trip for every type, and no corruption that gets past the checks."""
 
+import math
+
 import ml_dtypes
 import numpy as np
 import pytest
 from headrace.common.v1 import common_pb2
 from headrace_servicekit.errors import ServiceError
-from headrace_servicekit.tensors import NUMPY_TYPES, decode_tensor, encode_tensor
+from headrace_servicekit.tensors import MAX_TENSOR_BYTES, NUMPY_TYPES, decode_tensor, encode_tensor
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
@@ -106,3 +108,27 @@ def test_arrays_without_a_wire_form_are_refused():
     for array in (np.array(["a"]), np.array([1j]), np.array([object()])):
         with pytest.raises(ServiceError, match="cannot travel"):
             encode_tensor(array)
+
+
+@given(st.lists(st.integers(2**40, 2**63 - 1), min_size=1, max_size=15), st.sampled_from(sorted(NUMPY_TYPES)))
+def test_extents_beyond_any_memory_are_refused_beside_a_zero_too(extents, data_type):
+    if math.prod(extents) * NUMPY_TYPES[data_type].itemsize > MAX_TENSOR_BYTES:
+        for place in range(len(extents) + 1):
+            shape = [*extents[:place], 0, *extents[place:]]
+            assert "limit" in refusal(common_pb2.Tensor(data_type=data_type, shape=shape))
+
+
+@given(
+    st.integers(-(2**31), 2**31 - 1),
+    st.lists(st.integers(-(2**63), 2**63 - 1), max_size=40),
+    st.binary(max_size=64),
+)
+def test_whatever_comes_is_decoded_or_refused(data_type, shape, data):
+    try:
+        decoded = decode_tensor(
+            common_pb2.Tensor(data_type=data_type, shape=shape, data=data), max_bytes=LIMIT
+        )
+    except ServiceError as error:
+        assert error.reason == "INVALID"
+    else:
+        assert decoded.shape == tuple(shape) and decoded.nbytes == len(data)

@@ -9,7 +9,7 @@ import sys
 import numpy as np
 import pytest
 from headrace.common.v1 import common_pb2, weights_pb2_grpc
-from headrace_servicekit.digests import digest_bytes
+from headrace_servicekit.digests import digest_bytes, manifest_digest
 from headrace_servicekit.errors import ServiceError
 from headrace_servicekit.server import GrpcServer
 from headrace_servicekit.weights import WeightServicer, WeightStore, receive_weights
@@ -120,6 +120,28 @@ async def test_another_host_takes_it_by_grpc_and_says_why(stores, serve_store):
     (why,) = received.fallbacks
     assert "shm from a" in why and "not the same host" in why
     assert bytes(received.body) == bytes(producer.get(RUN, 1).body)
+
+
+@pytest.mark.parametrize("field", ["shm_path", "shm_nonce_path"])
+async def test_a_pipe_in_place_of_a_file_is_not_waited_for(stores, serve_store, tmp_path, field):
+    producer, receiver = stores("a"), stores("b")
+    await serve_store(producer)
+    version, manifest = publish(producer)
+    source = producer.source(RUN, 1)
+    os.mkfifo(tmp_path / "pipe")
+    setattr(source, field, str(tmp_path / "pipe"))
+    assert (await receive(receiver, version, manifest, source)).transport == GRPC
+
+
+@pytest.mark.parametrize("address", ["", "\0", "no address", "127.0.0.1:99999", "x" * 10_000, "\U0001f4a9:1"])
+async def test_an_address_that_is_none_is_no_source(stores, address):
+    producer, receiver = stores("a"), stores("b", root="other")
+    version, manifest = publish(producer)
+    source = common_pb2.WeightSource(address=address, incarnation="a", transports=[GRPC])
+    with pytest.raises(ServiceError) as caught:
+        await receive(receiver, version, manifest, source)
+    assert caught.value.reason == "WEIGHTS_UNAVAILABLE"
+    assert [path.name for path in receiver.directory.iterdir()] == ["nonce"]
 
 
 @pytest.mark.parametrize("field", ["shm_path", "shm_nonce_path"])
@@ -336,6 +358,14 @@ def test_a_full_tmpfs_is_a_sentence(tmp_path):
         store.close()
     finally:
         subprocess.run(["umount", "-l", tmp_path], check=True)
+
+
+async def test_a_manifest_without_tensors_is_refused(stores):
+    empty = common_pb2.WeightManifest(digest=manifest_digest([]))
+    source = common_pb2.WeightSource(address="127.0.0.1:1", transports=[GRPC])
+    version = common_pb2.PolicyVersion(number=1, digest=empty.digest)
+    with pytest.raises(ServiceError, match="at least one tensor"):
+        await receive(stores("b"), version, empty, source)
 
 
 async def test_an_offset_beyond_the_body_and_an_unknown_version_are_refused(stores, serve_store):

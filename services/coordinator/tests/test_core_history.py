@@ -330,3 +330,20 @@ async def test_memory_does_not_rise_with_steps(opened):
         await one.kernel.history.write()
         assert one.kernel.history.backlog < 50
     assert len(snapshot(one.kernel.state)) < 10_000
+
+
+async def test_a_snapshot_is_saved_while_something_is_always_pending(opened, server):
+    one = await opened()
+    one.kernel.post(submitted(), restored(1))
+    append = one.kernel._store.append
+
+    async def slow(*arguments):
+        one.kernel.post(ev.NumberBurnt(at=0, run="r", number=1))
+        await append(*arguments)
+
+    one.kernel._store.append = slow
+    one.kernel._since_snapshot = 10**9
+    one.kernel.post(ev.NumberBurnt(at=0, run="r", number=1))
+    async with asyncio.timeout(20):
+        while not (await RedisStore(server.url).load()).snapshot:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)

@@ -11,6 +11,8 @@ from headrace_servicekit.digests import trajectory_digest
 from headrace_servicekit.errors import reason_of
 from headrace_trainer.wire import read_sequence
 
+VOCABULARY = 1 << 20
+
 
 async def committed(client, digest, step, groups):
     """The reply of a step of these groups; the version is that of `client.state()`."""
@@ -29,7 +31,7 @@ async def test_a_step_of_equal_rewards_is_compared_on_a_few_answers(
     weights = await client.weights(1)
     group = make_settled(0, version=version, rewards=[1.0] * 4)
     figures = (await committed(client, settled_digest, 0, [group])).figures
-    sequences = [read_sequence(member.trajectory, SamplingSection()) for member in group.members]
+    sequences = [read_sequence(member.trajectory, SamplingSection(), VOCABULARY) for member in group.members]
     own = torch.tensor([v for row in plain_log_probs(weights, sequences) for v in row])
     engine = torch.tensor([v for s in sequences for v in s.engine_log_probs])
     assert figures["grad_norm"] == 0.0 and figures["log_prob_compared_tokens"] == len(own)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
         Step,
         Trajectory,
     )
-    from headrace.client.specs import load_spec
+    from headrace.client.specs import fork_spec, load_spec
 
 __all__ = [
     "Certificate",
@@ -45,10 +45,17 @@ __all__ = [
     "Run",
     "Step",
     "Trajectory",
+    "fork_spec",
     "load_spec",
 ]
 
-_ELSEWHERE = {"Client": "client", "HeadraceError": "errors", "Problem": "errors", "load_spec": "specs"}
+_ELSEWHERE = {
+    "Client": "client",
+    "HeadraceError": "errors",
+    "Problem": "errors",
+    "fork_spec": "specs",
+    "load_spec": "specs",
+}
 
 
 def __getattr__(name: str) -> object:

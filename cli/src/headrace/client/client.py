@@ -11,7 +11,7 @@ from typing import Any, Self
 import httpx
 from headrace.client.errors import HeadraceError
 from headrace.client.models import Certificate, Checkpoint, Event, Instance, Leases, Run, Step, Trajectory
-from headrace.client.specs import Overrides, Spec, load_spec
+from headrace.client.specs import Overrides, Spec, fork_spec, load_spec
 from headrace.client.sse import messages
 from headrace.client.transport import Transport
 
@@ -72,6 +72,18 @@ class Client:
         """Queues a run from a dictionary or a YAML file; the same key with the same spec is the same run."""
         body = load_spec(spec, overrides)
         return Run.from_json(self._transport.post("/v1/runs", body, idempotency_key=idempotency_key))
+
+    def fork(
+        self,
+        run: str,
+        at: int | None = None,
+        overrides: Overrides = (),
+        *,
+        idempotency_key: str | None = None,
+    ) -> Run:
+        """Queues a run that continues from a checkpoint of `run`: of step `at`, or the newest valid one."""
+        spec = fork_spec(self.get(run), at, overrides)
+        return self.submit(spec, idempotency_key=idempotency_key)
 
     def check(self, spec: Spec, overrides: Overrides = ()) -> dict[str, Any]:
         """Checks a spec against schema and fleet without queueing it; returns the coordinator's answer."""
@@ -167,7 +179,7 @@ class Client:
         return Run.from_json(self._transport.post(f"{_path(run)}:resume"))
 
     def cancel(self, run: str) -> Run:
-        """Ends a run; its last checkpoint stays."""
+        """Ends a run; the checkpoints that it has stay."""
         return Run.from_json(self._transport.post(f"{_path(run)}:cancel"))
 
     def instances(self) -> Sequence[Instance]:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 from headrace.client.errors import HeadraceError, Problem
+
+if TYPE_CHECKING:
+    from headrace.client.models import Run
 
 Spec = Mapping[str, Any] | str | Path
 Overrides = Mapping[str, Any] | Iterable[str]
@@ -34,6 +37,11 @@ def load_spec(spec: Spec, overrides: Overrides = ()) -> dict[str, Any]:
     for key, value in _pairs(overrides):
         _assign(loaded, key, value)
     return loaded
+
+
+def fork_spec(run: Run, at: int | None = None, overrides: Overrides = ()) -> dict[str, Any]:
+    """The spec of a run that continues from a checkpoint of `run`: of step `at`, or the newest valid one."""
+    return load_spec({**run.spec, "from_checkpoint": {"run": run.id, "step": at}}, overrides)
 
 
 def _read(path: Path) -> dict[str, Any]:

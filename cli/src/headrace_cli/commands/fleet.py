@@ -154,11 +154,13 @@ def status(data_dir: DataDirOption = DEFAULT_DATA_DIR, url: Url = None, as_json:
         )
         return
     from headrace_cli.show.fleet import devices_table, instances_table
-    from headrace_cli.show.runs import runs_table
+    from headrace_cli.show.listing import runs_list
 
     out = console()
     out.print(instances_table(instances, coordinator=client.base_url))
     out.print(devices_table(leases))
     out.print(
-        runs_table(runs[:10]) if runs else "no runs yet: headrace run submit examples/tiny.yaml --watch"
+        runs_list(runs[:10], console().width)
+        if runs
+        else "no runs yet: headrace run submit examples/tiny.yaml --watch"
     )

@@ -23,16 +23,27 @@ PATIENCE_S = 60.0  # how long a watched run's coordinator may be away, such as w
 app = typer.Typer(help="Submit, watch and steer runs.", no_args_is_help=True)
 
 
+Sets = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Override, such as optimizer.lr=2e-5."),
+]
+Priority = Annotated[
+    int | None,
+    typer.Option(help="Runs of a higher one go first; sets scheduling.priority.", show_default=False),
+]
+WatchFlag = Annotated[bool, typer.Option("--watch", help="Show the run until it ends.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Check the spec and submit nothing.")]
+IdempotencyKey = Annotated[str, typer.Option(help="Same key and spec: the same run.")]
+
+
 @app.command()
 def submit(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="Run spec, a YAML file.")],
-    sets: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Override, such as optimizer.lr=2e-5."),
-    ] = None,
-    watch: Annotated[bool, typer.Option("--watch", help="Show the run until it ends.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check the spec and submit nothing.")] = False,
-    idempotency_key: Annotated[str, typer.Option(help="Same key and spec: the same run.")] = "",
+    sets: Sets = None,
+    priority: Priority = None,
+    watch: WatchFlag = False,
+    dry_run: DryRun = False,
+    idempotency_key: IdempotencyKey = "",
     url: Url = None,
     data_dir: DataDirOption = DEFAULT_DATA_DIR,
     as_json: JsonFlag = False,
@@ -41,7 +52,7 @@ def submit(
     from headrace.client import HeadraceError, load_spec
 
     try:
-        spec = load_spec(file, sets or [])
+        spec = load_spec(file, _overrides(sets, priority))
     except HeadraceError as error:
         raise refused(error) from error
     target = find_target(url, data_dir)
@@ -52,10 +63,51 @@ def submit(
         return
     with connect(target, patience_s=PATIENCE_S if watch else 0) as client:
         run = client.submit(spec, idempotency_key=idempotency_key or None)
-        if watch:
-            _watch(client, run.id, as_json)
-        else:
-            _show_steered(run, as_json, f"submitted; next: headrace run watch {run.id}")
+        _show_submitted(client, run, watch, as_json, "submitted")
+
+
+@app.command()
+def fork(
+    run: RunId,
+    at: Annotated[
+        int | None,
+        typer.Option(
+            min=0, help="Step of the checkpoint; default: the newest valid one.", show_default=False
+        ),
+    ] = None,
+    sets: Sets = None,
+    priority: Priority = None,
+    watch: WatchFlag = False,
+    dry_run: DryRun = False,
+    idempotency_key: IdempotencyKey = "",
+    url: Url = None,
+    data_dir: DataDirOption = DEFAULT_DATA_DIR,
+    as_json: JsonFlag = False,
+) -> None:
+    """Submit a run that continues from a checkpoint of RUN, with RUN's spec and overrides."""
+    from headrace.client import fork_spec
+
+    from headrace_cli.dry_run import BY_FLEET
+
+    with connect(find_target(url, data_dir), patience_s=PATIENCE_S if watch else 0) as client:
+        spec = fork_spec(client.get(run), at, _overrides(sets, priority))
+        if dry_run:
+            client.check(spec)
+            _show_check({"valid": True, "checked": BY_FLEET}, as_json)
+            return
+        made = client.submit(spec, idempotency_key=idempotency_key or None)
+        _show_submitted(client, made, watch, as_json, f"forked from {made.forked_from}")
+
+
+def _overrides(sets: list[str] | None, priority: int | None) -> list[str]:
+    return [*(sets or []), *([] if priority is None else [f"scheduling.priority={priority}"])]
+
+
+def _show_submitted(client: Client, run: Run, watch: bool, as_json: bool, done: str) -> None:
+    if watch:
+        _watch(client, run.id, as_json)
+    else:
+        _show_steered(run, as_json, f"{done}; next: headrace run watch {run.id}")
 
 
 def _show_check(answer: dict[str, Any], as_json: bool) -> None:
@@ -67,15 +119,15 @@ def _show_check(answer: dict[str, Any], as_json: bool) -> None:
 
 @app.command("list")
 def list_runs(url: Url = None, data_dir: DataDirOption = DEFAULT_DATA_DIR, as_json: JsonFlag = False) -> None:
-    """List runs, newest first."""
+    """List runs, newest first: state, place in the queue, progress, and why or what each waits for."""
     with connect(find_target(url, data_dir)) as client:
         runs = client.list()
     if as_json:
         print_json({"runs": [item.raw for item in runs]})
         return
-    from headrace_cli.show.runs import runs_table
+    from headrace_cli.show.listing import runs_list
 
-    console().print(runs_table(runs) if runs else "no runs")
+    console().print(runs_list(runs, console().width) if runs else "no runs")
 
 
 @app.command()
@@ -185,9 +237,10 @@ def resume(
 def cancel(
     run: RunId, url: Url = None, data_dir: DataDirOption = DEFAULT_DATA_DIR, as_json: JsonFlag = False
 ) -> None:
-    """End a run; its last checkpoint stays."""
+    """End a run; the checkpoints that it has stay."""
     with connect(find_target(url, data_dir)) as client:
-        _show_steered(client.cancel(run), as_json, "its last checkpoint stays")
+        cancelled = client.cancel(run)
+    _show_steered(cancelled, as_json, cancelled.reason if cancelled.ended else f"see: headrace run get {run}")
 
 
 @app.command()

@@ -10,7 +10,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from headrace_cli.output import state_text
+from headrace_cli.output import STATE_STYLES, state_text
 from headrace_cli.show.fleet import short_name
 from headrace_cli.show.runs import heldout, steps_table
 from headrace_cli.watching import Snapshot
@@ -72,7 +72,12 @@ def _head(snapshot: Snapshot) -> Group:
     )
     below = [f"held-out {scores[0].score:.3f} → {scores[-1].score:.3f}"] if scores else []
     below += [remaining] if (remaining := _remaining(snapshot)) else []
-    return Group(grid, Text(", ".join(below), style="green"))
+    parts: list[RenderableType] = [grid, Text(", ".join(below), style="green")]
+    if run.state != "RUNNING":
+        parts.append(Text(run.reason, style=STATE_STYLES.get(run.state, "")))
+    if run.place:
+        parts.append(Text(f"place {run.place} in the queue", style="yellow"))
+    return Group(*parts)
 
 
 def _remaining(snapshot: Snapshot) -> str:

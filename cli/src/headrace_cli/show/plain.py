@@ -35,7 +35,8 @@ class PlainReporter:
             self._state = run.state
             self._print(f"run {run.id} is {run.state}" + (f": {run.reason}" if run.reason else ""))
         if run.waiting_for != self._waiting and run.waiting_for and not run.ended:
-            self._print("waits for " + "; ".join(run.waiting_for))
+            place = f"place {run.place} in the queue; " if run.place else ""
+            self._print(f"{place}waits for " + "; ".join(run.waiting_for))
         self._waiting = run.waiting_for
         self._steps(snapshot)
         self._evaluations(snapshot)
@@ -47,7 +48,7 @@ class PlainReporter:
         scores = {item.step: item.score for item in heldout(snapshot.run)}
         every = math.ceil(snapshot.run.steps / MOST_STEP_LINES)
         if snapshot.steps and snapshot.steps[-1].step < self._shown:
-            self._print(f"went back to step {snapshot.steps[-1].step}")
+            self._print(f"rewound to step {snapshot.steps[-1].step}")
             self._shown = snapshot.steps[-1].step
         for step in snapshot.steps:
             if step.step <= self._shown:

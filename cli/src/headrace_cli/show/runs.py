@@ -18,23 +18,6 @@ WIDE_ONLY = frozenset({"staleness", "switch"})
 WIDE_COLUMNS = 112
 
 
-def runs_table(runs: Sequence[Run]) -> Table:
-    """One line a run."""
-    rows = [
-        (
-            item.id,
-            item.spec.get("name", ""),
-            state_text(item.state),
-            f"{item.step}/{item.steps}",
-            heldout_change(item),
-            age(item.created_at),
-            item.reason or "; ".join(item.waiting_for),
-        )
-        for item in runs
-    ]
-    return table(("run", "name", "state", ">step", "held-out", ">age", "why"), rows)
-
-
 def run_table(run: Run) -> Table:
     """Everything about one run that fits a screen."""
     counts = run.counts
@@ -43,8 +26,11 @@ def run_table(run: Run) -> Table:
         ("name", run.spec.get("name", "")),
         ("state", state_text(run.state)),
         ("why", run.reason),
+        ("place", f"{run.place} in the queue" if run.place else ""),
+        ("priority", run.priority or ""),
         ("waits for", "\n".join(run.waiting_for)),
         ("step", f"{run.step} of {run.steps}"),
+        ("forked from", origin(run)),
         ("policy", f"version {run.policy.number}, digest {run.policy.digest[:16]}" if run.policy else ""),
         ("held-out", heldout_change(run)),
         ("slots", f"{counts.trained} trained, {counts.dropped} dropped, {counts.duplicates} duplicates"),
@@ -55,6 +41,23 @@ def run_table(run: Run) -> Table:
         ("exported to", run.export_path),
     ]
     return table(("", ""), [row for row in rows if str(row[1])])
+
+
+def origin(run: Run) -> str:
+    """The run and the step that a fork continues from; empty for a run that is no fork."""
+    if not run.forked_from:
+        return ""
+    if run.policy:
+        return f"{run.forked_from} at step {run.first_step}"
+    step = (run.spec.get("from_checkpoint") or {}).get("step")
+    return f"{run.forked_from} at " + ("its newest checkpoint" if step is None else f"step {step}")
+
+
+def sentence(run: Run) -> str:
+    """Why a run is in its state: what it waits for, or the reason."""
+    if run.waiting_for and not run.ended:
+        return "waits for " + "; ".join(run.waiting_for)
+    return run.reason
 
 
 def steps_table(steps: Sequence[Step], evaluations: Sequence[Evaluation], width: int) -> Table:

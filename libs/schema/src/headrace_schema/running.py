@@ -61,9 +61,16 @@ class LimitsSection(Section):
 
 
 class FromCheckpointSection(Section):
-    """A checkpoint of another run that this run continues from, in place of the model's weights."""
+    """A checkpoint of another run that this run continues from, in place of the model's weights.
+
+    The run begins with the step after the checkpoint's and with the prompts of that step: `steps` counts the origin's
+    steps too. `algorithm.group_size` and `algorithm.prompts_per_step` must be the origin's, the model and the optimizer
+    of the same shape; everything else may differ. The supervised warm-up is not made again.
+    """
 
     run: Annotated[str, Field(min_length=1)] = Field(description="id of the run that made the checkpoint")
     step: CountOrZero | None = Field(
-        default=None, description="step of the checkpoint; none: the newest valid one"
+        default=None,
+        description="step of the checkpoint, as `GET /v1/runs/{run}/checkpoints` lists it; "
+        "default: the newest valid one",
     )

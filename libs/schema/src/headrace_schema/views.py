@@ -90,6 +90,12 @@ class RunView(Resource):
     recoveries: int
     run_directory: str
     export_path: str
+    forked_from: str = Field(
+        default="", description="id of the run from whose checkpoint it continues; empty: none"
+    )
+    first_step: int = Field(
+        default=0, description="steps below it are in the checkpoint that it was forked from"
+    )
     spec: dict[str, Any]
 
     @property
@@ -176,6 +182,7 @@ class CheckpointView(Resource):
 
     name: str
     version: PolicyView
+    step: int = Field(default=0, description="steps in it; a run that continues from it makes the next one")
     size_bytes: int
 
 

@@ -21,6 +21,7 @@ from headrace.common.v1 import blobs_pb2, blobs_pb2_grpc, common_pb2
 from headrace_servicekit.client import dial
 from headrace_servicekit.digests import digest_bytes
 from headrace_servicekit.errors import ServiceError, message_of
+from headrace_servicekit.requests import invalid
 from headrace_servicekit.weight_store import raise_no_space
 
 CHUNK_BYTES = 1024 * 1024
@@ -79,6 +80,11 @@ class BlobStore:
             raise _gone(reference, "it is not kept here (any more)")
         return self._folder / kept.blob_id
 
+    def size(self, reference: common_pb2.BlobRef) -> int:
+        """Bytes of a kept blob; 0 for none."""
+        kept = self._kept.get(reference.blob_id)
+        return kept.size_bytes if kept is not None else 0
+
     def release(self, reference: common_pb2.BlobRef) -> None:
         """Ends custody: who still reads gets the body or a DIGEST_MISMATCH. Repeated calls do nothing."""
         kept = self._kept.pop(reference.blob_id, None)
@@ -104,7 +110,10 @@ class BlobServicer(blobs_pb2_grpc.BlobServiceServicer):
         self, request: blobs_pb2.FetchBlobRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[blobs_pb2.FetchBlobResponse]:
         """Streams a blob from an offset."""
-        with self._store.path(request.blob).open("rb") as file:
+        path, size = self._store.path(request.blob), self._store.size(request.blob)
+        if request.offset_bytes > size:
+            raise invalid("offset_bytes", f"{request.offset_bytes} is beyond the blob's {size} bytes")
+        with path.open("rb") as file:
             file.seek(request.offset_bytes)
             while data := file.read(CHUNK_BYTES):
                 yield blobs_pb2.FetchBlobResponse(offset_bytes=file.tell() - len(data), data=data)

@@ -10,21 +10,25 @@ from google.protobuf import any_pb2
 from google.rpc import error_details_pb2, status_pb2
 
 DOMAIN = "headrace"
+MAX_MESSAGE_BYTES = 3000
+"""Of a sentence on the wire: gRPC's trailers, which carry it twice, may hold 8 KiB."""
+_MAX_METADATA_BYTES = 300
 _DETAILS_KEY = "grpc-status-details-bin"
 
 
 class ServiceError(Exception):
     """A refusal or failure that a caller can act on; handlers raise it, the server sends it.
 
-    `reason` is an upper-case constant such as EPOCH_STALE; `message` a sentence that says what to do.
+    `reason` is an upper-case constant such as EPOCH_STALE; `message` a sentence that says what to do. What
+    callers sent may be quoted in it: what is too long for the wire is cut, what is no text is escaped.
     """
 
     def __init__(self, code: grpc.StatusCode, reason: str, message: str, **metadata: str) -> None:
-        super().__init__(f"{reason}: {message}")
         self.code = code
         self.reason = reason
-        self.message = message
-        self.metadata = metadata
+        self.message = _sendable(message, MAX_MESSAGE_BYTES)
+        self.metadata = {key: _sendable(value, _MAX_METADATA_BYTES) for key, value in metadata.items()}
+        super().__init__(f"{reason}: {self.message}")
 
     def to_status(self) -> status_pb2.Status:
         """The google.rpc.Status that goes on the wire."""
@@ -61,6 +65,17 @@ def message_of(error: BaseException) -> str:
         details = getattr(error, "details", None)
         return str(details() or "") if callable(details) else ""
     return str(error)
+
+
+def _sendable(text: str, limit: int) -> str:
+    """`text` without lone surrogates, cut to `limit` bytes as gRPC percent-encodes them."""
+    encoded = text.encode("utf-8", "backslashreplace")
+    left = limit
+    for cut, byte in enumerate(encoded):
+        left -= 1 if 0x20 <= byte <= 0x7E and byte != 0x25 else 3
+        if left < 0:
+            return encoded[:cut].decode("utf-8", "ignore") + " …"
+    return encoded.decode()
 
 
 def _error_info(error: BaseException) -> error_details_pb2.ErrorInfo | None:

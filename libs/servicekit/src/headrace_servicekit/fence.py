@@ -17,6 +17,7 @@ from headrace.common.v1 import common_pb2
 from headrace_servicekit.clock import boottime
 from headrace_servicekit.errors import ServiceError
 from headrace_servicekit.open_runs import OpeningRefused, OpenRuns
+from headrace_servicekit.requests import HIGHEST_COMMAND, HIGHEST_EPOCH, check_number
 
 
 class Admission:
@@ -69,8 +70,12 @@ class Fence:
 
         A higher coordinator epoch is believed when the call around it is accepted; outside a call, at once.
         With `opening` also OPENING_STALE for a command to another opening of its run, and NOT_OPEN for one
-        to a run that is being closed.
+        to a run that is being closed. INVALID for numbers that no coordinator reaches: what is noted of them
+        only rises, so that one of them would shut out every later command.
         """
+        check_number("header.coordinator_epoch", header.coordinator_epoch, most=HIGHEST_EPOCH)
+        check_number("header.open_id", header.open_id, most=HIGHEST_COMMAND)
+        check_number("header.command_sequence", header.command_sequence, most=HIGHEST_COMMAND)
         self._not_past(header.coordinator_epoch)
         if opening:
             with opening_refusals():

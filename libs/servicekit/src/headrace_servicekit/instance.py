@@ -23,6 +23,7 @@ from headrace_servicekit.kinds import KINDS
 from headrace_servicekit.leases import Memory
 from headrace_servicekit.logs import configure_logging, get_logger, log_context
 from headrace_servicekit.open_runs import Build, End, OpenRuns
+from headrace_servicekit.requests import check_name
 from headrace_servicekit.server import AddServicer, GrpcServer, advertised_host, split_address
 from headrace_servicekit.session import Session, SessionHooks
 from headrace_servicekit.weights import WeightStore
@@ -94,8 +95,9 @@ class Instance:
             return await self.open_runs.open(header, config, build, end)
 
     async def close_run(self, header: common_pb2.CommandHeader) -> None:
-        """Obeys a CloseRun; see `OpenRuns.close`. Raises ServiceError EPOCH_STALE."""
+        """Obeys a CloseRun; see `OpenRuns.close`. Raises ServiceError EPOCH_STALE or INVALID."""
         self.fence.check(header, lease=False, opening=False)
+        check_name("header.run", header.run, optional=True)
         await self.open_runs.close(header)
 
     def report(self, metrics: common_pb2.StageMetrics) -> None:

@@ -16,6 +16,7 @@ from headrace_servicekit.errors import ServiceError
 from headrace_servicekit.fence import Admission, admission
 from headrace_servicekit.logs import get_logger, set_log_context
 from headrace_servicekit.metrics import RPC_SECONDS, RPCS, RPCS_IN_FLIGHT
+from headrace_servicekit.requests import MAX_NAME_CHARACTERS, Decoded, decoded, tolerant
 
 HEALTH_PREFIX = "/grpc.health.v1.Health/"
 _logger = get_logger(__name__)
@@ -45,14 +46,14 @@ class CallGuard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generi
     ) -> grpc.RpcMethodHandler[Any, Any]:
         """Returns the handler with everything around it, or one that refuses."""
         method = handler_call_details.method
-        if method.startswith(HEALTH_PREFIX):
-            return await continuation(handler_call_details)
-        refusal = self._refusal(handler_call_details)
+        # Who asks for health has no token and holds up no drain.
+        work = not method.startswith(HEALTH_PREFIX)
+        refusal = self._refusal(handler_call_details) if work else None
         if refusal is not None:
             RPCS.labels(self._instance, "(refused)", refusal.code.name).inc()
             return _refuse(refusal)
         handler = await continuation(handler_call_details)
-        return handler and self._wrap(handler, method)
+        return handler and self._wrap(handler, method, work)
 
     def _refusal(self, details: grpc.HandlerCallDetails) -> ServiceError | None:
         if self._expected is not None:
@@ -78,22 +79,25 @@ class CallGuard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generi
             pass
         return self._in_flight
 
-    def _wrap(self, handler: grpc.RpcMethodHandler[Any, Any], method: str) -> grpc.RpcMethodHandler[Any, Any]:
+    def _wrap(
+        self, handler: grpc.RpcMethodHandler[Any, Any], method: str, work: bool
+    ) -> grpc.RpcMethodHandler[Any, Any]:
+        read = Decoded if handler.request_streaming else decoded
         inner: Any = (
             handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
         )
 
         async def respond_once(request: Any, context: Any) -> Any:
-            async with self._call(method, request, context) as call:
-                response = await inner(request, context)
+            async with self._call(method, request, context, work) as call:
+                response = await inner(read(request, method), context)
                 call.accept()
                 if (header := getattr(request, "header", None)) is not None:
                     self._on_applied(header)
                 return response
 
         async def respond_many(request: Any, context: Any) -> AsyncIterator[Any]:
-            async with self._call(method, request, context) as call:
-                responses = inner(request, context)
+            async with self._call(method, request, context, work) as call:
+                responses = inner(read(request, method), context)
                 if not hasattr(responses, "__aiter__"):
                     await responses  # a handler that writes to the context itself
                     return
@@ -109,18 +113,21 @@ class CallGuard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generi
         )
         if handler.response_streaming:
             behaviour = respond_many  # type: ignore[assignment]
-        return make(behaviour, handler.request_deserializer, handler.response_serializer)
+        return make(behaviour, tolerant(handler.request_deserializer), handler.response_serializer)
 
     @asynccontextmanager
-    async def _call(self, method: str, request: Any, context: Any) -> AsyncIterator[Admission]:
+    async def _call(self, method: str, request: Any, context: Any, work: bool) -> AsyncIterator[Admission]:
         started, code = time.perf_counter(), "OK"
-        self._enter()
-        set_log_context(instance=self._instance, run=getattr(getattr(request, "header", None), "run", ""))
+        self._enter(work)
+        run = getattr(getattr(request, "header", None), "run", "")
+        set_log_context(instance=self._instance, run=run[:MAX_NAME_CHARACTERS])
         try:
             with admission() as call:
                 yield call
         except ServiceError as error:
             code = error.code.name
+            if error.code is grpc.StatusCode.INVALID_ARGUMENT:
+                _logger.warning("refused a request", extra={"method": method, "why": error.message})
             await context.abort(error.code, error.message, error.trailing_metadata())
         except grpc.aio.AbortError:
             code = _code_name(context)
@@ -134,17 +141,18 @@ class CallGuard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generi
             unexpected = _unexpected(error, method, self._instance)
             await context.abort(unexpected.code, unexpected.message, unexpected.trailing_metadata())
         finally:
-            self._leave()
+            self._leave(work)
             RPCS.labels(self._instance, method, code).inc()
             RPC_SECONDS.labels(self._instance, method).observe(time.perf_counter() - started)
 
-    def _enter(self) -> None:
-        self._in_flight += 1
-        self._idle.clear()
+    def _enter(self, work: bool) -> None:
+        self._in_flight += work
+        if self._in_flight:
+            self._idle.clear()
         RPCS_IN_FLIGHT.labels(self._instance).set(self._in_flight)
 
-    def _leave(self) -> None:
-        self._in_flight -= 1
+    def _leave(self, work: bool) -> None:
+        self._in_flight -= work
         RPCS_IN_FLIGHT.labels(self._instance).set(self._in_flight)
         if self._in_flight == 0:
             self._idle.set()

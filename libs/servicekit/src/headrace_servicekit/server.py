@@ -25,6 +25,7 @@ from headrace_servicekit.metrics import expose_metrics
 AddServicer = Callable[[Any, grpc.aio.Server], None]
 _logger = get_logger(__name__)
 STOP_S = 5.0
+MAX_PORT = 65535
 
 
 class GrpcServer:
@@ -122,9 +123,10 @@ class GrpcServer:
 def split_address(address: str) -> tuple[str, str]:
     """Host and port of host:port or [v6]:port. Raises ServiceError INVALID when it is neither."""
     host, colon, port = address.rpartition(":")
-    if not colon or not host or not port.isdigit():
+    is_port = port.isascii() and port.isdigit() and len(port) <= 5 and int(port) <= MAX_PORT
+    if not colon or not host or not is_port:
         raise ServiceError(
-            grpc.StatusCode.INVALID_ARGUMENT, "INVALID", f"{address!r} is no address; write host:port"
+            grpc.StatusCode.INVALID_ARGUMENT, "INVALID", f"{address[:300]!r} is no address; write host:port"
         )
     return host, port
 

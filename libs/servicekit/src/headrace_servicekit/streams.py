@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable
 from typing import Generic, TypeVar
 
 Request = TypeVar("Request")
@@ -35,6 +35,8 @@ class _Unordered(Generic[Request, Result]):
             self._ready.put_nowait(None)
         except Exception as error:  # noqa: BLE001 - raised again where the results are read
             self._ready.put_nowait(error)
+            if isinstance(requests, AsyncGenerator):
+                await requests.aclose()
 
     async def _room(self) -> bool:
         while self._held >= self._limit:

@@ -16,6 +16,8 @@ from headrace.common.v1 import common_pb2
 from headrace_servicekit.errors import ServiceError
 
 MAX_DIMENSIONS = 16
+MAX_TENSOR_BYTES = 1 << 48
+"""Above any memory. numpy and torch overflow on extents beyond theirs, also where another extent is zero."""
 
 NUMPY_TYPES: dict[int, np.dtype] = {
     common_pb2.DATA_TYPE_BOOL: np.dtype(np.bool_),
@@ -61,14 +63,20 @@ def decode_tensor(tensor: common_pb2.Tensor, *, max_bytes: int) -> np.ndarray:
 
 
 def tensor_bytes(data_type: int, shape: Sequence[int]) -> int:
-    """Size in bytes of a tensor of this type and shape; raises ServiceError INVALID when there is none."""
+    """Size in bytes of a tensor of this type and shape; raises ServiceError INVALID when there is none.
+
+    Extents beside a zero extent must stay below MAX_TENSOR_BYTES too.
+    """
     if data_type not in NUMPY_TYPES:
         raise _invalid(f"data_type {data_type} is unknown; use one of {_names()}")
     if len(shape) > MAX_DIMENSIONS:
         raise _invalid(f"a tensor of {len(shape)} dimensions; at most {MAX_DIMENSIONS} are allowed")
     if any(extent < 0 for extent in shape):
         raise _invalid(f"shape {list(shape)} has a negative extent")
-    return math.prod(shape) * NUMPY_TYPES[data_type].itemsize
+    item = NUMPY_TYPES[data_type].itemsize
+    if math.prod(max(extent, 1) for extent in shape) * item > MAX_TENSOR_BYTES:
+        raise _invalid(f"shape {list(shape)}: its extents are above the limit of {MAX_TENSOR_BYTES} bytes")
+    return math.prod(shape) * item
 
 
 def _names() -> str:

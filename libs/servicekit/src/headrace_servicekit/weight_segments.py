@@ -105,7 +105,7 @@ class MappedSegments:
 
     def open(self, path: Path, size: int) -> Segment:
         """Maps a file of exactly `size` bytes. Raises OSError or ValueError."""
-        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         status = os.fstat(handle)
         key = (status.st_dev, status.st_ino)
         known = self._mapped.pop(key, None)

@@ -6,6 +6,7 @@ All or nothing: a body is handed out only when every tensor's digest is the mani
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +19,7 @@ from headrace.common.v1 import common_pb2, weights_pb2, weights_pb2_grpc
 from headrace_servicekit.client import dial
 from headrace_servicekit.digests import RunningDigest, digest_bytes, manifest_digest
 from headrace_servicekit.errors import ServiceError, message_of
+from headrace_servicekit.tensors import MAX_TENSOR_BYTES, tensor_bytes
 from headrace_servicekit.weight_store import StoredWeights, WeightStore, entries_of
 
 CHUNK_BYTES = 1024 * 1024
@@ -110,7 +112,11 @@ async def receive_weights(
 
 def check_manifest(version: common_pb2.PolicyVersion, manifest: common_pb2.WeightManifest) -> None:
     """Refuses a manifest whose entries, sizes or digests contradict each other or the version."""
+    if not manifest.entries:
+        raise _invalid("manifest.entries: a version has at least one tensor")
     layout = [(entry.name, entry.data_type, tuple(entry.shape)) for entry in manifest.entries]
+    if sum(tensor_bytes(data_type, shape) for _, data_type, shape in layout) > MAX_TENSOR_BYTES:
+        raise _invalid(f"manifest.entries: more than {MAX_TENSOR_BYTES} bytes together")
     for entry, expected in zip(manifest.entries, entries_of(layout), strict=True):
         if (entry.offset_bytes, entry.size_bytes) != (expected.offset_bytes, expected.size_bytes):
             raise _invalid(f"tensor {entry.name}: offset or size does not follow from its type and shape")
@@ -152,7 +158,9 @@ async def _map_shared(
 
 def _prove_same_host(source: common_pb2.WeightSource) -> None:
     """Two hosts may have the same path; only one has the nonce that the source made up."""
-    with Path(source.shm_nonce_path).open("rb") as file:
+    # The path comes from outside: a pipe there must not make this wait.
+    handle = os.open(source.shm_nonce_path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    with open(handle, "rb") as file:
         content = file.read(_NONCE_BYTES)
     if not source.shm_nonce or content != source.shm_nonce.encode():
         raise ValueError("the nonce file holds another nonce: not the same host")

@@ -67,7 +67,7 @@ class Control(Protocol):
         """Goes on with a paused run."""
 
     async def cancel(self, run_id: str, idempotency_key: str) -> RunView:
-        """Ends a run; its last checkpoint stays."""
+        """Ends a run; the checkpoints that it has stay."""
 
     def events(self, run_id: str, after: int) -> AsyncIterator[EventView]:
         """Events with ids above `after`, then live ones; ends when the run has ended and all were sent."""

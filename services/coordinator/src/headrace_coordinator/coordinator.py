@@ -8,7 +8,7 @@ import hashlib
 import json
 import logging
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 from headrace_schema.spec import RunSpec
@@ -45,9 +45,11 @@ class Coordinator(Reads):
         data_dir: Path,
         make_projection: MakeProjection = RunProjection,
         open_dataset: OpenDataset | None = None,
+        new_id: Callable[[], str] = lambda: uuid.uuid4().hex[:6],
     ) -> None:
         super().__init__(kernel, fleet, lambda run: run in self.scheduler.tasks, lambda: self.scheduler.queue)
         self._data_dir = data_dir
+        self._new_id = new_id
         self.scheduler = Scheduler(kernel, fleet, make_projection, open_dataset or _open_dataset)
         self.reconciler = Reconciler(fleet)
         self._writes: dict[str, asyncio.Lock] = {}
@@ -71,7 +73,8 @@ class Coordinator(Reads):
                 await self.kernel.wait_until(
                     lambda: not self._misfits(spec), RESTART_S, "instances to be restarted"
                 )
-        return self._misfits(spec) or await try_scorers(spec, self.fleet, self.reconciler.trials)
+        problems = [*self._misfits(spec), *await self.fork_problems(spec)]
+        return problems or await try_scorers(spec, self.fleet, self.reconciler.trials)
 
     def _misfits(self, spec: RunSpec) -> list[KeyProblemView]:
         return check(spec, FleetView.of(present.instance_views(self.fleet)))
@@ -84,7 +87,7 @@ class Coordinator(Reads):
                 return self.run(known)
             if problems := await self.check(spec):
                 raise Refused("INVALID", "the fleet cannot run this spec", problems)
-            run_id = f"{spec.name}-{uuid.uuid4().hex[:6]}"
+            run_id = f"{spec.name}-{self._new_id()}"
             now = self.kernel.now()
             await self.kernel.commit(
                 ev.RunSubmitted(

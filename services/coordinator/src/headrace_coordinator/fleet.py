@@ -233,7 +233,7 @@ class Fleet:
         previous = self.supervisors.get(supervisor.host)
         self.supervisors[supervisor.host] = supervisor
         if previous is None or previous.send is not supervisor.send:
-            for incarnation in self._known_on(supervisor.host) - supervisor.incarnations:
+            for incarnation in sorted(self._known_on(supervisor.host) - supervisor.incarnations):
                 self.exited(incarnation, "its supervisor no longer runs it")
         self.kernel.wake()
 
@@ -347,10 +347,9 @@ class Fleet:
         holders = self.desk.expire()
         if not self.desk.lenient:
             self._lose_silent(now)
-        for incarnation in holders:
-            self.kill(
-                incarnation, f"its lease ended and its devices are not proven free: {holders[incarnation]}"
-            )
+        for incarnation in sorted(holders):
+            reason = f"its lease ended and its devices are not proven free: {holders[incarnation]}"
+            self.kill(incarnation, reason)
 
     def silent_for(self, incarnation: str) -> float:
         """Seconds since a registered process was last heard of, beyond two missed heartbeats; else 0."""

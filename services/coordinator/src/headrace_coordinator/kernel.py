@@ -32,8 +32,6 @@ LINGER_S = 0.005
 """Events that nothing waits for are appended after so long, together with what came meanwhile."""
 STALL_S = 5.0
 """A wait that ends so much after its deadline shows that this process stood still: it waits again."""
-HIGHEST_EPOCH = 1 << 62
-"""Bound of coordinator epochs, far below the 64 bits that they have on the wire."""
 Posted = tuple[int, Entry, ev.Event]
 
 
@@ -66,7 +64,7 @@ class Kernel:
         self._durable: list[tuple[int, asyncio.Future[None]]] = []
         self._due = asyncio.Event()
         self._linger: asyncio.TimerHandle | None = None
-        self._waiters: set[asyncio.Future[None]] = set()
+        self._waiters: dict[asyncio.Future[None], None] = {}
 
     # --- start
 
@@ -292,7 +290,7 @@ class Kernel:
     # --- waiting
 
     def _wake(self) -> None:
-        for waiter in self._waiters:
+        for waiter in self._waiters:  # Who has waited longest looks first.
             if not waiter.done():
                 waiter.set_result(None)
         self._waiters.clear()
@@ -313,6 +311,6 @@ class Kernel:
             if left <= 0:
                 raise WaitTimeout(f"waited {timeout:.0f} s for {what}")
             waiter: asyncio.Future[None] = loop.create_future()
-            self._waiters.add(waiter)
+            self._waiters[waiter] = None
             await asyncio.wait({waiter}, timeout=left)
-            self._waiters.discard(waiter)
+            self._waiters.pop(waiter, None)

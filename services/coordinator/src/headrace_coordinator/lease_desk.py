@@ -112,6 +112,7 @@ class LeaseDesk:
         run, deadline = requests[0].run, asyncio.get_running_loop().time() + timeout
         while True:
             self._all_alive(requests)
+            self._all_granted(requests)
             try:
                 grants = leases.plan_grant(self._kernel.state.table, requests, self._kernel.now())
                 break
@@ -132,6 +133,14 @@ class LeaseDesk:
                 raise InstanceDown(
                     request.incarnation, f"gone before it could take {', '.join(request.devices)}"
                 )
+
+    def _all_granted(self, requests: Iterable[LeaseRequest]) -> None:
+        """While a run waits for a device, its grant may change: another run may have that device now."""
+        for request in requests:
+            run = self._kernel.state.runs.get(request.run)
+            if run is not None and run.grant is not None:
+                if beyond := [device for device in request.devices if device not in run.grant.devices]:
+                    raise InstanceDown(request.incarnation, f"{', '.join(beyond)} went to another run")
 
     async def _wait_for_change(
         self, run: str, requests: Sequence[LeaseRequest], what: str, timeout: float

@@ -60,6 +60,8 @@ def run_view(run: RunState, waiting_for: list[str], place: int | None = None) ->
         recoveries=run.recoveries,
         run_directory=run.directory,
         export_path=run.export_path,
+        forked_from=(run.spec.get("from_checkpoint") or {}).get("run", ""),
+        first_step=run.ledger.first_step,
         spec=run.spec,
     )
 

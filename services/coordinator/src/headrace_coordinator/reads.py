@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from headrace_schema.problems import nearest
+from headrace_schema.spec import RunSpec
 from headrace_schema.views import (
     CertificateView,
     CheckpointView,
@@ -21,6 +22,7 @@ from headrace_schema.views import (
     EventView,
     HealthView,
     InstanceView,
+    KeyProblemView,
     LeaseView,
     RunView,
     StepView,
@@ -34,6 +36,7 @@ from headrace_coordinator.domain import runs
 from headrace_coordinator.domain.compact import count, count_drops
 from headrace_coordinator.domain.runs import RunState
 from headrace_coordinator.fleet import Fleet
+from headrace_coordinator.forks import check_fork, unknown_origin
 from headrace_coordinator.history.files import RunFiles
 from headrace_coordinator.kernel import Kernel
 from headrace_coordinator.vitals import Vitals
@@ -115,6 +118,16 @@ class Reads:
             waiting.append(self.fleet.readable(self._queue()[run.id]))
         return waiting
 
+    async def fork_problems(self, spec: RunSpec) -> list[KeyProblemView]:
+        """Why a spec cannot continue from the checkpoint that it names; empty where it names none."""
+        if spec.from_checkpoint is None:
+            return []
+        origin, names = spec.from_checkpoint.run, self._newest_first()
+        if origin not in names:
+            return [unknown_origin(origin, names[:200])]
+        steps = [checkpoint.step for checkpoint in await self.checkpoints(origin)]
+        return check_fork(spec, self.run(origin), steps)
+
     # --- events
 
     async def events(self, run_id: str, after: int) -> AsyncIterator[EventView]:
@@ -178,7 +191,7 @@ class Reads:
         return await self._look(run_id, look)
 
     async def checkpoints(self, run_id: str) -> list[CheckpointView]:
-        """See `Control.checkpoints`: as the ledger knows them."""
+        """See `Control.checkpoints`: those that the ledger knows and that still have their directory."""
         run = self.run(run_id)
         keep, directory = run.spec["checkpoint"]["keep"], Path(run.run_directory) / "checkpoints"
 
@@ -186,10 +199,18 @@ class Reads:
             end, views = len(files.checkpoints), []
             for record in reversed(files.checkpoints.read(max(0, end - keep), end)):
                 event, version = files.event(record), files.version(record.number)
-                if isinstance(event, ev.CheckpointSaved) and version is not None:
-                    size = _size(directory / event.name)
-                    policy = present.policy_view(version)
-                    views.append(CheckpointView(name=event.name, version=policy, size_bytes=size))
+                if not isinstance(event, ev.CheckpointSaved) or version is None:
+                    continue
+                if directory.is_dir() and not (directory / event.name).is_dir():
+                    continue  # It was set aside, or deleted.
+                views.append(
+                    CheckpointView(
+                        name=event.name,
+                        version=present.policy_view(version),
+                        step=event.step,
+                        size_bytes=_size(directory / event.name),
+                    )
+                )
             return views
 
         return await self._look(run_id, look)

@@ -47,7 +47,7 @@ class Reconciler:
         unwanted = {run for run in reports if not self.wanted(instance, run)}
         for key in [key for key in self._unwanted_since if key[0] == incarnation and key[1] not in unwanted]:
             del self._unwanted_since[key]
-        for run in unwanted - {run for who, run in self._closing if who == incarnation}:
+        for run in sorted(unwanted - {run for who, run in self._closing if who == incarnation}):
             task = asyncio.ensure_future(self._close(instance, reports[run]))
             self._closing[incarnation, run] = task
             task.add_done_callback(functools.partial(self._closed, (incarnation, run)))

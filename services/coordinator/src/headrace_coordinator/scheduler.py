@@ -74,8 +74,10 @@ class Scheduler:
         for run in list(self._kernel.state.active_runs()):
             if run.grant is None and run.id not in self.tasks:
                 while (action := runs.next_action(run)).kind == runs.MOVE:
-                    now = self._kernel.now()
-                    await self._kernel.commit(*runs.plan_move(run, action.state, action.reason, now))
+                    now, reason = self._kernel.now(), action.reason
+                    if action.state == runs.CANCELLED:
+                        reason += f"; {runs.checkpoint_words(run)}"
+                    await self._kernel.commit(*runs.plan_move(run, action.state, reason, now))
 
     async def _admit(self) -> None:
         """Appends grants one at a time, so that each equals the rule applied to the log before it."""

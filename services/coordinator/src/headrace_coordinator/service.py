@@ -5,18 +5,29 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 import grpc
+from headrace.common.v1 import common_pb2
 from headrace.coordinator.v1 import fleet_pb2 as pb
 from headrace.coordinator.v1 import fleet_pb2_grpc
 from headrace_servicekit.errors import ServiceError
+from headrace_servicekit.requests import (
+    HIGHEST_COMMAND,
+    HIGHEST_EPOCH,
+    check_at_least,
+    check_enum,
+    check_name,
+    check_number,
+    check_seconds,
+    invalid,
+)
+from headrace_servicekit.server import split_address
 
 from headrace_coordinator.domain.events import LeaseGranted
 from headrace_coordinator.domain.state import InstanceState
 from headrace_coordinator.fleet import Fleet, ForeignInstance, Supervisor, open_reports
-from headrace_coordinator.kernel import HIGHEST_EPOCH
 
 log = logging.getLogger(__name__)
 KINDS = {
@@ -25,7 +36,11 @@ KINDS = {
     pb.SERVICE_KIND_SIMULATOR: "simulator",
     pb.SERVICE_KIND_REWARD: "reward",
 }
+MAX_NAMES = 4096
+MAX_CAPABILITY = 65_536
+MAX_REASON = 500
 NUMBERS = {name: number for number, name in KINDS.items()}
+Outbox = asyncio.Queue[pb.SessionResponse | ServiceError | None]
 Result = Callable[[str, str], None]
 
 
@@ -38,15 +53,10 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
 
     async def Register(self, request: pb.RegisterRequest, context: Any) -> pb.RegisterResponse:
         """See the contract."""
-        if request.kind not in KINDS or not request.instance or not request.incarnation:
-            raise ServiceError(
-                grpc.StatusCode.INVALID_ARGUMENT, "INVALID", "Register needs instance, incarnation and kind"
-            )
-        if not 0 <= request.coordinator_epoch < HIGHEST_EPOCH:
-            message = (
-                f"coordinator_epoch {request.coordinator_epoch}: no coordinator has it; use one below 2^62"
-            )
-            raise ServiceError(grpc.StatusCode.INVALID_ARGUMENT, "INVALID", message)
+        _check_registration(request)
+        # The store's epoch rises to it for good, so later coordinators need numbers above.
+        most = max(HIGHEST_EPOCH // 2, self._fleet.kernel.state.epoch)
+        check_number("coordinator_epoch", request.coordinator_epoch, most=most)
         state = InstanceState(
             instance=request.instance,
             incarnation=request.incarnation,
@@ -74,27 +84,39 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
         self, request_iterator: AsyncIterator[pb.SessionRequest], context: Any
     ) -> AsyncIterator[pb.SessionResponse]:
         """See the contract."""
-        outbox: asyncio.Queue[pb.SessionResponse | None] = asyncio.Queue()
-        first = await anext(aiter(request_iterator))
+        outbox: Outbox = asyncio.Queue()
+        first = await anext(aiter(request_iterator), None)
+        if first is None or not first.incarnation:
+            raise invalid("incarnation", "is missing; a session begins with the id that Register was given")
         if first.incarnation not in self._fleet.kernel.state.instances:
             raise ServiceError(grpc.StatusCode.NOT_FOUND, "NOT_FOUND", "register before opening a session")
 
         def send(command: str, body: Any) -> None:
             outbox.put_nowait(_session_command(command, body))
 
+        def hear(message: pb.SessionRequest) -> None:
+            if message.incarnation != first.incarnation:
+                raise invalid(
+                    "incarnation", f"{message.incarnation!r}; this session is {first.incarnation}'s"
+                )
+            self._hear(message, outbox)
+
         self._fleet.attach(first.incarnation, send)
-        self._hear(first, outbox)
         try:
-            async with _pump(request_iterator, lambda message: self._hear(message, outbox), outbox):
+            self._hear(first, outbox)
+            async with _pump(request_iterator, hear, outbox):
                 while (message := await outbox.get()) is not None:
+                    if isinstance(message, ServiceError):
+                        raise message
                     yield message
         finally:
             self._fleet.detach(first.incarnation, send)
 
-    def _hear(self, message: pb.SessionRequest, outbox: asyncio.Queue[pb.SessionResponse | None]) -> None:
+    def _hear(self, message: pb.SessionRequest, outbox: Outbox) -> None:
         match message.WhichOneof("event"):
             case "heartbeat":
                 beat = message.heartbeat
+                _check_reports("heartbeat.open_runs", beat.open_runs)
                 renewed, stale = self._fleet.heartbeat(
                     message.incarnation, beat.lease_epochs, beat.resident_memory_bytes
                 )
@@ -109,13 +131,14 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
                 released = message.lease_released
                 self._fleet.desk.released(message.incarnation, released.epoch, released.used_memory_bytes)
             case "draining":
-                self._fleet.draining(message.incarnation, message.draining.grace.ToNanoseconds() / 1e9)
+                grace_s = check_seconds("draining.grace", message.draining.grace)
+                self._fleet.draining(message.incarnation, grace_s)
 
     async def Supervise(
         self, request_iterator: AsyncIterator[pb.SuperviseRequest], context: Any
     ) -> AsyncIterator[pb.SuperviseResponse]:
         """See the contract."""
-        outbox: asyncio.Queue[pb.SuperviseResponse | None] = asyncio.Queue()
+        outbox: asyncio.Queue[pb.SuperviseResponse | ServiceError | None] = asyncio.Queue()
 
         def send(command: str, body: Any) -> None:
             outbox.put_nowait(_supervisor_command(command, body))
@@ -123,11 +146,16 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
         mine: list[Supervisor] = []
 
         def hear(message: pb.SuperviseRequest) -> None:
+            check_name("host", message.host)
+            if mine and message.host != mine[0].host:
+                raise invalid("host", f"{message.host!r}; this stream is {mine[0].host}'s")
             self._hear_supervisor(message, send, mine)
 
         try:
             async with _pump(request_iterator, hear, outbox):
                 while (command := await outbox.get()) is not None:
+                    if isinstance(command, ServiceError):
+                        raise command
                     yield command
         finally:
             if mine and self._fleet.supervisors.get(mine[-1].host) is mine[-1]:
@@ -145,11 +173,13 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
                     scalable=frozenset(KINDS[kind] for kind in table.scalable_kinds if kind in KINDS),
                     incarnations=frozenset(process.incarnation for process in table.processes),
                 )
+                for process in table.processes:
+                    check_name("processes.incarnation", process.incarnation)
                 mine.append(supervisor)
                 self._fleet.supervised(supervisor)
             case "exit":
                 words = message.exit.last_words.strip().splitlines()[-1:] or ["no last words"]
-                reason = f"exited with {message.exit.exit_status}: {words[0]}"
+                reason = f"exited with {message.exit.exit_status}: {words[0][:MAX_REASON]}"
                 if (
                     message.exit.incarnation in self._fleet.names
                 ):  # A reconnecting supervisor repeats old ends.
@@ -158,6 +188,44 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
             case "scale_result":
                 result = message.scale_result
                 self._on_scaled(result.request_id, result.error)
+
+
+def _check_registration(request: pb.RegisterRequest) -> None:
+    """Refuses a registration whose fields others could not use, before anything is written down."""
+    for field in ("instance", "incarnation", "host"):
+        check_name(field, getattr(request, field), optional=field == "host")
+    check_enum("kind", pb.ServiceKind, request.kind)
+    if request.kind not in KINDS:
+        raise invalid("kind", "is missing")
+    if request.address:
+        split_address(check_name("address", request.address))
+    names = [*request.devices, *request.capabilities, *request.open_runs]
+    offered = [value for facet in request.capabilities.values() for value in facet.values]
+    if len(names) + len(offered) > MAX_NAMES:
+        raise invalid(
+            "devices",
+            f"{len(names) + len(offered)} names with those of capabilities and open_runs; at most {MAX_NAMES}",
+        )
+    for name in names:
+        check_name("devices, capabilities and open_runs", name)
+    for value in offered:
+        if len(value) > MAX_CAPABILITY:  # An options facet carries a plug-in's JSON Schema.
+            raise invalid("capabilities", f"{len(value)} characters in a value; at most {MAX_CAPABILITY}")
+    check_name("store_id", request.store_id, optional=True)
+    for lease in request.held_leases:
+        check_at_least("held_leases.epoch", lease.epoch, 1)
+    check_at_least("max_open_runs", request.max_open_runs, 0)
+    _check_reports("open_run_reports", request.open_run_reports)
+
+
+def _check_reports(field: str, reports: Sequence[common_pb2.OpenRunReport]) -> None:
+    if len(reports) > MAX_NAMES:
+        raise invalid(field, f"{len(reports)} reports; at most {MAX_NAMES}")
+    for report in reports:
+        check_name(f"{field}.run", report.run)
+        check_number(f"{field}.open_id", report.open_id, most=HIGHEST_COMMAND)
+        check_number(f"{field}.last_command", report.last_command, most=HIGHEST_COMMAND)
+        check_enum(f"{field}.phase", common_pb2.OpenPhase, report.phase)
 
 
 def _session_command(command: str, body: Any) -> pb.SessionResponse:
@@ -191,12 +259,14 @@ def _supervisor_command(command: str, body: Any) -> pb.SuperviseResponse:
 async def _pump(
     requests: AsyncIterator[Any], hear: Callable[[Any], None], outbox: asyncio.Queue[Any]
 ) -> AsyncIterator[None]:
-    """Reads `requests` in the background; their end closes the outbox."""
+    """Reads `requests` in the background; their end, or the refusal of one, goes into the outbox."""
 
     async def read() -> None:
         try:
             async for message in requests:
                 hear(message)
+        except ServiceError as refusal:
+            outbox.put_nowait(refusal)
         finally:
             outbox.put_nowait(None)
 

@@ -16,6 +16,7 @@ from headrace_schema.scoring import RewardSection
 from headrace_servicekit.config import parse_config
 from headrace_servicekit.errors import ServiceError
 from headrace_servicekit.instance import Instance
+from headrace_servicekit.requests import check_at_least, check_enum, check_name, check_page, json_object
 from headrace_servicekit.streams import unordered, until
 
 from headrace_reward.pool import OpenFault, PoolClosed
@@ -50,12 +51,7 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
         self, request: reward_pb2.ListScorersRequest, context: Context
     ) -> reward_pb2.ListScorersResponse:
         """A page of the catalogue; the token is the position of the next entry."""
-        token = request.page_token or "0"
-        if not token.isdecimal() or request.page_size < 0:
-            raise invalid(
-                "page_token: use the next_page_token of the page before, and a page_size of 0 or more"
-            )
-        begin = int(token)
+        begin = check_page(request.page_size, request.page_token)
         end = begin + (request.page_size or _PAGE)
         more = str(end) if end < len(self._catalogue) else ""
         return reward_pb2.ListScorersResponse(scorers=self._catalogue[begin:end], next_page_token=more)
@@ -64,7 +60,9 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
         self, request: reward_pb2.OpenRunRequest, context: Context
     ) -> reward_pb2.OpenRunResponse:
         """Opens a run."""
-        name, section = request.header.run, parse_config(RewardSection, request.config_json, "reward")
+        self._instance.fence.check(request.header, lease=False, opening=False)
+        name = check_name("header.run", request.header.run)
+        section = parse_config(RewardSection, request.config_json, "reward")
         try:
             run: Run = await self._instance.open_run(
                 request.header,
@@ -126,11 +124,15 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
 
 
 def _item(message: reward_pb2.ScoreItem) -> Item:
+    check_at_least("items.sample.prompt_ordinal", message.sample.prompt_ordinal, 0)
+    check_at_least("items.sample.sample_index", message.sample.sample_index, 0)
+    check_at_least("items.token_count", message.token_count, 0)
+    check_enum("items.finish_reason", common_pb2.FinishReason, message.finish_reason)
     answer = {
         "prompt": message.prompt,
         "completion": message.completion,
         "reference": message.reference,
-        "metadata": _metadata(message),
+        "metadata": json_object("items.metadata_json", message.metadata_json),
         "token_count": message.token_count,
     }
     return Item(
@@ -141,18 +143,6 @@ def _item(message: reward_pb2.ScoreItem) -> Item:
         cut_by_length=message.finish_reason == common_pb2.FINISH_REASON_LENGTH,
         answer=answer,
     )
-
-
-def _metadata(message: reward_pb2.ScoreItem) -> dict[str, Any]:
-    if not message.metadata_json:
-        return {}
-    try:
-        metadata = json.loads(message.metadata_json)
-    except ValueError as error:
-        raise invalid(f"items[].metadata_json: not JSON ({error})") from error
-    if not isinstance(metadata, dict):
-        raise invalid("items[].metadata_json: give a JSON object")
-    return metadata
 
 
 def _result(verdict: Verdict) -> reward_pb2.ScoreResult:

@@ -19,6 +19,7 @@ from headrace_servicekit.devices import bind_cpu
 from headrace_servicekit.errors import ServiceError
 from headrace_servicekit.instance import Instance, host_memory
 from headrace_servicekit.leases import Memory
+from headrace_servicekit.requests import check_enum, check_name
 from headrace_servicekit.weights import receive_weights
 
 from headrace_rollout.config import RESPONSE_BYTES
@@ -60,12 +61,12 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         self, request: rollout_pb2.OpenRunRequest, context: Context
     ) -> rollout_pb2.OpenRunResponse:
         """Builds engine and tokenizer. The same run with the same config is a repetition."""
-        header, config = (
-            request.header,
-            parse_config(RolloutConfig, request.config_json, "config_json of OpenRun"),
-        )
+        header = request.header
+        self._instance.fence.check(header, lease=False, opening=False)
+        name = check_name("header.run", header.run)
+        config = parse_config(RolloutConfig, request.config_json, "config_json of OpenRun")
         run: OpenedRun = await self._instance.open_run(
-            header, config, lambda: self._build(header.run, config), self._end
+            header, config, lambda: self._build(name, config), self._end
         )
         return rollout_pb2.OpenRunResponse(
             max_concurrency=config.rollout.max_concurrency, max_context_tokens=run.engine.max_context_tokens
@@ -137,6 +138,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         """Log-probs of given tokens; RAW asks for the model's own distribution."""
         self._instance.fence.check(request.header, lease=True)
         run = self._opened(request.header)
+        check_enum("distribution.log_prob_kind", common_pb2.LogProbKind, request.distribution.log_prob_kind)
         wanted = request.distribution
         if wanted.log_prob_kind == common_pb2.LOG_PROB_KIND_RAW:
             wanted = common_pb2.SamplingDistribution(temperature=1.0)
@@ -222,6 +224,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
     async def Wake(self, request: rollout_pb2.WakeRequest, context: Context) -> rollout_pb2.WakeResponse:
         """Takes memory again."""
         self._instance.fence.check(request.header, lease=True)
+        check_enum("scope", rollout_pb2.WakeScope, request.scope)
         with refusals():
             await self._opened(request.header).engine.wake(
                 SCOPES[request.scope], self._authority(request.header)

@@ -11,6 +11,7 @@ from headrace.common.v1 import common_pb2
 from headrace.rollout.v1 import rollout_pb2
 from headrace_servicekit.digests import digest_bytes
 from headrace_servicekit.errors import ServiceError
+from headrace_servicekit.requests import check_number
 from headrace_servicekit.tensors import NUMPY_TYPES
 
 from headrace_rollout.engines.base import (
@@ -94,11 +95,11 @@ def groups_of(messages: Iterable[rollout_pb2.GroupAssignment], codec: TextCodec)
     """Groups with their prompts as ids. Raises INVALID."""
     return [
         Group(
-            message.prompt_ordinal,
+            _ordinal("prompt_ordinal", message.prompt_ordinal),
             prompt_ids(message.prompt, codec),
             [
                 Sample(
-                    sample.sample_index,
+                    _ordinal("samples.sample_index", sample.sample_index),
                     sample.attempt,
                     _prefix(sample) if sample.HasField("resume") else None,
                 )
@@ -113,7 +114,7 @@ def prompt_ids(prompt: rollout_pb2.Prompt, codec: TextCodec) -> list[int]:
     """Ids of a prompt in any of its forms. Raises INVALID."""
     form = prompt.WhichOneof("form")
     if form == "token_ids":
-        return list(prompt.token_ids.values)
+        return _ids("prompt.token_ids", prompt.token_ids.values)
     if form == "text":
         return codec.encode_prompt(text=prompt.text)
     if form is None:
@@ -232,10 +233,24 @@ def _prefix(sample: rollout_pb2.SampleAssignment) -> Prefix | None:
     spans = [(span.policy_number, span.token_count) for span in state.version_spans]
     if len(state.log_probs) != count or sum(tokens for _, tokens in spans) != count or _negative(spans):
         raise invalid("resume: token_ids, log_probs and version_spans must cover the same tokens")
+    ids = _ids("resume.token_ids", state.token_ids)
+    if not all(map(math.isfinite, state.log_probs)):
+        raise invalid("resume.log_probs: give finite ones")
     # State that this engine cannot restore: the sample begins again at token 0.
     if state.rng_position != count or state.extra_json:
         return None
-    return Prefix(list(state.token_ids), list(state.log_probs), spans)
+    return Prefix(ids, list(state.log_probs), spans)
+
+
+def _ids(field: str, values: Sequence[int]) -> list[int]:
+    if values and min(values) < 0:
+        raise invalid(f"{field}: {min(values)} is no id; give ids of the model's vocabulary")
+    return list(values)
+
+
+def _ordinal(field: str, value: int) -> int:
+    check_number(field, value)
+    return value
 
 
 def _negative(spans: Sequence[tuple[int, int]]) -> bool:

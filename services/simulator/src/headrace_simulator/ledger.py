@@ -5,10 +5,9 @@ An operation is keyed by (pool incarnation, environment, step index); the last r
 
 from __future__ import annotations
 
-import json
-
 from headrace.simulator.v1 import simulator_pb2
 from headrace_servicekit.errors import ServiceError
+from headrace_servicekit.requests import json_object
 from headrace_servicekit.tensors import decode_tensor
 
 from headrace_simulator.spaces import ArraySpace, action_fault
@@ -120,7 +119,7 @@ class EnvironmentLedger:
 
 def _options_fault(options_json: str) -> str | None:
     try:
-        options = json.loads(options_json or "{}")
-    except ValueError as error:
-        return f"reset.options_json: not JSON ({error})"
-    return None if isinstance(options, dict) else "reset.options_json: give a JSON object"
+        json_object("reset.options_json", options_json)
+    except ServiceError as error:
+        return error.message
+    return None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import AsyncIterator, Coroutine, Iterator
 from typing import Any
 
@@ -11,6 +10,7 @@ from headrace.common.v1 import common_pb2
 from headrace.simulator.v1 import simulator_pb2, simulator_pb2_grpc
 from headrace_servicekit.errors import ServiceError
 from headrace_servicekit.instance import Instance
+from headrace_servicekit.requests import check_name, check_page, check_seconds, json_object
 from headrace_servicekit.streams import unordered
 
 from headrace_simulator.config import SimulatorSettings
@@ -43,12 +43,7 @@ class SimulatorServicer(simulator_pb2_grpc.SimulatorServiceServicer):
         self, request: simulator_pb2.ListEnvironmentsRequest, context: Context
     ) -> simulator_pb2.ListEnvironmentsResponse:
         """A page of the catalogue; the token is the position of the next entry."""
-        token = request.page_token or "0"
-        if not token.isdecimal() or request.page_size < 0:
-            raise _invalid(
-                "page_token: use the next_page_token of the page before, and a page_size of 0 or more"
-            )
-        begin = int(token)
+        begin = check_page(request.page_size, request.page_token)
         end = begin + (request.page_size or _PAGE)
         more = str(end) if end < len(self._catalogue) else ""
         page = self._catalogue[begin:end]
@@ -58,9 +53,13 @@ class SimulatorServicer(simulator_pb2_grpc.SimulatorServiceServicer):
         self, request: simulator_pb2.OpenPoolRequest, context: Context
     ) -> simulator_pb2.OpenPoolResponse:
         """Opens a pool."""
-        if not request.header.request_id:
-            raise _invalid("header.request_id: give one; a repeated request must not open a second pool")
-        run, plan = request.header.run, _plan(request, self._settings)
+        self._instance.fence.check(request.header, lease=False, opening=False)
+        # A repeated request must not open a second pool.
+        check_name("header.request_id", request.header.request_id)
+        run, plan = (
+            check_name("header.run", request.header.run, optional=True),
+            _plan(request, self._settings),
+        )
         # The first pool of a run opens the run here; a higher open_id closes the pools of the opening before.
         await self._instance.open_run(request.header, None, _ready, lambda: self._pools.close_run(run))
         try:
@@ -159,15 +158,10 @@ def _plan(request: simulator_pb2.OpenPoolRequest, settings: SimulatorSettings) -
         raise _invalid("count: open at least one environment", key="count")
     if request.max_episode_steps < 0:
         raise _invalid("max_episode_steps: give 0 or more", key="max_episode_steps")
-    try:
-        options = json.loads(request.options_json or "{}")
-    except ValueError as error:
-        raise _invalid(f"options_json: not JSON ({error})", key="options_json") from error
-    if not isinstance(options, dict):
-        raise _invalid("options_json: give a JSON object", key="options_json")
-    timeout_s = request.step_timeout.ToNanoseconds() / 1e9
-    if timeout_s < 0:
-        raise _invalid("step_timeout: give more than 0, or leave it out", key="step_timeout")
+    for field in ("backend", "name"):
+        check_name(f"environment.{field}", getattr(request.environment, field), optional=field == "backend")
+    options = json_object("options_json", request.options_json)
+    timeout_s = check_seconds("step_timeout", request.step_timeout)
     return PoolPlan(
         backend=request.environment.backend,
         environment=request.environment.name,

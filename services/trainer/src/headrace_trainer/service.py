@@ -24,6 +24,15 @@ from headrace_servicekit.errors import ServiceError
 from headrace_servicekit.failpoints import failpoint
 from headrace_servicekit.instance import Instance
 from headrace_servicekit.leases import Memory
+from headrace_servicekit.requests import (
+    MAX_ATTEMPT,
+    check_enum,
+    check_name,
+    check_number,
+    check_page,
+    check_seconds,
+    invalid,
+)
 from headrace_servicekit.weight_store import StoredWeights
 
 from headrace_trainer import wire
@@ -44,6 +53,7 @@ Result = TypeVar("Result")
 JOIN_TIMEOUT_S = 60.0
 FOLLOW_TIMEOUT_S = 55.0
 LEDGER_PIECE_BYTES = 1024 * 1024
+MAX_PATH, MAX_PATH_PART = 1024, 255
 
 _BARRIERS = {Barrier.GROUP: trainer_pb2.BARRIER_GROUP, Barrier.BATCH: trainer_pb2.BARRIER_BATCH}
 
@@ -70,14 +80,10 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):  # type: ignore[
         self, request: trainer_pb2.OpenRunRequest, context: Context
     ) -> trainer_pb2.OpenRunResponse:
         header = request.header
+        self._instance.fence.check(header, lease=False, opening=False)
+        check_name("header.run", header.run)
         config = parse_config(TrainerConfig, request.config_json, "config_json of the trainer")
-        directory = Path(request.run_directory)
-        if not directory.is_absolute():
-            raise ServiceError(
-                grpc.StatusCode.INVALID_ARGUMENT,
-                "INVALID",
-                f"run_directory {str(directory)!r}: give an absolute path",
-            )
+        directory = _check_path("run_directory", request.run_directory)
 
         async def build() -> Barrier:
             barrier = await self._compute(self._trainer.open_run, header.run, config, directory)
@@ -102,7 +108,8 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):  # type: ignore[
         self, request: trainer_pb2.JoinGangRequest, context: Context
     ) -> trainer_pb2.JoinGangResponse:
         self._check(request.header, lease=False, run=False)
-        timeout = request.timeout.ToNanoseconds() / 1e9 or JOIN_TIMEOUT_S
+        check_number("generation", request.generation, 1)
+        timeout = check_seconds("timeout", request.timeout) or JOIN_TIMEOUT_S
         await self._compute(
             self._trainer.join,
             request.generation,
@@ -128,6 +135,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):  # type: ignore[
             # The leader's round does the work; its version is the leader's to tell.
             steps = await elsewhere(self._trainer.restored_steps, FOLLOW_TIMEOUT_S)
             return trainer_pb2.RestoreResponse(warmup_steps=steps)
+        check_number("number", request.number, 1)
         source = None
         if request.source_run_directory:
             source = self._checkpoints(request.source_run_directory)
@@ -147,6 +155,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):  # type: ignore[
         self, request: trainer_pb2.BeginStepRequest, context: Context
     ) -> trainer_pb2.BeginStepResponse:
         self._check(request.header, lease=True)
+        _check_step(request)
         command = Begin(request.step, request.attempt, request.base_number, request.next_number)
         await self._compute(self._session().begin, command)
         return trainer_pb2.BeginStepResponse()
@@ -167,6 +176,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):  # type: ignore[
         self, request: trainer_pb2.CommitStepRequest, context: Context
     ) -> trainer_pb2.CommitStepResponse:
         self._check(request.header, lease=True)
+        _check_step(request)
         command = Commit(
             request.step,
             request.attempt,
@@ -192,6 +202,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):  # type: ignore[
         self, request: trainer_pb2.RecordStepRequest, context: Context
     ) -> trainer_pb2.RecordStepResponse:
         self._check(request.header, lease=False)
+        _check_step(request)
         session, number = self._session(), request.number
 
         def record() -> None:
@@ -207,6 +218,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):  # type: ignore[
         self, request: trainer_pb2.AbortStepRequest, context: Context
     ) -> trainer_pb2.AbortStepResponse:
         self._check(request.header, lease=False)
+        _check_step(request)
         await self._compute(self._session().abort, request.step, request.attempt)
         return trainer_pb2.AbortStepResponse()
 
@@ -229,6 +241,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):  # type: ignore[
 
     async def Infer(self, request: trainer_pb2.InferRequest, context: Context) -> trainer_pb2.InferResponse:
         self._check(request.header, lease=True)
+        check_enum("kind", trainer_pb2.InferKind, request.kind)
         if request.kind != trainer_pb2.INFER_KIND_LOG_PROBS:
             kind = trainer_pb2.InferKind.Name(request.kind)
             raise ServiceError(
@@ -236,8 +249,10 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):  # type: ignore[
             )
         self._awake()
         with refusals():
-            sampling = self._trainer.config.sampling
-            sequences = [wire.read_sequence(trajectory, sampling) for trajectory in request.trajectories]
+            sampling, vocabulary = self._trainer.config.sampling, self._trainer.vocabulary_size
+            sequences = [
+                wire.read_sequence(trajectory, sampling, vocabulary) for trajectory in request.trajectories
+            ]
         values, version = await self._obey(
             request.header, lambda session: (session.infer(sequences), session.state.version)
         )
@@ -292,9 +307,9 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):  # type: ignore[
         self, request: trainer_pb2.ListCheckpointsRequest, context: Context
     ) -> trainer_pb2.ListCheckpointsResponse:
         self._check(request.header, lease=False)
+        first = check_page(request.page_size, request.page_token)
         directory = self._checkpoints(request.source_run_directory)
         found = await elsewhere(directory.live)
-        first = int(request.page_token) if request.page_token.isdigit() else 0
         size = request.page_size or 50
         page = found[first : first + size]
         return trainer_pb2.ListCheckpointsResponse(
@@ -401,11 +416,14 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):  # type: ignore[
         self._check(header, lease=True)
         self._awake()
         with refusals():
-            sampling = self._trainer.config.sampling
-            groups = [wire.read_group(group, sampling) for group in request.groups]
+            sampling, vocabulary = self._trainer.config.sampling, self._trainer.vocabulary_size
+            _check_step(request)
+            groups = [wire.read_group(group, sampling, vocabulary) for group in request.groups]
         return LearnItem(request.step, request.attempt, groups, partial(self._authorise, header))
 
     def _checkpoints(self, source: str) -> CheckpointDirectory:
+        if source:
+            _check_path("source_run_directory", source)
         with refusals():
             return self._trainer.checkpoints(source)
 
@@ -438,3 +456,29 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):  # type: ignore[
         self._revoked = self._revoked or not self._trainer.suspended
         _, memory = await self._compute(self._trainer.suspend)
         return memory
+
+
+_StepRequest = (
+    trainer_pb2.BeginStepRequest
+    | trainer_pb2.LearnRequest
+    | trainer_pb2.CommitStepRequest
+    | trainer_pb2.RecordStepRequest
+    | trainer_pb2.AbortStepRequest
+)
+
+
+def _check_step(request: _StepRequest) -> None:
+    """Refuses step, attempt and version numbers that no run counts up to: the trainer never goes below one again."""
+    check_number("attempt", request.attempt, 1, MAX_ATTEMPT)
+    for name, least in (("step", 0), ("base_number", 1), ("next_number", 1), ("number", 1)):
+        if name in request.DESCRIPTOR.fields_by_name:
+            check_number(name, getattr(request, name), least)
+
+
+def _check_path(field: str, text: str) -> Path:
+    """A directory's absolute path. Raises INVALID, also for one that no file system takes."""
+    path = Path(text)
+    short = len(text) <= MAX_PATH and all(len(part.encode()) <= MAX_PATH_PART for part in path.parts)
+    if not path.is_absolute() or "\0" in text or not short:
+        raise invalid(field, f"{text[:300]!r}; give an absolute path")
+    return path

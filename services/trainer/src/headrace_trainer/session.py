@@ -5,6 +5,7 @@ Joins the step's rules, the rounds and the checkpoints; each of those knows noth
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Many
@@ -36,6 +37,8 @@ from headrace_trainer.rounds import RoundLost, Rounds
 from headrace_trainer.samples import Disposition, Group, GroupRecord, Rows, Sequence
 from headrace_trainer.saver import Saver, Write
 from headrace_trainer.schedules import learning_rate
+
+_EXPORT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
 @dataclass(frozen=True)
@@ -290,9 +293,12 @@ class Session:
     def export(self, name: str) -> tuple[Path, steps.Version]:
         """Writes the held weights as a Hugging Face directory below the run's directory."""
         version = steps.held_version(self.state)
+        if not _EXPORT_NAME.fullmatch(name) or name == "checkpoints":
+            raise invalid(
+                f"name {name[:100]!r}: give a directory's name of letters, digits, '.', '_' and '-' that begins with a "
+                "letter or digit and is not 'checkpoints'"
+            )
         target = self._directory / name
-        if not name or target.resolve().parent != self._directory.resolve() or name == "checkpoints":
-            raise invalid(f"name {name!r}: give the name of a directory below the run's own, without a slash")
         config = self._rank.config.model
         weights: dict[str, Tensor] = {}
 

@@ -65,6 +65,8 @@ class Trainer:
         self.device = torch.device("cpu")
         self.threads = 1
         self.suspended = False
+        self.vocabulary_size = 0
+        """Of the open run's model."""
 
     @property
     def config(self) -> TrainerConfig:
@@ -97,10 +99,11 @@ class Trainer:
         choose_backend(config.trainer)
         algorithm = build_algorithm(config.algorithm)
         try:
-            load_architecture(config.model)
+            architecture = load_architecture(config.model)
         except ModelNotReadable as error:
             raise invalid(str(error), "MODEL_NOT_READABLE") from error
         self._run, self._config, self._directory = run, config, directory
+        self.vocabulary_size = int(architecture.get_text_config().vocab_size)
         self._assemble()
         return algorithm.barrier
 

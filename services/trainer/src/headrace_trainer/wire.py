@@ -10,6 +10,7 @@ from headrace.common.v1 import common_pb2
 from headrace.trainer.v1 import trainer_pb2
 from headrace_schema.generating import SamplingSection
 from headrace_servicekit.digests import set_digest, trajectory_digest
+from headrace_servicekit.requests import check_enum
 
 from headrace_trainer.checkpoint_asides import SetAside
 from headrace_trainer.checkpoint_tree import Saved
@@ -40,26 +41,31 @@ PHASES = {
 }
 
 
-def read_group(message: trainer_pb2.SettledGroup, sampling: SamplingSection) -> Group:
+def read_group(message: trainer_pb2.SettledGroup, sampling: SamplingSection, vocabulary: int) -> Group:
     """A settled group. Raises Refusal INVALID or DIGEST_MISMATCH."""
     if not message.members:
         raise invalid(f"prompt {message.prompt_ordinal}: a group without members")
-    members = tuple(_read_member(message.prompt_ordinal, member, sampling) for member in message.members)
+    members = tuple(
+        _read_member(message.prompt_ordinal, member, sampling, vocabulary) for member in message.members
+    )
     if len({member.sample_index for member in members}) != len(members):
         raise invalid(f"prompt {message.prompt_ordinal}: a sample is in the group twice")
     keys = [(message.prompt_ordinal, m.sample_index, m.attempt, m.body_digest) for m in members]
     return Group(message.prompt_ordinal, members, set_digest(keys))
 
 
-def read_sequence(message: common_pb2.Trajectory, sampling: SamplingSection) -> Sequence:
+def read_sequence(message: common_pb2.Trajectory, sampling: SamplingSection, vocabulary: int) -> Sequence:
     """A trajectory to be scored. Raises Refusal INVALID."""
-    tokens, trained, log_probs, _ = _read_tokens(message, _name(message), sampling)
+    tokens, trained, log_probs, _ = _read_tokens(message, _name(message), sampling, vocabulary)
     return Sequence(tokens, trained, log_probs)
 
 
-def _read_member(prompt: int, message: trainer_pb2.SettledTrajectory, sampling: SamplingSection) -> Member:
+def _read_member(
+    prompt: int, message: trainer_pb2.SettledTrajectory, sampling: SamplingSection, vocabulary: int
+) -> Member:
     trajectory = message.trajectory
     where = _name(trajectory)
+    check_enum(f"{where}: finish_reason", common_pb2.FinishReason, trajectory.finish_reason)
     if trajectory.sample.prompt_ordinal != prompt:
         raise invalid(f"{where} is in the group of prompt {prompt}")
     if trajectory.finish_reason not in _SETTLED:
@@ -67,7 +73,7 @@ def _read_member(prompt: int, message: trainer_pb2.SettledTrajectory, sampling: 
         raise invalid(f"{where} ended with {reason}: only finished answers may be learned from")
     if trajectory_digest(trajectory) != trajectory.body_digest:
         raise invalid(f"{where}: its content does not have its body_digest", "DIGEST_MISMATCH")
-    tokens, trained, log_probs, versions = _read_tokens(trajectory, where, sampling)
+    tokens, trained, log_probs, versions = _read_tokens(trajectory, where, sampling, vocabulary)
     return Member(
         sample_index=trajectory.sample.sample_index,
         attempt=trajectory.attempt,
@@ -83,7 +89,7 @@ def _read_member(prompt: int, message: trainer_pb2.SettledTrajectory, sampling: 
 
 
 def _read_tokens(
-    trajectory: common_pb2.Trajectory, where: str, sampling: SamplingSection
+    trajectory: common_pb2.Trajectory, where: str, sampling: SamplingSection, vocabulary: int
 ) -> tuple[list[int], list[int], list[float], list[int]]:
     """Ids, trained positions, engine log-probs and versions of the trained ones."""
     tokens: list[int] = []
@@ -106,6 +112,8 @@ def _read_tokens(
         )
     if len(log_probs) not in (0, len(trained)):
         raise invalid(f"{where}: {len(log_probs)} log-probs for {len(trained)} sampled ids")
+    if tokens and not 0 <= min(tokens) <= max(tokens) < vocabulary:
+        raise invalid(f"{where}: ids from {min(tokens)} to {max(tokens)}; the model's lie below {vocabulary}")
     if trained and trained[0] == 0:
         raise invalid(f"{where}: the first id is sampled; a prompt of at least one id must come before")
     return tokens, trained, log_probs or [math.nan] * len(trained), versions

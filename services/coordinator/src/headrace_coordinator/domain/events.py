@@ -285,10 +285,11 @@ class Evaluated(RunEvent, frozen=True, kw_only=True):
 
 
 class CheckpointSaved(RunEvent, frozen=True, kw_only=True):
-    """A checkpoint is durable."""
+    """A checkpoint is durable; steps below `step` are in it."""
 
     name: str
     number: int
+    step: int = 0
 
 
 class CheckpointFailed(RunEvent, frozen=True, kw_only=True):

@@ -65,8 +65,8 @@ class LeaseTable(msgspec.Struct):
 
     def holders_on(self, host: str) -> set[str]:
         """Processes of a host that hold a lease or have a device in quarantine."""
-        holders = {lease.incarnation for lease in self.leases.values() if lease.host == host}
-        return holders | {q.incarnation for q in self.quarantined.values() if q.host == host}
+        held = {lease.incarnation for lease in self.leases.values() if lease.host == host}
+        return held | {each.incarnation for each in self.quarantined.values() if each.host == host}
 
     def of(self, incarnation: str) -> list[Lease]:
         """Leases of one process."""

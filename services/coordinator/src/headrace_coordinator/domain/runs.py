@@ -32,8 +32,8 @@ ADMITTED = frozenset({PLANNING, RUNNING, RECOVERING, PAUSING, CANCELLING})
 """States of a run that a controller works on; all others hold nothing."""
 STATES = (QUEUED, *sorted(ADMITTED), PAUSED, *sorted(TERMINAL))
 
-SWITCH_SHARE = 4.0
-"""A run keeps its instances at least so many times as long as it last took to start."""
+SWITCH_SHARE = 1.0
+"""A run keeps its instances at least so many times as long as its last change of turns took."""
 
 RUN, PAUSE, PAUSE_NOW, CANCEL = "RUN", "PAUSE", "PAUSE_NOW", "CANCEL"
 INTENTS = (RUN, PAUSE, PAUSE_NOW, CANCEL)
@@ -155,6 +155,8 @@ class RunState(msgspec.Struct):
     last_checkpoint: int = 0
     last_checkpoint_at: float = 0.0
     export_path: str = ""
+    origin_checkpoint: str = ""
+    """Name of the checkpoint of another run that this one began with."""
     dataset_digest: str = ""
     totals: Totals = msgspec.field(default_factory=Totals)
     checkpoints: list[tuple[str, int]] = []
@@ -206,6 +208,7 @@ class RunState(msgspec.Struct):
                 self.gang_generation, self.gang = event.generation, list(event.members)
             case ev.VersionRestored():
                 self.warmup_steps = event.warmup_steps or self.warmup_steps
+                self.origin_checkpoint = event.checkpoint if event.source_run else self.origin_checkpoint
                 self.evaluated = [key for key in self.evaluated if _ordinal_of(key) <= event.ordinal]
                 self._prune()
             case ev.StepCommitted():
@@ -250,11 +253,12 @@ class RunState(msgspec.Struct):
         self.grant = grant
 
     def _move(self, event: ev.RunStateChanged) -> None:
-        if event.state == RUNNING and self.state == PLANNING:
-            self.switch_s = event.at - self.planned_at
+        if event.state == RUNNING and self.state == PLANNING and self.planned_at:
+            self.switch_s = max(0.0, event.at - self.planned_at)
         self.state, self.reason = event.state, event.reason
         if event.state == PLANNING:
-            self.planned_at = event.at
+            # A first start loads the model and warms it up: that is no measure of a change of turns.
+            self.planned_at = event.at if self.lineage.head else 0.0
             self.started_at = self.started_at or event.at
         if event.state == QUEUED:
             self.queued_at = event.at
@@ -265,6 +269,11 @@ class RunState(msgspec.Struct):
 def next_action(run: RunState) -> Action:
     """What the run's controller does next: defined for every pair of state and intent."""
     return ACTIONS[run.state][run.intent]
+
+
+def checkpoint_words(run: RunState) -> str:
+    """What a cancelled run leaves behind, for people."""
+    return "its last checkpoint stays" if run.last_checkpoint else "it has no checkpoint"
 
 
 def evaluation_key(kind: str, ordinal: int) -> str:

@@ -68,9 +68,13 @@ def plan_admission(state: State, now: float) -> Plan:
 
 def order_key(run: RunState, now: float) -> tuple[bool, int, float, float, str]:
     """Sorts runs: who comes first in the queue, and who may displace whom."""
-    waited = now - run.queued_at if run.state == QUEUED else 0.0
-    patient = waited < PATIENCE_QUANTA * run.quantum_s
+    patient = run.state != QUEUED or _within(now - run.queued_at, PATIENCE_QUANTA * run.quantum_s)
     return patient, -run.priority, run.share(now), run.created_at, run.id
+
+
+def _within(elapsed: float, limit: float) -> bool:
+    """Whether a time has not passed. The wall clock may be set back: a time that cannot be told counts as passed."""
+    return 0.0 <= elapsed < limit
 
 
 class _Planner:
@@ -120,8 +124,12 @@ class _Planner:
     def _refill(self, run: RunState, plan: Plan, *, grow: bool) -> None:
         """Replaces what an admitted run has lost; with `grow`, adds rollouts up to what it asked for."""
         held = self._grants[run.id]
-        kept = Grant(self._usable(held.rollouts), self._usable(held.trainers), held.devices)
-        if kept == held and not (grow and len(kept.rollouts) < demand_of(run).rollouts):
+        kept, demand = (
+            Grant(self._usable(held.rollouts), self._usable(held.trainers), held.devices),
+            demand_of(run),
+        )
+        lacks = len(kept.rollouts) < demand.fewest_rollouts or len(kept.trainers) < demand.trainers
+        if kept == held and not lacks and not (grow and len(kept.rollouts) < demand.rollouts):
             return
         others = {name: grant for name, grant in self._grants.items() if name != run.id}
         grant = self._fit(run, others, kept)
@@ -149,7 +157,7 @@ class _Planner:
         trainers = self._choose("trainer", facets, taken, kept.trainers, demand.trainers)
         if len(trainers) < demand.trainers:
             return self._missing("trainer", demand.trainers, len(trainers), grants)
-        busy = {device for grant in grants.values() for device in grant.devices}
+        busy = {device: name for name, grant in grants.items() for device in grant.devices}
         devices = self._devices(run, demand, rollouts, trainers, busy, kept.devices)
         if isinstance(devices, str):
             return devices
@@ -171,8 +179,7 @@ class _Planner:
         users = sorted(
             run for run, grant in grants.items() if (grant.rollouts if kind == "rollout" else grant.trainers)
         )
-        used = f"; {', '.join(users)} {'uses' if len(users) == 1 else 'use'} the others" if users else ""
-        return f"{wanted} {kind} instance{'s' if wanted > 1 else ''} ({free} free{used})"
+        return f"{wanted} {kind} instance{'s' if wanted > 1 else ''} ({free} free{_held_by(users)})"
 
     def _devices(
         self,
@@ -180,7 +187,7 @@ class _Planner:
         demand: Demand,
         rollouts: Sequence[InstanceState],
         trainers: Sequence[InstanceState],
-        busy: set[str],
+        busy: dict[str, str],
         own: Sequence[str],
     ) -> list[str] | str:
         chosen: list[str] = []
@@ -190,20 +197,26 @@ class _Planner:
             generate = sum(i.kind == "rollout" for i in here)
             learn = len(here) - generate
             needed = generate + learn if demand.disaggregated else max(generate, learn)
-            everything = self._devices_of(here)
-            if not everything:
+            if not devices_seen(here):
                 continue  # Instances without devices of their own run without a lease.
+            everything = self._devices_of(here)
             free = [device for device in everything if device not in busy]
             named = named_devices((*demand.rollout_devices, *demand.trainer_devices), everything)
             if named:
                 if missing := [device for device in named if device not in free]:
-                    return f"{', '.join(missing)} to be free"
+                    return f"{', '.join(missing)} to be free{_held_by(busy[d] for d in missing)}"
                 chosen += named
                 continue
-            fair = max(needed, len(everything) // self._side_by_side())
+            # What an admitted run has beyond its need stays: its leases may cover it until a step has ended.
+            mine = sum(device in own for device in free)
+            fair = max(needed, mine if own else len(everything) // self._parts(demand))
             free.sort(key=lambda device: (device not in own, everything.index(device)))
             if len(free) < needed:
-                return f"{needed} devices on {machine} ({len(free)} free of {len(everything)})"
+                holders = _held_by(busy[device] for device in everything if device in busy)
+                plural = "s" if needed > 1 else ""
+                return (
+                    f"{needed} device{plural} on {machine} ({len(free)} free of {len(everything)}{holders})"
+                )
             chosen += sorted(free[:fair], key=everything.index)
         return chosen
 
@@ -211,17 +224,10 @@ class _Planner:
         """Devices that the instances can use and that are not in quarantine, by name."""
         return sorted(devices_seen(instances) - self._state.table.quarantined.keys(), key=device_order)
 
-    def _side_by_side(self) -> int:
-        """How many of the runs that want to run could run at once, by their instances alone."""
-        free = {kind: self._count(kind) for kind in ("rollout", "trainer")}
-        count = 0
-        for run in (*self._admitted, *self._waiting):
-            demand = demand_of(run)
-            if demand.fewest_rollouts <= free["rollout"] and demand.trainers <= free["trainer"]:
-                free["rollout"] -= demand.fewest_rollouts
-                free["trainer"] -= demand.trainers
-                count += 1
-        return max(count, 1)
+    def _parts(self, demand: Demand) -> int:
+        """Parts that a host's devices are divided into: how many runs of this demand the instances can carry."""
+        rollouts = self._count("rollout") // max(demand.fewest_rollouts, 1)
+        return max(1, min(rollouts, self._count("trainer") // demand.trainers))
 
     def _count(self, kind: str) -> int:
         return sum(i.kind == kind and not i.draining for i in self._state.instances.values())
@@ -235,8 +241,8 @@ class _Planner:
             other
             for other in reversed(self._admitted)
             if other.grant is not None
-            and self._now - other.admitted_at >= other.quantum_s
-            and (key < order_key(other, self._now) or self._holds_too_much(other))
+            and not _within(self._now - other.admitted_at, other.quantum_s)
+            and key < order_key(other, self._now)
         ]
         grants = dict(self._grants)
         leaving: list[str] = []
@@ -254,13 +260,10 @@ class _Planner:
                 grants = without
         plan.yields |= dict.fromkeys(leaving, f"yields to {run.id}, which waits for {reason}")
 
-    def _holds_too_much(self, run: RunState) -> bool:
-        grant = self._grants[run.id]
-        used = {self._machines[who] for who in self._usable((*grant.rollouts, *grant.trainers))}
-        known = self._state.instances.values()
-        everything = len(self._devices_of(i for i in known if self._machines[i.incarnation] in used))
-        named = run.spec["placement"]["rollout"] or run.spec["placement"]["trainer"]
-        return not named and len(grant.devices) > max(1, everything // self._side_by_side())
+
+def _held_by(runs: Iterable[str]) -> str:
+    names = sorted(set(runs))
+    return f"; held by {', '.join(names)}" if names else ""
 
 
 def _has(instance: InstanceState, facets: dict[str, str]) -> bool:

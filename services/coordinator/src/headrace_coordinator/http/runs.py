@@ -121,7 +121,7 @@ def _writes(routes: APIRouter, control: Control) -> None:
 
     @routes.post("/{run_id}:cancel", response_model=RunView)
     async def cancel_run(run_id: str, idempotency_key: GivenKey = None) -> Response:
-        """Ends a run; its last checkpoint stays."""
+        """Ends a run; the checkpoints that it has stay."""
         key = key_or_new(idempotency_key)
         return keyed_response(await control.cancel(run_id, key), key)
 

@@ -25,6 +25,7 @@ from headrace_coordinator.projections.trajectories import TrajectoryFile
 
 log = logging.getLogger(__name__)
 QUEUE_LENGTH = 1024
+SEEN_KEPT, SEEN_BYTES = 1024, 1 << 20
 Work = Callable[[], None]
 
 
@@ -54,7 +55,7 @@ class RunProjection:
         self._metrics: LineFile | None = None
         self._trajectories: TrajectoryFile | None = None
         self._board = EventFile(directory / "tensorboard")
-        self._seen: set[_Line] = set()
+        self._seen: dict[_Line, None] = {}
         self._thread = threading.Thread(target=self._work, name=f"projection-{directory.name}", daemon=True)
         self._thread.start()
 
@@ -129,7 +130,9 @@ class RunProjection:
             return
         record = {"type": line.type, **view.model_dump(mode="json")}
         self._metrics.append([json.dumps(_finite(record), ensure_ascii=False).encode()])
-        self._seen.add(line)
+        self._seen[line] = None
+        if len(self._seen) > SEEN_KEPT:
+            del self._seen[next(iter(self._seen))]
         self._board.write(time.time(), view.step, scalars)
 
     def _write_trajectories(self, views: list[TrajectoryView]) -> None:
@@ -139,12 +142,13 @@ class RunProjection:
         self._trajectories.append(views)
 
 
-def _open_metrics(path: Path) -> tuple[LineFile, set[_Line]]:
+def _open_metrics(path: Path) -> tuple[LineFile, dict[_Line, None]]:
+    """The file, and what its last lines hold: a restart repeats no older ones."""
     decode = msgspec.json.Decoder(_Line).decode
-    seen: set[_Line] = set()
-    for _, line in read_lines(path):
+    seen: dict[_Line, None] = {}
+    for _, line in read_lines(path, max(0, LineFile(path).size() - SEEN_BYTES)):
         try:
-            seen.add(decode(line))
+            seen[decode(line)] = None
         except msgspec.DecodeError:
             continue  # A torn line is as good as none: its step is written again.
     return LineFile(path), seen

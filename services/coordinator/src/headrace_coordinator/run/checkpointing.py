@@ -89,7 +89,7 @@ class Checkpointer:
         self._last_at = context.kernel.monotonic()
         self._cost_s = 0.0
         self._announced = context.state.last_checkpoint
-        self._in_flight, self._name = 0, ""
+        self._in_flight, self._name, self._step = 0, "", 0
         self._last_failure = ""
 
     def due(self) -> bool:
@@ -107,16 +107,17 @@ class Checkpointer:
     async def save(self, wait: bool) -> None:
         """Starts a checkpoint of the head, or waits until it is durable. A failure is shown; the run goes on."""
         context, number = self._context, self._context.state.lineage.head
-        started = context.kernel.monotonic()
+        started, step = context.kernel.monotonic(), context.state.ledger.step
         try:
             ledger = await ledger_of(context.kernel, context.run_id)
             response = await context.crew.leader.save(number, ledger, wait)
         except CallRefused as refused:
             self._failed(refused.message)
             return
+        await self.announce()  # A save that waits takes its turn: the one before is written by now.
         self._cost_s = max(context.kernel.monotonic() - started, response.snapshot_time.ToNanoseconds() / 1e9)
         self._last_at = context.kernel.monotonic()
-        self._in_flight, self._name = number, response.checkpoint.name
+        self._in_flight, self._name, self._step = number, response.checkpoint.name, step
         if response.durable:
             self._saved(response.checkpoint.name, number)
 
@@ -126,7 +127,7 @@ class Checkpointer:
             return
         response = await listed(self._context)
         if any(checkpoint.version.number == self._in_flight for checkpoint in response.checkpoints):
-            self._saved(response.checkpoints[0].name, self._in_flight)
+            self._saved(self._name, self._in_flight)
         elif response.last_failure:
             self._failed(response.last_failure)
         elif any(damaged.name == self._name for damaged in response.set_aside):
@@ -135,8 +136,12 @@ class Checkpointer:
     def _saved(self, name: str, number: int) -> None:
         self._announced, self._in_flight = number, 0
         context = self._context
+        if context.state.last_checkpoint == number:
+            return
         context.kernel.post(
-            ev.CheckpointSaved(at=context.kernel.now(), run=context.run_id, name=name, number=number)
+            ev.CheckpointSaved(
+                at=context.kernel.now(), run=context.run_id, name=name, number=number, step=self._step
+            )
         )
 
     def _failed(self, reason: str) -> None:

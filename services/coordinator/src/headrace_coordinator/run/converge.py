@@ -16,6 +16,7 @@ from headrace.trainer.v1 import trainer_pb2 as trainer
 from headrace_schema.running import FromCheckpointSection
 
 from headrace_coordinator.domain import events as ev
+from headrace_coordinator.domain.runs import RunState
 from headrace_coordinator.domain.slots import ACCUMULATED
 from headrace_coordinator.domain.versions import plan_lost_rewind
 from headrace_coordinator.ports import CallRefused
@@ -232,6 +233,8 @@ async def _origin(context: RunContext, wanted: FromCheckpointSection) -> _Source
     directory = str(Path(context.state.directory).parent / wanted.run)
     found: list[int] = []
     for checkpoint in await _foreign(context, directory):
+        if not _begins(context.state, checkpoint.name):
+            continue
         try:
             ledger = read_ledger(await context.crew.leader.fetch_ledger(checkpoint.name, directory))
         except CallRefused as refused:
@@ -241,13 +244,26 @@ async def _origin(context: RunContext, wanted: FromCheckpointSection) -> _Source
             continue
         step: int = ledger.get("frontier_step", 0)
         if ledger.get("run") == wanted.run and wanted.step in (None, step):
+            if step >= context.spec.steps:  # The origin has gone on since this run was submitted.
+                raise RunFailed(
+                    f"steps: the checkpoint of {wanted.run} is of step {step}; set steps above it"
+                )
             return _Source(checkpoint.name, checkpoint.version.number, ledger, wanted.run, directory)
         found.append(step)
+    if begun_with := context.state.origin_checkpoint:
+        raise RunFailed(
+            f"from_checkpoint: run {wanted.run} no longer has checkpoint {begun_with}, with which this run began"
+        )
     raise RunFailed(
         f"from_checkpoint: run {wanted.run} has no checkpoint of step {wanted.step}; it has {sorted(found)}"
         if found
         else f"from_checkpoint: run {wanted.run} has no usable checkpoint"
     )
+
+
+def _begins(run: RunState, checkpoint: str) -> bool:
+    """A fork that has made steps, and saved none, begins again where it began: they rest on that checkpoint."""
+    return run.ledger.step == run.ledger.first_step or checkpoint == run.origin_checkpoint
 
 
 async def _foreign(context: RunContext, directory: str) -> Sequence[trainer.Checkpoint]:

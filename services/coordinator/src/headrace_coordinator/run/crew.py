@@ -9,6 +9,7 @@ from typing import Any
 from headrace_schema.openings import RolloutConfig, TrainerConfig
 from headrace_schema.spec import RunSpec
 
+from headrace_coordinator.domain.leases import REVOKING
 from headrace_coordinator.domain.runs import Grant, RunState
 from headrace_coordinator.domain.scheduling import demand_of
 from headrace_coordinator.domain.state import InstanceState
@@ -67,6 +68,13 @@ class Crew:
     def _state(self) -> RunState:
         return self.fleet.kernel.state.runs[self.run]
 
+    def usable(self, member: Member) -> bool:
+        """A member that lives, is awake and whose lease nobody takes back; one whose lease is over must wake again."""
+        lease = self.fleet.kernel.state.table.leases.get(member.lease_epoch)
+        if member.lease_epoch and (lease is None or lease.state == REVOKING):
+            member.lost_lease()
+        return member.awake and self.fleet.alive(member.incarnation)
+
     def adopt_leases(self) -> None:
         """After a fault or a restart: what each member holds is what the lease table says."""
         for member in self.members:
@@ -117,7 +125,8 @@ class Crew:
         await self._until(
             lambda: len(self._alive(self.grant.trainers)) == ranks, f"{ranks} ready trainer instance(s)"
         )
-        if [member.incarnation for member in self.trainers] == self.grant.trainers:
+        opened = [member.incarnation for member in self.trainers if member.opened]
+        if opened == self.grant.trainers:
             return  # A group that has lost nobody; one with a replacement opens everywhere and forms anew.
         self.trainers = [
             TrainerMember(self.run, state, self._port(state), self._epoch, rank=rank)
@@ -128,10 +137,18 @@ class Crew:
             await self._open(trainer, lambda trainer=trainer: trainer.open_run(config, self._directory))  # type: ignore[misc]
         self.adopt_leases()
 
+    def reopen(self, incarnation: str) -> None:
+        """An instance says that the run is not open there: it is opened anew when the run is staffed next."""
+        for member in self.members:
+            if member.incarnation == incarnation:
+                member.opened = False
+
     def _drop_lost(self) -> None:
         fleet, granted = self.fleet, set(self.grant.instances)
-        self.rollouts = [m for m in self.rollouts if fleet.alive(m.incarnation) and m.incarnation in granted]
-        self.rewards = [m for m in self.rewards if fleet.alive(m.incarnation)]
+        self.rollouts = [
+            m for m in self.rollouts if m.opened and fleet.alive(m.incarnation) and m.incarnation in granted
+        ]
+        self.rewards = [m for m in self.rewards if m.opened and fleet.alive(m.incarnation)]
 
     def _reward_states(self) -> list[InstanceState]:
         return [state for state in self.fleet.ready("reward") if not state.draining]
@@ -158,6 +175,7 @@ class Crew:
         while True:
             try:
                 await call()
+                member.opened = True
                 return
             except CallRefused as refused:
                 if refused.reason in ("OPENING_STALE", "CONFLICT"):

@@ -52,7 +52,7 @@ async def _generate(
     samples = context.spec.evaluation.samples
     done: dict[tuple[int, int], common.Trajectory] = {}
     for _ in range(ATTEMPTS):
-        members = [m for m in context.crew.rollouts if m.awake and context.fleet.alive(m.incarnation)]
+        members = [m for m in context.crew.rollouts if context.crew.usable(m)]
         missing = [i for i in range(len(items)) if any((i, s) not in done for s in range(samples))]
         if not missing:
             break

@@ -128,8 +128,7 @@ class Generation:
     def _start_drives(self, drives: dict[str, asyncio.Task[None]]) -> None:
         if self._dispatcher.waiting:
             for member in self._crew.rollouts:
-                ready = member.awake and self._crew.fleet.alive(member.incarnation)
-                if ready and member.incarnation not in drives:
+                if self._crew.usable(member) and member.incarnation not in drives:
                     drives[member.incarnation] = asyncio.ensure_future(self._drive(member))
 
     async def _adopt_finished(self) -> None:

@@ -25,6 +25,9 @@ from headrace_coordinator.waits import WaitTimeout
 log = logging.getLogger(__name__)
 LEAVE_S = 180.0
 """How long the last commit may take to be settled, and the head to be saved, before instances are killed."""
+CLOSING_S = 60.0
+"""How long an instance may refuse to close the run, or leave it unanswered, before it is killed."""
+CLOSE_AGAIN_S = 0.5
 Fault = (InstanceDown, CallRefused, WaitTimeout, RunFailed, Unstaffed, TimeoutError)
 
 
@@ -114,14 +117,23 @@ async def _save_head(context: RunContext, checkpointer: Checkpointer) -> None:
 
 
 async def close(context: RunContext, members: Sequence[Member]) -> None:
-    """Closes the run at `members`; kills those that do not."""
+    """Closes the run at `members`; kills those that do not in time, but for rewards, which serve other runs too.
+
+    What a reward keeps is closed by the reconciler.
+    """
 
     async def one(member: Member) -> None:
-        try:
-            await member.close_run()
-        except (InstanceDown, CallRefused) as fault:
-            if context.fleet.alive(member.incarnation):
-                context.fleet.kill(member.incarnation, f"it did not close {context.run_id}: {fault}")
+        fleet, deadline = context.fleet, context.kernel.monotonic() + CLOSING_S
+        while True:
+            try:
+                return await member.close_run()
+            except (InstanceDown, CallRefused) as fault:
+                if not fleet.alive(member.incarnation) or member.instance.kind == "reward":
+                    return
+                if context.kernel.monotonic() >= deadline:
+                    fleet.kill(member.incarnation, f"it did not close {context.run_id}: {fault}")
+                    return
+            await asyncio.sleep(CLOSE_AGAIN_S)
 
     with context.fleet.waits.named(context.run_id, "its instances to close it"):
         await asyncio.gather(*(one(member) for member in members))

@@ -32,6 +32,8 @@ DECISION_S = 900.0
 """How long a CommitStep that was sent may take to be decided before the run stops without it."""
 
 FOREVER_S = 1e9
+NOT_OPEN = frozenset({"NOT_OPEN", "OPENING_STALE"})
+"""What an instance answers that has lost the run, or has another opening of it."""
 
 
 class Stopped(Exception):
@@ -65,6 +67,8 @@ class RunLoop:
                 return self._stopped()
             except TrainerDrains:
                 await hand_over(self.context, self._checkpointer)
+                if outcome := self._stopped_meanwhile():
+                    return outcome
                 self._move(runs.RECOVERING, "a trainer was told to stop; its state is saved")
             except Unstaffed as lack:
                 return Outcome(runs.QUEUED, f"lacks {lack}; starts again when there is one")
@@ -103,6 +107,8 @@ class RunLoop:
         await context.placement.learn()
         await form_gang(context)
         self._published = await converge(context)
+        if context.state.origin_checkpoint and not context.state.last_checkpoint:
+            await self._checkpointer.save(wait=True)  # Its origin may prune what it began with.
         context.agreement_due = True
         if context.state.state in (runs.PLANNING, runs.RECOVERING):
             self._move(runs.RUNNING, "training")
@@ -175,11 +181,17 @@ class RunLoop:
         reason = plan_admission(self._kernel.state, self._kernel.now()).yields.get(self.context.run_id)
         return Outcome(runs.QUEUED, reason) if reason else None
 
+    def _stopped_meanwhile(self) -> Outcome | None:
+        """A run without a step in hand need not go on to its next boundary to pause, or to be cancelled."""
+        action = self._obey()
+        if action == runs.STOP_AT_BOUNDARY:
+            return Outcome(runs.PAUSED, "paused; resume goes on from here")
+        return self._stopped() if action == runs.STOP_NOW else None
+
     def _stopped(self) -> Outcome:
         if self.context.state.state == runs.CANCELLING:
-            kept = self.context.state.last_checkpoint
-            rest = "the last checkpoint stays" if kept else "it had no checkpoint"
-            return Outcome(runs.CANCELLED, f"cancelled by its user; {rest}")
+            kept = runs.checkpoint_words(self.context.state)
+            return Outcome(runs.CANCELLED, f"cancelled by its user; {kept}")
         return Outcome(runs.PAUSED, "paused at once; the step in hand was aborted and will be made again")
 
     def _intend_pause(self, reason: str) -> None:
@@ -260,6 +272,8 @@ class RunLoop:
         await self._kernel.commit(ev.RunRecovering(at=self._kernel.now(), run=run.id, reason=reason))
         if isinstance(fault, InstanceDown):
             await self.context.fleet.fate(fault.incarnation)
+        elif isinstance(fault, CallRefused) and fault.reason in NOT_OPEN:
+            self.context.crew.reopen(fault.incarnation)
         await asyncio.sleep(min(0.1 * 2**run.recoveries_in_a_row, 5.0))
         self.context.crew.adopt_leases()
         return None

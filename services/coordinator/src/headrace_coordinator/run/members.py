@@ -61,7 +61,10 @@ class Member:
     devices: tuple[str, ...] = ()
     lease_epoch: int = 0
     awake: bool = False
+    installed: int = 0
+    """The version that it generates with; 0 for none."""
     open_id: int = 0
+    opened: bool = False
     _requests: ClassVar[Iterable[int]] = itertools.count(1)
 
     @property
@@ -96,7 +99,6 @@ class RolloutMember(Member):
     """A rollout instance."""
 
     max_concurrency: int = 1
-    installed: int = 0
 
     async def open_run(self, config_json: str) -> None:
         """Model architecture, tokenizer and engine."""

@@ -32,16 +32,18 @@ class Placement:
 
     def assign(self) -> None:
         """Decides every member's devices; raises `PlacementError`."""
-        section = self.crew.spec.placement
-        devices_of = default_devices(section, self.crew.grant.devices, self.crew.rollouts, self.crew.trainers)
-        spec = self.crew.spec
+        spec, grant = self.crew.spec, self.crew.grant
+        rollouts = [member for member in self.crew.rollouts if member.incarnation in grant.rollouts]
+        trainers = [member for member in self.crew.trainers if member.incarnation in grant.trainers]
+        devices_of = default_devices(spec.placement, grant.devices, rollouts, trainers)
         for kind, members, wanted in (
-            ("rollout", self.crew.rollouts, spec.rollout.instances),
-            ("trainer", self.crew.trainers, spec.trainer.ranks),
+            ("rollout", rollouts, spec.rollout.instances),
+            ("trainer", trainers, spec.trainer.ranks),
         ):
             groups = _by_machine(members)
             for machine, group in groups.items():
-                seats = max(len(group), ceil(wanted / len(groups)))
+                # A lost member keeps its seat where there are devices for it, so that the others need not move.
+                seats = max(len(group), min(ceil(wanted / len(groups)), len(devices_of[kind, machine])))
                 _seat(group, devices_of[kind, machine], seats, f"placement.{kind}")
 
     async def learn(self) -> None:
@@ -81,11 +83,13 @@ class Placement:
         await self._let_go(held)
 
     def _strays(self, members: Sequence[Member]) -> list[int]:
-        """Leases of this run whose holder has no business on these devices now, such as one that was cut off."""
-        welcome = {m.incarnation for m in (members if self.in_turns else self.crew.members)}
+        """Leases of this run whose holder has no business on these devices now: it was cut off, or sits elsewhere."""
+        welcome = {m.incarnation: m.devices for m in (members if self.in_turns else self.crew.members)}
         leases = self.crew.fleet.kernel.state.table.leases.values()
         return [
-            lease.epoch for lease in leases if lease.run == self.crew.run and lease.incarnation not in welcome
+            lease.epoch
+            for lease in leases
+            if lease.run == self.crew.run and welcome.get(lease.incarnation) != tuple(lease.devices)
         ]
 
     async def _let_go(self, members: Sequence[Member]) -> None:
@@ -94,12 +98,17 @@ class Placement:
             member.lease_epoch = 0
 
     async def _take(self, members: Sequence[Member], stage: str) -> None:
+        self.assign()  # The grant may have changed inside the step: an instance was lost, a device is in doubt.
         with_devices = [member for member in members if member.devices]
         requests = [
             LeaseRequest(m.incarnation, self.crew.run, stage, m.devices, m.instance.host)
             for m in with_devices
         ]
-        await self.crew.fleet.desk.release(self.crew.run, self._strays(members))
+        strays = self._strays(members)
+        await self.crew.fleet.desk.release(self.crew.run, strays)
+        for member in self.crew.members:
+            if member.lease_epoch in strays:
+                member.lease_epoch, member.installed = 0, 0
         epochs = await self.crew.fleet.desk.acquire(requests, self.crew.fleet_timeout)
         for member, epoch in zip(with_devices, epochs, strict=True):
             member.lease_epoch = epoch
@@ -127,7 +136,9 @@ def default_devices(
                     f"placement.mode: disaggregated needs two devices on {machine}, which has {everything}; "
                     "use collocated"
                 )
-            half = len(everything) // 2
+            generate = sum(m.instance.kind == "rollout" for m in members)
+            learn = len(members) - generate
+            half = min(max(len(everything) // 2, learn), max(1, len(everything) - generate))
             rollout_side, trainer_side = everything[:-half], everything[-half:]
         for kind, names, side, usable in (
             ("rollout", section.rollout, rollout_side, generates),
@@ -156,23 +167,33 @@ def _by_machine(members: Sequence[Member]) -> dict[str, list[Member]]:
 
 
 def _seat(members: Sequence[Member], devices: Sequence[str], seats: int, key: str) -> None:
-    """Divides `devices` into seats; members that hold a lease keep theirs, the others take what is free."""
+    """Divides `devices` into seats; members that hold a lease keep theirs where the others find room beside it."""
     if len(devices) < seats:
         raise PlacementError(
             f"{key}: {seats} instances share {len(devices)} devices ({', '.join(devices)}); "
             "use fewer instances or name more devices"
         )
-    share, extra = divmod(len(devices), seats)
-    stops = [(index + 1) * share + min(index + 1, extra) for index in range(seats)]
-    chunks = [tuple(devices[start:stop]) for start, stop in zip([0, *stops], stops, strict=False)]
-    taken = {member.devices for member in members if member.lease_epoch}
-    free = [chunk for chunk in chunks if chunk not in taken]
-    for member in (m for m in members if not m.lease_epoch):
-        own = next((chunk for chunk in free if set(chunk) <= set(member.instance.devices)), None)
+    kept = [member for member in members if member.lease_epoch]
+    taken = [device for member in kept for device in member.devices]
+    free = [device for device in devices if device not in taken]
+    if set(taken) - set(devices) or len(free) < len(members) - len(kept):
+        kept, free = [], list(devices)  # Their leases are exchanged when the others take theirs.
+    others = [member for member in members if member not in kept]
+    chunks = _chunks(free, max(seats - len(kept), len(others), 1))
+    for member in others:
+        own = next((chunk for chunk in chunks if set(chunk) <= set(member.instance.devices)), None)
         if own is None:
             raise PlacementError(
-                f"{key}: {member.instance.instance} sees {', '.join(member.instance.devices)} and none of the devices "
-                f"that are left for it ({'; '.join(', '.join(chunk) for chunk in free)}); name devices that it sees"
+                f"{key}: {member.instance.instance} sees {', '.join(member.instance.devices)} and none of the "
+                f"devices that are left for it ({'; '.join(', '.join(chunk) for chunk in chunks)}); "
+                "name devices that it sees"
             )
-        free.remove(own)
+        chunks.remove(own)
         member.devices = own
+
+
+def _chunks(devices: Sequence[str], count: int) -> list[tuple[str, ...]]:
+    """At most `count` parts of nearly equal size, none empty."""
+    share, extra = divmod(len(devices), min(count, len(devices)) or 1)
+    stops = [(index + 1) * share + min(index + 1, extra) for index in range(min(count, len(devices)))]
+    return [tuple(devices[start:stop]) for start, stop in zip([0, *stops], stops, strict=False)]

@@ -1,4 +1,4 @@
-"""One step: from open slots to a recorded version. Reads like section 4 of ARCHITECTURE.md."""
+"""One step: from open slots to a recorded version. Reads like section 5 of ARCHITECTURE.md."""
 
 from __future__ import annotations
 

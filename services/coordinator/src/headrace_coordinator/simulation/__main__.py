@@ -8,11 +8,15 @@ import logging
 import time
 from collections import Counter
 
+from headrace_coordinator.simulation.replay import NEVER, REACHABLE, Pair
 from headrace_coordinator.simulation.world import run_world
+
+COVERED_FROM = 200
+"""So many seeds with faults must visit every reachable pair of state and intent."""
 
 
 def main() -> None:
-    """Runs the seeds; a violation ends with its seed."""
+    """Runs the seeds; a violation ends with its seed, a pair that no seed visited with its name."""
     parser = argparse.ArgumentParser(prog="headrace_coordinator.simulation", description=__doc__)
     parser.add_argument("--seeds", type=int, default=200)
     parser.add_argument("--first", type=int, default=0)
@@ -20,7 +24,8 @@ def main() -> None:
     parser.add_argument("--verbose", action="store_true")
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO if arguments.verbose else logging.CRITICAL)
-    started, faults, recoveries = time.monotonic(), Counter[str](), 0
+    started, faults, requests, recoveries = time.monotonic(), Counter[str](), Counter[str](), 0
+    pairs, ends = Counter[Pair](), Counter[str]()
     for seed in range(arguments.first, arguments.first + arguments.seeds):
         try:
             outcome = run_world(seed, faults=not arguments.calm)
@@ -28,18 +33,24 @@ def main() -> None:
             print(f"seed {seed} failed", flush=True)
             raise
         faults += outcome.faults
+        requests += outcome.requests
         recoveries += outcome.recoveries
-    seconds = time.monotonic() - started
-    print(
-        json.dumps(
-            {
-                "seeds": arguments.seeds,
-                "faults": dict(faults),
-                "recoveries": recoveries,
-                "wall_s": round(seconds, 1),
-            }
-        )
-    )
+        pairs += outcome.pairs
+        ends.update(outcome.states.values())
+    missed = sorted("/".join(pair) for pair in REACHABLE - pairs.keys())
+    impossible = sorted("/".join(pair) for pair in NEVER & pairs.keys())
+    report = {
+        "seeds": arguments.seeds,
+        "runs": dict(ends),
+        "faults": dict(faults),
+        "requests": dict(requests),
+        "recoveries": recoveries,
+        "pairs": {"visited": len(pairs), "missed": missed, "impossible": impossible},
+        "wall_s": round(time.monotonic() - started, 1),
+    }
+    print(json.dumps(report))
+    if impossible or (missed and arguments.seeds >= COVERED_FROM and not arguments.calm):
+        raise SystemExit(f"pairs of state and intent: missed {missed}, impossible {impossible}")
 
 
 if __name__ == "__main__":

@@ -22,23 +22,48 @@ class Stored:
     damage: str = ""
     torn: bool = False
     set_aside: bool = False
+    hidden: bool = False
+    """Its run's directory was moved away."""
+    pruned: bool = False
 
 
 @dataclass
 class Disk:
-    """All checkpoints, newest last."""
+    """All checkpoints, newest last. A `full` disk takes none."""
 
     checkpoints: list[Stored] = field(default_factory=list)
+    full: bool = False
+    harmed: set[str] = field(default_factory=set)
+    """Directories of which checkpoints were ever damaged or away."""
 
-    def save(self, stored: Stored) -> None:
-        """Adds a checkpoint; the same one only once."""
+    def save(self, stored: Stored, keep: int = 0) -> None:
+        """Adds a checkpoint, the same one only once; of a run's intact ones the newest `keep` stay (0: all)."""
         if self.find(stored.directory, stored.name) is None:
             self.checkpoints.append(stored)
+        intact = [c for c in self.listed(stored.directory) if not c.damage]
+        for checkpoint in intact[keep:] if keep else ():
+            checkpoint.pruned = True
 
     def listed(self, directory: str) -> list[Stored]:
-        """What was not set aside, newest first."""
-        return [c for c in reversed(self.checkpoints) if c.directory == directory and not c.set_aside]
+        """What can be found in a run's directory, newest first."""
+        return [
+            c
+            for c in reversed(self.checkpoints)
+            if c.directory == directory and not (c.set_aside or c.hidden or c.pruned)
+        ]
 
     def find(self, directory: str, name: str) -> Stored | None:
         """A listed checkpoint by name."""
         return next((c for c in self.listed(directory) if c.name == name), None)
+
+    def move_away(self, directory: str) -> None:
+        """A run's directory is not where it was, until `put_back`."""
+        self.harmed.add(directory)
+        for checkpoint in self.listed(directory):
+            checkpoint.hidden = True
+
+    def put_back(self, directory: str) -> None:
+        """It is there again."""
+        for checkpoint in self.checkpoints:
+            if checkpoint.directory == directory:
+                checkpoint.hidden = False

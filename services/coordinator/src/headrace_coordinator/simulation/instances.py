@@ -13,7 +13,7 @@ from headrace.common.v1 import common_pb2 as common
 from headrace_servicekit.open_runs import Build, End, OpeningRefused, OpenRuns
 from headrace_servicekit.streams import until
 
-from headrace_coordinator.ports import CallRefused
+from headrace_coordinator.ports import CallRefused, InstanceDown
 
 
 @dataclass
@@ -26,12 +26,17 @@ class Instance:
     incarnation: str
     rng: random.Random
     devices: tuple[str, ...] = ()
+    host: str = "host"
     alive: bool = True
     cut_off: bool = False
+    pace: float = 1.0
+    """Factor of the times that work takes whatever the seed."""
+    draining: bool = False
+    store_id: str = ""
     coordinator_epoch: int = 0
     held: dict[int, tuple[str, ...]] = field(default_factory=dict)
     deadlines: dict[int, float] = field(default_factory=dict)
-    tasks: set[asyncio.Future[Any]] = field(default_factory=set)
+    tasks: dict[asyncio.Future[Any], None] = field(default_factory=dict)
     open_runs: OpenRuns = field(default_factory=OpenRuns)
 
     def __post_init__(self) -> None:
@@ -41,18 +46,21 @@ class Instance:
         """Refuses an old coordinator, another opening, a run that is not open, and a lease that is not held."""
         if header.coordinator_epoch < self.coordinator_epoch:
             raise CallRefused(self.incarnation, "EPOCH_STALE", "coordinator epoch")
-        self.coordinator_epoch = header.coordinator_epoch
         if opening:
             with self._opening_refusals():
                 self.open_runs.check(header)
             if header.run not in self.open_runs:
                 raise CallRefused(self.incarnation, "NOT_OPEN", f"{header.run} is not open here")
         if lease and header.lease_epoch not in self.live_leases():
-            raise CallRefused(self.incarnation, "EPOCH_STALE", f"lease {header.lease_epoch} is not held")
+            reason = "LEASE_QUIESCED" if header.lease_epoch in self.held else "EPOCH_STALE"
+            raise CallRefused(self.incarnation, reason, f"lease {header.lease_epoch} is not held")
+        self.coordinator_epoch = header.coordinator_epoch
 
     async def open_run(self, header: common.CommandHeader, config: object, build: Build, end: End) -> Any:
         """Obeys an OpenRun, by the real instances' rules."""
         self.fence(header, lease=False, opening=False)
+        if self.draining:
+            raise InstanceDown(self.incarnation, "DRAINING: it was told to stop and opens no run")
         with self._opening_refusals():
             return await self.open_runs.open(header, config, build, end)
 
@@ -74,6 +82,21 @@ class Instance:
             yield
         except OpeningRefused as refused:
             raise CallRefused(self.incarnation, refused.reason, refused.message) from refused
+
+    def revoked(self) -> None:
+        """A lease is to be let go: what is on its devices goes."""
+
+    def granted(self) -> None:
+        """A lease is held anew."""
+
+    def drained(self) -> None:
+        """The process is about to end in order."""
+
+    async def take_time(self) -> None:
+        """Builds what a run needs; now and then slowly."""
+        await asyncio.sleep(
+            self.rng.uniform(0.01, 0.5) if self.rng.random() < 0.9 else self.rng.uniform(1.0, 45.0)
+        )
 
     def live_leases(self) -> set[int]:
         """Leases whose own deadline has not passed: the holder quiesces by its own clock."""
@@ -99,16 +122,16 @@ class Instance:
 
     async def _mortal(self, work: Any) -> Any:
         task = asyncio.ensure_future(work)
-        self.tasks.add(task)
+        self.tasks[task] = None
         try:
             return await task
         finally:
-            self.tasks.discard(task)
+            del self.tasks[task]
 
     def die(self) -> None:
         """SIGKILL."""
         self.alive = False
-        for task in self.tasks:
+        for task in list(self.tasks):
             task.cancel()
 
 

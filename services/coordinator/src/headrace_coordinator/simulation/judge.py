@@ -1,4 +1,4 @@
-"""The guarantees, checked at the end of a world: certificates against weights, slots, versions."""
+"""The guarantees of one run, checked at the end of a world: certificates against weights, slots, versions."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain import runs
 from headrace_coordinator.domain.totals import Tally, step_dropped, step_index, step_trained
 from headrace_coordinator.history import Item
-from headrace_coordinator.simulation.disk import Weights
+from headrace_coordinator.simulation.disk import Stored, Weights
 
 
 class Violation(AssertionError):
     """A guarantee does not hold; the message names it."""
 
 
-def judge(run: runs.RunState, history: Sequence[Item], weights: Weights | None) -> Tally:
-    """The run's counts; raises `Violation` when a guarantee does not hold."""
-    if run.state != runs.SUCCEEDED:
-        raise Violation(f"liveness: the run ended {run.state}: {run.reason}")
+def judge(
+    run: runs.RunState, history: Sequence[Item], weights: Weights | None, origin: Stored | None = None
+) -> Tally:
+    """The run's counts; raises `Violation` when a guarantee does not hold. `origin`: what a fork began with."""
     counts = audit(run, history)
     if counts.duplicates or counts.missing:
         raise Violation(f"G1: {counts.duplicates} slots terminal twice, {counts.missing} never")
@@ -27,33 +27,39 @@ def judge(run: runs.RunState, history: Sequence[Item], weights: Weights | None) 
         raise Violation("G3: a trained token is staler than max_staleness")
     if run.totals.tally != counts:
         raise Violation(f"G6: the run shows {run.totals.tally}, its history says {counts}")
-    _check_weights(history, weights)
+    if run.lineage.head:
+        _check_weights(history, weights, origin)
     _check_membership(run, history)
     _check_versions(run, history)
     return counts
 
 
-def _check_weights(history: Sequence[Item], weights: Weights | None) -> None:
-    """The final weights hold exactly what the live certificates say, in step order."""
+def _check_weights(history: Sequence[Item], weights: Weights | None, origin: Stored | None) -> None:
+    """The final weights hold exactly what the live certificates say, in step order, behind a fork's origin."""
     certified = [
         (prompt, sample)
         for step in live_steps(history)
         if isinstance(step, ev.StepCommitted)
         for prompt, sample, _ in sorted(step_trained(step))
     ]
-    if weights is None or list(weights) != certified:
-        raise Violation(f"G1: the weights hold {weights}, the certificates say {certified}")
+    expected = [*(origin.weights if origin else ()), *certified]
+    if weights is None or list(weights) != expected:
+        raise Violation(f"G1: the weights hold {weights}, the certificates say {expected}")
 
 
 def _check_membership(run: runs.RunState, history: Sequence[Item]) -> None:
-    """Slot ordinal o belongs to step ⌊o / B⌋, whichever answers came first."""
+    """Slot ordinal o belongs to step ⌊o / B⌋, whichever answers came first; steps follow each other."""
     size = run.ledger.group_size * run.ledger.prompts_per_step
-    for step in live_steps(history):
+    steps = live_steps(history)
+    for step in steps:
         slots = (*step_trained(step), *step_dropped(step))
         ordinals = sorted(run.ledger.ordinal(prompt, sample) for prompt, sample, _ in slots)
         first = step_index(step) * size
         if ordinals != list(range(first, first + size)):
             raise Violation(f"G5: step {step_index(step)} holds other slots than its own: {ordinals}")
+    indices = [step_index(step) for step in steps]
+    if indices != list(range(run.ledger.first_step, run.ledger.step)):
+        raise Violation(f"G5: steps {indices} of {run.ledger.first_step} to {run.ledger.step}")
 
 
 def _check_versions(run: runs.RunState, history: Sequence[Item]) -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any, Protocol
 
 from headrace_coordinator.ports import CallRefused, InstanceDown
 
+QUIESCED_RETRY_S = 0.2
 KEEPALIVE_S = 20.0
 """After so long a silent peer counts as unreachable."""
 
@@ -55,10 +56,17 @@ class Written:
 class SimulatedPort:
     """A `Port` to one imaginary instance."""
 
-    def __init__(self, instance: Answers, rng: random.Random, faulty: bool) -> None:
+    def __init__(
+        self,
+        instance: Answers,
+        rng: random.Random,
+        faulty: bool,
+        heard: Callable[[str, Any], None] = lambda method, request: None,
+    ) -> None:
         self._instance = instance
         self._rng = rng
         self._faulty = faulty
+        self._heard = heard
         self.calls: Counter[str] = Counter()
 
     async def _travel(self, timeout: float) -> None:
@@ -75,15 +83,31 @@ class SimulatedPort:
     async def call(self, method: str, request: Any, timeout: float) -> Any:
         """See `Port.call`. Any call may be delivered twice, or executed and its reply lost."""
         self.calls[method] += 1
+        self._heard(method, request)
         await self._travel(timeout)
-        answer = await self._handle(method, request)
+        answer = await self._patiently(method, request, timeout)
         if self._happens(0.02):
             again = await self._handle(method, request)
             assert type(again) is type(answer)
         if self._happens(0.01):
             raise InstanceDown(self._instance.incarnation, f"{method}: the reply was lost")
+        if method == "OpenRun" and self._happens(0.03):
+            await asyncio.sleep(self._rng.uniform(1.0, 60.0))
         await self._travel(timeout)
         return answer
+
+    async def _patiently(self, method: str, request: Any, timeout: float) -> Any:
+        """As over gRPC: a lease that was not renewed in time is waited for."""
+        deadline = asyncio.get_running_loop().time() + timeout
+        while True:
+            try:
+                return await self._handle(method, request)
+            except CallRefused as refused:
+                left = deadline - asyncio.get_running_loop().time()
+                if refused.reason != "LEASE_QUIESCED" or left < QUIESCED_RETRY_S:
+                    raise
+            await self._travel(left)
+            await asyncio.sleep(QUIESCED_RETRY_S)
 
     async def _handle(self, method: str, request: Any) -> Any:
         try:

@@ -19,7 +19,7 @@ class Reward(Instance):
     KIND: ClassVar[str] = "reward"
 
     async def OpenRun(self, request: reward.OpenRunRequest) -> reward.OpenRunResponse:
-        await self.open_run(request.header, request.config_json, nothing, nothing)
+        await self.open_run(request.header, request.config_json, self.take_time, nothing)
         return reward.OpenRunResponse(scorer_digest="simulated")
 
     async def CloseRun(self, request: reward.CloseRunRequest) -> reward.CloseRunResponse:

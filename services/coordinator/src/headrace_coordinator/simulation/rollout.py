@@ -14,7 +14,10 @@ from headrace.rollout.v1 import rollout_pb2 as rollout
 from headrace_servicekit.digests import trajectory_digest
 
 from headrace_coordinator.ports import CallRefused
-from headrace_coordinator.simulation.instances import Instance, nothing
+from headrace_coordinator.simulation.instances import Instance
+
+COLD, SUSPENDED, WEIGHTS, AWAKE = "COLD", "SUSPENDED", "WEIGHTS", "AWAKE"
+"""Of the engine's memory: nothing was taken yet, given back, room for weights alone, all."""
 
 
 @dataclass
@@ -29,9 +32,10 @@ class Rollout(Instance):
     running: int = 0
     stops: int = 0
     revocations: dict[int, asyncio.Event] = field(default_factory=lambda: defaultdict(asyncio.Event))
+    memory: str = COLD
 
     async def OpenRun(self, request: rollout.OpenRunRequest) -> rollout.OpenRunResponse:
-        await self.open_run(request.header, request.config_json, nothing, self._end)
+        await self.open_run(request.header, request.config_json, self.take_time, self._end)
         return rollout.OpenRunResponse(max_concurrency=8, max_context_tokens=512)
 
     async def CloseRun(self, request: rollout.CloseRunRequest) -> rollout.CloseRunResponse:
@@ -39,17 +43,38 @@ class Rollout(Instance):
         return rollout.CloseRunResponse()
 
     async def _end(self) -> None:
-        self.stop()
+        self.revoked()
         self.custody.clear()
-        self.version, self.paused = common.PolicyVersion(), False
+
+    def revoked(self) -> None:
+        """The engine is as before its first install."""
+        self.stop()
+        self.version, self.paused, self.memory = common.PolicyVersion(), False, COLD
+
+    def drained(self) -> None:
+        """Partial outputs go out, so that others go on."""
+        self.paused = True
+        self.stop()
 
     async def InstallPolicy(self, request: rollout.InstallPolicyRequest) -> rollout.InstallPolicyResponse:
         self.fence(request.header, lease=True)
-        if self.running and self.version.number != request.version.number:
-            raise CallRefused(self.incarnation, "POLICY_MISMATCH", "sequences of another version live")
-        await asyncio.sleep(0.05)
-        self.version = request.version
+        if not self._installed(request.version):
+            await asyncio.sleep(0.05 * self.pace)
+            if not self._installed(request.version):
+                self.version = request.version
+                self.memory = AWAKE if self.memory == COLD else self.memory
         return rollout.InstallPolicyResponse(version=self.version)
+
+    def _installed(self, version: common.PolicyVersion) -> bool:
+        if self.memory == SUSPENDED:
+            raise CallRefused(self.incarnation, "SUSPENDED", "the weights have no room; Wake WEIGHTS first")
+        if self.version.number == version.number:
+            return True
+        if version.number < self.version.number:
+            raise CallRefused(self.incarnation, "POLICY_MISMATCH", "a later version is installed")
+        if self.running:
+            raise CallRefused(self.incarnation, "POLICY_MISMATCH", "sequences of another version live")
+        return False
 
     async def Generate(
         self, requests: AsyncIterator[rollout.GenerateRequest]
@@ -58,6 +83,8 @@ class Rollout(Instance):
         self.fence(opening.header, lease=True)
         if opening.policy_number != self.version.number:
             raise CallRefused(self.incarnation, "POLICY_MISMATCH", "another version is installed")
+        if self.paused:
+            raise CallRefused(self.incarnation, "PAUSED", "the engine is paused; call Resume first")
         done: asyncio.Queue[common.Trajectory | rollout.PartialSample] = asyncio.Queue()
         work: set[asyncio.Future[None]] = set()
         reading = asyncio.ensure_future(
@@ -115,6 +142,9 @@ class Rollout(Instance):
         self.running += 1
         try:
             for position in range(len(sample.resume.token_ids), length):
+                if self.paused:
+                    done.put_nowait(_partial(key, sample.attempt, position))
+                    return
                 await asyncio.sleep(self.rng.uniform(0.05, 0.2))
                 if self.stops != stops:
                     done.put_nowait(_partial(key, sample.attempt, position))
@@ -139,26 +169,43 @@ class Rollout(Instance):
     async def Pause(self, request: rollout.PauseRequest) -> rollout.PauseResponse:
         self.fence(request.header, lease=False)
         self.paused = True
+        self.stop()
+        while self.running:
+            await asyncio.sleep(0.02)
         return rollout.PauseResponse()
 
     async def Resume(self, request: rollout.ResumeRequest) -> rollout.ResumeResponse:
         self.fence(request.header, lease=False)
+        if self.memory in (SUSPENDED, WEIGHTS):
+            raise CallRefused(self.incarnation, "SUSPENDED", "the engine's memory is given back")
         self.paused = False
         return rollout.ResumeResponse()
 
     async def Abort(self, request: rollout.AbortRequest) -> rollout.AbortResponse:
         self.fence(request.header, lease=False)
+        self.stop()
         return rollout.AbortResponse()
 
     async def Suspend(self, request: rollout.SuspendRequest) -> rollout.SuspendResponse:
         self.fence(request.header, lease=False)
         if not self.paused:
             raise CallRefused(self.incarnation, "NOT_PAUSED", "pause first")
-        self.version = common.PolicyVersion()
+        self.version, self.memory = common.PolicyVersion(), SUSPENDED
         return rollout.SuspendResponse()
 
     async def Wake(self, request: rollout.WakeRequest) -> rollout.WakeResponse:
         self.fence(request.header, lease=True)
+        cache_only = request.scope == rollout.WAKE_SCOPE_KV_CACHE
+        if self.memory == SUSPENDED:
+            if cache_only:
+                raise CallRefused(self.incarnation, "SUSPENDED", "the weights have no room yet")
+            self.memory = WEIGHTS
+        if self.memory == WEIGHTS and request.scope != rollout.WAKE_SCOPE_WEIGHTS:
+            if cache_only and not self.version.number:
+                raise CallRefused(
+                    self.incarnation, "POLICY_MISMATCH", "install a policy before Wake KV_CACHE"
+                )
+            self.memory, self.paused = AWAKE, False
         return rollout.WakeResponse()
 
     async def ListInventory(self, request: rollout.ListInventoryRequest) -> rollout.ListInventoryResponse:

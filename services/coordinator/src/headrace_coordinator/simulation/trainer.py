@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import ClassVar
@@ -13,10 +14,14 @@ from headrace_servicekit.digests import digest_bytes, set_digest
 
 from headrace_coordinator.ports import CallRefused
 from headrace_coordinator.simulation.disk import Disk, Stored, Weights
-from headrace_coordinator.simulation.instances import Instance, nothing
+from headrace_coordinator.simulation.instances import Instance
 
 PIECE_BYTES = 1 << 20
 """Of a ledger, in one message."""
+
+
+Gangs = dict[tuple[int, str], dict[int, "Trainer"]]
+"""Who has met, by generation and rendezvous, and rank."""
 
 
 @dataclass
@@ -33,7 +38,7 @@ class Trainer(Instance):
     phase: int = trainer.STEP_PHASE_UNSPECIFIED
     version: common.PolicyVersion = field(default_factory=common.PolicyVersion)
     weights: Weights = ()
-    made: dict[int, Weights] = field(default_factory=dict)
+    made: dict[tuple[str, int], Weights] = field(default_factory=dict)
     """Weights of every version it held, for the judge: a run that is closed leaves nothing else."""
     busy: asyncio.Lock = field(default_factory=asyncio.Lock)
     attempt: tuple[int, int] = (0, 0)
@@ -41,14 +46,24 @@ class Trainer(Instance):
     groups: dict[int, list[tuple[int, int, int, str]]] = field(default_factory=dict)
     commit: trainer.CommitStepResponse = field(default_factory=trainer.CommitStepResponse)
 
+    gangs: Gangs = field(default_factory=dict)
+    joined: tuple[int, int, int, str] | None = None
+    keep: int = 0
+    suspended: bool = False
+    last_failure: str = ""
+
     def _refuse(self, reason: str, message: str) -> CallRefused:
         return CallRefused(self.incarnation, reason, message)
 
     async def OpenRun(self, request: trainer.OpenRunRequest) -> trainer.OpenRunResponse:
         config = (request.config_json, request.run_directory)
-        await self.open_run(request.header, config, nothing, self._end)
-        self.directory = request.run_directory
+        await self.open_run(request.header, config, lambda: self._build(request), self._end)
         return trainer.OpenRunResponse(barrier=trainer.BARRIER_GROUP)
+
+    async def _build(self, request: trainer.OpenRunRequest) -> None:
+        await self.take_time()
+        self.directory = request.run_directory
+        self.keep = json.loads(request.config_json)["checkpoint"]["keep"]
 
     async def CloseRun(self, request: trainer.CloseRunRequest) -> trainer.CloseRunResponse:
         await self.close_run(request.header)
@@ -56,14 +71,71 @@ class Trainer(Instance):
 
     async def _end(self) -> None:
         async with self.busy:  # A commit at work is decided first.
+            if self.writing is not None:
+                await asyncio.wait({self.writing[1]}, timeout=60.0)
+            self._disband()
+            self.joined, self.suspended, self.writing, self.last_failure = None, False, None, ""
             self.generation, self.phase = 0, trainer.STEP_PHASE_UNSPECIFIED
             self.version, self.weights = common.PolicyVersion(), ()
             self.attempt, self.groups = (0, 0), {}
 
     async def JoinGang(self, request: trainer.JoinGangRequest) -> trainer.JoinGangResponse:
         self.fence(request.header, lease=False)
+        key = (request.generation, request.rank, request.world_size, request.rendezvous)
+        if self.joined == key and self.generation:
+            return trainer.JoinGangResponse(generation=self.generation)
+        if self.joined and request.generation <= self.joined[0]:
+            raise self._refuse("CONFLICT", f"generation {request.generation} is not above {self.joined[0]}")
+        self._disband()
+        self.phase, self.version, self.groups = trainer.STEP_PHASE_UNSPECIFIED, common.PolicyVersion(), {}
+        self.joined = key
+        met = self.gangs.setdefault((request.generation, request.rendezvous), {})
+        met[request.rank] = self
+        patience = request.timeout.ToNanoseconds() / 1e9 or 60.0
+        while len(self._gang()) < request.world_size:
+            await asyncio.sleep(0.1)
+            patience -= 0.1
+            if patience < 0 or self.joined != key:
+                raise self._refuse("RENDEZVOUS_TIMEOUT", f"{len(met)} of {request.world_size} ranks came")
         self.generation = request.generation
         return trainer.JoinGangResponse(generation=self.generation)
+
+    def _gang(self) -> list[Trainer]:
+        """Members of its gang that are still in it."""
+        if self.joined is None:
+            return []
+        met = self.gangs.get((self.joined[0], self.joined[3]), {})
+        return [m for m in met.values() if m.alive and m.joined is not None and m.joined[0] == self.joined[0]]
+
+    def _disband(self) -> None:
+        """Leaves the gang; when the leader leaves, the others are in none."""
+        if self.joined is not None and self.joined[1] == 0:
+            for member in self._gang():
+                member.generation = 0
+        self.generation = 0
+
+    def _lead(self) -> None:
+        """A round of the whole gang: refused by a follower, and by a leader that has lost a rank."""
+        if not self.joined or not self.generation:
+            raise self._refuse("NOT_OPEN", "the trainer is in no gang: call JoinGang first")
+        if self.joined[1]:
+            raise self._refuse("NOT_LEADER", f"rank {self.joined[1]} follows")
+        gang = self._gang()
+        if len(gang) < self.joined[2] or any(m.generation != self.generation for m in gang):
+            self.generation, self.phase = 0, trainer.STEP_PHASE_UNSPECIFIED
+            raise self._refuse("GANG_LOST", "a rank is gone; form the gang anew and restore a checkpoint")
+
+    def _awake(self) -> None:
+        if self.suspended:
+            raise self._refuse("SUSPENDED", "the trainer is suspended: call Wake first")
+
+    def revoked(self) -> None:
+        """Its memory is given back until the next grant."""
+        self.suspended = True
+
+    def granted(self) -> None:
+        """See `revoked`."""
+        self.suspended = False
 
     async def GetStepState(self, request: trainer.GetStepStateRequest) -> trainer.GetStepStateResponse:
         if request.header.run not in self.open_runs and not request.header.open_id:
@@ -77,12 +149,20 @@ class Trainer(Instance):
             attempt=self.attempt[1],
             accumulated_prompts=list(self.groups),
             commit=self.commit if self.phase == trainer.STEP_PHASE_COMMITTED else None,
-            generation=self.generation,
+            generation=self.generation if self._whole() else 0,
         )
+
+    def _whole(self) -> bool:
+        return self.joined is not None and len(self._gang()) == self.joined[2]
 
     async def Restore(self, request: trainer.RestoreRequest) -> trainer.RestoreResponse:
         self.fence(request.header, lease=True)
-        await asyncio.sleep(0.5)
+        self._awake()
+        self._lead()
+        if self.writing is not None:
+            await asyncio.wait({self.writing[1]}, timeout=60.0)
+        await asyncio.sleep(0.5 * self.pace)
+        self._lead()
         directory = self._source(request.source_run_directory)
         if request.source_run_directory and not request.checkpoint:
             raise self._refuse("INVALID", "checkpoint: name one of source_run_directory")
@@ -96,7 +176,7 @@ class Trainer(Instance):
         return trainer.RestoreResponse(version=self.version)
 
     def _hold(self, weights: Weights, number: int, parent: int, ordinal: int) -> None:
-        self.weights = self.made[number] = weights
+        self.weights = self.made[self.directory, number] = weights
         digest = digest_bytes(repr(weights).encode())
         self.version = common.PolicyVersion(number=number, parent=parent, ordinal=ordinal, digest=digest)
         self.phase = trainer.STEP_PHASE_IDLE
@@ -117,6 +197,8 @@ class Trainer(Instance):
     ) -> AsyncIterator[trainer.LearnResponse]:
         async for request in requests:
             self.fence(request.header, lease=True)
+            self._awake()
+            self._lead()
             for group in request.groups:
                 await asyncio.sleep(self.rng.uniform(0.05, 0.3))
                 yield trainer.LearnResponse(outcomes=[self._accumulate(request, group)])
@@ -146,6 +228,7 @@ class Trainer(Instance):
 
     async def CommitStep(self, request: trainer.CommitStepRequest) -> trainer.CommitStepResponse:
         self.fence(request.header, lease=True)
+        self._awake()
         async with self.busy:
             return await self._commit(request)
 
@@ -159,7 +242,9 @@ class Trainer(Instance):
         if set_digest(members) != request.set_digest:
             self.phase, self.groups = trainer.STEP_PHASE_IDLE, {}
             return trainer.CommitStepResponse(result=trainer.COMMIT_RESULT_SET_MISMATCH)
-        await asyncio.sleep(0.3)
+        self._lead()
+        await asyncio.sleep(self.pace * (0.3 if self.rng.random() < 0.9 else self.rng.uniform(0.3, 20.0)))
+        self._lead()
         if self.rng.random() < 0.02:
             self.phase, self.groups = trainer.STEP_PHASE_IDLE, {}
             return trainer.CommitStepResponse(result=trainer.COMMIT_RESULT_NONFINITE)
@@ -187,6 +272,8 @@ class Trainer(Instance):
 
     async def AbortStep(self, request: trainer.AbortStepRequest) -> trainer.AbortStepResponse:
         self.fence(request.header, lease=False)
+        if self.phase == trainer.STEP_PHASE_COMMITTED and self.attempt == (request.step, request.attempt):
+            raise self._refuse("COMMITTED", "record it, or restore a checkpoint")
         if self.phase == trainer.STEP_PHASE_ACCUMULATING and self.attempt == (request.step, request.attempt):
             self.phase, self.groups = trainer.STEP_PHASE_IDLE, {}
         return trainer.AbortStepResponse()
@@ -204,23 +291,36 @@ class Trainer(Instance):
         self.fence(request.header, lease=False)
         if self.phase == trainer.STEP_PHASE_COMMITTED or self.version.number != request.number:
             raise self._refuse("CONFLICT", f"version {request.number} is not held and recorded")
+        self._lead()
         name = f"lineage-{self.generation}/step-{self.version.ordinal}-{request.number}"
         stored = Stored(self.directory, name, self.version, self.weights, request.ledger)
         while self.writing is not None and not self.writing[1].done() and self.writing[0] != request.number:
             if not request.wait:
                 raise self._refuse("BUSY", f"the checkpoint of version {self.writing[0]} is being written")
             await asyncio.wait({self.writing[1]})
-        if self.writing is None or self.writing[1].done():
+        if not self._written(request.number):
             self.writing = (request.number, asyncio.ensure_future(self._mortal(self._write(stored))))
+            self.writing[1].add_done_callback(lambda done: done.cancelled() or done.exception())
         if request.wait:
             await asyncio.shield(self.writing[1])
         return trainer.SaveCheckpointResponse(
             checkpoint=trainer.Checkpoint(name=name, version=stored.version), durable=request.wait
         )
 
+    def _written(self, number: int) -> bool:
+        """The version is being written, or was, by the last write."""
+        if self.writing is None or self.writing[0] != number:
+            return False
+        done = self.writing[1]
+        return not done.done() or (not done.cancelled() and done.exception() is None)
+
     async def _write(self, stored: Stored) -> None:
+        self.last_failure = ""
         await asyncio.sleep(self.rng.uniform(0.2, 2.0))
-        self.disk.save(stored)
+        if self.disk.full:
+            self.last_failure = f"{stored.name}: no space left on device"
+            raise self._refuse("CHECKPOINT_NOT_WRITTEN", self.last_failure)
+        self.disk.save(stored, self.keep)
 
     def _source(self, directory: str) -> str:
         """The directory to read checkpoints from: this run's own, or one beside it."""
@@ -267,6 +367,7 @@ class Trainer(Instance):
         return trainer.ListCheckpointsResponse(
             checkpoints=[trainer.Checkpoint(name=c.name, version=c.version) for c in found if not c.torn],
             set_aside=reports,
+            last_failure="" if request.source_run_directory else self.last_failure,
         )
 
     async def FetchLedger(
@@ -287,8 +388,10 @@ class Trainer(Instance):
         self.fence(request.header, lease=False)
         if self.phase == trainer.STEP_PHASE_COMMITTED:
             raise self._refuse("CONFLICT", "inside a commit")
+        self.suspended = True
         return trainer.SuspendResponse()
 
     async def Wake(self, request: trainer.WakeRequest) -> trainer.WakeResponse:
         self.fence(request.header, lease=True)
+        self.suspended = False
         return trainer.WakeResponse()

@@ -1,4 +1,4 @@
-"""One seeded world: an imaginary fleet, scripted faults, the real coordinator, and the guarantees checked."""
+"""One seeded world: an imaginary fleet, users, scripted faults, the real coordinator, and the guarantees checked."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from headrace_coordinator.coordinator import Coordinator
 from headrace_coordinator.data.dataset import Dataset
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain import runs
-from headrace_coordinator.domain.state import InstanceState
-from headrace_coordinator.fleet import Fleet, FleetSettings, Supervisor, open_reports
+from headrace_coordinator.domain.totals import Tally
+from headrace_coordinator.fleet import Fleet
 from headrace_coordinator.history import History, Item
 from headrace_coordinator.kernel import Kernel
-from headrace_coordinator.simulation.disk import Disk, Weights
-from headrace_coordinator.simulation.instances import Instance
+from headrace_coordinator.simulation.disk import Stored, Weights
+from headrace_coordinator.simulation.faults import WALL_S, Faults
 from headrace_coordinator.simulation.judge import Violation, judge
-from headrace_coordinator.simulation.network import SimulatedPort
-from headrace_coordinator.simulation.reward import Reward
-from headrace_coordinator.simulation.rollout import Rollout
+from headrace_coordinator.simulation.log import RecordingStore
+from headrace_coordinator.simulation.processes import SETTINGS, Processes
+from headrace_coordinator.simulation.replay import Pair, Replay, nothing_held
+from headrace_coordinator.simulation.specs import random_spec
 from headrace_coordinator.simulation.trainer import Trainer
+from headrace_coordinator.simulation.users import Users
 from headrace_coordinator.simulation.virtual_time import run_virtual
-from headrace_coordinator.store.memory_store import MemoryStore
 
-HOST = "host"
-SETTINGS = FleetSettings()
 LIMIT_S = 20_000.0
-CLASSES: dict[str, type[Instance]] = {"rollout": Rollout, "trainer": Trainer, "reward": Reward}
+SETTLED_S = 240.0
+"""How long after the last run has ended something may be open or held: a lease's lifetime, closes, kills."""
 
 
 class Quiet:
@@ -57,7 +57,7 @@ class Quiet:
 
 @dataclass
 class Outcome:
-    """What a world ended with."""
+    """What a world ended with; `state` is that of the run that was submitted first."""
 
     seed: int
     state: str
@@ -66,401 +66,306 @@ class Outcome:
     dropped: int
     virtual_s: float
     faults: Counter[str] = field(default_factory=Counter)
+    requests: Counter[str] = field(default_factory=Counter)
+    pairs: Counter[Pair] = field(default_factory=Counter)
+    states: dict[str, str] = field(default_factory=dict)
 
 
-class World:
-    """Everything of one seed."""
+class World(Processes):
+    """Everything of one seed. Without faults: one run and calm users, or `count` runs that compete."""
 
-    def __init__(self, seed: int, faults: bool = True) -> None:
-        self.seed = seed
-        self.rng = random.Random(seed)
-        self.faulty = faults
-        self.store = MemoryStore()
-        self.disk = Disk()
+    def __init__(self, seed: int, faults: bool = True, count: int = 0) -> None:
+        sizes = random.Random(f"{seed}/sizes")
+        super().__init__(seed, faults, sizes.choice([1, 1, 2]) if faults else 1)
+        self.store = RecordingStore()
         self._temporary = tempfile.TemporaryDirectory(prefix="world-")
         self.directory = Path(self._temporary.name)
-        self.spec = self._spec()
-        self.instances: dict[str, Instance] = {}
+        self.data_dir = "/simulated"
+        count = count or (sizes.choice([1, 2, 2, 3, 4]) if faults else 1)
+        self.specs = [random_spec(self.rng, seed, "run" if not i else f"run{i}") for i in range(count)]
+        self.spare = {
+            kind: sizes.choice([0, 0, 1, 2]) if faults else 0 for kind in ("rollout", "trainer", "reward")
+        }
+        self.counts: dict[str, int] = {}
+        self.wall_ahead_s = WALL_S
+        self.slept_s = 0.0
+        self.coordinator: Coordinator | None = None
+        self.replay: Replay | None = None
         self.ended: runs.RunState | None = None
         self.history: list[Item] = []
-        self.counts = {
-            "rollout": self.spec.rollout.instances,
-            "trainer": self.spec.trainer.ranks,
+        self._named = 0
+        self._arrived = asyncio.Event()
+        self._retired: asyncio.Future[None] | None = None
+        self._background: list[asyncio.Future[Any]] = []
+        self._unwanted: dict[tuple[str, str], float] = {}
+
+    @property
+    def spec(self) -> RunSpec:
+        """The first run's."""
+        return self.specs[0]
+
+    @spec.setter
+    def spec(self, spec: RunSpec) -> None:
+        self.specs[0] = spec
+
+    @property
+    def needed(self) -> dict[str, int]:
+        """The fewest processes by kind that can run every spec."""
+        return {
+            "rollout": max(spec.rollout.instances for spec in self.specs),
+            "trainer": max(spec.trainer.ranks for spec in self.specs),
             "reward": 1,
         }
-        self.faults: Counter[str] = Counter()
-        self.ports: list[SimulatedPort] = []
-        self._born = 0
-        self.killed_in_order = 0
-        self._wall_ahead_s = 1e9
-        self._slept_s = 0.0
-        self._coordinator: Coordinator | None = None
-        self._tasks: list[asyncio.Task[Any]] = []
-
-    def _spec(self) -> RunSpec:
-        rng = self.rng
-        return RunSpec.model_validate(
-            {
-                "name": "simulated",
-                "steps": rng.randint(3, 7),
-                "seed": self.seed,
-                "deterministic": rng.random() < 0.2,
-                "model": {"path": "imaginary"},
-                "data": {"source": "copy_digits", "options": {"digits": 1}, "heldout": 2},
-                "algorithm": {"group_size": rng.randint(2, 4), "prompts_per_step": rng.choice([2, 4])},
-                "rollout": {"instances": rng.randint(1, 2)},
-                "trainer": {"ranks": rng.choice([1, 1, 2])},
-                "reward": {"scorers": [{"name": "exact"}]},
-                "placement": {"mode": rng.choice(["collocated", "disaggregated"])},
-                "checkpoint": {"interval_steps": rng.randint(1, 3)},
-                "evaluation": {"every": rng.choice([0, 2])},
-                "limits": {
-                    "max_drop_rate": 0.9,
-                    "recoveries": 50,
-                    "in_flight_bytes": rng.choice([200, 10**7]),
-                },
-            }
-        )
-
-    # --- the fleet
-
-    async def bear(self, kind: str, name: str) -> None:
-        """Starts a process; it registers and keeps its session for as long as it lives."""
-        self._born += 1
-        incarnation = f"{name}#{self._born}"
-        devices = tuple(f"{HOST}/cpu:{i}" for i in range(4)) if kind != "reward" else ()
-        instance = CLASSES[kind](name, incarnation, random.Random(f"{self.seed}/{incarnation}"), devices)
-        if isinstance(instance, Trainer):
-            instance.disk = self.disk
-        self.instances[incarnation] = instance
-        self._spawn(self._lifeline(instance))
-
-    def _spawn(self, work: Any) -> None:
-        self._tasks.append(asyncio.ensure_future(work))
-
-    async def _lifeline(self, instance: Instance) -> None:
-        """Register, then heartbeats; again after every interruption."""
-        await asyncio.sleep(self.rng.uniform(0.1, 1.0))
-        while instance.alive:
-            fleet = self._fleet()
-            if fleet is None or instance.cut_off:
-                await asyncio.sleep(0.5)
-                continue
-            state = InstanceState(
-                instance.name,
-                instance.incarnation,
-                instance.KIND,
-                HOST,
-                f"{HOST}:1",
-                list(instance.devices),
-                {},
-            )
-            stale = await fleet.register(state, list(instance.held), instance.coordinator_epoch)
-            for epoch in stale:
-                instance.held.pop(epoch, None)
-            self._report(instance, fleet)
-            if fleet is self._fleet():
-                await self._session(instance, fleet)
-
-    async def _session(self, instance: Instance, fleet: Fleet) -> None:
-        commands: asyncio.Queue[tuple[str, Any]] = asyncio.Queue()
-
-        def send(command: str, body: Any) -> None:
-            commands.put_nowait((command, body))
-
-        async def obey() -> None:
-            while True:  # One after the other: a session is a stream.
-                await self._command(instance, fleet, *await commands.get())
-
-        obeying = asyncio.ensure_future(obey())
-        self._tasks.append(obeying)
-        fleet.attach(instance.incarnation, send)
-        silence = 0.0
-        while instance.alive and fleet is self._fleet() and silence < 15.0:
-            sent = asyncio.get_running_loop().time()
-            if not instance.cut_off:
-                silence = 0.0
-                if instance.incarnation not in fleet.kernel.state.instances:
-                    break
-                self._report(instance, fleet)
-                renewed, stale = fleet.heartbeat(instance.incarnation, list(instance.held), 0)
-                for epoch in renewed:
-                    instance.deadlines[epoch] = sent + SETTINGS.lease_ttl - 5.0
-                for epoch in stale:
-                    instance.held.pop(epoch, None)
-            await asyncio.sleep(SETTINGS.heartbeat)
-            silence += SETTINGS.heartbeat if instance.cut_off else 0.0
-        obeying.cancel()
-        fleet.detach(instance.incarnation, send)
-
-    def _report(self, instance: Instance, fleet: Fleet) -> None:
-        fleet.reported(instance.incarnation, open_reports(instance.open_runs.reports()))
-
-    async def _command(self, instance: Instance, fleet: Fleet, command: str, body: Any) -> None:
-        sent = asyncio.get_running_loop().time()
-        await asyncio.sleep(self.rng.uniform(0.001, 0.05))
-        if not instance.alive or instance.cut_off or fleet is not self._fleet():
-            return
-        if command == "grant":
-            instance.held[body.epoch] = tuple(body.devices)
-            instance.deadlines[body.epoch] = sent + SETTINGS.lease_ttl - 5.0
-            self._exclusive()
-            fleet.desk.held(instance.incarnation, body.epoch, "")
-        elif command == "revoke":
-            instance.held.pop(body[0], None)
-            if isinstance(instance, Rollout):
-                instance.revoke(body[0])
-            await asyncio.sleep(self.rng.uniform(0.0, 0.05))
-            fleet.desk.released(instance.incarnation, body[0])
-
-    def _exclusive(self) -> None:
-        used = Counter(device for instance in self.instances.values() for device in instance.using())
-        doubled = [device for device, count in used.items() if count > 1]
-        if doubled:
-            raise Violation(f"G4: {doubled} are used by two live holders")
 
     # --- the coordinator
 
     def _fleet(self) -> Fleet | None:
-        return self._coordinator.fleet if self._coordinator else None
+        return self.coordinator.fleet if self.coordinator else None
 
     async def start_coordinator(self) -> None:
-        """Opens the store, and the supervisor reports what it runs."""
+        """Opens the store, and the supervisors report what they run."""
         loop = asyncio.get_running_loop()
+        while self.store.away:
+            await asyncio.sleep(0.2)
         kernel = Kernel(
             self.store,
-            lambda: loop.time() + self._wall_ahead_s,
-            lambda: loop.time() + self._slept_s,
+            lambda: loop.time() + self.wall_ahead_s,
+            lambda: loop.time() + self.slept_s,
             history=History(self.directory, _at_once),
         )
         await kernel.open("simulated")
-        fleet = Fleet(kernel, self._connect, SETTINGS)
-        coordinator = Coordinator(kernel, fleet, Path("/simulated"), lambda _: Quiet(), self._dataset)
-        self._background = [
-            asyncio.ensure_future(work) for work in (kernel.run(), fleet.sweep(), coordinator.schedule())
-        ]
-        self._coordinator = coordinator
-        alive = frozenset(i.incarnation for i in self.instances.values() if i.alive)
-        fleet.supervised(Supervisor(HOST, self._supervisor_command, frozenset(), alive))
-        self._keep_table(fleet)
+        fleet = Fleet(kernel, self.connect, SETTINGS)
+        coordinator = Coordinator(
+            kernel, fleet, Path(self.data_dir), lambda _: Quiet(), self._dataset, new_id=self._new_id
+        )
+        lasting = (kernel.run(), fleet.sweep(), coordinator.schedule(), coordinator.archive.run())
+        self._background = [asyncio.ensure_future(work) for work in lasting]
+        self.coordinator, self._retired = coordinator, loop.create_future()
+        self._arrived.set()
+        self.tell_tables(fleet, first=True)
 
-    def _keep_table(self, fleet: Fleet) -> None:
-        alive = frozenset(i.incarnation for i in self.instances.values() if i.alive)
-        fleet.supervisors[HOST] = Supervisor(HOST, self._supervisor_command, frozenset(), alive)
+    def _new_id(self) -> str:
+        self._named += 1
+        return f"{self._named:06x}"
 
     async def _dataset(self, spec: RunSpec) -> Dataset:
         return Dataset.open(spec.data, spec.seed)
 
-    def _connect(self, kind: str, address: str, incarnation: str) -> SimulatedPort:
-        seed = f"{self.seed}/port/{incarnation}"
-        port = SimulatedPort(self.instances[incarnation], random.Random(seed), self.faulty)
-        self.ports.append(port)
-        return port
-
     async def kill_coordinator(self, down_s: float) -> None:
         """SIGKILL: tasks vanish, what was not appended is lost; a new one starts after `down_s`."""
-        dead, self._coordinator = self._coordinator, None
-        for task in (*self._background, *(dead.scheduler.tasks.values() if dead else ())):
+        dead, self.coordinator = self.coordinator, None
+        self._arrived.clear()
+        if self._retired is not None:
+            self._retired.set_result(None)
+        closing = list(dead.reconciler._closing.values()) if dead else []
+        for task in (*self._background, *(dead.scheduler.tasks.values() if dead else ()), *closing):
             task.cancel()
         await asyncio.sleep(down_s)
         await self.start_coordinator()
 
-    def _supervisor_command(self, command: str, body: Any) -> None:
-        if command == "kill":
-            self.killed_in_order += 1
-            self._spawn(self.kill(body[1]))
+    async def serving(self) -> tuple[Coordinator, asyncio.Future[None]]:
+        """The coordinator that serves, and what is done once it serves no more."""
+        await self._arrived.wait()
+        assert self.coordinator is not None and self._retired is not None
+        return self.coordinator, self._retired
 
-    async def kill(self, incarnation: str) -> None:
-        """SIGKILL of an instance; its supervisor notices, reports and restarts it."""
-        instance = self.instances[incarnation]
-        if not instance.alive:
-            return
-        instance.die()
-        await asyncio.sleep(self.rng.uniform(0.01, 0.3))
-        if fleet := self._fleet():
-            self._keep_table(fleet)
-            fleet.exited(incarnation, "killed")
-        await asyncio.sleep(self.rng.uniform(0.2, 3.0))
-        await self.bear(instance.KIND, instance.name)
-        if fleet := self._fleet():
-            self._keep_table(fleet)
+    # --- the runs and their end
 
-    # --- faults
+    def states(self) -> list[runs.RunState]:
+        """The runs that have not ended, in the order of their submission."""
+        return list(self.coordinator.kernel.state.active_runs()) if self.coordinator else []
+
+    def _run(self) -> runs.RunState | None:
+        """The first run while the coordinator has it in memory."""
+        known = self.coordinator.kernel.state.runs if self.coordinator else {}
+        return next(iter(known.values()), None)
+
+    def heard(self, method: str, request: Any) -> None:
+        """See `Processes.heard`."""
+        self.users.heard(method, request)
 
     async def trouble(self) -> None:
         """Faults at random times, until it has been enough."""
-        for _ in range(self.rng.randint(2, 7)):
-            await asyncio.sleep(self.rng.expovariate(1 / 6.0))
-            fault = self.rng.choice(
-                [
-                    *["kill"] * 3,
-                    "coordinator",
-                    "store",
-                    "partition",
-                    "pause",
-                    "reply",
-                    "stop",
-                    "clock",
-                    "sleep",
-                    "damage",
-                ]
-            )
-            self.faults[fault] += 1
-            await getattr(self, f"_fault_{fault}")()
-
-    def _victim(self) -> Instance:
-        return self.rng.choice([i for i in self.instances.values() if i.alive])
-
-    async def _fault_kill(self) -> None:
-        await self.kill(self._victim().incarnation)
-
-    async def _fault_coordinator(self) -> None:
-        await self.kill_coordinator(self.rng.uniform(0.1, 5.0))
-
-    async def _fault_store(self) -> None:
-        self.store.away = True
-        await asyncio.sleep(self.rng.uniform(0.5, 40.0))
-        self.store.away = False
-
-    async def _fault_reply(self) -> None:
-        self.store.lose_replies = True
-
-    async def _fault_clock(self) -> None:
-        """The wall clock is set, by up to a day either way."""
-        self._wall_ahead_s += self.rng.uniform(-86_400.0, 86_400.0)
-
-    async def _fault_sleep(self) -> None:
-        """The machine sleeps: leases' clocks go on, timers and work stand still; nobody may be declared lost."""
-        slept, kills = self.rng.uniform(1.0, 600.0), self.killed_in_order
-        self._slept_s += slept
-        for instance in self.instances.values():
-            instance.deadlines = {epoch: at - slept for epoch, at in instance.deadlines.items()}
-        await asyncio.sleep(SETTINGS.heartbeat)
-        if slept > 2 * SETTINGS.heartbeat and self.killed_in_order != kills:
-            raise Violation(f"a sleep of {slept:.0f} s was taken for the silence of an instance")
-
-    async def _fault_partition(self) -> None:
-        victim = self._victim()
-        victim.cut_off = True
-        await asyncio.sleep(self.rng.uniform(1.0, 60.0))
-        victim.cut_off = False
-
-    async def _fault_damage(self) -> None:
-        """The newest checkpoint is damaged; an intact one is before it."""
-        run = self._run()
-        if run is None:
-            return
-        live = {number for number, version in run.lineage.versions.items() if version.live}
-        listed = self.disk.listed(run.directory)
-        intact = [c for c in listed if not c.damage and c.version.number in live]
-        if len(intact) > 1:
-            intact[0].damage, intact[0].torn = "a byte differs", self.rng.random() < 0.5
-
-    async def _fault_stop(self) -> None:
-        victim = self._victim()
-        if isinstance(victim, Rollout):
-            victim.stop()
-
-    async def _fault_pause(self) -> None:
-        run = self._run()
-        if self._coordinator is None or run is None or run.state not in (runs.RUNNING, runs.PLANNING):
-            return
-        await self._coordinator.pause(
-            run.id, now=self.rng.random() < 0.5, idempotency_key=f"p{self.rng.random()}"
-        )
-        while run is not None and run.state not in (runs.PAUSED, *runs.TERMINAL):
-            await asyncio.sleep(0.5)
-            run = self._run() or run
-        while run is not None and run.state == runs.PAUSED and run.intent != runs.RUN:
-            if self._coordinator is not None:
-                await self._coordinator.resume(run.id, f"r{self.rng.random()}")
-            await asyncio.sleep(0.5)
-            run = self._run() or run
-
-    # --- the run and its end
-
-    def _run(self) -> runs.RunState | None:
-        states = self._coordinator.kernel.state.runs if self._coordinator else {}
-        return next(iter(states.values()), None)
+        await self.faults.happen()
 
     async def live(self) -> Outcome:
-        """From the first process to the end of the run, with every check."""
-        for kind, count in self.counts.items():
-            for index in range(count):
-                await self.bear(kind, f"{kind}-{index}")
+        """From the first process to the end of the last run, with every check."""
+        self.faults = Faults(self, random.Random(f"{self.seed}/faults"))
+        self.users = Users(self, random.Random(f"{self.seed}/users"), calm=not self.faulty)
+        for kind, fewest in self.needed.items():
+            for index in range(self.counts.get(kind, fewest + self.spare[kind])):
+                await self.bear(kind, f"{kind}-{index}", self.hosts[index % len(self.hosts)])
         await self.start_coordinator()
-        assert self._coordinator is not None
-        now = self._coordinator.kernel.now()
-        await self._coordinator.kernel.commit(
-            ev.RunSubmitted(
-                at=now, run="run", spec=self.spec.model_dump(mode="json"), directory="/simulated/run"
-            )
-        )
         trouble = asyncio.ensure_future(self.trouble()) if self.faulty else None
-        while not ((run := self._run()) and run.state in runs.TERMINAL and self._settled()):
-            await asyncio.sleep(0.25)
-            self._exclusive()
-            self._surface(trouble)
-            if asyncio.get_running_loop().time() > LIMIT_S:
-                waiting = self._coordinator.fleet.waits.of("run") if self._coordinator else "no coordinator"
-                raise Violation(
-                    f"liveness: the run is {run and run.state} after {LIMIT_S} s; waits for {waiting}"
-                )
+        living = asyncio.ensure_future(self.users.live())
+        await self._watch(living.done, [living, *([trouble] if trouble else [])], LIMIT_S)
         if trouble:
             trouble.cancel()
-        return await self._judge(run)
+        await self._settle()
+        return await self._judge()
+
+    async def _watch(self, over: Any, tasks: list[asyncio.Future[Any]], limit_s: float) -> None:
+        while not (over() and self._settled()):
+            await asyncio.sleep(0.25)
+            self.exclusive()
+            self._watch_openings()
+            self._surface(tasks)
+            if asyncio.get_running_loop().time() > limit_s:
+                raise Violation(f"liveness: after {limit_s:.0f} s {self._stuck()}")
+
+    def _stuck(self) -> str:
+        if self.coordinator is None:
+            return "there is no coordinator"
+        waits, queue = self.coordinator.fleet.waits, self.coordinator.scheduler.queue
+        return "; ".join(
+            f"{run.id} is {run.state}, wanted {run.intent}, waits for {waits.of(run.id) or queue.get(run.id)}"
+            for run in self.states()
+        )
 
     def _settled(self) -> bool:
-        kernel = self._coordinator.kernel if self._coordinator else None
+        kernel = self.coordinator.kernel if self.coordinator else None
         return kernel is not None and not kernel._pending
 
-    def _surface(self, trouble: asyncio.Future[None] | None) -> None:
+    def _surface(self, tasks: list[asyncio.Future[Any]]) -> None:
         """An error in any task of the world is the world's error."""
-        for task in (*self._tasks, *self._background, *([trouble] if trouble else [])):
+        for task in (*self._tasks, *self._background, *tasks):
             if task.done() and not task.cancelled() and task.exception():
                 raise task.exception()  # type: ignore[misc]
         self._tasks = [task for task in self._tasks if not task.done()]
 
-    async def _judge(self, run: runs.RunState) -> Outcome:
-        assert self._coordinator is not None
-        self.ended, self.history = run, await self._history(run.id)
-        counts = judge(run, self.history, self._weights(run.lineage.head))
-        await self._archived(run)
+    def _watch_openings(self) -> None:
+        """What no run wants open is closed in time, while the instance can be reached."""
+        now, seen = asyncio.get_running_loop().time(), set[tuple[str, str]]()
+        coordinator = self.coordinator
+        if coordinator is None or self.store.away:
+            self._unwanted.clear()
+            return
+        for instance in self.instances.values():
+            if not instance.alive or instance.cut_off:
+                continue
+            state = coordinator.kernel.state.instances.get(instance.incarnation)
+            for name in instance.open_runs.names() if state else ():
+                if state and not coordinator.reconciler.wanted(state, name.removeprefix("runs/")):
+                    seen.add((instance.incarnation, name))
+        self._unwanted = {key: self._unwanted.get(key, now) for key in seen}
+        late = [key for key, since in self._unwanted.items() if now - since > SETTLED_S]
+        if late:
+            raise Violation(f"openings: nobody wants {late} for {SETTLED_S:.0f} s, and they are open")
+
+    async def _settle(self) -> None:
+        """The dust settles: nothing stays open, nothing stays held."""
+        self.store.away = self.disk.full = False
+        for instance in self.instances.values():
+            instance.cut_off = False
+        end = asyncio.get_running_loop().time() + SETTLED_S
+        while left := self._left():
+            await asyncio.sleep(1.0)
+            self._surface([])
+            if asyncio.get_running_loop().time() > end:
+                raise Violation(f"after the last run: {left}")
+
+    def _left(self) -> list[str]:
+        if self.coordinator is None or not self._settled():
+            return ["no coordinator, or one that has not written all"]
+        left = nothing_held(self.coordinator.kernel.state.table)
+        for instance in self.instances.values():
+            if instance.alive:
+                left += [f"{instance.incarnation} has {name} open" for name in instance.open_runs.names()]
+                left += [f"{instance.incarnation} holds lease {epoch}" for epoch in instance.held]
+        return left + list(self.coordinator.scheduler.tasks)
+
+    # --- judgement
+
+    async def _judge(self) -> Outcome:
+        replay = self.replay = Replay(self.store.log)
+        submitted = list(replay.runs)
+        if replay.submissions != len(self.users.keys):
+            raise Violation(f"idempotency: {replay.submissions} runs of {len(self.users.keys)} keys")
+        counts = {name: await self._judge_run(replay.runs[name]) for name in submitted}
+        self.ended = replay.runs[submitted[0]]
+        self.history = await self._history(submitted[0])
         return Outcome(
             self.seed,
-            run.state,
-            run.recoveries,
-            counts.trained,
-            counts.dropped,
+            self.ended.state,
+            sum(run.recoveries for run in replay.runs.values()),
+            sum(count.trained for count in counts.values()),
+            sum(count.dropped for count in counts.values()),
             asyncio.get_running_loop().time(),
-            self.faults,
+            self.faults.counts,
+            self.users.counts,
+            replay.pairs,
+            {name: run.state for name, run in replay.runs.items()},
         )
+
+    async def _judge_run(self, run: runs.RunState) -> Tally:
+        history = await self._history(run.id)
+        self._check_end(run)
+        tally = judge(run, history, self._weights(run), self._origin(run, history))
+        await self._archived(run)
+        return tally
+
+    def _check_end(self, run: runs.RunState) -> None:
+        """A run ends as its users and its spec deserve."""
+        if run.state == runs.SUCCEEDED and run.ledger.step >= run.steps_total:
+            return
+        if run.state == runs.CANCELLED and run.intent == runs.CANCEL:
+            return
+        if run.state == runs.FAILED and self._may_fail(run):
+            return
+        raise Violation(f"liveness: run {run.id} ended {run.state} at step {run.ledger.step}: {run.reason}")
+
+    def _may_fail(self, run: runs.RunState) -> bool:
+        if run.reason.startswith("limits.recoveries: 2 "):
+            return True
+        origin = self.users.origins.get(run.id)
+        harmed = origin is not None and f"{self.data_dir}/runs/{origin}" in self.disk.harmed
+        return run.reason.startswith("from_checkpoint: ") and (harmed or run.id in self.users.doomed)
+
+    def _origin(self, run: runs.RunState, history: list[Item]) -> Stored | None:
+        """The checkpoint that a fork's live lineage begins with."""
+        found = [event for _, event in history if isinstance(event, ev.VersionRestored) and event.source_run]
+        if not found:
+            return None
+        directory = f"{self.data_dir}/runs/{found[-1].source_run}"
+        for stored in self.disk.checkpoints:
+            if (stored.directory, stored.name) == (directory, found[-1].checkpoint):
+                if run.ledger.first_step != found[-1].frontier_step:
+                    raise Violation(
+                        f"fork: {run.id} begins with step {run.ledger.first_step}, not its origin's"
+                    )
+                return stored
+        raise Violation(f"fork: {run.id} begins with {found[-1].checkpoint}, which never was")
 
     async def _history(self, run: str) -> list[Item]:
         """The run's events as anyone may read them: files first, then what is still in memory."""
-        assert self._coordinator is not None
+        assert self.coordinator is not None
         found: list[Item] = []
-        while page := await self._coordinator.kernel.history.page(run, found[-1][0] if found else -1):
+        while page := await self.coordinator.kernel.history.page(run, found[-1][0] if found else -1):
             found += page
         return found
 
     async def _archived(self, run: runs.RunState) -> None:
         """The run leaves memory, and shows what it showed before."""
-        coordinator = self._coordinator
+        coordinator = self.coordinator
         assert coordinator is not None
-        shown = coordinator.run(run.id)
-        await coordinator.kernel.wait_until(
-            lambda: not coordinator.scheduler.tasks, 60.0, "the run's task to end"
-        )
-        await coordinator.archive.once()
-        if run.id in coordinator.kernel.state.runs or coordinator.run(run.id) != shown:
-            raise Violation("an archived run shows something else")
+        if run.id in coordinator.kernel.state.runs:
+            shown = coordinator.run(run.id)
+            await coordinator.archive.once()
+            if run.id in coordinator.kernel.state.runs or coordinator.run(run.id) != shown:
+                raise Violation("an archived run shows something else")
+        if coordinator.run(run.id).state != run.state:
+            raise Violation(f"archived run {run.id} shows {coordinator.run(run.id).state}")
 
-    def _weights(self, head: int) -> Weights | None:
-        """The head's weights: in a living trainer, or on the disk when the trainer died last."""
-        trainers = [i for i in self.instances.values() if isinstance(i, Trainer) and i.alive]
-        found = [trainer.made[head] for trainer in trainers if head in trainer.made]
-        found += [stored.weights for stored in self.disk.checkpoints if stored.version.number == head]
+    def _weights(self, run: runs.RunState) -> Weights | None:
+        """The head's weights: in a trainer that made it, or on the disk."""
+        head = run.lineage.head
+        made = [i.made for i in self.instances.values() if isinstance(i, Trainer)]
+        found = [weights[run.directory, head] for weights in made if (run.directory, head) in weights]
+        found += [
+            stored.weights
+            for stored in self.disk.checkpoints
+            if (stored.directory, stored.version.number) == (run.directory, head)
+        ]
         return found[0] if found else None
 
 
@@ -469,6 +374,6 @@ async def _at_once(work: Any, *arguments: Any) -> Any:
     return work(*arguments)
 
 
-def run_world(seed: int, faults: bool = True) -> Outcome:
+def run_world(seed: int, faults: bool = True, count: int = 0) -> Outcome:
     """One seed, start to end; raises `Violation`."""
-    return run_virtual(World(seed, faults).live())
+    return run_virtual(World(seed, faults, count).live())

@@ -1,0 +1,137 @@
+"""Many runs on the command line: forks, the queue, and runs that yield while somebody watches."""
+
+from __future__ import annotations
+
+import io
+import time
+from itertools import chain, repeat
+
+import pytest
+import yaml
+from headrace.client import Run
+from headrace_cli.output import console
+from headrace_cli.show.live import picture
+from headrace_cli.watching import Snapshot
+from rich.console import Console
+
+HELD = "1 rollout instance (0 free; held by tiny-000001)"
+YIELDED = "yields to tiny-000001, which waits for 1 trainer instance"
+
+
+def view(run: str = "r-1", **fields) -> dict:
+    """A run as the coordinator shows it."""
+    made = {"name": f"runs/{run}", "id": run, "state": "RUNNING", "reason": "training", "step": 2, "steps": 9}
+    made |= {"created_at": time.time() - 75, "waiting_for": [], "spec": {"name": "mine"}}
+    return made | fields
+
+
+def test_a_fork_has_the_spec_of_its_origin_and_the_overrides(headrace, coordinator):
+    spec = {
+        "name": "mine",
+        "steps": 3,
+        "optimizer": {"lr": 1.0},
+        "from_checkpoint": {"run": "older", "step": 1},
+    }
+    coordinator.routes |= {
+        "GET /v1/runs/r-1": (200, view(spec=spec)),
+        "POST /v1/runs": (201, view("mine-000002", state="QUEUED", forked_from="r-1")),
+    }
+    done = headrace("run", "fork", "runs/r-1", "--at", "2", "--set", "optimizer.lr=2e-5", "--priority", "3")
+    assert done.returncode == 0 and "forked from r-1" in done.stdout and "mine-000002" in done.stdout
+    (got,) = coordinator.requests("POST /v1/runs")
+    assert got.body == {
+        "name": "mine",
+        "steps": 3,
+        "optimizer": {"lr": 2e-5},
+        "from_checkpoint": {"run": "r-1", "step": 2},
+        "scheduling": {"priority": 3},
+    }
+    headrace("run", "fork", "r-1")
+    assert coordinator.requests("POST /v1/runs")[1].body == {
+        **spec,
+        "from_checkpoint": {"run": "r-1", "step": None},
+    }
+
+
+def test_a_forks_dry_run_only_asks(headrace, coordinator):
+    coordinator.routes |= {"GET /v1/runs/r-1": (200, view()), "POST /v1/runs": (200, {})}
+    done = headrace("run", "fork", "r-1", "--dry-run")
+    assert done.returncode == 0 and "nothing was submitted" in done.stdout
+    assert [got.query for got in coordinator.requests("POST /v1/runs")] == [{"dry_run": ["true"]}]
+
+
+@pytest.mark.parametrize("width", [60, 120])
+def test_the_list_shows_place_and_what_is_waited_for(headrace, coordinator, width):
+    runs = [
+        view("sums-smollm2-000003", state="QUEUED", reason="submitted", place=2, waiting_for=[HELD]),
+        view("small-000002", state="QUEUED", reason="resumed", place=1, priority=7, waiting_for=[HELD]),
+        view("tiny-000001", state="RUNNING", step=7),
+        view("tiny-000000", state="CANCELLED", reason="cancelled while it was queued; it has no checkpoint"),
+    ]
+    coordinator.routes["GET /v1/runs"] = (200, {"runs": runs})
+    console.cache_clear()  # which looks at the width once
+    shown = headrace("run", "list", COLUMNS=str(width)).stdout
+    console.cache_clear()
+    lines = shown.splitlines()
+    assert max(len(line) for line in lines) <= width
+    rows = {run["id"]: next(line for line in lines if run["id"] in line.split()) for run in runs}
+    assert rows["sums-smollm2-000003"].split()[1:3] == ["QUEUED", "2"]
+    assert rows["small-000002"].split()[1:3] == ["QUEUED", "1"]
+    assert rows["tiny-000001"].split()[1] == "RUNNING" and "7/9" in rows["tiny-000001"]
+    words = " ".join(shown.split())
+    assert words.count("waits for 1 rollout instance") == 2 and "it has no checkpoint" in words
+    assert "7" in rows["small-000002"] if width > 100 else "(priority 7)" in words
+
+
+def test_a_queued_run_is_shown_with_its_place(headrace, coordinator):
+    queued = view(state="QUEUED", place=3, priority=-2, waiting_for=[HELD], forked_from="r-0")
+    coordinator.routes |= {
+        "GET /v1/runs/r-1": (200, queued | {"spec": {"from_checkpoint": {"run": "r-0", "step": None}}}),
+        "GET /v1/runs/r-1/metrics": (200, {"steps": []}),
+    }
+    shown = headrace("run", "get", "r-1").stdout
+    for words in ("3 in the queue", "-2", HELD, "r-0 at its newest checkpoint"):
+        assert words in shown
+
+
+def test_a_cancelled_queued_run_claims_no_checkpoint(headrace, coordinator):
+    reason = "cancelled while it was queued; it has no checkpoint"
+    coordinator.routes["POST /v1/runs/r-1:cancel"] = (200, view(state="CANCELLED", reason=reason))
+    assert reason in headrace("run", "cancel", "r-1").stdout
+
+
+def test_watching_goes_on_while_a_run_yields(headrace, coordinator, tmp_path):
+    life = [
+        view(state="RUNNING"),
+        view(state="QUEUED", reason=YIELDED, place=1, waiting_for=[HELD]),
+        view(state="PAUSED", reason="checkpoint: put the directory back and resume"),
+        view(state="RUNNING", reason="training"),
+    ]
+    views = chain(life, repeat(view(state="SUCCEEDED", reason="9 steps done", step=9)))
+    coordinator.routes |= {
+        "POST /v1/runs": (201, view(state="QUEUED")),
+        "GET /v1/runs/r-1": lambda got: (200, next(views)),
+        "GET /v1/runs/r-1/metrics": (200, {"steps": []}),
+        "GET /v1/leases": (200, {"leases": [], "devices": []}),
+    }
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump({"name": "mine"}))
+    done = headrace("run", "submit", str(tmp_path / "run.yaml"), "--watch")
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in done.stdout.splitlines() if line.startswith(("run r-1", "place"))]
+    assert lines == [
+        "run r-1 is RUNNING: training",
+        f"run r-1 is QUEUED: {YIELDED}",
+        f"place 1 in the queue; waits for {HELD}",
+        "run r-1 is PAUSED: checkpoint: put the directory back and resume",
+        "run r-1 is RUNNING: training",
+        "run r-1 is SUCCEEDED: 9 steps done",
+    ]
+
+
+def test_the_picture_says_why_a_run_does_not_run():
+    drawn = Console(width=120, file=io.StringIO())
+    queued = Run.from_json(view(state="QUEUED", reason=YIELDED, place=2, waiting_for=[HELD]))
+    drawn.print(picture(Snapshot(queued), 120))
+    shown = drawn.file.getvalue()
+    for words in (YIELDED, "place 2 in the queue", f"waits for {HELD}"):
+        assert words in shown

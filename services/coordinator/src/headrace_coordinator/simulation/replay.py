@@ -1,0 +1,100 @@
+"""The log of a world, folded again event by event: what must hold at every point of it, for all runs together."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+from headrace_coordinator.domain import events as ev
+from headrace_coordinator.domain import runs
+from headrace_coordinator.domain.leases import LeaseTable
+from headrace_coordinator.domain.scheduling import plan_admission
+from headrace_coordinator.domain.state import State
+from headrace_coordinator.simulation.judge import Violation
+
+Pair = tuple[str, str]
+NEVER = {(runs.CANCELLING, other) for other in (runs.RUN, runs.PAUSE, runs.PAUSE_NOW)} | {
+    (runs.CANCELLED, other) for other in (runs.RUN, runs.PAUSE, runs.PAUSE_NOW)
+}
+"""Only a wish to cancel leads to these states, and it cannot be taken back."""
+REACHABLE = {(state, intent) for state in runs.STATES for intent in runs.INTENTS} - NEVER
+
+
+class Replay:
+    """The folded state, every run that ended, and which (state, intent) pairs were visited."""
+
+    def __init__(self, log: Iterable[ev.AnyEvent]) -> None:
+        self.state = State()
+        self.runs: dict[str, runs.RunState] = {}
+        self.pairs: Counter[Pair] = Counter()
+        self.submissions = 0
+        self.longest_wait: dict[str, float] = {}
+        for event in log:
+            self._before(event)
+            self.state.apply(event)
+            self._after(event)
+
+    def _before(self, event: ev.AnyEvent) -> None:
+        match event:
+            case ev.RunAdmitted():
+                grants = plan_admission(self.state, event.at).grants
+                if not grants or grants[0] != event:
+                    raise Violation(f"admission: the log has {event}, the rule gives {grants[:1]}")
+                run = self.state.runs[event.run]
+                if run.grant is None:
+                    waited = event.at - run.queued_at
+                    self.longest_wait[run.id] = max(waited, self.longest_wait.get(run.id, 0.0))
+            case ev.RunStateChanged(state=state):
+                run = self.state.runs[event.run]
+                if state not in runs.FOLLOWS[run.state]:
+                    raise Violation(f"run life: {event.run} went from {run.state} to {state}")
+                self._true_reason(run, event)
+            case ev.RunSubmitted():
+                self.submissions += 1
+            case ev.LeaseGranted():
+                self._lease(event)
+
+    def _true_reason(self, run: runs.RunState, event: ev.RunStateChanged) -> None:
+        reason, head = event.reason, run.lineage.head
+        if "bug in the coordinator" in reason:
+            raise Violation(f"run {run.id}: {reason}")
+        if "last checkpoint stays" in reason and not run.last_checkpoint:
+            raise Violation(f"run {run.id} has no checkpoint, and says: {reason}")
+        leaves = run.state in runs.ADMITTED and event.state in (runs.PAUSED, runs.QUEUED)
+        if leaves and head and head != run.last_checkpoint and "could not be saved" not in reason:
+            raise Violation(f"run {run.id} became {event.state} without a checkpoint of {head}: {reason}")
+
+    def _lease(self, event: ev.LeaseGranted) -> None:
+        run = self.state.runs.get(event.run)
+        if run is None or run.grant is None:
+            raise Violation(f"leases: {event} for a run that holds no grant")
+        beyond = set(event.devices) - set(run.grant.devices)
+        if beyond:
+            raise Violation(f"leases: {event.run} leases {sorted(beyond)}, which it was not granted")
+        others = {lease.run for lease in self.state.table.of(event.incarnation)} - {event.run}
+        if others:
+            raise Violation(f"leases: {event.incarnation} works for {event.run} and {sorted(others)}")
+
+    def _after(self, event: ev.AnyEvent) -> None:
+        match event:
+            case ev.RunAdmitted():
+                self._disjoint()
+            case ev.RunStateChanged() | ev.RunIntentChanged() | ev.RunSubmitted():
+                run = self.state.runs[event.run]
+                self.runs[run.id] = run
+                self.pairs[run.state, run.intent] += 1
+                if run.state not in runs.ADMITTED and run.grant is not None:
+                    raise Violation(f"run {run.id} is {run.state} and holds {run.grant}")
+
+    def _disjoint(self) -> None:
+        """No instance and no device is granted to two runs."""
+        grants = [run.grant for run in self.state.active_runs() if run.grant is not None]
+        held = Counter(name for grant in grants for name in {*grant.instances, *grant.devices})
+        doubled = sorted(name for name, count in held.items() if count > 1)
+        if doubled:
+            raise Violation(f"admission: {doubled} are granted to two runs")
+
+
+def nothing_held(table: LeaseTable) -> list[str]:
+    """Leases that are left."""
+    return [f"{lease.incarnation} holds {lease.devices} for {lease.run}" for lease in table.leases.values()]

@@ -1,0 +1,60 @@
+"""Seeded run specs: every kind of run that the imaginary fleet can serve."""
+
+from __future__ import annotations
+
+import random
+
+from headrace_schema.spec import RunSpec
+
+DEVICES_A_HOST = 6
+"""Enough for the largest spec side by side: three rollouts and three trainers."""
+
+
+def random_spec(rng: random.Random, seed: int, name: str = "simulated") -> RunSpec:
+    """A spec that some fleet of at most three instances of a kind can run."""
+    ranks = rng.choice([1, 1, 1, 2, 2, 3])
+    return RunSpec.model_validate(
+        {
+            "name": name,
+            "steps": rng.randint(3, 7),
+            "seed": seed,
+            "deterministic": rng.random() < 0.2,
+            "export": rng.random() < 0.5,
+            "model": {"path": "imaginary"},
+            "data": {"source": "copy_digits", "options": {"digits": 1}, "heldout": 2},
+            "algorithm": {
+                "group_size": rng.randint(2, 4),
+                "prompts_per_step": ranks * rng.choice([1, 2]) if ranks > 1 else rng.choice([2, 4]),
+            },
+            "rollout": {"instances": rng.choice([1, 1, 2, 3])},
+            "trainer": {"ranks": ranks},
+            "reward": {"scorers": [{"name": "exact"}]},
+            "placement": {"mode": rng.choice(["collocated", "disaggregated"])},
+            "checkpoint": {
+                "enabled": rng.random() < 0.8,
+                "interval_steps": rng.randint(1, 3),
+                "keep": rng.choice([1, 3]),
+            },
+            "evaluation": {"every": rng.choice([0, 2])},
+            "scheduling": {
+                "priority": rng.choice([0, 0, 0, 1, 5]),
+                "weight": rng.choice([0.5, 1.0, 1.0, 2.0]),
+                "quantum_s": rng.choice([0.5, *[rng.uniform(5.0, 30.0)] * 3]),
+            },
+            "limits": {
+                "max_drop_rate": 0.9,
+                "recoveries": rng.choice([2, *[50] * 15]),
+                "in_flight_bytes": rng.choice([200, 10**7]),
+            },
+        }
+    )
+
+
+def forked(origin: RunSpec, run: str, step: int | None, name: str, more: int) -> RunSpec:
+    """The spec of a run that goes on from a checkpoint of `run` for `more` steps beyond its last."""
+    fields = origin.model_dump(mode="json") | {
+        "name": name,
+        "steps": origin.steps + more,
+        "from_checkpoint": {"run": run, "step": step},
+    }
+    return RunSpec.model_validate(fields)

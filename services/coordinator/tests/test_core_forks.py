@@ -1,0 +1,63 @@
+"""What a fork must agree on with its origin: the run, its checkpoints, the shape of a batch, steps that are left."""
+
+import pytest
+from headrace_coordinator.forks import check_fork, unknown_origin
+from headrace_schema.problems import sentence
+from headrace_schema.spec import RunSpec
+from headrace_schema.views import RunView
+
+
+def spec_of(**changes):
+    made = {
+        "steps": 9,
+        "model": {"path": "owner/model"},
+        "data": {"source": "copy_digits"},
+        "reward": {"scorers": [{"name": "exact"}]},
+        "algorithm": {"group_size": 4, "prompts_per_step": 2},
+        "from_checkpoint": {"run": "sums-1", "step": 4},
+    }
+    return RunSpec.model_validate(made | changes)
+
+
+def problems(saved=(8, 4), ended=False, **changes):
+    spec = spec_of(from_checkpoint=None).model_dump(mode="json")
+    state = "SUCCEEDED" if ended else "RUNNING"
+    origin = RunView.from_json({"id": "sums-1", "state": state, "spec": spec})
+    return {item.key: sentence(item) for item in check_fork(spec_of(**changes), origin, saved)}
+
+
+def test_what_differs_in_other_ways_is_free():
+    assert problems() == {}
+    assert problems(seed=5, data={"source": "copy_digits", "options": {"digits": 2}}) == {}
+    assert problems(from_checkpoint={"run": "sums-1"}) == {}
+
+
+@pytest.mark.parametrize(
+    ("changes", "key", "words"),
+    [
+        (
+            {"from_checkpoint": {"run": "sums-1", "step": 5}},
+            "from_checkpoint.step",
+            "the nearest is 4; it has",
+        ),
+        ({"steps": 4}, "steps", "the nearest valid value is 5"),
+        ({"steps": 8, "from_checkpoint": {"run": "sums-1"}}, "steps", "9, or an earlier checkpoint: 4"),
+        ({"algorithm": {"group_size": 2, "prompts_per_step": 4}}, "algorithm.group_size", "set it to 4"),
+        (
+            {"algorithm": {"group_size": 4, "prompts_per_step": 4}},
+            "algorithm.prompts_per_step",
+            "would have other prompts; set it to 2",
+        ),
+        ({"steps": 4, "ended": True, "saved": ()}, "from_checkpoint.run", "name a run that has one"),
+        ({"saved": ()}, "from_checkpoint.run", "make one with: headrace run pause sums-1"),
+    ],
+)
+def test_what_cannot_be_is_named_by_its_key(changes, key, words):
+    given = changes.pop("saved", (8, 4))
+    found = problems(given, **changes)
+    assert words in found[key]
+
+
+def test_an_unknown_origin_names_the_nearest():
+    assert "did you mean sums-1?" in unknown_origin("sums-2", ["sums-1", "other"]).fix
+    assert "headrace run list" in unknown_origin("sums-2", []).fix
