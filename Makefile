@@ -18,7 +18,7 @@ DISTS := proto libs/servicekit libs/schema libs/modelkit services/coordinator se
 TORCH_FROM := $(if $(TORCH_FIND_LINKS),--find-links $(TORCH_FIND_LINKS)) $(if $(TORCH_INDEX_URL),--index-url $(TORCH_INDEX_URL))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test lint nightly docs spec-docs wheels freeze clean
+.PHONY: help setup run test lint nightly gpu-check docs spec-docs wheels freeze clean
 
 help: ## List the targets.
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
@@ -51,6 +51,9 @@ lint: setup ## ruff, mypy, import rules, contracts, generated files.
 
 nightly: setup ## What takes too long for every change: many seeds of the simulation, tests marked nightly.
 	.venv/bin/python -m ci.parts nightly
+
+gpu-check: setup ## What only a GPU can show, as one JSON line; exits 3 without one.
+	@.venv/bin/python benchmarks/gpu_check.py
 
 docs: setup spec-docs ## Build the documentation site into .cache/site (tools in .envs/docs).
 	test -x .envs/docs/bin/mkdocs || "$(PYTHON)" -m venv .envs/docs

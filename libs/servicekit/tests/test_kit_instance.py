@@ -14,6 +14,7 @@ from headrace.reward.v1 import reward_pb2, reward_pb2_grpc
 from headrace_servicekit.devices import boot_id
 from headrace_servicekit.errors import ServiceError
 from headrace_servicekit.instance import Instance, InstanceConfig, parse_instance_config
+from headrace_servicekit.leases import Memory
 
 REWARD = "headrace.reward.v1.RewardService"
 
@@ -67,7 +68,7 @@ async def instances(tmp_path, scripted_reward):
 
         async def on_revoke(epoch, notice_s):
             instance.calls.append(("revoke", epoch, notice_s))
-            return 4096
+            return Memory(4096, 77)
 
         instance.on_grant, instance.on_revoke = on_grant, on_revoke
         instance.add_service(reward_pb2_grpc.add_RewardServiceServicer_to_server, scripted_reward, REWARD)
@@ -109,7 +110,7 @@ async def test_a_lease_is_granted_held_renewed_revoked_and_released(fleet, insta
     await until(lambda: 7 in fleet.said("heartbeat")[-1].lease_epochs, "a renewal")
     fleet.revoke(7, notice_s=2.0)
     (released,) = await until(lambda: fleet.said("lease_released"), "LeaseReleased")
-    assert (released.epoch, released.free_memory_bytes) == (7, 4096)
+    assert (released.epoch, released.free_memory_bytes, released.used_memory_bytes) == (7, 4096, 77)
     assert instance.calls == [("grant", 7), ("revoke", 7, 2.0)]
     with pytest.raises(ServiceError, match="EPOCH_STALE"):
         instance.fence.check(header(7), lease=True)

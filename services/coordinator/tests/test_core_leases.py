@@ -140,3 +140,22 @@ def test_renewals_of_other_leases_do_not_matter(order):
         grant(table, request(holder, DEVICES[index]))
     expired = leases.plan_expire(table, {1: 0.0, 2: 100.0, 3: 100.0}, {}, 30.0, 100.0, 1.0)
     assert [event.epoch for event in expired] == [1]
+
+
+def test_a_gpu_that_still_holds_more_than_planned_is_quarantined_with_the_figure():
+    gpu = "GPU-8f2a/gpu:0"
+    for used, expected, free in ((0, 100, True), (100, 100, True), (3 * 2**30, 2**30, False)):
+        table = LeaseTable()
+        grant(table, request("a", gpu))
+        [ended] = leases.plan_release(table, 1, "a", "released", 1.0, used=used, expected=expected)
+        table.apply(ended)
+        assert (gpu not in table.quarantined) is free
+    assert "3072 MiB are still in use there and 1024 are planned" in table.quarantined[gpu].reason
+
+
+def test_a_resident_set_says_nothing_about_a_core():
+    table = LeaseTable()
+    grant(table, request("a", "h/cpu:0"))
+    [ended] = leases.plan_release(table, 1, "a", "released", 1.0, used=2**40)
+    table.apply(ended)
+    assert not table.quarantined

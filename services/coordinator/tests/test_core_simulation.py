@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 from headrace_coordinator.domain import events as ev
+from headrace_coordinator.run.context import RunContext
 from headrace_coordinator.simulation.disk import Disk
 from headrace_coordinator.simulation.judge import Violation
 from headrace_coordinator.simulation.rollout import Rollout
@@ -57,6 +58,37 @@ def test_stopped_samples_go_on_from_their_prefix_at_once(monkeypatch):
     outcome = run_virtual(world.live())
     assert outcome.state == "SUCCEEDED" and any(prefixes)
     assert outcome.virtual_s < 20 * calm.virtual_s
+
+
+def test_a_revoked_stream_ends_in_order_and_its_samples_go_on_from_their_prefix(monkeypatch):
+    """The lease of a rollout is taken back in the middle of a step: no fault, no recovery, no wait for a deadline."""
+    prefixes, revoked, noted = [], [], []
+    make, note = Rollout._make, RunContext.note
+
+    async def spied(self, opening, prompt, sample, done):
+        prefixes.append(len(sample.resume.token_ids))
+        await make(self, opening, prompt, sample, done)
+
+    async def takes_back(self):
+        while len(revoked) < 4:
+            await asyncio.sleep(1.5)
+            for instance in self.instances.values():
+                if isinstance(instance, Rollout) and instance.running and instance.live_leases():
+                    epochs = list(instance.live_leases())
+                    run = self._fleet().kernel.state.table.leases[epochs[0]].run
+                    await self._fleet().desk.release(run, epochs)
+                    revoked.extend(epochs)
+                    break
+
+    monkeypatch.setattr(Rollout, "_make", spied)
+    monkeypatch.setattr(World, "trouble", takes_back)
+    monkeypatch.setattr(RunContext, "note", lambda self, text: (noted.append(text), note(self, text))[1])
+    world = World(3, faults=False)
+    monkeypatch.setattr(world, "faulty", True)
+    outcome = run_virtual(world.live())
+    assert outcome.state == "SUCCEEDED" and outcome.recoveries == 0
+    assert len(revoked) >= 4 and any(prefixes)
+    assert not [text for text in noted if "failed a call" in text or "made again" in text]
 
 
 def test_the_same_seed_is_the_same_world():

@@ -1,8 +1,9 @@
-"""An engine's tensors lie on the leased device: its passes run on a make-believe cuda:1.
+"""An engine's tensors lie on the leased device and on no other.
 
-FakeTensorMode carries device cuda:1 on a CPU build and refuses an operation on tensors of two devices, so one
-forgotten `device=` fails here. It has no values: numpy cannot read its tokens, so the passes and the sampling are
-called as the decoder calls them. The decoder's own lines are watched on the CPU, for factory calls without a device.
+FakeTensorMode cannot carry this on a CPU build: indexing a make-believe cuda:1 tensor fails with "PyTorch is not
+linked with support for cuda devices". So the leased device is `meta` here, and a dispatch mode refuses, as that one
+would, an operation on tensors of two devices. `meta` has no values: the decoder's own lines, which read tokens, run on
+the CPU under a function mode that notes factory calls without a device. One forgotten `device=` fails one of the two.
 """
 
 from __future__ import annotations
@@ -19,10 +20,12 @@ from headrace_rollout.engines.base import Distribution, Policy
 from headrace_rollout.engines.transformers.cache import PrefillPlan, PromptKeys
 from headrace_rollout.engines.transformers.policy_model import PolicyModel
 from headrace_rollout.engines.transformers.sampling import RowDistributions, draw, process
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-LEASED = torch.device("cuda", 1)
+LEASED = torch.device("meta")
+MOVES = {torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default}
 FACTORIES = {
     torch.empty,
     torch.zeros,
@@ -34,6 +37,20 @@ FACTORIES = {
     torch.randn,
 }
 OURS = str(Path(headrace_rollout.__file__).parent)
+
+
+class OneDevice(TorchDispatchMode):
+    """Refuses an operation on tensors that do not all lie on the leased device; numbers and moves are free."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        tensors = [
+            leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor) and leaf.dim()
+        ]
+        elsewhere = {str(tensor.device) for tensor in tensors} - {LEASED.type}
+        assert func in MOVES or not (elsewhere and len({t.device for t in tensors}) > 1), (
+            f"{func} on {elsewhere}"
+        )
+        return func(*args, **(kwargs or {}))
 
 
 class EveryFactorySaysWhere(TorchFunctionMode):
@@ -62,9 +79,9 @@ def installed(config, device: torch.device) -> PolicyModel:
     return model
 
 
-def test_passes_and_sampling_run_on_the_leased_gpu(model_config):
-    with FakeTensorMode(), torch.inference_mode():
-        model = installed(model_config, LEASED)
+def test_passes_and_sampling_run_on_the_leased_device(model_config):
+    model = installed(model_config, LEASED)
+    with OneDevice(), torch.inference_mode():
         kept = PromptKeys(3)
         model.cache.reserve(3, 5)
         model.cache.prefill(PrefillPlan(0, torch.tensor([0, 0, 1], device=LEASED), [(0, kept)]))
@@ -75,7 +92,7 @@ def test_passes_and_sampling_run_on_the_leased_gpu(model_config):
         model.cache.place(2, [kept])
         model.cache.reserve(9, 99)
         rows = RowDistributions.of(
-            [Distribution(0.7, 0.9, 5, 0.1, 1.2), Distribution(0.0), Distribution()], LEASED
+            [Distribution(0.7, 0.9, 0, 0.1, 1.2), Distribution(0.0), Distribution()], LEASED
         )
         uniform = torch.from_numpy(np.zeros(3, dtype=np.float32)).to(LEASED)
         seen = torch.from_numpy(np.zeros((3, model.vocabulary_size), dtype=bool)).to(LEASED)
@@ -108,7 +125,10 @@ async def test_every_tensor_of_decoding_and_scoring_says_where_it_lies(
 
 def test_leased_gpus_are_found_by_their_uuid(monkeypatch):
     monkeypatch.setattr(devices, "_seen", lambda: ["aa-1", "8f2a-2"])
-    assert devices.torch_devices(["GPU-8f2a-2", "GPU-aa-1"]) == (LEASED, torch.device("cuda", 0))
+    assert devices.torch_devices(["GPU-8f2a-2", "GPU-aa-1"]) == (
+        torch.device("cuda", 1),
+        torch.device("cuda", 0),
+    )
     assert devices.torch_devices([]) == (torch.device("cpu"),)
     with pytest.raises(devices.DeviceNotSeen, match="GPU-bb is leased and this process sees aa-1, 8f2a-2"):
         devices.torch_devices(["GPU-bb"])

@@ -99,7 +99,7 @@ async def test_what_finished_unsent_when_a_caller_left_is_kept(rollout, assignme
     async def requests():
         yield rollout_pb2.GenerateRequest(assign=rollout_pb2.AssignGroups(groups=assignments))
 
-    generation = Generation(run, opening, "me", admit=lambda: None, after_response=lambda: None)
+    generation = Generation(run, opening, "me", fence=rollout.instance.fence, after_response=lambda: None)
     responses = generation.responses(requests())
     await anext(responses)
     async with asyncio.timeout(30):

@@ -3,12 +3,65 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 
 import grpc
 import pytest
+import torch
+from headrace.common.v1 import common_pb2
 from headrace.trainer.v1 import trainer_pb2 as pb
-from headrace_servicekit.errors import reason_of
+from headrace_servicekit.errors import ServiceError, reason_of
+
+
+def test_what_is_moved_elsewhere_and_back_goes_on_as_if_nothing_was(make_backend, accumulate, sequences):
+    """Suspend on a GPU, with a copy for the move: masters, open and reduced gradients, moments."""
+    commits = []
+    for moves in (False, True):
+        backend = make_backend()
+        for step in range(3):
+            backend.zero()
+            accumulate(backend, [sequences(step)], 48)
+            if moves:
+                old = {tensor.data_ptr() for tensor in backend._sharded.shards().values()}
+                backend.move(lambda tensor: tensor.clone())
+                new = {tensor.data_ptr() for tensor in backend._sharded.shards().values()}
+                assert not old & new
+            assert backend.gradient_is_finite()
+            if moves:
+                backend.move(lambda tensor: tensor.clone())
+            accumulate(backend, [sequences(step + 10)], 48)
+            report = backend.commit(7.0, 1e-3)
+            commits.append((report.grad_norm, [value.sum().item() for _, value in backend.weights()]))
+    assert commits[:3] == commits[3:]
+
+
+async def test_cores_and_threads_of_a_round_are_the_lease_s(client, make_settled):
+    cores = sorted(os.sched_getaffinity(0))
+    seen = []
+
+    def look() -> None:
+        seen.append((torch.get_num_threads(), os.sched_getaffinity(0)))
+
+    version = (await client.open()).version
+    servicer = servicer_of(client)
+    try:
+        for held in (cores[:2], cores[:1], cores[-1:]):
+            await client.instance.on_grant(
+                common_pb2.Lease(epoch=12, devices=[f"b/cpu:{core}" for core in held])
+            )
+            await client.infer([make_settled(0, version=version).members[0].trajectory])
+            await servicer._compute(look)
+            assert seen[-1] == (len(held), set(held))
+    finally:
+        for thread in os.listdir("/proc/self/task"):
+            os.sched_setaffinity(int(thread), cores)
+        torch.set_num_threads(1)
+
+
+async def test_a_gpu_that_is_not_there_is_refused(client):
+    with pytest.raises(ServiceError, match="GPU-8f2a is leased and this process sees no GPU"):
+        await client.instance.on_grant(common_pb2.Lease(epoch=2, devices=["GPU-8f2a/gpu:0"]))
 
 
 @pytest.fixture

@@ -348,7 +348,8 @@ class Fleet:
         if not self.desk.lenient:
             self._lose_silent(now)
         for incarnation in sorted(holders):
-            self.kill(incarnation, "its lease was not renewed")
+            reason = f"its lease ended and its devices are not proven free: {holders[incarnation]}"
+            self.kill(incarnation, reason)
 
     def silent_for(self, incarnation: str) -> float:
         """Seconds since a registered process was last heard of, beyond two missed heartbeats; else 0."""

@@ -77,10 +77,10 @@ class LeaseDesk:
         else:
             self._kernel.post(*leases.plan_held(table, epoch, incarnation, now))
 
-    def released(self, incarnation: str, epoch: int) -> None:
-        """The holder has let go."""
+    def released(self, incarnation: str, epoch: int, used_bytes: int = 0) -> None:
+        """The holder has let go, and measured what it still uses on the devices."""
         table, now = self._kernel.state.table, self._kernel.now()
-        self._post_ends(leases.plan_release(table, epoch, incarnation, "released", now))
+        self._post_ends(leases.plan_release(table, epoch, incarnation, "released", now, used=used_bytes))
 
     def exited(self, incarnation: str) -> None:
         """The holder's process is proven gone."""
@@ -217,10 +217,12 @@ class LeaseDesk:
         self._renewed_at = dict.fromkeys(self._renewed_at, now)
         self._let_go_by = dict.fromkeys(self._let_go_by, now + self._notice)
 
-    def expire(self) -> set[str]:
-        """One look at the clock; returns the holders that are to be killed, because their devices are in doubt:
-        again at every look, for a command to a supervisor that is cut off is lost. No lease ends during a store
-        outage, nor within one TTL after it, after the start, or after this process stood still."""
+    def expire(self) -> dict[str, str]:
+        """One look at the clock; the holders that are to be killed, because their devices are in doubt, and why.
+
+        They are named again at every look, for a command to a supervisor that is cut off is lost. No lease ends during
+        a store outage, nor within one TTL after it, after the start, or after this process stood still.
+        """
         if self._kernel.store_away:
             self.wait_a_ttl()
         table, now = self._kernel.state.table, self._kernel.monotonic()
@@ -229,10 +231,10 @@ class LeaseDesk:
             if lease.state == leases.REVOKING:
                 self._let_go_by.setdefault(lease.epoch, now + self._notice)
         if self.lenient:
-            return set()
+            return {}
         at = self._kernel.now()
         self._post_ends(leases.plan_expire(table, self._renewed_at, self._let_go_by, self._ttl, now, at))
-        return {quarantine.incarnation for quarantine in table.quarantined.values()}
+        return {quarantine.incarnation: quarantine.reason for quarantine in table.quarantined.values()}
 
     @property
     def lenient(self) -> bool:

@@ -128,7 +128,8 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
                     message.incarnation, message.lease_held.epoch, message.lease_held.refusal
                 )
             case "lease_released":
-                self._fleet.desk.released(message.incarnation, message.lease_released.epoch)
+                released = message.lease_released
+                self._fleet.desk.released(message.incarnation, released.epoch, released.used_memory_bytes)
             case "draining":
                 grace_s = check_seconds("draining.grace", message.draining.grace)
                 self._fleet.draining(message.incarnation, grace_s)

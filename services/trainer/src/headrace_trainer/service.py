@@ -14,14 +14,15 @@ import grpc
 import grpc.aio
 from headrace.common.v1 import common_pb2
 from headrace.trainer.v1 import trainer_pb2, trainer_pb2_grpc
+from headrace_modelkit.devices import DeviceNotSeen, torch_devices
 from headrace_schema.openings import TrainerConfig
 from headrace_servicekit.client import deadlines_enabled
 from headrace_servicekit.config import parse_config
-from headrace_servicekit.devices import bind_cpu
+from headrace_servicekit.devices import bind_cpu, gpu_uuids
 from headrace_servicekit.digests import digest_bytes
 from headrace_servicekit.errors import ServiceError
 from headrace_servicekit.failpoints import failpoint
-from headrace_servicekit.instance import Instance, host_memory
+from headrace_servicekit.instance import Instance
 from headrace_servicekit.leases import Memory
 from headrace_servicekit.requests import (
     MAX_ATTEMPT,
@@ -346,8 +347,10 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):  # type: ignore[
                 "COMMITTING",
                 "a commit is running: suspend after its reply",
             )
-        released, free = await self._compute(self._trainer.suspend)
-        return trainer_pb2.SuspendResponse(released_bytes=released, free_memory_bytes=free)
+        released, memory = await self._compute(self._trainer.suspend)
+        return trainer_pb2.SuspendResponse(
+            released_bytes=max(0, released), free_memory_bytes=memory.free_bytes
+        )
 
     async def Wake(self, request: trainer_pb2.WakeRequest, context: Context) -> trainer_pb2.WakeResponse:
         self._check(request.header, lease=True)
@@ -439,10 +442,11 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):  # type: ignore[
                 await asyncio.wait([asyncio.wrap_future(flight.done)])
 
     async def _on_grant(self, lease: common_pb2.Lease) -> None:
-        self._trainer.threads = bind_cpu(lease.devices)
-        gpus = [name.rpartition(":")[2] for name in lease.devices if "gpu:" in name]
-        if gpus:
-            self._trainer.use_gpu(int(gpus[0]))
+        try:
+            devices = torch_devices(gpu_uuids(lease.devices))
+        except DeviceNotSeen as error:
+            raise ServiceError(grpc.StatusCode.INVALID_ARGUMENT, "INVALID", str(error)) from error
+        self._trainer.use(devices, bind_cpu(lease.devices))
         if self._revoked:
             self._revoked = False
             await self._compute(self._trainer.wake)
@@ -450,8 +454,8 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):  # type: ignore[
     async def _on_revoke(self, epoch: int, notice_s: float) -> Memory:
         # A revoke undoes itself with the next grant; an explicit Suspend waits for its Wake.
         self._revoked = self._revoked or not self._trainer.suspended
-        await self._compute(self._trainer.suspend)
-        return host_memory()
+        _, memory = await self._compute(self._trainer.suspend)
+        return memory
 
 
 _StepRequest = (

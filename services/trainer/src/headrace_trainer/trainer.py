@@ -9,14 +9,17 @@ import gc
 import threading
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 
-import psutil
 import torch
+from headrace_modelkit.devices import free_bytes, used_bytes
 from headrace_modelkit.errors import ModelNotReadable
 from headrace_modelkit.loading import load_architecture
 from headrace_schema.openings import TrainerConfig
+from headrace_servicekit.instance import host_memory
+from headrace_servicekit.leases import Memory
 from headrace_servicekit.logs import get_logger
 from headrace_servicekit.weights import WeightStore
 
@@ -34,6 +37,11 @@ from headrace_trainer.step import StepState
 
 _log = get_logger(__name__)
 FOLLOWER_STOP_S = 60.0
+
+
+def current(device: torch.device) -> AbstractContextManager[object]:
+    """fully_shard and NCCL take the thread's current GPU: it is the leased one within the body, and only there."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 class Trainer:
@@ -118,7 +126,8 @@ class Trainer:
             )
         self._disband()
         self._await_follower()
-        self._gang = join_gang(generation, rank, world_size, rendezvous, timeout_s, self.device)
+        with current(self.device):
+            self._gang = join_gang(generation, rank, world_size, rendezvous, timeout_s, self.device)
         self._joined = key
         self._assemble()
 
@@ -165,10 +174,11 @@ class Trainer:
         """Name of the last checkpoint whose write failed, with the reason."""
         return self._session.last_failure if self._session else ""
 
-    def use_gpu(self, index: int) -> None:
-        """Trains on a GPU from the next gang on."""
-        self.device = torch.device("cuda", index)
-        torch.cuda.set_device(self.device)
+    def use(self, devices: tuple[torch.device, ...], threads: int) -> None:
+        """Computes on the leased devices: threads from the next round on, the first device from the next gang on."""
+        self.threads = threads
+        if devices and devices[0] != self.device:
+            self.device = devices[0]
 
     def follows(self) -> bool:
         """Whether this rank follows another's rounds."""
@@ -187,19 +197,19 @@ class Trainer:
             "unavailable",
         )
 
-    def suspend(self) -> tuple[int, int]:
-        """Gives the device back between rounds; bytes released, and bytes now free on it."""
+    def suspend(self) -> tuple[int, Memory]:
+        """Gives the device back between rounds; bytes released, and what was measured on it then."""
         released = 0
         if not self.suspended and self._rank is not None and self._rounds is not None and self._rank.loaded:
-            with self._rounds.between:
+            with self._rounds.between, current(self._rank.gang.device):
                 released = self._rank.backend.suspend()
         self.suspended = True
-        return released, self._free_bytes()
+        return released, self._memory()
 
     def wake(self) -> None:
         """Takes the device again."""
         if self.suspended and self._rank is not None and self._rounds is not None and self._rank.loaded:
-            with self._rounds.between:
+            with self._rounds.between, current(self._rank.gang.device):
                 self._rank.backend.wake()
         self.suspended = False
 
@@ -224,7 +234,8 @@ class Trainer:
     def _execute(self, rank: Rank, header: Round) -> object:
         if torch.get_num_threads() != self.threads:
             torch.set_num_threads(self.threads)
-        return rank.execute(header)
+        with current(rank.gang.device):
+            return rank.execute(header)
 
     def _follow(self, rounds: Rounds, gang: Gang) -> None:
         try:
@@ -265,8 +276,8 @@ class Trainer:
                 _log.warning("followers are gone", extra={"reason": str(error)})
         gang.leave()
 
-    def _free_bytes(self) -> int:
-        if self.device.type == "cuda":
-            free, _ = torch.cuda.mem_get_info(self.device)
-            return int(free)
-        return int(psutil.virtual_memory().available)
+    def _memory(self) -> Memory:
+        device = self._gang.device if self._gang is not None else self.device
+        if device.type == "cuda":
+            return Memory(free_bytes(device), used_bytes(device))
+        return host_memory()

@@ -12,6 +12,8 @@ import msgspec
 
 from headrace_coordinator.domain import events as ev
 
+KEPT_BYTES = 256 * 2**20
+"""What a process may still use of a GPU that it has let go of: small buffers of its libraries."""
 GRANTED, HELD, REVOKING = "GRANTED", "HELD", "REVOKING"
 
 
@@ -145,12 +147,33 @@ def plan_held(table: LeaseTable, epoch: int, incarnation: str, now: float) -> li
     return [ev.LeaseHeld(at=now, epoch=epoch)]
 
 
-def plan_release(table: LeaseTable, epoch: int, incarnation: str, cause: str, now: float) -> list[ev.Event]:
-    """A holder's own release; only the holder can end its lease this way (G4)."""
+def plan_release(
+    table: LeaseTable,
+    epoch: int,
+    incarnation: str,
+    cause: str,
+    now: float,
+    *,
+    used: int = 0,
+    expected: int = KEPT_BYTES,
+) -> list[ev.LeaseEnded]:
+    """A holder's own release; only the holder can end its lease this way (G4).
+
+    A GPU on which it still uses more than `expected` bytes is not free: it is quarantined, with the figure. On
+    a CPU the figure is the resident set, most of which is not the lease's.
+    """
     lease = table.leases.get(epoch)
     if lease is None or lease.incarnation != incarnation:
         return []
+    if used > expected and any(is_gpu(device) for device in lease.devices):
+        cause = f"{cause}, but {used / 2**20:.0f} MiB are still in use there and {expected / 2**20:.0f} are planned"
+        return [ev.LeaseEnded(at=now, epoch=epoch, cause=cause, proven=False)]
     return [ev.LeaseEnded(at=now, epoch=epoch, cause=cause, proven=True)]
+
+
+def is_gpu(device: str) -> bool:
+    """Whether a device name is a GPU's, "GPU-8f2a/gpu:0"."""
+    return device.rpartition("/")[2].startswith("gpu:")
 
 
 def plan_revoke(table: LeaseTable, epoch: int, now: float) -> list[ev.Event]:

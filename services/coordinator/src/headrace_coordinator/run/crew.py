@@ -9,6 +9,7 @@ from typing import Any
 from headrace_schema.openings import RolloutConfig, TrainerConfig
 from headrace_schema.spec import RunSpec
 
+from headrace_coordinator.domain.leases import REVOKING
 from headrace_coordinator.domain.runs import Grant, RunState
 from headrace_coordinator.domain.scheduling import demand_of
 from headrace_coordinator.domain.state import InstanceState
@@ -66,6 +67,13 @@ class Crew:
     @property
     def _state(self) -> RunState:
         return self.fleet.kernel.state.runs[self.run]
+
+    def usable(self, member: Member) -> bool:
+        """A member that lives, is awake and whose lease nobody takes back; one whose lease is over must wake again."""
+        lease = self.fleet.kernel.state.table.leases.get(member.lease_epoch)
+        if member.lease_epoch and (lease is None or lease.state == REVOKING):
+            member.lost_lease()
+        return member.awake and self.fleet.alive(member.incarnation)
 
     def adopt_leases(self) -> None:
         """After a fault or a restart: what each member holds is what the lease table says."""

@@ -52,7 +52,7 @@ async def _generate(
     samples = context.spec.evaluation.samples
     done: dict[tuple[int, int], common.Trajectory] = {}
     for _ in range(ATTEMPTS):
-        members = [m for m in context.crew.rollouts if context.fleet.alive(m.incarnation)]
+        members = [m for m in context.crew.rollouts if context.crew.usable(m)]
         missing = [i for i in range(len(items)) if any((i, s) not in done for s in range(samples))]
         if not missing:
             break
@@ -108,6 +108,8 @@ async def _drive(
                 if chunk.HasField("finished"):
                     body = chunk.finished
                     done[body.sample.prompt_ordinal, body.sample.sample_index] = body
+            if response.revoked:
+                member.lost_lease()
     except (InstanceDown, CallRefused) as fault:
         await context.lost(member, str(fault))
 

@@ -128,7 +128,7 @@ class Generation:
     def _start_drives(self, drives: dict[str, asyncio.Task[None]]) -> None:
         if self._dispatcher.waiting:
             for member in self._crew.rollouts:
-                if member.incarnation not in drives and self._crew.fleet.alive(member.incarnation):
+                if self._crew.usable(member) and member.incarnation not in drives:
                     drives[member.incarnation] = asyncio.ensure_future(self._drive(member))
 
     async def _adopt_finished(self) -> None:
@@ -144,7 +144,7 @@ class Generation:
 
     async def _drive(self, member: RolloutMember) -> None:
         started, why = self._context.kernel.monotonic(), "its Generate stream ended early"
-        over = asyncio.Event()
+        over, revoked = asyncio.Event(), False
         assignments, limit = self._assignments(member, over), self._context.spec.limits.step_timeout_s
         try:
             async for response in member.generate(self._opening(), assignments, limit):
@@ -154,10 +154,13 @@ class Generation:
                     for first in range(0, len(bodies), TAKEN_AT_ONCE):
                         self._take_bodies(member, bodies[first : first + TAKEN_AT_ONCE])
                         await asyncio.sleep(0)
-                if response.partials:
+                if response.partials or response.revoked:
                     over.set()
                     self._take_partials(member, response.partials)
-            if over.is_set():
+                revoked = response.revoked
+            if revoked:
+                member.lost_lease()
+            elif over.is_set():
                 await self._context.lost(member, "its work was stopped from outside")
         except InstanceDown as fault:
             why = str(fault)
@@ -166,7 +169,7 @@ class Generation:
             # However a stream ends, samples that it did not finish are made again, and not handed to it once more:
             # gRPC still reads `assignments` when the stream is broken.
             over.set()
-            self._requeue(member, why)
+            self._requeue(member, "" if revoked else why)
             self._meter.add("generate", (started, self._context.kernel.monotonic()), member.devices)
             self._news.beat()
 
@@ -177,7 +180,7 @@ class Generation:
 
     def _requeue(self, member: RolloutMember, why: str) -> None:
         lost = self._dispatcher.lost(member.incarnation)
-        if lost:
+        if lost and why:
             self._context.note(f"{len(lost)} samples of {member.instance.instance} are made again: {why}")
 
     def _opening(self) -> rollout.GenerateOpen:
@@ -233,7 +236,7 @@ class Generation:
     # --- chunks in
 
     def _take_partials(self, member: RolloutMember, partials: Iterable[rollout.PartialSample]) -> None:
-        """Samples that were stopped (a drain, a lease that was late) go on from their prefix at whoever takes them."""
+        """Samples that were stopped (a drain, a late or revoked lease) go on from their prefix elsewhere."""
         for partial in partials:
             key = (partial.sample.prompt_ordinal, partial.sample.sample_index)
             slot = self._ledger.slot(*key)

@@ -84,6 +84,10 @@ class Member:
             command_sequence=(self.coordinator_epoch << 32) + number,
         )
 
+    def lost_lease(self) -> None:
+        """Its lease was revoked: it has nothing on its devices any more."""
+        self.lease_epoch, self.awake = 0, False
+
     async def close_run(self) -> None:
         """Ends everything that the instance does for the run and frees what it keeps of it."""
         request = _CLOSE[self.instance.kind](header=self.header())

@@ -149,6 +149,8 @@ class Processes:
             fleet.desk.held(instance.incarnation, body.epoch, "")
         elif command == "revoke":
             instance.held.pop(body[0], None)
+            if isinstance(instance, Rollout):
+                instance.revoke(body[0])
             instance.revoked()
             await asyncio.sleep(self.rng.uniform(0.0, 0.05))
             fleet.desk.released(instance.incarnation, body[0])

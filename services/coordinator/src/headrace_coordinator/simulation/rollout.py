@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import zlib
+from collections import defaultdict
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -30,6 +31,7 @@ class Rollout(Instance):
     paused: bool = False
     running: int = 0
     stops: int = 0
+    revocations: dict[int, asyncio.Event] = field(default_factory=lambda: defaultdict(asyncio.Event))
     memory: str = COLD
 
     async def OpenRun(self, request: rollout.OpenRunRequest) -> rollout.OpenRunResponse:
@@ -88,13 +90,14 @@ class Rollout(Instance):
         reading = asyncio.ensure_future(
             self._read(self.while_open(opening.header.run, requests), opening, done, work)
         )
+        revoked = self.revocations[opening.header.lease_epoch]
+        revoking = asyncio.ensure_future(revoked.wait())
         try:
-            while not (reading.done() and not work and done.empty()):
+            while not ((reading.done() or revoked.is_set()) and not work and done.empty()):
                 waiting = asyncio.ensure_future(done.get())
                 pending: set[asyncio.Future[Any]] = {waiting}
                 pending.update(work)
-                if not reading.done():
-                    pending.add(reading)
+                pending.update(task for task in (reading, revoking) if not task.done())
                 await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
                 work -= {task for task in work if task.done()}
                 if waiting.done():
@@ -106,7 +109,10 @@ class Rollout(Instance):
                     yield rollout.GenerateResponse(chunks=[chunk])
                 else:
                     waiting.cancel()
+            if revoked.is_set():
+                yield rollout.GenerateResponse(revoked=True)
         finally:
+            revoking.cancel()
             for task in (reading, *work):
                 task.cancel()
 
@@ -228,6 +234,11 @@ class Rollout(Instance):
         for key in request.samples:
             self.custody.pop((key.prompt_ordinal, key.sample_index), None)
         return rollout.ReleaseTrajectoriesResponse()
+
+    def revoke(self, epoch: int) -> None:
+        """The streams under a lease end in order, with what they have."""
+        self.revocations[epoch].set()
+        self.stop()
 
     def stop(self) -> None:
         """What runs comes back as partial outputs: a lease was renewed too late, or a drain begins."""

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from headrace_modelkit.devices import used_bytes
 from headrace_modelkit.loading import DTYPES, load_model
 from headrace_modelkit.weights import load_weights, state_tensors
 from headrace_schema.learning import OptimizerSection
@@ -136,7 +137,9 @@ class FsdpBackend:
         """See `Backend`."""
         batch = self._pack(rows or DUMMY)
         with torch.no_grad():
-            log_probs_K, _ = self._sharded.policy(batch, self._temperature(), torch.zeros(()))
+            log_probs_K, _ = self._sharded.policy(
+                batch, self._temperature(), torch.zeros((), device=self._gang.device)
+            )
         values = iter(log_probs_K.tolist())
         return [[next(values) for _ in sequence.trained] for row in rows for sequence in row]
 
@@ -184,19 +187,26 @@ class FsdpBackend:
         return self._adamw.steps
 
     def suspend(self) -> int:
-        """See `Backend`. Optimizer moments go to host memory where the device is not the host."""
-        if self._gang.device.type == "cpu":
+        """See `Backend`. Everything goes to host memory; on the host, what can be made again is dropped."""
+        device = self._gang.device
+        if device.type == "cpu":
             self._sharded.release()
             return give_back_if_short()
-        before = torch.cuda.memory_reserved(self._gang.device)
-        self._sharded.release()
-        self._adamw.move(torch.device("cpu"))
+        before = used_bytes(device)
+        self.move(lambda tensor: tensor.to("cpu"))
         torch.cuda.empty_cache()
-        return before - torch.cuda.memory_reserved(self._gang.device)
+        return before - used_bytes(device)
 
     def wake(self) -> None:
         """See `Backend`."""
-        self._adamw.move(self._gang.device)
+        device = self._gang.device
+        if device.type != "cpu":
+            self.move(lambda tensor: tensor.to(device))
+
+    def move(self, move: Callable[[Tensor], Tensor]) -> None:
+        """Takes masters, gradients and moments elsewhere; nothing runs until they are back on the device."""
+        self._sharded.move(move)
+        self._adamw.move(move, self._sharded.shards())
 
     def _shard(self, model: PreTrainedModel) -> None:
         # Master weights start from the values that the engine computes with, not from finer ones.
@@ -222,7 +232,9 @@ class FsdpBackend:
     def _backward(self, rows: Rows, loss_of: LossOf) -> Tensor | None:
         """Accumulates the loss gradient; the tokens' entropies, or None when any rank is not finite."""
         batch = self._pack(rows or DUMMY)
-        log_probs_K, entropy_K = self._sharded.policy(batch, self._temperature(), torch.zeros(()))
+        log_probs_K, entropy_K = self._sharded.policy(
+            batch, self._temperature(), torch.zeros((), device=self._gang.device)
+        )
         loss = loss_of(log_probs_K, batch)
         finite = bool(torch.isfinite(loss)) and bool(torch.isfinite(log_probs_K).all())
         if not self._gang.all_true(finite):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -65,8 +66,11 @@ class ShardedAdamW:
             counter = torch.tensor(float(steps), dtype=torch.float32, device=shard.device)
             self._adamw.state[shard] = {"step": counter, **own}
 
-    def move(self, device: torch.device) -> None:
-        """Takes the moments to another memory; they must be back before the next step."""
+    def move(self, move: Callable[[Tensor], Tensor], shards: dict[str, Tensor]) -> None:
+        """Takes the moments elsewhere, and these shards for the parameters: the model has moved too."""
+        for name, shard in self._shards.items():
+            shard.data = shards[name]
         for state in self._adamw.state.values():
             for key, value in state.items():
-                state[key] = value.to(device)
+                state[key] = move(value)
+        self._adamw.grad_scale = self._adamw.found_inf = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -44,9 +44,7 @@ class ShardedModel:
         self._anchor = torch.zeros(1, device=gang.device)
         self._accumulating(reshard)
         self.finish_backward()  # fixes the sharded parameters for good
-        tensors = list(state_tensors(model))
-        self.parameters = {name: value for name, value in tensors if isinstance(value, DTensor)}
-        self.buffers = {name: value for name, value in tensors if not isinstance(value, DTensor)}
+        self._name_tensors()
 
     def shards(self) -> dict[str, Tensor]:
         """This rank's own fp32 master shards; writing to them changes the model."""
@@ -83,21 +81,50 @@ class ShardedModel:
             if isinstance(module, FSDPModule):
                 module.reshard()
 
+    def move(self, move: Callable[[Tensor], Tensor]) -> None:
+        """Takes everything elsewhere: masters, buffers, and gradients that are being accumulated."""
+        self.release()
+        reduced = {name: p.grad for name, p in self.parameters.items()}
+        self.drop_gradients()
+        whole = list(self._accumulated())
+        untyped: Any = self.policy
+        with torch.no_grad():
+            untyped._apply(move)  # fully_shard's own: it takes its shards anew
+            for holder, attribute, gradient in whole:
+                setattr(holder, attribute, move(gradient))
+        self._anchor = move(self._anchor)
+        self._name_tensors()
+        for name, shard in reduced.items():
+            if isinstance(shard, DTensor):
+                self.parameters[name].grad = _with_local(shard, move(shard.to_local()))
+
+    def _accumulated(self) -> Iterator[tuple[Any, str, Tensor]]:
+        """Whole gradients that wait for their reduction: (who keeps it, under which attribute, gradient)."""
+        for module in self.policy.modules():
+            group: Any = (
+                module._get_fsdp_state()._fsdp_param_group if isinstance(module, FSDPModule) else None
+            )
+            for parameter in group.fsdp_params if group is not None else ():
+                if parameter.unsharded_accumulated_grad is not None:
+                    yield parameter, "unsharded_accumulated_grad", parameter.unsharded_accumulated_grad
+                whole = getattr(parameter, "_unsharded_param", None)
+                if whole is not None and whole.grad is not None:
+                    # The parameter that it belongs to is freed and stays where it is: this is where sums wait.
+                    gradient, whole.grad = whole.grad, None
+                    yield parameter, "unsharded_accumulated_grad", gradient
+
+    def _name_tensors(self) -> None:
+        tensors = list(state_tensors(self.model))
+        self.parameters = {name: value for name, value in tensors if isinstance(value, DTensor)}
+        self.buffers = {name: value for name, value in tensors if not isinstance(value, DTensor)}
+
     def gather(self, name: str, shard: Tensor | None = None) -> Tensor:
         """The whole of a parameter, or of a tensor sharded like it, on the CPU; all ranks call it."""
         parameter = self.parameters[name]
         local = parameter.to_local().detach() if shard is None else shard
         if self._gang.world_size == 1:
             return local.cpu()
-        whole = DTensor.from_local(
-            local,
-            parameter.device_mesh,
-            parameter.placements,
-            run_check=False,
-            shape=parameter.shape,
-            stride=parameter.stride(),
-        ).full_tensor()
-        return whole.cpu()
+        return _with_local(parameter, local).full_tensor().cpu()
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Every parameter and buffer, whole; all ranks exhaust it."""
@@ -109,8 +136,11 @@ class ShardedModel:
     def scatter(self, name: str, whole: Tensor | None) -> Tensor:
         """This rank's shard of a tensor that rank 0 holds whole, sharded like parameter `name`."""
         parameter = self.parameters[name]
-        value = torch.empty(parameter.shape, dtype=torch.float32) if whole is None else whole.float()
-        value = value.contiguous().to(self._gang.device)
+        device = self._gang.device
+        if whole is None:
+            value = torch.empty(parameter.shape, dtype=torch.float32, device=device)
+        else:
+            value = whole.float().contiguous().to(device)
         self._gang.share(value)
         sharded = distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
         return sharded.to_local().clone()
@@ -120,3 +150,10 @@ class ShardedModel:
         self._root.set_requires_gradient_sync(reduce)
         self._root.set_reshard_after_backward(reduce)
         self._root.set_is_last_backward(reduce)
+
+
+def _with_local(like: DTensor, local: Tensor) -> DTensor:
+    """A tensor sharded like another, with another shard."""
+    return DTensor.from_local(
+        local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
