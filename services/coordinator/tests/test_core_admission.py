@@ -167,7 +167,7 @@ def test_named_devices_are_waited_for_and_nothing_else_is_taken():
     submit(state, "b", named=(["cpu:1"], ["cpu:2"]))
     admit_all(state, 0.0)
     assert state.runs["a"].grant.devices == ["a/cpu:1"]
-    assert plan_admission(state, 1.0).waiting == {"b": "a/cpu:1 to be free"}
+    assert plan_admission(state, 1.0).waiting == {"b": "a/cpu:1 to be free; held by a"}
 
 
 def test_a_lost_member_is_replaced_and_the_devices_stay():
@@ -227,7 +227,7 @@ def test_a_host_whose_devices_are_all_in_doubt_is_waited_for():
         state.table.quarantined[f"a/cpu:{core}"] = Quarantine("x#1", "")
     submit(state, "a")
     plan = plan_admission(state, 0.0)
-    assert not plan.grants and plan.waiting == {"a": "1 devices on a (0 free of 0)"}
+    assert not plan.grants and plan.waiting == {"a": "1 device on a (0 free of 0)"}
 
 
 def test_paused_and_cancelled_runs_do_not_wait():
