@@ -3,9 +3,18 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
-from headrace_servicekit.devices import bind_cpu, detect_devices, let_idle_threads_sleep, qualify
+from headrace_servicekit.devices import (
+    bind_cpu,
+    boot_id,
+    detect_devices,
+    full_names,
+    gpu_uuids,
+    let_idle_threads_sleep,
+    parse_gpus,
+)
 from headrace_servicekit.errors import ServiceError
 
 BIND = """
@@ -34,15 +43,52 @@ def test_a_core_that_is_not_there_is_refused():
         bind_cpu(["h/cpu:4095"])
 
 
-def test_names():
-    assert qualify("h", ["cpu:0", "other/gpu:1"]) == ["h/cpu:0", "other/gpu:1"]
+DRIVER_FILE = """Model: \t\t NVIDIA H100
+IRQ:   \t\t 35
+GPU UUID: \t GPU-8f2a
+Bus Location: \t 0000:05:00.0
+Device Minor: \t 3
+"""
+NVIDIA_SMI = """
+GPU 00000000:05:00.0
+    GPU UUID                              : GPU-8f2a
+    Minor Number                          : 3
+GPU 00000000:06:00.0
+    GPU UUID                              : GPU-????????-????
+    Minor Number                          : 4
+"""
+
+
+def test_a_core_is_named_by_the_boot_id_whatever_the_host_is_called(monkeypatch):
+    core = min(os.sched_getaffinity(0))
+    monkeypatch.setattr("socket.gethostname", lambda: "container-1")
+    first = full_names([f"cpu:{core}"])
+    monkeypatch.setattr("socket.gethostname", lambda: "container-2")
+    assert first == full_names([f"cpu:{core}"]) == [f"{boot_id()}/cpu:{core}"]
+    assert boot_id() == Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    assert full_names(["other/cpu:1"]) == ["other/cpu:1"]
+
+
+def test_what_is_no_device_is_refused():
     for name in ("cpu", "cpu:x", "h/h/cpu:0", "tpu:0"):
         with pytest.raises(ServiceError, match="no device"):
-            qualify("h", [name])
+            full_names([name])
+
+
+def test_a_gpu_is_named_by_its_uuid_and_the_number_that_the_driver_gives_it():
+    assert parse_gpus(DRIVER_FILE) == parse_gpus(NVIDIA_SMI) == {3: "GPU-8f2a/gpu:3"}
+    assert gpu_uuids(["b/cpu:0", "GPU-8f2a/gpu:3"]) == ["GPU-8f2a"]
+
+
+def test_a_gpu_that_the_driver_does_not_show_is_refused(monkeypatch):
+    monkeypatch.setattr("headrace_servicekit.devices._gpus", lambda: parse_gpus(DRIVER_FILE))
+    assert full_names(["gpu:3"]) == detect_devices() == ["GPU-8f2a/gpu:3"]
+    with pytest.raises(ServiceError, match="'gpu:0' is not on this machine, which shows gpu:3"):
+        full_names(["gpu:0"])
 
 
 def test_detection_finds_something():
-    kinds = {name.partition(":")[0] for name in detect_devices()}
+    kinds = {name.rpartition("/")[2].partition(":")[0] for name in detect_devices()}
     assert kinds in ({"cpu"}, {"gpu"})
 
 

@@ -11,6 +11,7 @@ import pytest
 from headrace.common.v1 import common_pb2
 from headrace.coordinator.v1 import fleet_pb2
 from headrace.reward.v1 import reward_pb2, reward_pb2_grpc
+from headrace_servicekit.devices import boot_id
 from headrace_servicekit.errors import ServiceError
 from headrace_servicekit.instance import Instance, InstanceConfig, parse_instance_config
 
@@ -85,7 +86,7 @@ async def test_register_says_who_and_where_and_the_address_answers(fleet, instan
     instance.capabilities["engines"] = ["transformers"]
     request = await until(lambda: fleet.registered and fleet.registered[0], "the registration")
     assert (request.instance, request.incarnation, request.host) == ("rollout-3", "abc", "h")
-    assert request.kind == fleet_pb2.SERVICE_KIND_ROLLOUT and list(request.devices) == ["h/cpu:0"]
+    assert request.kind == fleet_pb2.SERVICE_KIND_ROLLOUT and list(request.devices) == [f"{boot_id()}/cpu:0"]
     assert request.address == instance.address
     assert await reward_stub(request.address).OpenRun(reward_pb2.OpenRunRequest())
 
@@ -318,7 +319,7 @@ def test_config_comes_from_flags_then_environment_then_defaults(monkeypatch, tmp
     (tmp_path / "token").write_text("secret\n")
     config = parse_instance_config("rollout", ["--host", "h2", "--token-file", str(tmp_path / "token")])
     assert (config.name, config.host) == ("from-environment", "h2")
-    assert config.devices == ("h2/cpu:0", "h2/cpu:1") and config.read_token() == "secret"
+    assert config.devices == (f"{boot_id()}/cpu:0", f"{boot_id()}/cpu:1") and config.read_token() == "secret"
     assert config.incarnation and config.incarnation != parse_instance_config("rollout", []).incarnation
     monkeypatch.delenv("HEADRACE_NAME")
     assert parse_instance_config("trainer", []).name == "trainer-0"
@@ -326,8 +327,8 @@ def test_config_comes_from_flags_then_environment_then_defaults(monkeypatch, tmp
 
 def test_auto_devices_are_this_hosts(monkeypatch):
     config = parse_instance_config("trainer", ["--devices", "auto", "--host", "h"])
-    cores = [f"h/cpu:{core}" for core in sorted(os.sched_getaffinity(0))]
-    assert list(config.devices) == cores or config.devices[0].startswith("h/gpu:")
+    cores = [f"{boot_id()}/cpu:{core}" for core in sorted(os.sched_getaffinity(0))]
+    assert list(config.devices) == cores or config.devices[0].startswith("GPU-")
 
 
 @pytest.mark.parametrize(

@@ -81,8 +81,10 @@ def test_a_stale_epoch_is_forgotten_at_once_and_given_up():
         leases.HeartbeatSent(1, 5.0), leases.HeartbeatAcked(1, at=6.0, stale=(7, 99)), state=held()
     )
     assert effects == [leases.Forget(7), leases.GiveUp(7, 0.0)]
-    state, effects = run(leases.LetGo(7, 1234), state=state)
-    assert effects == [leases.Forget(7), leases.TellReleased(7, 1234)] and not state.holdings
+    state, effects = run(leases.LetGo(7, leases.Memory(1234, 99)), state=state)
+    assert (
+        effects == [leases.Forget(7), leases.TellReleased(7, leases.Memory(1234, 99))] and not state.holdings
+    )
 
 
 def test_a_stale_epoch_of_register_is_given_up():
@@ -102,16 +104,19 @@ def test_a_revoked_lease_stays_valid_and_renewed_until_it_is_let_go():
 def test_a_revoke_during_the_grant_waits_for_it_and_never_says_held():
     state, effects = run(leases.SessionOpened(0, TTL), leases.Granted(lease(7)), leases.Revoked(7, 2.0))
     assert effects == [leases.Acquire(lease(7))]
-    _, effects = run(leases.Acquired(7), leases.LetGo(7, 5), state=state)
-    assert effects == [leases.GiveUp(7, 2.0), leases.Forget(7), leases.TellReleased(7, 5)]
+    _, effects = run(leases.Acquired(7), leases.LetGo(7, leases.Memory(5)), state=state)
+    assert effects == [leases.GiveUp(7, 2.0), leases.Forget(7), leases.TellReleased(7, leases.Memory(5))]
 
 
 def test_repeated_commands_get_the_same_answers():
     state, effects = run(leases.Granted(lease(7)), state=held())
     assert effects == [leases.TellHeld(7)]
-    state, _ = run(leases.Revoked(7, 0), leases.LetGo(7, 42), state=state)
+    state, _ = run(leases.Revoked(7, 0), leases.LetGo(7, leases.Memory(42)), state=state)
     _, effects = run(leases.Revoked(7, 0), leases.Granted(lease(7)), state=state)
-    assert effects == [leases.TellReleased(7, 42), leases.TellHeld(7, "this lease was already let go")]
+    assert effects == [
+        leases.TellReleased(7, leases.Memory(42)),
+        leases.TellHeld(7, "this lease was already let go"),
+    ]
 
 
 def test_acks_of_an_earlier_stream_renew_nothing():
@@ -152,7 +157,7 @@ class World:
                 case leases.Acquire(granted):
                     self.feed(leases.Acquired(granted.epoch))
                 case leases.GiveUp(epoch, _):
-                    self.feed(leases.LetGo(epoch, 0))
+                    self.feed(leases.LetGo(epoch, leases.Memory()))
 
     def reconnect(self):
         self.up.clear()

@@ -37,7 +37,6 @@ def live(monkeypatch):
         world = World(5, faults=False)
         if trouble is not None:
             monkeypatch.setattr(World, "trouble", trouble)
-            monkeypatch.setattr(world, "faulty", True)
         with contextlib.suppress(Violation):  # the judge of a calm world wants success
             run_virtual(world.live())
         run, history = world.ended, world.history

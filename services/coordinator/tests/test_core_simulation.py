@@ -49,7 +49,6 @@ def test_stopped_samples_go_on_from_their_prefix_at_once(monkeypatch):
     assert not any(prefixes)
     monkeypatch.setattr(World, "trouble", stops)
     world = World(3, faults=False)
-    monkeypatch.setattr(world, "faulty", True)
     outcome = run_virtual(world.live())
     assert outcome.state == "SUCCEEDED" and any(prefixes)
     assert outcome.virtual_s < 20 * calm.virtual_s
@@ -136,7 +135,6 @@ def test_a_damaged_checkpoint_is_told_of_and_the_one_before_is_restored(monkeypa
     monkeypatch.setattr(Disk, "save", saved)
     monkeypatch.setattr(World, "trouble", harms)
     world = World(3, faults=False)
-    monkeypatch.setattr(world, "faulty", True)
     often = world.spec.checkpoint.model_copy(update={"enabled": True, "interval_steps": 1, "keep": 3})
     world.spec = world.spec.model_copy(update={"steps": 8, "checkpoint": often})
     assert run_virtual(world.live()).state == "SUCCEEDED"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import os
 import sys
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field, replace
@@ -156,7 +157,7 @@ async def new_engine(model_config, weight_views, codec) -> AsyncIterator[Callabl
         config = EngineConfig(model_config.model_copy(update=model), codec, max_concurrency)
         engine = ENGINES.choose("transformers", {}).build(config)
         engines.append(engine)
-        await engine.set_threads(1)
+        await engine.place((torch.device("cpu"),), 1)
         if install:
             await engine.install(Policy(1, "one"), weight_views)
         return engine
@@ -239,8 +240,10 @@ class Rollout:
     def engine(self) -> Engine:
         return self.servicer._run.engine
 
-    def decoding_threads(self) -> int:
-        return self.engine._executor.submit(torch.get_num_threads).result(WAIT_S)
+    def decoding(self) -> tuple[int, set[int]]:
+        """Threads and cores of the decoding thread, as that thread sees them."""
+        look = self.engine._executor.submit(lambda: (torch.get_num_threads(), os.sched_getaffinity(0)))
+        return look.result(WAIT_S)
 
     def generate(self, groups, *, half_close=True, **options) -> GenerateCall:
         return GenerateCall(self.stub, groups, half_close, options)
@@ -251,7 +254,7 @@ class GenerateCall:
 
     def __init__(self, stub, groups, half_close, options):
         self.call = stub.Generate()
-        self.chunks, self.partials = [], []
+        self.chunks, self.partials, self.revoked = [], [], False
         fields = {"policy_number": 1, "max_new_tokens": 24, "seed": 7, **options}
         distribution = common_pb2.SamplingDistribution(temperature=fields.pop("temperature", 1.0))
         self._opening = rollout_pb2.GenerateOpen(header=HEADER, distribution=distribution, **fields)
@@ -268,6 +271,11 @@ class GenerateCall:
     async def assign(self, groups) -> None:
         await self.call.write(rollout_pb2.GenerateRequest(assign=rollout_pb2.AssignGroups(groups=groups)))
 
+    async def reauthorize(self, epoch: int) -> None:
+        header = common_pb2.CommandHeader(run=RUN, coordinator_epoch=1, lease_epoch=epoch)
+        message = rollout_pb2.Reauthorize(header=header)
+        await self.call.write(rollout_pb2.GenerateRequest(reauthorize=message))
+
     async def read_until(self, condition) -> None:
         async with asyncio.timeout(WAIT_S):
             while not condition(self):
@@ -276,6 +284,8 @@ class GenerateCall:
                     return
                 self.chunks += response.chunks
                 self.partials += response.partials
+                assert not self.revoked, "a revoked stream has ended"
+                self.revoked = response.revoked
 
     async def read_all(self) -> dict[tuple[int, int], common_pb2.Trajectory]:
         await self.read_until(lambda _: False)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import threading
 
 import pytest
 from headrace.common.v1 import common_pb2
 from headrace.rollout.v1 import rollout_pb2
 from headrace_modelkit.presets.tiny import tiny_model
+from headrace_rollout.engines.base import Distribution, Policy, Scope
+from headrace_servicekit.errors import ServiceError
 from rollout_calls import HEADER, RUN, refused
 
 
@@ -24,9 +28,10 @@ async def test_a_stale_epoch_or_a_missing_lease_changes_nothing(rollout, assignm
 async def test_a_revoked_lease_sends_partials_and_frees_the_device(rollout, assignments):
     call = await rollout.generate(assignments, chunk_tokens=1, max_new_tokens=110).start()
     await call.read_until(lambda call: call.chunks)
-    assert await rollout.instance.on_revoke(1, 1.0) > 0
+    memory = await rollout.instance.on_revoke(1, 10.0)
+    assert memory.free_bytes > 0 and memory.used_bytes > 0
     await call.read_all()
-    assert call.partials
+    assert call.partials and call.revoked
     again = rollout.generate(assignments)
     await refused((await again.start()).read_all(), "POLICY_MISMATCH", "none is installed")
     # The next lease begins as the first one did, also when the engine was suspended before.
@@ -36,6 +41,65 @@ async def test_a_revoked_lease_sends_partials_and_frees_the_device(rollout, assi
         await rollout.stub.Pause(rollout_pb2.PauseRequest(header=HEADER))
         await rollout.stub.Suspend(rollout_pb2.SuspendRequest(header=HEADER))
         await rollout.instance.on_revoke(1, 1.0)
+
+
+async def test_a_stream_goes_on_under_another_lease(rollout, assignments):
+    call = await rollout.generate([], half_close=False, chunk_tokens=1, max_new_tokens=110).start()
+    rollout.instance.fence.grant(2)
+    await call.reauthorize(2)
+    await call.assign(assignments)
+    await call.read_until(lambda call: call.chunks)
+    # The streams of the old lease end, and this is none of them any more.
+    await rollout.servicer._run.revoke_streams(1, 5.0)
+    rollout.instance.fence.release(1)
+    await call.call.done_writing()
+    assert len(await call.read_all()) == 12 and not call.revoked and not call.partials
+
+
+async def test_a_stream_takes_no_lease_that_is_not_held(rollout, assignments):
+    call = await rollout.generate([], half_close=False).start()
+    await call.reauthorize(2)
+    await refused(call.read_all(), "EPOCH_STALE", "lease epoch 2")
+
+
+async def test_no_token_is_made_once_the_lease_has_lapsed(rollout, assignments):
+    """Nobody tells the engine: it asks at every round."""
+    call = await rollout.generate(assignments, half_close=False, chunk_tokens=1, max_new_tokens=110).start()
+    await call.read_until(lambda call: call.chunks)
+    rollout.instance.fence.grant(1, 0.0)
+    await call.read_until(lambda call: len(call.partials) + len(call.finished()) == 12)
+    assert not rollout.engine._decoder.living
+    rollout.instance.fence.grant(1)
+    await call.assign(assignments)
+    await call.call.done_writing()
+    await call.read_all()
+    assert call.partials and len(call.partials) + len(call.chunks) >= 24
+
+
+@pytest.mark.parametrize("call", ["install", "wake", "score"])
+async def test_what_waits_for_the_engine_s_thread_asks_its_lease_again(rollout, publish, call):
+    engine, fence = rollout.engine, rollout.instance.fence
+    acts = {
+        "install": lambda authority: engine.install(Policy(9, "nine"), [], authority),
+        "wake": lambda authority: engine.wake(Scope.ALL, authority),
+        "score": lambda authority: engine.score([([1, 2], 1)], Distribution(), authority),
+    }
+    gate = threading.Event()
+    engine._executor.submit(gate.wait, 60)
+    authority = rollout.servicer._authority(HEADER)
+    authority()
+    waiting = asyncio.create_task(acts[call](authority))
+    await asyncio.sleep(0)
+    fence.grant(1, 0.0)
+    gate.set()
+    with pytest.raises(ServiceError, match="LEASE_QUIESCED"):
+        await waiting
+    assert engine.policy.number == 1
+
+
+async def test_a_gpu_that_is_not_there_is_refused(rollout):
+    with pytest.raises(ServiceError, match="GPU-8f2a is leased and this process sees no GPU"):
+        await rollout.instance.on_grant(common_pb2.Lease(epoch=2, devices=["GPU-8f2a/gpu:0"]))
 
 
 async def test_a_lease_that_is_not_renewed_makes_no_more_tokens_until_it_is(rollout, assignments):
@@ -57,9 +121,14 @@ async def test_a_grant_sets_cores_and_threads_of_the_decoding_thread(rollout):
     try:
         lease = common_pb2.Lease(epoch=2, devices=[f"host/cpu:{core}" for core in cores[:2]])
         await rollout.instance.on_grant(lease)
-        assert rollout.decoding_threads() == 2
+        assert rollout.decoding() == (2, set(cores[:2]))
         await rollout.instance.on_revoke(2, 1.0)
-        assert rollout.decoding_threads() == 1
+        assert rollout.decoding()[0] == 1
+        for core in cores[:2]:
+            lease = common_pb2.Lease(epoch=3 + core, devices=[f"host/cpu:{core}"])
+            await rollout.instance.on_grant(lease)
+            assert rollout.decoding() == (1, {core})
+            await rollout.instance.on_revoke(lease.epoch, 1.0)
     finally:
         for thread in os.listdir("/proc/self/task"):
             os.sched_setaffinity(int(thread), cores)

@@ -38,6 +38,9 @@ def test_philox_gives_the_known_answers(counter, key, expected):
     assert [f"{int(word[0]):08x}" for word in philox4x32(words(counter), words(key))] == expected.split()
 
 
+CPU = torch.device("cpu")
+
+
 def test_uniforms_are_uniform_and_depend_on_every_coordinate():
     position = np.arange(20_000)
     zeros = np.zeros_like(position)
@@ -67,7 +70,7 @@ def logits(rows=4, scale=3.0):
     ],
 )
 def test_truncation_equals_transformers(distribution, reference):
-    found = process(logits(), RowDistributions.of([distribution] * 4))
+    found = process(logits(), RowDistributions.of([distribution] * 4, CPU))
     assert torch.equal(found, reference(None, logits()))
     assert 0 < found.isinf().sum() < found.numel() - 4
 
@@ -75,23 +78,25 @@ def test_truncation_equals_transformers(distribution, reference):
 def test_the_repetition_penalty_equals_transformers():
     seen_ids = torch.tensor([[1, 2, 3], [4, 4, 4], [0, 49, 7], [9, 8, 9]])
     seen = torch.zeros(4, V, dtype=torch.bool).scatter(1, seen_ids, True)
-    found = process(logits(), RowDistributions.of([Distribution(repetition_penalty=1.3)] * 4), seen)
+    found = process(logits(), RowDistributions.of([Distribution(repetition_penalty=1.3)] * 4, CPU), seen)
     assert torch.equal(found, RepetitionPenaltyLogitsProcessor(1.3)(seen_ids, logits()))
 
 
 def test_each_row_has_its_own_distribution():
     rows = [Distribution(), Distribution(0.5, top_k=2), Distribution(2.0, top_p=0.4), Distribution(min_p=0.3)]
-    together = process(logits(), RowDistributions.of(rows))
+    together = process(logits(), RowDistributions.of(rows, CPU))
     for index, row in enumerate(rows):
-        alone = process(logits()[index : index + 1], RowDistributions.of([row]))
+        alone = process(logits()[index : index + 1], RowDistributions.of([row], CPU))
         torch.testing.assert_close(together[index : index + 1], alone)
 
 
 def test_the_draw_follows_the_distribution_and_its_log_probs():
     rows = 20_000
-    scores = process(logits(1).expand(rows, V), RowDistributions.of([Distribution(0.8, top_k=10)] * rows))
+    scores = process(
+        logits(1).expand(rows, V), RowDistributions.of([Distribution(0.8, top_k=10)] * rows, CPU)
+    )
     uniform = (torch.arange(rows) + 0.5) / rows
-    tokens, log_probs = draw(scores, RowDistributions.of([Distribution()] * rows), uniform)
+    tokens, log_probs = draw(scores, RowDistributions.of([Distribution()] * rows, CPU), uniform)
     expected = scores[0].log_softmax(-1)
     torch.testing.assert_close(log_probs, expected[tokens])
     frequency = torch.bincount(tokens, minlength=V) / rows
@@ -103,13 +108,15 @@ def test_a_token_of_probability_zero_is_never_drawn(uniform):
     scores = torch.full((3, V), float("-inf"))
     scores[0, 7], scores[1, 0], scores[2, V - 1] = 5.0, 5.0, -80.0
     scores[:, 20] = torch.tensor([1.0, 2.0, -80.0])
-    tokens, log_probs = draw(scores, RowDistributions.of([Distribution()] * 3), torch.full((3,), uniform))
+    tokens, log_probs = draw(
+        scores, RowDistributions.of([Distribution()] * 3, CPU), torch.full((3,), uniform)
+    )
     assert tokens.tolist() == ([7, 0, 20] if uniform == 0 else [20, 20, V - 1])
     assert log_probs.isfinite().all()
 
 
 def test_greedy_rows_take_the_best_and_report_temperature_one():
-    rows = RowDistributions.of([Distribution(0.0), Distribution(1.0)])
+    rows = RowDistributions.of([Distribution(0.0), Distribution(1.0)], CPU)
     two = logits(2)
     tokens, log_probs = draw(process(two, rows), rows, torch.tensor([0.999, 0.0]))
     assert tokens[0] == two[0].argmax() and tokens[1] == 0

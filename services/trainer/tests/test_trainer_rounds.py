@@ -148,7 +148,7 @@ from headrace_trainer import rounds
 from headrace_trainer.gang import join_gang
 rounds.DEADLINE_S = 0.3
 gang = join_gang(4, 0, 1, "", 5, torch.device("cpu"))
-rounds.Rounds(gang, lambda header: time.sleep(60)).lead("commit", step=7, attempt=2)
+rounds.Rounds(gang, lambda header: time.sleep(60), holds_lease=lambda: True).lead("commit", step=7, attempt=2)
 """
 
 

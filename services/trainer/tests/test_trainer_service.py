@@ -264,7 +264,7 @@ async def test_a_failure_inside_the_commit_needs_a_restore(client, make_settled,
 async def test_a_revoke_suspends_and_the_next_grant_wakes(client, make_settled):
     version = (await client.open()).version
     await client.begin(0, 1, 1, 2)
-    assert await client.instance.on_revoke(11, 5.0) > 0
+    assert (await client.instance.on_revoke(11, 5.0)).free_bytes > 0
     assert await refused(client.learn(0, 1, [make_settled(0, version=version)])) == "SUSPENDED"
     await client.instance.on_grant(common_pb2.Lease(epoch=11))
     assert await client.learn(0, 1, [make_settled(0, version=version)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -222,6 +223,44 @@ async def test_a_checkpoint_of_two_ranks_restores_on_one_and_back(
         leader.restore(single.checkpoint.name, 60), follower.restore(single.checkpoint.name, 60)
     )
     assert back.version.digest == again[0].version.digest
+
+
+async def until_lease(follower, *, holds: bool) -> None:
+    """The follower's process has heard the signal: it refuses by its lease, or by its rank."""
+    async with asyncio.timeout(30):
+        while True:
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await follower.begin(0, 1, 1, 2)
+            if (reason_of(caught.value) == "NOT_LEADER") is holds:
+                return
+
+
+async def test_a_rank_whose_lease_lapsed_leaves_nobody_in_a_round(
+    pair, make_config, make_settled, settled_digest
+):
+    leader, follower, process = pair
+    await form(leader, follower, make_config(trainer={"ranks": 2}))
+    version = (await leader.restore("", 1)).version
+    groups = [make_settled(p, version=version) for p in range(2)]
+    await leader.begin(0, 1, 1, 2)
+    await leader.learn(0, 1, groups[:1])
+    process.send_signal(signal.SIGUSR1)
+    await until_lease(follower, holds=False)
+    for call in (
+        leader.learn(0, 1, groups[1:]),
+        leader.commit(0, 1, 1, 2, settled_digest(groups[:1])),
+        leader.restore("", 7),
+    ):
+        with pytest.raises(grpc.aio.AioRpcError, match="rank 1") as caught:
+            await asyncio.wait_for(call, 30)
+        assert reason_of(caught.value) == "LEASE_QUIESCED"
+    state = await leader.state()
+    assert (state.phase, state.version.number, state.generation) == (pb.STEP_PHASE_ACCUMULATING, 1, 1)
+    process.send_signal(signal.SIGUSR2)
+    await until_lease(follower, holds=True)
+    await leader.learn(0, 1, groups[1:])
+    reply = await leader.commit(0, 1, 1, 2, settled_digest(groups))
+    assert reply.version.number == 2
 
 
 async def test_a_lost_rank_is_told_and_a_new_gang_goes_on(

@@ -1,8 +1,12 @@
-"""One trainer process of a gang, for the tests of two ranks: `python two_ranks.py PORT_FILE SHM_DIR`."""
+"""One trainer process of a gang, for the tests of two ranks: `python two_ranks.py PORT_FILE SHM_DIR`.
+
+SIGUSR1 lets its lease lapse, SIGUSR2 renews it.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import signal
 import sys
 from pathlib import Path
 
@@ -17,6 +21,9 @@ async def main() -> None:
     await mount(instance)
     address = await instance.start()
     instance.fence.grant(11)
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGUSR1, instance.fence.grant, 11, 0.0)
+    loop.add_signal_handler(signal.SIGUSR2, instance.fence.grant, 11)
     part = port_file.with_suffix(".part")
     part.write_text(address)
     part.rename(port_file)

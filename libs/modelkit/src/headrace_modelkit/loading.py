@@ -51,7 +51,7 @@ def load_model(
             with no_init_weights():
                 model = _Models.from_config(architecture, dtype=wanted)
             model.tie_weights()
-    ready: PreTrainedModel = model.to(device).eval()
+    ready: PreTrainedModel = (model if device == "cpu" else model.to(device)).eval()
     return ready
 
 

@@ -80,25 +80,39 @@ class Fence:
         if opening:
             with opening_refusals():
                 self._open_runs.check(header)
-        if lease and not self.holds(header.lease_epoch):
-            if header.lease_epoch in self._deadlines:
-                raise ServiceError(
-                    grpc.StatusCode.FAILED_PRECONDITION,
-                    "LEASE_QUIESCED",
-                    f"lease epoch {header.lease_epoch} was not renewed in time; try again once it is",
-                    lease_epoch=str(header.lease_epoch),
-                )
-            held = sorted(epoch for epoch in self._deadlines if self.holds(epoch))
-            raise _stale(
-                f"lease epoch {header.lease_epoch} is not held by this instance (it holds {held or 'none'}); "
-                "acquire the device again",
-                lease_epoch=str(header.lease_epoch),
-            )
-
+        if lease:
+            self.check_lease(header.lease_epoch)
         if call := _admission.get():
             call.offer(self, header.coordinator_epoch)
         else:
             self.believe(header.coordinator_epoch)
+
+    def check_lease(self, epoch: int) -> None:
+        """Raises ServiceError EPOCH_STALE or LEASE_QUIESCED unless the lease is held.
+
+        Any thread may call it: work that waits in a queue asks again right before its effect.
+        """
+        if self.holds(epoch):
+            return
+        if epoch in self._deadlines:
+            raise ServiceError(
+                grpc.StatusCode.FAILED_PRECONDITION,
+                "LEASE_QUIESCED",
+                f"lease epoch {epoch} was not renewed in time; try again once it is",
+                lease_epoch=str(epoch),
+            )
+        raise _stale(
+            f"lease epoch {epoch} is not held by this instance (it holds {self._held() or 'none'}); "
+            "acquire the device again",
+            lease_epoch=str(epoch),
+        )
+
+    def holds_any(self) -> bool:
+        """Whether at least one lease is held and its deadline has not passed. Any thread may call it."""
+        return bool(self._held())
+
+    def _held(self) -> list[int]:
+        return sorted(epoch for epoch in list(self._deadlines) if self.holds(epoch))
 
     def obey(self, coordinator_epoch: int, store_id: str) -> None:
         """A coordinator has taken this instance in; raises ServiceError EPOCH_STALE when a higher one was obeyed."""

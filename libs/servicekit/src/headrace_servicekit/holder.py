@@ -27,7 +27,7 @@ class LeaseCallbacks:
     """What the service does about its leases; see Instance for their meaning."""
 
     on_grant: Callable[[common_pb2.Lease], Awaitable[None]]
-    on_revoke: Callable[[int, float], Awaitable[int]]
+    on_revoke: Callable[[int, float], Awaitable[leases.Memory]]
     on_quiesce: Callable[[int], Awaitable[None]]
 
 
@@ -125,8 +125,10 @@ class LeaseHolder:
                 self.tell(
                     fleet_pb2.SessionRequest(lease_held=fleet_pb2.LeaseHeld(epoch=epoch, refusal=refusal))
                 )
-            case leases.TellReleased(epoch, free_bytes):
-                released = fleet_pb2.LeaseReleased(epoch=epoch, free_memory_bytes=free_bytes)
+            case leases.TellReleased(epoch, memory):
+                released = fleet_pb2.LeaseReleased(
+                    epoch=epoch, free_memory_bytes=memory.free_bytes, used_memory_bytes=memory.used_bytes
+                )
                 self.tell(fleet_pb2.SessionRequest(lease_released=released))
             case _:
                 assert_never(effect)
@@ -150,9 +152,9 @@ class LeaseHolder:
             _logger.error("on_quiesce failed", extra={"lease_epoch": epoch}, exc_info=error)
 
     async def _give_up(self, epoch: int, notice_s: float) -> None:
-        started, free = self._now(), asyncio.ensure_future(self._callbacks().on_revoke(epoch, notice_s))
-        await asyncio.wait({free})
-        error = free.exception()
+        started, freed = self._now(), asyncio.ensure_future(self._callbacks().on_revoke(epoch, notice_s))
+        await asyncio.wait({freed})
+        error = freed.exception()
         if error is not None:
             # Whether the device is free is unknown now; the end of this process will prove it.
             _logger.error("on_revoke failed", extra={"lease_epoch": epoch}, exc_info=error)
@@ -164,7 +166,7 @@ class LeaseHolder:
             _logger.warning(
                 "lease let go after its notice", extra={"lease_epoch": epoch, "late_s": round(late, 3)}
             )
-        self.handle(leases.LetGo(epoch, free.result()))
+        self.handle(leases.LetGo(epoch, freed.result()))
 
 
 async def _outcome(work: Awaitable[None], timeout_s: float) -> BaseException | None:

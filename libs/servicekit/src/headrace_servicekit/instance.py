@@ -20,6 +20,7 @@ from headrace_servicekit.fence import Fence, opening_refusals
 from headrace_servicekit.holder import LeaseCallbacks, LeaseHolder
 from headrace_servicekit.instance_config import InstanceConfig, parse_instance_config
 from headrace_servicekit.kinds import KINDS
+from headrace_servicekit.leases import Memory
 from headrace_servicekit.logs import configure_logging, get_logger, log_context
 from headrace_servicekit.open_runs import Build, End, OpenRuns
 from headrace_servicekit.requests import check_name
@@ -39,7 +40,7 @@ class Instance:
 
     Set the callbacks before `start`:
     `on_grant(lease)` takes the resources (raise ServiceError to refuse); `on_revoke(epoch, notice_s)` reaches
-    a safe point, gives them back and returns the bytes now free; `on_quiesce(epoch)` hears that a lease was
+    a safe point, gives them back and returns the memory measured then; `on_quiesce(epoch)` hears that a lease was
     not renewed in time; `on_drain(grace_s)` finishes the work.
     """
 
@@ -50,7 +51,7 @@ class Instance:
         self.log: logging.Logger = get_logger(f"headrace.{config.kind}")
         self.capabilities: dict[str, list[str]] = {}
         self.on_grant: Callable[[common_pb2.Lease], Awaitable[None]] = _nothing
-        self.on_revoke: Callable[[int, float], Awaitable[int]] = _free_host_memory
+        self.on_revoke: Callable[[int, float], Awaitable[Memory]] = _host_memory
         self.on_quiesce: Callable[[int], Awaitable[None]] = _nothing
         self.on_drain: Callable[[float], Awaitable[None]] = _nothing
         self.address = ""
@@ -252,5 +253,10 @@ async def _nothing(_: object) -> None:
     return None
 
 
-async def _free_host_memory(epoch: int, notice_s: float) -> int:
-    return int(psutil.virtual_memory().available)
+def host_memory() -> Memory:
+    """Memory of this host that is available, and this process's resident set."""
+    return Memory(int(psutil.virtual_memory().available), int(psutil.Process().memory_info().rss))
+
+
+async def _host_memory(epoch: int, notice_s: float) -> Memory:
+    return host_memory()

@@ -15,7 +15,7 @@ from typing import Literal
 import grpc
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from headrace_servicekit.devices import detect_devices, qualify
+from headrace_servicekit.devices import detect_devices, full_names
 from headrace_servicekit.errors import ServiceError
 from headrace_servicekit.problems import explain
 
@@ -34,16 +34,14 @@ def default_shm_dir() -> Path:
 
 
 class InstanceConfig(BaseModel):
-    """One instance. `devices` hold full names, "{host}/cpu:0"; give them without host, or "auto"."""
+    """One instance. `devices` hold full names, see `devices`; give them as "cpu:0", "gpu:0", or "auto"."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     kind: Kind
     name: str = Field("", description="stable name of the instance; default: KIND-0")
     incarnation: str = Field("", description="unique id of this process; default: a fresh one")
-    host: str = Field(
-        "", description="name of the host, first part of device names; default: the host's name"
-    )
+    host: str = Field("", description="name of the host; default: the host's name")
     coordinator: str = Field(
         "", description="host:port of the coordinator; empty: stand-alone, without a session"
     )
@@ -90,12 +88,12 @@ class InstanceConfig(BaseModel):
         return filled
 
     @model_validator(mode="after")
-    def _qualify_devices(self) -> InstanceConfig:
+    def _name_devices(self) -> InstanceConfig:
         try:
-            qualified = tuple(qualify(self.host, self.devices))
+            named = tuple(full_names(self.devices))
         except ServiceError as error:
             raise ValueError(f"devices: {error.message}") from error
-        object.__setattr__(self, "devices", qualified)
+        object.__setattr__(self, "devices", named)
         return self
 
     def read_token(self) -> str | None:

@@ -45,13 +45,22 @@ class Holding:
 
 
 @dataclass(frozen=True)
+class Memory:
+    """What a release measured on its devices: what is free, and what this process still uses (on a CPU its
+    resident set)."""
+
+    free_bytes: int = 0
+    used_bytes: int = 0
+
+
+@dataclass(frozen=True)
 class LeaseState:
     """All leases of one instance. `anchor` is when the last message known to have arrived was sent."""
 
     holdings: dict[int, Holding] = field(default_factory=dict)
     anchor: float = 0.0
     sent: dict[int, float] = field(default_factory=dict)
-    released: dict[int, int] = field(default_factory=dict)
+    released: dict[int, Memory] = field(default_factory=dict)
     default_ttl_s: float = 30.0
 
     def held(self) -> list[common_pb2.Lease]:
@@ -125,7 +134,7 @@ class LetGo:
     """The instance has given the resources back."""
 
     epoch: int
-    free_bytes: int
+    memory: Memory
 
 
 @dataclass(frozen=True)
@@ -190,7 +199,7 @@ class TellReleased:
     """Tell the coordinator that the lease is let go."""
 
     epoch: int
-    free_bytes: int
+    memory: Memory
 
 
 Effect = Acquire | Hold | Quiesce | GiveUp | Forget | TellHeld | TellReleased
@@ -281,7 +290,7 @@ def _stale(state: LeaseState, epochs: Iterable[int]) -> Step:
 def _revoked(state: LeaseState, epoch: int, notice_s: float) -> Step:
     holding = state.holdings.get(epoch)
     if holding is None:
-        return state, [TellReleased(epoch, state.released.get(epoch, 0))]
+        return state, [TellReleased(epoch, state.released.get(epoch, Memory()))]
     if holding.phase is Phase.LEAVING:
         return state, []
     if holding.phase is Phase.ACQUIRING:
@@ -293,8 +302,8 @@ def _let_go(state: LeaseState, event: LetGo) -> Step:
     if event.epoch not in state.holdings:
         return state, []
     remembered = dict(list(state.released.items())[-_REMEMBERED + 1 :])
-    state = replace(_without(state, event.epoch), released={**remembered, event.epoch: event.free_bytes})
-    return state, [Forget(event.epoch), TellReleased(event.epoch, event.free_bytes)]
+    state = replace(_without(state, event.epoch), released={**remembered, event.epoch: event.memory})
+    return state, [Forget(event.epoch), TellReleased(event.epoch, event.memory)]
 
 
 def _tick(state: LeaseState, now: float) -> Step:

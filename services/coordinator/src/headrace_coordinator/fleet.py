@@ -15,6 +15,7 @@ import msgspec
 from headrace.common.v1 import common_pb2
 
 from headrace_coordinator.domain import events as ev
+from headrace_coordinator.domain.places import machines
 from headrace_coordinator.domain.state import InstanceState
 from headrace_coordinator.kernel import Kernel
 from headrace_coordinator.lease_desk import LeaseDesk
@@ -239,10 +240,8 @@ class Fleet:
     def _known_on(self, host: str) -> set[str]:
         """Processes of a host that are registered, hold a lease or have a device in quarantine."""
         state = self.kernel.state
-        devices = [(lease.incarnation, lease.devices) for lease in state.table.leases.values()]
-        devices += [(quarantine.incarnation, [name]) for name, quarantine in state.table.quarantined.items()]
-        known = {incarnation for incarnation, names in devices if names and names[0].startswith(f"{host}/")}
-        return known | {i.incarnation for i in state.instances.values() if i.host == host}
+        registered = {i.incarnation for i in state.instances.values() if i.host == host}
+        return state.table.holders_on(host) | registered
 
     def _quarantines(self, incarnation: str) -> bool:
         return any(q.incarnation == incarnation for q in self.kernel.state.table.quarantined.values())
@@ -265,9 +264,17 @@ class Fleet:
         return incarnation in self.kernel.state.instances and incarnation in self.sessions
 
     def readable(self, text: str) -> str:
-        """`text` with instance names for incarnation ids."""
+        """`text` with instance names for incarnation ids, and "{host}/cpu:0" for full device names."""
         for incarnation, name in self.names.items():
             text = text.replace(incarnation, name)
+        instances = self.kernel.state.instances
+        owners = {
+            device.rpartition("/")[0]: machine
+            for incarnation, machine in machines(instances.values()).items()
+            for device in instances[incarnation].devices
+        }
+        for owner, machine in owners.items():
+            text = text.replace(f"{owner}/", f"{machine}/") if owner else text
         return text
 
     def restarting(self) -> bool:

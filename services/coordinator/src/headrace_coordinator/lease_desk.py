@@ -138,9 +138,9 @@ class LeaseDesk:
         """While a run waits for a device, its grant may change: another run may have that device now."""
         for request in requests:
             run = self._kernel.state.runs.get(request.run)
-            if run is not None and run.grant is not None:
-                if beyond := [device for device in request.devices if device not in run.grant.devices]:
-                    raise InstanceDown(request.incarnation, f"{', '.join(beyond)} went to another run")
+            granted = run.grant.devices if run is not None and run.grant is not None else request.devices
+            if beyond := [device for device in request.devices if device not in granted]:
+                raise InstanceDown(request.incarnation, f"{', '.join(beyond)} went to another run")
 
     async def _wait_for_change(
         self, run: str, requests: Sequence[LeaseRequest], what: str, timeout: float

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 import grpc
 from headrace_modelkit.errors import ModelNotReadable
 from headrace_schema.openings import RolloutConfig
+from headrace_servicekit.devices import gpu_uuids
 from headrace_servicekit.errors import ServiceError
+from headrace_servicekit.instance import host_memory
+from headrace_servicekit.leases import Memory
 from headrace_servicekit.registry import PluginError
 
 from headrace_rollout.config import CUSTODY_BYTES
@@ -18,6 +22,7 @@ from headrace_rollout.engines import ENGINES
 from headrace_rollout.engines.base import Engine, EngineConfig
 
 if TYPE_CHECKING:
+    import torch
     from headrace_modelkit.tokenizer import TextCodec
 
 
@@ -30,8 +35,15 @@ class LiveStream(Protocol):
 
     ended: asyncio.Event
 
+    @property
+    def lease_epoch(self) -> int:
+        """The lease that it serves under."""
+
     def end(self) -> None:
         """Sends what has come back and ends."""
+
+    async def revoke(self) -> None:
+        """Stops its samples; the last message has their partial outputs and says that the lease was revoked."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,15 +62,28 @@ class OpenedRun:
         streams = list(self.streams)
         for stream in streams:
             stream.end()
-        waits = [asyncio.ensure_future(stream.ended.wait()) for stream in streams]
-        if waits:
-            _, late = await asyncio.wait(waits, timeout=STREAM_END_S)
-            for wait in late:
-                wait.cancel()
+        await _until_ended(streams, STREAM_END_S)
+
+    async def revoke_streams(self, epoch: int, notice_s: float) -> None:
+        """Ends the streams under a lease in order; one whose caller does not read within the notice is left behind."""
+        streams = [stream for stream in self.streams if stream.lease_epoch == epoch]
+        for stream in streams:
+            await stream.revoke()
+        await _until_ended(streams, min(max(notice_s, 1.0), STREAM_END_S))
 
 
-def open_run(name: str, config: RolloutConfig, device: str) -> OpenedRun:
-    """Builds everything but the weights; takes seconds the first time, as it imports torch.
+async def _until_ended(streams: Sequence[LiveStream], timeout_s: float) -> None:
+    waits = [asyncio.ensure_future(stream.ended.wait()) for stream in streams]
+    if waits:
+        _, late = await asyncio.wait(waits, timeout=timeout_s)
+        for wait in late:
+            wait.cancel()
+
+
+def open_run(name: str, config: RolloutConfig, leased: Sequence[str]) -> OpenedRun:
+    """Builds everything but the weights, on leased devices if there are any already.
+
+    It takes seconds the first time, as it imports torch.
 
     Raises ServiceError INVALID for an unknown engine or wrong options, and MODEL_NOT_READABLE.
     """
@@ -71,7 +96,31 @@ def open_run(name: str, config: RolloutConfig, device: str) -> OpenedRun:
 
     try:
         codec = load_tokenizer(config.model)
-        engine = chosen.build(EngineConfig(config.model, codec, config.rollout.max_concurrency, device))
+        engine = chosen.build(
+            EngineConfig(config.model, codec, config.rollout.max_concurrency, devices_of(leased))
+        )
     except ModelNotReadable as error:
         raise ServiceError(grpc.StatusCode.INVALID_ARGUMENT, "MODEL_NOT_READABLE", str(error)) from error
     return OpenedRun(name, config, engine, codec, Custody(CUSTODY_BYTES))
+
+
+def devices_of(leased: Sequence[str]) -> tuple[torch.device, ...]:
+    """torch's names of leased devices, none for none. Raises ServiceError INVALID for a GPU that is not seen."""
+    from headrace_modelkit.devices import DeviceNotSeen, torch_devices
+
+    if not leased:
+        return ()
+    try:
+        return torch_devices(gpu_uuids(leased))
+    except DeviceNotSeen as error:
+        raise ServiceError(grpc.StatusCode.INVALID_ARGUMENT, "INVALID", str(error)) from error
+
+
+def memory_on(leased: Sequence[str]) -> Memory:
+    """What is free on leased devices, and what this process uses there."""
+    from headrace_modelkit.devices import free_bytes, used_bytes
+
+    gpus = [device for device in devices_of(leased) if device.type == "cuda"]
+    if not gpus:
+        return host_memory()
+    return Memory(sum(map(free_bytes, gpus)), sum(map(used_bytes, gpus)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Any
 
 import grpc
@@ -16,16 +17,17 @@ from headrace_schema.openings import RolloutConfig
 from headrace_servicekit.config import parse_config
 from headrace_servicekit.devices import bind_cpu
 from headrace_servicekit.errors import ServiceError
-from headrace_servicekit.instance import Instance
+from headrace_servicekit.instance import Instance, host_memory
+from headrace_servicekit.leases import Memory
 from headrace_servicekit.requests import check_enum, check_name
 from headrace_servicekit.weights import receive_weights
 
 from headrace_rollout.config import RESPONSE_BYTES
-from headrace_rollout.engines.base import Policy, Refused, Scope
+from headrace_rollout.engines.base import Authority, Policy, Refused, Scope
 from headrace_rollout.figures import GenerateFigures
 from headrace_rollout.generation import Generation
 from headrace_rollout.refusal import refusals
-from headrace_rollout.run import OpenedRun, open_run
+from headrace_rollout.run import OpenedRun, devices_of, memory_on, open_run
 from headrace_rollout.wire import distribution_of, invalid, keys_of, weight_views
 
 REPORT_EVERY_S = 2.0
@@ -44,12 +46,11 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
     def __init__(self, instance: Instance) -> None:
         self._instance = instance
         self._run: OpenedRun | None = None
-        self._threads = 1
+        self._leases: dict[int, tuple[str, ...]] = {}
         self._figures = GenerateFigures()
         self._reported = 0.0
         # Opening, closing and installing change what the other calls find; one at a time.
         self._changing = asyncio.Lock()
-        self._free_host_bytes = instance.on_revoke
         instance.open_runs.limit = 1
         instance.on_grant = self.on_grant
         instance.on_revoke = self.on_revoke
@@ -79,7 +80,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         return rollout_pb2.CloseRunResponse()
 
     async def _build(self, name: str, config: RolloutConfig) -> OpenedRun:
-        building = asyncio.ensure_future(asyncio.to_thread(open_run, name, config, self._device()))
+        building = asyncio.ensure_future(asyncio.to_thread(open_run, name, config, self._leased))
         try:
             run = await asyncio.shield(building)
         except asyncio.CancelledError:
@@ -87,7 +88,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
             await (await building).engine.close()
             raise
         self._run, self._figures = run, GenerateFigures()
-        await run.engine.set_threads(self._threads)
+        await self._place()
         return run
 
     async def _end(self) -> None:
@@ -115,7 +116,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
             run,
             opening,
             self._instance.config.incarnation,
-            admit=lambda: self._instance.fence.check(opening.header, lease=True),
+            fence=self._instance.fence,
             after_response=lambda: self._report(run),
         )
         async for response in generation.responses(request_iterator):
@@ -143,7 +144,9 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
             wanted = common_pb2.SamplingDistribution(temperature=1.0)
         sequences = [(list(sequence.token_ids), sequence.start) for sequence in request.sequences]
         with refusals():
-            scored, number = await run.engine.score(sequences, distribution_of(wanted))
+            scored, number = await run.engine.score(
+                sequences, distribution_of(wanted), self._authority(request.header)
+            )
         return rollout_pb2.ScoreResponse(
             sequences=[rollout_pb2.ScoredSequence(log_probs=values) for values in scored],
             policy_number=number,
@@ -172,7 +175,9 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
                     token=self._instance.token,
                 )
                 transfer_s = time.perf_counter() - started
-                pause_s = await _install(run, policy, request.manifest, received.body)
+                pause_s = await _install(
+                    run, policy, request.manifest, received.body, self._authority(request.header)
+                )
             self._instance.weights.keep(run.name, {version.number})
         return rollout_pb2.InstallPolicyResponse(
             version=version,
@@ -221,7 +226,9 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         self._instance.fence.check(request.header, lease=True)
         check_enum("scope", rollout_pb2.WakeScope, request.scope)
         with refusals():
-            await self._opened(request.header).engine.wake(SCOPES[request.scope])
+            await self._opened(request.header).engine.wake(
+                SCOPES[request.scope], self._authority(request.header)
+            )
         return rollout_pb2.WakeResponse()
 
     async def ListInventory(
@@ -255,16 +262,25 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         return rollout_pb2.ReleaseTrajectoriesResponse()
 
     async def on_grant(self, lease: common_pb2.Lease) -> None:
-        """Computes on the leased cores from now on."""
-        await self._use_threads(bind_cpu(lease.devices))
+        """Computes on the leased devices from now on."""
+        self._leases[lease.epoch] = tuple(lease.devices)
+        try:
+            await self._place()
+        except ServiceError:
+            del self._leases[lease.epoch]
+            raise
 
-    async def on_revoke(self, epoch: int, notice_s: float) -> int:
-        """Stops, sends partial outputs and gives the memory back; returns the bytes now free."""
-        await self._use_threads(1)
-        if self._run is None:
-            return await self._free_host_bytes(epoch, notice_s)
-        self._instance.weights.let_go(self._run.name)
-        return (await self._run.engine.release()).free_bytes
+    async def on_revoke(self, epoch: int, notice_s: float) -> Memory:
+        """Ends the lease's streams with their partial outputs and gives the memory back; what was measured then."""
+        devices = self._leases.pop(epoch, ())
+        run = self._run
+        if run is not None:
+            await run.revoke_streams(epoch, notice_s)
+        await self._place()
+        if run is not None and not self._leases:
+            self._instance.weights.let_go(run.name)
+            await run.engine.release()
+        return await asyncio.to_thread(memory_on, devices) if run is not None else host_memory()
 
     async def on_quiesce(self, epoch: int) -> None:
         """The lease was not renewed in time: no new token, and the fence admits none; memory stays."""
@@ -276,14 +292,21 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         if self._run is not None:
             await self._run.engine.pause()
 
-    async def _use_threads(self, count: int) -> None:
-        self._threads = count
-        if self._run is not None:
-            await self._run.engine.set_threads(count)
+    @property
+    def _leased(self) -> list[str]:
+        """Devices of all leases, those of the oldest first."""
+        return [name for epoch in sorted(self._leases) for name in self._leases[epoch]]
 
-    def _device(self) -> str:
-        gpus = [name.rpartition("gpu:")[2] for name in self._instance.config.devices if "gpu:" in name]
-        return f"cuda:{gpus[0]}" if gpus else "cpu"
+    async def _place(self) -> None:
+        """The engine uses the leased devices; without any it stays where it is, on one thread."""
+        leased = self._leased
+        threads = bind_cpu(leased) if leased else 1
+        if self._run is not None:
+            await self._run.engine.place(devices_of(leased), threads)
+
+    def _authority(self, header: common_pb2.CommandHeader) -> Authority:
+        """Asks the command's lease again, right before the effect."""
+        return partial(self._instance.fence.check_lease, header.lease_epoch)
 
     def _opened(self, header: common_pb2.CommandHeader) -> OpenedRun:
         if self._run is None or self._run.name != header.run:
@@ -321,10 +344,14 @@ def _check_ready(run: OpenedRun, number: int) -> None:
 
 
 async def _install(
-    run: OpenedRun, policy: Policy, manifest: common_pb2.WeightManifest, body: memoryview
+    run: OpenedRun,
+    policy: Policy,
+    manifest: common_pb2.WeightManifest,
+    body: memoryview,
+    authority: Authority,
 ) -> float:
     try:
-        return await run.engine.install(policy, weight_views(manifest, body))
+        return await run.engine.install(policy, weight_views(manifest, body), authority)
     except ValueError as error:
         raise ServiceError(grpc.StatusCode.INVALID_ARGUMENT, "WEIGHTS_MISMATCH", str(error)) from error
 

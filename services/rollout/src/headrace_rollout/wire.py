@@ -67,7 +67,10 @@ def distribution_of(message: common_pb2.SamplingDistribution) -> Distribution:
 
 
 def stream_of(
-    message: rollout_pb2.GenerateOpen, sink: Callable[[list[Output]], None], failed: Callable[[str], None]
+    message: rollout_pb2.GenerateOpen,
+    sink: Callable[[list[Output]], None],
+    failed: Callable[[str], None],
+    holds: Callable[[], bool],
 ) -> Stream:
     """The stream that a GenerateOpen describes. Raises INVALID."""
     if message.distribution.log_prob_kind == common_pb2.LOG_PROB_KIND_RAW:
@@ -84,6 +87,7 @@ def stream_of(
         stop=tuple(stop for stop in message.stop if stop),
         chunk_tokens=message.chunk_tokens,
         deterministic=message.deterministic,
+        holds=holds,
     )
 
 

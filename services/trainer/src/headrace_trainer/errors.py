@@ -23,6 +23,13 @@ class Refusal(Exception):
         self.metadata = metadata
 
 
+class Quiesced(Refusal):
+    """A rank's lease was not renewed in time: nobody began the round. Trying again is safe."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__("LEASE_QUIESCED", message)
+
+
 def invalid(message: str, reason: str = "INVALID") -> Refusal:
     """A request whose content is wrong, whatever the state."""
     return Refusal(reason, message, "invalid")

@@ -1,5 +1,7 @@
 """Rounds: the leader says what all ranks do next and the others follow; nothing else moves a gang.
 
+A header is answered by each rank's vote on its lease before anybody begins, so that a rank whose lease lapsed
+never leaves the others in a collective.
 Knows no model: what a round means is the caller's function. One rank uses rounds too.
 """
 
@@ -9,15 +11,19 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Literal
 
 import msgspec
 
+from headrace_trainer.errors import Quiesced
 from headrace_trainer.gang import Gang
 from headrace_trainer.samples import Rows
 
 Kind = Literal["restore", "micro", "check", "infer", "publish", "snapshot", "commit", "abort", "leave"]
+
+GOVERNED: frozenset[Kind] = frozenset({"restore", "micro", "check", "infer", "commit"})
+"""Rounds that need every rank's lease. The others end or hand out what such a round has made."""
 
 STUCK_EXIT_CODE = 70
 # Restoring downloads or dequantises a model and may run a supervised warm-up.
@@ -49,22 +55,33 @@ class RoundLost(RuntimeError):
 class Rounds:
     """The sequence of rounds of one gang, led on rank 0 and followed on the others."""
 
-    def __init__(self, gang: Gang, execute: Callable[[Round], object], *, deadlines: bool = True) -> None:
+    def __init__(
+        self,
+        gang: Gang,
+        execute: Callable[[Round], object],
+        *,
+        holds_lease: Callable[[], bool],
+        deadlines: bool = True,
+    ) -> None:
         self.gang = gang
         self._execute = execute
+        self._holds_lease = holds_lease
         self._deadlines = deadlines
         self._number = 0
         # Held while a round runs: membership, suspend and wake act between rounds.
         self.between = threading.Lock()
 
     def lead(self, kind: Kind, **fields: Any) -> object:
-        """Announces a round and does this rank's part. Raises RoundLost when a rank is gone."""
+        """Announces a round and does this rank's part.
+
+        Raises RoundLost when a rank is gone, and Quiesced when one's lease has lapsed: then nobody began.
+        """
         self._number += 1
         header = Round(generation=self.gang.generation, number=self._number, kind=kind, **fields)
         with self.between, self._deadline(header):
             with _watching(header):
                 self.gang.announce(_ENCODER.encode(header))
-                return self._execute(header)
+                return self._take_part(header)
 
     def follow(self) -> None:
         """Does what the leader announces until it says leave. Raises RoundLost when the leader is gone."""
@@ -78,8 +95,18 @@ class Rounds:
             header = _DECODER.decode(data)
             if header.kind == "leave":
                 return
-            with self.between, self._deadline(header), _watching(header):
-                self._execute(header)
+            with self.between, self._deadline(header), _watching(header), suppress(Quiesced):
+                self._take_part(header)
+
+    def _take_part(self, header: Round) -> object:
+        if header.kind in GOVERNED:
+            votes = self.gang.votes(self._holds_lease())
+            if lapsed := [rank for rank, holds in enumerate(votes) if not holds]:
+                raise Quiesced(
+                    f"round {header.number} ({header.kind}) was not begun: the lease of rank "
+                    f"{', '.join(map(str, lapsed))} was not renewed in time or is not held; try again once it is"
+                )
+        return self._execute(header)
 
     @contextmanager
     def _deadline(self, header: Round) -> Iterator[None]:

@@ -6,8 +6,9 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
 import grpc.aio
@@ -20,7 +21,8 @@ from headrace_servicekit.devices import bind_cpu
 from headrace_servicekit.digests import digest_bytes
 from headrace_servicekit.errors import ServiceError
 from headrace_servicekit.failpoints import failpoint
-from headrace_servicekit.instance import Instance
+from headrace_servicekit.instance import Instance, host_memory
+from headrace_servicekit.leases import Memory
 from headrace_servicekit.requests import (
     MAX_ATTEMPT,
     check_enum,
@@ -46,6 +48,7 @@ from headrace_trainer.step import Begin, Commit, StepState
 from headrace_trainer.trainer import Trainer
 
 Context = Any
+Result = TypeVar("Result")
 JOIN_TIMEOUT_S = 60.0
 FOLLOW_TIMEOUT_S = 55.0
 LEDGER_PIECE_BYTES = 1024 * 1024
@@ -59,7 +62,9 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):  # type: ignore[
 
     def __init__(self, instance: Instance) -> None:
         self._instance = instance
-        self._trainer = Trainer(lambda: instance.weights, deadlines=deadlines_enabled())
+        self._trainer = Trainer(
+            lambda: instance.weights, instance.fence.holds_any, deadlines=deadlines_enabled()
+        )
         self._compute = ComputeThread()
         self._queue = self._new_queue(1)  # for nobody: OpenRun makes the run's
         self._committing = False
@@ -130,11 +135,12 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):  # type: ignore[
             steps = await elsewhere(self._trainer.restored_steps, FOLLOW_TIMEOUT_S)
             return trainer_pb2.RestoreResponse(warmup_steps=steps)
         check_number("number", request.number, 1)
-        session, source = self._awake(), None
+        source = None
         if request.source_run_directory:
             source = self._checkpoints(request.source_run_directory)
-        found = await self._compute(
-            session.restore, request.checkpoint, request.number, request.store_id, source
+        found = await self._obey(
+            request.header,
+            lambda session: session.restore(request.checkpoint, request.number, request.store_id, source),
         )
         return trainer_pb2.RestoreResponse(
             version=wire.version_message(found.version),
@@ -178,10 +184,12 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):  # type: ignore[
             request.set_digest,
             digest_bytes(request.step_manifest),
         )
-        session = self._awake()
+        self._awake()
         self._committing = True
         try:
-            reply = await self._compute(session.commit, command, bytes(request.step_manifest))
+            reply = await self._obey(
+                request.header, lambda session: session.commit(command, bytes(request.step_manifest))
+            )
         finally:
             self._committing = False
         await failpoint("trainer.commit.before_reply")
@@ -238,14 +246,15 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):  # type: ignore[
             raise ServiceError(
                 grpc.StatusCode.UNIMPLEMENTED, "UNIMPLEMENTED", f"{kind} is not served; ask for LOG_PROBS"
             )
-        session = self._awake()
+        self._awake()
         with refusals():
             sampling, vocabulary = self._trainer.config.sampling, self._trainer.vocabulary_size
             sequences = [
                 wire.read_sequence(trajectory, sampling, vocabulary) for trajectory in request.trajectories
             ]
-        values = await self._compute(session.infer, sequences)
-        version = session.state.version
+        values, version = await self._obey(
+            request.header, lambda session: (session.infer(sequences), session.state.version)
+        )
         return trainer_pb2.InferResponse(
             sequences=[trainer_pb2.InferredSequence(values=own) for own in values],
             policy_number=version.number if version else 0,
@@ -342,7 +351,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):  # type: ignore[
 
     async def Wake(self, request: trainer_pb2.WakeRequest, context: Context) -> trainer_pb2.WakeResponse:
         self._check(request.header, lease=True)
-        await self._compute(self._trainer.wake)
+        await self._compute(self._wake, request.header)
         return trainer_pb2.WakeResponse()
 
     async def close(self) -> None:
@@ -357,6 +366,26 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):  # type: ignore[
         if run:
             with refusals():
                 self._trainer.check_run(header.run)
+
+    async def _obey(self, header: common_pb2.CommandHeader, act: Callable[[Session], Result]) -> Result:
+        """Runs `act` on the compute thread, if the command's lease still allows it when its turn has come."""
+
+        def obey() -> Result:
+            self._authorise(header)
+            return act(self._trainer.awake_session())
+
+        return await self._compute(obey)
+
+    def _authorise(self, header: common_pb2.CommandHeader) -> None:
+        """Raises Refusal EPOCH_STALE or LEASE_QUIESCED; on the compute thread, right before an effect."""
+        try:
+            self._instance.fence.check_lease(header.lease_epoch)
+        except ServiceError as error:
+            raise Refusal(error.reason, error.message, "precondition", **error.metadata) from error
+
+    def _wake(self, header: common_pb2.CommandHeader) -> None:
+        self._authorise(header)
+        self._trainer.wake()
 
     def _session(self) -> Session:
         with refusals():
@@ -374,7 +403,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):  # type: ignore[
             with refusals():
                 if queue is not self._queue:
                     raise Refusal("NOT_OPEN", "the run was closed before these groups were learned")
-            return await self._compute(self._awake().learn, items)
+            return await self._compute(lambda: self._trainer.awake_session().learn(items))
 
         limit = max(16 * micro_batch_tokens, 1 << 16)
         queue = LearnQueue(learn, limit_tokens=limit, batch_tokens=2 * micro_batch_tokens)
@@ -387,7 +416,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):  # type: ignore[
             sampling, vocabulary = self._trainer.config.sampling, self._trainer.vocabulary_size
             _check_step(request)
             groups = [wire.read_group(group, sampling, vocabulary) for group in request.groups]
-        return LearnItem(request.step, request.attempt, groups)
+        return LearnItem(request.step, request.attempt, groups, partial(self._authorise, header))
 
     def _checkpoints(self, source: str) -> CheckpointDirectory:
         if source:
@@ -418,11 +447,11 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):  # type: ignore[
             self._revoked = False
             await self._compute(self._trainer.wake)
 
-    async def _on_revoke(self, epoch: int, notice_s: float) -> int:
+    async def _on_revoke(self, epoch: int, notice_s: float) -> Memory:
         # A revoke undoes itself with the next grant; an explicit Suspend waits for its Wake.
         self._revoked = self._revoked or not self._trainer.suspended
-        _, free = await self._compute(self._trainer.suspend)
-        return int(free)
+        await self._compute(self._trainer.suspend)
+        return host_memory()
 
 
 _StepRequest = (

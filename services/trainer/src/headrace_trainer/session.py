@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,7 +27,7 @@ from headrace_trainer.allocator import resident_bytes
 from headrace_trainer.checkpoint_reader import CheckpointReader
 from headrace_trainer.checkpoint_tree import Origin
 from headrace_trainer.checkpoints import CheckpointDirectory, Snapshot
-from headrace_trainer.errors import Refusal, conflict, invalid
+from headrace_trainer.errors import Quiesced, Refusal, conflict, invalid
 from headrace_trainer.figures import step_figures
 from headrace_trainer.learner import Learner
 from headrace_trainer.packing import plan_batches, plan_rows
@@ -52,11 +52,12 @@ class Restored:
 
 @dataclass(frozen=True)
 class LearnItem:
-    """One message of a Learn stream."""
+    """One message of a Learn stream. `authority` raises Refusal when its lease is not held any more."""
 
     step: int
     attempt: int
     groups: list[Group]
+    authority: Callable[[], None] = lambda: None
 
 
 class Session:
@@ -79,6 +80,7 @@ class Session:
         self._origin = Origin()
         self._manifest = b""
         self._learn_seconds = 0.0
+        self._micro_rounds = 0
         self._witnesses: list[Sequence] = []
 
     # Life of a version
@@ -103,9 +105,14 @@ class Session:
         reader = CheckpointReader(saved.path, saved.optimizer_steps) if saved else None
         if reader is not None:
             self._rank.check_state(reader)
+        before = self.state, self._manifest
         self.state, self._manifest = steps.lost(self.state), b""
         self._rank.reader = reader
-        self._lead("restore", checkpoint=checkpoint)
+        try:
+            self._lead("restore", checkpoint=checkpoint)
+        except Quiesced:
+            self.state, self._manifest = before
+            raise
         if reader is not None:
             torch.set_rng_state(reader.random_state())
         self._assemble()
@@ -145,8 +152,7 @@ class Session:
             except Refusal as refusal:
                 refusals[index] = refusal
         if groups:
-            assert self._learner is not None
-            self.state = self._learner.learn(self.state, list(groups.values()))
+            self._accumulate(list(groups.values()))
             self._keep_witnesses(groups)
         self._learn_seconds += time.monotonic() - started
         return [
@@ -156,8 +162,21 @@ class Session:
             for index, item in enumerate(items)
         ]
 
+    def _accumulate(self, groups: list[Group]) -> None:
+        assert self._learner is not None
+        rounds = self._micro_rounds
+        try:
+            self.state = self._learner.learn(self.state, groups)
+        except Quiesced:
+            begun = self.state.begun
+            if self._micro_rounds != rounds and begun is not None:
+                # A part of these groups is in the accumulators, and nobody could tell which.
+                self.abort(begun.step, begun.attempt)
+            raise
+
     def _admit(self, item: LearnItem, groups: dict[int, Group]) -> None:
-        """Adds an item's groups, all or none. Raises Refusal NOT_OPEN or CONFLICT."""
+        """Adds an item's groups, all or none. Raises Refusal NOT_OPEN or CONFLICT, and the lease's reasons."""
+        item.authority()
         steps.check_open(self.state, item.step, item.attempt)
         for group in item.groups:
             other = groups.get(group.prompt_ordinal)
@@ -181,6 +200,8 @@ class Session:
             return self._refuse(command, steps.Result.NONFINITE)
         try:
             reply = self._apply(command)
+        except Quiesced:
+            raise  # Before the optimizer, on all ranks: the same command may come again.
         except BaseException:
             # Between the optimizer's start and the reply the weights are undefined: only a restore goes on.
             self.state = steps.lost(self.state)
@@ -325,7 +346,9 @@ class Session:
     def _micro(self, work: list[Rows]) -> bool:
         begun = self.state.begun
         assert begun is not None
-        return is_finite(self._lead("micro", work=work, step=begun.step, attempt=begun.attempt))
+        finite = is_finite(self._lead("micro", work=work, step=begun.step, attempt=begun.attempt))
+        self._micro_rounds += 1
+        return finite
 
     def _gradient_holds(self) -> bool:
         if is_finite(self._lead("check")):

@@ -39,8 +39,11 @@ FOLLOWER_STOP_S = 60.0
 class Trainer:
     """Everything a process holds. All methods but the read-only ones run on the compute thread."""
 
-    def __init__(self, store: Callable[[], WeightStore], *, deadlines: bool = True) -> None:
+    def __init__(
+        self, store: Callable[[], WeightStore], holds_lease: Callable[[], bool], *, deadlines: bool = True
+    ) -> None:
         self._store = store
+        self._holds_lease = holds_lease
         self._deadlines = deadlines
         self._run = ""
         self._config: TrainerConfig | None = None
@@ -205,7 +208,12 @@ class Trainer:
         if self._config is None or self._gang is None or self._rank is not None:
             return
         self._rank = Rank(self._config, self._gang)
-        self._rounds = Rounds(self._gang, partial(self._execute, self._rank), deadlines=self._deadlines)
+        self._rounds = Rounds(
+            self._gang,
+            partial(self._execute, self._rank),
+            holds_lease=self._holds_lease,
+            deadlines=self._deadlines,
+        )
         if self._gang.leads:
             self._session = Session(self._run, self._directory, self._rank, self._rounds, self._store())
         else:

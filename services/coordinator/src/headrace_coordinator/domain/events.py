@@ -75,6 +75,7 @@ class LeaseGranted(Event, frozen=True, kw_only=True):
     run: str
     stage: str
     devices: list[str]
+    host: str = ""
 
 
 class LeaseHeld(Event, frozen=True, kw_only=True):

@@ -24,6 +24,7 @@ class Lease(msgspec.Struct):
     stage: str
     devices: list[str]
     state: str = GRANTED
+    host: str = ""
 
 
 class Quarantine(msgspec.Struct):
@@ -31,6 +32,7 @@ class Quarantine(msgspec.Struct):
 
     incarnation: str
     reason: str
+    host: str = ""
 
 
 class LeaseRequest(msgspec.Struct, frozen=True):
@@ -40,6 +42,8 @@ class LeaseRequest(msgspec.Struct, frozen=True):
     run: str
     stage: str
     devices: tuple[str, ...]
+    host: str = ""
+    """Where the instance runs: whose supervisor can prove its end."""
 
 
 class Blocked(Exception):
@@ -57,6 +61,11 @@ class LeaseTable(msgspec.Struct):
         """The lease that covers a device."""
         return next((lease for lease in self.leases.values() if device in lease.devices), None)
 
+    def holders_on(self, host: str) -> set[str]:
+        """Processes of a host that hold a lease or have a device in quarantine."""
+        held = {lease.incarnation for lease in self.leases.values() if lease.host == host}
+        return held | {each.incarnation for each in self.quarantined.values() if each.host == host}
+
     def of(self, incarnation: str) -> list[Lease]:
         """Leases of one process."""
         return [lease for lease in self.leases.values() if lease.incarnation == incarnation]
@@ -69,7 +78,12 @@ class LeaseTable(msgspec.Struct):
             case ev.LeaseGranted():
                 self.last_epoch = max(self.last_epoch, event.epoch)
                 self.leases[event.epoch] = Lease(
-                    event.epoch, event.incarnation, event.run, event.stage, list(event.devices)
+                    event.epoch,
+                    event.incarnation,
+                    event.run,
+                    event.stage,
+                    list(event.devices),
+                    host=event.host,
                 )
             case ev.LeaseHeld():
                 if (lease := self.leases.get(event.epoch)) and lease.state == GRANTED:
@@ -89,7 +103,7 @@ class LeaseTable(msgspec.Struct):
         if lease is None:
             return
         for device in lease.devices if not event.proven else ():
-            self.quarantined[device] = Quarantine(lease.incarnation, event.cause)
+            self.quarantined[device] = Quarantine(lease.incarnation, event.cause, lease.host)
 
 
 def plan_grant(table: LeaseTable, requests: Iterable[LeaseRequest], now: float) -> list[ev.LeaseGranted]:
@@ -109,6 +123,7 @@ def plan_grant(table: LeaseTable, requests: Iterable[LeaseRequest], now: float) 
             run=request.run,
             stage=request.stage,
             devices=list(request.devices),
+            host=request.host,
         )
         for index, request in enumerate(requests)
     ]

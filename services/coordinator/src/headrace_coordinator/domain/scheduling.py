@@ -12,7 +12,8 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from headrace_coordinator.domain import events as ev
-from headrace_coordinator.domain.runs import QUEUED, RUN, Grant, RunState
+from headrace_coordinator.domain.places import device_order, devices_seen, machines, named_devices
+from headrace_coordinator.domain.runs import QUEUED, RECOVERING, RUN, Grant, RunState
 from headrace_coordinator.domain.state import InstanceState, State
 
 PATIENCE_QUANTA = 10
@@ -80,6 +81,7 @@ class _Planner:
     def __init__(self, state: State, now: float) -> None:
         self._state = state
         self._now = now
+        self._machines = machines(state.instances.values())
         runs = sorted(state.active_runs(), key=lambda run: order_key(run, now))
         self._admitted = [run for run in runs if run.grant is not None]
         self._waiting = [run for run in runs if run.state == QUEUED and run.intent == RUN]
@@ -122,10 +124,9 @@ class _Planner:
     def _refill(self, run: RunState, plan: Plan, *, grow: bool) -> None:
         """Replaces what an admitted run has lost; with `grow`, adds rollouts up to what it asked for."""
         held = self._grants[run.id]
-        kept, demand = (
-            Grant(self._usable(held.rollouts), self._usable(held.trainers), held.devices),
-            demand_of(run),
-        )
+        # A trainer that was told to stop stays until its state is saved: the run is RECOVERING then.
+        trainers = self._usable(held.trainers, draining=run.state != RECOVERING)
+        kept, demand = Grant(self._usable(held.rollouts), trainers, held.devices), demand_of(run)
         lacks = len(kept.rollouts) < demand.fewest_rollouts or len(kept.trainers) < demand.trainers
         if kept == held and not lacks and not (grow and len(kept.rollouts) < demand.rollouts):
             return
@@ -136,9 +137,9 @@ class _Planner:
         if grant != held:
             self._admit(run, grant, plan)
 
-    def _usable(self, incarnations: Iterable[str]) -> list[str]:
+    def _usable(self, incarnations: Iterable[str], *, draining: bool = False) -> list[str]:
         known = self._state.instances
-        return [who for who in incarnations if who in known and not known[who].draining]
+        return [who for who in incarnations if who in known and (draining or not known[who].draining)]
 
     # --- does it fit?
 
@@ -168,7 +169,10 @@ class _Planner:
         fitting = [
             i
             for i in self._state.instances.values()
-            if i.kind == kind and not i.draining and i.incarnation not in taken and _has(i, facets)
+            if i.kind == kind
+            and (not i.draining or i.incarnation in own)
+            and i.incarnation not in taken
+            and _has(i, facets)
         ]
         fitting.sort(key=lambda i: (i.incarnation not in own, i.instance, i.incarnation))
         return fitting[:count]
@@ -189,15 +193,17 @@ class _Planner:
         own: Sequence[str],
     ) -> list[str] | str:
         chosen: list[str] = []
-        for host in sorted({i.host for i in (*rollouts, *trainers)}):
-            generate = sum(i.host == host for i in rollouts)
-            learn = sum(i.host == host for i in trainers)
+        members = (*rollouts, *trainers)
+        for machine in sorted({self._machines[i.incarnation] for i in members}):
+            here = [i for i in members if self._machines[i.incarnation] == machine]
+            generate = sum(i.kind == "rollout" for i in here)
+            learn = len(here) - generate
             needed = generate + learn if demand.disaggregated else max(generate, learn)
-            if not self._known_on(host):
+            if not devices_seen(here):
                 continue  # Instances without devices of their own run without a lease.
-            everything = self._devices_of(host)
+            everything = self._devices_of(here)
             free = [device for device in everything if device not in busy]
-            named = _named((*demand.rollout_devices, *demand.trainer_devices), everything)
+            named = named_devices((*demand.rollout_devices, *demand.trainer_devices), everything)
             if named:
                 if missing := [device for device in named if device not in free]:
                     return f"{', '.join(missing)} to be free{_held_by(busy[d] for d in missing)}"
@@ -210,16 +216,15 @@ class _Planner:
             if len(free) < needed:
                 holders = _held_by(busy[device] for device in everything if device in busy)
                 plural = "s" if needed > 1 else ""
-                return f"{needed} device{plural} on {host} ({len(free)} free of {len(everything)}{holders})"
+                return (
+                    f"{needed} device{plural} on {machine} ({len(free)} free of {len(everything)}{holders})"
+                )
             chosen += sorted(free[:fair], key=everything.index)
         return chosen
 
-    def _devices_of(self, host: str) -> list[str]:
-        """Devices of a host that are not in quarantine, by name."""
-        return sorted(self._known_on(host) - self._state.table.quarantined.keys(), key=device_order)
-
-    def _known_on(self, host: str) -> set[str]:
-        return {d for i in self._state.instances.values() if i.host == host for d in i.devices}
+    def _devices_of(self, instances: Iterable[InstanceState]) -> list[str]:
+        """Devices that the instances can use and that are not in quarantine, by name."""
+        return sorted(devices_seen(instances) - self._state.table.quarantined.keys(), key=device_order)
 
     def _parts(self, demand: Demand) -> int:
         """Parts that a host's devices are divided into: how many runs of this demand the instances can carry."""
@@ -263,21 +268,9 @@ def _held_by(runs: Iterable[str]) -> str:
     return f"; held by {', '.join(names)}" if names else ""
 
 
-def device_order(device: str) -> tuple[str, int, str]:
-    """Sorts device names by their index: cpu:2 comes before cpu:10."""
-    stem, _, index = device.rpartition(":")
-    return (stem, int(index), "") if index.isdigit() else (device, 0, "")
-
-
 def _has(instance: InstanceState, facets: dict[str, str]) -> bool:
     """Whether an instance offers what is named; one that declares nothing of a facet is taken to have it."""
     return all(
         not instance.capabilities.get(facet) or name in instance.capabilities[facet]
         for facet, name in facets.items()
     )
-
-
-def _named(names: Sequence[str], everything: Sequence[str]) -> list[str]:
-    """The spec's devices on one host, in full; names may leave the host out."""
-    found = [d for d in everything if any(d == name or d.endswith(f"/{name}") for name in names)]
-    return list(dict.fromkeys(found))

@@ -108,8 +108,8 @@ async def _save_head(context: RunContext, checkpointer: Checkpointer) -> None:
     head = context.state.lineage.head
     if not head or context.state.last_checkpoint == head:
         return
-    await context.crew.staff_trainers()
-    context.placement.assign()
+    if not context.crew.trainers:
+        await context.crew.staff_trainers()
     await context.placement.learn()
     await checkpointer.save(wait=True)
     if context.state.last_checkpoint != head:
@@ -139,9 +139,12 @@ async def close(context: RunContext, members: Sequence[Member]) -> None:
         await asyncio.gather(*(one(member) for member in members))
 
 
-async def hand_over(context: RunContext, checkpointer: Checkpointer) -> None:
-    """A trainer was told to stop: its state is saved, the run is closed at the trainers, and they may go."""
-    await _settled(context, checkpointer, save=True)
+async def hand_over(context: RunContext, checkpointer: Checkpointer) -> str:
+    """A trainer was told to stop: its state is saved, the run is closed at the trainers, and they may go.
+
+    Returns what became of its state.
+    """
+    lost = await _settled(context, checkpointer, save=True)
     trainers, context.crew.trainers = context.crew.trainers, []
     await close(context, trainers)
     leases = context.fleet.kernel.state.table.leases.values()
@@ -150,3 +153,4 @@ async def hand_over(context: RunContext, checkpointer: Checkpointer) -> None:
     await context.fleet.desk.release(context.run_id, epochs)
     for member in trainers:
         context.fleet.drained(member.incarnation)
+    return lost or "its state is saved"

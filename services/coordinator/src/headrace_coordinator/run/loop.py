@@ -66,10 +66,10 @@ class RunLoop:
             except Stopped:
                 return self._stopped()
             except TrainerDrains:
-                await hand_over(self.context, self._checkpointer)
+                what = await hand_over(self.context, self._checkpointer)
                 if outcome := self._stopped_meanwhile():
                     return outcome
-                self._move(runs.RECOVERING, "a trainer was told to stop; its state is saved")
+                self._move(runs.RECOVERING, f"a trainer was told to stop; {what}")
             except Unstaffed as lack:
                 return Outcome(runs.QUEUED, f"lacks {lack}; starts again when there is one")
             except Misplaced as problem:

@@ -12,6 +12,7 @@ from math import ceil
 from headrace_schema.running import PlacementSection
 
 from headrace_coordinator.domain.leases import LeaseRequest
+from headrace_coordinator.domain.places import devices_seen, machines, named_devices
 from headrace_coordinator.ports import CallRefused, InstanceDown
 from headrace_coordinator.run.crew import Crew
 from headrace_coordinator.run.members import Member, Published
@@ -39,11 +40,11 @@ class Placement:
             ("rollout", rollouts, spec.rollout.instances),
             ("trainer", trainers, spec.trainer.ranks),
         ):
-            hosts = _by_host(members)
-            for host, group in hosts.items():
+            groups = _by_machine(members)
+            for machine, group in groups.items():
                 # A lost member keeps its seat where there are devices for it, so that the others need not move.
-                seats = max(len(group), min(ceil(wanted / len(hosts)), len(devices_of[kind, host])))
-                _seat(group, devices_of[kind, host], seats, f"placement.{kind}")
+                seats = max(len(group), min(ceil(wanted / len(groups)), len(devices_of[kind, machine])))
+                _seat(group, devices_of[kind, machine], seats, f"placement.{kind}")
 
     async def learn(self) -> None:
         """The gang holds its devices, awake."""
@@ -99,7 +100,10 @@ class Placement:
     async def _take(self, members: Sequence[Member], stage: str) -> None:
         self.assign()  # The grant may have changed inside the step: an instance was lost, a device is in doubt.
         with_devices = [member for member in members if member.devices]
-        requests = [LeaseRequest(m.incarnation, self.crew.run, stage, m.devices) for m in with_devices]
+        requests = [
+            LeaseRequest(m.incarnation, self.crew.run, stage, m.devices, m.instance.host)
+            for m in with_devices
+        ]
         strays = self._strays(members)
         await self.crew.fleet.desk.release(self.crew.run, strays)
         for member in self.crew.members:
@@ -116,48 +120,49 @@ def default_devices(
     rollouts: Sequence[Member],
     trainers: Sequence[Member],
 ) -> dict[tuple[str, str], list[str]]:
-    """Devices by (kind, host), of those granted to the run: the spec's, else all (collocated) or a half each
+    """Devices by (kind, machine), of those granted to the run: the spec's, else all (collocated) or a half each
     (disaggregated)."""
     chosen: dict[tuple[str, str], list[str]] = {}
-    for host in {member.instance.host for member in (*rollouts, *trainers)}:
-        of_host = {d for m in (*rollouts, *trainers) if m.instance.host == host for d in m.instance.devices}
-        everything = [device for device in granted if device in of_host]
+    for machine, members in _by_machine((*rollouts, *trainers)).items():
+        generates = devices_seen(m.instance for m in members if m.instance.kind == "rollout")
+        learns = devices_seen(m.instance for m in members if m.instance.kind == "trainer")
+        # What only one kind can use lies on its side.
+        everything = [device for device in granted if device in generates | learns]
+        everything.sort(key=lambda device: (device in learns) - (device in generates))
         trainer_side, rollout_side = list(everything), list(everything)
-        both = any(m.instance.host == host for m in rollouts) and any(
-            m.instance.host == host for m in trainers
-        )
-        if section.mode == "disaggregated" and both:
+        if section.mode == "disaggregated" and generates and learns:
             if len(everything) < 2:
                 raise PlacementError(
-                    f"placement.mode: disaggregated needs two devices on {host}, which has {everything}; "
+                    f"placement.mode: disaggregated needs two devices on {machine}, which has {everything}; "
                     "use collocated"
                 )
-            generate = sum(m.instance.host == host for m in rollouts)
-            learn = sum(m.instance.host == host for m in trainers)
+            generate = sum(m.instance.kind == "rollout" for m in members)
+            learn = len(members) - generate
             half = min(max(len(everything) // 2, learn), max(1, len(everything) - generate))
             rollout_side, trainer_side = everything[:-half], everything[-half:]
-        for kind, named, side in (
-            ("rollout", section.rollout, rollout_side),
-            ("trainer", section.trainer, trainer_side),
+        for kind, names, side, usable in (
+            ("rollout", section.rollout, rollout_side, generates),
+            ("trainer", section.trainer, trainer_side, learns),
         ):
-            chosen[kind, host] = _named(named, everything, host, kind) if named else side
+            found = _named(names, everything, machine, kind) if names else side
+            chosen[kind, machine] = [device for device in found if device in usable]
     return chosen
 
 
-def _named(named: Sequence[str], everything: Sequence[str], host: str, kind: str) -> list[str]:
-    full = [name if "/" in name else f"{host}/{name}" for name in named]
-    missing = [name for name in full if name.startswith(f"{host}/") and name not in everything]
+def _named(names: Sequence[str], everything: Sequence[str], machine: str, kind: str) -> list[str]:
+    missing = [name for name in names if "/" not in name and not named_devices([name], everything)]
     if missing:
         raise PlacementError(
-            f"placement.{kind}: {', '.join(missing)} does not exist; {host} has {', '.join(everything)}"
+            f"placement.{kind}: {', '.join(missing)} does not exist; {machine} has {', '.join(everything)}"
         )
-    return [name for name in full if name.startswith(f"{host}/")]
+    return [device for name in names for device in named_devices([name], everything)]
 
 
-def _by_host(members: Sequence[Member]) -> dict[str, list[Member]]:
+def _by_machine(members: Sequence[Member]) -> dict[str, list[Member]]:
+    machine_of = machines(member.instance for member in members)
     groups: dict[str, list[Member]] = defaultdict(list)
     for member in members:
-        groups[member.instance.host].append(member)
+        groups[machine_of[member.incarnation]].append(member)
     return groups
 
 
@@ -174,8 +179,17 @@ def _seat(members: Sequence[Member], devices: Sequence[str], seats: int, key: st
     if set(taken) - set(devices) or len(free) < len(members) - len(kept):
         kept, free = [], list(devices)  # Their leases are exchanged when the others take theirs.
     others = [member for member in members if member not in kept]
-    for member, chunk in zip(others, _chunks(free, max(seats - len(kept), len(others), 1)), strict=False):
-        member.devices = chunk
+    chunks = _chunks(free, max(seats - len(kept), len(others), 1))
+    for member in others:
+        own = next((chunk for chunk in chunks if set(chunk) <= set(member.instance.devices)), None)
+        if own is None:
+            raise PlacementError(
+                f"{key}: {member.instance.instance} sees {', '.join(member.instance.devices)} and none of the "
+                f"devices that are left for it ({'; '.join(', '.join(chunk) for chunk in chunks)}); "
+                "name devices that it sees"
+            )
+        chunks.remove(own)
+        member.devices = own
 
 
 def _chunks(devices: Sequence[str], count: int) -> list[tuple[str, ...]]:

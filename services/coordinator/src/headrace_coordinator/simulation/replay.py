@@ -29,6 +29,7 @@ class Replay:
         self.pairs: Counter[Pair] = Counter()
         self.submissions = 0
         self.longest_wait: dict[str, float] = {}
+        self.longest_quantum = 0.0
         for event in log:
             self._before(event)
             self.state.apply(event)
@@ -82,6 +83,7 @@ class Replay:
             case ev.RunStateChanged() | ev.RunIntentChanged() | ev.RunSubmitted():
                 run = self.state.runs[event.run]
                 self.runs[run.id] = run
+                self.longest_quantum = max(self.longest_quantum, run.quantum_s)
                 self.pairs[run.state, run.intent] += 1
                 if run.state not in runs.ADMITTED and run.grant is not None:
                     raise Violation(f"run {run.id} is {run.state} and holds {run.grant}")

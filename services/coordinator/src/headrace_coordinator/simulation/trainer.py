@@ -301,7 +301,7 @@ class Trainer(Instance):
         if not self._written(request.number):
             self.writing = (request.number, asyncio.ensure_future(self._mortal(self._write(stored))))
             self.writing[1].add_done_callback(lambda done: done.cancelled() or done.exception())
-        if request.wait:
+        if request.wait and self.writing is not None:
             await asyncio.shield(self.writing[1])
         return trainer.SaveCheckpointResponse(
             checkpoint=trainer.Checkpoint(name=name, version=stored.version), durable=request.wait

@@ -57,8 +57,9 @@ class Users:
         if not self._calm:
             await self._whims()
         while not self._all_ended():
-            await asyncio.sleep(CARE_S if not self._calm else 0.25)
-            await self._care()
+            await asyncio.sleep(0.25 if self._calm else CARE_S)
+            if not self._calm:
+                await self._care()
 
     def _all_ended(self) -> bool:
         coordinator = self._world.coordinator
@@ -82,7 +83,8 @@ class Users:
         while True:
             coordinator, gone = await self._world.serving()
             sent = asyncio.ensure_future(request(coordinator))
-            await asyncio.wait({sent, gone}, return_when=asyncio.FIRST_COMPLETED)
+            either: set[asyncio.Future[Any]] = {sent, gone}
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             if not sent.done():
                 sent.cancel()
                 await asyncio.gather(sent, return_exceptions=True)
@@ -184,7 +186,7 @@ class Users:
         world, spec = self._world, self._specs[run]
         directory = f"{world.data_dir}/runs/{run}"
         usable = [c for c in world.disk.listed(directory) if not c.damage]
-        lost = self._rng.random() < 0.2
+        lost = self._rng.random() < 0.3
         if not usable and not lost:
             return
         step = 999 if lost else None
@@ -196,7 +198,11 @@ class Users:
             self.doomed.add(made)
 
     def heard(self, method: str, request: Any) -> None:
-        """The coordinator calls an instance: a moment to interfere."""
+        """The coordinator calls an instance: a moment to interfere, also with a run that is about to fail."""
+        failing = request.header.run.removeprefix("runs/") if method == "CloseRun" else ""
+        if failing in self.doomed and self._rng.random() < 0.5:
+            self._world.spawn(self.intend(failing, self._rng.choice(runs.INTENTS)))
+            return
         if self._calm or self._whims_left <= 0 or self._rng.random() >= MOMENTS.get(method, 0.0):
             return
         run = request.header.run.removeprefix("runs/")

@@ -1,6 +1,6 @@
 """What an engine is: it turns groups into events, between tokens it takes commands.
 
-Knows no torch, no gRPC and no run: only prompts as ids, samples, distributions and versions.
+Knows no tensors, no gRPC and no run: only prompts as ids, samples, distributions, versions and devices.
 """
 
 from __future__ import annotations
@@ -13,17 +13,18 @@ from typing import TYPE_CHECKING, Protocol
 from headrace_schema.generating import ModelSection
 
 if TYPE_CHECKING:
+    import torch
     from headrace_modelkit.tokenizer import TextCodec
 
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """What an engine is built from."""
+    """What an engine is built from. `devices` are the lease's; none yet: it touches none until `place`."""
 
     model: ModelSection
     codec: TextCodec
     max_concurrency: int
-    device: str = "cpu"
+    devices: tuple[torch.device, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -124,7 +125,8 @@ class Output:
 class Stream:
     """Where outputs go and what holds for all samples of one Generate call.
 
-    `sink` is called from the engine's thread; it must not block.
+    `sink` and `holds` are called from the engine's thread; they must not block. `holds` says whether the
+    stream's lease is held: without it no token is made, and its samples come back as partial outputs.
     """
 
     policy_number: int
@@ -136,14 +138,24 @@ class Stream:
     stop: tuple[str, ...] = ()
     chunk_tokens: int = 0
     deterministic: bool = False
+    holds: Callable[[], bool] = lambda: True
 
 
 @dataclass(frozen=True)
 class Freed:
-    """What a suspend gave back, and what is now free on the device."""
+    """What a suspend gave back, what is now free on the device, and what this process still uses there."""
 
     released_bytes: int
     free_bytes: int
+    used_bytes: int
+
+
+def allowed() -> None:
+    """The authority of a caller that needs none."""
+
+
+Authority = Callable[[], None]
+"""Raises what tells the caller that its lease is not held; called in the engine's thread, before the effect."""
 
 
 class Scope(Enum):
@@ -176,7 +188,10 @@ class Figures:
 
 
 class Engine(Protocol):
-    """One model on one device. Commands act between two tokens and raise Refused where state forbids them."""
+    """One model, on the first of its devices.
+
+    Commands act between two tokens and raise Refused where state forbids them.
+    """
 
     max_context_tokens: int
     vocabulary_size: int
@@ -206,11 +221,16 @@ class Engine(Protocol):
     async def check_install(self, policy: Policy) -> bool:
         """True when the digest is there already (its number is taken). POLICY_MISMATCH while others live."""
 
-    async def install(self, policy: Policy, tensors: Sequence[WeightView]) -> float:
+    async def install(
+        self, policy: Policy, tensors: Sequence[WeightView], authority: Authority = allowed
+    ) -> float:
         """Swaps all weights or none; returns the seconds that decoding stood still."""
 
     async def score(
-        self, sequences: Sequence[tuple[Sequence[int], int]], distribution: Distribution
+        self,
+        sequences: Sequence[tuple[Sequence[int], int]],
+        distribution: Distribution,
+        authority: Authority = allowed,
     ) -> tuple[list[list[float]], int]:
         """Log-probs of the ids from each start on, and the version that scored."""
 
@@ -218,13 +238,16 @@ class Engine(Protocol):
         """Gives memory back; NOT_PAUSED unless paused."""
 
     async def release(self) -> Freed:
-        """Ends everything with partial outputs and gives all memory back: as built, nothing installed."""
+        """Ends everything with partial outputs and gives all memory back: as built, nothing installed, no device."""
 
-    async def wake(self, scope: Scope) -> None:
+    async def wake(self, scope: Scope, authority: Authority = allowed) -> None:
         """Takes memory again, WEIGHTS before KV_CACHE; awake already is no error."""
 
-    async def set_threads(self, count: int) -> None:
-        """Uses `count` threads from the next token on."""
+    async def place(self, devices: tuple[torch.device, ...], threads: int) -> None:
+        """Uses these devices and `threads` threads from the next token on; on another device, nothing is installed.
+
+        Without devices only the number of threads changes.
+        """
 
     async def close(self) -> None:
         """Ends the engine's thread and frees its memory."""

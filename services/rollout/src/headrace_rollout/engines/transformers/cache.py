@@ -46,8 +46,8 @@ class SlotCache(Cache):  # type: ignore[misc]  # transformers is not annotated
         self._rows = 0
         self._capacity = 0
         self._plan: PrefillPlan | None = None
-        self._row_index = torch.empty(0, dtype=torch.long)
-        self._position = torch.empty(0, dtype=torch.long)
+        self._row_index: Tensor | None = None
+        self._position: Tensor | None = None
         self._visible = 0
 
     @property
@@ -74,7 +74,8 @@ class SlotCache(Cache):  # type: ignore[misc]  # transformers is not annotated
     def decode(self, position_N: Tensor, visible: int) -> None:
         """The next pass adds one token to each active row at its position; `visible`: the longest length."""
         self._plan = None
-        if self._row_index.shape[0] != position_N.shape[0]:
+        known = self._row_index
+        if known is None or known.device != position_N.device or len(known) != len(position_N):
             self._row_index = torch.arange(position_N.shape[0], device=position_N.device)
         self._position = position_N
         self._visible = visible
@@ -107,6 +108,7 @@ class SlotCache(Cache):  # type: ignore[misc]  # transformers is not annotated
         keys, values = self.keys[layer_idx], self.values[layer_idx]
         if self._plan is not None:
             return self._store_prompts(self._plan, keys, values, key_states, value_states)
+        assert self._row_index is not None and self._position is not None
         keys[self._row_index, :, self._position] = key_states[:, :, 0]
         values[self._row_index, :, self._position] = value_states[:, :, 0]
         count = key_states.shape[0]

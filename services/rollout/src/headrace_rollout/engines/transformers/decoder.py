@@ -73,7 +73,7 @@ class Decoder:
         for sequence, finish in self._arrivals.finished:
             self._outbox[sequence.stream].append(sequence.untouched(policy, finish=finish))
         self._arrivals.finished.clear()
-        if not accept:
+        if not accept or not stream.holds():
             self.stop(None, stream)
         self._flush()
 
@@ -115,12 +115,19 @@ class Decoder:
         """Admits what fits, then adds one token to every running row; true while there is more to do."""
         failpoint_sync("rollout.round")
         start = time.perf_counter()
+        self._leave_unheld()
         self._join()
         if self._batch.count:
             self._decode()
         self._flush()
         self.figures.busy_s += time.perf_counter() - start
         return bool(self.living)
+
+    def _leave_unheld(self) -> None:
+        """Samples of streams whose lease is not held any more come back: no token is made without one."""
+        for stream in {sequence.stream for sequence in self._batch.sequences} | self._queue.streams():
+            if not stream.holds():
+                self.stop(None, stream)
 
     def _join(self) -> None:
         admissions = self._queue.take(self._batch.count, self._running_wave)

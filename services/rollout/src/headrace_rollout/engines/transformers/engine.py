@@ -17,6 +17,7 @@ from typing import TypeVar
 import torch
 
 from headrace_rollout.engines.base import (
+    Authority,
     Distribution,
     EngineConfig,
     Figures,
@@ -28,9 +29,10 @@ from headrace_rollout.engines.base import (
     Scope,
     Stream,
     WeightView,
+    allowed,
 )
 from headrace_rollout.engines.transformers.decoder import Decoder
-from headrace_rollout.engines.transformers.memory import available_bytes, resident_bytes, return_to_system
+from headrace_rollout.engines.transformers.memory import HOST, available_bytes, return_to_system, used_bytes
 from headrace_rollout.engines.transformers.policy_model import PolicyModel
 from headrace_rollout.engines.transformers.scoring import check_scored, passes, score
 
@@ -52,7 +54,7 @@ class TransformersEngine:
 
     def __init__(self, config: EngineConfig) -> None:
         self.figures = Figures()
-        self._model = PolicyModel(config.model, config.device)
+        self._model = PolicyModel(config.model, config.devices[0] if config.devices else HOST)
         self._decoder = Decoder(self._model, config.codec, config.max_concurrency, self.figures)
         self.max_context_tokens = self._model.context_limit
         self.vocabulary_size = self._model.vocabulary_size
@@ -123,10 +125,13 @@ class TransformersEngine:
         """See Engine."""
         return await self._call(lambda: self._check_install(policy))
 
-    async def install(self, policy: Policy, tensors: Sequence[WeightView]) -> float:
+    async def install(
+        self, policy: Policy, tensors: Sequence[WeightView], authority: Authority = allowed
+    ) -> float:
         """See Engine."""
 
         def act() -> float:
+            authority()
             if self._check_install(policy):
                 return 0.0
             seconds = self._model.install(policy, tensors)
@@ -137,7 +142,10 @@ class TransformersEngine:
         return await self._call(act)
 
     async def score(
-        self, sequences: Sequence[tuple[Sequence[int], int]], distribution: Distribution
+        self,
+        sequences: Sequence[tuple[Sequence[int], int]],
+        distribution: Distribution,
+        authority: Authority = allowed,
     ) -> tuple[list[list[float]], int]:
         """See Engine. Passes are bounded, so that decoding goes on between them."""
         check_scored(sequences, distribution, self.max_context_tokens, self.vocabulary_size)
@@ -147,7 +155,7 @@ class TransformersEngine:
         results: dict[int, list[float]] = {}
         for chosen in passes(sequences):
             part = [sequences[index] for index in chosen]
-            found = await self._call(partial(self._score, policy, part, distribution))
+            found = await self._call(partial(self._score, policy, part, distribution, authority))
             results.update(zip(chosen, found, strict=True))
         return [results[index] for index in range(len(sequences))], policy.number
 
@@ -168,14 +176,17 @@ class TransformersEngine:
         def act() -> Freed:
             self._decoder.stop(None, None)
             self._memory, self._paused = _Memory.COLD, False
-            return self._free()
+            freed = self._free()
+            self._model.place(HOST)
+            return freed
 
         return await self._call(act)
 
-    async def wake(self, scope: Scope) -> None:
+    async def wake(self, scope: Scope, authority: Authority = allowed) -> None:
         """See Engine. Once all is awake, decoding may go on without Resume."""
 
         def act() -> None:
+            authority()
             if self._memory is _Memory.SUSPENDED and scope is Scope.KV_CACHE:
                 raise Refused("SUSPENDED", "the weights have no room yet; Wake WEIGHTS and install first")
             if self._memory is _Memory.SUSPENDED:
@@ -189,9 +200,15 @@ class TransformersEngine:
 
         await self._call(act)
 
-    async def set_threads(self, count: int) -> None:
+    async def place(self, devices: tuple[torch.device, ...], threads: int) -> None:
         """See Engine. torch counts threads by the thread that asks, so the decoding thread must."""
-        await self._call(lambda: torch.set_num_threads(count))
+
+        def act() -> None:
+            torch.set_num_threads(threads)
+            if devices:
+                self._model.place(devices[0])
+
+        await self._call(act)
 
     async def close(self) -> None:
         """See Engine."""
@@ -205,11 +222,13 @@ class TransformersEngine:
         return await asyncio.wrap_future(self._executor.submit(act))
 
     def _free(self) -> Freed:
-        before = self._used_bytes()
+        device = self._model.device
+        before = used_bytes(device)
         self._decoder.reset()
         self._model.free_memory()
-        return_to_system(self._model.device)
-        return Freed(max(0, before - self._used_bytes()), available_bytes(self._model.device))
+        return_to_system(device)
+        after = used_bytes(device)
+        return Freed(max(0, before - after), available_bytes(device), after)
 
     def _schedule(self) -> None:
         if not self._scheduled and self._decoder.living:
@@ -248,15 +267,15 @@ class TransformersEngine:
         return False
 
     def _score(
-        self, policy: Policy, part: Sequence[tuple[Sequence[int], int]], distribution: Distribution
+        self,
+        policy: Policy,
+        part: Sequence[tuple[Sequence[int], int]],
+        distribution: Distribution,
+        authority: Authority,
     ) -> list[list[float]]:
+        authority()
         if self.policy != policy:
             raise Refused(
                 "POLICY_MISMATCH", f"version {policy.number} was replaced while it scored; ask again"
             )
         return score(self._model, part, distribution)
-
-    def _used_bytes(self) -> int:
-        if self._model.device.startswith("cuda"):
-            return int(torch.cuda.memory_reserved(self._model.device))
-        return resident_bytes()

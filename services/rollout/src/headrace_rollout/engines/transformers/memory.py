@@ -5,38 +5,58 @@ from __future__ import annotations
 import ctypes
 import ctypes.util
 import os
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
+from headrace_modelkit import devices as gpu
 from headrace_modelkit.weights import state_tensors
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+HOST = torch.device("cpu")
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 class ParameterMemory:
-    """The storage of a model's parameters, which can be dropped and made again (values then undefined)."""
+    """The storage of a model's weights, which can be dropped and made again on a device (values then undefined)."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self._tensors = [tensor for _, tensor in state_tensors(model)]
-        self._shapes = [tensor.shape for tensor in self._tensors]
+        tables: list[dict[str, Any]] = [t for m in model.modules() for t in (m._parameters, m._buffers)]
+        self._weights = [
+            _Weight(tensor.shape, tensor.dtype, [(t, key) for t in tables for key in t if t[key] is tensor])
+            for _, tensor in state_tensors(model)
+        ]
         self.held = True
 
     def free(self) -> None:
         """Drops the storage; the model cannot run until `take` and a load."""
-        self._replace([torch.Size([0])] * len(self._tensors))
+        for weight in self._weights:
+            weight.put(torch.empty(0, dtype=weight.dtype, device=HOST))
         self.held = False
 
-    def take(self) -> None:
-        """Allocates the storage again."""
+    def take(self, device: torch.device) -> None:
+        """Allocates the storage again, on a device."""
         if not self.held:
-            self._replace(self._shapes)
+            for weight in self._weights:
+                weight.put(torch.empty(weight.shape, dtype=weight.dtype, device=device))
             self.held = True
 
-    def _replace(self, shapes: list[torch.Size]) -> None:
-        for tensor, shape in zip(self._tensors, shapes, strict=True):
-            tensor.data = _empty_like(tensor, shape)
+
+@dataclass(frozen=True)
+class _Weight:
+    shape: torch.Size
+    dtype: torch.dtype
+    owners: list[tuple[dict[str, Any], str]]
+    """Where modules keep it: in several places when it is tied."""
+
+    def put(self, tensor: Tensor) -> None:
+        # A new object: the device of one that is there does not change with its storage.
+        (first, name), *_ = self.owners
+        new = nn.Parameter(tensor, requires_grad=False) if isinstance(first[name], nn.Parameter) else tensor
+        for table, key in self.owners:
+            table[key] = new
 
 
 def resident_bytes() -> int:
@@ -45,25 +65,26 @@ def resident_bytes() -> int:
     return pages * _PAGE_BYTES
 
 
-def available_bytes(device: str = "cpu") -> int:
+def used_bytes(device: torch.device) -> int:
+    """This process's memory on the device: on the host its resident set."""
+    return resident_bytes() if device.type == "cpu" else gpu.used_bytes(device)
+
+
+def available_bytes(device: torch.device = HOST) -> int:
     """Memory that is free for use on the device."""
-    if device.startswith("cuda"):
-        return int(torch.cuda.mem_get_info(device)[0])
+    if device.type == "cuda":
+        return gpu.free_bytes(device)
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
     raise OSError("/proc/meminfo names no MemAvailable")
 
 
-def return_to_system(device: str = "cpu") -> None:
+def return_to_system(device: torch.device = HOST) -> None:
     """Hands freed memory back to the operating system or the device."""
-    if device.startswith("cuda"):
+    if device.type == "cuda":
         torch.cuda.empty_cache()
     # glibc keeps freed blocks of up to 32 MiB in its heap until it is told to trim.
     trim = getattr(ctypes.CDLL(ctypes.util.find_library("c") or "libc.so.6"), "malloc_trim", None)
     if trim is not None:
         trim(0)
-
-
-def _empty_like(tensor: Tensor, shape: torch.Size) -> Tensor:
-    return torch.empty(shape, dtype=tensor.dtype, device=tensor.device)

@@ -22,7 +22,7 @@ from transformers import PreTrainedConfig
 
 from headrace_rollout.engines.base import Policy, Refused, WeightView
 from headrace_rollout.engines.transformers.cache import SlotCache
-from headrace_rollout.engines.transformers.memory import ParameterMemory
+from headrace_rollout.engines.transformers.memory import HOST, ParameterMemory
 
 warnings.filterwarnings("ignore", message="The given buffer is not writable")
 
@@ -30,17 +30,18 @@ warnings.filterwarnings("ignore", message="The given buffer is not writable")
 class PolicyModel:
     """A causal language model with a slot cache; used from the engine's thread alone."""
 
-    def __init__(self, config: ModelSection, device: str) -> None:
+    def __init__(self, config: ModelSection, device: torch.device) -> None:
         architecture = load_architecture(config)
         self.context_limit = context_limit(config, architecture)
         check_supported(config, architecture, self.context_limit)
-        self.device = device
+        self.device = HOST
         self.cache = SlotCache()
         self.policy: Policy | None = None
-        self._model = load_model(config, weights=False, device=device)
+        self._model = load_model(config, weights=False, device="cpu")
         self._memory = ParameterMemory(self._model)
         self._memory.free()
         self._head: Head | None = None
+        self.place(device)
         self.vocabulary_size = int(architecture.get_text_config().vocab_size)
 
     @property
@@ -50,15 +51,23 @@ class PolicyModel:
             raise Refused("POLICY_MISMATCH", "no policy is installed; call InstallPolicy first")
         return self._head
 
+    def place(self, device: torch.device) -> None:
+        """Runs on `device` from now on; on another one than before, nothing is installed."""
+        if device == self.device:
+            return
+        self.free_memory()
+        self.device = device
+        for module in self._model.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                setattr(module, name, buffer.to(device))
+
     def prefill(self, contexts: Sequence[Sequence[int]]) -> Tensor:
         """(P, D) hidden states at each context's last token; the cache stores the rest as it was told."""
         lengths = [len(context) for context in contexts]
-        tokens_PT = torch.zeros((len(contexts), max(lengths)), dtype=torch.long)
-        for row, context in enumerate(contexts):
-            tokens_PT[row, : lengths[row]] = torch.tensor(context)
         # Causal attention never looks right, so padding behind a context needs no mask.
-        hidden_PTD = self.hidden(tokens_PT.to(self.device), past_key_values=self.cache)
-        return hidden_PTD[torch.arange(len(contexts)), torch.tensor(lengths) - 1]
+        hidden_PTD = self.hidden(padded(contexts, self.device), past_key_values=self.cache)
+        last = [row * max(lengths) + length - 1 for row, length in enumerate(lengths)]
+        return hidden_PTD.flatten(0, 1).index_select(0, torch.tensor(last, device=self.device))
 
     def decode(self, tokens_N: NDArray[np.int64], length_N: NDArray[np.int64]) -> Tensor:
         """(N, D) hidden states of one more token in each row, whose caches hold `length_N` tokens."""
@@ -88,20 +97,23 @@ class PolicyModel:
         """
         start = time.perf_counter()
         views = {view.name: _tensor(view) for view in tensors}
-        self._memory.take()
-        if self.device == "cpu":
+        self._memory.take(self.device)
+        if self.device.type == "cpu":
             share_weights(self._model, views)
         else:
             load_weights(self._model, views)
-        head = Head.of(self._model)
-        # One fp32 copy for all tokens of the version; in fp32 the head is the model's own.
-        self._head = head if head.weight_VD.dtype == torch.float32 else head.widened(self._head)
+        self.adopt_head()
         self.policy = policy
         return time.perf_counter() - start
 
+    def adopt_head(self) -> None:
+        """Takes the head of the weights that are there: one fp32 copy for all tokens of a version."""
+        head = Head.of(self._model)  # in fp32 the model's own
+        self._head = head if head.weight_VD.dtype == torch.float32 else head.widened(self._head)
+
     def take_memory(self) -> None:
         """Room for the weights."""
-        self._memory.take()
+        self._memory.take(self.device)
 
     def free_memory(self) -> None:
         """Drops weights and cache."""
@@ -113,6 +125,14 @@ class PolicyModel:
         hidden_NL = torch.arange(visible, device=position_N.device)[None] > position_N[:, None]
         mask_NL = torch.zeros(hidden_NL.shape, dtype=self._model.dtype, device=position_N.device)
         return mask_NL.masked_fill_(hidden_NL, float("-inf"))[:, None, None]
+
+
+def padded(contexts: Sequence[Sequence[int]], device: torch.device) -> Tensor:
+    """(N, T) token ids, filled up with 0 behind each context."""
+    tokens_NT = np.zeros((len(contexts), max(map(len, contexts))), dtype=np.int64)
+    for row, context in enumerate(contexts):
+        tokens_NT[row, : len(context)] = context
+    return torch.from_numpy(tokens_NT).to(device)
 
 
 def check_supported(config: ModelSection, architecture: PreTrainedConfig, limit: int) -> None:
@@ -136,5 +156,5 @@ def check_supported(config: ModelSection, architecture: PreTrainedConfig, limit:
 def _tensor(view: WeightView) -> Tensor:
     dtype: torch.dtype = getattr(torch, view.dtype)
     if 0 in view.shape:
-        return torch.empty(view.shape, dtype=dtype)
+        return torch.empty(view.shape, dtype=dtype, device=HOST)
     return torch.frombuffer(view.data, dtype=dtype).view(view.shape)

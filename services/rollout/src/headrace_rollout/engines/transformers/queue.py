@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from headrace_rollout.engines.base import Stream
 from headrace_rollout.engines.transformers.sequence import Sequence, Waiting
 
 
@@ -30,6 +31,10 @@ class JoinQueue:
 
     def __len__(self) -> int:
         return sum(len(waiting.members) for waiting in self._waiting)
+
+    def streams(self) -> set[Stream]:
+        """Whose samples wait."""
+        return {waiting.members[0].stream for waiting in self._waiting}
 
     def add(self, waiting: list[Waiting]) -> None:
         """Appends contexts."""

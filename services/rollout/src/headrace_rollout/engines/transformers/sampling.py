@@ -26,7 +26,7 @@ class RowDistributions:
     penalty_N: Tensor | None
 
     @classmethod
-    def of(cls, rows: Sequence[Distribution], device: torch.device | str = "cpu") -> RowDistributions:
+    def of(cls, rows: Sequence[Distribution], device: torch.device) -> RowDistributions:
         """Collects the rows' distributions."""
         return cls(
             # Greedy rows report their log-probs at temperature 1.
@@ -82,7 +82,7 @@ def draw(scores_NV: Tensor, rows: RowDistributions, uniform_N: Tensor) -> tuple[
     return tokens_N[:, 0], log_probs_N[:, 0]
 
 
-def _column(values: Sequence[float], neutral: float, device: torch.device | str) -> Tensor | None:
+def _column(values: Sequence[float], neutral: float, device: torch.device) -> Tensor | None:
     return None if all(value == neutral for value in values) else torch.tensor(values, device=device)
 
 

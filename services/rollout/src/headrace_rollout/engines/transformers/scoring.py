@@ -11,7 +11,7 @@ import torch
 from headrace_modelkit.logprobs import CHUNK_ELEMENTS
 
 from headrace_rollout.engines.base import Distribution, Refused
-from headrace_rollout.engines.transformers.policy_model import PolicyModel
+from headrace_rollout.engines.transformers.policy_model import PolicyModel, padded
 from headrace_rollout.engines.transformers.sampling import RowDistributions, process
 
 # Padded tokens of one pass.
@@ -54,10 +54,7 @@ def passes(sequences: Sequence[Scored]) -> Iterator[list[int]]:
 def score(model: PolicyModel, sequences: Sequence[Scored], distribution: Distribution) -> list[list[float]]:
     """Log-probs of one pass: for each sequence those of its ids from its start on."""
     lengths = [len(ids) for ids, _ in sequences]
-    tokens_ST = torch.zeros((len(sequences), max(lengths)), dtype=torch.long)
-    for row, (ids, _) in enumerate(sequences):
-        tokens_ST[row, : lengths[row]] = torch.tensor(ids)
-    tokens_ST = tokens_ST.to(model.device)
+    tokens_ST = padded([ids for ids, _ in sequences], model.device)
     hidden_STD = model.hidden(tokens_ST)
     counts = [length - start for length, (_, start) in zip(lengths, sequences, strict=True)]
     hidden_ND = torch.cat([hidden_STD[i, s - 1 : lengths[i] - 1] for i, (_, s) in enumerate(sequences)])

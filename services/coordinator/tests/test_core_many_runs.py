@@ -1,0 +1,268 @@
+"""Scenes of many runs on a calm imaginary fleet: what users do to one run must not reach another, or the next."""
+
+import asyncio
+import contextlib
+
+import pytest
+from headrace_coordinator.domain import events as ev
+from headrace_coordinator.domain import runs
+from headrace_coordinator.domain.scheduling import PATIENCE_QUANTA
+from headrace_coordinator.simulation.judge import Violation
+from headrace_coordinator.simulation.virtual_time import run_virtual
+from headrace_coordinator.simulation.world import World
+
+ENOUGH_S = 600.0
+
+
+class Scene(World):
+    """One rollout, one trainer; `play` does what the test is about, beside `count` runs that come at once."""
+
+    def __init__(self, play, count=1, seed=5, steps=6, **sections):
+        super().__init__(seed, faults=False, count=count)
+        self.play = play
+        self.specs = [self.plain(spec, steps, sections) for spec in self.specs]
+
+    def plain(self, spec, steps, sections):
+        """A spec that one instance of each kind can run."""
+        fields = spec.model_dump(mode="json")
+        plain = {
+            "rollout": {"instances": 1},
+            "trainer": {"ranks": 1},
+            "algorithm": {"prompts_per_step": 2},
+            "placement": {"mode": "collocated"},
+            "evaluation": {"every": 0},
+            "checkpoint": {"enabled": True, "interval_steps": 100},
+            "scheduling": {"priority": 0, "weight": 1.0, "quantum_s": 5.0},
+            "limits": {"recoveries": 50},
+        }
+        for name, section in (*plain.items(), *sections.items()):
+            fields[name] |= section
+        return type(spec).model_validate(fields | {"steps": steps, "deterministic": False})
+
+    async def trouble(self):
+        await self.play(self)
+
+    def log(self, kind):
+        return [event for event in self.store.log if isinstance(event, kind)]
+
+    async def until(self, predicate):
+        for _ in range(int(ENOUGH_S / 0.05)):
+            if predicate():
+                return
+            await asyncio.sleep(0.05)
+        raise AssertionError("it did not come to that")
+
+    async def first(self):
+        """The id of the first run, once it has committed a step."""
+        await self.until(lambda: self.log(ev.StepCommitted))
+        return self.log(ev.StepCommitted)[0].run
+
+    def state(self, run):
+        state = self.coordinator.kernel.state
+        return state.runs[run].state if run in state.runs else state.ended[run].state
+
+    async def another(self, key="another"):
+        return await self.users.submit(self.specs[0], key)
+
+
+def ends(scene):
+    return run_virtual(scene.live()).states
+
+
+def trained_once(scene, run):
+    steps = [event.certificate.ordinal for event in scene.log(ev.StepCommitted) if event.run == run]
+    return steps == list(range(1, len(steps) + 1))
+
+
+def test_a_paused_run_is_in_nobodys_way():
+    async def play(scene):
+        a = await scene.first()
+        await scene.users.intend(a, runs.PAUSE)
+        await scene.until(lambda: scene.state(a) == "PAUSED")
+        b = await scene.another()
+        await scene.until(lambda: scene.state(b) in runs.TERMINAL)
+        assert (scene.state(a), scene.state(b)) == ("PAUSED", "SUCCEEDED")
+        await scene.users.intend(a, runs.RUN)
+
+    scene = Scene(play)
+    assert set(ends(scene).values()) == {"SUCCEEDED"} and len(scene.log(ev.RunSubmitted)) == 2
+    assert trained_once(scene, scene.log(ev.RunSubmitted)[0].run)
+    assert not scene.log(ev.RunRecovering)
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_a_pause_keeps_what_is_recorded_whatever_the_checkpoint_section_says(enabled):
+    async def play(scene):
+        a = await scene.first()
+        await scene.users.intend(a, runs.PAUSE_NOW)
+        await scene.until(lambda: scene.state(a) == "PAUSED")
+        await scene.users.intend(a, runs.RUN)
+
+    scene = Scene(play, checkpoint={"enabled": enabled})
+    assert set(ends(scene).values()) == {"SUCCEEDED"}
+    assert trained_once(scene, scene.ended.id)
+
+
+def test_a_run_that_is_paused_and_cancelled_is_in_nobodys_way():
+    async def play(scene):
+        a = await scene.first()
+        await scene.users.intend(a, runs.PAUSE)
+        await scene.until(lambda: scene.state(a) == "PAUSED")
+        await scene.users.intend(a, runs.CANCEL)
+        assert scene.state(a) == "CANCELLED"
+        b = await scene.another()
+        await scene.until(lambda: scene.state(b) == "SUCCEEDED")
+
+    assert sorted(ends(Scene(play)).values()) == ["CANCELLED", "SUCCEEDED"]
+
+
+def test_a_run_that_is_resumed_beside_another_takes_turns_with_it():
+    async def play(scene):
+        a = await scene.first()
+        await scene.users.intend(a, runs.PAUSE)
+        await scene.until(lambda: scene.state(a) == "PAUSED")
+        b = await scene.another()
+        await scene.until(lambda: scene.state(b) == "RUNNING")
+        await scene.users.intend(a, runs.RUN)
+        assert scene.state(a) == "QUEUED"
+
+    scene = Scene(play, steps=40)
+    assert set(ends(scene).values()) == {"SUCCEEDED"}
+    assert not scene.log(ev.RunRecovering)
+    assert all(trained_once(scene, event.run) for event in scene.log(ev.RunSubmitted))
+    yielded = [event for event in scene.log(ev.RunStateChanged) if event.reason.startswith("yields to")]
+    assert {event.run for event in yielded} == {event.run for event in scene.log(ev.RunSubmitted)}
+
+
+@pytest.mark.parametrize("intent", [runs.PAUSE_NOW, runs.CANCEL])
+def test_a_commit_that_was_sent_is_kept(intent):
+    """Whoever stops the run while the trainer commits: the step is recorded."""
+
+    class Interrupted(Scene):
+        asked = False
+
+        def heard(self, method, request):
+            if method == "CommitStep" and request.step == 2 and not self.asked:
+                self.asked = True
+                self.spawn(self.users.intend(request.header.run.removeprefix("runs/"), intent))
+
+    async def play(scene):
+        a = await scene.first()
+        await scene.until(lambda: scene.state(a) in ("PAUSED", "CANCELLED"))
+        assert [event.certificate.step for event in scene.log(ev.StepCommitted)] == [0, 1, 2]
+        if intent == runs.PAUSE_NOW:
+            await scene.users.intend(a, runs.RUN)
+
+    scene = Interrupted(play)
+    assert set(ends(scene).values()) == {"SUCCEEDED" if intent == runs.PAUSE_NOW else "CANCELLED"}
+    assert trained_once(scene, scene.ended.id)
+
+
+def test_pause_now_and_cancel_eight_milliseconds_later():
+    async def play(scene):
+        a = await scene.first()
+        pause = scene.spawn(scene.users.intend(a, runs.PAUSE_NOW))
+        await asyncio.sleep(0.008)
+        await scene.users.intend(a, runs.CANCEL)
+        await pause
+        b = await scene.another()
+        await scene.until(lambda: scene.state(b) == "SUCCEEDED")
+
+    scene = Scene(play)
+    assert sorted(ends(scene).values()) == ["CANCELLED", "SUCCEEDED"]
+    reasons = [event.reason for event in scene.log(ev.RunStateChanged) if event.state == "CANCELLED"]
+    assert len(reasons) == 1 and reasons[0].startswith("cancelled")
+
+
+def test_twenty_parallel_submissions_with_one_key_are_one_run():
+    async def play(scene):
+        for kind in ("reward", "rollout"):  # while instances restart, the check waits
+            victim = next(i for i in scene.living(kind))
+            scene.spawn(scene.kill(victim.incarnation))
+        await asyncio.sleep(0.1)
+        await scene.users.submit(scene.specs[0], "twenty", copies=20)
+
+    scene = Scene(play)
+    ends(scene)
+    assert [used.key for used in scene.log(ev.KeyUsed)].count("twenty") == 1
+    assert len(scene.log(ev.RunSubmitted)) == 2
+
+
+def test_a_trainer_that_is_stopped_in_order_takes_no_step_with_it():
+    async def play(scene):
+        a = await scene.first()
+        leaver = next(i for i in scene.living("trainer") if f"runs/{a}" in i.open_runs)
+        await scene.bear("trainer", "trainer-9", "host0")
+        scene.tell_tables(scene.coordinator.fleet)
+        await scene.terminate(leaver, 60.0)
+
+    scene = Scene(play, steps=10)
+    assert set(ends(scene).values()) == {"SUCCEEDED"}
+    assert trained_once(scene, scene.ended.id) and len(scene.log(ev.VersionRestored)) == 2
+    assert not scene.log(ev.RunRecovering)
+
+
+def test_a_queued_run_shows_its_place_and_a_cancelled_one_the_truth():
+    async def play(scene):
+        await scene.first()
+        b, c = await scene.another("b"), await scene.another("c")
+        await asyncio.sleep(0.1)
+        views = [scene.coordinator.run(run) for run in (b, c)]
+        assert [view.place for view in views] == [1, 2]
+        assert "1 rollout instance" in views[0].waiting_for[0]
+        await scene.users.intend(b, runs.CANCEL)
+        view = scene.coordinator.run(b)
+        assert view.state == "CANCELLED" and view.reason.startswith("cancelled while it was queued")
+        assert "checkpoint stays" not in view.reason
+        await asyncio.sleep(0.1)
+        assert scene.coordinator.run(c).place == 1
+
+    assert sorted(ends(Scene(play, steps=30, scheduling={"quantum_s": 1000.0})).values())[0] == "CANCELLED"
+
+
+def test_a_trainer_that_dies_in_each_third_step_before_the_first_checkpoint_ends_the_run():
+    async def play(scene):
+        while True:
+            before = len(scene.log(ev.StepCommitted))
+            await scene.until(lambda before=before: len(scene.log(ev.StepCommitted)) >= before + 2)
+            await scene.kill(scene.living("trainer")[0].incarnation)
+
+    scene = Scene(play, steps=20, limits={"recoveries": 4})
+    with contextlib.suppress(Violation, AssertionError):
+        run_virtual(scene.live())
+    last = scene.log(ev.RunStateChanged)[-1]
+    assert last.state == "FAILED" and last.reason.startswith(
+        "limits.recoveries: 4 recoveries without progress"
+    )
+
+
+def test_a_fork_goes_on_from_its_origins_checkpoint():
+    async def play(scene):
+        a = await scene.first()
+        await scene.users.intend(a, runs.PAUSE)
+        await scene.until(lambda: scene.state(a) == "PAUSED")
+        spec = scene.specs[0].model_dump(mode="json") | {"from_checkpoint": {"run": a}}
+        scene.users.origins[await scene.users.submit(type(scene.specs[0]).model_validate(spec), "fork")] = a
+        await scene.users.intend(a, runs.RUN)
+
+    scene = Scene(play)
+    assert set(ends(scene).values()) == {"SUCCEEDED"}
+    forks = [event for event in scene.log(ev.VersionRestored) if event.source_run]
+    assert len(forks) == 1 and forks[0].frontier_step > 0
+    fork = scene.replay.runs[forks[0].run]
+    assert fork.ledger.first_step == forks[0].frontier_step and fork.checkpoints
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_low_priority_is_served_beside_urgent_runs(seed):
+    async def play(scene):
+        await asyncio.sleep(0.0)
+
+    scene = Scene(play, count=3, seed=seed, steps=40)
+    for index, spec in enumerate(scene.specs):
+        scheduling = spec.scheduling.model_copy(update={"priority": index, "quantum_s": 3.0})
+        scene.specs[index] = spec.model_copy(update={"scheduling": scheduling})
+    assert set(ends(scene).values()) == {"SUCCEEDED"}
+    quantum = scene.replay.longest_quantum  # of a run that took long to start, longer than its spec's
+    for run, waited in scene.replay.longest_wait.items():
+        assert waited < (PATIENCE_QUANTA + 3) * quantum + 60.0, run

@@ -1,0 +1,149 @@
+"""One machine seen by several containers: its devices are leased once, whoever sees them."""
+
+from types import SimpleNamespace
+
+import pytest
+from headrace_coordinator.domain import events as ev
+from headrace_coordinator.domain.leases import Blocked, LeaseRequest, plan_grant
+from headrace_coordinator.domain.places import machines
+from headrace_coordinator.domain.scheduling import plan_admission
+from headrace_coordinator.domain.state import InstanceState, State
+from headrace_coordinator.fleet import Fleet, FleetSettings, Supervisor
+from headrace_coordinator.kernel import Kernel
+from headrace_coordinator.run.placement import PlacementError, default_devices
+from headrace_coordinator.store.memory_store import MemoryStore
+from headrace_schema.running import PlacementSection
+from headrace_schema.spec import RunSpec
+
+GPU = "GPU-8f2a/gpu:0"
+CORES = ["b007/cpu:0", "b007/cpu:1"]
+
+
+def instance(name, host, devices, kind="rollout"):
+    return InstanceState(name, name, kind, host, "", list(devices), {})
+
+
+def submitted(name, **placement):
+    spec = RunSpec.model_validate(
+        {
+            "name": name,
+            "model": {"path": "owner/model"},
+            "data": {"source": "copy_digits", "heldout": 10},
+            "reward": {"scorers": [{"name": "exact"}]},
+            "placement": placement,
+        }
+    )
+    return ev.RunSubmitted(at=0, run=name, spec=spec.model_dump(mode="json"), directory="d")
+
+
+def state_of(instances, *runs):
+    state = State()
+    state.instances = {i.incarnation: i for i in (*instances, instance("reward-0", "r", [], "reward"))}
+    for run in runs:
+        state.apply(run)
+    return state
+
+
+def containers(devices):
+    """A rollout and a trainer, each in a container of its own on one machine, twice."""
+    return [
+        instance(f"{kind}-{number}", f"{kind}-container-{number}", devices, kind)
+        for number in (0, 1)
+        for kind in ("rollout", "trainer")
+    ]
+
+
+def test_hosts_that_share_a_device_are_one_machine_at_any_remove():
+    found = machines(
+        [
+            instance("a", "h1", ["x/cpu:0"]),
+            instance("b", "h3", ["x/cpu:1"]),
+            instance("c", "h2", ["x/cpu:0", "x/cpu:1"]),
+            instance("d", "h4", ["y/cpu:0"]),
+            instance("e", "h4", []),
+        ]
+    )
+    assert found == {"a": "h1", "b": "h1", "c": "h1", "d": "h4", "e": "h4"}
+
+
+def test_two_containers_that_see_one_gpu_compete_for_one_lease():
+    state = state_of(containers([GPU]))
+    first, second = (
+        LeaseRequest("rollout-0", "r", "generate", (GPU,)),
+        LeaseRequest("trainer-1", "s", "learn", (GPU,)),
+    )
+    state.table.apply(plan_grant(state.table, [first], 0.0)[0])
+    with pytest.raises(Blocked, match="GPU-8f2a/gpu:0 is held by rollout-0 for r generate"):
+        plan_grant(state.table, [second], 0.0)
+
+
+def test_two_runs_in_containers_of_one_machine_are_not_admitted_to_one_gpu():
+    plan = plan_admission(state_of(containers([GPU]), submitted("a"), submitted("b")), 1.0)
+    assert [(grant.run, grant.devices) for grant in plan.grants] == [("a", [GPU])]
+    assert plan.waiting["b"].startswith("1 devices on rollout-container-0 (0 free of 1)")
+
+
+def test_a_disaggregated_run_in_two_containers_needs_two_devices_of_their_machine():
+    one = plan_admission(state_of(containers([GPU]), submitted("a", mode="disaggregated")), 1.0)
+    assert not one.grants and "2 devices" in one.waiting["a"]
+    two = plan_admission(state_of(containers(CORES), submitted("a", mode="disaggregated")), 1.0)
+    assert two.grants[0].devices == CORES
+
+
+def test_short_names_choose_devices_of_any_machine():
+    plan = plan_admission(
+        state_of(containers(CORES), submitted("a", rollout=["cpu:1"], trainer=["cpu:1"])), 1.0
+    )
+    assert plan.grants[0].devices == [CORES[1]]
+
+
+def member(state):
+    return SimpleNamespace(instance=state, incarnation=state.incarnation)
+
+
+def test_containers_of_one_machine_divide_its_devices():
+    rollout, trainer = (member(i) for i in containers(CORES)[:2])
+    section = PlacementSection(mode="disaggregated")
+    chosen = default_devices(section, CORES, [rollout], [trainer])
+    assert chosen == {
+        ("rollout", "rollout-container-0"): CORES[:1],
+        ("trainer", "rollout-container-0"): CORES[1:],
+    }
+    named = PlacementSection(mode="disaggregated", rollout=["cpu:1"], trainer=["cpu:0"])
+    assert list(default_devices(named, CORES, [rollout], [trainer]).values()) == [CORES[1:], CORES[:1]]
+    with pytest.raises(PlacementError, match="two devices on rollout-container-0"):
+        default_devices(section, [GPU], [member(containers([GPU])[0])], [member(containers([GPU])[1])])
+
+
+def test_a_device_that_only_one_side_sees_is_its_own():
+    rollout = member(instance("rollout-0", "h1", [CORES[0]]))
+    trainer = member(instance("trainer-0", "h2", CORES, "trainer"))
+    rollout_first = default_devices(PlacementSection(mode="disaggregated"), CORES[::-1], [rollout], [trainer])
+    assert list(rollout_first.values()) == [[CORES[0]], [CORES[1]]]
+
+
+async def test_a_supervisor_proves_the_end_of_its_own_host_s_holder_of_a_shared_device():
+    kernel = Kernel(MemoryStore(), lambda: 0.0)
+    await kernel.open("test", None)
+    fleet = Fleet(kernel, lambda kind, address, incarnation: None, FleetSettings())
+    ours, other = (
+        LeaseRequest(who, "r", "learn", (device,), who) for who, device in zip("ab", CORES, strict=True)
+    )
+    kernel.post(*plan_grant(kernel.state.table, [ours, other], 0.0))
+    kernel.post(
+        ev.LeaseEnded(at=0, epoch=kernel.state.table.holder_of(CORES[0]).epoch, cause="x", proven=False)
+    )
+    fleet.supervised(Supervisor("a", lambda command, body: None))
+    assert not kernel.state.table.quarantined and kernel.state.table.holder_of(CORES[1])
+    fleet.supervised(Supervisor("b", lambda command, body: None))
+    assert not kernel.state.table.leases
+
+
+async def test_people_read_the_host_of_a_device():
+    kernel = Kernel(MemoryStore(), lambda: 0.0)
+    await kernel.open("test", None)
+    fleet = Fleet(kernel, lambda kind, address, incarnation: None, FleetSettings())
+    kernel.state.instances = {
+        i.incarnation: i for i in (instance("a", "h1", CORES), instance("b", "h2", [GPU]))
+    }
+    assert fleet.readable(f"waits for {CORES[0]} and {GPU}") == "waits for h1/cpu:0 and h2/gpu:0"

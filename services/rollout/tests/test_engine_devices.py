@@ -1,0 +1,114 @@
+"""An engine's tensors lie on the leased device: its passes run on a make-believe cuda:1.
+
+FakeTensorMode carries device cuda:1 on a CPU build and refuses an operation on tensors of two devices, so one
+forgotten `device=` fails here. It has no values: numpy cannot read its tokens, so the passes and the sampling are
+called as the decoder calls them. The decoder's own lines are watched on the CPU, for factory calls without a device.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import headrace_rollout
+import numpy as np
+import pytest
+import torch
+from headrace_modelkit import devices
+from headrace_rollout.engines.base import Distribution, Policy
+from headrace_rollout.engines.transformers.cache import PrefillPlan, PromptKeys
+from headrace_rollout.engines.transformers.policy_model import PolicyModel
+from headrace_rollout.engines.transformers.sampling import RowDistributions, draw, process
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+
+LEASED = torch.device("cuda", 1)
+FACTORIES = {
+    torch.empty,
+    torch.zeros,
+    torch.ones,
+    torch.full,
+    torch.tensor,
+    torch.arange,
+    torch.rand,
+    torch.randn,
+}
+OURS = str(Path(headrace_rollout.__file__).parent)
+
+
+class EveryFactorySaysWhere(TorchFunctionMode):
+    """Notes factory calls in this package that name no device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = 0
+        self.silent: list[str] = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        caller = sys._getframe(1)
+        if func in FACTORIES and caller.f_code.co_filename.startswith(OURS):
+            self.seen += 1
+            if not (kwargs or {}).get("device"):
+                self.silent.append(f"{caller.f_code.co_filename}:{caller.f_lineno} {func.__name__}")
+        return func(*args, **(kwargs or {}))
+
+
+def installed(config, device: torch.device) -> PolicyModel:
+    model = PolicyModel(config, torch.device("cpu"))
+    model.place(device)
+    model.take_memory()
+    model.policy = Policy(1, "one")
+    model.adopt_head()
+    return model
+
+
+def test_passes_and_sampling_run_on_the_leased_gpu(model_config):
+    with FakeTensorMode(), torch.inference_mode():
+        model = installed(model_config, LEASED)
+        kept = PromptKeys(3)
+        model.cache.reserve(3, 5)
+        model.cache.prefill(PrefillPlan(0, torch.tensor([0, 0, 1], device=LEASED), [(0, kept)]))
+        hidden = model.prefill([[1, 2, 3], [4, 5]])
+        found = [hidden, *kept.keys, *model.cache.keys]
+        hidden = model.decode(np.array([1, 2, 3]), np.array([3, 3, 2]))
+        model.cache.move([0], [2], 3)
+        model.cache.place(2, [kept])
+        model.cache.reserve(9, 99)
+        rows = RowDistributions.of(
+            [Distribution(0.7, 0.9, 5, 0.1, 1.2), Distribution(0.0), Distribution()], LEASED
+        )
+        uniform = torch.from_numpy(np.zeros(3, dtype=np.float32)).to(LEASED)
+        seen = torch.from_numpy(np.zeros((3, model.vocabulary_size), dtype=bool)).to(LEASED)
+        found += [hidden, *draw(process(model.head.logits(hidden), rows, seen), rows, uniform)]
+        assert {tensor.device for tensor in [*found, *model.cache.values]} == {LEASED}
+        model.free_memory()
+        assert all(not p.numel() for p in model._model.parameters()) and not model.cache.keys
+
+
+async def test_every_tensor_of_decoding_and_scoring_says_where_it_lies(
+    new_engine, collector, groups, weight_views
+):
+    engine = await new_engine(install=False)
+    watch = EveryFactorySaysWhere()
+
+    def start() -> None:
+        watch.__enter__()
+
+    engine._executor.submit(start).result(10)  # modes are a thread's own
+    try:
+        await engine.install(Policy(1, "one"), weight_views)
+        distribution = Distribution(0.8, 0.9, 5, 0.01, 1.1)
+        await engine.submit(collector.stream(max_new_tokens=6, distribution=distribution), groups)
+        await collector.wait_ended(15)
+        await engine.score([([1, 2, 3], 1)], Distribution())
+    finally:
+        engine._executor.submit(watch.__exit__, None, None, None).result(10)
+    assert watch.seen > 10 and not watch.silent
+
+
+def test_leased_gpus_are_found_by_their_uuid(monkeypatch):
+    monkeypatch.setattr(devices, "_seen", lambda: ["aa-1", "8f2a-2"])
+    assert devices.torch_devices(["GPU-8f2a-2", "GPU-aa-1"]) == (LEASED, torch.device("cuda", 0))
+    assert devices.torch_devices([]) == (torch.device("cpu"),)
+    with pytest.raises(devices.DeviceNotSeen, match="GPU-bb is leased and this process sees aa-1, 8f2a-2"):
+        devices.torch_devices(["GPU-bb"])
