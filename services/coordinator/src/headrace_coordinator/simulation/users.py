@@ -191,11 +191,15 @@ class Users:
             return
         step = 999 if lost else None
         fork = forked(spec, run, step, f"fork{len(self._specs)}", self._rng.randint(0, 2))
-        made = await self.submit(fork, f"fork-{len(self._specs)}")
-        self.counts["fork"] += 1
-        self.origins[made] = run
+        key = f"fork-{self._rng.random()}"
+        answer = await self.ask(lambda coordinator: coordinator.submit(fork, key))
+        if answer is None:  # no such checkpoint, or none that the ledger knows, or no step is left
+            return
         if lost:
-            self.doomed.add(made)
+            raise Violation(f"fork: {answer.id} was taken for a checkpoint that does not exist")
+        self.keys[key], self._specs[answer.id] = answer.id, fork
+        self.counts["fork"] += 1
+        self.origins[answer.id] = run
 
     def heard(self, method: str, request: Any) -> None:
         """The coordinator calls an instance: a moment to interfere, also with a run that is about to fail."""
