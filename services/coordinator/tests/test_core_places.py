@@ -80,7 +80,7 @@ def test_two_containers_that_see_one_gpu_compete_for_one_lease():
 def test_two_runs_in_containers_of_one_machine_are_not_admitted_to_one_gpu():
     plan = plan_admission(state_of(containers([GPU]), submitted("a"), submitted("b")), 1.0)
     assert [(grant.run, grant.devices) for grant in plan.grants] == [("a", [GPU])]
-    assert plan.waiting["b"].startswith("1 devices on rollout-container-0 (0 free of 1)")
+    assert plan.waiting["b"].startswith("1 device on rollout-container-0 (0 free of 1")
 
 
 def test_a_disaggregated_run_in_two_containers_needs_two_devices_of_their_machine():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 import zlib
 from collections.abc import Container, Iterable
@@ -12,7 +13,7 @@ from headrace.trainer.v1 import trainer_pb2 as trainer
 
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.kernel import Kernel
-from headrace_coordinator.ports import CallRefused
+from headrace_coordinator.ports import CallRefused, InstanceDown
 from headrace_coordinator.run.context import RunContext
 
 STEPS_BYTES = 16 << 20
@@ -114,7 +115,9 @@ class Checkpointer:
         except CallRefused as refused:
             self._failed(refused.message)
             return
-        await self.announce()  # A save that waits takes its turn: the one before is written by now.
+        # A save that waits takes its turn, so the one before is written by now. This save does not depend on that.
+        with contextlib.suppress(CallRefused, InstanceDown):
+            await self.announce()
         self._cost_s = max(context.kernel.monotonic() - started, response.snapshot_time.ToNanoseconds() / 1e9)
         self._last_at = context.kernel.monotonic()
         self._in_flight, self._name, self._step = number, response.checkpoint.name, step
