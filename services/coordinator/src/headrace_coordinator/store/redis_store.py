@@ -159,13 +159,17 @@ class RedisStore:
     async def _ask(self, reply: Awaitable[Any]) -> Any:
         """A reply; whatever else the store says (out of memory, MISCONF, READONLY, LOADING, …) is `StoreAway`."""
         try:
-            return await reply
+            answer = await reply
         except ResponseError as error:
             if "FENCED" in str(error):
                 raise Fenced(str(error)) from error
             raise StoreAway(f"it refuses: {error}") from error
         except (RedisError, OSError) as error:
             raise StoreAway(f"{type(error).__name__}: {error}") from error
+        # Python 3.11's wait_for, which the client uses, loses a cancellation that meets its result.
+        if (task := asyncio.current_task()) is not None and task.cancelling():
+            raise asyncio.CancelledError
+        return answer
 
 
 def _text(reply: bytes | None) -> str:
