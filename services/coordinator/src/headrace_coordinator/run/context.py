@@ -91,13 +91,13 @@ class RunContext:
 
     def saw_length(self, prompt: int, tokens: int) -> None:
         """An answer's length, from which later epochs expect theirs."""
-        key = self.item(prompt).key
-        answers, total = self._lengths.get(key, (0, 0))
-        self._lengths[key] = (answers + 1, total + tokens)
+        question = self.item(prompt).question
+        answers, total = self._lengths.get(question, (0, 0))
+        self._lengths[question] = (answers + 1, total + tokens)
 
     def expected_tokens(self, prompt: int) -> float:
         """Mean length of the item's answers so far; the limit for a new one."""
-        answers, total = self._lengths.get(self.item(prompt).key, (0, 0))
+        answers, total = self._lengths.get(self.item(prompt).question, (0, 0))
         return total / answers if answers else float(self.spec.sampling.max_new_tokens)
 
     def _warmup_examples(self) -> list[dict[str, object]]:
