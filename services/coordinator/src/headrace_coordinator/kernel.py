@@ -28,7 +28,7 @@ SNAPSHOT_EVERY = 2000
 RETRY_S = 0.2
 CLAIM_RETRY_S = 1.0
 MOST_LEAPS = 1024
-LINGER_S = 0.005
+LINGER_S = 0.02
 """Events that nothing waits for are appended after so long, together with what came meanwhile."""
 STALL_S = 5.0
 """A wait that ends so much after its deadline shows that this process stood still: it waits again."""

@@ -208,20 +208,14 @@ class Generation:
             self._ledger, self._context.run_id, slots, member.incarnation, self._context.kernel.now()
         )
         await self._context.kernel.commit(assigned)
-        attempts = {(prompt, sample): attempt for prompt, sample, attempt, _ in assigned.slots}
-        return rollout.AssignGroups(
-            groups=[
-                rollout.GroupAssignment(
-                    prompt_ordinal=prompt,
-                    prompt=self._context.prompt(prompt),
-                    samples=[self._sample((prompt, sample), attempts[prompt, sample]) for sample in samples],
-                )
-                for prompt, samples in work
-            ]
-        )
-
-    def _sample(self, key: SlotKey, attempt: int) -> rollout.SampleAssignment:
-        return rollout.SampleAssignment(sample_index=key[1], attempt=attempt, resume=self._prefixes.get(key))
+        attempts = iter(attempt for _, _, attempt, _ in assigned.slots)
+        message = rollout.AssignGroups()
+        for prompt, samples in work:
+            group = message.groups.add(prompt_ordinal=prompt, prompt=self._context.prompt(prompt))
+            for sample in samples:
+                resume = self._prefixes.get((prompt, sample))
+                group.samples.add(sample_index=sample, attempt=next(attempts), resume=resume)
+        return message
 
     def _slot(self, prompt: int, sample: int) -> Slot:
         slot = self._ledger.slot(prompt, sample)
