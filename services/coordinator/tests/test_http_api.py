@@ -10,7 +10,8 @@ import pytest
 from headrace_coordinator.http import make_app
 from headrace_coordinator.http.openapi import description
 from headrace_coordinator.projections import RunProjection
-from headrace_schema.views import HealthView, TrajectoryView
+from headrace_coordinator.projections.trajectories import Settled
+from headrace_schema.views import HealthView
 
 
 def problems(response) -> dict[str, str]:
@@ -188,8 +189,8 @@ async def test_a_wrong_page_is_named(api, run_id, list_path, query):
 
 
 async def test_trajectories_are_read_from_the_runs_directory(api, run_id, tmp_path):
-    def view(step: int, prompt: int) -> TrajectoryView:
-        return TrajectoryView(
+    def view(step: int, prompt: int) -> Settled:
+        return Settled(
             step=step,
             version=step,
             prompt_ordinal=prompt,

@@ -10,7 +10,8 @@ import textwrap
 import pytest
 from headrace_coordinator.projections import RunProjection, read_trajectories
 from headrace_coordinator.projections.reading import PageTokenError
-from headrace_schema.views import EvaluationView, StepView, TrajectoryView
+from headrace_coordinator.projections.trajectories import Settled
+from headrace_schema.views import EvaluationView, StepView
 
 
 def step_view(step: int, version: int | None = None, **values) -> StepView:
@@ -37,7 +38,7 @@ def evaluation_view(step: int) -> EvaluationView:
     )
 
 
-def trajectory_view(step: int, ordinal: int, sample: int = 0, version: int = 1, **values) -> TrajectoryView:
+def trajectory_view(step: int, ordinal: int, sample: int = 0, version: int = 1, **values) -> Settled:
     given = {
         "step": step,
         "version": version,
@@ -52,7 +53,7 @@ def trajectory_view(step: int, ordinal: int, sample: int = 0, version: int = 1, 
         "finish_reason": "EOS",
         "tokens": 2,
     }
-    return TrajectoryView(**{**given, **values})
+    return Settled(**{**given, **values})
 
 
 def lines(path) -> list[dict]:

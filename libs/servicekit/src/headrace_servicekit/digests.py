@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from functools import lru_cache
 
 import xxhash
 from headrace.common.v1 import common_pb2
@@ -45,7 +46,7 @@ def digest_and_size(trajectory: common_pb2.Trajectory) -> tuple[str, int]:
         return digest_bytes(_body(trajectory)), len(whole)
     # Cutting the serialised tail spares a copy of the body, which may be images.
     found = xxhash.xxh3_128(memoryview(whole)[: len(whole) - len(tail)])
-    found.update(common_pb2.Trajectory(producer=trajectory.producer).SerializeToString())
+    found.update(_producer(trajectory.producer))
     return str(found.hexdigest()), len(whole)
 
 
@@ -56,6 +57,11 @@ def _tail(trajectory: common_pb2.Trajectory) -> bytes:
         producer=trajectory.producer,
         body_digest=trajectory.body_digest,
     ).SerializeToString()
+
+
+@lru_cache(maxsize=1024)
+def _producer(name: str) -> bytes:
+    return common_pb2.Trajectory(producer=name).SerializeToString()
 
 
 def _body(trajectory: common_pb2.Trajectory) -> bytes:

@@ -28,10 +28,12 @@ SNAPSHOT_EVERY = 2000
 RETRY_S = 0.2
 CLAIM_RETRY_S = 1.0
 MOST_LEAPS = 1024
-LINGER_S = 0.005
+LINGER_S = 0.02
 """Events that nothing waits for are appended after so long, together with what came meanwhile."""
 STALL_S = 5.0
 """A wait that ends so much after its deadline shows that this process stood still: it waits again."""
+TICK_S = 0.001
+"""Beyond a deadline: the loop may call a little early."""
 Posted = tuple[int, Entry, ev.Event]
 
 
@@ -65,6 +67,7 @@ class Kernel:
         self._due = asyncio.Event()
         self._linger: asyncio.TimerHandle | None = None
         self._waiters: dict[asyncio.Future[None], None] = {}
+        self._waking = False
 
     # --- start
 
@@ -290,6 +293,13 @@ class Kernel:
     # --- waiting
 
     def _wake(self) -> None:
+        """Once for all events of a turn of the loop: each waiter looks at the state as it is then."""
+        if not self._waking and self._waiters:
+            self._waking = True
+            asyncio.get_running_loop().call_soon(self._wake_now)
+
+    def _wake_now(self) -> None:
+        self._waking = False
         for waiter in self._waiters:  # Who has waited longest looks first.
             if not waiter.done():
                 waiter.set_result(None)
@@ -301,16 +311,25 @@ class Kernel:
 
     async def wait_until(self, predicate: Callable[[], bool], timeout: float, what: str) -> None:
         """Waits until `predicate` holds; raises `WaitTimeout` that names `what`."""
+        if predicate():
+            return
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout
-        while not predicate():
-            left = deadline - loop.time()
-            if left < -STALL_S:
-                # This process stood still: what is waited for could not arrive, and gets its time again.
-                left, deadline = timeout, loop.time() + timeout
-            if left <= 0:
-                raise WaitTimeout(f"waited {timeout:.0f} s for {what}")
-            waiter: asyncio.Future[None] = loop.create_future()
-            self._waiters[waiter] = None
-            await asyncio.wait({waiter}, timeout=left)
-            self._waiters.pop(waiter, None)
+        timer = loop.call_at(deadline + TICK_S, self._wake)
+        try:
+            while not predicate():
+                left = deadline - loop.time()
+                if left < -STALL_S:
+                    # This process stood still: what is waited for could not arrive, and gets its time again.
+                    left, deadline = timeout, loop.time() + timeout
+                    timer = loop.call_at(deadline + TICK_S, self._wake)
+                if left <= 0:
+                    raise WaitTimeout(f"waited {timeout:.0f} s for {what}")
+                waiter: asyncio.Future[None] = loop.create_future()
+                self._waiters[waiter] = None
+                try:
+                    await waiter
+                finally:
+                    self._waiters.pop(waiter, None)
+        finally:
+            timer.cancel()

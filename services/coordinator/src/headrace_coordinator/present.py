@@ -102,7 +102,7 @@ def certificate_view(certificate: ev.Certificate, live: bool) -> CertificateView
     fields = msgspec.structs.asdict(certificate)
     for name in ("number", "parent", "ordinal", "digest"):
         del fields[name]
-    fields["trained"] = list(expand(certificate.trained))
+    fields["trained"] = expand(certificate.trained)
     fields["dropped"] = expand_drops(certificate.dropped)
     # Not validated: a hundred thousand slots that were validated when they were read.
     return CertificateView.model_construct(version=policy_view(certificate), live=live, **fields)

@@ -7,7 +7,7 @@ was written before runs were.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 Run = tuple[int, ...]
 Slot = tuple[int, int, int]
@@ -35,14 +35,15 @@ def compact(slots: Iterable[Slot]) -> list[Run]:
     return [tuple(run[:3] if run[3:] == [1, 1] else run) for run in runs]
 
 
-def expand(runs: Iterable[Run]) -> Iterator[Slot]:
+def expand(runs: Iterable[Run]) -> list[Slot]:
     """(prompt, sample, attempt) of each slot, in the order that was compacted."""
+    slots: list[Slot] = []
     for prompt, sample, attempt, *shape in runs:
         samples, groups = shape or (1, 1)
         for group in range(groups):
-            first = attempt + group * samples
-            for index in range(samples):
-                yield prompt + group, sample + index, first + index
+            whose, first = prompt + group, attempt + group * samples
+            slots += [(whose, sample + index, first + index) for index in range(samples)]
+    return slots
 
 
 def count(runs: Iterable[Run]) -> int:

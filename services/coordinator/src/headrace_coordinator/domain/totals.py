@@ -90,7 +90,7 @@ def step_index(event: ev.StepCommitted | ev.StepSkipped) -> int:
 
 def step_trained(event: ev.StepCommitted | ev.StepSkipped) -> list[tuple[int, int, int]]:
     """(prompt, sample, attempt) of each slot that was trained."""
-    return list(expand(event.certificate.trained)) if isinstance(event, ev.StepCommitted) else []
+    return expand(event.certificate.trained) if isinstance(event, ev.StepCommitted) else []
 
 
 def step_dropped(event: ev.StepCommitted | ev.StepSkipped) -> list[tuple[int, int, str]]:

@@ -14,6 +14,7 @@ from headrace_coordinator.history.segments import Line, Place, Segments
 
 Item = tuple[int, ev.Event]
 KINDS = ("steps", "restores", "evaluations", "checkpoints")
+PAGE = 64
 Step = ev.StepCommitted | ev.StepSkipped
 
 
@@ -163,9 +164,11 @@ class RunFiles:
         for low, high in ranges:
             position = max(low, after + 1)
             while position < high:
-                for record in index.read(position, min(position + 64, high)):
-                    event = self.event(record)
-                    if event is not None:
+                records = index.read(position, min(position + PAGE, high))
+                if not records:
+                    return
+                for line in self.segments.read_all(_place(record) for record in records):
+                    if (event := _event(line)) is not None:
                         yield position, event
                     position += 1
 
@@ -213,10 +216,18 @@ class RunFiles:
 
     def event(self, record: Record) -> ev.Event | None:
         """The event of a record; None when its line is damaged."""
-        try:
-            return ev.decode(self.segments.read(Place(record.segment, record.offset, record.length)))
-        except msgspec.DecodeError:
-            return None
+        return _event(self.segments.read(_place(record)))
+
+
+def _place(record: Record) -> Place:
+    return Place(record.segment, record.offset, record.length)
+
+
+def _event(line: bytes) -> ev.Event | None:
+    try:
+        return ev.decode(line)
+    except msgspec.DecodeError:
+        return None
 
 
 def _number(line: bytes) -> int:

@@ -6,7 +6,8 @@ A line is its number, a space, and JSON. Numbers rise, with gaps.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
@@ -81,11 +82,18 @@ class Segments:
 
     def read(self, place: Place) -> bytes:
         """The JSON of a line; empty when the file does not have it."""
-        try:
-            with self.path(place.segment).open("rb", buffering=0) as file:
-                return os.pread(file.fileno(), place.length, place.offset).partition(b" ")[2].rstrip(b"\n")
-        except FileNotFoundError:
-            return b""
+        return next(self.read_all([place]))
+
+    def read_all(self, places: Iterable[Place]) -> Iterator[bytes]:
+        """`read` for each place, when it is asked for; a segment is opened once for all that follow each other."""
+        for segment, found in groupby(places, key=lambda place: place.segment):
+            group = list(found)
+            try:
+                with self.path(segment).open("rb", buffering=0) as file:
+                    for _, offset, length in group:
+                        yield os.pread(file.fileno(), length, offset).partition(b" ")[2].rstrip(b"\n")
+            except FileNotFoundError:
+                yield from [b""] * len(group)
 
     def _lines(self, segment: int, offset: int) -> Iterator[tuple[Line, Place]]:
         with self.path(segment).open("rb") as file:

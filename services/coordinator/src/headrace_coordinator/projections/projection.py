@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
-from headrace_schema.views import EvaluationView, StepView, TrajectoryView
+from headrace_schema.views import EvaluationView, StepView
 
 from headrace_coordinator.projections.lines import LineFile, read_lines, write_whole
 from headrace_coordinator.projections.scalars import evaluation_scalars, step_scalars
 from headrace_coordinator.projections.tensorboard import EventFile
-from headrace_coordinator.projections.trajectories import TrajectoryFile
+from headrace_coordinator.projections.trajectories import KEPT_A_STEP, Settled, TrajectoryFile
 
 log = logging.getLogger(__name__)
 QUEUE_LENGTH = 1024
@@ -43,7 +43,7 @@ class RunProjection:
         self,
         directory: Path,
         *,
-        trajectories_per_step: int = 64,
+        trajectories_per_step: int = KEPT_A_STEP,
         trajectory_file_bytes: int = 16 * 1024 * 1024,
         trajectory_files: int = 4,
     ) -> None:
@@ -73,7 +73,7 @@ class RunProjection:
         line = _Line("evaluation", view.step, view.version, view.kind)
         self._put(lambda: self._write_metrics(line, view, evaluation_scalars(view)))
 
-    def trajectories(self, views: list[TrajectoryView]) -> None:
+    def trajectories(self, views: list[Settled]) -> None:
         """Adds settled trajectories, of which a sample is kept."""
         self._put(lambda: self._write_trajectories(views))
 
@@ -135,7 +135,7 @@ class RunProjection:
             del self._seen[next(iter(self._seen))]
         self._board.write(time.time(), view.step, scalars)
 
-    def _write_trajectories(self, views: list[TrajectoryView]) -> None:
+    def _write_trajectories(self, views: list[Settled]) -> None:
         if self._trajectories is None:
             self.directory.mkdir(parents=True, exist_ok=True)
             self._trajectories = TrajectoryFile(self.directory, *self._limits)

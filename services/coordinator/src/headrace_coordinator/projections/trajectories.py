@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
-from headrace_schema.views import TrajectoryView
 
 from headrace_coordinator.projections.lines import LineFile, read_lines
 
 NAME = "trajectories.jsonl"
+KEPT_A_STEP = 64
+T = TypeVar("T")
 Key = tuple[int, int, int, int, int]
 
 
@@ -29,6 +31,19 @@ class Slot(msgspec.Struct, frozen=True):
         return self.step, self.version, self.prompt_ordinal, self.sample_index, self.attempt
 
 
+class Settled(Slot, frozen=True):
+    """A line: the fields of `TrajectoryView`, without its checks of what the coordinator itself has made."""
+
+    prompt: str
+    completion: str
+    reference: str
+    reward: float
+    parts: dict[str, float]
+    finish_reason: str
+    tokens: int
+
+
+encode_line = msgspec.json.Encoder().encode
 decode_slot = msgspec.json.Decoder(Slot).decode
 
 
@@ -42,23 +57,23 @@ class TrajectoryFile:
         self._written = _keys(directory / NAME)
         self._counts = Counter((step, version) for step, version, *_ in self._written)
 
-    def append(self, views: list[TrajectoryView]) -> None:
+    def append(self, views: list[Settled]) -> None:
         """Appends what is new and fits the cap, evenly over the slots of the call."""
-        new = {_key(view): view for view in views}
-        by_step: dict[tuple[int, int], list[TrajectoryView]] = {}
+        new = {view.key: view for view in views}
+        by_step: dict[tuple[int, int], list[Settled]] = {}
         for key in sorted(new.keys() - self._written):
             by_step.setdefault(key[:2], []).append(new[key])
         chosen = [
             view
             for step, found in by_step.items()
-            for view in _spread(found, self._per_step - self._counts[step])
+            for view in spread(found, self._per_step - self._counts[step])
         ]
         if not chosen:
             return
         self._rotate()
-        self._file.append([view.model_dump_json().encode() for view in chosen])
+        self._file.append([encode_line(view) for view in chosen])
         for view in chosen:
-            self._written.add(_key(view))
+            self._written.add(view.key)
             self._counts[view.step, view.version] += 1
 
     def _rotate(self) -> None:
@@ -86,10 +101,6 @@ def number_of(path: Path) -> int:
     return int(path.stem.removeprefix("trajectories-"))
 
 
-def _key(view: TrajectoryView) -> Key:
-    return view.step, view.version, view.prompt_ordinal, view.sample_index, view.attempt
-
-
 def _keys(path: Path) -> set[Key]:
     found: set[Key] = set()
     for _, line in read_lines(path):
@@ -100,7 +111,7 @@ def _keys(path: Path) -> set[Key]:
     return found
 
 
-def _spread(views: list[TrajectoryView], room: int) -> list[TrajectoryView]:
+def spread(views: list[T], room: int) -> list[T]:
     """`room` of the views at even distances: neither the first prompts nor the shortest answers win."""
     if room <= 0 or len(views) <= room:
         return views[: max(room, 0)]

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Iterable
 
 from headrace.common.v1 import common_pb2 as common
 from headrace.trainer.v1 import trainer_pb2 as trainer
-from headrace_schema.views import StepView, TrajectoryView
+from headrace_schema.views import StepView
 from headrace_servicekit.digests import set_digest
 
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain.compact import compact, compact_drops, count_drops
 from headrace_coordinator.domain.runs import RunState
 from headrace_coordinator.domain.slots import ACCUMULATED, DROPPED, Slot
+from headrace_coordinator.projections.trajectories import KEPT_A_STEP, Settled, spread
 from headrace_coordinator.run.context import RunContext
 from headrace_coordinator.run.generation import Batch
 from headrace_coordinator.run.learning import members_of
@@ -64,13 +64,15 @@ def _pass_rates(slots: Iterable[Slot]) -> dict[int, str]:
     }
 
 
-def _drop_rates(slots: Iterable[Slot], bucket: Callable[[Slot], Hashable]) -> dict[str, float]:
-    total: Counter[str] = Counter()
-    dropped: Counter[str] = Counter()
+def _drop_rates(slots: Iterable[Slot], bucket: Callable[[Slot], str]) -> dict[str, float]:
+    total: dict[str, int] = {}
+    dropped: dict[str, int] = {}
     for slot in slots:
-        total[str(bucket(slot))] += 1
-        dropped[str(bucket(slot))] += slot.state == DROPPED
-    return {name: dropped[name] / count for name, count in sorted(total.items())}
+        name = bucket(slot)
+        total[name] = total.get(name, 0) + 1
+        if slot.state == DROPPED:
+            dropped[name] = dropped.get(name, 0) + 1
+    return {name: dropped.get(name, 0) / count for name, count in sorted(total.items())}
 
 
 def step_view(
@@ -99,12 +101,17 @@ def step_view(
     )
 
 
-def trajectory_views(
+def settled_lines(
     context: RunContext, certificate: ev.Certificate, slots: list[Slot], batch: Batch
-) -> list[TrajectoryView]:
-    """The step's trained trajectories as text."""
+) -> list[Settled]:
+    """The step's trained trajectories as text: as many as are kept of a step."""
+    found = [
+        (slot, scored)
+        for slot in slots
+        if slot.state == ACCUMULATED and (scored := batch.scored.get((slot.prompt, slot.sample)))
+    ]
     return [
-        TrajectoryView(
+        Settled(
             step=certificate.ordinal,
             version=certificate.parent,
             prompt_ordinal=slot.prompt,
@@ -118,6 +125,5 @@ def trajectory_views(
             finish_reason=common.FinishReason.Name(scored.finish_reason).removeprefix("FINISH_REASON_"),  # type: ignore[arg-type]
             tokens=scored.tokens,
         )
-        for slot in slots
-        if slot.state == ACCUMULATED and (scored := batch.scored.get((slot.prompt, slot.sample)))
+        for slot, scored in spread(found, KEPT_A_STEP)
     ]

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from headrace.common.v1 import common_pb2 as common
 from headrace.rollout.v1 import rollout_pb2 as rollout
 from headrace_schema.spec import RunSpec
-from headrace_schema.views import EvaluationView, StepView, TrajectoryView
+from headrace_schema.views import EvaluationView, StepView
 
 from headrace_coordinator.data.dataset import Dataset
 from headrace_coordinator.data.items import DataItem
@@ -18,6 +18,7 @@ from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain.runs import RunState
 from headrace_coordinator.fleet import Fleet
 from headrace_coordinator.kernel import Kernel
+from headrace_coordinator.projections.trajectories import Settled
 from headrace_coordinator.run.crew import Crew
 from headrace_coordinator.run.members import Member
 from headrace_coordinator.run.placement import Placement
@@ -37,7 +38,7 @@ class Projection(Protocol):
     def evaluation(self, view: EvaluationView) -> None:
         """One evaluation."""
 
-    def trajectories(self, views: list[TrajectoryView]) -> None:
+    def trajectories(self, views: list[Settled]) -> None:
         """Settled trajectories of one step."""
 
     def close(self) -> None:
@@ -91,13 +92,13 @@ class RunContext:
 
     def saw_length(self, prompt: int, tokens: int) -> None:
         """An answer's length, from which later epochs expect theirs."""
-        key = self.item(prompt).key
-        answers, total = self._lengths.get(key, (0, 0))
-        self._lengths[key] = (answers + 1, total + tokens)
+        question = self.item(prompt).question
+        answers, total = self._lengths.get(question, (0, 0))
+        self._lengths[question] = (answers + 1, total + tokens)
 
     def expected_tokens(self, prompt: int) -> float:
         """Mean length of the item's answers so far; the limit for a new one."""
-        answers, total = self._lengths.get(self.item(prompt).key, (0, 0))
+        answers, total = self._lengths.get(self.item(prompt).question, (0, 0))
         return total / answers if answers else float(self.spec.sampling.max_new_tokens)
 
     def _warmup_examples(self) -> list[dict[str, object]]:

@@ -15,7 +15,7 @@ from headrace_coordinator.data.items import DataItem
 from headrace_coordinator.ports import CallRefused, InstanceDown
 from headrace_coordinator.run.context import RunContext, prompt_message
 from headrace_coordinator.run.members import Published, RolloutMember
-from headrace_coordinator.run.scoring import score_all, score_item
+from headrace_coordinator.run.scoring import sampled, score_all, score_item
 from headrace_coordinator.run.together import together
 
 EXAMPLES = 5
@@ -32,7 +32,7 @@ async def evaluate(
     bodies = await _generate(context, published, items, prefill)
     scores = await score_all(
         context.crew,
-        [score_item(items[b.sample.prompt_ordinal], _question(items, b), b, evaluation=True) for b in bodies],
+        [score_item(items[b.sample.prompt_ordinal], b, sampled(b)[0], evaluation=True) for b in bodies],
     )
     return _view(published, kind, items, bodies, scores)
 
@@ -40,10 +40,6 @@ async def evaluate(
 def evaluation_seed(seed: int, ordinal: int) -> int:
     """A stream of its own for a version's answers, which so share no randomness with training; below 2^63."""
     return (seed + 1_000_003 * (ordinal + 1)) % SEEDS
-
-
-def _question(items: Sequence[DataItem], body: common.Trajectory) -> str:
-    return items[body.sample.prompt_ordinal].question
 
 
 async def _generate(

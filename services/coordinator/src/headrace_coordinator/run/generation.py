@@ -23,13 +23,13 @@ from headrace_coordinator.run.context import RunContext
 from headrace_coordinator.run.members import Published, RolloutMember, SlotKey
 from headrace_coordinator.run.meter import Meter
 from headrace_coordinator.run.relay import Relay
-from headrace_coordinator.run.scoring import Scoring, sampled_tokens, score_item
+from headrace_coordinator.run.scoring import Scoring, sampled, score_item
 from headrace_coordinator.run.together import together
 from headrace_coordinator.waits import Pulse
 
 SAMPLE_RETRIES = 2
 LOOK_S = 5.0
-TAKEN_AT_ONCE = 16
+TAKEN_AT_ONCE, TAKEN_BYTES = 64, 1 << 20
 """Bodies of a large response: while the next ones are looked at, these are scored."""
 
 
@@ -135,8 +135,8 @@ class Generation:
         """After an aborted attempt: finished slots whose body is still in custody go straight to scoring."""
         finished = self._ledger.members(FINISHED)
         found = await self._relay.bodies(finished, self._crew.rollouts) if finished else {}
-        for body, size in found.values():
-            self._score(body, size)
+        for key, (body, size) in found.items():
+            self._score(key, body, size, *sampled(body))
         keys = [(slot.prompt, slot.sample) for slot in finished]
         self._dispatcher.put_back([key for key in keys if key not in found])
 
@@ -151,9 +151,7 @@ class Generation:
                 bodies = [chunk.finished for chunk in response.chunks if chunk.HasField("finished")]
                 if bodies:
                     await self._relay.wait_for_room(self._draining)
-                    for first in range(0, len(bodies), TAKEN_AT_ONCE):
-                        self._take_bodies(member, bodies[first : first + TAKEN_AT_ONCE])
-                        await asyncio.sleep(0)
+                    await self._take_bodies(member, bodies)
                 if response.partials or response.revoked:
                     over.set()
                     self._take_partials(member, response.partials)
@@ -213,20 +211,14 @@ class Generation:
             self._ledger, self._context.run_id, slots, member.incarnation, self._context.kernel.now()
         )
         await self._context.kernel.commit(assigned)
-        attempts = {(prompt, sample): attempt for prompt, sample, attempt, _ in assigned.slots}
-        return rollout.AssignGroups(
-            groups=[
-                rollout.GroupAssignment(
-                    prompt_ordinal=prompt,
-                    prompt=self._context.prompt(prompt),
-                    samples=[self._sample((prompt, sample), attempts[prompt, sample]) for sample in samples],
-                )
-                for prompt, samples in work
-            ]
-        )
-
-    def _sample(self, key: SlotKey, attempt: int) -> rollout.SampleAssignment:
-        return rollout.SampleAssignment(sample_index=key[1], attempt=attempt, resume=self._prefixes.get(key))
+        attempts = iter(attempt for _, _, attempt, _ in assigned.slots)
+        message = rollout.AssignGroups()
+        for prompt, samples in work:
+            group = message.groups.add(prompt_ordinal=prompt, prompt=self._context.prompt(prompt))
+            for sample in samples:
+                resume = self._prefixes.get((prompt, sample))
+                group.samples.add(sample_index=sample, attempt=next(attempts), resume=resume)
+        return message
 
     def _slot(self, prompt: int, sample: int) -> Slot:
         slot = self._ledger.slot(prompt, sample)
@@ -249,43 +241,49 @@ class Generation:
             self._dispatcher.put_back([key])
         self._news.beat()
 
-    def _take_bodies(self, member: RolloutMember, bodies: Iterable[common.Trajectory]) -> None:
+    async def _take_bodies(self, member: RolloutMember, bodies: list[common.Trajectory]) -> None:
+        taken = size = 0
         for body in bodies:
-            self._take_body(member, body)
-        self._post_finished()
-        self._news.beat()  # There is room for the next group.
+            taken, size = taken + 1, size + self._take_body(member, body)
+            if taken == len(bodies) or taken % TAKEN_AT_ONCE == 0 or size >= TAKEN_BYTES:
+                self._post_finished()
+                self._news.beat()  # There is room for the next group.
+                size = 0
+                await asyncio.sleep(0)
 
-    def _take_body(self, member: RolloutMember, body: common.Trajectory) -> None:
-        key = (body.sample.prompt_ordinal, body.sample.sample_index)
+    def _take_body(self, member: RolloutMember, body: common.Trajectory) -> int:
+        """Returns its size in bytes."""
+        sample = body.sample
+        key = (sample.prompt_ordinal, sample.sample_index)
         digest, size = digest_and_size(body)
         if key in self._finished:
             self._post_finished()
-        why_not = accepts(self._ledger, Offer(*key, body.attempt, digest, sampled_tokens(body)))
+        tokens, policies = sampled(body)
+        why_not = accepts(self._ledger, Offer(*key, body.attempt, digest, tokens))
         if why_not or digest != body.body_digest:
             self.batch.refused += 1
-            return
+            return size
         self._dispatcher.done(member.incarnation, *key)
         if body.finish_reason == common.FINISH_REASON_PROMPT_TOO_LONG:
             self._drop(key[0], "PROMPT_TOO_LONG", "the prompt does not fit model.max_context")
         elif body.finish_reason in (common.FINISH_REASON_ERROR, common.FINISH_REASON_ABORTED):
             self._retry(key, f"ended with {common.FinishReason.Name(body.finish_reason)}")
-        elif self._stale(body):
+        elif self._stale(policies):
             self._drop(key[0], "ABANDONED", "a segment is too stale or of an abandoned version")
         else:
-            self._finish(key, body, digest, size)
+            self._score(key, body, size, tokens, policies)
+            self._finished[key] = (*key, body.attempt, digest, tokens)
+            self._context.saw_length(key[0], tokens)
+        return size
 
-    def _stale(self, body: common.Trajectory) -> bool:
+    def _stale(self, policies: set[int]) -> bool:
         lineage, base = self._context.state.lineage, self._published.version.number
         limit = self._context.spec.algorithm.max_staleness
-        numbers = {segment.policy_number for segment in body.segments if segment.policy_number}
-        staleness = [lineage.staleness(number, base) for number in numbers]
-        return any(value is None or value > limit for value in staleness)
-
-    def _finish(self, key: SlotKey, body: common.Trajectory, digest: str, size: int) -> None:
-        self._score(body, size)
-        tokens = self.batch.scored[key].tokens
-        self._finished[key] = (*key, body.attempt, digest, tokens)
-        self._context.saw_length(key[0], tokens)
+        for number in policies:
+            staleness = lineage.staleness(number, base)
+            if staleness is None or staleness > limit:
+                return True
+        return False
 
     def _post_finished(self) -> None:
         """One event for what one response brought; before whatever else is said of these slots."""
@@ -295,20 +293,19 @@ class Generation:
                 ev.SlotsFinished(at=self._context.kernel.now(), run=self._context.run_id, slots=slots)
             )
 
-    def _score(self, body: common.Trajectory, size: int) -> None:
-        key = (body.sample.prompt_ordinal, body.sample.sample_index)
-        numbers = [segment.policy_number for segment in body.segments if segment.policy_number]
+    def _score(
+        self, key: SlotKey, body: common.Trajectory, size: int, tokens: int, policies: set[int]
+    ) -> None:
         self.batch.scored[key] = Scored(
             reward=float("nan"),
             parts={},
             completion=body.completion_text,
             finish_reason=body.finish_reason,
-            tokens=sampled_tokens(body),
-            oldest=min(numbers, default=self._published.version.number),
+            tokens=tokens,
+            oldest=min(policies, default=self._published.version.number),
         )
         self._relay.put(key, body, size)
-        item = self._context.item(key[0])
-        self._scoring.put(score_item(item, self._context.question(key[0]), body, evaluation=False))
+        self._scoring.put(score_item(self._context.item(key[0]), body, tokens, evaluation=False))
 
     def _retry(self, key: SlotKey, why: str) -> None:
         self._failures[key] += 1

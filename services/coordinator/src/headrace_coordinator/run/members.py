@@ -168,7 +168,9 @@ class RolloutMember(Member):
     async def end_custody(self, slots: Iterable[SlotKey]) -> None:
         """The ledger says TRAINED or DROPPED."""
         for part in _parts(slots):
-            request = rollout.ReleaseTrajectoriesRequest(header=self.header(), samples=map(sample_key, part))
+            request = rollout.ReleaseTrajectoriesRequest(header=self.header())
+            for prompt, sample in part:
+                request.samples.add(prompt_ordinal=prompt, sample_index=sample)
             await self.port.call("ReleaseTrajectories", request, QUICK_S)
 
 

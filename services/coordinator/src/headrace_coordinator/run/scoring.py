@@ -27,24 +27,29 @@ GRACE_S = 60.0
 LOOK_S = 5.0
 
 
-def score_item(item: DataItem, prompt: str, body: common.Trajectory, *, evaluation: bool) -> reward.ScoreItem:
-    """What the reward service needs of a trajectory."""
+def score_item(item: DataItem, body: common.Trajectory, tokens: int, *, evaluation: bool) -> reward.ScoreItem:
+    """What the reward service needs of a trajectory, of which a policy sampled `tokens`."""
     return reward.ScoreItem(
         sample=body.sample,
         attempt=body.attempt,
-        prompt=prompt,
+        prompt=item.question,
         completion=body.completion_text,
         reference=item.answer,
         metadata_json=json.dumps(item.metadata) if item.metadata else "",
         finish_reason=body.finish_reason,
-        token_count=sampled_tokens(body),
+        token_count=tokens,
         evaluation=evaluation,
     )
 
 
-def sampled_tokens(body: common.Trajectory) -> int:
-    """Number of tokens that a policy sampled."""
-    return sum(len(segment.tokens.token_ids) for segment in body.segments if segment.policy_number)
+def sampled(body: common.Trajectory) -> tuple[int, set[int]]:
+    """How many tokens were sampled, and the numbers of the policies that did."""
+    tokens, policies = 0, set()
+    for segment in body.segments:
+        if number := segment.policy_number:
+            policies.add(number)
+            tokens += len(segment.tokens.token_ids)
+    return tokens, policies
 
 
 @dataclass(eq=False)

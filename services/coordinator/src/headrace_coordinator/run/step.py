@@ -11,7 +11,7 @@ from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain.compact import compact_drops
 from headrace_coordinator.domain.slots import ACCUMULATED, DROPPED, Slot
 from headrace_coordinator.ports import CallRefused, InstanceDown
-from headrace_coordinator.run.certificate import certify, step_view, trajectory_views
+from headrace_coordinator.run.certificate import certify, settled_lines, step_view
 from headrace_coordinator.run.context import RunContext
 from headrace_coordinator.run.generation import Batch, Generation
 from headrace_coordinator.run.learning import Learning, LostBodies, members_of
@@ -178,7 +178,7 @@ class Step:
                 await asyncio.sleep(PROJECT_AFTER_S)
             finally:  # whatever becomes of the calls, the step is recorded
                 context.projection.step(view)
-                context.projection.trajectories(trajectory_views(context, certificate, slots, batch))
+                context.projection.trajectories(settled_lines(context, certificate, slots, batch))
 
         # While the trainer works, the rest of the step's books are closed.
         published: Published
