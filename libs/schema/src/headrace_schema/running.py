@@ -50,7 +50,7 @@ class LimitsSection(Section):
     )
     step_timeout_s: PositiveFloat = Field(default=1800.0, description="longest time of one step")
     instance_timeout_s: PositiveFloat = Field(
-        default=120.0, description="longest wait for an instance or a lease"
+        default=120.0, description="longest wait for a lease; a run that lacks an instance queues"
     )
     in_flight_bytes: Bytes = Field(
         default=64 * 1024 * 1024, description="bodies that the coordinator relays at once"

@@ -49,18 +49,13 @@ async def leave(context: RunContext, checkpointer: Checkpointer, outcome: Outcom
         reason += f"; {lost}" if lost else ""
     await close(context, context.crew.members)
     await context.fleet.desk.release_all(context.run_id)
-    state, now = _final(context.state, outcome), context.kernel.now()
+    state, now = outcome.state, context.kernel.now()
+    if context.state.state == runs.CANCELLING and state not in (runs.CANCELLED, runs.FAILED):
+        state, reason = runs.CANCELLED, f"cancelled by its user while it was leaving ({reason})"
     await context.kernel.commit(
         ev.RunReleased(at=now, run=context.run_id),
         *runs.plan_move(context.state, state, context.fleet.readable(reason), now),
     )
-
-
-def _final(run: runs.RunState, outcome: Outcome) -> str:
-    """A cancel that came while the run was leaving counts, unless the run has ended anyway."""
-    if run.state == runs.CANCELLING and outcome.state != runs.FAILED:
-        return runs.CANCELLED
-    return outcome.state
 
 
 async def _settled(context: RunContext, checkpointer: Checkpointer, *, save: bool) -> str:
