@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import gc
 import os
 import signal
 import socket
@@ -33,8 +32,6 @@ from headrace_coordinator.store.redis_store import RedisStore
 CLAIM_RENEWAL_S = 5.0
 STORE_PATIENCE_S = 30.0
 FLUSH_S = 5.0
-COLLECTED_EVERY = (20_000, 20, 50)
-"""Python's default looks for cycles every 700 objects, ten times in a step, and finds none."""
 
 
 class Refusal(Exception):
@@ -49,7 +46,6 @@ async def serve(arguments: argparse.Namespace) -> None:
     """Serves until SIGTERM; raises `Refusal`."""
     configure_logging(level=arguments.log_level)
     reuse_freed_memory()
-    gc.set_threshold(*COLLECTED_EVERY)
     store = RedisStore(arguments.redis, password=_secret(arguments.redis_password_file))
     history = History(arguments.data_dir.resolve() / "runs")
     kernel = Kernel(store, time.time, boottime, history=history)
