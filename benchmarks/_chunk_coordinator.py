@@ -17,20 +17,20 @@ from _chunk_services import GO, ONE, RUN, TOKEN
 from headrace.common.v1 import common_pb2
 from headrace.reward.v1 import reward_pb2
 from headrace.trainer.v1 import trainer_pb2
-from headrace_coordinator.clients.grpc_port import GrpcPort
 from headrace_coordinator.data.dataset import Dataset
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain.state import InstanceState
-from headrace_coordinator.fleet import Fleet, FleetSettings
-from headrace_coordinator.kernel import Kernel
+from headrace_coordinator.fleet.fleet import Fleet, FleetSettings
+from headrace_coordinator.fleet.grpc_port import GrpcPort
+from headrace_coordinator.run.clients import Published
+from headrace_coordinator.run.concurrency import together
 from headrace_coordinator.run.context import RunContext
-from headrace_coordinator.run.generation import Generation
-from headrace_coordinator.run.learning import Learning
-from headrace_coordinator.run.members import Published
-from headrace_coordinator.run.meter import Meter
-from headrace_coordinator.run.relay import Relay
-from headrace_coordinator.run.together import together
+from headrace_coordinator.run.stages.generation import Generation
+from headrace_coordinator.run.stages.learning import Learning
+from headrace_coordinator.run.stages.relay import Relay
+from headrace_coordinator.run.stages.step_timer import Meter
 from headrace_coordinator.simulation.world import Quiet
+from headrace_coordinator.store.event_log import Kernel
 from headrace_coordinator.store.redis_store import RedisStore
 from headrace_schema.spec import RunSpec
 

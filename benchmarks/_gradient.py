@@ -8,13 +8,13 @@ from pathlib import Path
 
 import torch
 from headrace_schema.openings import TrainerConfig
-from headrace_servicekit.digests import set_digest
-from headrace_trainer import step as steps
+from headrace_servicekit.rpc.digests import set_digest
 from headrace_trainer.algorithms import build_algorithm
 from headrace_trainer.backends.fsdp.backend import FsdpBackend
-from headrace_trainer.gang import Gang, join_gang
-from headrace_trainer.learner import Learner
-from headrace_trainer.samples import Group, Member
+from headrace_trainer.group.group import Gang, join_gang
+from headrace_trainer.learning import step as steps
+from headrace_trainer.learning.learner import Learner
+from headrace_trainer.learning.samples import Group, Member
 from torch import Tensor
 
 PROMPT_TOKENS = 12

@@ -30,11 +30,11 @@ from headrace_rollout.engines.base import Distribution, EngineConfig, Policy, We
 from headrace_rollout.engines.transformers.engine import TransformersEngine
 from headrace_schema.generating import ModelSection
 from headrace_schema.openings import TrainerConfig
-from headrace_servicekit.devices import detect_devices, gpu_uuids
+from headrace_servicekit.lease.devices import detect_devices, gpu_uuids
 from headrace_trainer.algorithms import build_algorithm
 from headrace_trainer.backends.fsdp.backend import FsdpBackend
-from headrace_trainer.gang import join_gang
-from headrace_trainer.samples import Sequence
+from headrace_trainer.group.group import join_gang
+from headrace_trainer.learning.samples import Sequence
 from headrace_trainer.trainer import current
 
 NO_GPU = 3

@@ -188,7 +188,7 @@ def settled(version: Any, prompt: int) -> list[Any]:
     from harness.by_hand import DISTRIBUTION
     from headrace.common.v1 import common_pb2
     from headrace.trainer.v1 import trainer_pb2
-    from headrace_servicekit.digests import trajectory_digest
+    from headrace_servicekit.rpc.digests import trajectory_digest
 
     group = trainer_pb2.SettledGroup(prompt_ordinal=prompt)
     for index in range(SAMPLES):

@@ -17,7 +17,7 @@ import yaml
 from headrace.client import Client
 from headrace_cli.commands.demo import cancel_leftovers
 from headrace_cli.connection import connect, find_target
-from headrace_cli.mistakes import CommandError
+from headrace_cli.errors import CommandError
 from rich.console import Console
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"

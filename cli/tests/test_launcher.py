@@ -14,10 +14,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from headrace_cli.errors import CommandError
 from headrace_cli.launcher.data_dir import DataDir
 from headrace_cli.launcher.start import require_room
-from headrace_cli.mistakes import CommandError
-from headrace_servicekit.capacity import GIB, Capacity, HostMemory
+from headrace_servicekit.process.capacity import GIB, Capacity, HostMemory
 
 
 def wait_for(condition: Callable[[], object], what: str, seconds: float = 15.0) -> None:

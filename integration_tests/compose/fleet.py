@@ -93,7 +93,7 @@ class ComposeFleet:
     def kill_supervisor(self, service: str) -> None:
         """SIGKILL to the parent: the container ends and its restart policy starts it again."""
         before = self.inspect(service)["RestartCount"]
-        self._cut_short(service, "python", "-c", KILL, "headrace_servicekit.supervise")
+        self._cut_short(service, "python", "-c", KILL, "headrace_servicekit.process.supervise")
         wait_for(lambda: self.inspect(service)["RestartCount"] > before, f"{service}'s restart")
 
     def kill_redis(self) -> None:

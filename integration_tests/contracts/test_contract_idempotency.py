@@ -17,7 +17,7 @@ from headrace.reward.v1 import reward_pb2, reward_pb2_grpc
 from headrace.rollout.v1 import rollout_pb2
 from headrace.simulator.v1 import simulator_pb2, simulator_pb2_grpc
 from headrace.trainer.v1 import trainer_pb2
-from headrace_servicekit.tensors import encode_tensor
+from headrace_servicekit.rpc.tensors import encode_tensor
 
 LEARN, GENERATE = 11, 12
 ACCUMULATED = trainer_pb2.GROUP_DISPOSITION_ACCUMULATED

@@ -25,9 +25,9 @@ from headrace.reward.v1 import reward_pb2
 from headrace.rollout.v1 import rollout_pb2
 from headrace.simulator.v1 import simulator_pb2, simulator_pb2_grpc
 from headrace.trainer.v1 import trainer_pb2
-from headrace_servicekit.digests import trajectory_digest
-from headrace_servicekit.errors import reason_of
-from headrace_servicekit.tensors import encode_tensor
+from headrace_servicekit.rpc.digests import trajectory_digest
+from headrace_servicekit.rpc.errors import reason_of
+from headrace_servicekit.rpc.tensors import encode_tensor
 
 LEARN, GENERATE = 11, 12
 DIGESTS: set[str] = set()

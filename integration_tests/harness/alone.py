@@ -13,7 +13,7 @@ from typing import Any, Self
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from headrace_servicekit.errors import reason_of
+from headrace_servicekit.rpc.errors import reason_of
 
 from harness.processes import clean_environment, free_port
 from harness.waiting import wait_for

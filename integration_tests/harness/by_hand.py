@@ -13,7 +13,7 @@ import grpc
 from headrace.common.v1 import common_pb2
 from headrace.rollout.v1 import rollout_pb2, rollout_pb2_grpc
 from headrace.trainer.v1 import trainer_pb2, trainer_pb2_grpc
-from headrace_servicekit.digests import set_digest, trajectory_digest
+from headrace_servicekit.rpc.digests import set_digest, trajectory_digest
 
 from harness.alone import CALL_S
 from harness.fake_fleet import RUN

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headrace_cli.commands.options import DEFAULT_DATA_DIR
+from headrace_cli.errors import CommandError, refused
 from headrace_cli.launcher.data_dir import DataDir
 from headrace_cli.launcher.plan import DEFAULT_PORT
 from headrace_cli.launcher.state import living_state
-from headrace_cli.mistakes import CommandError, refused
 
 if TYPE_CHECKING:
     from headrace.client import Client

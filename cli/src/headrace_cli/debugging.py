@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from headrace_coordinator.coordinator import Coordinator
-    from headrace_coordinator.fleet import Fleet
-    from headrace_coordinator.kernel import Kernel
+    from headrace_coordinator.api.coordinator import Coordinator
+    from headrace_coordinator.fleet.fleet import Fleet
+    from headrace_coordinator.store.event_log import Kernel
     from headrace_schema.spec import RunSpec
     from headrace_servicekit.instance import Instance
 
@@ -36,7 +36,7 @@ def without_deadlines(spec: dict[str, Any]) -> dict[str, Any]:
 async def debug(spec: dict[str, Any], say: Callable[[str, dict[str, Any]], None]) -> str:
     """Runs a spec in this process, calls `say(type, data)` for each event, returns the final state."""
     from headrace_schema.spec import RunSpec
-    from headrace_servicekit.client import disable_deadlines
+    from headrace_servicekit.rpc.client import disable_deadlines
 
     disable_deadlines()
     run_spec = RunSpec.model_validate(without_deadlines(spec))
@@ -51,13 +51,13 @@ async def debug(spec: dict[str, Any], say: Callable[[str, dict[str, Any]], None]
 @asynccontextmanager
 async def _fleet_in_process(spec: RunSpec, directory: Path) -> AsyncIterator[Coordinator]:
     from headrace.coordinator.v1 import fleet_pb2_grpc
-    from headrace_coordinator.clients.grpc_port import GrpcPort
-    from headrace_coordinator.coordinator import Coordinator
-    from headrace_coordinator.fleet import Fleet, FleetSettings
-    from headrace_coordinator.kernel import Kernel
-    from headrace_coordinator.service import FleetServicer
+    from headrace_coordinator.api.coordinator import Coordinator
+    from headrace_coordinator.fleet.fleet import Fleet, FleetSettings
+    from headrace_coordinator.fleet.grpc_port import GrpcPort
+    from headrace_coordinator.fleet.service import FleetServicer
+    from headrace_coordinator.store.event_log import Kernel
     from headrace_coordinator.store.memory_store import MemoryStore
-    from headrace_servicekit.server import GrpcServer
+    from headrace_servicekit.rpc.server import GrpcServer
 
     kernel = Kernel(MemoryStore(), time.time)
     await kernel.open("headrace debug")

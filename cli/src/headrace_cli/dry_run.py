@@ -7,7 +7,7 @@ from typing import Any
 from headrace.client.errors import Problem
 
 from headrace_cli.connection import Target, connect
-from headrace_cli.mistakes import EXIT_MISTAKE, CommandError
+from headrace_cli.errors import EXIT_MISTAKE, CommandError
 
 BY_SCHEMA = "by the schema; scorers, engines and devices only with a fleet"
 BY_FLEET = "by the schema and by the fleet"

@@ -7,7 +7,7 @@ import sys
 import typer
 
 from headrace_cli.commands import debug, demo, fleet, inspect, run
-from headrace_cli.mistakes import EXIT_INTERRUPTED, CommandError
+from headrace_cli.errors import EXIT_INTERRUPTED, CommandError
 from headrace_cli.output import print_error
 from headrace_cli.pipes import quiet_pipes
 

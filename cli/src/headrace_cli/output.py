@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from headrace_cli.mistakes import CommandError
+from headrace_cli.errors import CommandError
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -12,9 +12,9 @@ from google.protobuf import duration_pb2
 from headrace.common.v1 import common_pb2
 from headrace.coordinator.v1 import fleet_pb2, fleet_pb2_grpc
 from headrace.reward.v1 import reward_pb2, reward_pb2_grpc
-from headrace_servicekit.client import dial
-from headrace_servicekit.errors import ServiceError
-from headrace_servicekit.server import GrpcServer
+from headrace_servicekit.rpc.client import dial
+from headrace_servicekit.rpc.errors import ServiceError
+from headrace_servicekit.rpc.server import GrpcServer
 
 REWARD = "headrace.reward.v1.RewardService"
 FLEET = "headrace.coordinator.v1.FleetService"

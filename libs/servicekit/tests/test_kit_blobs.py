@@ -3,10 +3,10 @@
 import grpc
 import pytest
 from headrace.common.v1 import blobs_pb2, blobs_pb2_grpc
-from headrace_servicekit.blobs import CHUNK_BYTES, BlobReader, BlobServicer, BlobStore
-from headrace_servicekit.client import dial
-from headrace_servicekit.errors import ServiceError
-from headrace_servicekit.server import GrpcServer
+from headrace_servicekit.rpc.blobs import CHUNK_BYTES, BlobReader, BlobServicer, BlobStore
+from headrace_servicekit.rpc.client import dial
+from headrace_servicekit.rpc.errors import ServiceError
+from headrace_servicekit.rpc.server import GrpcServer
 from headrace_servicekit.weights import WeightStore
 
 TOKEN = "secret"
@@ -129,7 +129,7 @@ async def test_a_released_file_is_written_again_and_spares_are_bounded(kept, rea
     assert kept.path(second).stat().st_ino == inode
     assert await reader("shm").read(second) == b"other"
     assert await reason_of_reading(reader("shm"), first) == "BLOB_GONE"
-    monkeypatch.setattr("headrace_servicekit.blobs.SPARE_BYTES", 8)
+    monkeypatch.setattr("headrace_servicekit.rpc.blobs.SPARE_BYTES", 8)
     for reference in [kept.put(b"third"), second]:
         kept.release(reference)
     assert len(list(kept.path(kept.put(b"longer")).parent.iterdir())) == 2

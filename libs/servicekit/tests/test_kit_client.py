@@ -6,7 +6,7 @@ import sys
 import grpc
 import pytest
 from headrace.reward.v1 import reward_pb2
-from headrace_servicekit import client
+from headrace_servicekit.rpc import client
 
 UNARY_DEADLINE_PROBE = """
 import asyncio, sys

@@ -5,8 +5,8 @@ from typing import Literal
 import grpc
 import pytest
 from headrace_servicekit.config import parse_config, settings_from_environment
-from headrace_servicekit.errors import ServiceError
 from headrace_servicekit.problems import KeyProblem, explain
+from headrace_servicekit.rpc.errors import ServiceError
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 

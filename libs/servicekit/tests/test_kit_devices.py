@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from headrace_servicekit.devices import (
+from headrace_servicekit.lease.devices import (
     bind_cpu,
     boot_id,
     detect_devices,
@@ -15,11 +15,11 @@ from headrace_servicekit.devices import (
     let_idle_threads_sleep,
     parse_gpus,
 )
-from headrace_servicekit.errors import ServiceError
+from headrace_servicekit.rpc.errors import ServiceError
 
 BIND = """
 import os, threading, time
-from headrace_servicekit.devices import bind_cpu
+from headrace_servicekit.lease.devices import bind_cpu
 threading.Thread(target=time.sleep, args=(5,), daemon=True).start()
 core = max(os.sched_getaffinity(0))
 count = bind_cpu([f"h/cpu:{core}"])
@@ -81,7 +81,7 @@ def test_a_gpu_is_named_by_its_uuid_and_the_number_that_the_driver_gives_it():
 
 
 def test_a_gpu_that_the_driver_does_not_show_is_refused(monkeypatch):
-    monkeypatch.setattr("headrace_servicekit.devices._gpus", lambda: parse_gpus(DRIVER_FILE))
+    monkeypatch.setattr("headrace_servicekit.lease.devices._gpus", lambda: parse_gpus(DRIVER_FILE))
     assert full_names(["gpu:3"]) == detect_devices() == ["GPU-8f2a/gpu:3"]
     with pytest.raises(ServiceError, match="'gpu:0' is not on this machine, which shows gpu:3"):
         full_names(["gpu:0"])

@@ -3,7 +3,7 @@
 import random
 
 from headrace.common.v1 import common_pb2
-from headrace_servicekit.digests import (
+from headrace_servicekit.rpc.digests import (
     digest_and_size,
     digest_bytes,
     manifest_digest,

@@ -7,9 +7,9 @@ import sys
 
 import pytest
 from headrace.common.v1 import common_pb2
-from headrace_servicekit.errors import ServiceError
 from headrace_servicekit.instance import Instance, InstanceConfig
-from headrace_servicekit.supervisor import stop_grace_s
+from headrace_servicekit.process.supervisor import stop_grace_s
+from headrace_servicekit.rpc.errors import ServiceError
 
 SERVICE = """
 import asyncio, sys

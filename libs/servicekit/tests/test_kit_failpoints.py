@@ -8,8 +8,8 @@ import time
 
 import pytest
 from headrace_servicekit import failpoints
-from headrace_servicekit.errors import ServiceError
 from headrace_servicekit.failpoints import arm, failpoint, failpoint_sync
+from headrace_servicekit.rpc.errors import ServiceError
 
 SCRIPT = """
 from headrace_servicekit.failpoints import failpoint_sync

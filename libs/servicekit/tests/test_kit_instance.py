@@ -11,10 +11,10 @@ import pytest
 from headrace.common.v1 import common_pb2
 from headrace.coordinator.v1 import fleet_pb2
 from headrace.reward.v1 import reward_pb2, reward_pb2_grpc
-from headrace_servicekit.devices import boot_id
-from headrace_servicekit.errors import ServiceError
 from headrace_servicekit.instance import Instance, InstanceConfig, parse_instance_config
-from headrace_servicekit.leases import Memory
+from headrace_servicekit.lease.devices import boot_id
+from headrace_servicekit.lease.leases import Memory
+from headrace_servicekit.rpc.errors import ServiceError
 
 REWARD = "headrace.reward.v1.RewardService"
 

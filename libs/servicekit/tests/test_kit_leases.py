@@ -4,8 +4,8 @@ from dataclasses import dataclass, field
 
 from google.protobuf import duration_pb2
 from headrace.common.v1 import common_pb2
-from headrace_servicekit import leases
-from headrace_servicekit.leases import LeaseState, Phase, reduce
+from headrace_servicekit.lease import leases
+from headrace_servicekit.lease.leases import LeaseState, Phase, reduce
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 from headrace.common.v1 import common_pb2
-from headrace_servicekit.open_runs import OpeningRefused, OpenRuns
+from headrace_servicekit.lease.open_runs import OpeningRefused, OpenRuns
 
 
 def header(run="runs/a", open_id=0, sequence=0):

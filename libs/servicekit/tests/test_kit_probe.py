@@ -3,8 +3,8 @@
 import asyncio
 import socket
 
-from headrace_servicekit.probe import main
-from headrace_servicekit.server import GrpcServer
+from headrace_servicekit.rpc.probe import main
+from headrace_servicekit.rpc.server import GrpcServer
 
 
 async def ask(*arguments):

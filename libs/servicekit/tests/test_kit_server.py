@@ -11,10 +11,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from headrace.common.v1 import common_pb2
 from headrace.reward.v1 import reward_pb2
-from headrace_servicekit.client import dial
-from headrace_servicekit.errors import ServiceError, message_of, metadata_of, reason_of
-from headrace_servicekit.fence import Fence
-from headrace_servicekit.server import GrpcServer, advertised_host, is_loopback, split_address
+from headrace_servicekit.lease.fence import Fence
+from headrace_servicekit.rpc.client import dial
+from headrace_servicekit.rpc.errors import ServiceError, message_of, metadata_of, reason_of
+from headrace_servicekit.rpc.server import GrpcServer, advertised_host, is_loopback, split_address
 
 REWARD = "headrace.reward.v1.RewardService"
 

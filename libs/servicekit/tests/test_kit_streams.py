@@ -3,7 +3,7 @@
 import asyncio
 
 import pytest
-from headrace_servicekit.streams import unordered, until
+from headrace_servicekit.rpc.streams import unordered, until
 
 
 async def requests(*batches):

@@ -11,9 +11,9 @@ import time
 import psutil
 import pytest
 from headrace.coordinator.v1 import fleet_pb2
-from headrace_servicekit import child
-from headrace_servicekit.capacity import GIB, Capacity, HostMemory
-from headrace_servicekit.supervisor import Supervisor
+from headrace_servicekit.process.capacity import GIB, Capacity, HostMemory
+from headrace_servicekit.process import child
+from headrace_servicekit.process.supervisor import Supervisor
 
 
 def python(script):
@@ -42,7 +42,7 @@ ENVIRONMENT = python(
     "import os, time;"
     "print(os.environ['HEADRACE_NAME'], os.environ['HEADRACE_INCARNATION'], flush=True); time.sleep(600)"
 )
-ENTRY_POINT = [sys.executable, "-m", "headrace_servicekit.supervise", "--kind", "rollout"]
+ENTRY_POINT = [sys.executable, "-m", "headrace_servicekit.process.supervise", "--kind", "rollout"]
 
 
 @pytest.fixture

@@ -6,8 +6,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 from headrace.common.v1 import common_pb2
-from headrace_servicekit.errors import ServiceError
-from headrace_servicekit.tensors import MAX_TENSOR_BYTES, NUMPY_TYPES, decode_tensor, encode_tensor
+from headrace_servicekit.rpc.errors import ServiceError
+from headrace_servicekit.rpc.tensors import MAX_TENSOR_BYTES, NUMPY_TYPES, decode_tensor, encode_tensor
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp

@@ -9,9 +9,9 @@ import sys
 import numpy as np
 import pytest
 from headrace.common.v1 import common_pb2, weights_pb2_grpc
-from headrace_servicekit.digests import digest_bytes, manifest_digest
-from headrace_servicekit.errors import ServiceError
-from headrace_servicekit.server import GrpcServer
+from headrace_servicekit.rpc.digests import digest_bytes, manifest_digest
+from headrace_servicekit.rpc.errors import ServiceError
+from headrace_servicekit.rpc.server import GrpcServer
 from headrace_servicekit.weights import WeightServicer, WeightStore, receive_weights
 
 RUN = "runs/r"
@@ -370,8 +370,8 @@ async def test_a_manifest_without_tensors_is_refused(stores):
 
 async def test_an_offset_beyond_the_body_and_an_unknown_version_are_refused(stores, serve_store):
     from headrace.common.v1 import weights_pb2
-    from headrace_servicekit.client import dial
-    from headrace_servicekit.errors import reason_of
+    from headrace_servicekit.rpc.client import dial
+    from headrace_servicekit.rpc.errors import reason_of
 
     store = stores("a")
     await serve_store(store)
@@ -391,7 +391,7 @@ async def test_an_offset_beyond_the_body_and_an_unknown_version_are_refused(stor
 
 def test_a_pieces_header_is_read_as_protobuf_would():
     from headrace.common.v1 import weights_pb2
-    from headrace_servicekit.weight_transfer import split_piece
+    from headrace_servicekit.weights.transfer import split_piece
 
     for offset in (0, 1, 127, 128, 1 << 20, (1 << 63) + 5):
         for data in (b"", b"x", b"y" * 127, b"z" * 128, bytes(1 << 20)):

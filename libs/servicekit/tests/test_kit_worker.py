@@ -4,8 +4,8 @@ import asyncio
 import json
 
 import pytest
-from headrace_servicekit.worker import Worker, WorkerGone, WorkerTimeout
-from headrace_servicekit.worker_pipes import Codec, frame
+from headrace_servicekit.process.worker import Worker, WorkerGone, WorkerTimeout
+from headrace_servicekit.process.worker_pipes import Codec, frame
 
 CODEC = Codec(lambda message: json.dumps(message).encode(), json.loads)
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import httpx
 import pytest
-from headrace_coordinator.admission import FleetView, check
-from headrace_coordinator.control import Page, Refused
-from headrace_coordinator.http import make_app
+from headrace_coordinator.api.admission import FleetView, check
+from headrace_coordinator.api.control import Page, Refused
+from headrace_coordinator.api.http import make_app
 from headrace_schema.problems import nearest
 from headrace_schema.spec import RunSpec
 from headrace_schema.views import (

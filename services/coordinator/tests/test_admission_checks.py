@@ -4,7 +4,7 @@ import os
 from dataclasses import replace
 
 import pytest
-from headrace_coordinator.admission import FleetView, check
+from headrace_coordinator.api.admission import FleetView, check
 from headrace_schema.problems import sentence
 from headrace_schema.spec import RunSpec
 from headrace_schema.views import DeviceView, InstanceView

@@ -4,16 +4,16 @@ import asyncio
 import time
 
 import pytest
-from headrace_coordinator.coordinator import Coordinator
+from headrace_coordinator.api.coordinator import Coordinator
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain import runs
 from headrace_coordinator.domain.state import snapshot
-from headrace_coordinator.fleet import Fleet, FleetSettings
-from headrace_coordinator.history import History
-from headrace_coordinator.history import history as history_module
-from headrace_coordinator.history.files import RunFiles
-from headrace_coordinator.kernel import Kernel
+from headrace_coordinator.fleet.fleet import Fleet, FleetSettings
 from headrace_coordinator.run.checkpointing import ledger_of, missing_steps, read_ledger
+from headrace_coordinator.store.event_log import Kernel
+from headrace_coordinator.store.history import History
+from headrace_coordinator.store.history import history as history_module
+from headrace_coordinator.store.history.files import RunFiles
 from headrace_coordinator.store.redis_store import RedisStore
 from headrace_schema.spec import RunSpec
 

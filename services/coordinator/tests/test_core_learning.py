@@ -6,8 +6,8 @@ import pytest
 from headrace.common.v1 import common_pb2
 from headrace_coordinator.domain.slots import Slot
 from headrace_coordinator.domain.versions import Version
-from headrace_coordinator.run.learning import MESSAGE_BYTES, Learning
-from headrace_coordinator.run.relay import Relay
+from headrace_coordinator.run.stages.learning import MESSAGE_BYTES, Learning
+from headrace_coordinator.run.stages.relay import Relay
 
 GROUP = 2
 TRUNCATED = common_pb2.FINISH_REASON_LENGTH

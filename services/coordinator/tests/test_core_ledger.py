@@ -2,7 +2,7 @@
 
 import msgspec
 import pytest
-from headrace_coordinator.audit import audit
+from headrace_coordinator.api.audit import audit
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain import runs
 from headrace_coordinator.domain.compact import (
@@ -35,7 +35,7 @@ from headrace_coordinator.domain.state import (
 )
 from headrace_coordinator.domain.totals import EVALUATIONS_SHOWN, Totals, step_dropped, step_trained
 from headrace_coordinator.domain.versions import Lineage, plan_lost_rewind
-from headrace_coordinator.run.meter import Meter, covered
+from headrace_coordinator.run.stages.step_timer import Meter, covered
 from hypothesis import given
 from hypothesis import strategies as st
 

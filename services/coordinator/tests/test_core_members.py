@@ -6,7 +6,7 @@ import pytest
 from headrace.common.v1 import common_pb2 as common
 from headrace.trainer.v1 import trainer_pb2 as trainer
 from headrace_coordinator.domain.state import InstanceState
-from headrace_coordinator.run.members import TrainerMember
+from headrace_coordinator.run.clients import TrainerMember
 
 VERSION = common.PolicyVersion(number=7, digest="weights")
 

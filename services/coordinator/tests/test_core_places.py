@@ -8,9 +8,9 @@ from headrace_coordinator.domain.leases import Blocked, LeaseRequest, plan_grant
 from headrace_coordinator.domain.places import machines
 from headrace_coordinator.domain.scheduling import plan_admission
 from headrace_coordinator.domain.state import InstanceState, State
-from headrace_coordinator.fleet import Fleet, FleetSettings, Supervisor
-from headrace_coordinator.kernel import Kernel
+from headrace_coordinator.fleet.fleet import Fleet, FleetSettings, Supervisor
 from headrace_coordinator.run.placement import PlacementError, default_devices
+from headrace_coordinator.store.event_log import Kernel
 from headrace_coordinator.store.memory_store import MemoryStore
 from headrace_schema.running import PlacementSection
 from headrace_schema.spec import RunSpec

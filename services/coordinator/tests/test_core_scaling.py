@@ -3,12 +3,12 @@
 import asyncio
 
 import pytest
-from headrace_coordinator.control import Refused
-from headrace_coordinator.coordinator import Coordinator
+from headrace_coordinator.api.control import Refused
+from headrace_coordinator.api.coordinator import Coordinator
+from headrace_coordinator.api.http import make_app
 from headrace_coordinator.domain.state import restore, snapshot
-from headrace_coordinator.fleet import Fleet, FleetSettings, Supervisor
-from headrace_coordinator.http import make_app
-from headrace_coordinator.kernel import Kernel
+from headrace_coordinator.fleet.fleet import Fleet, FleetSettings, Supervisor
+from headrace_coordinator.store.event_log import Kernel
 from headrace_coordinator.store.memory_store import MemoryStore
 from httpx import ASGITransport, AsyncClient
 

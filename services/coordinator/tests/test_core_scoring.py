@@ -10,10 +10,10 @@ from types import SimpleNamespace
 import pytest
 from headrace.common.v1 import common_pb2 as common
 from headrace.reward.v1 import reward_pb2 as reward
-from headrace_coordinator.ports import InstanceDown
-from headrace_coordinator.run import scoring
-from headrace_coordinator.run.meter import Meter
-from headrace_coordinator.run.scoring import SCORER_RETRIES, Scoring, score_all
+from headrace_coordinator.fleet.ports import InstanceDown
+from headrace_coordinator.run.stages import scoring
+from headrace_coordinator.run.stages.scoring import SCORER_RETRIES, Scoring, score_all
+from headrace_coordinator.run.stages.step_timer import Meter
 
 
 @dataclass(eq=False)

@@ -6,8 +6,8 @@ import time
 
 import pytest
 from headrace_coordinator.domain import events as ev
-from headrace_coordinator.kernel import SNAPSHOT_EVERY, Kernel
 from headrace_coordinator.store.base import LEAP, Entry, Fenced, ForeignStore, StoreAway
+from headrace_coordinator.store.event_log import SNAPSHOT_EVERY, Kernel
 from headrace_coordinator.store.redis_store import RedisStore
 
 

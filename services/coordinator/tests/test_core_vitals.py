@@ -4,7 +4,7 @@ import asyncio
 import time
 
 import pytest
-from headrace_coordinator.kernel import Kernel
+from headrace_coordinator.store.event_log import Kernel
 from headrace_coordinator.store.memory_store import MemoryStore
 from headrace_coordinator.vitals import TaskEnded, Vitals
 

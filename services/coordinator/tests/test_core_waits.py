@@ -3,8 +3,8 @@
 import asyncio
 
 import pytest
+from headrace_coordinator.fleet.waits import Waits
 from headrace_coordinator.run.watched_port import SILENCE_S, WatchedPort
-from headrace_coordinator.waits import Waits
 
 
 class Silent:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import httpx
 import pytest
-from headrace_coordinator.http import make_app
-from headrace_coordinator.http.openapi import description
+from headrace_coordinator.api.http import make_app
+from headrace_coordinator.api.http.openapi import description
 from headrace_coordinator.projections import RunProjection
 from headrace_coordinator.projections.trajectories import Settled
 from headrace_schema.views import HealthView
@@ -331,7 +331,7 @@ async def test_an_ill_formed_key_is_refused(api, spec_json, fake_control, key):
 async def test_the_description_is_the_checked_in_one(api):
     checked_in = (Path(__file__).parents[1] / "openapi.json").read_text()
     assert checked_in == description(), (
-        "run: python -m headrace_coordinator.http.openapi services/coordinator/openapi.json"
+        "run: python -m headrace_coordinator.api.http.openapi services/coordinator/openapi.json"
     )
     served = (await api.get("/openapi.json")).json()
     assert served == json.loads(checked_in)
@@ -351,7 +351,7 @@ def test_the_description_resolves_and_names_the_routes_of_the_architecture():
 def test_the_api_starts_at_once_and_without_heavy_packages():
     program = (
         "import sys, time\n"
-        "import headrace_coordinator.http\n"
+        "import headrace_coordinator.api.http\n"
         "heavy = ('torch', 'grpc', 'numpy', 'reasoning_gym', 'tensorboardX', 'redis')\n"
         "print([name for name in heavy if name in sys.modules])"
     )

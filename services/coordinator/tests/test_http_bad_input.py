@@ -5,7 +5,7 @@ import json
 
 import httpx
 import pytest
-from headrace_coordinator.http import make_app
+from headrace_coordinator.api.http import make_app
 from headrace_schema.spec import RunSpec
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st

@@ -138,7 +138,7 @@ async def test_many_streams_of_one_run_see_the_same(server, run_id, fake_control
 
 
 async def test_open_streams_are_bounded_and_a_closed_one_makes_room(server, run_id, monkeypatch):
-    monkeypatch.setattr("headrace_coordinator.http.sse.MAX_STREAMS", 2)
+    monkeypatch.setattr("headrace_coordinator.api.http.sse.MAX_STREAMS", 2)
     async with httpx.AsyncClient(base_url=server) as client, listening_to(server, run_id) as first:
         await anext(first)
         async with listening_to(server, run_id) as second:

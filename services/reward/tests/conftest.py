@@ -10,8 +10,8 @@ import pytest
 from headrace.common.v1 import common_pb2
 from headrace.reward.v1 import reward_pb2, reward_pb2_grpc
 from headrace_reward.__main__ import mount
-from headrace_servicekit.client import dial
 from headrace_servicekit.instance import Instance, InstanceConfig
+from headrace_servicekit.rpc.client import dial
 
 
 @dataclass

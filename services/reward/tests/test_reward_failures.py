@@ -18,7 +18,7 @@ from headrace_reward.config import PoolSettings
 from headrace_reward.pool import OpenFault
 from headrace_reward.runs import Item, Run, Status
 from headrace_schema.scoring import RewardSection
-from headrace_servicekit.errors import message_of
+from headrace_servicekit.rpc.errors import message_of
 
 OK = reward_pb2.SCORE_STATUS_OK
 FAILED = reward_pb2.SCORE_STATUS_ANSWER_FAILED
@@ -222,7 +222,7 @@ async def test_nothing_is_left_when_the_service_is_killed(tmp_path):
     """The process itself: `python -m headrace_reward`, a child deep in an answer, SIGKILL."""
     from headrace.common.v1 import common_pb2
     from headrace.reward.v1 import reward_pb2_grpc
-    from headrace_servicekit.client import dial
+    from headrace_servicekit.rpc.client import dial
 
     (tmp_path / "slow.py").write_text(
         "import time\ndef score(p, c, r, m):\n    c and time.sleep(60)\n    return 1.0\n"

@@ -10,7 +10,7 @@ import grpc
 import pytest
 from headrace.common.v1 import common_pb2
 from headrace.reward.v1 import reward_pb2
-from headrace_servicekit.errors import message_of, reason_of
+from headrace_servicekit.rpc.errors import message_of, reason_of
 
 OK = reward_pb2.SCORE_STATUS_OK
 FAILED = reward_pb2.SCORE_STATUS_ANSWER_FAILED

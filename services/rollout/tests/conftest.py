@@ -37,9 +37,9 @@ from headrace_rollout.engines.base import (
 )
 from headrace_rollout.service import RolloutServicer
 from headrace_schema.generating import ModelSection
-from headrace_servicekit.client import dial
 from headrace_servicekit.instance import Instance, InstanceConfig
-from headrace_servicekit.server import GrpcServer
+from headrace_servicekit.rpc.client import dial
+from headrace_servicekit.rpc.server import GrpcServer
 from headrace_servicekit.weights import WeightServicer, WeightStore
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))

@@ -3,7 +3,7 @@
 import grpc
 import pytest
 from headrace.common.v1 import common_pb2
-from headrace_servicekit.errors import message_of, reason_of
+from headrace_servicekit.rpc.errors import message_of, reason_of
 
 RUN = "runs/test"
 HEADER = common_pb2.CommandHeader(request_id="r", run=RUN, coordinator_epoch=1, lease_epoch=1)

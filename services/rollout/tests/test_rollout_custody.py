@@ -7,8 +7,8 @@ import asyncio
 import grpc
 from headrace.common.v1 import common_pb2
 from headrace.rollout.v1 import rollout_pb2
-from headrace_rollout.custody import Custody
 from headrace_rollout.generation import Generation
+from headrace_rollout.retention import Custody
 from rollout_calls import HEADER, refused
 
 

@@ -14,7 +14,7 @@ import pytest
 from headrace.common.v1 import common_pb2
 from headrace.rollout.v1 import rollout_pb2
 from headrace_modelkit.presets.tiny import tiny_model
-from headrace_servicekit.digests import trajectory_digest
+from headrace_servicekit.rpc.digests import trajectory_digest
 from rollout_calls import HEADER, RUN, refused
 
 

@@ -11,8 +11,8 @@ import numpy as np
 import psutil
 import pytest
 from headrace.simulator.v1 import simulator_pb2
-from headrace_servicekit.errors import message_of, reason_of
-from headrace_servicekit.tensors import decode_tensor
+from headrace_servicekit.rpc.errors import message_of, reason_of
+from headrace_servicekit.rpc.tensors import decode_tensor
 
 OK = simulator_pb2.OUTCOME_STATUS_OK
 REFUSED = simulator_pb2.OUTCOME_STATUS_REFUSED

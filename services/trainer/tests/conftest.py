@@ -19,16 +19,16 @@ from headrace_modelkit.presets.tiny import write_tiny
 from headrace_modelkit.weights import load_weights
 from headrace_schema.generating import ModelSection
 from headrace_schema.openings import TrainerConfig
-from headrace_servicekit.client import dial
-from headrace_servicekit.digests import set_digest, trajectory_digest
 from headrace_servicekit.instance import Instance, InstanceConfig
+from headrace_servicekit.rpc.client import dial
+from headrace_servicekit.rpc.digests import set_digest, trajectory_digest
 from headrace_trainer.__main__ import mount
 from headrace_trainer.algorithms import build_algorithm
 from headrace_trainer.backends import build_backend
 from headrace_trainer.backends.fsdp.backend import FsdpBackend
-from headrace_trainer.gang import Gang, join_gang
-from headrace_trainer.packing import plan_batches, plan_rows
-from headrace_trainer.samples import Group, Member, Sequence
+from headrace_trainer.group.group import Gang, join_gang
+from headrace_trainer.learning.packing import plan_batches, plan_rows
+from headrace_trainer.learning.samples import Group, Member, Sequence
 
 VOCABULARY = 32
 

@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 import torch
 from headrace_servicekit import failpoints
-from headrace_trainer.checkpoint_reader import CheckpointReader
-from headrace_trainer.checkpoint_state import FILES, STATE, Damaged, read_state
-from headrace_trainer.checkpoint_tree import Origin
-from headrace_trainer.checkpoints import CheckpointDirectory, Snapshot
+from headrace_trainer.checkpoints.directory import CheckpointDirectory, Snapshot
+from headrace_trainer.checkpoints.reader import CheckpointReader
+from headrace_trainer.checkpoints.state import FILES, STATE, Damaged, read_state
+from headrace_trainer.checkpoints.tree import Origin
 from headrace_trainer.errors import Refusal
-from headrace_trainer.step import Version
+from headrace_trainer.learning.step import Version
 from safetensors.torch import load_file
 
 
@@ -256,8 +256,8 @@ import sys, torch
 from pathlib import Path
 sys.path.insert(0, sys.argv[2])
 from test_trainer_checkpoints import snapshot
-from headrace_trainer.checkpoint_tree import Origin
-from headrace_trainer.checkpoints import CheckpointDirectory
+from headrace_trainer.checkpoints.tree import Origin
+from headrace_trainer.checkpoints.directory import CheckpointDirectory
 directory = CheckpointDirectory(Path(sys.argv[1]))
 lineage = directory.new_lineage(Origin(), 1, "store")
 directory.write(lineage, snapshot(1))

@@ -13,9 +13,9 @@ import pytest
 from headrace_modelkit.loading import save_model
 from headrace_modelkit.presets.tiny import character_tokenizer, tiny_model
 from headrace_servicekit import failpoints
-from headrace_servicekit.errors import message_of, metadata_of, reason_of
-from headrace_trainer import checkpoint_files
-from headrace_trainer.checkpoint_state import seal
+from headrace_servicekit.rpc.errors import message_of, metadata_of, reason_of
+from headrace_trainer.checkpoints import files as checkpoint_files
+from headrace_trainer.checkpoints.state import seal
 from safetensors.torch import load_file
 
 pytestmark = pytest.mark.timeout(90)
@@ -186,7 +186,7 @@ async def test_closing_a_run_finishes_its_save(client, make_config):
 
 
 async def test_a_save_that_does_not_end_is_abandoned_when_the_run_closes(client, monkeypatch):
-    from headrace_trainer.saver import Saver
+    from headrace_trainer.checkpoints.saver import Saver
 
     version = await client.train((await client.open()).version, 1)
     finish = Saver.finish

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 from headrace_schema.openings import TrainerConfig
-from headrace_trainer import step as steps
 from headrace_trainer.algorithms import build_algorithm
-from headrace_trainer.learner import Learner
-from headrace_trainer.samples import Disposition
+from headrace_trainer.learning import step as steps
+from headrace_trainer.learning.learner import Learner
+from headrace_trainer.learning.samples import Disposition
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import pytest
 import torch
 from headrace.common.v1 import common_pb2
 from headrace.trainer.v1 import trainer_pb2 as pb
-from headrace_servicekit.errors import ServiceError, reason_of
+from headrace_servicekit.rpc.errors import ServiceError, reason_of
 
 
 def test_what_is_moved_elsewhere_and_back_goes_on_as_if_nothing_was(make_backend, accumulate, sequences):

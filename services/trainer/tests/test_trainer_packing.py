@@ -7,8 +7,8 @@ import random
 import pytest
 import torch
 from headrace_modelkit import logprobs
-from headrace_trainer.packing import PrefixTree, context, pack, plan_batches, plan_rows
-from headrace_trainer.samples import Sequence
+from headrace_trainer.learning.packing import PrefixTree, context, pack, plan_batches, plan_rows
+from headrace_trainer.learning.samples import Sequence
 
 
 def test_tree_attends_to_ancestors_only():

@@ -7,7 +7,7 @@ import pytest
 import torch
 from headrace_schema.generating import SamplingSection
 from headrace_schema.openings import TrainerConfig
-from headrace_servicekit.errors import reason_of
+from headrace_servicekit.rpc.errors import reason_of
 from headrace_trainer.backends.fsdp.prefixes import shares_prefixes
 from headrace_trainer.errors import Refusal
 from headrace_trainer.wire import read_sequence
@@ -35,7 +35,9 @@ async def test_a_model_without_sdpa_is_scored_and_trained_sample_by_sample(
     restored = await client.open(make_config(model=section))
     assert restored.figures["shared_prefix"] == 0.0
     group = make_settled(0, version=restored.version)
-    sequences = [read_sequence(member.trajectory, SamplingSection(), SIZES["vocab_size"]) for member in group.members]
+    sequences = [
+        read_sequence(member.trajectory, SamplingSection(), SIZES["vocab_size"]) for member in group.members
+    ]
     with torch.no_grad():
         rows = [model(torch.tensor([s.tokens])).logits[0].log_softmax(-1) for s in sequences]
     expected = [

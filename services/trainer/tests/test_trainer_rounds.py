@@ -8,9 +8,9 @@ import subprocess
 import sys
 
 import pytest
-from headrace_trainer import learn_queue
 from headrace_trainer.errors import Refusal
-from headrace_trainer.learn_queue import LearnQueue
+from headrace_trainer.learning import queue as learn_queue
+from headrace_trainer.learning.queue import LearnQueue
 from headrace_trainer.session import LearnItem
 
 
@@ -145,7 +145,7 @@ async def test_a_failed_batch_is_heard_and_the_queue_goes_on(item):
 STUCK = """
 import time, torch
 from headrace_trainer import rounds
-from headrace_trainer.gang import join_gang
+from headrace_trainer.group.group import join_gang
 rounds.DEADLINE_S = 0.3
 gang = join_gang(4, 0, 1, "", 5, torch.device("cpu"))
 rounds.Rounds(gang, lambda header: time.sleep(60), holds_lease=lambda: True).lead("commit", step=7, attempt=2)

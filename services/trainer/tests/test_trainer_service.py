@@ -14,7 +14,7 @@ import pytest
 from headrace.common.v1 import common_pb2, weights_pb2, weights_pb2_grpc
 from headrace.trainer.v1 import trainer_pb2 as pb
 from headrace_servicekit import failpoints
-from headrace_servicekit.errors import message_of, reason_of
+from headrace_servicekit.rpc.errors import message_of, reason_of
 from safetensors.numpy import load_file
 
 pytestmark = pytest.mark.timeout(90)
@@ -320,7 +320,7 @@ async def test_a_save_runs_beside_the_next_step_one_at_a_time(client):
 
 
 async def test_a_full_disk_fails_the_save_and_not_the_training(client, monkeypatch):
-    from headrace_trainer import checkpoint_files
+    from headrace_trainer.checkpoints import files as checkpoint_files
 
     version = (await client.open()).version
     version = await client.train(version, 1)

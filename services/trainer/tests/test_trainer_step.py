@@ -6,9 +6,9 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-from headrace_trainer import step as steps
 from headrace_trainer.errors import Refusal
-from headrace_trainer.samples import Disposition, GroupRecord
+from headrace_trainer.learning import step as steps
+from headrace_trainer.learning.samples import Disposition, GroupRecord
 
 BEGIN = steps.Begin(step=0, attempt=1, base_number=1, next_number=2)
 COMMIT = steps.Commit(0, 1, 1, 2, "set", "manifest")

@@ -16,8 +16,8 @@ import grpc
 import numpy as np
 import pytest
 from headrace.trainer.v1 import trainer_pb2 as pb
-from headrace_servicekit.client import dial
-from headrace_servicekit.errors import reason_of
+from headrace_servicekit.rpc.client import dial
+from headrace_servicekit.rpc.errors import reason_of
 
 pytestmark = pytest.mark.timeout(100)
 SETTINGS = {

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from headrace_cli.commands.options import JsonFlag
-from headrace_cli.mistakes import EXIT_MISTAKE, CommandError, mistake, refused
+from headrace_cli.errors import EXIT_MISTAKE, CommandError, mistake, refused
 from headrace_cli.output import console, print_json
 
 SHOWN_CHARACTERS = 160
@@ -46,7 +46,7 @@ def debug(
 
 def _run(spec: dict[str, object], as_json: bool) -> str:
     from headrace.client.errors import Problem
-    from headrace_coordinator.control import Refused
+    from headrace_coordinator.api.control import Refused
 
     from headrace_cli.debugging import run_debug
     from headrace_cli.dry_run import check_schema

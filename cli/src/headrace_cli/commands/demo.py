@@ -14,8 +14,8 @@ import typer
 
 from headrace_cli.commands.options import DataDirOption, JsonFlag, Url
 from headrace_cli.connection import Target, connect, find_target
+from headrace_cli.errors import EXIT_INTERRUPTED, CommandError
 from headrace_cli.launcher.plan import FleetPlan
-from headrace_cli.mistakes import EXIT_INTERRUPTED, CommandError
 from headrace_cli.output import console, error_console, print_json
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ def _demo(request: _Request, started_at: float) -> None:
 def _load(spec_file: Path, overrides: list[str]) -> dict[str, Any]:
     from headrace.client import HeadraceError, load_spec
 
-    from headrace_cli.mistakes import refused
+    from headrace_cli.errors import refused
 
     try:
         return load_spec(spec_file, overrides)

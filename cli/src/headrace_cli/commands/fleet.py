@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from headrace_cli.commands.options import DEFAULT_DATA_DIR, DataDirOption, JsonFlag, Url
+from headrace_cli.errors import CommandError, mistake
 from headrace_cli.launcher.plan import DEFAULT_PORT, FleetPlan
-from headrace_cli.mistakes import CommandError, mistake
 from headrace_cli.output import console, error_console, print_json
 
 if TYPE_CHECKING:

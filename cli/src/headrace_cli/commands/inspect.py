@@ -8,8 +8,8 @@ import typer
 
 from headrace_cli.commands.options import DEFAULT_DATA_DIR, DataDirOption, JsonFlag, Url
 from headrace_cli.connection import connect, find_target
+from headrace_cli.errors import mistake
 from headrace_cli.launcher.plan import KINDS
-from headrace_cli.mistakes import mistake
 from headrace_cli.output import console, print_json
 
 

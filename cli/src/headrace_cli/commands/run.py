@@ -10,7 +10,7 @@ import typer
 
 from headrace_cli.commands.options import DEFAULT_DATA_DIR, DataDirOption, JsonFlag, RunId, Url
 from headrace_cli.connection import connect, find_target
-from headrace_cli.mistakes import EXIT_INTERRUPTED, CommandError, refused
+from headrace_cli.errors import EXIT_INTERRUPTED, CommandError, refused
 from headrace_cli.output import console, error_console, print_json
 
 if TYPE_CHECKING:

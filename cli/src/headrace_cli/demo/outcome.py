@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from headrace_cli.mistakes import CommandError
+from headrace_cli.errors import CommandError
 from headrace_cli.show.runs import heldout
 
 if TYPE_CHECKING:

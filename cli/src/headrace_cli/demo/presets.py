@@ -8,10 +8,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from headrace_cli.errors import CommandError, mistake
 from headrace_cli.launcher.data_dir import DataDir
 from headrace_cli.launcher.start import last_lines
 from headrace_cli.launcher.tether import tether
-from headrace_cli.mistakes import CommandError, mistake
 
 PRESETS = {
     "tiny": "making a tiny model and its tokenizer",

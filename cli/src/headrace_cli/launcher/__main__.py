@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import sys
 
+from headrace_cli.errors import CommandError
 from headrace_cli.launcher.fleet import serve
 from headrace_cli.launcher.plan import FleetPlan
-from headrace_cli.mistakes import CommandError
 
 
 def main() -> int:

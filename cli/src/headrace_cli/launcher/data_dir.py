@@ -10,7 +10,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from headrace_cli.mistakes import mistake
+from headrace_cli.errors import mistake
 
 NEEDED_BYTES = 256 * 1024 * 1024  # the store's file, logs and one checkpoint of a small model
 NEEDED_SHM_BYTES = 1024 * 1024 * 1024  # two policy versions of a small model in each of two services

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 
 from headrace_servicekit.logs import configure_logging, get_logger
-from headrace_servicekit.supervisor import Supervisor
+from headrace_servicekit.process.supervisor import Supervisor
 
 from headrace_cli.launcher.data_dir import DataDir
 from headrace_cli.launcher.plan import KINDS, FleetPlan, Wiring, host_name

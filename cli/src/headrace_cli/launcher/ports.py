@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 
-from headrace_cli.mistakes import mistake
+from headrace_cli.errors import mistake
 
 LOOPBACK = "127.0.0.1"
 

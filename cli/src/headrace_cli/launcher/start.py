@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from headrace.client import Client, HeadraceError, Instance
-from headrace_servicekit.capacity import Capacity
+from headrace_servicekit.process.capacity import Capacity
 
+from headrace_cli.errors import CommandError, mistake
 from headrace_cli.launcher.data_dir import DataDir
 from headrace_cli.launcher.plan import FleetPlan
 from headrace_cli.launcher.ports import require_free_port
@@ -22,7 +23,6 @@ from headrace_cli.launcher.state import FleetState, living_state, read_state
 from headrace_cli.launcher.stop import stop_fleet
 from headrace_cli.launcher.store import require_store
 from headrace_cli.launcher.tether import tether
-from headrace_cli.mistakes import CommandError, mistake
 
 READY_S = 60.0
 POLL_S = 0.05

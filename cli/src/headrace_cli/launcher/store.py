@@ -10,7 +10,7 @@ import asyncio
 import os
 from pathlib import Path
 
-from headrace_cli.mistakes import mistake
+from headrace_cli.errors import mistake
 
 READY_S = 30.0
 

@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 import grpc
 from pydantic import BaseModel, ValidationError
 
-from headrace_servicekit.errors import ServiceError
 from headrace_servicekit.problems import explain
+from headrace_servicekit.rpc.errors import ServiceError
 
 Model = TypeVar("Model", bound=BaseModel)
 

@@ -7,10 +7,10 @@ import sys
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING
 
-from headrace_servicekit.devices import let_idle_threads_sleep
-from headrace_servicekit.errors import ServiceError
 from headrace_servicekit.instance_config import InstanceConfig, parse_instance_config
+from headrace_servicekit.lease.devices import let_idle_threads_sleep
 from headrace_servicekit.logs import configure_logging
+from headrace_servicekit.rpc.errors import ServiceError
 
 if TYPE_CHECKING:
     from headrace_servicekit.instance import Instance

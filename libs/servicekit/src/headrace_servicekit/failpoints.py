@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import grpc
 
-from headrace_servicekit.errors import ServiceError
+from headrace_servicekit.rpc.errors import ServiceError
 
 VARIABLE = "HEADRACE_FAILPOINTS"
 _RULE = re.compile(

@@ -14,18 +14,18 @@ import psutil
 from headrace.common.v1 import common_pb2
 from headrace.coordinator.v1 import fleet_pb2
 
-from headrace_servicekit.clock import boottime
-from headrace_servicekit.errors import ServiceError
-from headrace_servicekit.fence import Fence, opening_refusals
-from headrace_servicekit.holder import LeaseCallbacks, LeaseHolder
 from headrace_servicekit.instance_config import InstanceConfig, parse_instance_config
 from headrace_servicekit.kinds import KINDS
-from headrace_servicekit.leases import Memory
+from headrace_servicekit.lease.clock import boottime
+from headrace_servicekit.lease.fence import Fence, opening_refusals
+from headrace_servicekit.lease.holder import LeaseCallbacks, LeaseHolder
+from headrace_servicekit.lease.leases import Memory
+from headrace_servicekit.lease.open_runs import Build, End, OpenRuns
+from headrace_servicekit.lease.session import Session, SessionHooks
 from headrace_servicekit.logs import configure_logging, get_logger, log_context
-from headrace_servicekit.open_runs import Build, End, OpenRuns
-from headrace_servicekit.requests import check_name
-from headrace_servicekit.server import AddServicer, GrpcServer, advertised_host, split_address
-from headrace_servicekit.session import Session, SessionHooks
+from headrace_servicekit.rpc.errors import ServiceError
+from headrace_servicekit.rpc.requests import check_name
+from headrace_servicekit.rpc.server import AddServicer, GrpcServer, advertised_host, split_address
 from headrace_servicekit.weights import WeightStore
 
 __all__ = ["Instance", "InstanceConfig", "parse_instance_config"]

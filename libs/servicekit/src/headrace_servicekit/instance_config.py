@@ -15,9 +15,9 @@ from typing import Literal
 import grpc
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from headrace_servicekit.devices import detect_devices, full_names
-from headrace_servicekit.errors import ServiceError
+from headrace_servicekit.lease.devices import detect_devices, full_names
 from headrace_servicekit.problems import explain
+from headrace_servicekit.rpc.errors import ServiceError
 
 Kind = Literal["coordinator", "rollout", "trainer", "simulator", "reward"]
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import grpc
 from prometheus_client import Counter, Gauge, Histogram, start_http_server
 
-from headrace_servicekit.errors import ServiceError
+from headrace_servicekit.rpc.errors import ServiceError
 
 RPCS = Counter("headrace_rpcs", "RPCs that ended, by status code", ["instance", "method", "code"])
 RPC_SECONDS = Histogram(

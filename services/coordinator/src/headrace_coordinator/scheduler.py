@@ -19,11 +19,11 @@ from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain import runs
 from headrace_coordinator.domain.runs import RunState
 from headrace_coordinator.domain.scheduling import plan_admission
-from headrace_coordinator.fleet import Fleet
-from headrace_coordinator.kernel import Kernel
+from headrace_coordinator.fleet.fleet import Fleet
+from headrace_coordinator.fleet.waits import WaitTimeout
 from headrace_coordinator.run.context import Projection, RunContext
 from headrace_coordinator.run.loop import RunLoop
-from headrace_coordinator.waits import WaitTimeout
+from headrace_coordinator.store.event_log import Kernel
 
 log = logging.getLogger(__name__)
 LOOK_S = 5.0

@@ -13,20 +13,20 @@ from pathlib import Path
 from typing import Any
 
 import uvicorn
-from headrace_servicekit.allocator import reuse_freed_memory
-from headrace_servicekit.clock import boottime
-from headrace_servicekit.errors import ServiceError
+from headrace_servicekit.lease.clock import boottime
 from headrace_servicekit.logs import configure_logging
-from headrace_servicekit.server import GrpcServer, split_address
+from headrace_servicekit.process.allocator import reuse_freed_memory
+from headrace_servicekit.rpc.errors import ServiceError
+from headrace_servicekit.rpc.server import GrpcServer, split_address
 
-from headrace_coordinator.clients.grpc_port import GrpcPort
-from headrace_coordinator.coordinator import Coordinator
-from headrace_coordinator.fleet import Fleet, FleetSettings
-from headrace_coordinator.history import History
-from headrace_coordinator.http import make_app
-from headrace_coordinator.kernel import Kernel
-from headrace_coordinator.service import FleetServicer
+from headrace_coordinator.api.coordinator import Coordinator
+from headrace_coordinator.api.http import make_app
+from headrace_coordinator.fleet.fleet import Fleet, FleetSettings
+from headrace_coordinator.fleet.grpc_port import GrpcPort
+from headrace_coordinator.fleet.service import FleetServicer
 from headrace_coordinator.store.base import Fenced, ForeignStore, StoreAway
+from headrace_coordinator.store.event_log import Kernel
+from headrace_coordinator.store.history import History
 from headrace_coordinator.store.redis_store import RedisStore
 
 CLAIM_RENEWAL_S = 5.0

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Mapping
 
 from headrace_schema.views import HealthView
 
-from headrace_coordinator.kernel import Kernel
+from headrace_coordinator.store.event_log import Kernel
 
 SAMPLE_S = 0.5
 SAMPLES = 20

@@ -23,9 +23,9 @@ async def mount(instance: Instance) -> Close:
     Where the process has its deadlines off (`headrace debug`), scorers run in it, without children.
     """
     from headrace.reward.v1 import reward_pb2_grpc
-    from headrace_servicekit.client import deadlines_enabled
     from headrace_servicekit.config import settings_from_environment
     from headrace_servicekit.registry import capability
+    from headrace_servicekit.rpc.client import deadlines_enabled
 
     from headrace_reward.config import PoolSettings
     from headrace_reward.pool import list_scorers

@@ -10,8 +10,8 @@ import time
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from headrace_servicekit.process.worker_pipes import become_worker, frame, read_frame
 from headrace_servicekit.registry import PluginError
-from headrace_servicekit.worker_pipes import become_worker, frame, read_frame
 
 from headrace_reward import judge, scorers
 from headrace_reward.pipes import decode, encode

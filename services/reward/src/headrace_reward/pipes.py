@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from headrace_servicekit.worker_pipes import Codec
+from headrace_servicekit.process.worker_pipes import Codec
 
 Message = dict[str, Any]
 

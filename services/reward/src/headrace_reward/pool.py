@@ -12,7 +12,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
-from headrace_servicekit.worker import Worker, WorkerGone, WorkerTimeout, exit_description
+from headrace_servicekit.process.worker import Worker, WorkerGone, WorkerTimeout, exit_description
 
 from headrace_reward.config import PoolSettings
 from headrace_reward.pipes import CODEC, Message

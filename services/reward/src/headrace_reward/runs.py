@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace_schema.scoring import RewardSection, ScorerSection
-from headrace_servicekit.digests import digest_bytes
+from headrace_servicekit.rpc.digests import digest_bytes
 
 from headrace_reward.config import PoolSettings
 from headrace_reward.inline import InlinePool

@@ -14,10 +14,10 @@ from headrace.common.v1 import common_pb2
 from headrace.reward.v1 import reward_pb2, reward_pb2_grpc
 from headrace_schema.scoring import RewardSection
 from headrace_servicekit.config import parse_config
-from headrace_servicekit.errors import ServiceError
 from headrace_servicekit.instance import Instance
-from headrace_servicekit.requests import check_at_least, check_enum, check_name, check_page, json_object
-from headrace_servicekit.streams import unordered, until
+from headrace_servicekit.rpc.errors import ServiceError
+from headrace_servicekit.rpc.requests import check_at_least, check_enum, check_name, check_page, json_object
+from headrace_servicekit.rpc.streams import unordered, until
 
 from headrace_reward.pool import OpenFault, PoolClosed
 from headrace_reward.runs import Conflict, Item, Run, Runs, Status, Verdict

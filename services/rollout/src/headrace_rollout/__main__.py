@@ -6,8 +6,8 @@ import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from headrace_servicekit.allocator import reuse_freed_memory
 from headrace_servicekit.entry import Close, run_service
+from headrace_servicekit.process.allocator import reuse_freed_memory
 
 if TYPE_CHECKING:
     from headrace_servicekit.instance import Instance

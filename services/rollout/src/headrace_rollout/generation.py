@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator, Callable
 import grpc
 from headrace.common.v1 import common_pb2
 from headrace.rollout.v1 import rollout_pb2
-from headrace_servicekit.errors import ServiceError
-from headrace_servicekit.fence import Fence
+from headrace_servicekit.lease.fence import Fence
+from headrace_servicekit.rpc.errors import ServiceError
 
 from headrace_rollout.config import RESPONSE_BYTES, WAITING_SAMPLES
 from headrace_rollout.engines.base import Group, Output

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import grpc
-from headrace_servicekit.errors import ServiceError
+from headrace_servicekit.rpc.errors import ServiceError
 
 from headrace_rollout.engines.base import Refused
 

@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING, Protocol
 import grpc
 from headrace_modelkit.errors import ModelNotReadable
 from headrace_schema.openings import RolloutConfig
-from headrace_servicekit.devices import gpu_uuids
-from headrace_servicekit.errors import ServiceError
 from headrace_servicekit.instance import host_memory
-from headrace_servicekit.leases import Memory
+from headrace_servicekit.lease.devices import gpu_uuids
+from headrace_servicekit.lease.leases import Memory
 from headrace_servicekit.registry import PluginError
+from headrace_servicekit.rpc.errors import ServiceError
 
 from headrace_rollout.config import CUSTODY_BYTES
-from headrace_rollout.custody import Custody
 from headrace_rollout.engines import ENGINES
 from headrace_rollout.engines.base import Engine, EngineConfig
+from headrace_rollout.retention import Custody
 
 if TYPE_CHECKING:
     import torch

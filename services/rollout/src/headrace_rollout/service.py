@@ -15,11 +15,11 @@ from headrace.common.v1 import common_pb2
 from headrace.rollout.v1 import rollout_pb2, rollout_pb2_grpc
 from headrace_schema.openings import RolloutConfig
 from headrace_servicekit.config import parse_config
-from headrace_servicekit.devices import bind_cpu
-from headrace_servicekit.errors import ServiceError
 from headrace_servicekit.instance import Instance, host_memory
-from headrace_servicekit.leases import Memory
-from headrace_servicekit.requests import check_enum, check_name
+from headrace_servicekit.lease.devices import bind_cpu
+from headrace_servicekit.lease.leases import Memory
+from headrace_servicekit.rpc.errors import ServiceError
+from headrace_servicekit.rpc.requests import check_enum, check_name
 from headrace_servicekit.weights import receive_weights
 
 from headrace_rollout.config import RESPONSE_BYTES

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 import grpc
 from headrace.common.v1 import common_pb2
 from headrace.rollout.v1 import rollout_pb2
-from headrace_servicekit.digests import digest_bytes
-from headrace_servicekit.errors import ServiceError
-from headrace_servicekit.requests import check_number
-from headrace_servicekit.tensors import NUMPY_TYPES
+from headrace_servicekit.rpc.digests import digest_bytes
+from headrace_servicekit.rpc.errors import ServiceError
+from headrace_servicekit.rpc.requests import check_number
+from headrace_servicekit.rpc.tensors import NUMPY_TYPES
 
 from headrace_rollout.engines.base import (
     Distribution,

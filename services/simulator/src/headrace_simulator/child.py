@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 from headrace.simulator.v1 import simulator_pb2
-from headrace_servicekit.tensors import decode_tensor, encode_tensor
-from headrace_servicekit.worker_pipes import MAX_FRAME_BYTES, become_worker, frame, read_frame
+from headrace_servicekit.process.worker_pipes import MAX_FRAME_BYTES, become_worker, frame, read_frame
+from headrace_servicekit.rpc.tensors import decode_tensor, encode_tensor
 
 from headrace_simulator import backends
 from headrace_simulator.backends.base import Backend, BackendError, Observation, SimulatedEnvironment

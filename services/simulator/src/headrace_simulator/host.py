@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from headrace_servicekit.worker import Worker, WorkerGone, WorkerTimeout, exit_description
+from headrace_servicekit.process.worker import Worker, WorkerGone, WorkerTimeout, exit_description
 
 from headrace_simulator.pipes import CODEC, Kind, Message
 

@@ -6,9 +6,9 @@ An operation is keyed by (pool incarnation, environment, step index); the last r
 from __future__ import annotations
 
 from headrace.simulator.v1 import simulator_pb2
-from headrace_servicekit.errors import ServiceError
-from headrace_servicekit.requests import json_object
-from headrace_servicekit.tensors import decode_tensor
+from headrace_servicekit.rpc.errors import ServiceError
+from headrace_servicekit.rpc.requests import json_object
+from headrace_servicekit.rpc.tensors import decode_tensor
 
 from headrace_simulator.spaces import ArraySpace, action_fault
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import IntEnum
 
-from headrace_servicekit.worker_pipes import Codec
+from headrace_servicekit.process.worker_pipes import Codec
 
 
 class Kind(IntEnum):

@@ -8,10 +8,10 @@ from typing import Any
 import grpc
 from headrace.common.v1 import common_pb2
 from headrace.simulator.v1 import simulator_pb2, simulator_pb2_grpc
-from headrace_servicekit.errors import ServiceError
 from headrace_servicekit.instance import Instance
-from headrace_servicekit.requests import check_name, check_page, check_seconds, json_object
-from headrace_servicekit.streams import unordered
+from headrace_servicekit.rpc.errors import ServiceError
+from headrace_servicekit.rpc.requests import check_name, check_page, check_seconds, json_object
+from headrace_servicekit.rpc.streams import unordered
 
 from headrace_simulator.config import SimulatorSettings
 from headrace_simulator.host import HostFault, HostLost

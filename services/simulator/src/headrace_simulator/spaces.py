@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from headrace.simulator.v1 import simulator_pb2
-from headrace_servicekit.tensors import NUMPY_TYPES, decode_tensor, encode_tensor
+from headrace_servicekit.rpc.tensors import NUMPY_TYPES, decode_tensor, encode_tensor
 
 _MAX_BOUND_BYTES = 64 * 1024 * 1024
 

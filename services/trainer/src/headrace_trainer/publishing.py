@@ -10,12 +10,12 @@ from collections.abc import Iterator
 
 import torch
 from headrace.common.v1 import common_pb2
-from headrace_servicekit.digests import RunningDigest
+from headrace_servicekit.rpc.digests import RunningDigest
 from headrace_servicekit.weights import PendingWeights, StoredWeights, WeightStore
 from torch import Tensor
 
 from headrace_trainer.errors import Refusal
-from headrace_trainer.step import Version
+from headrace_trainer.learning.step import Version
 
 _DATA_TYPES = {
     "float64": common_pb2.DATA_TYPE_FLOAT64,

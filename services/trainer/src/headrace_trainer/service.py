@@ -16,15 +16,15 @@ from headrace.common.v1 import common_pb2
 from headrace.trainer.v1 import trainer_pb2, trainer_pb2_grpc
 from headrace_modelkit.devices import DeviceNotSeen, torch_devices
 from headrace_schema.openings import TrainerConfig
-from headrace_servicekit.client import deadlines_enabled
 from headrace_servicekit.config import parse_config
-from headrace_servicekit.devices import bind_cpu, gpu_uuids
-from headrace_servicekit.digests import digest_bytes
-from headrace_servicekit.errors import ServiceError
 from headrace_servicekit.failpoints import failpoint
 from headrace_servicekit.instance import Instance
-from headrace_servicekit.leases import Memory
-from headrace_servicekit.requests import (
+from headrace_servicekit.lease.devices import bind_cpu, gpu_uuids
+from headrace_servicekit.lease.leases import Memory
+from headrace_servicekit.rpc.client import deadlines_enabled
+from headrace_servicekit.rpc.digests import digest_bytes
+from headrace_servicekit.rpc.errors import ServiceError
+from headrace_servicekit.rpc.requests import (
     MAX_ATTEMPT,
     check_enum,
     check_name,
@@ -33,19 +33,19 @@ from headrace_servicekit.requests import (
     check_seconds,
     invalid,
 )
-from headrace_servicekit.weight_store import StoredWeights
+from headrace_servicekit.weights.store import StoredWeights
 
 from headrace_trainer import wire
 from headrace_trainer.algorithms._base import Barrier
-from headrace_trainer.checkpoints import CheckpointDirectory
-from headrace_trainer.compute import ComputeThread, elsewhere, refusals
+from headrace_trainer.checkpoints.directory import CheckpointDirectory
+from headrace_trainer.checkpoints.saver import Write
 from headrace_trainer.errors import Refusal
-from headrace_trainer.learn_queue import LearnQueue
-from headrace_trainer.learn_stream import LearnStream
-from headrace_trainer.samples import GroupRecord
-from headrace_trainer.saver import Write
+from headrace_trainer.group.compute import ComputeThread, elsewhere, refusals
+from headrace_trainer.learning.queue import LearnQueue
+from headrace_trainer.learning.samples import GroupRecord
+from headrace_trainer.learning.step import Begin, Commit, StepState
+from headrace_trainer.learning.stream import LearnStream
 from headrace_trainer.session import LearnItem, Session
-from headrace_trainer.step import Begin, Commit, StepState
 from headrace_trainer.trainer import Trainer
 
 Context = Any

@@ -16,27 +16,27 @@ import torch
 from headrace_modelkit.loading import DTYPES, load_model, save_model
 from headrace_modelkit.tokenizer import load_tokenizer
 from headrace_modelkit.weights import load_weights
-from headrace_servicekit.digests import set_digest
 from headrace_servicekit.failpoints import failpoint_sync
+from headrace_servicekit.rpc.digests import set_digest
 from headrace_servicekit.weights import StoredWeights, WeightStore
 from torch import Tensor
 
-from headrace_trainer import step as steps
-from headrace_trainer.agreement import agreement, witnesses
 from headrace_trainer.allocator import resident_bytes
-from headrace_trainer.checkpoint_reader import CheckpointReader
-from headrace_trainer.checkpoint_tree import Origin
-from headrace_trainer.checkpoints import CheckpointDirectory, Snapshot
+from headrace_trainer.checkpoints.directory import CheckpointDirectory, Snapshot
+from headrace_trainer.checkpoints.reader import CheckpointReader
+from headrace_trainer.checkpoints.saver import Saver, Write
+from headrace_trainer.checkpoints.tree import Origin
 from headrace_trainer.errors import Quiesced, Refusal, conflict, invalid
-from headrace_trainer.figures import step_figures
-from headrace_trainer.learner import Learner
-from headrace_trainer.packing import plan_batches, plan_rows
+from headrace_trainer.group.rank import Copies, Rank, commit_report, is_finite
+from headrace_trainer.group.rounds import RoundLost, Rounds
+from headrace_trainer.learning import step as steps
+from headrace_trainer.learning.agreement import agreement, witnesses
+from headrace_trainer.learning.figures import step_figures
+from headrace_trainer.learning.learner import Learner
+from headrace_trainer.learning.packing import plan_batches, plan_rows
+from headrace_trainer.learning.samples import Disposition, Group, GroupRecord, Rows, Sequence
+from headrace_trainer.learning.schedules import learning_rate
 from headrace_trainer.publishing import Publisher
-from headrace_trainer.rank import Copies, Rank, commit_report, is_finite
-from headrace_trainer.rounds import RoundLost, Rounds
-from headrace_trainer.samples import Disposition, Group, GroupRecord, Rows, Sequence
-from headrace_trainer.saver import Saver, Write
-from headrace_trainer.schedules import learning_rate
 
 _EXPORT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 

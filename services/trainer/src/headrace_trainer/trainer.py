@@ -19,21 +19,21 @@ from headrace_modelkit.errors import ModelNotReadable
 from headrace_modelkit.loading import load_architecture
 from headrace_schema.openings import TrainerConfig
 from headrace_servicekit.instance import host_memory
-from headrace_servicekit.leases import Memory
+from headrace_servicekit.lease.leases import Memory
 from headrace_servicekit.logs import get_logger
 from headrace_servicekit.weights import WeightStore
 
 from headrace_trainer.algorithms import build_algorithm
 from headrace_trainer.algorithms._base import Barrier
 from headrace_trainer.backends import choose_backend
-from headrace_trainer.checkpoints import CheckpointDirectory
+from headrace_trainer.checkpoints.directory import CheckpointDirectory
+from headrace_trainer.checkpoints.forks import foreign_checkpoints
 from headrace_trainer.errors import Refusal, conflict, invalid
-from headrace_trainer.forks import foreign_checkpoints
-from headrace_trainer.gang import Gang, join_gang
-from headrace_trainer.rank import Rank
-from headrace_trainer.rounds import Round, RoundLost, Rounds
+from headrace_trainer.group.group import Gang, join_gang
+from headrace_trainer.group.rank import Rank
+from headrace_trainer.group.rounds import Round, RoundLost, Rounds
+from headrace_trainer.learning.step import StepState
 from headrace_trainer.session import Session
-from headrace_trainer.step import StepState
 
 _log = get_logger(__name__)
 FOLLOWER_STOP_S = 60.0

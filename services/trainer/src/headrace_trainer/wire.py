@@ -9,14 +9,14 @@ from google.protobuf import duration_pb2
 from headrace.common.v1 import common_pb2
 from headrace.trainer.v1 import trainer_pb2
 from headrace_schema.generating import SamplingSection
-from headrace_servicekit.digests import set_digest, trajectory_digest
-from headrace_servicekit.requests import check_enum
+from headrace_servicekit.rpc.digests import set_digest, trajectory_digest
+from headrace_servicekit.rpc.requests import check_enum
 
-from headrace_trainer.checkpoint_asides import SetAside
-from headrace_trainer.checkpoint_tree import Saved
+from headrace_trainer.checkpoints.asides import SetAside
+from headrace_trainer.checkpoints.tree import Saved
 from headrace_trainer.errors import invalid
-from headrace_trainer.samples import Disposition, Group, GroupRecord, Member, Sequence
-from headrace_trainer.step import CommitReply, Phase, Result, Version
+from headrace_trainer.learning.samples import Disposition, Group, GroupRecord, Member, Sequence
+from headrace_trainer.learning.step import CommitReply, Phase, Result, Version
 
 _SETTLED = {
     common_pb2.FINISH_REASON_EOS,

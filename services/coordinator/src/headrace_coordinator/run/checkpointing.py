@@ -12,9 +12,9 @@ from typing import Any
 from headrace.trainer.v1 import trainer_pb2 as trainer
 
 from headrace_coordinator.domain import events as ev
-from headrace_coordinator.kernel import Kernel
-from headrace_coordinator.ports import CallRefused, InstanceDown
+from headrace_coordinator.fleet.ports import CallRefused, InstanceDown
 from headrace_coordinator.run.context import RunContext
+from headrace_coordinator.store.event_log import Kernel
 
 STEPS_BYTES = 16 << 20
 """Of the steps that a checkpoint's ledger repeats, before they are compressed."""

@@ -16,12 +16,12 @@ from headrace_coordinator.data.items import DataItem
 from headrace_coordinator.data.prompts import PromptContent
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain.runs import RunState
-from headrace_coordinator.fleet import Fleet
-from headrace_coordinator.kernel import Kernel
+from headrace_coordinator.fleet.fleet import Fleet
 from headrace_coordinator.projections.trajectories import Settled
-from headrace_coordinator.run.crew import Crew
-from headrace_coordinator.run.members import Member
+from headrace_coordinator.run.clients import Member
 from headrace_coordinator.run.placement import Placement
+from headrace_coordinator.run.workers import Crew
+from headrace_coordinator.store.event_log import Kernel
 
 log = logging.getLogger(__name__)
 

@@ -19,14 +19,14 @@ from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain.runs import RunState
 from headrace_coordinator.domain.slots import ACCUMULATED
 from headrace_coordinator.domain.versions import plan_lost_rewind
-from headrace_coordinator.ports import CallRefused
+from headrace_coordinator.fleet.ports import CallRefused
 from headrace_coordinator.run.checkpointing import listed, missing_steps, read_ledger
+from headrace_coordinator.run.clients import Published, TrainerMember
+from headrace_coordinator.run.concurrency import together
 from headrace_coordinator.run.context import RunContext
-from headrace_coordinator.run.generation import Batch
-from headrace_coordinator.run.members import Published, TrainerMember
-from headrace_coordinator.run.meter import Meter
+from headrace_coordinator.run.stages.generation import Batch
+from headrace_coordinator.run.stages.step_timer import Meter
 from headrace_coordinator.run.step import RunFailed, Step
-from headrace_coordinator.run.together import together
 
 DAMAGED = "CHECKPOINT_DAMAGED"
 UNUSABLE = {DAMAGED, "CHECKPOINT_MISMATCH", "NOT_FOUND", "INVALID"}

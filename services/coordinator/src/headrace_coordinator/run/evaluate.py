@@ -12,11 +12,11 @@ from headrace.rollout.v1 import rollout_pb2 as rollout
 from headrace_schema.views import EvaluationView
 
 from headrace_coordinator.data.items import DataItem
-from headrace_coordinator.ports import CallRefused, InstanceDown
+from headrace_coordinator.fleet.ports import CallRefused, InstanceDown
+from headrace_coordinator.run.clients import Published, RolloutMember
+from headrace_coordinator.run.concurrency import together
 from headrace_coordinator.run.context import RunContext, prompt_message
-from headrace_coordinator.run.members import Published, RolloutMember
-from headrace_coordinator.run.scoring import sampled, score_all, score_item
-from headrace_coordinator.run.together import together
+from headrace_coordinator.run.stages.scoring import sampled, score_all, score_item
 
 EXAMPLES = 5
 ATTEMPTS = 5

@@ -13,14 +13,14 @@ import msgspec
 
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain import runs
-from headrace_coordinator.ports import CallRefused, InstanceDown
+from headrace_coordinator.fleet.ports import CallRefused, InstanceDown
+from headrace_coordinator.fleet.waits import WaitTimeout
 from headrace_coordinator.run.checkpointing import Checkpointer
+from headrace_coordinator.run.clients import Member
 from headrace_coordinator.run.context import RunContext
 from headrace_coordinator.run.converge import settle_commit
-from headrace_coordinator.run.crew import Unstaffed
-from headrace_coordinator.run.members import Member
 from headrace_coordinator.run.step import RunFailed
-from headrace_coordinator.waits import WaitTimeout
+from headrace_coordinator.run.workers import Unstaffed
 
 log = logging.getLogger(__name__)
 LEAVE_S = 180.0

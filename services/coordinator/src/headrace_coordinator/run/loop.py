@@ -13,18 +13,18 @@ from typing import Any
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain import runs
 from headrace_coordinator.domain.scheduling import plan_admission
-from headrace_coordinator.ports import CallRefused, InstanceDown
+from headrace_coordinator.fleet.ports import CallRefused, InstanceDown
+from headrace_coordinator.fleet.waits import WaitTimeout
 from headrace_coordinator.run.checkpointing import Checkpointer
+from headrace_coordinator.run.clients import Published
 from headrace_coordinator.run.context import RunContext
 from headrace_coordinator.run.converge import Misplaced, converge, form_gang
-from headrace_coordinator.run.crew import Unstaffed
 from headrace_coordinator.run.evaluate import evaluate
 from headrace_coordinator.run.leaving import Outcome, hand_over, leave
-from headrace_coordinator.run.members import Published
-from headrace_coordinator.run.meter import Meter
 from headrace_coordinator.run.placement import PlacementError
+from headrace_coordinator.run.stages.step_timer import Meter
 from headrace_coordinator.run.step import RunFailed, Step
-from headrace_coordinator.waits import WaitTimeout
+from headrace_coordinator.run.workers import Unstaffed
 
 log = logging.getLogger(__name__)
 USER_ERRORS = frozenset({"INVALID", "MODEL_NOT_READABLE", "UNIMPLEMENTED", "INVALID_ARGUMENT"})

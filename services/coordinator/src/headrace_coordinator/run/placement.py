@@ -13,10 +13,10 @@ from headrace_schema.running import PlacementSection
 
 from headrace_coordinator.domain.leases import LeaseRequest
 from headrace_coordinator.domain.places import devices_seen, machines, named_devices
-from headrace_coordinator.ports import CallRefused, InstanceDown
-from headrace_coordinator.run.crew import Crew
-from headrace_coordinator.run.members import Member, Published
-from headrace_coordinator.run.together import together
+from headrace_coordinator.fleet.ports import CallRefused, InstanceDown
+from headrace_coordinator.run.clients import Member, Published
+from headrace_coordinator.run.concurrency import together
+from headrace_coordinator.run.workers import Crew
 
 
 class PlacementError(Exception):

@@ -5,20 +5,20 @@ from __future__ import annotations
 import asyncio
 
 from headrace.trainer.v1 import trainer_pb2 as trainer
-from headrace_servicekit.digests import set_digest
+from headrace_servicekit.rpc.digests import set_digest
 
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain.compact import compact_drops
 from headrace_coordinator.domain.slots import ACCUMULATED, DROPPED, Slot
-from headrace_coordinator.ports import CallRefused, InstanceDown
-from headrace_coordinator.run.certificate import certify, settled_lines, step_view
+from headrace_coordinator.fleet.ports import CallRefused, InstanceDown
+from headrace_coordinator.run.clients import Published
+from headrace_coordinator.run.concurrency import together
 from headrace_coordinator.run.context import RunContext
-from headrace_coordinator.run.generation import Batch, Generation
-from headrace_coordinator.run.learning import Learning, LostBodies, members_of
-from headrace_coordinator.run.members import Published
-from headrace_coordinator.run.meter import Meter
-from headrace_coordinator.run.relay import Relay
-from headrace_coordinator.run.together import together
+from headrace_coordinator.run.stages.certificate import certify, settled_lines, step_view
+from headrace_coordinator.run.stages.generation import Batch, Generation
+from headrace_coordinator.run.stages.learning import Learning, LostBodies, members_of
+from headrace_coordinator.run.stages.relay import Relay
+from headrace_coordinator.run.stages.step_timer import Meter
 
 STEP_ATTEMPTS = 3
 PROJECT_AFTER_S = 0.001

@@ -6,8 +6,8 @@ from collections.abc import AsyncIterator
 from contextlib import AbstractContextManager
 from typing import Any
 
-from headrace_coordinator.ports import Port
-from headrace_coordinator.waits import Waits
+from headrace_coordinator.fleet.ports import Port
+from headrace_coordinator.fleet.waits import Waits
 
 SILENCE_S = 10.0
 """Answers take seconds in a healthy run; only what lasts longer is worth a line."""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from headrace_coordinator.audit import audit, live_steps
+from headrace_coordinator.api.audit import audit, live_steps
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain import runs
 from headrace_coordinator.domain.totals import Tally, step_dropped, step_index, step_trained
-from headrace_coordinator.history import Item
 from headrace_coordinator.simulation.disk import Stored, Weights
+from headrace_coordinator.store.history import Item
 
 
 class Violation(AssertionError):

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from typing import Any, Protocol
 
-from headrace_coordinator.ports import CallRefused, InstanceDown
+from headrace_coordinator.fleet.ports import CallRefused, InstanceDown
 
 QUIESCED_RETRY_S = 0.2
 KEEPALIVE_S = 20.0

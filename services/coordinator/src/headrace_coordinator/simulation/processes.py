@@ -9,8 +9,8 @@ from collections.abc import Coroutine
 from typing import Any
 
 from headrace_coordinator.domain.state import InstanceState
-from headrace_coordinator.fleet import Fleet, FleetSettings, Supervisor, open_reports
-from headrace_coordinator.ports import InstanceDown
+from headrace_coordinator.fleet.fleet import Fleet, FleetSettings, Supervisor, open_reports
+from headrace_coordinator.fleet.ports import InstanceDown
 from headrace_coordinator.simulation.disk import Disk
 from headrace_coordinator.simulation.instances import Instance
 from headrace_coordinator.simulation.judge import Violation

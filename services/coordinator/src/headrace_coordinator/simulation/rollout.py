@@ -11,9 +11,9 @@ from typing import Any, ClassVar
 
 from headrace.common.v1 import common_pb2 as common
 from headrace.rollout.v1 import rollout_pb2 as rollout
-from headrace_servicekit.digests import trajectory_digest
+from headrace_servicekit.rpc.digests import trajectory_digest
 
-from headrace_coordinator.ports import CallRefused
+from headrace_coordinator.fleet.ports import CallRefused
 from headrace_coordinator.simulation.instances import Instance
 
 COLD, SUSPENDED, WEIGHTS, AWAKE = "COLD", "SUSPENDED", "WEIGHTS", "AWAKE"

@@ -10,9 +10,9 @@ from typing import ClassVar
 
 from headrace.common.v1 import common_pb2 as common
 from headrace.trainer.v1 import trainer_pb2 as trainer
-from headrace_servicekit.digests import digest_bytes, set_digest
+from headrace_servicekit.rpc.digests import digest_bytes, set_digest
 
-from headrace_coordinator.ports import CallRefused
+from headrace_coordinator.fleet.ports import CallRefused
 from headrace_coordinator.simulation.disk import Disk, Stored, Weights
 from headrace_coordinator.simulation.instances import Instance
 from headrace_coordinator.simulation.specs import UNREADABLE

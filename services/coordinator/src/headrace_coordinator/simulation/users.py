@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from headrace_schema.spec import RunSpec
 
-from headrace_coordinator.control import Refused
-from headrace_coordinator.coordinator import Coordinator
+from headrace_coordinator.api.control import Refused
+from headrace_coordinator.api.coordinator import Coordinator
 from headrace_coordinator.domain import runs
 from headrace_coordinator.simulation.judge import Violation
 from headrace_coordinator.simulation.specs import forked, unreadable

@@ -12,14 +12,12 @@ from typing import Any
 
 from headrace_schema.spec import RunSpec
 
-from headrace_coordinator.coordinator import Coordinator
+from headrace_coordinator.api.coordinator import Coordinator
 from headrace_coordinator.data.dataset import Dataset
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain import runs
 from headrace_coordinator.domain.totals import Tally
-from headrace_coordinator.fleet import Fleet
-from headrace_coordinator.history import History, Item
-from headrace_coordinator.kernel import Kernel
+from headrace_coordinator.fleet.fleet import Fleet
 from headrace_coordinator.simulation.disk import Stored, Weights
 from headrace_coordinator.simulation.faults import WALL_S, Faults
 from headrace_coordinator.simulation.judge import Violation, judge
@@ -30,6 +28,8 @@ from headrace_coordinator.simulation.specs import random_spec
 from headrace_coordinator.simulation.trainer import Trainer
 from headrace_coordinator.simulation.users import Users
 from headrace_coordinator.simulation.virtual_time import run_virtual
+from headrace_coordinator.store.event_log import Kernel
+from headrace_coordinator.store.history import History, Item
 
 LIMIT_S = 20_000.0
 SETTLED_S = 240.0

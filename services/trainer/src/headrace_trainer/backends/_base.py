@@ -8,7 +8,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from headrace_trainer.samples import Rows
+from headrace_trainer.learning.samples import Rows
 
 WeightSink = Callable[[str, Tensor], None]
 

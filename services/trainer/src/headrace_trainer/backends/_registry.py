@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from headrace_trainer.algorithms._base import Algorithm
     from headrace_trainer.backends._base import Backend
-    from headrace_trainer.gang import Gang
+    from headrace_trainer.group.group import Gang
 
 BACKENDS: Registry[Backend] = Registry(
     "headrace.backends",

@@ -6,7 +6,7 @@ from headrace_trainer.algorithms._base import Algorithm
 from headrace_trainer.backends._base import Backend
 from headrace_trainer.backends.fsdp.backend import FsdpBackend
 from headrace_trainer.backends.plugins import FsdpOptions
-from headrace_trainer.gang import Gang
+from headrace_trainer.group.group import Gang
 
 
 def build(options: FsdpOptions, config: TrainerConfig, algorithm: Algorithm, gang: Gang) -> Backend:

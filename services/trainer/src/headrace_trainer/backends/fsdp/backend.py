@@ -30,9 +30,9 @@ from headrace_trainer.backends.fsdp.sharding import ShardedModel
 from headrace_trainer.backends.fsdp.warmup import SupervisedBatches
 from headrace_trainer.backends.plugins import FsdpOptions
 from headrace_trainer.errors import Refusal
-from headrace_trainer.gang import Gang
-from headrace_trainer.packing import MicroBatch, pack
-from headrace_trainer.samples import Rows, Sequence
+from headrace_trainer.group.group import Gang
+from headrace_trainer.learning.packing import MicroBatch, pack
+from headrace_trainer.learning.samples import Rows, Sequence
 
 # A rank without work still takes part in every collective of the round.
 DUMMY: Rows = [[Sequence(tokens=[0, 0], trained=[1], engine_log_probs=[math.nan])]]

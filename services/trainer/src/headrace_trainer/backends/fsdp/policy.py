@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
-from headrace_trainer.packing import MicroBatch
+from headrace_trainer.learning.packing import MicroBatch
 
 
 class Policy(nn.Module):

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 
 from headrace_trainer.backends.fsdp.policy import Policy
-from headrace_trainer.gang import Gang
+from headrace_trainer.group.group import Gang
 
 
 class ShardedModel:

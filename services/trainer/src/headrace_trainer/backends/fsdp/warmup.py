@@ -8,8 +8,8 @@ import random
 from headrace_modelkit.tokenizer import TextCodec, load_tokenizer
 from headrace_schema.openings import TrainerConfig, WarmupExample
 
-from headrace_trainer.packing import plan_batches, plan_rows
-from headrace_trainer.samples import Rows, Sequence
+from headrace_trainer.learning.packing import plan_batches, plan_rows
+from headrace_trainer.learning.samples import Rows, Sequence
 
 
 class SupervisedBatches:

@@ -1,0 +1,128 @@
+"""Which devices this machine has, how they are named, and what holding a CPU slot means: an affinity mask.
+
+A device is named by what it is, so that all who see it name it alike, two containers too: "{boot id}/cpu:0" is a
+core of a running machine, "GPU-8f2a…/gpu:0" a GPU by its UUID, with the driver's number of it on that machine.
+People write the last part alone.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import socket
+import subprocess
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import grpc
+
+from headrace_servicekit.rpc.errors import ServiceError
+
+_NAME = re.compile(r"(?:([^/]+)/)?(cpu|gpu):(\d+)")
+_DRIVER = Path("/proc/driver/nvidia/gpus")
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+def detect_devices() -> list[str]:
+    """Names of the NVIDIA GPUs that are seen here, or else of one CPU slot per usable core."""
+    gpus = _gpus()
+    if gpus:
+        return [gpus[number] for number in sorted(gpus)]
+    return [f"{boot_id()}/cpu:{core}" for core in sorted(os.sched_getaffinity(0))]
+
+
+def boot_id() -> str:
+    """What names this machine since it was started; all its containers read the same one."""
+    try:
+        return _BOOT_ID.read_text().strip()
+    except OSError:
+        return socket.gethostname()  # not Linux
+
+
+def full_names(devices: Sequence[str]) -> list[str]:
+    """Names of this machine's devices in full; those that say whose they are stay. Raises ServiceError INVALID."""
+    gpus = _gpus() if any(_parse(name)[:2] == ("", "gpu") for name in devices) else {}
+    found = []
+    for name in devices:
+        owner, kind, number = _parse(name)
+        if not owner and kind == "gpu" and number not in gpus:
+            seen = ", ".join(f"gpu:{number}" for number in sorted(gpus)) or "no GPU"
+            raise _invalid(f"{name!r} is not on this machine, which shows {seen}")
+        found.append(name if owner else gpus[number] if kind == "gpu" else f"{boot_id()}/{name}")
+    return found
+
+
+def gpu_uuids(devices: Iterable[str]) -> list[str]:
+    """UUIDs ("GPU-8f2a…") of the GPUs among leased devices, in their order."""
+    return [owner for owner, kind, _ in map(_parse, devices) if kind == "gpu"]
+
+
+def bind_cpu(devices: Sequence[str]) -> int:
+    """Binds all threads of this process to the cores of the leased CPU slots.
+
+    Returns the number of threads to compute with. GPU devices leave the affinity alone. Raises ServiceError
+    INVALID when a core does not exist. Threads started later inherit the mask of the thread that starts them.
+    """
+    cores = {number for _, kind, number in map(_parse, devices) if kind == "cpu"}
+    if not cores:
+        return len(os.sched_getaffinity(0))
+    for thread in os.listdir("/proc/self/task"):
+        try:
+            os.sched_setaffinity(int(thread), cores)
+        except ProcessLookupError:
+            continue  # the thread ended meanwhile
+        except OSError as error:
+            raise _invalid(
+                f"cannot bind to cores {sorted(cores)}: {error.strerror}; this host has other cores"
+            ) from error
+    return len(cores)
+
+
+def let_idle_threads_sleep() -> None:
+    """Idle OpenMP threads sleep instead of spinning. Call it before torch is imported.
+
+    Two busy processes whose idle threads spin on shared cores slow each other down tenfold.
+    """
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+
+def parse_gpus(text: str) -> dict[int, str]:
+    """Device names by the driver's number, from `nvidia-smi -q` or the driver's files in /proc.
+
+    GPUs whose UUID the driver does not know yet are left out.
+    """
+    found, uuid = {}, ""
+    for line in text.splitlines():
+        key, _, value = (part.strip() for part in line.partition(":"))
+        if key == "GPU UUID":
+            uuid = value
+        elif key in ("Minor Number", "Device Minor") and value.isdigit() and uuid and "?" not in uuid:
+            found[int(value)] = f"{uuid}/gpu:{value}"
+    return found
+
+
+def _parse(name: str) -> tuple[str, str, int]:
+    match = _NAME.fullmatch(name)
+    if match is None:
+        raise _invalid(
+            f"{name!r} is no device; write cpu:N or gpu:N, or a full name as `headrace leases` shows"
+        )
+    return match[1] or "", match[2], int(match[3])
+
+
+def _gpus() -> dict[int, str]:
+    files = sorted(_DRIVER.glob("*/information"))
+    found = parse_gpus("\n".join(file.read_text() for file in files))
+    tool = shutil.which("nvidia-smi")
+    if tool is None or (files and len(found) == len(files)):
+        return found
+    try:
+        listing = subprocess.run([tool, "-q"], capture_output=True, text=True, timeout=30, check=False)
+    except subprocess.TimeoutExpired:
+        return found
+    return parse_gpus(listing.stdout) or found
+
+
+def _invalid(message: str) -> ServiceError:
+    return ServiceError(grpc.StatusCode.INVALID_ARGUMENT, "INVALID", message)

@@ -1,0 +1,1 @@
+"""Processes: supervisors, children that can be killed, memory."""

@@ -1,0 +1,166 @@
+"""A supervisor's line to the coordinator: its processes and their ends up; Scale and Kill down."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import deque
+from collections.abc import Sequence
+from typing import Protocol
+
+import grpc
+import grpc.aio
+from headrace.coordinator.v1 import fleet_pb2, fleet_pb2_grpc
+
+from headrace_servicekit.kinds import KINDS, kind_name
+from headrace_servicekit.logs import get_logger
+from headrace_servicekit.process.child import ProcessEnd, ProcessInfo
+from headrace_servicekit.rpc.client import dial
+from headrace_servicekit.rpc.errors import message_of
+
+_FIRST_BACKOFF_S = 0.2
+_MAX_BACKOFF_S = 3.0
+_REMEMBERED_EXITS = 256
+_logger = get_logger(__name__)
+_Call = grpc.aio.StreamStreamCall[fleet_pb2.SuperviseRequest, fleet_pb2.SuperviseResponse]
+
+
+class Supervised(Protocol):
+    """What the link needs of its supervisor."""
+
+    @property
+    def scalable_kinds(self) -> Sequence[str]:
+        """Kinds whose number may be changed."""
+
+    def processes(self) -> list[ProcessInfo]:
+        """What runs."""
+
+    async def scale(self, kind: str, n: int) -> str:
+        """Wants `n` processes of a kind; returns why not, or nothing."""
+
+    def kill(self, instance: str, incarnation: str, reason: str) -> bool:
+        """SIGKILLs one incarnation."""
+
+
+class SupervisorLink:
+    """Keeps a Supervise stream open. Ends are told again on every new stream: they prove devices free."""
+
+    def __init__(self, host: str, address: str, token: str | None, supervised: Supervised) -> None:
+        self._host = host
+        self._address = address
+        self._token = token
+        self._supervised = supervised
+        self._exits: deque[fleet_pb2.ProcessExit] = deque(maxlen=_REMEMBERED_EXITS)
+        self._outbox: deque[fleet_pb2.SuperviseRequest] = deque(maxlen=2 * _REMEMBERED_EXITS)
+        self._wake = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Connects in the background."""
+        if self._address:
+            self._task = asyncio.create_task(self._run(), name="supervisor link")
+
+    async def stop(self) -> None:
+        """Ends the line after a moment for the last messages."""
+        if self._task is None:
+            return
+        for _ in range(20):
+            if not self._outbox:
+                break
+            await asyncio.sleep(0.05)
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+        self._task = None
+
+    def report_processes(self) -> None:
+        """Tells the set of processes as it is now."""
+        processes = [
+            fleet_pb2.SupervisedProcess(
+                instance=info.instance, incarnation=info.incarnation, kind=KINDS[info.kind], pid=info.pid
+            )
+            for info in self._supervised.processes()
+            if info.pid and info.kind in KINDS
+        ]
+        scalable = [KINDS[kind] for kind in self._supervised.scalable_kinds]
+        table = fleet_pb2.ProcessTable(processes=processes, scalable_kinds=scalable)
+        self._send(fleet_pb2.SuperviseRequest(processes=table))
+
+    def report_exit(self, end: ProcessEnd) -> None:
+        """Tells that a process ended."""
+        if end.kind in KINDS:
+            told = fleet_pb2.ProcessExit(
+                instance=end.instance,
+                incarnation=end.incarnation,
+                exit_status=end.status,
+                last_words=end.last_words,
+            )
+            self._exits.append(told)
+            self._send(fleet_pb2.SuperviseRequest(exit=told))
+
+    def _send(self, message: fleet_pb2.SuperviseRequest) -> None:
+        if self._address:
+            message.host = self._host
+            self._outbox.append(message)
+            self._wake.set()
+
+    async def _run(self) -> None:
+        backoff = _FIRST_BACKOFF_S
+        while True:
+            try:
+                async with dial(self._address, token=self._token) as channel:
+                    await channel.channel_ready()
+                    backoff = _FIRST_BACKOFF_S
+                    await self._exchange(fleet_pb2_grpc.FleetServiceStub(channel).Supervise())  # type: ignore[no-untyped-call]
+            except grpc.aio.AioRpcError as error:
+                _logger.warning("supervisor line lost", extra={"why": message_of(error)})
+            await asyncio.sleep(backoff * random.uniform(0.5, 1.0))
+            backoff = min(2 * backoff, _MAX_BACKOFF_S)
+
+    async def _exchange(self, call: _Call) -> None:
+        self._outbox.clear()
+        self.report_processes()
+        for told in self._exits:
+            self._send(fleet_pb2.SuperviseRequest(exit=told))
+        both = {asyncio.ensure_future(self._write(call)), asyncio.ensure_future(self._read(call))}
+        try:
+            done, _ = await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        finally:
+            for task in both:
+                task.cancel()
+            await asyncio.gather(*both, return_exceptions=True)
+            call.cancel()
+
+    async def _write(self, call: _Call) -> None:
+        while True:
+            self._wake.clear()
+            while self._outbox:
+                await call.write(self._outbox[0])
+                self._outbox.popleft()
+            await self._wake.wait()
+
+    async def _read(self, call: _Call) -> None:
+        async for response in call:
+            match response.WhichOneof("command"):
+                case "scale":
+                    await self._scale(response.scale)
+                case "kill":
+                    kill = response.kill
+                    self._supervised.kill(kill.instance, kill.incarnation, kill.reason)
+                case None:
+                    pass
+
+    async def _scale(self, scale: fleet_pb2.Scale) -> None:
+        kind, error = kind_name(scale.kind), ""
+        if kind not in self._supervised.scalable_kinds:
+            allowed = ", ".join(self._supervised.scalable_kinds) or "none"
+            error = f"{kind or 'this kind'} cannot be scaled here; scalable kinds: {allowed}"
+        elif scale.count < 0:
+            error = f"the number of processes cannot be {scale.count}"
+        else:
+            error = await self._supervised.scale(kind, scale.count)
+        result = fleet_pb2.ScaleResult(
+            request_id=scale.request_id, kind=scale.kind, count=scale.count, error=error
+        )
+        self._send(fleet_pb2.SuperviseRequest(scale_result=result))

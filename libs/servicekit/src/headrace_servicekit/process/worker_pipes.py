@@ -1,0 +1,70 @@
+"""Frames of 4 bytes of little-endian length and a body, and the worker's end of the pipes that carry them."""
+
+from __future__ import annotations
+
+import os
+import resource
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import BinaryIO, Generic, TypeVar
+
+from headrace_servicekit.process.spawn import die_with_parent
+
+LENGTH = struct.Struct("<I")
+MAX_FRAME_BYTES = 256 * 1024 * 1024
+PARENT_VARIABLE = "HEADRACE_CHILD_PARENT"
+MEMORY_VARIABLE = "HEADRACE_CHILD_MEMORY_BYTES"
+
+
+Message = TypeVar("Message")
+
+
+@dataclass(frozen=True)
+class Codec(Generic[Message]):
+    """Messages as the bodies of frames; `decode` raises ValueError where a body is no message."""
+
+    encode: Callable[[Message], bytes]
+    decode: Callable[[bytes], Message]
+
+
+def frame(body: bytes) -> bytes:
+    """`body` with its length ahead."""
+    return LENGTH.pack(len(body)) + body
+
+
+def checked_size(header: bytes) -> int:
+    """Size of the body that follows; ValueError where it is over the limit or empty."""
+    (size,) = LENGTH.unpack(header)
+    if not 1 <= size <= MAX_FRAME_BYTES:
+        raise ValueError(f"a frame of {size} bytes; 1 to {MAX_FRAME_BYTES} are allowed")
+    return int(size)
+
+
+def read_frame(stream: BinaryIO) -> bytes | None:
+    """The next body; None at the end of the stream."""
+    header = stream.read(LENGTH.size)
+    if len(header) < LENGTH.size:
+        return None
+    size = checked_size(header)
+    body = stream.read(size)
+    return body if len(body) == size else None
+
+
+def become_worker() -> tuple[BinaryIO, BinaryIO]:
+    """Called first in a worker: returns the protocol's two ends, out of reach of other people's code.
+
+    What that code prints goes to stderr, and it reads nothing from stdin. The worker dies with its
+    parent, writes no core file, and stays below its memory limit.
+    """
+    reader, writer = os.dup(0), os.dup(1)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.dup2(2, 1)
+    os.close(nothing)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    memory = int(os.environ.pop(MEMORY_VARIABLE, "0"))
+    if memory:
+        resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+    die_with_parent(int(os.environ.pop(PARENT_VARIABLE)))
+    return os.fdopen(reader, "rb"), os.fdopen(writer, "wb")

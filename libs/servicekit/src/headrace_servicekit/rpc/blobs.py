@@ -1,0 +1,210 @@
+"""Bodies by reference: kept by their producer, taken by whoever holds the reference, verified by digest.
+
+On the producer's host the reader opens the file on the shared tmpfs, elsewhere it asks the producer by gRPC. Knows
+nothing of what a body means or of when its custody ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+from collections import defaultdict
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+from headrace.common.v1 import blobs_pb2, blobs_pb2_grpc, common_pb2
+
+from headrace_servicekit.rpc.client import dial
+from headrace_servicekit.rpc.digests import digest_bytes
+from headrace_servicekit.rpc.errors import ServiceError, message_of
+from headrace_servicekit.rpc.requests import invalid
+from headrace_servicekit.weights.store import raise_no_space
+
+CHUNK_BYTES = 1024 * 1024
+SPARE_BYTES = 64 * 1024 * 1024
+"""Of released blobs' files: the next ones of their sizes are written onto their pages, which are there already."""
+FETCH_S = 60.0
+_FOLDER = "blobs"
+_NAME = re.compile(r"[A-Za-z0-9_-]{1,128}")
+
+
+class BlobStore:
+    """The blobs of one incarnation, as files below its locked directory, where the janitor finds them.
+
+    `directory` is the weight store's, SHM_DIR/INCARNATION; `address` (host:port) is where a BlobServicer serves.
+    """
+
+    def __init__(self, directory: Path, address: str = "") -> None:
+        self.address = address
+        self._incarnation = directory.name
+        self._folder = directory / _FOLDER
+        self._folder.mkdir(mode=0o700, exist_ok=True)
+        self._kept: dict[str, common_pb2.BlobRef] = {}
+        self._spare: dict[int, list[Path]] = defaultdict(list)
+        self._spare_bytes = 0
+        self._last = 0
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def put(self, data: bytes | bytearray | memoryview) -> common_pb2.BlobRef:
+        """Keeps a copy of `data` until `release`. Raises ServiceError NO_SPACE when the tmpfs is full."""
+        self._last += 1
+        name, size = str(self._last), memoryview(data).nbytes
+        path = self._folder / name
+        if self._spare[size]:
+            self._spare[size].pop().rename(path)
+            self._spare_bytes -= size
+        try:
+            _write(path, data)
+        except OSError as error:
+            path.unlink(missing_ok=True)
+            raise_no_space(error, self._folder, size)
+        reference = self._kept[name] = common_pb2.BlobRef(
+            producer_address=self.address,
+            incarnation=self._incarnation,
+            blob_id=name,
+            size_bytes=size,
+            digest=digest_bytes(data),
+        )
+        return reference
+
+    def path(self, reference: common_pb2.BlobRef) -> Path:
+        """The file of a kept blob. Raises ServiceError NOT_FOUND."""
+        kept = self._kept.get(reference.blob_id)
+        if kept is None or reference.incarnation != self._incarnation:
+            raise _gone(reference, "it is not kept here (any more)")
+        return self._folder / kept.blob_id
+
+    def size(self, reference: common_pb2.BlobRef) -> int:
+        """Bytes of a kept blob; 0 for none."""
+        kept = self._kept.get(reference.blob_id)
+        return kept.size_bytes if kept is not None else 0
+
+    def release(self, reference: common_pb2.BlobRef) -> None:
+        """Ends custody: who still reads gets the body or a DIGEST_MISMATCH. Repeated calls do nothing."""
+        kept = self._kept.pop(reference.blob_id, None)
+        if kept is None:
+            return
+        path, size = self._folder / kept.blob_id, kept.size_bytes
+        if self._spare_bytes + size > SPARE_BYTES:
+            path.unlink(missing_ok=True)
+            return
+        spare = path.with_name(f"spare-{kept.blob_id}")
+        path.rename(spare)
+        self._spare[size].append(spare)
+        self._spare_bytes += size
+
+
+class BlobServicer(blobs_pb2_grpc.BlobServiceServicer):
+    """headrace.common.v1.BlobService over a store."""
+
+    def __init__(self, store: BlobStore) -> None:
+        self._store = store
+
+    async def FetchBlob(
+        self, request: blobs_pb2.FetchBlobRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[blobs_pb2.FetchBlobResponse]:
+        """Streams a blob from an offset."""
+        path, size = self._store.path(request.blob), self._store.size(request.blob)
+        if request.offset_bytes > size:
+            raise invalid("offset_bytes", f"{request.offset_bytes} is beyond the blob's {size} bytes")
+        with path.open("rb") as file:
+            file.seek(request.offset_bytes)
+            while data := file.read(CHUNK_BYTES):
+                yield blobs_pb2.FetchBlobResponse(offset_bytes=file.tell() - len(data), data=data)
+
+
+class BlobReader:
+    """Takes blobs from files below `root`, the host's SHM_DIR, or from their producers; needs an event loop."""
+
+    def __init__(self, root: Path, token: str | None) -> None:
+        self._root = root
+        self._token = token
+        self._channels: dict[str, grpc.aio.Channel] = {}
+
+    async def read(self, reference: common_pb2.BlobRef) -> bytes:
+        """The verified body.
+
+        Raises ServiceError INVALID for a reference that names no file, DIGEST_MISMATCH, and BLOB_GONE when neither
+        the file nor the producer has it.
+        """
+        # An incarnation's id is unique, so a directory of that name is the producer's: this is its host.
+        data = self._from_file(reference)
+        if data is None:
+            data = await self._from_producer(reference)
+        if len(data) != reference.size_bytes or digest_bytes(data) != reference.digest:
+            raise _mismatch(reference)
+        return data
+
+    async def close(self) -> None:
+        """Closes the channels."""
+        for channel in self._channels.values():
+            await channel.close(None)
+        self._channels.clear()
+
+    def _from_file(self, reference: common_pb2.BlobRef) -> bytes | None:
+        for name in (reference.incarnation, reference.blob_id):
+            if not _NAME.fullmatch(name):
+                raise ServiceError(
+                    grpc.StatusCode.INVALID_ARGUMENT, "INVALID", f"a blob reference names {name!r}"
+                )
+        path = self._root / reference.incarnation / _FOLDER / reference.blob_id
+        try:
+            handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+        except OSError:
+            return None
+        try:
+            if os.fstat(handle).st_size != reference.size_bytes:
+                raise _mismatch(reference)
+            return os.read(handle, reference.size_bytes)
+        finally:
+            os.close(handle)
+
+    async def _from_producer(self, reference: common_pb2.BlobRef) -> bytes:
+        address = reference.producer_address
+        if not address:
+            raise _gone(reference, "its file is not on this host and it names no address")
+        if address not in self._channels:
+            self._channels[address] = dial(address, token=self._token)
+        stub = blobs_pb2_grpc.BlobServiceStub(self._channels[address])  # type: ignore[no-untyped-call]
+        found = bytearray()
+        try:
+            async with asyncio.timeout(FETCH_S):
+                async for piece in stub.FetchBlob(blobs_pb2.FetchBlobRequest(blob=reference)):
+                    if len(found) + len(piece.data) > reference.size_bytes:
+                        break
+                    found += piece.data
+        except grpc.aio.AioRpcError as error:
+            raise _gone(reference, f"{address}: {message_of(error)}") from error
+        except TimeoutError as error:
+            raise _gone(reference, f"{address} did not send it within {FETCH_S:.0f} s") from error
+        return bytes(found)
+
+
+def _write(path: Path, data: bytes | bytearray | memoryview) -> None:
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+    try:
+        left = memoryview(data).cast("B")
+        while left:
+            left = left[os.write(handle, left) :]
+    finally:
+        os.close(handle)
+
+
+def _mismatch(reference: common_pb2.BlobRef) -> ServiceError:
+    return ServiceError(
+        grpc.StatusCode.DATA_LOSS,
+        "DIGEST_MISMATCH",
+        f"blob {reference.blob_id} of {reference.incarnation}: its bytes are not those of the reference",
+    )
+
+
+def _gone(reference: common_pb2.BlobRef, why: str) -> ServiceError:
+    return ServiceError(
+        grpc.StatusCode.NOT_FOUND, "BLOB_GONE", f"blob {reference.blob_id} of {reference.incarnation}: {why}"
+    )

@@ -1,0 +1,154 @@
+"""What a server reads from the wire before its handlers see it: bytes that are no message of the contract become a
+refusal, where gRPC would answer UNKNOWN and log a traceback.
+
+Also checks of single fields that several services share. Knows no service.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+from google.protobuf.message import DecodeError
+from pydantic_core import from_json
+
+from headrace_servicekit.rpc.errors import ServiceError
+
+MAX_NAME_CHARACTERS = 256
+MAX_ATTEMPT = 1 << 20
+MAX_NUMBER = 1 << 53
+"""Of versions, steps and ordinals, which only rise: one far above the others would end a run's numbering."""
+HIGHEST_EPOCH = (1 << 30) - 1
+"""Of coordinators: opening ids and command sequences carry the epoch above 32 bits of their own, in 64 bits."""
+HIGHEST_COMMAND = (HIGHEST_EPOCH << 32) + (1 << 32) - 1
+_UNSPEAKABLE = re.compile(r"[\x00-\x1f\x7f]")
+
+
+class Undecodable:
+    """Stands for a request whose bytes do not decode."""
+
+    def __init__(self, size: int, why: str) -> None:
+        self._size = size
+        self._why = why
+
+    def refusal(self, method: str) -> ServiceError:
+        """The INVALID_ARGUMENT that its sender gets."""
+        return ServiceError(
+            grpc.StatusCode.INVALID_ARGUMENT,
+            "UNDECODABLE",
+            f"the request of {self._size} bytes is not {method}'s request message ({self._why}); use the "
+            "headrace-proto of this release, and UTF-8 in every string",
+        )
+
+
+def tolerant(deserializer: Callable[[bytes], Any] | None) -> Callable[[bytes], Any] | None:
+    """A deserializer that returns an Undecodable where the given one raises."""
+    if deserializer is None:
+        return None
+    decode = deserializer
+
+    def read(data: bytes) -> Any:
+        try:
+            return decode(data)
+        except DecodeError as error:
+            return Undecodable(len(data), str(error))
+
+    return read
+
+
+class Decoded:
+    """The requests of a stream; raises ServiceError UNDECODABLE at one that does not decode."""
+
+    def __init__(self, requests: Any, method: str) -> None:
+        self._requests = requests
+        self._method = method
+
+    def __aiter__(self) -> Decoded:
+        """Itself."""
+        return self
+
+    async def __anext__(self) -> Any:
+        """The next request."""
+        # Only now: gRPC warns of an iterator that was asked for and never read.
+        return decoded(await anext(aiter(self._requests)), self._method)
+
+
+def decoded(request: Any, method: str) -> Any:
+    """The request. Raises ServiceError UNDECODABLE."""
+    if isinstance(request, Undecodable):
+        raise request.refusal(method)
+    return request
+
+
+def invalid(field: str, problem: str) -> ServiceError:
+    """The refusal of one field; `problem` says what is wrong and what is allowed."""
+    return ServiceError(grpc.StatusCode.INVALID_ARGUMENT, "INVALID", f"{field}: {problem}", key=field)
+
+
+def check_name(field: str, value: str, *, optional: bool = False) -> str:
+    """A name or id for logs, keys and pages. Raises INVALID when it is empty, too long or holds control characters."""
+    if not value and not optional:
+        raise invalid(field, "is missing")
+    if len(value) > MAX_NAME_CHARACTERS:
+        raise invalid(field, f"{len(value)} characters; at most {MAX_NAME_CHARACTERS} are allowed")
+    if _UNSPEAKABLE.search(value):
+        raise invalid(field, f"{value!r} holds a control character")
+    return value
+
+
+def check_at_least(field: str, value: float, least: int) -> None:
+    """Raises INVALID for a number below `least`."""
+    if not value >= least:
+        raise invalid(field, f"{value} is below {least}")
+
+
+def check_number(field: str, value: int, least: int = 0, most: int = MAX_NUMBER) -> None:
+    """A counter or ordinal: raises INVALID below `least` or above `most`."""
+    check_at_least(field, value, least)
+    if value > most:
+        raise invalid(field, f"{value} is above {most}")
+
+
+def check_enum(field: str, enum: Any, value: int) -> None:
+    """Raises INVALID for a number that the contract's `enum` (its Python wrapper) does not have."""
+    if value not in enum.values():
+        raise invalid(field, f"{value} is no value of {enum.DESCRIPTOR.name}")
+
+
+def check_seconds(field: str, duration: Any) -> float:
+    """Seconds of a google.protobuf.Duration, 0 or more. Raises INVALID for a negative or impossible one."""
+    try:
+        seconds = float(duration.ToNanoseconds()) / 1e9
+        duration.ToJsonString()  # checks ranges and signs
+    except ValueError as error:
+        raise invalid(field, str(error)) from error
+    if seconds < 0:
+        raise invalid(field, f"{seconds:g} s; give 0 or more")
+    return seconds
+
+
+def check_page(page_size: int, page_token: str) -> int:
+    """Position that a page token of a fixed list names, 0 for none. Raises INVALID."""
+    check_at_least("page_size", page_size, 0)
+    if not page_token:
+        return 0
+    if not (page_token.isascii() and page_token.isdecimal() and len(page_token) < 10):
+        raise invalid(
+            "page_token", f"{page_token[:40]!r} is no token; use next_page_token of the page before"
+        )
+    return int(page_token)
+
+
+def json_object(field: str, text: str) -> dict[str, Any]:
+    """The JSON object in a text field, {} for an empty one. Raises INVALID, also for nesting beyond 200 levels."""
+    if not text:
+        return {}
+    try:
+        found = from_json(text, allow_inf_nan=False)
+    except ValueError as error:
+        raise invalid(field, f"not JSON ({error})") from error
+    if not isinstance(found, dict):
+        raise invalid(field, "give a JSON object")
+    return found

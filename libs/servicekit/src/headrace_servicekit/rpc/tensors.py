@@ -1,0 +1,87 @@
+"""Tensors between numpy arrays and the wire, with every check before the first allocation.
+
+Dense, C-contiguous, little-endian. Knows nothing of torch and fetches no blobs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import grpc
+import ml_dtypes
+import numpy as np
+from headrace.common.v1 import common_pb2
+
+from headrace_servicekit.rpc.errors import ServiceError
+
+MAX_DIMENSIONS = 16
+MAX_TENSOR_BYTES = 1 << 48
+"""Above any memory. numpy and torch overflow on extents beyond theirs, also where another extent is zero."""
+
+NUMPY_TYPES: dict[int, np.dtype] = {
+    common_pb2.DATA_TYPE_BOOL: np.dtype(np.bool_),
+    common_pb2.DATA_TYPE_UINT8: np.dtype(np.uint8),
+    common_pb2.DATA_TYPE_INT8: np.dtype(np.int8),
+    common_pb2.DATA_TYPE_INT16: np.dtype("<i2"),
+    common_pb2.DATA_TYPE_INT32: np.dtype("<i4"),
+    common_pb2.DATA_TYPE_INT64: np.dtype("<i8"),
+    common_pb2.DATA_TYPE_FLOAT16: np.dtype("<f2"),
+    common_pb2.DATA_TYPE_BFLOAT16: np.dtype(ml_dtypes.bfloat16),
+    common_pb2.DATA_TYPE_FLOAT32: np.dtype("<f4"),
+    common_pb2.DATA_TYPE_FLOAT64: np.dtype("<f8"),
+}
+_WIRE_TYPES = {dtype: common_pb2.DataType.Name(number) for number, dtype in NUMPY_TYPES.items()}
+
+
+def encode_tensor(array: np.ndarray) -> common_pb2.Tensor:
+    """The array as a Tensor with inline data. Raises ServiceError INVALID for a type without wire form."""
+    dtype = array.dtype.newbyteorder("<")
+    if dtype not in _WIRE_TYPES:
+        raise _invalid(f"arrays of type {array.dtype} cannot travel; use one of {_names()}")
+    data = np.ascontiguousarray(array, dtype=dtype).tobytes()
+    return common_pb2.Tensor(data_type=_WIRE_TYPES[dtype], shape=array.shape, data=data)
+
+
+def decode_tensor(tensor: common_pb2.Tensor, *, max_bytes: int) -> np.ndarray:
+    """A writable array with the tensor's elements.
+
+    Raises ServiceError INVALID when the type is unknown, the shape is no shape, the data is not exactly
+    shape times element size, the size is above `max_bytes`, a bool is neither 0 nor 1, or the body is a blob.
+    """
+    size = tensor_bytes(tensor.data_type, tensor.shape)
+    if tensor.WhichOneof("body") == "blob":
+        raise _invalid("the tensor's body is a blob reference; fetch it from its producer first")
+    if size > max_bytes:
+        raise _invalid(f"a tensor of {size} bytes is above the limit of {max_bytes} bytes")
+    if size != len(tensor.data):
+        raise _invalid(f"shape {list(tensor.shape)} needs {size} bytes, the tensor holds {len(tensor.data)}")
+    dtype = NUMPY_TYPES[tensor.data_type]
+    if dtype == np.bool_ and tensor.data.translate(None, b"\x00\x01"):
+        raise _invalid("a bool tensor holds bytes other than 0 and 1")
+    return np.frombuffer(tensor.data, dtype=dtype).reshape(tuple(tensor.shape)).copy()
+
+
+def tensor_bytes(data_type: int, shape: Sequence[int]) -> int:
+    """Size in bytes of a tensor of this type and shape; raises ServiceError INVALID when there is none.
+
+    Extents beside a zero extent must stay below MAX_TENSOR_BYTES too.
+    """
+    if data_type not in NUMPY_TYPES:
+        raise _invalid(f"data_type {data_type} is unknown; use one of {_names()}")
+    if len(shape) > MAX_DIMENSIONS:
+        raise _invalid(f"a tensor of {len(shape)} dimensions; at most {MAX_DIMENSIONS} are allowed")
+    if any(extent < 0 for extent in shape):
+        raise _invalid(f"shape {list(shape)} has a negative extent")
+    item = NUMPY_TYPES[data_type].itemsize
+    if math.prod(max(extent, 1) for extent in shape) * item > MAX_TENSOR_BYTES:
+        raise _invalid(f"shape {list(shape)}: its extents are above the limit of {MAX_TENSOR_BYTES} bytes")
+    return math.prod(shape) * item
+
+
+def _names() -> str:
+    return ", ".join(str(dtype) for dtype in NUMPY_TYPES.values())
+
+
+def _invalid(message: str) -> ServiceError:
+    return ServiceError(grpc.StatusCode.INVALID_ARGUMENT, "INVALID", message)

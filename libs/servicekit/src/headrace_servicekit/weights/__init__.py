@@ -1,0 +1,13 @@
+"""Publishing and taking weights: the names that services use."""
+
+from headrace_servicekit.weights.store import PendingWeights, StoredWeights, WeightStore
+from headrace_servicekit.weights.transfer import ReceivedWeights, WeightServicer, receive_weights
+
+__all__ = [
+    "PendingWeights",
+    "ReceivedWeights",
+    "StoredWeights",
+    "WeightServicer",
+    "WeightStore",
+    "receive_weights",
+]

@@ -1,0 +1,366 @@
+"""Published weights in a host's memory: written once, verified by digest, shared by mapping.
+
+Bodies are files on a tmpfs, one flock'ed directory per incarnation, so that whoever comes next can reap
+the directories of the dead. The file of a dropped version is kept for the next one. Knows nothing of models or
+of who may install what.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import secrets
+import shutil
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+import grpc
+from headrace.common.v1 import common_pb2
+
+from headrace_servicekit.rpc.digests import digest_bytes, manifest_digest
+from headrace_servicekit.rpc.errors import ServiceError
+from headrace_servicekit.rpc.tensors import tensor_bytes
+from headrace_servicekit.weights.segments import MappedSegments, Segment, make_segment
+
+Layout = Sequence[tuple[str, "common_pb2.DataType", tuple[int, ...]]]
+
+
+@dataclass(frozen=True)
+class StoredWeights:
+    """An immutable version: `body` is read-only and stays valid as long as it is referenced."""
+
+    version: common_pb2.PolicyVersion
+    manifest: common_pb2.WeightManifest
+    body: memoryview
+    path: Path | None
+    segment: Segment
+
+
+class WeightStore:
+    """The versions that one process holds and serves.
+
+    `root` is a directory on a tmpfs that the host's instances share; `address` (host:port) is where a
+    WeightServicer serves this store, empty for none. Reaps dead incarnations' directories at its start.
+    """
+
+    def __init__(self, root: Path, incarnation: str, address: str = "") -> None:
+        self.incarnation = incarnation
+        self.address = address
+        self._stored: dict[tuple[str, int], StoredWeights] = {}
+        self._mapped = MappedSegments()
+        self._spare: tuple[Segment, Path] | None = None
+        _make_private(root)
+        reap_dead_stores(root)
+        self._directory = root / incarnation
+        self._lock = _lock_new_directory(self._directory)
+        self._nonce = secrets.token_hex(16)
+        (self._directory / "nonce").write_text(self._nonce)
+
+    @property
+    def directory(self) -> Path:
+        """The directory of this incarnation, locked while the store is open."""
+        return self._directory
+
+    def begin(self, run: str, number: int, layout: Layout) -> PendingWeights:
+        """Reserves memory for a version's body; its bytes are written through `PendingWeights.buffer`.
+
+        Raises ServiceError CONFLICT when the version exists, INVALID for an impossible layout and
+        RESOURCE_EXHAUSTED (reason NO_SPACE) when the tmpfs is full.
+        """
+        if (run, number) in self._stored:
+            raise ServiceError(
+                grpc.StatusCode.ALREADY_EXISTS,
+                "CONFLICT",
+                f"version {number} of {run} is published and immutable",
+            )
+        return PendingWeights(self, run, number, layout)
+
+    def get(self, run: str, number: int) -> StoredWeights:
+        """A held version. Raises ServiceError NOT_FOUND."""
+        found = self.find(run, number)
+        if found is None:
+            raise ServiceError(
+                grpc.StatusCode.NOT_FOUND,
+                "NOT_FOUND",
+                f"version {number} of {run} is not in this weight store",
+            )
+        return found
+
+    def find(self, run: str, number: int) -> StoredWeights | None:
+        """A held version, or None."""
+        return self._stored.get((run, number))
+
+    def source(self, run: str, number: int) -> common_pb2.WeightSource:
+        """Where others can take a held version from. Raises ServiceError NOT_FOUND."""
+        stored = self.get(run, number)
+        source = common_pb2.WeightSource(address=self.address, incarnation=self.incarnation)
+        if stored.path is not None:
+            source.shm_path = str(stored.path)
+            source.shm_nonce_path = str(self._directory / "nonce")
+            source.shm_nonce = self._nonce
+            source.transports.append(common_pb2.WEIGHT_TRANSPORT_SHM)
+        if self.address:
+            source.transports.append(common_pb2.WEIGHT_TRANSPORT_GRPC)
+        return source
+
+    def keep(self, run: str, numbers: set[int]) -> None:
+        """Drops the run's other versions. Bodies that are still referenced or mapped elsewhere stay valid."""
+        for key in [key for key in self._stored if key[0] == run and key[1] not in numbers]:
+            stored = self._stored.pop(key)
+            if stored.path is not None:
+                self._set_aside(stored.segment, stored.path)
+        if not numbers:
+            self._drop_spare()
+            self._mapped.forget()
+
+    def let_go(self, run: str) -> None:
+        """Drops what is another store's anyway, so that its pages leave this process with their last user."""
+        for key in [key for key in self._stored if key[0] == run and not self._stored[key].segment.own]:
+            path = self._stored.pop(key).path
+            if path is not None:
+                path.unlink(missing_ok=True)
+        self._mapped.forget()
+
+    def map_shared(self, path: Path, size: int) -> Segment:
+        """Another store's file. Raises OSError or ValueError; see `adopt`."""
+        return self._mapped.open(path, size)
+
+    def adopt(
+        self,
+        run: str,
+        version: common_pb2.PolicyVersion,
+        manifest: common_pb2.WeightManifest,
+        path: Path,
+        segment: Segment,
+        body: memoryview,
+    ) -> StoredWeights:
+        """Holds a verified body of another store, lent by `segment`; a hard link keeps it for others."""
+        own: Path | None = self._new_path(run, version.number)
+        try:
+            os.link(path, own)  # type: ignore[arg-type]
+        except OSError:
+            own = None  # another file system, or the producer dropped it: the mapping stays good
+        return self._publish(run, StoredWeights(version, manifest, body, own, segment))
+
+    def close(self) -> None:
+        """Drops everything and removes the directory; repeated calls do nothing."""
+        self._stored.clear()
+        shutil.rmtree(self._directory, ignore_errors=True)
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+    def _publish(self, run: str, stored: StoredWeights) -> StoredWeights:
+        found = self._stored.setdefault((run, stored.version.number), stored)
+        if found is not stored and stored.path is not None:
+            stored.path.unlink(missing_ok=True)
+        return found
+
+    def _reserve(self, path: Path, size: int) -> Segment:
+        """The spare file when it has the size and nobody uses it any more, else a new one."""
+        if self._spare is not None and self._spare[0].size == size and self._spare[0].take():
+            segment, before = self._spare
+            self._spare = None
+            with suppress(FileNotFoundError):
+                before.rename(path)
+                return segment
+        self._drop_spare()
+        try:
+            return make_segment(path, size)
+        except OSError as error:
+            raise_no_space(error, path.parent, size)
+
+    def _set_aside(self, segment: Segment, path: Path) -> None:
+        """Keeps a dropped version's file for the next one, under a name that offers it to nobody."""
+        if not segment.own:
+            path.unlink(missing_ok=True)
+            return
+        self._drop_spare()
+        spare = self._directory / f"spare-{secrets.token_hex(4)}"
+        try:
+            path.rename(spare)
+        except FileNotFoundError:
+            return  # somebody removed it: its bytes live in the mapping alone
+        self._spare = (segment, spare)
+
+    def _drop_spare(self) -> None:
+        if self._spare is not None:
+            self._spare[1].unlink(missing_ok=True)
+            self._spare = None
+
+    def _new_path(self, run: str, number: int) -> Path:
+        # The run's name may hold any character; the file's name tells people which version it is.
+        return self._directory / f"{digest_bytes(run.encode())[:8]}-{number}-{secrets.token_hex(4)}.weights"
+
+
+class PendingWeights:
+    """A body being written. Ends with `seal` or `discard`; a process that dies leaves it to the janitor."""
+
+    def __init__(self, store: WeightStore, run: str, number: int, layout: Layout) -> None:
+        self._store = store
+        self._run = run
+        self._number = number
+        self.entries = entries_of(layout)
+        self._by_name = {entry.name: entry for entry in self.entries}
+        self._size = sum(entry.size_bytes for entry in self.entries)
+        self._path = store._new_path(run, number)
+        self._views: list[memoryview] = []
+        self._segment = store._reserve(self._path, self._size)
+        self._whole = self._segment.write()
+
+    def buffer(self, name: str) -> memoryview:
+        """Writable bytes of one tensor, C-contiguous little-endian. Raises ServiceError NOT_FOUND."""
+        entry = self._by_name.get(name)
+        if entry is None:
+            raise ServiceError(grpc.StatusCode.NOT_FOUND, "NOT_FOUND", f"the layout has no tensor {name!r}")
+        return self._slice(entry.offset_bytes, entry.size_bytes)
+
+    def whole(self) -> memoryview:
+        """Writable bytes of the whole body."""
+        return self._slice(0, self._size)
+
+    def seal(self, parent: int, ordinal: int) -> tuple[common_pb2.PolicyVersion, common_pb2.WeightManifest]:
+        """Computes the digests and publishes the version; from now on it is immutable.
+
+        Raises ServiceError BUFFER_IN_USE while an array or tensor over a `buffer` is still alive.
+        """
+        manifest = self.manifest()
+        version = common_pb2.PolicyVersion(
+            number=self._number, parent=parent, ordinal=ordinal, digest=manifest.digest
+        )
+        self.publish(version, manifest)
+        return version, manifest
+
+    def manifest(self, digests: Mapping[str, str] | None = None) -> common_pb2.WeightManifest:
+        """The manifest of the bytes as they are now; `digests`, by tensor, are those taken while writing them."""
+        for entry in self.entries:
+            known = digests.get(entry.name) if digests is not None else None
+            part = self._whole[entry.offset_bytes : entry.offset_bytes + entry.size_bytes]
+            entry.digest = known or digest_bytes(part)
+            part.release()
+        return common_pb2.WeightManifest(
+            entries=self.entries, digest=manifest_digest(self.entries), size_bytes=self._size
+        )
+
+    def publish(
+        self, version: common_pb2.PolicyVersion, manifest: common_pb2.WeightManifest
+    ) -> StoredWeights:
+        """Publishes verified bytes as `version`; see `seal`."""
+        self._release()
+        os.chmod(self._path, 0o400)
+        body = self._segment.lend()
+        self._segment.written()
+        stored = StoredWeights(version, manifest, body, self._path, self._segment)
+        return self._store._publish(self._run, stored)
+
+    def discard(self) -> None:
+        """Throws the bytes away."""
+        self._path.unlink(missing_ok=True)
+
+    def _slice(self, offset: int, size: int) -> memoryview:
+        view = self._whole[offset : offset + size]
+        self._views.append(view)
+        return view
+
+    def _release(self) -> None:
+        """Gives up every writable view, so that nobody can change what the digests say."""
+        try:
+            for view in self._views:
+                view.release()
+        except BufferError as error:
+            raise self._in_use() from error
+        self._views.clear()
+        self._whole.release()
+        if self._segment.in_use:
+            self._whole = self._segment.write()
+            raise self._in_use()
+
+    def _in_use(self) -> ServiceError:
+        return ServiceError(
+            grpc.StatusCode.FAILED_PRECONDITION,
+            "BUFFER_IN_USE",
+            f"version {self._number}: an array over its buffers is still alive; drop it before sealing",
+        )
+
+
+def entries_of(layout: Layout) -> list[common_pb2.WeightEntry]:
+    """Contiguous entries of a layout, without digests. Raises ServiceError INVALID for a bad layout."""
+    entries: list[common_pb2.WeightEntry] = []
+    offset = 0
+    for name, data_type, shape in layout:
+        size = tensor_bytes(data_type, shape)
+        entries.append(
+            common_pb2.WeightEntry(
+                name=name, data_type=data_type, shape=shape, offset_bytes=offset, size_bytes=size
+            )
+        )
+        offset += size
+    if len({entry.name for entry in entries}) != len(entries):
+        raise ServiceError(
+            grpc.StatusCode.INVALID_ARGUMENT, "INVALID", "a weight layout names a tensor twice"
+        )
+    if offset == 0:
+        raise ServiceError(
+            grpc.StatusCode.INVALID_ARGUMENT, "INVALID", "a weight layout without a single byte"
+        )
+    return entries
+
+
+def reap_dead_stores(root: Path) -> list[str]:
+    """Removes the directories below `root` whose process is dead; returns their names."""
+    reaped = []
+    for directory in root.iterdir():
+        try:
+            handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        except OSError:
+            continue
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(directory, ignore_errors=True)
+            reaped.append(directory.name)
+        except BlockingIOError:
+            pass  # its process lives
+        finally:
+            os.close(handle)
+    return reaped
+
+
+def _make_private(root: Path) -> None:
+    try:
+        root.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise_no_space(error, root)
+
+
+def _lock_new_directory(directory: Path) -> int:
+    """Creates and locks a directory; the loop covers a janitor that takes it between the two."""
+    while True:
+        try:
+            directory.mkdir(mode=0o700)
+        except FileExistsError as error:
+            raise ServiceError(
+                grpc.StatusCode.ALREADY_EXISTS,
+                "CONFLICT",
+                f"{directory} exists: another process uses the incarnation id {directory.name}",
+            ) from error
+        handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        if directory.exists() and os.fstat(handle).st_ino == directory.stat().st_ino:
+            return handle
+        os.close(handle)
+
+
+def raise_no_space(error: OSError, directory: Path, size: int = 0) -> NoReturn:
+    """ServiceError NO_SPACE when that is what the error says, else the error itself."""
+    if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EFBIG):
+        raise error
+    raise ServiceError(
+        grpc.StatusCode.RESOURCE_EXHAUSTED,
+        "NO_SPACE",
+        f"{directory} has no room for {size} bytes; enlarge that tmpfs or set --shm-dir (HEADRACE_SHM_DIR)",
+        directory=str(directory),
+    ) from error

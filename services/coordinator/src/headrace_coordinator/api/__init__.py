@@ -1,0 +1,1 @@
+"""What the HTTP API asks of the coordinator: reads and writes, and the HTTP routes over them."""

@@ -1,0 +1,70 @@
+"""Ended runs leave memory: their last view becomes a file beside their history, and a few words stay in the state."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import Callable
+
+from headrace_schema.views import RunView
+from pydantic import ValidationError
+
+from headrace_coordinator.api import presenters as present
+from headrace_coordinator.api.control import Refused
+from headrace_coordinator.domain import events as ev
+from headrace_coordinator.domain import runs
+from headrace_coordinator.domain.runs import RunState
+from headrace_coordinator.fleet.waits import WaitTimeout
+from headrace_coordinator.store.event_log import Kernel
+
+NAME = "summary.json"
+RETRY_S = 1.0
+
+
+class Archive:
+    """Archives runs that have ended and are not `busy`, and shows archived ones."""
+
+    def __init__(self, kernel: Kernel, busy: Callable[[str], bool]) -> None:
+        self._kernel = kernel
+        self._busy = busy
+
+    def _due(self) -> list[RunState]:
+        return [
+            run
+            for run in self._kernel.state.runs.values()
+            if run.state in runs.TERMINAL and run.grant is None and not self._busy(run.id)
+        ]
+
+    async def run(self) -> None:
+        """Archives for ever."""
+        while True:
+            with contextlib.suppress(WaitTimeout):
+                await self._kernel.wait_until(lambda: bool(self._due()), 3600.0, "a run to end")
+            await self.once()
+
+    async def once(self) -> None:
+        """Archives what is due now. Files first: only what is synced may leave the state."""
+        for run in self._due():
+            await self._kernel.flush()
+            await self._kernel.history.synced()
+            data = present.run_view(run, []).model_dump_json().encode()
+            try:
+                await self._kernel.history.write_beside(run.id, NAME, data)
+            except OSError:
+                await asyncio.sleep(RETRY_S)  # `synced` shows a disk that refuses, at the next attempt.
+                continue
+            archived = ev.RunArchived(
+                at=self._kernel.now(), run=run.id, state=run.state, created_at=run.created_at
+            )
+            await self._kernel.commit(archived)
+            self._kernel.history.forget(run.id)
+
+    def view(self, run_id: str) -> RunView:
+        """An archived run; UNAVAILABLE when its summary cannot be read."""
+        path = self._kernel.history.directory(run_id) / NAME
+        try:
+            return present.summary_view(json.loads(path.read_bytes()))
+        except (OSError, ValueError, ValidationError) as error:
+            message = f"the summary of run {run_id} cannot be read: {path}: {error}"
+            raise Refused("UNAVAILABLE", message) from error

@@ -1,0 +1,163 @@
+"""The coordinator: starts and stops run loops, answers the HTTP API, scales the fleet."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import json
+import logging
+import uuid
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+from headrace_schema.spec import RunSpec
+from headrace_schema.views import KeyProblemView, RunView
+
+from headrace_coordinator.api import presenters as present
+from headrace_coordinator.api.admission import FleetView, check
+from headrace_coordinator.api.control import Refused
+from headrace_coordinator.api.reads import Reads
+from headrace_coordinator.api.scaling import Scaling
+from headrace_coordinator.api.scorer_check import try_scorers
+from headrace_coordinator.data.dataset import Dataset
+from headrace_coordinator.domain import events as ev
+from headrace_coordinator.domain import runs
+from headrace_coordinator.fleet.fleet import RESTART_S, Fleet
+from headrace_coordinator.fleet.reconciler import Reconciler
+from headrace_coordinator.fleet.waits import WaitTimeout
+from headrace_coordinator.projections import RunProjection
+from headrace_coordinator.scheduler import MakeProjection, OpenDataset, Scheduler
+from headrace_coordinator.store.event_log import Kernel
+
+log = logging.getLogger(__name__)
+INTENT_SHOWN_S = 2.0
+"""How long a write that changes an intent waits for the run to follow it, so that its answer shows that."""
+
+
+class Coordinator(Reads):
+    """Implements `control.Control` on a kernel and a fleet."""
+
+    def __init__(
+        self,
+        kernel: Kernel,
+        fleet: Fleet,
+        data_dir: Path,
+        make_projection: MakeProjection = RunProjection,
+        open_dataset: OpenDataset | None = None,
+        new_id: Callable[[], str] = lambda: uuid.uuid4().hex[:6],
+    ) -> None:
+        super().__init__(kernel, fleet, lambda run: run in self.scheduler.tasks, lambda: self.scheduler.queue)
+        self._data_dir = data_dir
+        self._new_id = new_id
+        self.scheduler = Scheduler(kernel, fleet, make_projection, open_dataset or _open_dataset)
+        self.reconciler = Reconciler(fleet)
+        self._writes: dict[str, asyncio.Lock] = {}
+        self.scaling = Scaling(fleet, self._known)
+
+    async def schedule(self) -> None:
+        """Admits and runs whatever may run, for ever."""
+        await self.scheduler.run()
+
+    async def stop(self) -> None:
+        """Ends the controllers where they are; a restart resumes their runs."""
+        await self.scheduler.stop()
+        await self.reconciler.stop()
+
+    # --- Control: writes
+
+    async def check(self, spec: RunSpec) -> list[KeyProblemView]:
+        """See `Control.check`. An instance that is just being restarted is waited for."""
+        if self._misfits(spec) and self.fleet.restarting():
+            with contextlib.suppress(WaitTimeout):
+                await self.kernel.wait_until(
+                    lambda: not self._misfits(spec), RESTART_S, "instances to be restarted"
+                )
+        problems = [*self._misfits(spec), *await self.fork_problems(spec)]
+        return problems or await try_scorers(spec, self.fleet, self.reconciler.trials)
+
+    def _misfits(self, spec: RunSpec) -> list[KeyProblemView]:
+        return check(spec, FleetView.of(present.instance_views(self.fleet)))
+
+    async def submit(self, spec: RunSpec, idempotency_key: str) -> RunView:
+        """See `Control.submit`."""
+        body = _digest(spec.model_dump(mode="json"))
+        async with self._write(idempotency_key):
+            if known := self._known(idempotency_key, body):
+                return self.run(known)
+            if problems := await self.check(spec):
+                raise Refused("INVALID", "the fleet cannot run this spec", problems)
+            run_id = f"{spec.name}-{self._new_id()}"
+            now = self.kernel.now()
+            await self.kernel.commit(
+                ev.RunSubmitted(
+                    at=now,
+                    run=run_id,
+                    spec=spec.model_dump(mode="json"),
+                    directory=str(self._data_dir / "runs" / run_id),
+                ),
+                ev.KeyUsed(at=now, key=idempotency_key, body=body, resource=run_id),
+            )
+        return self.run(run_id)
+
+    @contextlib.asynccontextmanager
+    async def _write(self, key: str) -> AsyncIterator[None]:
+        """Requests with one key go one after the other: the second finds what the first has recorded."""
+        lock = self._writes.setdefault(key, asyncio.Lock())
+        try:
+            async with lock:
+                yield
+        finally:
+            if not lock.locked():
+                self._writes.pop(key, None)
+
+    def _known(self, key: str, body: str) -> str:
+        record = self.kernel.state.key(key, self.kernel.now())
+        if record is None:
+            return ""
+        if record.body != body:
+            raise Refused("CONFLICT", f"Idempotency-Key {key} was used for another request; use a new key")
+        return record.resource
+
+    async def pause(self, run_id: str, now: bool, idempotency_key: str) -> RunView:
+        """See `Control.pause`."""
+        intent = runs.PAUSE_NOW if now else runs.PAUSE
+        return await self._intend(run_id, intent, idempotency_key, f"pause now={now}")
+
+    async def resume(self, run_id: str, idempotency_key: str) -> RunView:
+        """See `Control.resume`."""
+        return await self._intend(run_id, runs.RUN, idempotency_key, "resume")
+
+    async def cancel(self, run_id: str, idempotency_key: str) -> RunView:
+        """See `Control.cancel`."""
+        return await self._intend(run_id, runs.CANCEL, idempotency_key, "cancel")
+
+    async def _intend(self, run_id: str, intent: str, key: str, body: str) -> RunView:
+        """Records what the user wants, and the key with it; the run's controller follows."""
+        body = _digest([run_id, body])
+        if self._known(key, body):
+            return self.run(run_id)
+        run = self._find(run_id)
+        now = self.kernel.now()
+        try:
+            events = runs.plan_intent(run, intent, "user", f"{intent} asked for", now)
+        except runs.IllegalIntent as error:
+            raise Refused("CONFLICT", str(error)) from error
+        await self.kernel.commit(*events, ev.KeyUsed(at=now, key=key, body=body, resource=run_id))
+        with contextlib.suppress(WaitTimeout):
+            await self.kernel.wait_until(
+                lambda: runs.next_action(run).kind != runs.MOVE, INTENT_SHOWN_S, "the run to follow"
+            )
+        return self.run(run_id)
+
+    async def scale(self, kind: str, count: int, idempotency_key: str) -> int:
+        """See `Control.scale`."""
+        return await self.scaling.scale(kind, count, idempotency_key)
+
+
+async def _open_dataset(spec: RunSpec) -> Dataset:
+    return await asyncio.to_thread(Dataset.open, spec.data, spec.seed)
+
+
+def _digest(body: object) -> str:
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()[:32]

@@ -1,0 +1,61 @@
+"""Puts the HTTP API together: routes, errors, guard, description. Decides nothing about runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+from headrace_schema.spec import RunSpec
+from pydantic.json_schema import models_json_schema
+
+from headrace_coordinator.api.control import Control
+from headrace_coordinator.api.http.errors import ANSWERS, add_error_handlers
+from headrace_coordinator.api.http.fleet import ScaleRequest, fleet_routes, service_routes
+from headrace_coordinator.api.http.guard import Guard
+from headrace_coordinator.api.http.runs import run_routes
+
+VERSION = "1"
+HEARTBEAT_S = 10.0
+REFERENCE = "#/components/schemas/{model}"
+
+
+def make_app(
+    control: Control, *, runs_directory: Path, token: str | None = None, heartbeat_s: float = HEARTBEAT_S
+) -> FastAPI:
+    """The API over `control`; trajectories are read from `runs_directory`/RUN.
+
+    With a `token` every request but /healthz must bear it. Without one, only requests that name this machine
+    by an address or as localhost, and that come from no other site's web page, are answered.
+    """
+    app = FastAPI(
+        title="Headrace coordinator",
+        version=VERSION,
+        responses=ANSWERS,
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+        generate_unique_id_function=lambda route: route.name,
+    )
+    app.include_router(run_routes(control, runs_directory, heartbeat_s))
+    app.include_router(fleet_routes(control))
+    app.include_router(service_routes(control))
+    app.add_middleware(Guard, token=token)
+    add_error_handlers(app)
+    app.openapi = lambda: describe(app)  # type: ignore[method-assign]
+    return app
+
+
+def describe(app: FastAPI) -> dict[str, Any]:
+    """The API's OpenAPI description, with the bodies that routes read themselves."""
+    if app.openapi_schema is None:
+        schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
+        _, bodies = models_json_schema(
+            [(RunSpec, "validation"), (ScaleRequest, "validation")], ref_template=REFERENCE
+        )
+        components = schema["components"]["schemas"]
+        components |= bodies["$defs"]
+        schema["components"]["schemas"] = dict(sorted(components.items()))
+        app.openapi_schema = schema
+    return app.openapi_schema

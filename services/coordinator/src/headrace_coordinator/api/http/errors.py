@@ -1,0 +1,102 @@
+"""Every refusal as an ErrorView: a reason, a sentence, and the keys to change. Never a traceback."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from headrace_schema.problems import explain_details, nearest, problem
+from headrace_schema.views import ErrorView, KeyProblemView
+from pydantic import BaseModel
+from starlette.exceptions import HTTPException
+
+from headrace_coordinator.api.control import Refused
+
+log = logging.getLogger(__name__)
+STATUS = {
+    "INVALID": 422,
+    "NOT_FOUND": 404,
+    "UNAVAILABLE": 503,
+    "UNAUTHENTICATED": 401,
+    "FORBIDDEN": 403,
+    "TOO_LARGE": 413,
+    "UNSUPPORTED_MEDIA_TYPE": 415,
+}
+CONFLICT = 409  # Any other reason is about the state of the thing, such as pausing a run that has ended.
+HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 503: {"Retry-After": "1"}}
+# What routes may answer beside their own view; the API's description lists them.
+ANSWERS: dict[int | str, dict[str, Any]] = {
+    401: {"model": ErrorView, "description": "The bearer token is missing or wrong."},
+    404: {"model": ErrorView, "description": "There is no such thing; the message names the nearest one."},
+    409: {
+        "model": ErrorView,
+        "description": "The thing's state, or an earlier use of the key, does not allow it.",
+    },
+    413: {"model": ErrorView, "description": "The body is too large."},
+    422: {"model": ErrorView, "description": "The request is wrong; problems name the keys and the fixes."},
+    503: {"model": ErrorView, "description": "Not possible at the moment; try again."},
+}
+
+
+class _Parameters(BaseModel):
+    """Parameters have no nested keys to look among."""
+
+
+def error_response(
+    reason: str, message: str, problems: Sequence[KeyProblemView] = (), status: int = 0
+) -> Response:
+    """An ErrorView with the status of its reason."""
+    status = status or STATUS.get(reason, CONFLICT)
+    body = ErrorView(reason=reason, message=message, problems=list(problems)).model_dump_json()
+    return Response(body, status, HEADERS.get(status), "application/json")
+
+
+def invalid(problems: list[KeyProblemView], what: str = "the request") -> Refused:
+    """A refusal that names what is wrong with a request."""
+    count = f"{len(problems)} problem{'s' if len(problems) > 1 else ''}"
+    return Refused("INVALID", f"{what} has {count}", problems)
+
+
+def add_error_handlers(app: FastAPI) -> None:
+    """Makes every error of the app an ErrorView."""
+
+    @app.exception_handler(Refused)
+    async def refused(_: Request, error: Refused) -> Response:
+        return error_response(error.reason, error.message, error.problems)
+
+    @app.exception_handler(RequestValidationError)
+    async def parameters(_: Request, error: RequestValidationError) -> Response:
+        details: Any = [{**detail, "loc": detail["loc"][1:]} for detail in error.errors()]
+        refusal = invalid(explain_details(details, _Parameters))
+        return error_response(refusal.reason, refusal.message, refusal.problems)
+
+    @app.exception_handler(HTTPException)
+    async def routing(request: Request, error: HTTPException) -> Response:
+        reason = {404: "NOT_FOUND", 405: "METHOD_NOT_ALLOWED"}.get(error.status_code, "INVALID")
+        return error_response(reason, _no_route(app, request), status=error.status_code)
+
+    @app.exception_handler(Exception)
+    async def unexpected(request: Request, error: Exception) -> Response:
+        log.error("%s %s failed: %r", request.method, request.url.path, error)
+        return error_response("INTERNAL", "a bug in the coordinator; its log has the details", status=500)
+
+
+def _no_route(app: FastAPI, request: Request) -> str:
+    asked = f"{request.method} {request.url.path}"
+    routes = [f"{method} {path}" for path, methods in app.openapi()["paths"].items() for method in methods]
+    close = nearest(asked, [f"{route.split()[0].upper()} {route.split()[1]}" for route in routes])
+    return f"there is no {asked}; " + (
+        f"did you mean {close}?" if close else "GET /openapi.json lists what there is"
+    )
+
+
+def unknown_parameter(name: str, known: Sequence[str]) -> KeyProblemView:
+    """A query parameter that a route does not have."""
+    close = nearest(name, known)
+    listed = ", ".join(sorted(known)) or "none"
+    return problem(
+        name, "unknown query parameter", f"did you mean {close}?" if close else f"parameters here: {listed}"
+    )

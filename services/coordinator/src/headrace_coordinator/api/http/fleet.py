@@ -1,0 +1,96 @@
+"""Routes of the fleet: instances, leases, scaling; and of the service itself: schema, health, metrics."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, Request, Response
+from headrace_schema.problems import choose, problem
+from headrace_schema.spec import RunSpec
+from headrace_schema.views import HealthView, InstanceListView, LeaseListView, ScaleView
+from pydantic import BaseModel, ConfigDict, Field
+
+from headrace_coordinator.api.control import Control
+from headrace_coordinator.api.http.errors import invalid
+from headrace_coordinator.api.http.pagination import page
+from headrace_coordinator.api.http.prometheus import CONTENT_TYPE, exposition
+from headrace_coordinator.api.http.requests import (
+    GivenKey,
+    PageSize,
+    PageToken,
+    key_or_new,
+    keyed_response,
+    known_parameters,
+    read_model,
+    view_response,
+)
+
+KINDS = ("rollout", "trainer", "simulator", "reward")
+SCALE_BODY: dict[str, Any] = {
+    "requestBody": {
+        "required": True,
+        "content": {"application/json": {"schema": {"$ref": "#/components/schemas/ScaleRequest"}}},
+    }
+}
+
+
+class ScaleRequest(BaseModel):
+    """How many processes of a kind are wanted."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    count: Annotated[int, Field(strict=True, ge=0, le=1024, description="wanted number of processes")]
+
+
+def fleet_routes(control: Control) -> APIRouter:
+    """The routes of the fleet."""
+    routes = APIRouter(prefix="/v1", tags=["fleet"], dependencies=[Depends(known_parameters)])
+
+    @routes.get("/instances", response_model=InstanceListView)
+    async def list_instances(page_size: PageSize = 500, page_token: PageToken = "") -> Response:
+        """Processes of the services."""
+        shown, token = page(control.instances(), lambda item: item.incarnation, page_size, page_token)
+        return view_response(InstanceListView(instances=shown, next_page_token=token))
+
+    @routes.get("/leases", response_model=LeaseListView)
+    async def list_leases(page_size: PageSize = 500, page_token: PageToken = "") -> Response:
+        """Leases, and on every page all devices."""
+        shown, token = page(control.leases(), lambda lease: str(lease.epoch), page_size, page_token)
+        view = LeaseListView(leases=shown, devices=control.devices(), next_page_token=token)
+        return view_response(view)
+
+    @routes.post("/services/{kind}:scale", response_model=ScaleView, openapi_extra=SCALE_BODY)
+    async def scale_service(request: Request, kind: str, idempotency_key: GivenKey = None) -> Response:
+        """Sets the number of processes of a kind, where a supervisor can."""
+        wanted = await read_model(request, ScaleRequest, "the request to scale")
+        if kind not in KINDS:
+            raise invalid([problem("kind", f"there is no service {kind[:40]!r}", choose(kind, KINDS))])
+        key = key_or_new(idempotency_key)
+        return keyed_response(ScaleView(kind=kind, count=await control.scale(kind, wanted.count, key)), key)
+
+    @routes.get("/spec-schema", response_model=dict[str, Any])
+    async def get_spec_schema() -> dict[str, Any]:
+        """JSON Schema of run specs."""
+        return RunSpec.model_json_schema()
+
+    return routes
+
+
+def service_routes(control: Control) -> APIRouter:
+    """The routes of the coordinator as a service; unversioned."""
+    routes = APIRouter(tags=["service"], dependencies=[Depends(known_parameters)])
+
+    @routes.get("/healthz", response_model=HealthView, responses={503: {"model": HealthView}})
+    async def get_health() -> Response:
+        """Store, event loop and tasks of the coordinator; 503 with the reason when unhealthy. Needs no token."""
+        health = control.health()
+        response = view_response(health)
+        response.status_code = 200 if health.status == "ok" else 503
+        return response
+
+    @routes.get("/metrics", response_class=Response)
+    async def get_metrics() -> Response:
+        """Metrics of the coordinator, the fleet and the newest runs, in Prometheus' text format."""
+        return Response(exposition(control), media_type=CONTENT_TYPE)
+
+    return routes

@@ -1,0 +1,98 @@
+"""What routes read from a request: bodies within a limit, keys, pages. Knows no resource."""
+
+from __future__ import annotations
+
+import math
+import uuid
+from typing import Annotated, Any, TypeVar
+
+from fastapi import Header, Query, Request, Response
+from headrace_schema.problems import explain, problem
+from pydantic import BaseModel, BeforeValidator, ValidationError
+from pydantic_core import from_json
+from starlette.requests import ClientDisconnect
+
+from headrace_coordinator.api.control import Refused
+from headrace_coordinator.api.http.errors import invalid, unknown_parameter
+
+MAX_BODY_BYTES = 1024 * 1024
+KEY_PATTERN = r"^[\x21-\x7e]{1,200}$"
+Model = TypeVar("Model", bound=BaseModel)
+
+PageSize = Annotated[int, Query(ge=1, le=1000, description="most entries of a page")]
+PageToken = Annotated[str, Query(max_length=200, description="next_page_token of the page before")]
+# `?now` and `?now=true` mean the same.
+Flag = Annotated[bool, BeforeValidator(lambda value: True if value == "" else value)]
+GivenKey = Annotated[
+    str | None,
+    Header(
+        alias="Idempotency-Key",
+        pattern=KEY_PATTERN,
+        description="repeating a request with its key repeats its answer; generated, and returned, if absent",
+    ),
+]
+
+
+def view_response(view: BaseModel, status: int = 200) -> Response:
+    """A view as JSON; numbers that JSON lacks become null."""
+    return Response(view.model_dump_json(), status, media_type="application/json")
+
+
+def keyed_response(view: BaseModel, key: str, status: int = 200) -> Response:
+    """A view with the Idempotency-Key that the write was made under."""
+    response = view_response(view, status)
+    response.headers["Idempotency-Key"] = key
+    return response
+
+
+def key_or_new(key: str | None) -> str:
+    """The client's idempotency key, or one of our own."""
+    return key or uuid.uuid4().hex
+
+
+async def known_parameters(request: Request) -> None:
+    """Refuses query parameters that the route does not have: a mistyped dry_run must not start a run."""
+    known = [field.alias for field in request.scope["route"].dependant.query_params]
+    wrong = [unknown_parameter(name, known) for name in request.query_params if name not in known]
+    if wrong:
+        raise invalid(wrong)
+
+
+async def read_model(request: Request, model: type[Model], what: str) -> Model:
+    """The JSON body as a model; refusals name every key that is wrong."""
+    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if media_type != "application/json":
+        given = media_type[:80] or "of no type"
+        message = f"the body must be JSON and is {given}; send Content-Type: application/json"
+        raise Refused("UNSUPPORTED_MEDIA_TYPE", message)
+    body = await _read(request)
+    try:
+        data = from_json(body, allow_inf_nan=False)
+    except ValueError as error:
+        raise invalid([problem("", f"{what} is not JSON: {error}", "send one JSON object")], what) from error
+    if not _finite(data):
+        raise invalid([problem("", f"{what} holds a number beyond 1e308", "write a finite number")], what)
+    try:
+        return model.model_validate(data)
+    except ValidationError as error:
+        raise invalid(explain(error, model), what) from error
+
+
+async def _read(request: Request) -> bytes:
+    body = bytearray()
+    try:
+        async for part in request.stream():
+            body += part
+            if len(body) > MAX_BODY_BYTES:
+                raise Refused("TOO_LARGE", f"the body is larger than {MAX_BODY_BYTES} bytes")
+    except ClientDisconnect as error:
+        raise Refused("INVALID", "the connection broke before the body had arrived") from error
+    return bytes(body)
+
+
+def _finite(value: Any) -> bool:
+    if isinstance(value, float):
+        return math.isfinite(value)
+    if isinstance(value, dict):
+        return all(_finite(item) for item in value.values())
+    return all(_finite(item) for item in value) if isinstance(value, list) else True

@@ -1,0 +1,193 @@
+"""State and history as views."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import msgspec
+from headrace_schema.views import (
+    CertificateView,
+    CountsView,
+    DeviceView,
+    EvaluationView,
+    EventView,
+    InstanceView,
+    LeaseView,
+    PolicyView,
+    RunView,
+    StepView,
+)
+
+from headrace_coordinator.domain import events as ev
+from headrace_coordinator.domain.compact import expand, expand_drops
+from headrace_coordinator.domain.leases import LeaseTable
+from headrace_coordinator.domain.runs import RunState
+from headrace_coordinator.domain.versions import Version
+from headrace_coordinator.fleet.fleet import Fleet
+from headrace_coordinator.store.history import Item
+
+
+def run_view(run: RunState, waiting_for: list[str], place: int | None = None) -> RunView:
+    """One run, from its running figures."""
+    totals, tally, base = run.totals, run.totals.tally, run.lineage.base
+    return RunView(
+        name=f"runs/{run.id}",
+        id=run.id,
+        state=run.state,
+        reason=run.reason,
+        intent=run.intent,
+        priority=run.priority,
+        place=place,
+        step=run.ledger.step,
+        steps=run.steps_total,
+        created_at=run.created_at,
+        started_at=run.started_at or None,
+        finished_at=run.finished_at or None,
+        waiting_for=waiting_for,
+        policy=policy_view(base) if base else None,
+        warmup_steps=run.warmup_steps,
+        baseline_prefill=evaluation_view(totals.baseline) if totals.baseline else None,
+        evaluations=[evaluation_view(view) for view in totals.evaluations],
+        last_step=step_view(totals.last_step) if totals.last_step else None,
+        counts=CountsView(
+            trained=tally.trained,
+            dropped=tally.dropped,
+            duplicates=tally.duplicates,
+            max_staleness=tally.max_staleness,
+            frontier=run.ledger.frontier,
+        ),
+        recoveries=run.recoveries,
+        run_directory=run.directory,
+        export_path=run.export_path,
+        forked_from=(run.spec.get("from_checkpoint") or {}).get("run", ""),
+        first_step=run.ledger.first_step,
+        spec=run.spec,
+    )
+
+
+def step_view(view: dict[str, Any]) -> StepView:
+    """A committed step from its event; JSON has null for a figure that is not a number."""
+    return StepView.model_validate(_numbers(view) | {"figures": _numbers(view["figures"])})
+
+
+def evaluation_view(view: dict[str, Any]) -> EvaluationView:
+    """An evaluation from its event."""
+    return EvaluationView.model_validate(_numbers(view) | {"parts": _numbers(view["parts"])})
+
+
+def summary_view(view: dict[str, Any]) -> RunView:
+    """A run's view from JSON."""
+    made = {
+        "evaluations": [evaluation_view(each) for each in view["evaluations"]],
+        "baseline_prefill": evaluation_view(view["baseline_prefill"]) if view["baseline_prefill"] else None,
+        "last_step": step_view(view["last_step"]) if view["last_step"] else None,
+    }
+    return RunView.model_validate(view | made)
+
+
+def _numbers(values: dict[str, Any]) -> dict[str, Any]:
+    return {name: math.nan if value is None else value for name, value in values.items()}
+
+
+def policy_view(version: Version | ev.Certificate | ev.VersionRestored) -> PolicyView:
+    """What made a version, or keeps it, as its view."""
+    return PolicyView(
+        number=version.number, parent=version.parent, ordinal=version.ordinal, digest=version.digest
+    )
+
+
+def certificate_view(certificate: ev.Certificate, live: bool) -> CertificateView:
+    """One certificate, its slots in full."""
+    fields = msgspec.structs.asdict(certificate)
+    for name in ("number", "parent", "ordinal", "digest"):
+        del fields[name]
+    fields["trained"] = expand(certificate.trained)
+    fields["dropped"] = expand_drops(certificate.dropped)
+    # Not validated: a hundred thousand slots that were validated when they were read.
+    return CertificateView.model_construct(version=policy_view(certificate), live=live, **fields)
+
+
+def event_view(item: Item) -> EventView:
+    """One event of a run's stream, with every slot of it by itself: runs of slots are how files are kept small."""
+    sequence, event = item
+    data = msgspec.to_builtins(event)
+    for name in ("type", "at", "run"):
+        data.pop(name, None)
+    if isinstance(event, ev.StepSkipped):
+        data["dropped"] = expand_drops(event.dropped)
+    elif isinstance(event, ev.StepCommitted):
+        data["certificate"]["trained"] = list(expand(event.certificate.trained))
+        data["certificate"]["dropped"] = expand_drops(event.certificate.dropped)
+    assert isinstance(event, ev.RunEvent)
+    return EventView(id=sequence, type=_snake(type(event).__name__), time=event.at, run=event.run, data=data)
+
+
+def _snake(name: str) -> str:
+    return "".join(f"_{c.lower()}" if c.isupper() else c for c in name).lstrip("_")
+
+
+def instance_views(fleet: Fleet) -> list[InstanceView]:
+    """All registered instances."""
+    views = []
+    for state in sorted(fleet.kernel.state.instances.values(), key=lambda i: i.instance):
+        session = fleet.sessions.get(state.incarnation)
+        silent_s = fleet.silent_for(state.incarnation)
+        views.append(
+            InstanceView(
+                name=state.instance,
+                incarnation=state.incarnation,
+                kind=state.kind,
+                state="SILENT" if silent_s else "READY" if session else "LOST",
+                host=state.host,
+                address=state.address,
+                devices=state.devices,
+                capabilities=state.capabilities,
+                run=fleet.run_of(state.incarnation),
+                resident_memory_bytes=session.resident_memory_bytes if session else 0,
+                last_heartbeat_age_s=fleet.kernel.monotonic() - session.heard_at if session else -1.0,
+                silent_for_s=silent_s,
+            )
+        )
+    return views
+
+
+def lease_views(fleet: Fleet) -> list[LeaseView]:
+    """All leases."""
+    state = fleet.kernel.state
+    return [
+        LeaseView(
+            epoch=lease.epoch,
+            state=lease.state,
+            instance=fleet.readable(lease.incarnation),
+            run=lease.run,
+            stage=lease.stage,
+            devices=lease.devices,
+            expires_in_s=fleet.desk.expires_in(lease.epoch),
+        )
+        for lease in state.table.leases.values()
+    ]
+
+
+def device_views(fleet: Fleet) -> list[DeviceView]:
+    """All devices that any instance may be given."""
+    table = fleet.kernel.state.table
+    names = {device for i in fleet.kernel.state.instances.values() for device in i.devices} | set(
+        table.quarantined
+    )
+    return [_device(fleet, table, name) for name in sorted(names)]
+
+
+def _device(fleet: Fleet, table: LeaseTable, name: str) -> DeviceView:
+    if quarantine := table.quarantined.get(name):
+        return DeviceView(
+            name=name, state="QUARANTINED", holder=quarantine.incarnation, reason=quarantine.reason
+        )
+    if lease := table.holder_of(name):
+        return DeviceView(
+            name=name,
+            state="LEASED",
+            holder=fleet.readable(lease.incarnation),
+            reason=f"{lease.run} {lease.stage}",
+        )
+    return DeviceView(name=name, state="FREE", holder="", reason="")

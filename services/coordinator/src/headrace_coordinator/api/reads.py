@@ -1,0 +1,251 @@
+"""What the HTTP API may read: runs from their running figures, everything past from history files, by page.
+
+A page is (entries, position to go on from, or None at the end). Decides nothing and writes nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from itertools import islice
+from pathlib import Path
+from typing import TypeVar
+
+from headrace_schema.problems import nearest
+from headrace_schema.spec import RunSpec
+from headrace_schema.views import (
+    CertificateView,
+    CheckpointView,
+    DeviceView,
+    EvaluationView,
+    EventView,
+    HealthView,
+    InstanceView,
+    KeyProblemView,
+    LeaseView,
+    RunView,
+    StepView,
+)
+
+from headrace_coordinator.api import presenters as present
+from headrace_coordinator.api.archive import Archive
+from headrace_coordinator.api.control import Page, Refused
+from headrace_coordinator.api.forks import check_fork, unknown_origin
+from headrace_coordinator.domain import events as ev
+from headrace_coordinator.domain import runs
+from headrace_coordinator.domain.compact import count, count_drops
+from headrace_coordinator.domain.runs import RunState
+from headrace_coordinator.fleet.fleet import Fleet
+from headrace_coordinator.store.event_log import Kernel
+from headrace_coordinator.store.history.files import RunFiles
+from headrace_coordinator.vitals import Vitals
+
+T = TypeVar("T")
+LOOK_S = 5.0
+SLOTS_A_PAGE = 20_000
+"""Slots in a page of certificates: it ends with the one that reaches so many."""
+
+
+class Reads:
+    """The reading half of `control.Control`."""
+
+    def __init__(
+        self,
+        kernel: Kernel,
+        fleet: Fleet,
+        busy: Callable[[str], bool],
+        queue: Callable[[], Mapping[str, str]],
+    ) -> None:
+        """`busy` says whether a task works on a run; `queue` has waiting runs in order, and what each waits for."""
+        self.kernel = kernel
+        self.fleet = fleet
+        self._queue = queue
+        self.vitals = Vitals(kernel)
+        self.archive = Archive(kernel, busy)
+
+    # --- runs
+
+    def _find(self, run_id: str) -> RunState:
+        """A run that has not been archived; NOT_FOUND, or CONFLICT for one that has."""
+        state = self.kernel.state
+        if run := state.runs.get(run_id):
+            return run
+        if ended := state.ended.get(run_id):
+            raise Refused("CONFLICT", f"run {run_id} is {ended.state}; nothing can change it any more")
+        close = nearest(run_id, self._newest_first()[:200])
+        hint = f"; did you mean {close}?" if close else ""
+        raise Refused("NOT_FOUND", f"there is no run {run_id}{hint}")
+
+    def _newest_first(self) -> list[str]:
+        state = self.kernel.state
+        created = {run: ended.created_at for run, ended in state.ended.items()}
+        created |= {run.id: run.created_at for run in state.runs.values()}
+        return sorted(created, key=created.__getitem__, reverse=True)
+
+    def run_states(self) -> dict[str, int]:
+        """See `Control.run_states`."""
+        state = self.kernel.state
+        return Counter(
+            [run.state for run in state.runs.values()] + [run.state for run in state.ended.values()]
+        )
+
+    def runs(self, size: int, after: str = "") -> Page[RunView, str]:
+        """See `Control.runs`."""
+        names = self._newest_first()
+        start = names.index(after) + 1 if after else 0
+        shown = names[start : start + size]
+        return [self.run(name) for name in shown], shown[-1] if start + size < len(names) else None
+
+    def run(self, run_id: str) -> RunView:
+        """See `Control.run`."""
+        if run_id in self.kernel.state.ended and run_id not in self.kernel.state.runs:
+            return self.archive.view(run_id)
+        run = self._find(run_id)
+        queue = list(self._queue())
+        place = queue.index(run_id) + 1 if run_id in queue and run.state == runs.QUEUED else None
+        return present.run_view(run, self._waiting_for(run), place)
+
+    def _waiting_for(self, run: RunState) -> list[str]:
+        """What a run waits for now."""
+        waiting = [self.fleet.readable(what) for what in self.fleet.waits.of(run.id)]
+        waiting += self.fleet.silences(run.id)
+        if self.kernel.store_away:
+            waiting.append(f"the store (Redis) to accept writes: {self.kernel.store_trouble}")
+        if self.kernel.history.trouble:
+            waiting.append(f"the disk of the data directory: {self.kernel.history.trouble}")
+        if run.state == runs.QUEUED and run.id in self._queue():
+            waiting.append(self.fleet.readable(self._queue()[run.id]))
+        return waiting
+
+    async def fork_problems(self, spec: RunSpec) -> list[KeyProblemView]:
+        """Why a spec cannot continue from the checkpoint that it names; empty where it names none."""
+        if spec.from_checkpoint is None:
+            return []
+        origin, names = spec.from_checkpoint.run, self._newest_first()
+        if origin not in names:
+            return [unknown_origin(origin, names[:200])]
+        steps = [checkpoint.step for checkpoint in await self.checkpoints(origin)]
+        return check_fork(spec, self.run(origin), steps)
+
+    # --- events
+
+    async def events(self, run_id: str, after: int) -> AsyncIterator[EventView]:
+        """See `Control.events`."""
+        self.run(run_id)
+        history = self.kernel.history
+        while True:
+            news = history.news.next()
+            items = await history.page(run_id, after)
+            for item in items:
+                yield present.event_view(item)
+                after = item[0]
+            if not items:
+                run = self.kernel.state.runs.get(run_id)
+                if (run is None or run.state in runs.TERMINAL) and history.complete(run_id, after):
+                    return
+                await asyncio.wait({news}, timeout=LOOK_S)
+
+    # --- pages of what is past
+
+    async def steps(self, run_id: str, size: int, after: int = -1) -> Page[StepView, int]:
+        """See `Control.steps`."""
+
+        def look(files: RunFiles) -> Page[StepView, int]:
+            found = files.pages(files.steps, files.live_steps(), after)
+            committed = ((place, event) for place, event in found if isinstance(event, ev.StepCommitted))
+            return _page(committed, size, lambda event: present.step_view(event.view))
+
+        return await self._look(run_id, look)
+
+    async def evaluations(self, run_id: str, size: int, after: int = -1) -> Page[EvaluationView, int]:
+        """See `Control.evaluations`."""
+
+        def look(files: RunFiles) -> Page[EvaluationView, int]:
+            found = files.pages(files.evaluations, files.live_evaluations(), after)
+            made = ((place, event) for place, event in found if isinstance(event, ev.Evaluated))
+            return _page(made, size, lambda event: present.evaluation_view(event.view))
+
+        return await self._look(run_id, look)
+
+    async def certificates(self, run_id: str, size: int, after: int = -1) -> Page[CertificateView, int]:
+        """See `Control.certificates`."""
+
+        def look(files: RunFiles) -> Page[CertificateView, int]:
+            live = files.live_steps()
+            found = files.pages(files.steps, [(0, len(files.steps))], after)
+            shown: list[CertificateView] = []
+            slots, last = 0, after
+            for place, event in found:
+                if not isinstance(event, ev.StepCommitted):
+                    continue
+                if len(shown) == size or slots >= SLOTS_A_PAGE:
+                    return shown, last
+                certificate, last = event.certificate, place
+                slots += count(certificate.trained) + count_drops(certificate.dropped)
+                shown.append(
+                    present.certificate_view(certificate, any(low <= place < high for low, high in live))
+                )
+            return shown, None
+
+        return await self._look(run_id, look)
+
+    async def checkpoints(self, run_id: str) -> list[CheckpointView]:
+        """See `Control.checkpoints`: those that the ledger knows and that still have their directory."""
+        run = self.run(run_id)
+        keep, directory = run.spec["checkpoint"]["keep"], Path(run.run_directory) / "checkpoints"
+
+        def look(files: RunFiles) -> list[CheckpointView]:
+            end, views = len(files.checkpoints), []
+            for record in reversed(files.checkpoints.read(max(0, end - keep), end)):
+                event, version = files.event(record), files.version(record.number)
+                if not isinstance(event, ev.CheckpointSaved) or version is None:
+                    continue
+                if directory.is_dir() and not (directory / event.name).is_dir():
+                    continue  # It was set aside, or deleted.
+                views.append(
+                    CheckpointView(
+                        name=event.name,
+                        version=present.policy_view(version),
+                        step=event.step,
+                        size_bytes=_size(directory / event.name),
+                    )
+                )
+            return views
+
+        return await self._look(run_id, look)
+
+    async def _look(self, run_id: str, look: Callable[[RunFiles], T]) -> T:
+        self.run(run_id)
+        return await self.kernel.history.read(run_id, look)
+
+    # --- the fleet
+
+    def instances(self) -> list[InstanceView]:
+        """See `Control.instances`."""
+        return present.instance_views(self.fleet)
+
+    def leases(self) -> list[LeaseView]:
+        """See `Control.leases`."""
+        return present.lease_views(self.fleet)
+
+    def health(self) -> HealthView:
+        """See `Control.health`."""
+        return self.vitals.view()
+
+    def devices(self) -> list[DeviceView]:
+        """See `Control.devices`."""
+        return present.device_views(self.fleet)
+
+
+E = TypeVar("E", ev.StepCommitted, ev.Evaluated)
+
+
+def _page(found: Iterator[tuple[int, E]], size: int, view: Callable[[E], T]) -> Page[T, int]:
+    shown = list(islice(found, size))
+    more = bool(shown) and next(found, None) is not None
+    return [view(event) for _, event in shown], shown[-1][0] if more else None
+
+
+def _size(directory: Path) -> int:
+    return sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())

@@ -1,0 +1,52 @@
+"""What only an instance can tell of a spec: whether its scorers load, take their options and judge a blank answer."""
+
+from __future__ import annotations
+
+import uuid
+
+from headrace_schema.problems import problem
+from headrace_schema.spec import RunSpec
+from headrace_schema.views import KeyProblemView
+
+from headrace_coordinator.fleet.fleet import Fleet
+from headrace_coordinator.fleet.ports import CallRefused, InstanceDown
+from headrace_coordinator.run.clients import RewardMember
+
+
+async def try_scorers(spec: RunSpec, fleet: Fleet, trials: set[str]) -> list[KeyProblemView]:
+    """Opens the spec's scorers at a ready reward instance and closes them; what it refuses, by key.
+
+    Scorers without a file or options of the user's are known to work. An instance in trouble is the run's to handle.
+    """
+    scorers = [*spec.reward.scorers, *spec.reward.evaluation]
+    ready = fleet.ready("reward")
+    if not ready or not any(".py:" in scorer.name or scorer.options for scorer in scorers):
+        return []
+    chosen = ready[0]
+    trial = RewardMember(
+        f"trial-{uuid.uuid4().hex[:6]}",
+        chosen,
+        fleet.port(chosen.incarnation),
+        fleet.kernel.state.epoch,
+        open_id=fleet.next_open_id(),
+    )
+    trials.add(trial.run)
+    try:
+        await trial.open_run(spec.reward.model_dump_json())
+        await trial.close_run()
+    except CallRefused as refusal:
+        if refusal.reason != "INVALID":
+            return []
+        _, _, text = refusal.message.partition(f"{refusal.key}: ")
+        return [
+            problem(
+                refusal.key or "reward.scorers",
+                text or refusal.message,
+                f"mend it: {chosen.instance} has tried it, and its log says more",
+            )
+        ]
+    except InstanceDown:
+        return []
+    finally:
+        trials.discard(trial.run)  # What could not be closed is closed by the reconciler.
+    return []

@@ -1,1 +1,0 @@
-"""Typed calls to the instances, with deadlines."""

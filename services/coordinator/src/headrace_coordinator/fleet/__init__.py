@@ -1,0 +1,1 @@
+"""Instances as they are now: sessions, leases, calls, and what they have open."""

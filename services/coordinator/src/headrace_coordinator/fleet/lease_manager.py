@@ -1,0 +1,242 @@
+"""Leases from request to end: grants, waits for their holders, revokes, lets them expire.
+
+The rules are `domain.leases`; who is alive and how a command reaches a process is the fleet's to know.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
+
+from headrace_coordinator.domain import events as ev
+from headrace_coordinator.domain import leases
+from headrace_coordinator.domain.leases import Blocked, LeaseRequest
+from headrace_coordinator.fleet.ports import InstanceDown
+from headrace_coordinator.fleet.waits import Waits, WaitTimeout
+from headrace_coordinator.store.event_log import Kernel
+
+
+class Holders(Protocol):
+    """The processes that hold leases."""
+
+    def alive(self, incarnation: str) -> bool:
+        """The process is registered and its session is open."""
+
+    def send(self, incarnation: str, command: str, body: Any) -> None:
+        """A command to a process; lost where it has no session."""
+
+
+class LeaseDesk:
+    """All leases of the fleet, and when each was renewed."""
+
+    def __init__(self, kernel: Kernel, holders: Holders, waits: Waits, ttl: float, notice: float) -> None:
+        self._kernel = kernel
+        self._holders = holders
+        self._waits = waits
+        self._ttl = ttl
+        self._notice = notice
+        self._renewed_at: dict[int, float] = {}
+        self._let_go_by: dict[int, float] = {}
+        self._expiry_from = kernel.monotonic() + ttl
+
+    # --- from the holders
+
+    def confirm(self, incarnation: str, held: set[int]) -> set[int]:
+        """A process has registered with what it holds; returns the epochs that are honoured."""
+        table, now = self._kernel.state.table, self._kernel.now()
+        own = {lease.epoch for lease in table.of(incarnation)}
+        for epoch in own & held:
+            self._renewed_at[epoch] = self._kernel.monotonic()
+            self._kernel.post(*leases.plan_held(table, epoch, incarnation, now))
+        for epoch in own - held:
+            # Granted by a coordinator that died before the grant reached the holder.
+            self._post_ends(leases.plan_release(table, epoch, incarnation, "never held", now))
+        return own & held
+
+    def attached(self, incarnation: str) -> None:
+        """A session has opened: what was revoked is revoked again, for the first time may have been lost."""
+        now = self._kernel.monotonic()
+        for lease in self._kernel.state.table.of(incarnation):
+            if lease.state == leases.REVOKING:
+                left = max(0.0, self._let_go_by.get(lease.epoch, now + self._notice) - now)
+                self._holders.send(incarnation, "revoke", (lease.epoch, left))
+
+    def renew(self, incarnation: str, epochs: Iterable[int]) -> list[int]:
+        """A heartbeat; returns the epochs that it renews."""
+        own = {lease.epoch for lease in self._kernel.state.table.of(incarnation)}
+        renewed = [epoch for epoch in epochs if epoch in own]
+        self._renewed_at |= dict.fromkeys(renewed, self._kernel.monotonic())
+        return renewed
+
+    def held(self, incarnation: str, epoch: int, refusal: str) -> None:
+        """The holder has its memory, or says why it cannot."""
+        now, table = self._kernel.now(), self._kernel.state.table
+        if refusal:
+            self._post_ends(leases.plan_release(table, epoch, incarnation, f"refused: {refusal}", now))
+        else:
+            self._kernel.post(*leases.plan_held(table, epoch, incarnation, now))
+
+    def released(self, incarnation: str, epoch: int, used_bytes: int = 0) -> None:
+        """The holder has let go, and measured what it still uses on the devices."""
+        table, now = self._kernel.state.table, self._kernel.now()
+        self._post_ends(leases.plan_release(table, epoch, incarnation, "released", now, used=used_bytes))
+
+    def exited(self, incarnation: str) -> None:
+        """The holder's process is proven gone."""
+        self._post_ends(leases.plan_exit(self._kernel.state.table, incarnation, self._kernel.now()))
+
+    def _post_ends(self, events: Sequence[ev.Event]) -> None:
+        for event in events:
+            self._renewed_at.pop(event.epoch, None)  # type: ignore[attr-defined]
+            self._let_go_by.pop(event.epoch, None)  # type: ignore[attr-defined]
+        self._kernel.post(*events)
+
+    # --- for a run
+
+    async def acquire(self, requests: Sequence[LeaseRequest], timeout: float) -> list[int]:
+        """Leases for all requests or none, held by their holders; returns their epochs.
+
+        Raises:
+            WaitTimeout: naming the busy devices and who holds them.
+            InstanceDown: a holder went away, or refused.
+        """
+        held = {request: self._held_already(request) for request in requests}
+        missing = [request for request in requests if not held[request]]
+        if missing:
+            grants = await self._grant(missing, timeout)
+            held |= {request: grant.epoch for request, grant in zip(missing, grants, strict=True)}
+        return [held[request] for request in requests]
+
+    async def _grant(self, requests: Sequence[LeaseRequest], timeout: float) -> list[ev.LeaseGranted]:
+        run, deadline = requests[0].run, asyncio.get_running_loop().time() + timeout
+        while True:
+            self._all_alive(requests)
+            self._all_granted(requests)
+            try:
+                grants = leases.plan_grant(self._kernel.state.table, requests, self._kernel.now())
+                break
+            except Blocked as blocked:
+                left = deadline - asyncio.get_running_loop().time()
+                await self._wait_for_change(run, requests, str(blocked), left)
+        await self._kernel.commit(*grants)
+        for grant in grants:
+            self._renewed_at[grant.epoch] = self._kernel.monotonic()
+            self._holders.send(grant.incarnation, "grant", grant)
+        await self._until_held(run, grants, timeout)
+        return grants
+
+    def _all_alive(self, requests: Iterable[LeaseRequest]) -> None:
+        """A grant to a process that is gone would hold its device until it expires."""
+        for request in requests:
+            if not self._holders.alive(request.incarnation):
+                raise InstanceDown(
+                    request.incarnation, f"gone before it could take {', '.join(request.devices)}"
+                )
+
+    def _all_granted(self, requests: Iterable[LeaseRequest]) -> None:
+        """While a run waits for a device, its grant may change: another run may have that device now."""
+        for request in requests:
+            run = self._kernel.state.runs.get(request.run)
+            granted = run.grant.devices if run is not None and run.grant is not None else request.devices
+            if beyond := [device for device in request.devices if device not in granted]:
+                raise InstanceDown(request.incarnation, f"{', '.join(beyond)} went to another run")
+
+    async def _wait_for_change(
+        self, run: str, requests: Sequence[LeaseRequest], what: str, timeout: float
+    ) -> None:
+        table = self._kernel.state.table
+        before = (set(table.leases), set(table.quarantined))
+
+        def changed() -> bool:
+            gone = not all(self._holders.alive(request.incarnation) for request in requests)
+            return gone or (set(table.leases), set(table.quarantined)) != before
+
+        with self._waits.named(run, what):
+            await self._kernel.wait_until(changed, timeout, what)
+
+    def _held_already(self, request: LeaseRequest) -> int:
+        for lease in self._kernel.state.table.of(request.incarnation):
+            same = (lease.run, lease.stage, tuple(lease.devices)) == (
+                request.run,
+                request.stage,
+                request.devices,
+            )
+            if same and lease.state == leases.HELD:
+                return lease.epoch
+        return 0
+
+    async def _until_held(self, run: str, grants: Sequence[ev.LeaseGranted], timeout: float) -> None:
+        live = self._kernel.state.table.leases
+
+        def settled() -> bool:
+            gone = any(not self._holders.alive(g.incarnation) for g in grants)
+            return gone or all(g.epoch not in live or live[g.epoch].state != leases.GRANTED for g in grants)
+
+        what = "; ".join(f"{g.incarnation} to take {', '.join(g.devices)}" for g in grants)
+        with self._waits.named(run, what):
+            await self._kernel.wait_until(settled, timeout, what)
+        for grant in grants:
+            if grant.epoch not in live or live[grant.epoch].state == leases.GRANTED:
+                raise InstanceDown(grant.incarnation, f"did not take {', '.join(grant.devices)}")
+
+    async def release(self, run: str, epochs: Sequence[int]) -> None:
+        """Revokes leases with notice and waits until they are over."""
+        now, table = self._kernel.now(), self._kernel.state.table
+        for epoch in epochs:
+            lease = table.leases.get(epoch)
+            if lease is None:
+                continue
+            self._kernel.post(*leases.plan_revoke(table, epoch, now))
+            self._let_go_by.setdefault(epoch, self._kernel.monotonic() + self._notice)
+            self._holders.send(lease.incarnation, "revoke", (epoch, self._notice))
+        what = "release of " + ", ".join(f"epoch {epoch}" for epoch in epochs)
+        with self._waits.named(run, what):
+            timeout = self._notice + self._ttl
+            await self._kernel.wait_until(lambda: not any(e in table.leases for e in epochs), timeout, what)
+
+    async def release_all(self, run: str) -> None:
+        """Ends every lease of a run."""
+        epochs = [lease.epoch for lease in self._kernel.state.table.leases.values() if lease.run == run]
+        try:
+            await self.release(run, epochs)
+        except WaitTimeout:
+            return  # The sweep ends them; their devices stay quarantined until proven free.
+
+    # --- time
+
+    def expires_in(self, epoch: int) -> float:
+        """Seconds until a lease ends unless it is renewed."""
+        now = self._kernel.monotonic()
+        return self._ttl - (now - self._renewed_at.get(epoch, now))
+
+    def wait_a_ttl(self) -> None:
+        """Ends no lease before one TTL has passed: holders could not renew, so their silence proves nothing."""
+        now = self._kernel.monotonic()
+        self._expiry_from = now + self._ttl
+        self._renewed_at = dict.fromkeys(self._renewed_at, now)
+        self._let_go_by = dict.fromkeys(self._let_go_by, now + self._notice)
+
+    def expire(self) -> dict[str, str]:
+        """One look at the clock; the holders that are to be killed, because their devices are in doubt, and why.
+
+        They are named again at every look, for a command to a supervisor that is cut off is lost. No lease ends during
+        a store outage, nor within one TTL after it, after the start, or after this process stood still.
+        """
+        if self._kernel.store_away:
+            self.wait_a_ttl()
+        table, now = self._kernel.state.table, self._kernel.monotonic()
+        for lease in table.leases.values():
+            self._renewed_at.setdefault(lease.epoch, now)
+            if lease.state == leases.REVOKING:
+                self._let_go_by.setdefault(lease.epoch, now + self._notice)
+        if self.lenient:
+            return {}
+        at = self._kernel.now()
+        self._post_ends(leases.plan_expire(table, self._renewed_at, self._let_go_by, self._ttl, now, at))
+        return {quarantine.incarnation: quarantine.reason for quarantine in table.quarantined.values()}
+
+    @property
+    def lenient(self) -> bool:
+        """Silence proves nothing now."""
+        return self._kernel.monotonic() < self._expiry_from

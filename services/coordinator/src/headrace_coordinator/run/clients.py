@@ -1,0 +1,341 @@
+"""Instances at work for a run: the contracts' calls with their authority and deadlines."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from headrace.common.v1 import common_pb2 as common
+from headrace.reward.v1 import reward_pb2 as reward
+from headrace.rollout.v1 import rollout_pb2 as rollout
+from headrace.trainer.v1 import trainer_pb2 as trainer
+
+from headrace_coordinator.domain.state import InstanceState
+from headrace_coordinator.fleet.ports import Port
+
+QUICK_S, SLOW_S, LOAD_S, CLOSE_S = 30.0, 120.0, 900.0, 90.0
+"""Deadlines: bookkeeping; moving memory; loading or writing a model; closing a run."""
+_CLOSE = {
+    "rollout": rollout.CloseRunRequest,
+    "trainer": trainer.CloseRunRequest,
+    "reward": reward.CloseRunRequest,
+}
+
+KEYS_A_MESSAGE = 10_000
+"""Slots that one request names."""
+
+SlotKey = tuple[int, int]
+
+
+def sample_key(slot: SlotKey) -> common.SampleKey:
+    """(prompt ordinal, sample index) as the contracts' key."""
+    return common.SampleKey(prompt_ordinal=slot[0], sample_index=slot[1])
+
+
+def _parts(slots: Iterable[SlotKey]) -> Iterator[list[SlotKey]]:
+    """Slots by the message."""
+    source = iter(slots)
+    while part := list(itertools.islice(source, KEYS_A_MESSAGE)):
+        yield part
+
+
+@dataclass
+class Published:
+    """A version that can be installed."""
+
+    version: common.PolicyVersion
+    manifest: common.WeightManifest
+    source: common.WeightSource
+
+
+@dataclass
+class Member:
+    """One instance at work for one run."""
+
+    run: str
+    instance: InstanceState
+    port: Port
+    coordinator_epoch: int
+    devices: tuple[str, ...] = ()
+    lease_epoch: int = 0
+    awake: bool = False
+    installed: int = 0
+    """The version that it generates with; 0 for none."""
+    open_id: int = 0
+    opened: bool = False
+    _requests: ClassVar[Iterable[int]] = itertools.count(1)
+
+    @property
+    def incarnation(self) -> str:
+        """Id of the process."""
+        return self.instance.incarnation
+
+    def header(self) -> common.CommandHeader:
+        """Authority of the next call."""
+        number = next(iter(self._requests))
+        return common.CommandHeader(
+            request_id=f"{self.run}-{self.coordinator_epoch}-{number}",
+            run=f"runs/{self.run}",
+            coordinator_epoch=self.coordinator_epoch,
+            lease_epoch=self.lease_epoch,
+            open_id=self.open_id,
+            command_sequence=(self.coordinator_epoch << 32) + number,
+        )
+
+    def lost_lease(self) -> None:
+        """Its lease was revoked: it has nothing on its devices any more."""
+        self.lease_epoch, self.awake = 0, False
+
+    async def close_run(self) -> None:
+        """Ends everything that the instance does for the run and frees what it keeps of it."""
+        request = _CLOSE[self.instance.kind](header=self.header())
+        await self.port.call("CloseRun", request, CLOSE_S)
+
+
+@dataclass
+class RolloutMember(Member):
+    """A rollout instance."""
+
+    max_concurrency: int = 1
+
+    async def open_run(self, config_json: str) -> None:
+        """Model architecture, tokenizer and engine."""
+        request = rollout.OpenRunRequest(header=self.header(), config_json=config_json)
+        response: rollout.OpenRunResponse = await self.port.call("OpenRun", request, LOAD_S)
+        self.max_concurrency = max(1, response.max_concurrency)
+
+    async def install(self, published: Published) -> rollout.InstallPolicyResponse:
+        """Compare-and-set to a version."""
+        request = rollout.InstallPolicyRequest(
+            header=self.header(),
+            version=published.version,
+            manifest=published.manifest,
+            sources=[published.source],
+        )
+        response: rollout.InstallPolicyResponse = await self.port.call("InstallPolicy", request, SLOW_S)
+        self.installed = published.version.number
+        return response
+
+    def generate(
+        self, opening: rollout.GenerateOpen, assignments: AsyncIterator[rollout.AssignGroups], timeout: float
+    ) -> AsyncIterator[rollout.GenerateResponse]:
+        """Groups in, chunks out."""
+        opening.header.CopyFrom(self.header())
+
+        async def requests() -> AsyncIterator[rollout.GenerateRequest]:
+            yield rollout.GenerateRequest(open=opening)
+            async for assignment in assignments:
+                yield rollout.GenerateRequest(assign=assignment)
+
+        return self.port.stream("Generate", requests(), timeout)
+
+    async def suspend(self) -> None:
+        """Pause, then give the memory back."""
+        await self.port.call("Pause", rollout.PauseRequest(header=self.header()), QUICK_S)
+        await self.port.call("Suspend", rollout.SuspendRequest(header=self.header()), SLOW_S)
+        self.installed, self.awake = 0, False
+
+    async def wake(self, published: Published) -> None:
+        """Weights' room, install, then the cache's room (PROTOCOL, Versions)."""
+        weights, cache = rollout.WAKE_SCOPE_WEIGHTS, rollout.WAKE_SCOPE_KV_CACHE
+        await self.port.call("Wake", rollout.WakeRequest(header=self.header(), scope=weights), SLOW_S)
+        await self.install(published)
+        await self.port.call("Wake", rollout.WakeRequest(header=self.header(), scope=cache), SLOW_S)
+        await self.port.call("Resume", rollout.ResumeRequest(header=self.header()), QUICK_S)
+        self.awake = True
+
+    async def abort(self) -> None:
+        """Ends everything that runs."""
+        await self.port.call("Abort", rollout.AbortRequest(header=self.header()), QUICK_S)
+
+    async def inventory(self) -> Sequence[rollout.InventoryItem]:
+        """Trajectories in its custody."""
+        request = rollout.ListInventoryRequest(header=self.header())
+        response: rollout.ListInventoryResponse = await self.port.call("ListInventory", request, QUICK_S)
+        return response.items
+
+    async def fetch(self, slots: Iterable[SlotKey]) -> list[common.Trajectory]:
+        """Bodies from its custody; unknown ones are left out."""
+        found: list[common.Trajectory] = []
+        for part in _parts(slots):
+            request = rollout.FetchTrajectoriesRequest(header=self.header(), samples=map(sample_key, part))
+            async for response in self.port.listen("FetchTrajectories", request, SLOW_S):
+                found += response.trajectories
+        return found
+
+    async def end_custody(self, slots: Iterable[SlotKey]) -> None:
+        """The ledger says TRAINED or DROPPED."""
+        for part in _parts(slots):
+            request = rollout.ReleaseTrajectoriesRequest(header=self.header())
+            for prompt, sample in part:
+                request.samples.add(prompt_ordinal=prompt, sample_index=sample)
+            await self.port.call("ReleaseTrajectories", request, QUICK_S)
+
+
+@dataclass
+class TrainerMember(Member):
+    """A rank of the gang."""
+
+    rank: int = 0
+    barrier: int = field(default=trainer.BARRIER_GROUP)
+
+    async def open_run(self, config_json: str, directory: str) -> None:
+        """Model, optimizer and algorithm."""
+        request = trainer.OpenRunRequest(
+            header=self.header(), config_json=config_json, run_directory=directory
+        )
+        response: trainer.OpenRunResponse = await self.port.call("OpenRun", request, SLOW_S)
+        self.barrier = response.barrier
+
+    async def join(self, generation: int, world: int, rendezvous: str, timeout: float) -> None:
+        """Meets the other ranks."""
+        request = trainer.JoinGangRequest(
+            header=self.header(),
+            generation=generation,
+            rank=self.rank,
+            world_size=world,
+            rendezvous=rendezvous,
+        )
+        request.timeout.FromMilliseconds(int(timeout * 1000))
+        await self.port.call("JoinGang", request, timeout + 10)
+
+    async def state(self) -> trainer.GetStepStateResponse:
+        """Where it stands."""
+        request = trainer.GetStepStateRequest(header=self.header())
+        response: trainer.GetStepStateResponse = await self.port.call("GetStepState", request, QUICK_S)
+        return response
+
+    async def list_checkpoints(self, source_directory: str = "") -> trainer.ListCheckpointsResponse:
+        """Durable checkpoints of this run or of another run's directory, newest first, and the last failure."""
+        request = trainer.ListCheckpointsRequest(
+            header=self.header(), page_size=50, source_run_directory=source_directory
+        )
+        response: trainer.ListCheckpointsResponse = await self.port.call("ListCheckpoints", request, QUICK_S)
+        return response
+
+    async def fetch_ledger(self, checkpoint: str, source_directory: str = "") -> bytes:
+        """The coordinator's ledger that a checkpoint holds."""
+        request = trainer.FetchLedgerRequest(
+            header=self.header(), checkpoint=checkpoint, source_run_directory=source_directory
+        )
+        return b"".join([piece.data async for piece in self.port.listen("FetchLedger", request, SLOW_S)])
+
+    async def restore(
+        self, checkpoint: str, number: int, store_id: str, source_directory: str = ""
+    ) -> trainer.RestoreResponse:
+        """Loads a checkpoint, of this run or another's directory, or the initial model, as version `number`."""
+        request = trainer.RestoreRequest(
+            header=self.header(),
+            checkpoint=checkpoint,
+            number=number,
+            store_id=store_id,
+            source_run_directory=source_directory,
+        )
+        response: trainer.RestoreResponse = await self.port.call("Restore", request, LOAD_S)
+        return response
+
+    async def begin(self, step: int, attempt: int, base: int, number: int) -> None:
+        """Opens a step attempt."""
+        request = trainer.BeginStepRequest(
+            header=self.header(), step=step, attempt=attempt, base_number=base, next_number=number
+        )
+        await self.port.call("BeginStep", request, SLOW_S)
+
+    def learn(
+        self, step: int, attempt: int, messages: AsyncIterator[trainer.LearnRequest], timeout: float
+    ) -> AsyncIterator[trainer.LearnResponse]:
+        """Settled groups in, acknowledgements out; fills in what is the same for all messages."""
+
+        async def requests() -> AsyncIterator[trainer.LearnRequest]:
+            async for message in messages:
+                message.header.CopyFrom(self.header())
+                message.step, message.attempt = step, attempt
+                yield message
+
+        return self.port.stream("Learn", requests(), timeout)
+
+    async def commit(
+        self, step: int, attempt: int, base: int, number: int, set_digest: str, manifest: bytes
+    ) -> trainer.CommitStepResponse:
+        """Applies the step."""
+        request = trainer.CommitStepRequest(
+            header=self.header(),
+            step=step,
+            attempt=attempt,
+            base_number=base,
+            next_number=number,
+            set_digest=set_digest,
+            step_manifest=manifest,
+        )
+        response: trainer.CommitStepResponse = await self.port.call("CommitStep", request, LOAD_S)
+        return response
+
+    async def recorded(self, step: int, attempt: int, number: int) -> Published:
+        """The ledger has the version, which is published too."""
+        request = trainer.RecordStepRequest(
+            header=self.header(), step=step, attempt=attempt, number=number, publish=True
+        )
+        response: trainer.RecordStepResponse = await self.port.call("RecordStep", request, SLOW_S)
+        if not response.HasField("published"):
+            return await self.publish(number)  # a trainer of an older release
+        return _published(response.published)
+
+    async def abort(self, step: int, attempt: int) -> None:
+        """Drops the accumulators."""
+        request = trainer.AbortStepRequest(header=self.header(), step=step, attempt=attempt)
+        await self.port.call("AbortStep", request, SLOW_S)
+
+    async def publish(self, number: int) -> Published:
+        """Puts the version into the host's weight store."""
+        request = trainer.PublishPolicyRequest(header=self.header(), number=number)
+        response: trainer.PublishPolicyResponse = await self.port.call("PublishPolicy", request, SLOW_S)
+        return _published(response)
+
+    async def save(self, number: int, ledger: bytes, wait: bool) -> trainer.SaveCheckpointResponse:
+        """Starts a checkpoint, or waits until it is durable."""
+        request = trainer.SaveCheckpointRequest(header=self.header(), number=number, wait=wait, ledger=ledger)
+        response: trainer.SaveCheckpointResponse = await self.port.call("SaveCheckpoint", request, LOAD_S)
+        return response
+
+    async def export(self, name: str) -> str:
+        """Writes the weights as a Hugging Face directory; returns its path."""
+        request = trainer.ExportModelRequest(header=self.header(), name=name)
+        response: trainer.ExportModelResponse = await self.port.call("ExportModel", request, LOAD_S)
+        return response.path
+
+    async def suspend(self) -> None:
+        """Gives the device back."""
+        await self.port.call("Suspend", trainer.SuspendRequest(header=self.header()), SLOW_S)
+        self.awake = False
+
+    async def wake(self) -> None:
+        """Takes the device."""
+        await self.port.call("Wake", trainer.WakeRequest(header=self.header()), SLOW_S)
+        self.awake = True
+
+
+def _published(response: trainer.PublishPolicyResponse) -> Published:
+    return Published(response.version, response.manifest, response.source)
+
+
+@dataclass
+class RewardMember(Member):
+    """A reward instance."""
+
+    async def open_run(self, config_json: str) -> None:
+        """Loads and tries the scorers."""
+        request = reward.OpenRunRequest(header=self.header(), config_json=config_json)
+        await self.port.call("OpenRun", request, SLOW_S)
+
+    def score(
+        self, batches: AsyncIterator[Sequence[reward.ScoreItem]], timeout: float
+    ) -> AsyncIterator[reward.ScoreResponse]:
+        """Answers in, their results out, in any order."""
+
+        async def requests() -> AsyncIterator[reward.ScoreRequest]:
+            async for items in batches:
+                yield reward.ScoreRequest(header=self.header(), items=items)
+
+        return self.port.stream("Score", requests(), timeout)

@@ -1,0 +1,1 @@
+"""The stages of one step: generate, score, learn, certify."""

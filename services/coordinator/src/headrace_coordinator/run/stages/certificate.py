@@ -1,0 +1,129 @@
+"""What a committed step says of itself: certificate, step view, trajectories as text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from headrace.common.v1 import common_pb2 as common
+from headrace.trainer.v1 import trainer_pb2 as trainer
+from headrace_schema.views import StepView
+from headrace_servicekit.rpc.digests import set_digest
+
+from headrace_coordinator.domain import events as ev
+from headrace_coordinator.domain.compact import compact, compact_drops, count_drops
+from headrace_coordinator.domain.runs import RunState
+from headrace_coordinator.domain.slots import ACCUMULATED, DROPPED, Slot
+from headrace_coordinator.projections.trajectories import KEPT_A_STEP, Settled, spread
+from headrace_coordinator.run.context import RunContext
+from headrace_coordinator.run.stages.generation import Batch
+from headrace_coordinator.run.stages.learning import members_of
+from headrace_coordinator.run.stages.step_timer import Meter
+
+
+def certify(
+    run: RunState, opened: ev.StepOpened, response: trainer.CommitStepResponse, slots: list[Slot]
+) -> ev.Certificate:
+    """Attests an update from the ledger's slots and the trainer's counts."""
+    trained = [slot for slot in slots if slot.state == ACCUMULATED]
+    passed = _pass_rates(slots)
+    return ev.Certificate(
+        number=opened.number,
+        parent=opened.base,
+        ordinal=run.lineage.versions[opened.base].ordinal + 1,
+        digest=response.version.digest,
+        step=opened.step,
+        attempt=opened.attempt,
+        trained=compact((slot.prompt, slot.sample, slot.attempt) for slot in trained),
+        dropped=compact_drops((s.prompt, s.sample, s.reason) for s in slots if s.state == DROPPED),
+        set_digest=set_digest(members_of(trained)),
+        tokens=response.token_count,
+        tokens_by_version=dict(response.tokens_by_version),
+        max_staleness=response.max_staleness,
+        log_prob_mismatch_mean=response.figures.get("log_prob_mismatch_mean"),
+        log_prob_compared_tokens=round(response.figures.get("log_prob_compared_tokens", 0.0)),
+        drop_rate_by_length=_drop_rates(slots, lambda slot: _length_bucket(slot.tokens)),
+        drop_rate_by_pass_rate=_drop_rates(slots, lambda slot: passed.get(slot.prompt, "unscored")),
+    )
+
+
+def _length_bucket(tokens: int) -> str:
+    """Powers of two: "0", "1", "2-3", "4-7", …"""
+    if tokens < 2:
+        return str(tokens)
+    low = 1 << (tokens.bit_length() - 1)
+    return f"{low}-{2 * low - 1}"
+
+
+def _pass_rates(slots: Iterable[Slot]) -> dict[int, str]:
+    rewards: dict[int, list[float]] = {}
+    for slot in slots:
+        if slot.state == ACCUMULATED:
+            rewards.setdefault(slot.prompt, []).append(slot.reward)
+    return {
+        prompt: f"{round(4 * sum(r > 0 for r in rs) / len(rs)) / 4:.2f}" for prompt, rs in rewards.items()
+    }
+
+
+def _drop_rates(slots: Iterable[Slot], bucket: Callable[[Slot], str]) -> dict[str, float]:
+    total: dict[str, int] = {}
+    dropped: dict[str, int] = {}
+    for slot in slots:
+        name = bucket(slot)
+        total[name] = total.get(name, 0) + 1
+        if slot.state == DROPPED:
+            dropped[name] = dropped.get(name, 0) + 1
+    return {name: dropped.get(name, 0) / count for name, count in sorted(total.items())}
+
+
+def step_view(
+    context: RunContext,
+    certificate: ev.Certificate,
+    response: trainer.CommitStepResponse,
+    slots: list[Slot],
+    meter: Meter,
+) -> StepView:
+    """The step as people see it."""
+    trained = [slot for slot in slots if slot.state == ACCUMULATED]
+    wall = meter.wall
+    return StepView(
+        step=certificate.ordinal,
+        version=certificate.number,
+        wall_s=wall,
+        reward_mean=sum(slot.reward for slot in trained) / max(len(trained), 1),
+        tokens=certificate.tokens,
+        tokens_per_s=certificate.tokens / wall if wall > 0 else 0.0,
+        stage_s=meter.stages(),
+        devices=meter.devices(),
+        trained=len(trained),
+        dropped=count_drops(certificate.dropped),
+        max_staleness=certificate.max_staleness,
+        figures=dict(response.figures),
+    )
+
+
+def settled_lines(
+    context: RunContext, certificate: ev.Certificate, slots: list[Slot], batch: Batch
+) -> list[Settled]:
+    """The step's trained trajectories as text: as many as are kept of a step."""
+    found = [
+        (slot, scored)
+        for slot in slots
+        if slot.state == ACCUMULATED and (scored := batch.scored.get((slot.prompt, slot.sample)))
+    ]
+    return [
+        Settled(
+            step=certificate.ordinal,
+            version=certificate.parent,
+            prompt_ordinal=slot.prompt,
+            sample_index=slot.sample,
+            attempt=slot.attempt,
+            prompt=context.question(slot.prompt),
+            completion=scored.completion,
+            reference=context.item(slot.prompt).answer,
+            reward=scored.reward,
+            parts=scored.parts,
+            finish_reason=common.FinishReason.Name(scored.finish_reason).removeprefix("FINISH_REASON_"),  # type: ignore[arg-type]
+            tokens=scored.tokens,
+        )
+        for slot, scored in spread(found, KEPT_A_STEP)
+    ]

@@ -1,0 +1,186 @@
+"""Settled groups to the gang's leader, and its acknowledgements into the ledger."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+
+from headrace.common.v1 import common_pb2 as common
+from headrace.trainer.v1 import trainer_pb2 as trainer
+from headrace_servicekit.rpc.digests import set_digest
+
+from headrace_coordinator.domain import events as ev
+from headrace_coordinator.domain.slots import DROPPED, Slot
+from headrace_coordinator.fleet.ports import CallRefused
+from headrace_coordinator.fleet.waits import Pulse
+from headrace_coordinator.run.clients import SlotKey
+from headrace_coordinator.run.concurrency import together
+from headrace_coordinator.run.context import RunContext
+from headrace_coordinator.run.stages.generation import Batch
+from headrace_coordinator.run.stages.relay import Relay, SizedBody
+from headrace_coordinator.run.stages.step_timer import Meter
+
+GROUPS_A_MESSAGE = 64
+MESSAGE_BYTES = 1 << 20
+"""A message is sent once it has so much: gRPC is fastest at this size, and refuses those of 64 MiB."""
+
+
+class LostBodies(Exception):
+    """Bodies of settled groups are in no custody any more: the step attempt starts again without them."""
+
+    def __init__(self, slots: list[SlotKey]) -> None:
+        super().__init__(f"{len(slots)} settled bodies are lost with their producer")
+        self.slots = slots
+
+
+class Learning:
+    """One step attempt's way from settled groups to accumulated gradients."""
+
+    def __init__(self, context: RunContext, relay: Relay, meter: Meter, batch: Batch) -> None:
+        self._context = context
+        self._ledger = context.state.ledger
+        self._relay = relay
+        self._meter = meter
+        self._batch = batch
+        self._waiting: list[int] = []
+        self._sent: set[int] = set()
+        self._closed = False
+        self._ready: asyncio.Queue[trainer.LearnRequest | None] = asyncio.Queue(maxsize=2)
+        self._news = Pulse()
+
+    @property
+    def backlog(self) -> bool:
+        """The trainer has groups to work on."""
+        return bool(self._waiting or self._sent)
+
+    def put(self, prompt: int) -> None:
+        """A group has settled."""
+        self._waiting.append(prompt)
+        self._news.beat()
+
+    def close(self) -> None:
+        """No more groups will settle."""
+        self._closed = True
+        self._news.beat()
+
+    async def run(self) -> None:
+        """Until closed and everything sent is acknowledged."""
+        await together(self._feed(), self._exchange())
+
+    async def _exchange(self) -> None:
+        ledger, limit = self._ledger, self._context.spec.limits.step_timeout_s
+        leader = self._context.crew.leader
+        async for response in leader.learn(ledger.step, ledger.attempt, self._messages(), limit):
+            now = self._context.kernel.monotonic()
+            seconds = response.metrics.wall_time.ToNanoseconds() / 1e9
+            self._meter.add("learn", (now - seconds, now), leader.devices)
+            self._take(response)
+        if self._sent:
+            raise CallRefused(
+                leader.incarnation, "INTERNAL", f"Learn left {len(self._sent)} groups unanswered"
+            )
+
+    async def _messages(self) -> AsyncIterator[trainer.LearnRequest]:
+        while (message := await self._ready.get()) is not None:
+            yield message
+
+    async def _feed(self) -> None:
+        # Not inside `_messages`: an error in a request iterator would only cancel the call.
+        while True:
+            news = self._news.next()
+            if self._waiting:
+                prompts, self._waiting = self._waiting[:GROUPS_A_MESSAGE], self._waiting[GROUPS_A_MESSAGE:]
+                if self._context.spec.deterministic:
+                    prompts.sort()
+                self._sent.update(prompts)
+                for message in self._filled(prompts, await self._bodies(prompts)):
+                    await self._ready.put(message)
+            elif self._closed:
+                await self._ready.put(None)
+                return
+            else:
+                await asyncio.shield(news)
+
+    async def _bodies(self, prompts: list[int]) -> dict[SlotKey, SizedBody]:
+        slots = [slot for prompt in prompts for slot in self._ledger.group(prompt)]
+        bodies = await self._relay.bodies(slots, self._context.crew.rollouts)
+        lost = [key for slot in slots if (key := (slot.prompt, slot.sample)) not in bodies]
+        if lost:
+            raise LostBodies(lost)
+        return bodies
+
+    def _filled(self, prompts: list[int], bodies: dict[SlotKey, SizedBody]) -> Iterator[trainer.LearnRequest]:
+        """Whole groups, in order, in messages of about MESSAGE_BYTES."""
+        message, size = trainer.LearnRequest(), 0
+        for prompt in prompts:
+            group = message.groups.add(prompt_ordinal=prompt)
+            for slot in self._ledger.group(prompt):
+                body, body_size = bodies[slot.prompt, slot.sample]
+                self._fill(group.members.add(), slot, body)
+                size += body_size
+            if size >= MESSAGE_BYTES:
+                yield message
+                message, size = trainer.LearnRequest(), 0
+        if message.groups:
+            yield message
+
+    def _fill(self, member: trainer.SettledTrajectory, slot: Slot, body: common.Trajectory) -> None:
+        """In place: a body given to a constructor would be copied once for every message around it."""
+        truncated = body.finish_reason == common.FINISH_REASON_LENGTH
+        oldest = self._context.state.lineage.versions[self._batch.scored[slot.prompt, slot.sample].oldest]
+        member.trajectory.CopyFrom(body)
+        member.reward = slot.reward
+        member.masked = truncated and self._context.spec.algorithm.truncated == "mask"
+        version = member.oldest_version
+        version.number, version.parent = oldest.number, oldest.parent
+        version.ordinal, version.digest = oldest.ordinal, oldest.digest
+
+    def _take(self, response: trainer.LearnResponse) -> None:
+        accumulated: list[int] = []
+        for outcome in response.outcomes:
+            prompt = outcome.prompt_ordinal
+            self._sent.discard(prompt)
+            if outcome.disposition == trainer.GROUP_DISPOSITION_ACCUMULATED:
+                self._same_group(outcome)
+                accumulated.append(prompt)
+            else:
+                name = trainer.GroupDisposition.Name(outcome.disposition).removeprefix("GROUP_DISPOSITION_")
+                self._drop(prompt, "ABANDONED" if name == "STALE" else name, outcome.detail)
+            self._relay.drop((prompt, sample) for sample in range(self._ledger.group_size))
+        if accumulated:
+            self._context.kernel.post(
+                ev.GroupsAccumulated(
+                    at=self._context.kernel.now(),
+                    run=self._context.run_id,
+                    step=self._ledger.step,
+                    attempt=self._ledger.attempt,
+                    prompts=accumulated,
+                )
+            )
+
+    def _same_group(self, outcome: trainer.GroupOutcome) -> None:
+        expected = set_digest(members_of(self._ledger.group(outcome.prompt_ordinal)))
+        if outcome.digest != expected:
+            raise CallRefused(
+                self._context.crew.leader.incarnation,
+                "DIGEST_MISMATCH",
+                f"group {outcome.prompt_ordinal} was accumulated with other bodies than the ledger knows",
+            )
+
+    def _drop(self, prompt: int, reason: str, detail: str) -> None:
+        if self._ledger.group(prompt)[0].state != DROPPED:
+            self._context.kernel.post(
+                ev.GroupDropped(
+                    at=self._context.kernel.now(),
+                    run=self._context.run_id,
+                    step=self._ledger.step,
+                    prompt=prompt,
+                    reason=reason,
+                    detail=detail,
+                )
+            )
+
+
+def members_of(slots: list[Slot]) -> list[tuple[int, int, int, str]]:
+    """What a set digest is made of."""
+    return [(slot.prompt, slot.sample, slot.attempt, slot.digest) for slot in slots]

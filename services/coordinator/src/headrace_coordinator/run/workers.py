@@ -1,0 +1,199 @@
+"""The instances of a run: opened as the run's grant says, and replaced when the grant replaces them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+from headrace_schema.openings import RolloutConfig, TrainerConfig
+from headrace_schema.spec import RunSpec
+
+from headrace_coordinator.domain.leases import REVOKING
+from headrace_coordinator.domain.runs import Grant, RunState
+from headrace_coordinator.domain.scheduling import demand_of
+from headrace_coordinator.domain.state import InstanceState
+from headrace_coordinator.fleet.fleet import Fleet
+from headrace_coordinator.fleet.ports import CallRefused, InstanceDown
+from headrace_coordinator.fleet.waits import WaitTimeout
+from headrace_coordinator.run.clients import Member, RewardMember, RolloutMember, TrainerMember
+from headrace_coordinator.run.watched_port import WatchedPort
+
+REPLACEMENT_S = 20.0
+"""A run that lacks an instance for longer releases everything and queues: two runs never wait for each other."""
+BUSY_S = 60.0
+"""How long an instance may take to close another run before it is killed."""
+
+
+class Unstaffed(Exception):
+    """The run lacks an instance; the message says which."""
+
+
+class Crew:
+    """The run's clients of its instances, by kind."""
+
+    def __init__(self, fleet: Fleet, run: str, spec: RunSpec, directory: str) -> None:
+        self.fleet = fleet
+        self.run = run
+        self.spec = spec
+        self.rollouts: list[RolloutMember] = []
+        self.trainers: list[TrainerMember] = []
+        self.rewards: list[RewardMember] = []
+        self.warmup_examples: list[dict[str, Any]] = []
+        self._directory = directory
+
+    @property
+    def leader(self) -> TrainerMember:
+        """Rank 0, the only one that accepts steps; raises `InstanceDown` while there is none."""
+        if not self.trainers:
+            raise InstanceDown("trainer", "the trainer group is not formed")
+        return self.trainers[0]
+
+    @property
+    def members(self) -> list[Member]:
+        """Everybody."""
+        return [*self.rollouts, *self.trainers, *self.rewards]
+
+    @property
+    def grant(self) -> Grant:
+        """What the run may use now."""
+        return self._state.grant or Grant()
+
+    @property
+    def fleet_timeout(self) -> float:
+        """Longest wait for a lease."""
+        return self.spec.limits.instance_timeout_s
+
+    @property
+    def _state(self) -> RunState:
+        return self.fleet.kernel.state.runs[self.run]
+
+    def usable(self, member: Member) -> bool:
+        """A member that lives, is awake and whose lease nobody takes back; one whose lease is over must wake again."""
+        lease = self.fleet.kernel.state.table.leases.get(member.lease_epoch)
+        if member.lease_epoch and (lease is None or lease.state == REVOKING):
+            member.lost_lease()
+        return member.awake and self.fleet.alive(member.incarnation)
+
+    def adopt_leases(self) -> None:
+        """After a fault or a restart: what each member holds is what the lease table says."""
+        for member in self.members:
+            mine = [
+                lease
+                for lease in self.fleet.kernel.state.table.of(member.incarnation)
+                if lease.run == self.run
+            ]
+            member.lease_epoch = mine[0].epoch if mine else 0
+            member.devices = tuple(mine[0].devices) if mine else member.devices
+
+    async def staff(self) -> None:
+        """Every member is alive and has the run open; raises `Unstaffed` when one is missing for too long."""
+        await self.staff_trainers()
+        await self.staff_rewards()
+        await self.staff_rollouts(demand_of(self._state).fewest_rollouts)
+
+    async def staff_rollouts(self, fewest: int = 1) -> None:
+        """At least `fewest` granted rollouts have the run open, and all others that are alive."""
+        self._drop_lost()
+        await self._until(
+            lambda: len(self._alive(self.grant.rollouts)) >= fewest, f"{fewest} ready rollout instance(s)"
+        )
+        known = {member.incarnation for member in self.rollouts}
+        for state in self._alive(self.grant.rollouts):
+            if state.incarnation not in known:
+                member = RolloutMember(self.run, state, self._port(state), self._epoch)
+                config = RolloutConfig.of(self.spec).model_dump_json()
+                await self._open(member, lambda member=member, config=config: member.open_run(config))  # type: ignore[misc]
+                self.rollouts.append(member)
+                self.adopt_leases()
+
+    async def staff_rewards(self) -> None:
+        """Every ready reward instance has the run open; at least one. They serve many runs at once."""
+        self._drop_lost()
+        await self._until(lambda: bool(self._reward_states()), "1 ready reward instance")
+        known = {member.incarnation for member in self.rewards}
+        for state in self._reward_states():
+            if state.incarnation not in known:
+                member = RewardMember(self.run, state, self._port(state), self._epoch)
+                config = self.spec.reward.model_dump_json()
+                await self._open(member, lambda member=member, config=config: member.open_run(config))  # type: ignore[misc]
+                self.rewards.append(member)
+
+    async def staff_trainers(self) -> None:
+        """All granted trainers have the run open; raises `Unstaffed`."""
+        ranks = self.spec.trainer.ranks
+        await self._until(
+            lambda: len(self._alive(self.grant.trainers)) == ranks, f"{ranks} ready trainer instance(s)"
+        )
+        opened = [member.incarnation for member in self.trainers if member.opened]
+        if opened == self.grant.trainers:
+            return  # A group that has lost nobody; one with a replacement opens everywhere and forms anew.
+        self.trainers = [
+            TrainerMember(self.run, state, self._port(state), self._epoch, rank=rank)
+            for rank, state in enumerate(self._alive(self.grant.trainers))
+        ]
+        config = self._trainer_config()
+        for trainer in self.trainers:
+            await self._open(trainer, lambda trainer=trainer: trainer.open_run(config, self._directory))  # type: ignore[misc]
+        self.adopt_leases()
+
+    def reopen(self, incarnation: str) -> None:
+        """An instance says that the run is not open there: it is opened anew when the run is staffed next."""
+        for member in self.members:
+            if member.incarnation == incarnation:
+                member.opened = False
+
+    def _drop_lost(self) -> None:
+        fleet, granted = self.fleet, set(self.grant.instances)
+        self.rollouts = [
+            m for m in self.rollouts if m.opened and fleet.alive(m.incarnation) and m.incarnation in granted
+        ]
+        self.rewards = [m for m in self.rewards if m.opened and fleet.alive(m.incarnation)]
+
+    def _reward_states(self) -> list[InstanceState]:
+        return [state for state in self.fleet.ready("reward") if not state.draining]
+
+    def _alive(self, incarnations: Sequence[str]) -> list[InstanceState]:
+        known = self.fleet.kernel.state.instances
+        return [known[who] for who in incarnations if self.fleet.alive(who)]
+
+    async def _until(self, predicate: Callable[[], bool], what: str) -> None:
+        """Waits for a replacement; raises `Unstaffed`."""
+        if predicate():
+            return
+        with self.fleet.waits.named(self.run, what):
+            try:
+                await self.fleet.kernel.wait_until(predicate, REPLACEMENT_S, what)
+            except WaitTimeout as timeout:
+                raise Unstaffed(what) from timeout
+
+    async def _open(self, member: Member, call: Callable[[], Awaitable[None]]) -> None:
+        """Opens the run at an instance; waits while that still closes another run."""
+        member.open_id = self.fleet.open_id_of(member.incarnation, self.run)
+        clock = asyncio.get_running_loop()
+        deadline = clock.time() + BUSY_S
+        while True:
+            try:
+                await call()
+                member.opened = True
+                return
+            except CallRefused as refused:
+                if refused.reason in ("OPENING_STALE", "CONFLICT"):
+                    member.open_id = self.fleet.next_open_id()  # A higher id replaces what is open there.
+                elif refused.reason != "BUSY":
+                    raise
+                if clock.time() > deadline:
+                    self.fleet.kill(member.incarnation, f"it cannot open {self.run}: {refused.message}")
+                    raise InstanceDown(member.incarnation, refused.message) from refused
+            with self.fleet.waits.named(self.run, f"{member.instance.instance} to close another run"):
+                await asyncio.sleep(0.5)
+
+    @property
+    def _epoch(self) -> int:
+        return self.fleet.kernel.state.epoch
+
+    def _port(self, state: InstanceState) -> WatchedPort:
+        return WatchedPort(self.fleet.port(state.incarnation), self.fleet.waits, self.run, state.instance)
+
+    def _trainer_config(self) -> str:
+        return TrainerConfig.of(self.spec, warmup_examples=self.warmup_examples).model_dump_json()

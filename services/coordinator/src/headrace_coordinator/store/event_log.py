@@ -1,0 +1,335 @@
+"""The single writer: applies events to the state, appends them to the log, wakes whoever waits.
+
+Has the coordinator's two clocks: `now`, the wall clock, for the times that people read in events, and `monotonic`,
+for everything that is measured or expires; no value of it enters the log. Knows no rule of its own. `commit` returns
+once its events are durable, so an effect that waits for it never leaves before its append; `post` is for facts that
+nothing waits for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+from headrace_servicekit.lease.clock import boottime
+
+from headrace_coordinator.domain import events as ev
+from headrace_coordinator.domain.state import State, restore, snapshot
+from headrace_coordinator.fleet.waits import WaitTimeout
+from headrace_coordinator.store.base import LEAP, Entry, Fenced, Store, StoreAway, Stored
+from headrace_coordinator.store.history import TAIL_LIMIT, History
+from headrace_coordinator.store.history.segments import Line
+from headrace_coordinator.store.marker import Marker, Marks
+
+log = logging.getLogger(__name__)
+SNAPSHOT_EVERY = 2000
+RETRY_S = 0.2
+CLAIM_RETRY_S = 1.0
+MOST_LEAPS = 1024
+LINGER_S = 0.02
+"""Events that nothing waits for are appended after so long, together with what came meanwhile."""
+STALL_S = 5.0
+"""A wait that ends so much after its deadline shows that this process stood still: it waits again."""
+TICK_S = 0.001
+"""Beyond a deadline: the loop may call a little early."""
+Posted = tuple[int, Entry, ev.Event]
+
+
+class Kernel:
+    """State and its one writer."""
+
+    def __init__(
+        self,
+        store: Store,
+        now: Callable[[], float],
+        monotonic: Callable[[], float] = boottime,
+        *,
+        history: History | None = None,
+    ) -> None:
+        self.state = State()
+        self.history = history or History()
+        self.store_trouble = ""
+        self.now = now
+        self.monotonic = monotonic
+        self.fenced: asyncio.Future[str] | None = None
+        self._store = store
+        self._writing = asyncio.Lock()
+        self._marker = Marker(None)
+        self._sequence = 0
+        self._appended = 0
+        self._since_snapshot = 0
+        self._pending: list[Posted] = []
+        self._snapshot: tuple[int, bytes] | None = None
+        self._snapshot_due = asyncio.Event()
+        self._durable: list[tuple[int, asyncio.Future[None]]] = []
+        self._due = asyncio.Event()
+        self._linger: asyncio.TimerHandle | None = None
+        self._waiters: dict[asyncio.Future[None], None] = {}
+        self._waking = False
+
+    # --- start
+
+    async def open(self, identity: str, marker: Path | None = None) -> None:
+        """Takes the store, rebuilds the state and begins a new coordinator epoch.
+
+        Raises:
+            Fenced: another coordinator leads.
+            ForeignStore: the store is not the one that `marker` (a file in the data directory) belongs to.
+        """
+        await self._store.claim(identity)
+        stored = await self._store.load()
+        self._marker = Marker(marker)
+        store_id, seen = self._marker.identify(stored.store_id)
+        self.state = restore(stored.snapshot) if stored.snapshot else State()
+        events = [(number, ev.decode(payload), payload) for number, payload in stored.events]
+        for _, event, _ in events:
+            self.state.apply(event)
+        await self._recover_history(stored, [item for item in events if ev.is_public(item[1])])
+        known = max(stored.epoch, self.state.epoch)
+        if seen.epoch > known or seen.sequence > stored.sequence:
+            log.warning(
+                "the store's log ends at %d of epoch %d, and %d of epoch %d has been seen: it is an older copy, "
+                "or lost its end; runs are rebuilt from their checkpoints",
+                *(stored.sequence, known, seen.sequence, seen.epoch),
+            )
+        epoch = max(known, seen.epoch) + 1
+        await self._store.begin(epoch, store_id)
+        # Each coordinator since an older copy was made has leapt once: this one leaps beyond all of them.
+        leap = LEAP * min(epoch - known, MOST_LEAPS)
+        self._appended = stored.sequence
+        self._sequence = max(stored.sequence + leap, seen.sequence + LEAP)
+        self.fenced = asyncio.get_running_loop().create_future()
+        self.post(ev.CoordinatorStarted(at=self.now(), epoch=epoch, store_id=store_id, leap=leap))
+        self._marker.keep(store_id, Marks(epoch, seen.sequence))
+
+    def mark(self) -> None:
+        """Notes in the data directory how far the log has come, so that an older copy of it is recognised."""
+        self._marker.keep(self.state.store_id, Marks(self.state.epoch, self._appended))
+
+    @property
+    def store_away(self) -> bool:
+        """The store does not answer or refuses writes; `store_trouble` has its own words."""
+        return bool(self.store_trouble)
+
+    async def _recover_history(self, stored: Stored, public: list[tuple[int, ev.AnyEvent, bytes]]) -> None:
+        lines: dict[str, list[Line]] = {run: [] for run in self.state.runs}
+        for number, event, payload in public:
+            assert isinstance(event, ev.RunEvent)
+            lines.setdefault(event.run, []).append((number, payload))
+        for name in await self._store.old_runs():
+            await self.history.recover({name: await self._store.old_history(name)}, -1, stored.sequence)
+            await self.history.sync()
+            await self._store.drop_history(name)
+        await self.history.recover(lines, stored.snapshot_sequence, stored.sequence)
+        for name in lines.keys() - self.state.runs.keys():
+            self.history.forget(name)
+        for run in self.state.runs.values():
+            # A snapshot of an older release has no totals.
+            if run.totals.tally.steps != run.ledger.step:
+                await self.history.recount(run)
+
+    # --- writing
+
+    def post(self, *events: ev.Event) -> None:
+        """Applies events now; they become durable in order, soon."""
+        for event in events:
+            self._sequence += 1
+            self.state.apply(event)
+            if ev.is_public(event):
+                self.history.posted(event.run, self._sequence)
+            self._pending.append((self._sequence, Entry(ev.encode(event)), event))
+        if events:
+            if self._linger is None:
+                self._linger = asyncio.get_running_loop().call_later(LINGER_S, self._due.set)
+            self._wake()
+
+    async def commit(self, *events: ev.Event) -> None:
+        """Applies events and returns when they, and all before them, are durable (G8)."""
+        self.post(*events)
+        await self.flush()
+
+    async def flush(self) -> None:
+        """Returns when everything posted so far is durable."""
+        if self._appended_through(self._sequence):
+            return
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._durable.append((self._sequence, future))
+        self._due.set()
+        await future
+
+    @property
+    def durable_sequence(self) -> int:
+        """Number of the last durable event."""
+        return self._appended
+
+    def _appended_through(self, sequence: int) -> bool:
+        return not self._pending or self._appended >= sequence
+
+    async def run(self) -> None:
+        """Appends, writes histories and saves snapshots for ever."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._append_all(), name="append")
+            tasks.create_task(self.history.run(), name="history")
+            tasks.create_task(self._save_snapshots(), name="snapshot")
+
+    async def _append_all(self) -> None:
+        """Whatever is pending goes in one group commit."""
+        while True:
+            await self._due.wait()
+            self._due.clear()
+            if self._linger is not None:
+                self._linger.cancel()
+                self._linger = None
+            if self.history.backlog > TAIL_LIMIT:
+                await self.history.synced()
+            if self._pending:
+                await self._append(list(self._pending))
+            self._plan_snapshot()
+
+    async def _append(self, batch: list[Posted]) -> None:
+        first, last = batch[0][0], batch[-1][0]
+        entries = [entry for _, entry, _ in batch]
+        await self._write(lambda: self._store.append(self.state.epoch, self._appended, first, entries))
+        del self._pending[: len(batch)]
+        self._appended = last
+        self._since_snapshot += len(batch)
+        public = [
+            (event.run, sequence, event, entry.payload)
+            for sequence, entry, event in batch
+            if ev.is_public(event)
+        ]
+        if public:
+            self.history.extend(public)
+        ready = [future for sequence, future in self._durable if sequence <= last]
+        self._durable = [(sequence, future) for sequence, future in self._durable if sequence > last]
+        for future in ready:
+            if not future.done():
+                future.set_result(None)
+
+    async def _write(self, attempt: Callable[[], Awaitable[None]]) -> None:
+        """Repeats a write until the store takes it; never returns once another coordinator has the store."""
+        while True:
+            try:
+                async with self._writing:
+                    await attempt()
+                break
+            except StoreAway as error:
+                self._set_trouble(str(error))
+                await asyncio.sleep(RETRY_S)
+            except Fenced as error:
+                self._stop_for(error)
+                await asyncio.Event().wait()  # Nothing may leave any more; the process is about to stop.
+        self._set_trouble("")
+
+    def _stop_for(self, error: Fenced) -> None:
+        if self.fenced and not self.fenced.done():
+            self.fenced.set_result(str(error))
+
+    async def raise_epoch(self, seen: int) -> None:
+        """Goes on under an epoch above `seen`: first the store's, then the state's, so that no append is fenced."""
+
+        async def attempt() -> None:
+            present = self.state.epoch
+            if seen >= present:
+                await self._store.raise_epoch(present, seen + 1, self.state.store_id)
+                self.post(ev.EpochRaised(at=self.now(), epoch=seen + 1))
+
+        log.warning("coordinator epoch %d was seen; this one goes on above it", seen)
+        await self._write(attempt)
+        self.mark()
+
+    def _plan_snapshot(self) -> None:
+        """The state as it is now has what is not yet appended, too: it is saved once that is durable."""
+        if self._snapshot is None and self._since_snapshot >= SNAPSHOT_EVERY:
+            self._snapshot, self._since_snapshot = (self._sequence, snapshot(self.state)), 0
+        if self._snapshot is not None and self._appended >= self._snapshot[0]:
+            self._snapshot_due.set()
+
+    async def _save_snapshots(self) -> None:
+        while True:
+            await self._snapshot_due.wait()
+            self._snapshot_due.clear()
+            if self._snapshot is None:
+                continue
+            # The log is trimmed next: it must not hold the only copy of an event.
+            await self.history.synced()
+            await self._save_snapshot(*self._snapshot)
+            self._snapshot = None
+
+    async def _save_snapshot(self, sequence: int, data: bytes) -> None:
+        try:
+            async with self._writing:
+                await self._store.save_snapshot(self.state.epoch, sequence, data)
+        except StoreAway as error:
+            log.warning("the snapshot waits for the store: %s", error)
+        except Fenced as error:
+            self._stop_for(error)
+
+    async def keep_claim(self, interval_s: float) -> None:
+        """Renews the leader's claim for ever, more often while the store refuses, and shows what the store says."""
+        while True:
+            await asyncio.sleep(min(interval_s, CLAIM_RETRY_S) if self.store_away else interval_s)
+            try:
+                async with self._writing:
+                    await self._store.keep_claim()
+            except StoreAway as error:
+                self._set_trouble(str(error))
+            except Fenced as error:
+                self._stop_for(error)
+                await asyncio.Event().wait()  # The process is about to stop.
+            else:
+                self._set_trouble("")
+                self.mark()
+
+    def _set_trouble(self, words: str) -> None:
+        """What the store says, empty when it took a write."""
+        if bool(words) != self.store_away:
+            log.warning("the store is away: %s", words) if words else log.info("the store is back")
+            self._wake()
+        self.store_trouble = words
+
+    # --- waiting
+
+    def _wake(self) -> None:
+        """Once for all events of a turn of the loop: each waiter looks at the state as it is then."""
+        if not self._waking and self._waiters:
+            self._waking = True
+            asyncio.get_running_loop().call_soon(self._wake_now)
+
+    def _wake_now(self) -> None:
+        self._waking = False
+        for waiter in self._waiters:  # Who has waited longest looks first.
+            if not waiter.done():
+                waiter.set_result(None)
+        self._waiters.clear()
+
+    def wake(self) -> None:
+        """Lets every waiter look again: something volatile (a session, a supervisor) has changed."""
+        self._wake()
+
+    async def wait_until(self, predicate: Callable[[], bool], timeout: float, what: str) -> None:
+        """Waits until `predicate` holds; raises `WaitTimeout` that names `what`."""
+        if predicate():
+            return
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout
+        timer = loop.call_at(deadline + TICK_S, self._wake)
+        try:
+            while not predicate():
+                left = deadline - loop.time()
+                if left < -STALL_S:
+                    # This process stood still: what is waited for could not arrive, and gets its time again.
+                    left, deadline = timeout, loop.time() + timeout
+                    timer = loop.call_at(deadline + TICK_S, self._wake)
+                if left <= 0:
+                    raise WaitTimeout(f"waited {timeout:.0f} s for {what}")
+                waiter: asyncio.Future[None] = loop.create_future()
+                self._waiters[waiter] = None
+                try:
+                    await waiter
+                finally:
+                    self._waiters.pop(waiter, None)
+        finally:
+            timer.cancel()

@@ -1,0 +1,193 @@
+"""Histories of all runs: a tail in memory of what is durable in the store and not yet in files, and the files.
+
+The store keeps an event until a snapshot covers it, and a snapshot waits for `sync`: so an event is always in the
+store or in a synced segment. After a crash the files are cut back to what was synced, and the rest is written again
+from the store, by number: without gap or repeat.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import tempfile
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Iterable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from headrace_coordinator.domain import events as ev
+from headrace_coordinator.domain.runs import RunState
+from headrace_coordinator.domain.totals import Tally
+from headrace_coordinator.fleet.waits import Pulse
+from headrace_coordinator.store.history.files import Item, RunFiles
+from headrace_coordinator.store.history.index import write_synced
+from headrace_coordinator.store.history.segments import Line
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+Thread = Callable[..., Awaitable[Any]]
+NAME = "history"
+TAIL_LIMIT = 4096
+"""Events in memory above which nothing more is appended to the store: the disk must take some first."""
+LINGER_S = 0.1
+RETRY_S = 1.0
+PAGE, PAGE_BYTES = 256, 1 << 20
+
+
+class History:
+    """Public events of runs, below `runs`/<run>/history. `thread` runs what touches the disk."""
+
+    def __init__(self, runs: Path | None = None, thread: Thread = asyncio.to_thread) -> None:
+        self._temporary = tempfile.TemporaryDirectory(prefix="history-") if runs is None else None
+        self._runs = Path(self._temporary.name) if self._temporary else Path(runs or "")
+        self._thread = thread
+        self._files: dict[str, RunFiles] = {}
+        self._tails: dict[str, list[tuple[int, ev.Event, bytes]]] = defaultdict(list)
+        self._floors: dict[str, int] = {}
+        self._posted: dict[str, int] = {}
+        self._dirty: set[str] = set()
+        self._due = asyncio.Event()
+        self._writing = asyncio.Lock()
+        self.news = Pulse()
+        self.trouble = ""
+
+    @property
+    def backlog(self) -> int:
+        """Events that wait for the disk."""
+        return sum(len(tail) for tail in self._tails.values())
+
+    # --- from the kernel
+
+    async def recover(self, runs: dict[str, list[Line]], synced: int, stored: int) -> None:
+        """At a start: the store's log, which ends at `stored`, has these lines; a snapshot covers up to `synced`."""
+        for run, lines in runs.items():
+            await self._thread(self._of(run).recover, synced, stored, lines)
+            self._floors[run] = stored
+            self._dirty.add(run)
+
+    def posted(self, run: str, number: int) -> None:
+        """An event of the run has been posted; it follows in `extend` once it is durable."""
+        self._posted[run] = number
+
+    def extend(self, events: Iterable[tuple[str, int, ev.Event, bytes]]) -> None:
+        """Takes durable events."""
+        for run, number, event, data in events:
+            self._tails[run].append((number, event, data))
+        self._due.set()
+        self.news.beat()
+
+    async def run(self) -> None:
+        """Writes tails to files for ever; a disk that refuses is asked again, and shown in `trouble`."""
+        while True:
+            await self._due.wait()
+            await asyncio.sleep(LINGER_S)
+            self._due.clear()
+            if not await self._try(self.write):
+                self._due.set()
+                await asyncio.sleep(RETRY_S)
+
+    async def write(self) -> None:
+        """Returns when everything so far is in the files, synced or not. OSError when the disk refuses."""
+        async with self._writing:
+            for run in [run for run, tail in self._tails.items() if tail]:
+                items = list(self._tails[run])
+                await self._thread(self._of(run).append, items)
+                self._dirty.add(run)
+                self._floors[run] = items[-1][0]
+                del self._tails[run][: len(items)]
+
+    async def sync(self) -> None:
+        """Returns when everything so far survives a loss of power. OSError when the disk refuses."""
+        await self.write()
+        for run in list(self._dirty):
+            self._dirty.discard(run)
+            try:
+                await self._thread(RunFiles(self.directory(run)).sync)
+            except OSError:
+                self._dirty.add(run)
+                raise
+
+    async def synced(self) -> None:
+        """`sync`, repeated until the disk allows it."""
+        while not await self._try(self.sync):  # noqa: ASYNC110  a disk gives no sign when it takes more
+            await asyncio.sleep(RETRY_S)
+
+    async def _try(self, work: Callable[[], Awaitable[None]]) -> bool:
+        try:
+            await work()
+        except OSError as error:
+            if not self.trouble:
+                log.warning("the histories of runs wait for the disk: %s", error)
+            self.trouble = str(error)
+            return False
+        self.trouble = ""
+        return True
+
+    async def write_beside(self, run: str, name: str, data: bytes) -> None:
+        """Replaces a file in the run's history directory, synced. OSError when the disk refuses."""
+        await self._thread(write_synced, self.directory(run) / name, data)
+
+    def forget(self, run: str) -> None:
+        """Nothing more will be written of this run."""
+        self._tails.pop(run, None)
+        self._floors.pop(run, None)
+        self._posted.pop(run, None)
+        self._files.pop(run, None)
+
+    # --- reading
+
+    def directory(self, run: str) -> Path:
+        """Where a run's history lies."""
+        return self._runs / run / NAME
+
+    async def page(self, run: str, after: int) -> list[Item]:
+        """Durable events with numbers above `after`, in order: some of them, or none when there are none."""
+        while (floor := self._floors.get(run)) is None or after < floor:
+            files = RunFiles(self.directory(run))
+            found: list[Item] = await self._thread(files.after, after, PAGE, PAGE_BYTES)
+            if found:
+                return found
+            if floor == self._floors.get(run):
+                break  # else the tail was written meanwhile
+        return [(number, event) for number, event, _ in self._tails.get(run, ()) if number > after]
+
+    def complete(self, run: str, sent: int) -> bool:
+        """Nothing that was posted comes after number `sent`."""
+        return self._posted.get(run, 0) <= sent
+
+    async def read(self, run: str, look: Callable[[RunFiles], T]) -> T:
+        """What `look` finds in the run's files, which have everything that is durable now, if the disk takes it."""
+        if self._tails.get(run):
+            await self._try(self.write)
+        found: T = await self._thread(look, RunFiles(self.directory(run)))
+        return found
+
+    async def kept(self, run: str, frontier_step: int) -> ev.Kept:
+        """What a rewind to a step leaves of a run's figures."""
+
+        def look(files: RunFiles) -> ev.Kept:
+            tally, record = files.kept(frontier_step)
+            last = files.event(record) if record else None
+            view = last.view if isinstance(last, ev.StepCommitted) else None
+            counts = (tally.trained, tally.dropped, tally.duplicates, tally.missing, tally.max_staleness)
+            return ev.Kept(counts=counts, last_step=view)
+
+        return await self.read(run, look)
+
+    async def recount(self, run: RunState) -> None:
+        """Gives a run the totals that its history has."""
+        kept = await self.kept(run.id, run.ledger.step)
+        run.totals.tally = Tally(run.ledger.step, *kept.counts)
+        run.totals.last_step = kept.last_step
+
+        def look(files: RunFiles) -> list[ev.Event]:
+            return [event for _, event in files.pages(files.evaluations, files.live_evaluations(), -1)]
+
+        for event in await self.read(run.id, look):
+            run.totals.apply(event, 0, 1)
+
+    def _of(self, run: str) -> RunFiles:
+        """The run's files with the place to write at."""
+        if run not in self._files:
+            self._files[run] = RunFiles(self.directory(run))
+        return self._files[run]

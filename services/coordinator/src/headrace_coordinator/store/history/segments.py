@@ -1,0 +1,141 @@
+"""Append-only files of numbered lines, each named by its first line's number. Knows nothing of what a line says.
+
+A line is its number, a space, and JSON. Numbers rise, with gaps.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from itertools import groupby
+from pathlib import Path
+from typing import NamedTuple
+
+from headrace_coordinator.store.history.index import overwrite
+
+SEGMENT_BYTES = 64 << 20
+_BLOCK = 1 << 16
+Line = tuple[int, bytes]
+
+
+class Place(NamedTuple):
+    """Where a line stands: the number that names its segment, offset and length in bytes."""
+
+    segment: int
+    offset: int
+    length: int
+
+
+class Segments:
+    """The segments in one directory."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    def names(self) -> list[int]:
+        """Numbers of the segments, oldest first."""
+        return sorted(int(path.stem) for path in self.directory.glob("[0-9]*.jsonl"))
+
+    def path(self, segment: int) -> Path:
+        """A segment's file."""
+        return self.directory / f"{segment:020d}.jsonl"
+
+    def append(self, end: Place | None, lines: list[Line]) -> list[Place]:
+        """Writes lines behind `end`, over whatever a failed write left there; returns where they stand."""
+        if end is None or end.offset + end.length >= SEGMENT_BYTES:
+            end = Place(lines[0][0], 0, 0)
+        places, offset, parts = [], end.offset + end.length, []
+        for number, text in lines:
+            part = b"%d %s\n" % (number, text)
+            places.append(Place(end.segment, offset, len(part)))
+            parts.append(part)
+            offset += len(part)
+        overwrite(self.path(end.segment), end.offset + end.length, b"".join(parts))
+        return places
+
+    def after(self, number: int) -> Iterator[tuple[Line, Place]]:
+        """Whole lines with higher numbers, in order; ends at a damaged one."""
+        names = self.names()
+        started = max((index for index, name in enumerate(names) if name <= number), default=0)
+        for name in names[started:]:
+            for line, place in self._lines(name, self._offset_after(name, number)):
+                if line[0] > number:
+                    yield line, place
+
+    def cut(self, number: int) -> tuple[Place | None, bytes]:
+        """Removes the lines with higher numbers; returns the last place that is left, and what was removed."""
+        end: Place | None = None
+        removed = b""
+        for name in reversed(self.names()):
+            if name > number:
+                removed = self.path(name).read_bytes() + removed
+                self.path(name).unlink()
+                continue
+            offset = self._offset_after(name, number)
+            with self.path(name).open("rb") as file:
+                file.seek(offset)
+                removed = file.read() + removed
+            overwrite(self.path(name), offset, b"")
+            end = Place(name, offset, 0)
+            break
+        return end, removed
+
+    def read(self, place: Place) -> bytes:
+        """The JSON of a line; empty when the file does not have it."""
+        return next(self.read_all([place]))
+
+    def read_all(self, places: Iterable[Place]) -> Iterator[bytes]:
+        """`read` for each place, when it is asked for; a segment is opened once for all that follow each other."""
+        for segment, found in groupby(places, key=lambda place: place.segment):
+            group = list(found)
+            try:
+                with self.path(segment).open("rb", buffering=0) as file:
+                    for _, offset, length in group:
+                        yield os.pread(file.fileno(), length, offset).partition(b" ")[2].rstrip(b"\n")
+            except FileNotFoundError:
+                yield from [b""] * len(group)
+
+    def _lines(self, segment: int, offset: int) -> Iterator[tuple[Line, Place]]:
+        with self.path(segment).open("rb") as file:
+            file.seek(offset)
+            for text in file:
+                number, _, rest = text.partition(b" ")
+                if not text.endswith(b"\n") or not number.isdigit():
+                    return
+                yield (int(number), rest[:-1]), Place(segment, offset, len(text))
+                offset += len(text)
+
+    def _offset_after(self, segment: int, number: int) -> int:
+        """Where the first line with a higher number, or a damaged one, begins: bisection over bytes."""
+        if segment > number:
+            return 0
+        with self.path(segment).open("rb") as file:
+            low, high = 0, os.fstat(file.fileno()).st_size
+            while high - low > _BLOCK:
+                middle = _line_start(file.fileno(), (low + high) // 2, high)
+                if middle >= high or _number_at(file.fileno(), middle) > number:
+                    high = (low + high) // 2
+                else:
+                    low = middle
+        for line, place in self._lines(segment, low):
+            if line[0] > number:
+                return place.offset
+            low = place.offset + place.length
+        return low
+
+
+def _line_start(descriptor: int, offset: int, end: int) -> int:
+    """Offset behind the first line end at or after `offset`; `end` when there is none before it."""
+    while offset < end:
+        block = os.pread(descriptor, _BLOCK, offset)
+        found = block.find(b"\n")
+        if found >= 0:
+            return offset + found + 1
+        offset += len(block) or end
+    return end
+
+
+def _number_at(descriptor: int, offset: int) -> int:
+    """Number of the line that begins here; beyond every number for a damaged one."""
+    head, space, _ = os.pread(descriptor, 24, offset).partition(b" ")
+    return int(head) if space and head.isdigit() else 1 << 63

@@ -1,0 +1,1 @@
+"""Checkpoints as disk transactions: written aside, verified, set aside, forked."""

@@ -1,0 +1,263 @@
+"""Checkpoints as transactions on disk: lineages, torn writes, what is live, what is damaged. Knows no gRPC.
+
+checkpoints/lineage-E.json              base, number, store_id: made once, by O_EXCL, before anything is below it
+checkpoints/lineage-E/step-N/           weights, optimizer, state, ledger, step manifest; the rename is the commit
+checkpoints/lineage-E/step-N.damaged-K/ set aside: never listed, never deleted; the reason is in a file beside it
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from headrace_servicekit.failpoints import failpoint_sync
+from headrace_servicekit.logs import get_logger
+from torch import Tensor
+
+from headrace_trainer.checkpoints.asides import Asides
+from headrace_trainer.checkpoints.files import (
+    digest_bytes,
+    digest_file,
+    sync_directory,
+    write_bytes,
+    write_safetensors,
+)
+from headrace_trainer.checkpoints.state import (
+    FORMAT,
+    LEDGER,
+    MANIFEST,
+    OPTIMIZER,
+    STATE,
+    WEIGHTS,
+    Damaged,
+    FileFacts,
+    read_bytes,
+    seal,
+    unreadable,
+)
+from headrace_trainer.checkpoints.tree import NAME, CheckpointTree, Origin, Saved
+from headrace_trainer.errors import Refusal
+from headrace_trainer.learning.step import Version
+
+_log = get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A copy of the training state in host memory. Tensors are whole, on the CPU, and nobody else's."""
+
+    version: Version
+    weights: Mapping[str, Tensor]
+    optimizer: Mapping[str, Tensor]
+    optimizer_steps: int
+    lineage: Mapping[int, int]
+    store_id: str
+    ledger: bytes
+    step_manifest: bytes = b""
+    origin: Origin = field(default_factory=Origin)
+
+
+class CheckpointDirectory:
+    """The checkpoints of one run. A `foreign` one is of another run: it is read and never written.
+
+    Safe to use from several threads: what changes a directory is one rename. `asides` reports what was
+    found damaged.
+    """
+
+    def __init__(self, run_directory: Path, *, foreign: bool = False) -> None:
+        self.run = run_directory.name if foreign else ""
+        self.root = run_directory / "checkpoints"
+        self.asides = Asides(self.root, foreign=foreign)
+        self._tree = CheckpointTree(self.root, foreign=foreign)
+
+    def live(self) -> list[Saved]:
+        """Intact checkpoints of the newest lineage and what it stands on, newest first; damaged ones are set aside.
+
+        Intact by state and sizes: digests are compared where content is used. Raises Refusal
+        CHECKPOINT_UNREADABLE.
+        """
+        saved, damaged = self._scan()
+        for name, reason in damaged.items():
+            self.asides.put(name, reason)
+        return saved
+
+    def open(self, name: str) -> Saved:
+        """A live checkpoint by name, its files verified. Raises Refusal NOT_FOUND or CHECKPOINT_DAMAGED."""
+        saved = self._find(name)
+        self.verify(saved)
+        return saved
+
+    def verify(self, saved: Saved) -> None:
+        """Compares all digests. Raises Refusal CHECKPOINT_DAMAGED, after it is set aside."""
+        for file, facts in saved.files.items():
+            try:
+                found = digest_file(saved.path / file)
+            except OSError as error:
+                raise self._refusal(saved.name, unreadable(saved.path / file, error)) from error
+            if facts.digest and found != facts.digest:
+                raise self._refusal(saved.name, _other_digest(file, facts, found))
+
+    def ledger(self, name: str) -> bytes:
+        """The coordinator's bytes, verbatim. Raises as `open`."""
+        saved = self._find(name)
+        facts = saved.files[LEDGER]
+        try:
+            data = read_bytes(saved.path / LEDGER)
+        except (Damaged, Refusal) as error:
+            raise self._refusal(name, error) from error
+        if facts.digest and (found := digest_bytes(data)) != facts.digest:
+            raise self._refusal(name, _other_digest(LEDGER, facts, found))
+        return data
+
+    def holds(self, saved: Saved) -> bool:
+        """Whether a checkpoint is still there and intact by state and sizes."""
+        try:
+            return self._tree.read(saved.name) == saved
+        except Damaged:
+            return False
+
+    def new_lineage(self, origin: Origin, number: int, store_id: str) -> int:
+        """Claims the next lineage for what follows from `origin`. Raises OSError."""
+        self.root.mkdir(parents=True, exist_ok=True)
+        claim = {
+            "base_checkpoint": origin.checkpoint,
+            "base_run": origin.run,
+            "reserved_numbers": [number],
+            "store_id": store_id,
+        }
+        lineage = max(self._tree.lineages(), default=0) + 1
+        while True:
+            try:
+                write_bytes(self.root / f"lineage-{lineage}.json", seal(claim))
+                break
+            except FileExistsError:
+                lineage += 1  # torn, or another incarnation was faster: its lineage is the older one
+        (self.root / f"lineage-{lineage}").mkdir(exist_ok=True)
+        sync_directory(self.root)
+        return lineage
+
+    def write(self, lineage: int, snapshot: Snapshot, abandoned: Callable[[], bool] = lambda: False) -> Saved:
+        """Writes a checkpoint aside and renames it into place, unless it is there already.
+
+        On OSError nothing of it is visible, nor when `abandoned` says so before the rename.
+        """
+        parent = self.root / f"lineage-{lineage}"
+        name = f"lineage-{lineage}/step-{snapshot.version.ordinal}"
+        if (existing := self._existing(name, snapshot.version)) is not None:
+            return existing
+        aside = parent / f".step-{snapshot.version.ordinal}.{uuid.uuid4().hex[:8]}.partial"
+        try:
+            aside.mkdir(parents=True)
+            files = {
+                WEIGHTS: write_safetensors(aside / WEIGHTS, snapshot.weights),
+                OPTIMIZER: write_safetensors(aside / OPTIMIZER, snapshot.optimizer),
+                LEDGER: write_bytes(aside / LEDGER, snapshot.ledger),
+                MANIFEST: write_bytes(aside / MANIFEST, snapshot.step_manifest),
+            }
+            write_bytes(aside / STATE, seal(_state(snapshot, files)))
+            sync_directory(aside)
+            failpoint_sync("trainer.checkpoint.before_rename")
+            if abandoned():
+                raise OSError("the run was closed before it was written")
+            os.rename(aside, self.root / name)
+            sync_directory(parent)
+        finally:
+            shutil.rmtree(aside, ignore_errors=True)
+        try:
+            return self._tree.read(name)
+        except Damaged as error:
+            raise OSError(f"it is not as it was written: {error}") from error
+
+    def prune(self, lineage: int, keep: int) -> None:
+        """Deletes all but the `keep` newest intact live checkpoints, and everything of dead lineages.
+
+        Damaged live ones stay, to be set aside. Only the holder of the newest lineage may; called by another it
+        does nothing.
+        """
+        if lineage != max(self._tree.lineages(), default=0):
+            return
+        saved, damaged = self._scan()
+        kept = {found.name for found in saved[:keep]} | damaged.keys() | self.asides.stuck.keys()
+        for directory in self.root.glob("lineage-*/step-*"):
+            name = f"{directory.parent.name}/{directory.name}"
+            if NAME.fullmatch(name) and name not in kept:
+                _remove(directory)
+
+    def sweep(self) -> None:
+        """Removes what writes and removals that were cut off left behind. Nothing may be in flight here."""
+        for directory in self.root.glob("lineage-*/.step-*"):
+            shutil.rmtree(directory, ignore_errors=True)
+
+    def _find(self, name: str) -> Saved:
+        saved, damaged = self._scan()
+        if name in damaged:
+            raise self._refusal(name, Damaged(damaged[name]))
+        for found in saved:
+            if found.name == name:
+                return found
+        names = ", ".join(found.name for found in saved) or "none"
+        raise Refusal("NOT_FOUND", f"no live checkpoint {name!r}; there are {names}", "not_found")
+
+    def _scan(self) -> tuple[list[Saved], dict[str, str]]:
+        saved, damaged = self._tree.scan()
+        return [found for found in saved if found.name not in self.asides.stuck], damaged
+
+    def _existing(self, name: str, version: Version) -> Saved | None:
+        """The checkpoint of this version, when it is written already; what stands in its place is set aside."""
+        if not (self.root / name).exists():
+            return None
+        try:
+            found = self._tree.read(name)
+        except Damaged as error:
+            self.asides.put(name, str(error))
+            return None
+        if found.version != version:
+            raise OSError(f"it exists, of version {found.version.number}")
+        return found
+
+    def _refusal(self, name: str, error: Exception) -> Refusal:
+        """What to raise for a checkpoint that failed a check; it is set aside when it is damaged."""
+        if isinstance(error, Refusal):
+            return error
+        aside = self.asides.put(name, str(error))
+        where = f"it is now {aside.set_aside_as}" if aside.set_aside_as else "it was left in its place"
+        return Refusal(
+            "CHECKPOINT_DAMAGED",
+            f"{self.run + ': ' if self.run else ''}{name}: {error}; {where}; restore an older checkpoint",
+            checkpoint=name,
+            set_aside_as=aside.set_aside_as,
+        )
+
+
+def _remove(directory: Path) -> None:
+    """Deletes a checkpoint; a reader sees all of it or nothing."""
+    aside = directory.with_name(f".{directory.name}.{uuid.uuid4().hex[:8]}.removed")
+    try:
+        os.rename(directory, aside)
+    except OSError as error:
+        _log.warning("checkpoint not removed", extra={"checkpoint": str(directory), "reason": str(error)})
+        return
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def _other_digest(file: str, facts: FileFacts, found: str) -> Damaged:
+    return Damaged(f"{file}: expected digest {facts.digest}, found {found}")
+
+
+def _state(snapshot: Snapshot, files: Mapping[str, Mapping[str, object]]) -> dict[str, object]:
+    return {
+        "format": FORMAT,
+        "version": vars(snapshot.version),
+        "lineage": {str(number): ordinal for number, ordinal in snapshot.lineage.items()},
+        "optimizer_steps": snapshot.optimizer_steps,
+        "store_id": snapshot.store_id,
+        "torch": torch.__version__,
+        "base": snapshot.origin.checkpoint,
+        "base_run": snapshot.origin.run,
+        "files": files,
+    }

@@ -1,0 +1,1 @@
+"""The trainer group: ranks, and the rounds in which they advance."""

@@ -1,0 +1,141 @@
+"""One rank's part of every round: what each kind of round does to the backend.
+
+The same on leader and followers; a leader also hands in where gathered tensors go. Knows no steps, no wire.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import msgspec
+import torch
+from headrace_modelkit.errors import ModelNotReadable
+from headrace_schema.openings import TrainerConfig
+from torch import Tensor
+
+from headrace_trainer.algorithms import build_algorithm
+from headrace_trainer.algorithms._base import Algorithm
+from headrace_trainer.backends import build_backend
+from headrace_trainer.backends._base import Backend, CommitReport, StateReader
+from headrace_trainer.errors import Refusal, invalid
+from headrace_trainer.group.group import Gang
+from headrace_trainer.group.rounds import Round
+
+
+@dataclass
+class Copies:
+    """Whole tensors of a snapshot round, in host memory."""
+
+    weights: dict[str, Tensor]
+    optimizer: dict[str, Tensor]
+    optimizer_steps: int
+
+
+class Rank:
+    """The backend of this process in its gang, driven by rounds.
+
+    `reader` and `collect` are set by the leader before the round that uses them.
+    """
+
+    def __init__(self, config: TrainerConfig, gang: Gang) -> None:
+        self.config = config
+        self.gang = gang
+        self.algorithm: Algorithm = build_algorithm(config.algorithm)
+        self.reader: StateReader | None = None
+        self.collect: Callable[[Iterator[tuple[str, Tensor]]], None] | None = None
+        self.warmup_steps = 0
+        self.restored = 0
+        self._backend: Backend | None = None
+
+    @property
+    def backend(self) -> Backend:
+        """The backend with weights. Raises Refusal NOT_OPEN before a restore round."""
+        if self._backend is None:
+            raise Refusal("NOT_OPEN", "no weights are loaded; call Restore first")
+        return self._backend
+
+    @property
+    def loaded(self) -> bool:
+        """Whether a restore round has loaded weights."""
+        return self._backend is not None
+
+    def check_state(self, reader: StateReader) -> None:
+        """Raises Refusal CHECKPOINT_MISMATCH when a checkpoint is of another model or optimizer."""
+        try:
+            build_backend(self.config, self.algorithm, self.gang).check_state(reader)
+        except ModelNotReadable as error:
+            raise invalid(str(error), "MODEL_NOT_READABLE") from error
+
+    def execute(self, header: Round) -> object:
+        """Does this rank's part of a round; what it returns matters on the leader only."""
+        if header.kind == "micro":
+            return self.backend.micro(header.work[self.gang.rank]).finite
+        if header.kind == "check":
+            return self.backend.gradient_is_finite()
+        if header.kind == "infer":
+            return self._infer(header)
+        if header.kind == "commit":
+            return self.backend.commit(header.denominator, header.learning_rate)
+        if header.kind == "snapshot":
+            return self._snapshot()
+        if header.kind == "restore":
+            self._restore(header)
+        if header.kind == "publish":
+            self._collect()
+        if header.kind == "abort":
+            self.backend.zero()
+        return None
+
+    def _restore(self, header: Round) -> None:
+        self._backend = None
+        backend = build_backend(self.config, self.algorithm, self.gang)
+        self.warmup_steps = 0
+        try:
+            if header.checkpoint:
+                backend.load_state(self.reader)
+            else:
+                torch.manual_seed(self.config.seed)
+                backend.load_initial()
+                if self.config.trainer.warmup.steps:
+                    self.warmup_steps = backend.warm_up()
+        except ModelNotReadable as error:
+            raise invalid(str(error), "MODEL_NOT_READABLE") from error
+        finally:
+            self.reader = None
+        self._backend = backend
+        self.restored = header.number
+
+    def _infer(self, header: Round) -> list[list[list[float]]]:
+        found = self.backend.infer(header.work[self.gang.rank])
+        bodies = self.gang.gather(msgspec.msgpack.encode(found))
+        return [msgspec.msgpack.decode(body, type=list[list[float]]) for body in bodies]
+
+    def _collect(self) -> None:
+        """Gathers every weight; the leader's `collect` takes them, the others only take part."""
+        weights = self.backend.weights()
+        if self.collect is not None:
+            self.collect(weights)
+        for _ in weights:
+            pass
+
+    def _snapshot(self) -> Copies | None:
+        leads = self.gang.leads
+        weights = {name: tensor.clone() for name, tensor in self.backend.weights() if leads}
+        optimizer = {name: tensor.clone() for name, tensor in self.backend.moments() if leads}
+        if not leads:
+            return None
+        optimizer["random_state"] = torch.get_rng_state()
+        return Copies(weights, optimizer, self.backend.optimizer_steps)
+
+
+def is_finite(result: object) -> bool:
+    """The result of a micro or a check round."""
+    assert isinstance(result, bool)
+    return result
+
+
+def commit_report(result: object) -> CommitReport:
+    """The result of a commit round."""
+    assert isinstance(result, CommitReport)
+    return result

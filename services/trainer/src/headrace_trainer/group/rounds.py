@@ -1,0 +1,152 @@
+"""Rounds: the leader says what all ranks do next and the others follow; nothing else moves a gang.
+
+A header is answered by each rank's vote on its lease before anybody begins, so that a rank whose lease lapsed
+never leaves the others in a collective.
+Knows no model: what a round means is the caller's function. One rank uses rounds too.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, Literal
+
+import msgspec
+
+from headrace_trainer.errors import Quiesced
+from headrace_trainer.group.group import Gang
+from headrace_trainer.learning.samples import Rows
+
+Kind = Literal["restore", "micro", "check", "infer", "publish", "snapshot", "commit", "abort", "leave"]
+
+GOVERNED: frozenset[Kind] = frozenset({"restore", "micro", "check", "infer", "commit"})
+"""Rounds that need every rank's lease. The others end or hand out what such a round has made."""
+
+STUCK_EXIT_CODE = 70
+# Restoring downloads or dequantises a model and may run a supervised warm-up.
+DEADLINES_S: dict[str, float] = {"restore": 3600.0}
+DEADLINE_S = 900.0
+
+
+class Round(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What all ranks do next.
+
+    `work` has one entry a rank (micro, infer); a rank whose entry is empty runs a zero-weight dummy.
+    """
+
+    generation: int
+    number: int
+    kind: Kind
+    step: int = 0
+    attempt: int = 0
+    work: list[Rows] = msgspec.field(default_factory=list)
+    denominator: float = 1.0
+    learning_rate: float = 0.0
+    checkpoint: str = ""
+
+
+class RoundLost(RuntimeError):
+    """A rank of the gang is gone: the gang must be formed anew and the run restored."""
+
+
+class Rounds:
+    """The sequence of rounds of one gang, led on rank 0 and followed on the others."""
+
+    def __init__(
+        self,
+        gang: Gang,
+        execute: Callable[[Round], object],
+        *,
+        holds_lease: Callable[[], bool],
+        deadlines: bool = True,
+    ) -> None:
+        self.gang = gang
+        self._execute = execute
+        self._holds_lease = holds_lease
+        self._deadlines = deadlines
+        self._number = 0
+        # Held while a round runs: membership, suspend and wake act between rounds.
+        self.between = threading.Lock()
+
+    def lead(self, kind: Kind, **fields: Any) -> object:
+        """Announces a round and does this rank's part.
+
+        Raises RoundLost when a rank is gone, and Quiesced when one's lease has lapsed: then nobody began.
+        """
+        self._number += 1
+        header = Round(generation=self.gang.generation, number=self._number, kind=kind, **fields)
+        with self.between, self._deadline(header):
+            with _watching(header):
+                self.gang.announce(_ENCODER.encode(header))
+                return self._take_part(header)
+
+    def follow(self) -> None:
+        """Does what the leader announces until it says leave. Raises RoundLost when the leader is gone."""
+        while True:
+            try:
+                data = self.gang.announce(None)
+            except RuntimeError as error:
+                raise RoundLost(
+                    f"the leader of generation {self.gang.generation} is gone: {error}"
+                ) from error
+            header = _DECODER.decode(data)
+            if header.kind == "leave":
+                return
+            with self.between, self._deadline(header), _watching(header), suppress(Quiesced):
+                self._take_part(header)
+
+    def _take_part(self, header: Round) -> object:
+        if header.kind in GOVERNED:
+            votes = self.gang.votes(self._holds_lease())
+            if lapsed := [rank for rank, holds in enumerate(votes) if not holds]:
+                raise Quiesced(
+                    f"round {header.number} ({header.kind}) was not begun: the lease of rank "
+                    f"{', '.join(map(str, lapsed))} was not renewed in time or is not held; try again once it is"
+                )
+        return self._execute(header)
+
+    @contextmanager
+    def _deadline(self, header: Round) -> Iterator[None]:
+        if not self._deadlines:
+            yield
+            return
+        limit = DEADLINES_S.get(header.kind, DEADLINE_S)
+        timer = threading.Timer(limit, _exit_stuck, (header, self.gang.rank, limit))
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+
+
+@contextmanager
+def _watching(header: Round) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        # What gloo and NCCL raise when a peer's connection breaks or a collective runs out of time.
+        text = str(error)
+        if any(mark in text for mark in ("gloo", "Connection", "NCCL", "timed out", "Timed out")):
+            raise RoundLost(
+                f"round {header.number} ({header.kind}) lost a rank: {text.splitlines()[0]}"
+            ) from error
+        raise
+
+
+def _exit_stuck(header: Round, rank: int, limit: float) -> None:
+    # The thread that is stuck in a collective cannot be interrupted; the supervisor starts a fresh process.
+    line = (
+        f"headrace-trainer: rank {rank} is stuck in round {header.number} ({header.kind}) of generation "
+        f"{header.generation}, step {header.step} attempt {header.attempt}, for {limit:g} s; exiting\n"
+    )
+    sys.stderr.write(line)
+    sys.stderr.flush()
+    os._exit(STUCK_EXIT_CODE)
+
+
+_ENCODER = msgspec.msgpack.Encoder()
+_DECODER = msgspec.msgpack.Decoder(Round)

@@ -1,0 +1,1 @@
+"""Learning from settled groups: queue, packing, accumulation, commit."""
