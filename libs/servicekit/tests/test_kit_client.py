@@ -10,7 +10,7 @@ from headrace_servicekit.rpc import client
 
 UNARY_DEADLINE_PROBE = """
 import asyncio, sys
-from headrace_servicekit import client
+from headrace_servicekit.rpc import client
 from headrace.reward.v1 import reward_pb2, reward_pb2_grpc
 client.disable_deadlines()
 async def main():

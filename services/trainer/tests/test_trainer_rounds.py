@@ -144,7 +144,7 @@ async def test_a_failed_batch_is_heard_and_the_queue_goes_on(item):
 
 STUCK = """
 import time, torch
-from headrace_trainer import rounds
+from headrace_trainer.group import rounds
 from headrace_trainer.group.group import join_gang
 rounds.DEADLINE_S = 0.3
 gang = join_gang(4, 0, 1, "", 5, torch.device("cpu"))
