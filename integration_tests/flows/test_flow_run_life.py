@@ -123,7 +123,7 @@ def test_a_run_that_is_cancelled_in_the_queue_says_so(fleet, held, gate, spec_of
     assert shown.place == 1
     cancelled = fleet.client.cancel(queued.id)
     assert cancelled.state == "CANCELLED" and "queued" in cancelled.reason
-    assert "checkpoint" not in cancelled.reason
+    assert "stays" not in cancelled.reason, "it has no checkpoint"
     gate.open()
     fleet.succeed(held)
 
