@@ -56,7 +56,7 @@ def test_a_fork_of_a_fork_names_its_own_origin(fleet, origin):
 @pytest.mark.parametrize(
     ("at", "changes", "key", "words"),
     [
-        (None, {"from_checkpoint.run": "origin-nope"}, "from_checkpoint.run", "did you mean {id}?"),
+        (None, {"from_checkpoint.run": "origin-nope"}, "from_checkpoint.run", "did you mean origin-"),
         (1, {}, "from_checkpoint.step", "the nearest is 2; it has checkpoints of steps 2, 3"),
         (None, {}, "steps", "the nearest valid value is 4"),
         (2, {"steps": 2}, "steps", "the nearest valid value is 3"),

@@ -24,7 +24,7 @@ def test_watching_goes_on_while_a_run_yields_to_another(fleet, spec_of, gate):
     assert fleet.succeed(urgent).step == 2
     again = fleet.state(patient, "RUNNING")
     assert again.recoveries == 0
-    fleet.reach(patient, again.step + 1)
+    fleet.reach(patient, again.step + 40)  # long enough for the watcher to look
     fleet.client.cancel(patient.id)
     shown, errors = watch.communicate(timeout=120)
     assert watch.returncode == 1 and "CANCELLED" in errors
