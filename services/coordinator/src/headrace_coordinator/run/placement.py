@@ -40,7 +40,7 @@ class Placement:
             ("rollout", rollouts, spec.rollout.instances),
             ("trainer", trainers, spec.trainer.ranks),
         ):
-            groups = _by_machine(members)
+            groups = _by_machine(members, (*rollouts, *trainers))
             for machine, group in groups.items():
                 # A lost member keeps its seat where there are devices for it, so that the others need not move.
                 seats = max(len(group), min(ceil(wanted / len(groups)), len(devices_of[kind, machine])))
@@ -158,8 +158,11 @@ def _named(names: Sequence[str], everything: Sequence[str], machine: str, kind: 
     return [device for name in names for device in named_devices([name], everything)]
 
 
-def _by_machine(members: Sequence[Member]) -> dict[str, list[Member]]:
-    machine_of = machines(member.instance for member in members)
+def _by_machine(
+    members: Sequence[Member], everybody: Sequence[Member] | None = None
+) -> dict[str, list[Member]]:
+    """`members` by machine; `everybody` decides which hosts are one machine, whose name is the same for each kind."""
+    machine_of = machines(member.instance for member in everybody or members)
     groups: dict[str, list[Member]] = defaultdict(list)
     for member in members:
         groups[machine_of[member.incarnation]].append(member)
