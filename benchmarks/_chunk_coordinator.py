@@ -1,6 +1,6 @@
-"""The coordinator's process of `chunk_stream.py`: its own kernel on the embedded store, its own step's streams.
+"""The coordinator's process of `chunk_stream.py`: its own event log on the embedded store, its own step's streams.
 
-`Generation` and `Learning` are what a run's step uses, `Crew` opens both services, gRPC ports carry the calls. Only
+`Generation` and `Learning` are what a run's step uses, `WorkerGroup` opens both, gRPC ports carry the calls. Only
 the scorer is not a process: it answers at once, because no peer scores. A step is a pattern's burst of messages.
 """
 
@@ -23,14 +23,14 @@ from headrace_coordinator.domain.state import InstanceState
 from headrace_coordinator.fleet.fleet import Fleet, FleetSettings
 from headrace_coordinator.fleet.grpc_port import GrpcPort
 from headrace_coordinator.run.clients import Published
-from headrace_coordinator.run.concurrency import together
+from headrace_coordinator.run.concurrency import gather_all
 from headrace_coordinator.run.context import RunContext
 from headrace_coordinator.run.stages.generation import Generation
 from headrace_coordinator.run.stages.learning import Learning
 from headrace_coordinator.run.stages.relay import Relay
-from headrace_coordinator.run.stages.step_timer import Meter
+from headrace_coordinator.run.stages.step_timer import StepTimer
 from headrace_coordinator.simulation.world import Quiet
-from headrace_coordinator.store.event_log import Kernel
+from headrace_coordinator.store.event_log import EventLog
 from headrace_coordinator.store.redis_store import RedisStore
 from headrace_schema.spec import RunSpec
 
@@ -70,7 +70,7 @@ class Watched(Learning):
         self.flushes.append(asyncio.ensure_future(self._note([o.prompt_ordinal for o in response.outcomes])))
 
     async def _note(self, prompts: list[int]) -> None:
-        await self._context.kernel.flush()
+        await self._context.event_log.flush()
         now = time.monotonic()
         self.durable_at.update(dict.fromkeys(prompts, now))
         if self.go is not None:
@@ -80,9 +80,9 @@ class Watched(Learning):
 class Bench:
     """One coordinator with a run a pattern."""
 
-    def __init__(self, kernel: Kernel, settings: dict[str, Any]) -> None:
-        self.kernel = kernel
-        self.fleet = Fleet(kernel, self._connect, FleetSettings())
+    def __init__(self, event_log: EventLog, settings: dict[str, Any]) -> None:
+        self.event_log = event_log
+        self.fleet = Fleet(event_log, self._connect, FleetSettings())
         self._settings = settings
         self._producers: asyncio.Queue[asyncio.StreamWriter] = asyncio.Queue()
 
@@ -116,26 +116,26 @@ class Bench:
                 "reward": {"scorers": [{"name": "exact"}]},
             }
         )
-        now = self.kernel.now()
+        now = self.event_log.now()
         submitted = ev.RunSubmitted(at=now, run=run, spec=spec.model_dump(mode="json"), directory="")
         restored = ev.VersionRestored(
             at=now, run=run, number=1, parent=0, ordinal=0, digest="weights", checkpoint="", frontier_step=0
         )
-        await self.kernel.commit(submitted, restored)
+        await self.event_log.commit(submitted, restored)
         context = RunContext(
-            self.kernel, self.fleet, run, await asyncio.to_thread(Dataset.open, spec.data, 0), Quiet()
+            self.event_log, self.fleet, run, await asyncio.to_thread(Dataset.open, spec.data, 0), Quiet()
         )
-        await context.crew.staff()
+        await context.workers.staff()
         found = [await self._step(context, pattern) for _ in range(steps)]
         self.fleet.unclaim(run)
         return found
 
     async def _step(self, context: RunContext, pattern: str) -> list[tuple[float, float]]:
         """As `Step._gather`, whose trainer learns while the rollout generates."""
-        ledger, kernel = context.state.ledger, self.kernel
-        await kernel.commit(
+        ledger, event_log = context.state.ledger, self.event_log
+        await event_log.commit(
             ev.StepOpened(
-                at=kernel.now(),
+                at=event_log.now(),
                 run=context.run_id,
                 step=ledger.step,
                 attempt=1,
@@ -143,18 +143,18 @@ class Bench:
                 number=context.state.lineage.last_number + 1,
             )
         )
-        relay, meter = Relay(context.spec.limits.in_flight_bytes), Meter(kernel.now)
+        relay, timer = Relay(context.spec.limits.in_flight_bytes), StepTimer(event_log.now)
         published = Published(VERSION, common_pb2.WeightManifest(), common_pb2.WeightSource())
         generation = Generation(
             context,
             relay,
-            meter,
+            timer,
             published,
             on_settled=lambda prompt: learning.put(prompt),
             on_complete=lambda: learning.close(),
             draining=lambda: learning.backlog,
         )
-        learning = Watched(context, relay, meter, generation.batch)
+        learning = Watched(context, relay, timer, generation.batch)
         learning.go, learning.durable_at, learning.flushes = None, {}, []  # type: ignore[attr-defined]
 
         async def generate() -> None:
@@ -167,15 +167,17 @@ class Bench:
                 learning.go = line
                 line.write(GO)
 
-        await together(generate(), learning.run(), first_go())
+        await gather_all(generate(), learning.run(), first_go())
         await asyncio.gather(*learning.flushes)
         began = {key[0]: float(scored.completion) for key, scored in generation.batch.scored.items()}
         if generation.batch.refused or len(learning.durable_at) != len(ledger.slots):
             raise RuntimeError(f"{generation.batch.refused} chunks were refused")
         keys = [(slot.prompt, slot.sample) for slot in ledger.slots.values()]
-        await kernel.commit(ev.StepSkipped(at=kernel.now(), run=context.run_id, step=ledger.step, dropped=[]))
-        for member in context.crew.rollouts:
-            await member.end_custody(keys)
+        await event_log.commit(
+            ev.StepSkipped(at=event_log.now(), run=context.run_id, step=ledger.step, dropped=[])
+        )
+        for member in context.workers.rollouts:
+            await member.end_retention(keys)
         return [(began[prompt], at) for prompt, at in sorted(learning.durable_at.items())]
 
 
@@ -184,15 +186,15 @@ async def coordinate(settings: dict[str, Any]) -> None:
     import sys
 
     store = RedisStore(settings["store"])
-    kernel = Kernel(store, time.time)
-    await kernel.open("benchmark", Path(settings["directory"]) / "store_id")
-    writer = asyncio.create_task(kernel.run(), name="kernel")
-    bench = Bench(kernel, settings)
+    event_log = EventLog(store, time.time)
+    await event_log.open("benchmark", Path(settings["directory"]) / "store_id")
+    writer = asyncio.create_task(event_log.run(), name="event_log")
+    bench = Bench(event_log, settings)
     lines = await asyncio.start_unix_server(bench.producer_connected, settings["go"])
     await bench.open()
     while line := await asyncio.to_thread(sys.stdin.readline):
         print(json.dumps(await bench.measure(*json.loads(line))), flush=True)
     lines.close()
-    await kernel.flush()
+    await event_log.flush()
     writer.cancel()
     await store.close()

@@ -1,7 +1,7 @@
 """The three processes of `chunk_stream.py`: `python _chunk_services.py producer|consumer|coordinator SETTINGS`.
 
 Producer and consumer serve the contracts of a rollout and a trainer over servicekit's server, but neither generates
-nor trains. The coordinator's process is its own kernel, store, dispatch, relay and streams, one step after the other.
+nor trains. The coordinator's process has its own event log, store, dispatch, relay and streams, a step at a time.
 Nothing here measures but `Watched`, which notes when an acknowledgement is durable.
 """
 
@@ -81,7 +81,7 @@ class Producer(rollout_pb2_grpc.RolloutServiceServicer):
     def _add(self, response: rollout_pb2.GenerateResponse, slot: tuple[int, int, int]) -> int:
         started = time.monotonic()
         key = common_pb2.SampleKey(prompt_ordinal=slot[0], sample_index=slot[1])
-        # Filled where it stands, as the rollout service does: no second copy for custody.
+        # Filled where it stands, as the rollout service does: no second copy for retention.
         body = response.chunks.add(sample=key, attempt=slot[2], policy_number=1).finished
         body.sample.CopyFrom(key)
         body.attempt = slot[2]
@@ -116,7 +116,7 @@ class Producer(rollout_pb2_grpc.RolloutServiceServicer):
     async def ReleaseTrajectories(
         self, request: rollout_pb2.ReleaseTrajectoriesRequest, context: Any
     ) -> rollout_pb2.ReleaseTrajectoriesResponse:
-        """Ends custody of bodies and what they refer to."""
+        """Ends retention of bodies and what they refer to."""
         for sample in request.samples:
             body = self._kept.pop((sample.prompt_ordinal, sample.sample_index), None)
             for reference in references(body) if body is not None else ():

@@ -194,7 +194,7 @@ def test_a_lease_that_was_let_go_is_no_authority(pair, fake_fleet):
     engine.lease = GENERATE + 1
     engine.wake(rollout_pb2.WAKE_SCOPE_WEIGHTS)
     with refused(grpc.StatusCode.FAILED_PRECONDITION, "POLICY_MISMATCH"):
-        engine.generate(learner.version.number, [7])  # the memory was given back, and the policy with it
+        engine.generate(learner.version.number, [7])  # the memory was released, and the policy with it
     engine.install(learner.publish())
     engine.wake(rollout_pb2.WAKE_SCOPE_KV_CACHE)
     engine.stub.Resume(rollout_pb2.ResumeRequest(header=header()), timeout=CALL_S)

@@ -68,8 +68,12 @@ def test_a_fleet_that_is_stopped_in_a_step_says_what_it_stops_and_goes_on(own_fl
         stopped = fleet.headrace("down")
         assert stopped.returncode == 0
         told = [line for line in stopped.stderr.splitlines() if line.startswith("stopping the ")]
-        assert told[0] == "stopping the trainers, at most 30 s", "`down` shows what it waits for; short stops may pass unseen"
-        log = [json.loads(line) for line in (fleet.data_dir / "logs" / "launcher.log").read_text().splitlines()]
+        assert told[0] == "stopping the trainers, at most 30 s", (
+            "`down` shows what it waits for; short stops may pass unseen"
+        )
+        log = [
+            json.loads(line) for line in (fleet.data_dir / "logs" / "launcher.log").read_text().splitlines()
+        ]
         order = [entry["what"] for entry in log if entry["message"] == "stopping"]
         assert order == ["the trainers", "the other instances", "the coordinator", "the store"]
         ends = [entry for entry in log if entry["message"] == "process ended"]

@@ -143,7 +143,7 @@ def test_a_register_call_with_a_high_epoch_ends_no_coordinator(quick, spec_of, g
 def test_health_says_that_the_store_stands_still_and_that_a_task_ended(quick):
     wait_for(lambda: healthz(quick)[0] == 200, "health")
     _, health = healthz(quick)
-    assert health["store_writable"] and set(health["tasks"]) >= {"kernel", "claim", "sweep", "schedule"}
+    assert health["store_writable"] and set(health["tasks"]) >= {"event_log", "claim", "sweep", "schedule"}
     quick.kill("store", signal.SIGSTOP)
     try:
         _, health = wait_for(lambda: (found := healthz(quick))[0] == 503 and found, "a bad health", 60)

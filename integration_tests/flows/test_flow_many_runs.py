@@ -34,7 +34,7 @@ def test_two_runs_work_side_by_side_on_one_core_each(wide, spec_of):
     first, second = (wide.submit(spec_of(name=name, steps=4)) for name in ("one", "two"))
     seen: dict[str, set[str]] = {first.id: set(), second.id: set()}
 
-    def together() -> bool:
+    def both_hold() -> bool:
         leases = wide.client.leases().leases
         held = [device for lease in leases for device in lease.devices]
         assert len(held) == len(set(held)), f"a core is leased twice: {leases}"
@@ -42,7 +42,7 @@ def test_two_runs_work_side_by_side_on_one_core_each(wide, spec_of):
             seen[lease.run] |= set(lease.devices)
         return {lease.run for lease in leases} == {first.id, second.id}
 
-    wait_for(together, "both runs to hold a lease", 120)
+    wait_for(both_hold, "both runs to hold a lease", 120)
     ended = [wide.succeed(run) for run in (first, second)]
     assert all(len(devices) == 1 for devices in seen.values())
     assert ended[0].started_at < ended[1].finished_at and ended[1].started_at < ended[0].finished_at

@@ -110,7 +110,7 @@ class Engine:
 
 @dataclass
 class Learner:
-    """A trainer that holds a lease, alone in its gang."""
+    """A trainer that holds a lease, alone in its trainer group."""
 
     channel: grpc.Channel
     lease: int
@@ -140,7 +140,7 @@ class Learner:
         self.stub.OpenRun(request, timeout=CALL_S)
 
     def join(self, generation: int, rank: int = 0, world_size: int = 1) -> trainer_pb2.JoinGangResponse:
-        """Joins a gang."""
+        """Joins a trainer group."""
         request = trainer_pb2.JoinGangRequest(
             header=header(), generation=generation, rank=rank, world_size=world_size, rendezvous="127.0.0.1:0"
         )

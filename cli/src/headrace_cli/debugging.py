@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from headrace_coordinator.api.coordinator import Coordinator
     from headrace_coordinator.fleet.fleet import Fleet
-    from headrace_coordinator.store.event_log import Kernel
+    from headrace_coordinator.store.event_log import EventLog
     from headrace_schema.spec import RunSpec
     from headrace_servicekit.instance import Instance
 
@@ -55,11 +55,11 @@ async def _fleet_in_process(spec: RunSpec, directory: Path) -> AsyncIterator[Coo
     from headrace_coordinator.fleet.fleet import Fleet, FleetSettings
     from headrace_coordinator.fleet.grpc_port import GrpcPort
     from headrace_coordinator.fleet.service import FleetServicer
-    from headrace_coordinator.store.event_log import Kernel
+    from headrace_coordinator.store.event_log import EventLog
     from headrace_coordinator.store.memory_store import MemoryStore
     from headrace_servicekit.rpc.server import GrpcServer
 
-    kernel = Kernel(MemoryStore(), time.time)
+    kernel = EventLog(MemoryStore(), time.time)
     await kernel.open("headrace debug")
     settings = FleetSettings(lease_ttl=FOR_EVER_S, heartbeat=1.0, notice=FOR_EVER_S)
     fleet = Fleet(kernel, lambda kind, address, who: GrpcPort(kind, address, who, None), settings)
@@ -115,7 +115,7 @@ async def _mount(instance: Instance) -> Callable[[], Awaitable[None]]:
 
 
 @asynccontextmanager
-async def _tasks(kernel: Kernel, fleet: Fleet, coordinator: Coordinator) -> AsyncIterator[None]:
+async def _tasks(kernel: EventLog, fleet: Fleet, coordinator: Coordinator) -> AsyncIterator[None]:
     tasks = [asyncio.create_task(work) for work in (kernel.run(), fleet.sweep(), coordinator.schedule())]
     try:
         yield

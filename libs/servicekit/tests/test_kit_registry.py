@@ -1,4 +1,4 @@
-"""Plug-ins are found by name, loaded when needed, and their mistakes name a key."""
+"""Plug-ins are found by name, loaded when needed, and their errors name a key."""
 
 from __future__ import annotations
 

@@ -3,19 +3,19 @@
 import pytest
 from headrace_coordinator.domain.state import InstanceState
 from headrace_coordinator.fleet.fleet import Fleet, FleetSettings, Supervisor
-from headrace_coordinator.store.event_log import Kernel
+from headrace_coordinator.store.event_log import EventLog
 from headrace_coordinator.store.memory_store import MemoryStore
 
 
 @pytest.fixture
 async def fleet():
-    kernel = Kernel(MemoryStore(), lambda: 0.0)
-    await kernel.open("test", None)
-    return Fleet(kernel, lambda kind, address, incarnation: None, FleetSettings())
+    event_log = EventLog(MemoryStore(), lambda: 0.0)
+    await event_log.open("test", None)
+    return Fleet(event_log, lambda kind, address, incarnation: None, FleetSettings())
 
 
 def arrive(fleet, name, incarnation):
-    fleet.kernel.state.instances[incarnation] = InstanceState(
+    fleet.event_log.state.instances[incarnation] = InstanceState(
         instance=name,
         incarnation=incarnation,
         kind="rollout",
@@ -40,4 +40,4 @@ async def test_a_supervisors_table_is_compared_at_every_connection(fleet):
     assert fleet.alive("b1"), "the same connection tells each end by itself"
     fleet.supervised(table(second, "a1"))  # it opened before the end of the first was noticed
     assert fleet.alive("a1") and not fleet.alive("b1")
-    assert list(fleet.kernel.state.instances) == ["a1"]
+    assert list(fleet.event_log.state.instances) == ["a1"]

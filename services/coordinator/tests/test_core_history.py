@@ -10,7 +10,7 @@ from headrace_coordinator.domain import runs
 from headrace_coordinator.domain.state import snapshot
 from headrace_coordinator.fleet.fleet import Fleet, FleetSettings
 from headrace_coordinator.run.checkpointing import ledger_of, missing_steps, read_ledger
-from headrace_coordinator.store.event_log import Kernel
+from headrace_coordinator.store.event_log import EventLog
 from headrace_coordinator.store.history import History
 from headrace_coordinator.store.history import history as history_module
 from headrace_coordinator.store.history.files import RunFiles
@@ -30,16 +30,16 @@ SPEC = RunSpec.model_validate(
 
 
 class Opened:
-    """A coordinator's kernel and reads on a store, with its task."""
+    """A coordinator's event log and reads on a store, with its task."""
 
     @classmethod
     async def on(cls, server, directory):
         self = cls()
-        self.kernel = Kernel(RedisStore(server.url), time.time, history=History(directory / "runs"))
-        await self.kernel.open("test")
-        fleet = Fleet(self.kernel, lambda *_: None, FleetSettings())
-        self.reads = Coordinator(self.kernel, fleet, directory)
-        self.task = asyncio.create_task(self.kernel.run())
+        self.event_log = EventLog(RedisStore(server.url), time.time, history=History(directory / "runs"))
+        await self.event_log.open("test")
+        fleet = Fleet(self.event_log, lambda *_: None, FleetSettings())
+        self.reads = Coordinator(self.event_log, fleet, directory)
+        self.task = asyncio.create_task(self.event_log.run())
         return self
 
     async def kill(self):
@@ -53,12 +53,12 @@ class Opened:
 
     async def snapshot(self):
         """Saves one now."""
-        await self.kernel.flush()
-        self.kernel._since_snapshot = 10**9
-        self.kernel.post(ev.Noted(at=0, run="r", text="before the snapshot"))
-        await self.kernel.flush()
+        await self.event_log.flush()
+        self.event_log._since_snapshot = 10**9
+        self.event_log.post(ev.Noted(at=0, run="r", text="before the snapshot"))
+        await self.event_log.flush()
         async with asyncio.timeout(20):
-            while self.kernel._snapshot or self.kernel._since_snapshot > 10**8:  # noqa: ASYNC110
+            while self.event_log._snapshot or self.event_log._since_snapshot > 10**8:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
 
 
@@ -107,44 +107,44 @@ def ended():
     ]
 
 
-async def train(kernel, steps, first=0):
+async def train(event_log, steps, first=0):
     for step in range(first, first + steps):
-        kernel.post(ev.SlotsAssigned(at=0, run="r", slots=[(2 * step, 0, 1, "x")]), committed(step))
-    await kernel.flush()
+        event_log.post(ev.SlotsAssigned(at=0, run="r", slots=[(2 * step, 0, 1, "x")]), committed(step))
+    await event_log.flush()
 
 
 async def test_a_stream_has_every_event_once_after_snapshots_and_restarts(opened, server, tmp_path):
     one = await opened()
-    one.kernel.post(submitted(), restored(1))
-    await train(one.kernel, 50)
+    one.event_log.post(submitted(), restored(1))
+    await train(one.event_log, 50)
     await one.snapshot()
     assert await RedisStore(server.url)._redis.xlen("headrace:log") < 10
-    assert len(list(one.kernel.history._tails["r"])) == 0
-    await train(one.kernel, 10, 50)
+    assert len(list(one.event_log.history._tails["r"])) == 0
+    await train(one.event_log, 10, 50)
     await one.kill()
     two = await opened()
-    await train(two.kernel, 10, 60)
-    two.kernel.post(*ended())
-    await two.kernel.flush()
+    await train(two.event_log, 10, 60)
+    two.event_log.post(*ended())
+    await two.event_log.flush()
     ids = await two.events()
-    await two.kernel.history.write()
+    await two.event_log.history.write()
     kinds = [type(event) for _, event in RunFiles(tmp_path / "runs/r/history").after(-1, 10**6, 10**9)]
     assert ids == sorted(set(ids)) and len(ids) == 1 + 1 + 70 + 1 + 2
     assert kinds.count(ev.StepCommitted) == 70
     assert await two.events(after=ids[40]) == ids[41:]
-    assert two.kernel.state.runs["r"].totals.tally.trained == 280
+    assert two.event_log.state.runs["r"].totals.tally.trained == 280
 
 
 async def test_a_follower_gets_what_comes_while_files_are_written(opened, monkeypatch):
     monkeypatch.setattr(history_module, "LINGER_S", 0.0)
     one = await opened()
-    one.kernel.post(submitted(), restored(1))
+    one.event_log.post(submitted(), restored(1))
     following = [asyncio.create_task(one.events()) for _ in range(3)]
     for step in range(300):
-        one.kernel.post(committed(step))
+        one.event_log.post(committed(step))
         if step % 7 == 0:
-            await one.kernel.flush()
-    one.kernel.post(*ended())
+            await one.event_log.flush()
+    one.event_log.post(*ended())
     found = await asyncio.wait_for(asyncio.gather(*following), 30)
     assert found[0] == sorted(set(found[0])) and len(found[0]) == 304
     assert found[0] == found[1] == found[2]
@@ -153,11 +153,11 @@ async def test_a_follower_gets_what_comes_while_files_are_written(opened, monkey
 @pytest.mark.parametrize("damage", ["unwritten", "torn", "garbage", "no index", "short index"])
 async def test_what_a_crash_left_of_the_files_is_made_whole_from_the_store(opened, tmp_path, damage):
     one = await opened()
-    one.kernel.post(submitted(), restored(1))
-    await train(one.kernel, 20)
+    one.event_log.post(submitted(), restored(1))
+    await train(one.event_log, 20)
     await one.snapshot()
-    await train(one.kernel, 20, 20)
-    await one.kernel.history.write()
+    await train(one.event_log, 20, 20)
+    await one.event_log.history.write()
     await one.kill()
     directory = tmp_path / "runs/r/history"
     (segment,) = directory.glob("[0-9]*.jsonl")
@@ -176,9 +176,9 @@ async def test_what_a_crash_left_of_the_files_is_made_whole_from_the_store(opene
                 file.truncate(500)
                 file.write(b"torn")
     two = await opened()
-    await train(two.kernel, 5, 40)
-    two.kernel.post(*ended())
-    await two.kernel.flush()
+    await train(two.event_log, 5, 40)
+    two.event_log.post(*ended())
+    await two.event_log.flush()
     assert len(await two.events()) == 1 + 1 + 1 + 45 + 2
     shown, more = await two.reads.certificates("r", 100)
     assert [view.step for view in shown] == list(range(45)) and more is None
@@ -186,30 +186,30 @@ async def test_what_a_crash_left_of_the_files_is_made_whole_from_the_store(opene
 
 async def test_a_kill_between_segment_and_trim_repeats_nothing(opened, monkeypatch):
     one = await opened()
-    one.kernel.post(submitted(), restored(1))
-    await train(one.kernel, 30)
+    one.event_log.post(submitted(), restored(1))
+    await train(one.event_log, 30)
 
     async def never(*_):
         await asyncio.Event().wait()
 
-    monkeypatch.setattr(one.kernel._store, "save_snapshot", never)
-    one.kernel._since_snapshot = 10**9
-    one.kernel.post(ev.Noted(at=0, run="r", text="x"))
-    await one.kernel.flush()
+    monkeypatch.setattr(one.event_log._store, "save_snapshot", never)
+    one.event_log._since_snapshot = 10**9
+    one.event_log.post(ev.Noted(at=0, run="r", text="x"))
+    await one.event_log.flush()
     async with asyncio.timeout(10):
-        while one.kernel.history._dirty:  # noqa: ASYNC110
+        while one.event_log.history._dirty:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
     await one.kill()
     two = await opened()
-    two.kernel.post(*ended())
-    await two.kernel.flush()
+    two.event_log.post(*ended())
+    await two.event_log.flush()
     assert len(await two.events()) == 1 + 1 + 30 + 1 + 2
 
 
 async def test_pages_equal_the_whole_list_at_every_offset_over_rewinds(opened):
     one = await opened()
-    one.kernel.post(submitted(), restored(1))
-    await train(one.kernel, 12)
+    one.event_log.post(submitted(), restored(1))
+    await train(one.event_log, 12)
     for step, ordinal in ((0, 0), (4, 4), (8, 8)):
         view = {
             "kind": "heldout",
@@ -219,15 +219,15 @@ async def test_pages_equal_the_whole_list_at_every_offset_over_rewinds(opened):
             "parts": {},
             "answers": 1,
         }
-        one.kernel.post(ev.Evaluated(at=0, run="r", view=view | {"examples": []}))
-    kept = await one.kernel.history.kept("r", 6)
+        one.event_log.post(ev.Evaluated(at=0, run="r", view=view | {"examples": []}))
+    kept = await one.event_log.history.kept("r", 6)
     assert kept.counts[:2] == (24, 0) and kept.last_step["step"] == 6
-    one.kernel.post(restored(100, 7, 6, 6, kept), committed(6, 101, 100), committed(7, 102, 101))
-    one.kernel.post(ev.StepSkipped(at=0, run="r", step=8, dropped={"X": [(16, 0, 0, 2, 2)]}))
-    kept = await one.kernel.history.kept("r", 3)
-    one.kernel.post(restored(200, 4, 3, 3, kept), committed(3, 201, 200), committed(4, 202, 201))
-    await one.kernel.flush()
-    run = one.kernel.state.runs["r"]
+    one.event_log.post(restored(100, 7, 6, 6, kept), committed(6, 101, 100), committed(7, 102, 101))
+    one.event_log.post(ev.StepSkipped(at=0, run="r", step=8, dropped={"X": [(16, 0, 0, 2, 2)]}))
+    kept = await one.event_log.history.kept("r", 3)
+    one.event_log.post(restored(200, 4, 3, 3, kept), committed(3, 201, 200), committed(4, 202, 201))
+    await one.event_log.flush()
+    run = one.event_log.state.runs["r"]
     assert (run.totals.tally.trained, run.totals.tally.duplicates, run.totals.tally.missing) == (20, 0, 0)
     whole = {}
     for name in ("steps", "certificates", "evaluations"):
@@ -248,10 +248,10 @@ async def test_pages_equal_the_whole_list_at_every_offset_over_rewinds(opened):
 
 async def test_a_run_that_has_ended_leaves_memory_and_reads_the_same(opened):
     one = await opened()
-    one.kernel.post(submitted(), restored(1))
-    await train(one.kernel, 10)
-    one.kernel.post(ev.CheckpointSaved(at=0, run="r", name="c", number=11), *ended())
-    await one.kernel.flush()
+    one.event_log.post(submitted(), restored(1))
+    await train(one.event_log, 10)
+    one.event_log.post(ev.CheckpointSaved(at=0, run="r", name="c", number=11), *ended())
+    await one.event_log.flush()
     before, ids = one.reads.run("r"), await one.events()
     await one.reads.archive.once()
     each = one
@@ -259,7 +259,7 @@ async def test_a_run_that_has_ended_leaves_memory_and_reads_the_same(opened):
         if again:
             await one.kill()
             each = await opened()
-        assert "r" not in each.kernel.state.runs and each.kernel.history.backlog == 0
+        assert "r" not in each.event_log.state.runs and each.event_log.history.backlog == 0
         assert repr(each.reads.run("r")) == repr(before) and await each.events() == ids
         assert len((await each.reads.certificates("r", 100))[0]) == 10
         (checkpoint,) = await each.reads.checkpoints("r")
@@ -270,9 +270,9 @@ async def test_a_run_that_has_ended_leaves_memory_and_reads_the_same(opened):
 
 async def test_streams_of_an_older_release_become_files(opened, server, tmp_path):
     one = await opened()
-    one.kernel.post(submitted(), restored(1))
-    await train(one.kernel, 5)
-    await one.kernel.history.write()
+    one.event_log.post(submitted(), restored(1))
+    await train(one.event_log, 5)
+    await one.event_log.history.write()
     await one.kill()
     redis = RedisStore(server.url)._redis
     for key, fields in await redis.xrange("headrace:log"):
@@ -282,15 +282,15 @@ async def test_streams_of_an_older_release_become_files(opened, server, tmp_path
         path.unlink()
     two = await opened()
     assert not await redis.exists("headrace:run:r")
-    two.kernel.post(*ended())
-    await two.kernel.flush()
+    two.event_log.post(*ended())
+    await two.event_log.flush()
     assert len(await two.events()) == 1 + 1 + 5 + 2
 
 
 async def test_a_disk_that_refuses_is_shown_and_loses_nothing(opened, monkeypatch):
     one = await opened()
-    one.kernel.post(submitted(), restored(1))
-    await train(one.kernel, 5)
+    one.event_log.post(submitted(), restored(1))
+    await train(one.event_log, 5)
     append = RunFiles.append
 
     def full(self, items):
@@ -298,25 +298,25 @@ async def test_a_disk_that_refuses_is_shown_and_loses_nothing(opened, monkeypatc
 
     monkeypatch.setattr(RunFiles, "append", full)
     monkeypatch.setattr(history_module, "RETRY_S", 0.02)
-    await train(one.kernel, 5, 5)
+    await train(one.event_log, 5, 5)
     async with asyncio.timeout(10):
-        while not one.kernel.history.trouble:  # noqa: ASYNC110
+        while not one.event_log.history.trouble:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
     assert "No space left" in " ".join(one.reads.run("r").waiting_for)
     monkeypatch.setattr(RunFiles, "append", append)
-    one.kernel.post(*ended())
-    await one.kernel.flush()
+    one.event_log.post(*ended())
+    await one.event_log.flush()
     assert len(await one.events()) == 1 + 1 + 10 + 2
 
 
 async def test_a_checkpoints_ledger_holds_the_steps_since_the_oldest_kept_one(opened):
     one = await opened()
-    one.kernel.post(submitted(), restored(1))
-    await train(one.kernel, 40)
+    one.event_log.post(submitted(), restored(1))
+    await train(one.event_log, 40)
     for number in (11, 31):
-        one.kernel.post(ev.CheckpointSaved(at=0, run="r", name=f"c{number}", number=number))
-    await one.kernel.flush()
-    ledger = read_ledger(await ledger_of(one.kernel, "r"))
+        one.event_log.post(ev.CheckpointSaved(at=0, run="r", name=f"c{number}", number=number))
+    await one.event_log.flush()
+    ledger = read_ledger(await ledger_of(one.event_log, "r"))
     numbers = [step.certificate.number for step in missing_steps(ledger, range(36))]
     assert numbers == [36, 37, 38, 39, 40, 41]
     assert next(step.certificate.number for step in missing_steps(ledger, range(0))) == 11
@@ -324,26 +324,26 @@ async def test_a_checkpoints_ledger_holds_the_steps_since_the_oldest_kept_one(op
 
 async def test_memory_does_not_rise_with_steps(opened):
     one = await opened()
-    one.kernel.post(submitted(), restored(1))
+    one.event_log.post(submitted(), restored(1))
     for part in range(20):
-        await train(one.kernel, 100, 100 * part)
-        await one.kernel.history.write()
-        assert one.kernel.history.backlog < 50
-    assert len(snapshot(one.kernel.state)) < 10_000
+        await train(one.event_log, 100, 100 * part)
+        await one.event_log.history.write()
+        assert one.event_log.history.backlog < 50
+    assert len(snapshot(one.event_log.state)) < 10_000
 
 
 async def test_a_snapshot_is_saved_while_something_is_always_pending(opened, server):
     one = await opened()
-    one.kernel.post(submitted(), restored(1))
-    append = one.kernel._store.append
+    one.event_log.post(submitted(), restored(1))
+    append = one.event_log._store.append
 
     async def slow(*arguments):
-        one.kernel.post(ev.NumberBurnt(at=0, run="r", number=1))
+        one.event_log.post(ev.NumberBurnt(at=0, run="r", number=1))
         await append(*arguments)
 
-    one.kernel._store.append = slow
-    one.kernel._since_snapshot = 10**9
-    one.kernel.post(ev.NumberBurnt(at=0, run="r", number=1))
+    one.event_log._store.append = slow
+    one.event_log._since_snapshot = 10**9
+    one.event_log.post(ev.NumberBurnt(at=0, run="r", number=1))
     async with asyncio.timeout(20):
         while not (await RedisStore(server.url).load()).snapshot:  # noqa: ASYNC110
             await asyncio.sleep(0.05)

@@ -35,7 +35,7 @@ from headrace_coordinator.domain.state import (
 )
 from headrace_coordinator.domain.totals import EVALUATIONS_SHOWN, Totals, step_dropped, step_trained
 from headrace_coordinator.domain.versions import Lineage, plan_lost_rewind
-from headrace_coordinator.run.stages.step_timer import Meter, covered
+from headrace_coordinator.run.stages.step_timer import StepTimer, covered
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -248,7 +248,7 @@ def test_every_sample_is_handed_out_exactly_once_even_when_holders_die(sizes, ca
     assert sorted(done) == [(p, s) for p, n in enumerate(sizes) for s in range(n)]
 
 
-# --- run life, audit, snapshot, meter
+# --- run life, audit, snapshot, timer
 
 
 def run_state(**fields):
@@ -442,9 +442,9 @@ def test_overlapping_intervals_count_once():
 
 def test_protocol_time_is_what_no_stage_covers():
     now = [0.0]
-    meter = Meter(lambda: now[0])
-    meter.add("generate", (0.0, 2.0), ["cpu:0"])
-    meter.add("learn", (1.0, 3.0), ["cpu:1"])
+    timer = StepTimer(lambda: now[0])
+    timer.add("generate", (0.0, 2.0), ["cpu:0"])
+    timer.add("learn", (1.0, 3.0), ["cpu:1"])
     now[0] = 4.0
-    assert meter.stages() == {"generate": 2.0, "learn": 2.0, "protocol": 1.0}
-    assert meter.devices() == {"cpu:0": {"generate": 2.0}, "cpu:1": {"learn": 2.0}}
+    assert timer.stages() == {"generate": 2.0, "learn": 2.0, "protocol": 1.0}
+    assert timer.devices() == {"cpu:0": {"generate": 2.0}, "cpu:1": {"learn": 2.0}}

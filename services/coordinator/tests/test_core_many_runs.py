@@ -58,7 +58,7 @@ class Scene(World):
         return self.log(ev.StepCommitted)[0].run
 
     def state(self, run):
-        state = self.coordinator.kernel.state
+        state = self.coordinator.event_log.state
         return state.runs[run].state if run in state.runs else state.ended[run].state
 
     async def another(self, key="another"):

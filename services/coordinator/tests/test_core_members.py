@@ -6,7 +6,7 @@ import pytest
 from headrace.common.v1 import common_pb2 as common
 from headrace.trainer.v1 import trainer_pb2 as trainer
 from headrace_coordinator.domain.state import InstanceState
-from headrace_coordinator.run.clients import TrainerMember
+from headrace_coordinator.run.clients import TrainerClient
 
 VERSION = common.PolicyVersion(number=7, digest="weights")
 
@@ -33,6 +33,6 @@ class OneTrainer:
 )
 async def test_a_recorded_version_is_published_by_trainers_of_either_release(knows_publish, calls):
     port = OneTrainer(knows_publish=knows_publish)
-    member = TrainerMember("r", InstanceState("t", "t", "trainer", "host", "", [], {}), port, 1)
+    member = TrainerClient("r", InstanceState("t", "t", "trainer", "host", "", [], {}), port, 1)
     assert (await member.recorded(0, 1, 7)).version == VERSION
     assert port.calls == calls

@@ -10,7 +10,7 @@ from headrace_coordinator.domain.scheduling import plan_admission
 from headrace_coordinator.domain.state import InstanceState, State
 from headrace_coordinator.fleet.fleet import Fleet, FleetSettings, Supervisor
 from headrace_coordinator.run.placement import PlacementError, default_devices
-from headrace_coordinator.store.event_log import Kernel
+from headrace_coordinator.store.event_log import EventLog
 from headrace_coordinator.store.memory_store import MemoryStore
 from headrace_schema.running import PlacementSection
 from headrace_schema.spec import RunSpec
@@ -123,27 +123,27 @@ def test_a_device_that_only_one_side_sees_is_its_own():
 
 
 async def test_a_supervisor_proves_the_end_of_its_own_host_s_holder_of_a_shared_device():
-    kernel = Kernel(MemoryStore(), lambda: 0.0)
-    await kernel.open("test", None)
-    fleet = Fleet(kernel, lambda kind, address, incarnation: None, FleetSettings())
+    event_log = EventLog(MemoryStore(), lambda: 0.0)
+    await event_log.open("test", None)
+    fleet = Fleet(event_log, lambda kind, address, incarnation: None, FleetSettings())
     ours, other = (
         LeaseRequest(who, "r", "learn", (device,), who) for who, device in zip("ab", CORES, strict=True)
     )
-    kernel.post(*plan_grant(kernel.state.table, [ours, other], 0.0))
-    kernel.post(
-        ev.LeaseEnded(at=0, epoch=kernel.state.table.holder_of(CORES[0]).epoch, cause="x", proven=False)
+    event_log.post(*plan_grant(event_log.state.table, [ours, other], 0.0))
+    event_log.post(
+        ev.LeaseEnded(at=0, epoch=event_log.state.table.holder_of(CORES[0]).epoch, cause="x", proven=False)
     )
     fleet.supervised(Supervisor("a", lambda command, body: None))
-    assert not kernel.state.table.quarantined and kernel.state.table.holder_of(CORES[1])
+    assert not event_log.state.table.quarantined and event_log.state.table.holder_of(CORES[1])
     fleet.supervised(Supervisor("b", lambda command, body: None))
-    assert not kernel.state.table.leases
+    assert not event_log.state.table.leases
 
 
 async def test_people_read_the_host_of_a_device():
-    kernel = Kernel(MemoryStore(), lambda: 0.0)
-    await kernel.open("test", None)
-    fleet = Fleet(kernel, lambda kind, address, incarnation: None, FleetSettings())
-    kernel.state.instances = {
+    event_log = EventLog(MemoryStore(), lambda: 0.0)
+    await event_log.open("test", None)
+    fleet = Fleet(event_log, lambda kind, address, incarnation: None, FleetSettings())
+    event_log.state.instances = {
         i.incarnation: i for i in (instance("a", "h1", CORES), instance("b", "h2", [GPU]))
     }
     assert fleet.readable(f"waits for {CORES[0]} and {GPU}") == "waits for h1/cpu:0 and h2/gpu:0"

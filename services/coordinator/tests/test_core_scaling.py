@@ -8,7 +8,7 @@ from headrace_coordinator.api.coordinator import Coordinator
 from headrace_coordinator.api.http import make_app
 from headrace_coordinator.domain.state import restore, snapshot
 from headrace_coordinator.fleet.fleet import Fleet, FleetSettings, Supervisor
-from headrace_coordinator.store.event_log import Kernel
+from headrace_coordinator.store.event_log import EventLog
 from headrace_coordinator.store.memory_store import MemoryStore
 from httpx import ASGITransport, AsyncClient
 
@@ -19,9 +19,9 @@ class Scaled:
     """A coordinator with one imaginary supervisor, which answers when `answering` is set."""
 
     def __init__(self, tmp_path):
-        self.kernel = Kernel(MemoryStore(), lambda: 0.0)
-        self.fleet = Fleet(self.kernel, lambda kind, address, incarnation: None, FleetSettings())
-        self.coordinator = Coordinator(self.kernel, self.fleet, tmp_path)
+        self.event_log = EventLog(MemoryStore(), lambda: 0.0)
+        self.fleet = Fleet(self.event_log, lambda kind, address, incarnation: None, FleetSettings())
+        self.coordinator = Coordinator(self.event_log, self.fleet, tmp_path)
         self.commands = []
         self.answering = asyncio.Event()
         self.answering.set()
@@ -29,8 +29,8 @@ class Scaled:
         self._tasks = set()
 
     async def open(self):
-        await self.kernel.open("test", None)
-        self._start(self.kernel.run())
+        await self.event_log.open("test", None)
+        self._start(self.event_log.run())
         self.fleet.supervised(Supervisor("h", self._hear, frozenset({"rollout"})))
 
     def _start(self, work):
@@ -72,7 +72,7 @@ async def test_twenty_parallel_calls_with_one_key_are_one_command(scaled):
 
 async def test_a_key_outlives_the_command_and_a_restart(scaled):
     await scaled.coordinator.scale("rollout", 3, "key")
-    scaled.kernel.state = restore(snapshot(scaled.kernel.state))
+    scaled.event_log.state = restore(snapshot(scaled.event_log.state))
     assert await scaled.coordinator.scale("rollout", 3, "key") == 3
     assert len(scaled.commands) == 1
     with pytest.raises(Refused) as other:

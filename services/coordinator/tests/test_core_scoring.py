@@ -13,7 +13,7 @@ from headrace.reward.v1 import reward_pb2 as reward
 from headrace_coordinator.fleet.ports import InstanceDown
 from headrace_coordinator.run.stages import scoring
 from headrace_coordinator.run.stages.scoring import SCORER_RETRIES, Scoring, score_all
-from headrace_coordinator.run.stages.step_timer import Meter
+from headrace_coordinator.run.stages.step_timer import StepTimer
 
 
 @dataclass(eq=False)
@@ -61,7 +61,7 @@ class Judge:
         return reward.ScoreResult(sample=item.sample, attempt=1, status=status, reward=float(key[1]))
 
 
-class Crew:
+class WorkerGroup:
     """Members that are staffed again from a bench."""
 
     def __init__(self, *judges: Judge, bench: tuple[Judge, ...] = ()) -> None:
@@ -75,7 +75,7 @@ class Crew:
         self.fleet = SimpleNamespace(
             alive=lambda incarnation: incarnation not in self.dead,
             fate=self.fate,
-            kernel=SimpleNamespace(monotonic=lambda: asyncio.get_running_loop().time()),
+            event_log=SimpleNamespace(monotonic=lambda: asyncio.get_running_loop().time()),
         )
 
     async def fate(self, incarnation):
@@ -93,47 +93,47 @@ def items(count):
     ]
 
 
-async def scored(crew, count):
+async def scored(workers, count):
     async with asyncio.timeout(20):
-        results = await score_all(crew, items(count))
+        results = await score_all(workers, items(count))
     assert sorted((r.sample.prompt_ordinal, r.sample.sample_index) for r in results) == [
         divmod(n, 4) for n in range(count)
     ]
-    for late in [late for judge in crew.judges for late in judge.late_reads]:
+    for late in [late for judge in workers.judges for late in judge.late_reads]:
         assert await asyncio.wait_for(late, 5) is None, "a dead stream's reader took questions"
     return results
 
 
 async def test_every_instance_gets_a_share_and_every_answer_one_result():
     first, second = Judge("a"), Judge("b")
-    await scored(Crew(first, second), 101)
+    await scored(WorkerGroup(first, second), 101)
     assert min(len(first.asked), len(second.asked)) >= 25
 
 
 async def test_a_lost_instances_questions_go_to_another():
     dying, other = Judge("a", dies_after=5), Judge("b")
-    await scored(Crew(dying, bench=(other,)), 40)
+    await scored(WorkerGroup(dying, bench=(other,)), 40)
     assert len(other.asked) >= 35
 
 
 async def test_an_instance_that_has_gone_is_not_waited_for(monkeypatch):
     monkeypatch.setattr(scoring, "LOOK_S", 0.05)
     hung, other = Judge("a", silent=True), Judge("b")
-    crew = Crew(hung, bench=(other,))
-    crew.dead.add("a")
-    await scored(crew, 8)
-    assert hung.open_streams == 0 and crew.rewards == [other]
+    workers = WorkerGroup(hung, bench=(other,))
+    workers.dead.add("a")
+    await scored(workers, 8)
+    assert hung.open_streams == 0 and workers.rewards == [other]
 
 
 async def test_an_instance_that_keeps_silent_loses_its_questions(monkeypatch):
     monkeypatch.setattr(scoring, "LOOK_S", 0.05)
     monkeypatch.setattr(scoring, "GRACE_S", 0.2)
-    await scored(Crew(Judge("a", silent=True), bench=(Judge("b"),)), 8)
+    await scored(WorkerGroup(Judge("a", silent=True), bench=(Judge("b"),)), 8)
 
 
 async def test_a_broken_scorer_is_asked_again_and_then_believed():
     judge = Judge("a", broken=Counter({(0, 1): SCORER_RETRIES, (0, 2): SCORER_RETRIES + 1}))
-    results = {r.sample.sample_index: r.status for r in await scored(Crew(judge), 4)}
+    results = {r.sample.sample_index: r.status for r in await scored(WorkerGroup(judge), 4)}
     assert results[1] == reward.SCORE_STATUS_OK
     assert results[2] == reward.SCORE_STATUS_SCORER_BROKEN
 
@@ -142,9 +142,9 @@ async def test_a_stream_without_questions_ends_and_the_next_answer_opens_another
     monkeypatch.setattr(scoring, "IDLE_S", 0.05)
     monkeypatch.setattr(scoring, "LOOK_S", 0.05)
     judge, results = Judge("a"), []
-    crew = Crew(judge)
-    meter = Meter(crew.fleet.kernel.monotonic)
-    work = Scoring(crew, meter, results.extend)
+    workers = WorkerGroup(judge)
+    timer = StepTimer(workers.fleet.event_log.monotonic)
+    work = Scoring(workers, timer, results.extend)
     running = asyncio.create_task(work.run())
     first, second = items(2)
     work.put(first)
@@ -153,13 +153,13 @@ async def test_a_stream_without_questions_ends_and_the_next_answer_opens_another
     await until(lambda: len(results) == 2)
     work.close()
     await asyncio.wait_for(running, 5)
-    assert judge.streams == 2 and "score" in meter.stages()
+    assert judge.streams == 2 and "score" in timer.stages()
 
 
 async def test_the_reader_of_a_dead_stream_takes_no_new_question():
     dead, other, results = Judge("a", dies_idle=True), Judge("b"), []
-    crew = Crew(dead, bench=(other,))
-    work = Scoring(crew, Meter(crew.fleet.kernel.monotonic), results.extend)
+    workers = WorkerGroup(dead, bench=(other,))
+    work = Scoring(workers, StepTimer(workers.fleet.event_log.monotonic), results.extend)
     running = asyncio.create_task(work.run())
     first, second = items(2)
     work.put(first)
@@ -178,7 +178,7 @@ async def test_a_refusal_is_the_callers():
             yield
 
     with pytest.raises(ValueError, match="NOT_OPEN"):
-        await scored(Crew(Refusing("a")), 3)
+        await scored(WorkerGroup(Refusing("a")), 3)
 
 
 async def until(condition):

@@ -75,8 +75,8 @@ def test_a_revoked_stream_ends_in_order_and_its_samples_go_on_from_their_prefix(
             for instance in self.instances.values():
                 if isinstance(instance, Rollout) and instance.running and instance.live_leases():
                     epochs = list(instance.live_leases())
-                    run = self._fleet().kernel.state.table.leases[epochs[0]].run
-                    await self._fleet().desk.release(run, epochs)
+                    run = self._fleet().event_log.state.table.leases[epochs[0]].run
+                    await self._fleet().lease_manager.release(run, epochs)
                     revoked.extend(epochs)
                     break
 
@@ -145,9 +145,9 @@ async def _keep_after_revoke(self, instance, fleet, command, body):
         instance.held[body.epoch] = tuple(body.devices)
         instance.deadlines[body.epoch] = 1e9
         self.exclusive()
-        fleet.desk.held(instance.incarnation, body.epoch, "")
+        fleet.lease_manager.held(instance.incarnation, body.epoch, "")
     else:
-        fleet.desk.released(instance.incarnation, body[0])
+        fleet.lease_manager.released(instance.incarnation, body[0])
 
 
 @pytest.mark.parametrize("torn", [True, False])

@@ -7,14 +7,14 @@ import time
 import pytest
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.store.base import LEAP, Entry, Fenced, ForeignStore, StoreAway
-from headrace_coordinator.store.event_log import SNAPSHOT_EVERY, Kernel
+from headrace_coordinator.store.event_log import SNAPSHOT_EVERY, EventLog
 from headrace_coordinator.store.redis_store import RedisStore
 
 
 async def opened_kernel(server, marker=None):
-    kernel = Kernel(RedisStore(server.url), time.time)
-    await kernel.open("test", marker)
-    return kernel, asyncio.create_task(kernel.run())
+    event_log = EventLog(RedisStore(server.url), time.time)
+    await event_log.open("test", marker)
+    return event_log, asyncio.create_task(event_log.run())
 
 
 def submitted(run):
@@ -52,59 +52,59 @@ async def test_an_older_coordinator_is_fenced_once_a_newer_one_begins(server):
 
 
 async def test_committed_events_survive_kill_9_of_the_server_and_of_the_coordinator(server):
-    kernel, task = await opened_kernel(server)
-    await kernel.commit(submitted("r"), ev.NumberBurnt(at=1.0, run="r", number=7))
+    event_log, task = await opened_kernel(server)
+    await event_log.commit(submitted("r"), ev.NumberBurnt(at=1.0, run="r", number=7))
     task.cancel()
     server.kill()
     server.start()
     again, task = await opened_kernel(server)
     assert again.state.runs["r"].lineage.last_number == 7 + LEAP
-    assert again.state.epoch == kernel.state.epoch + 1
+    assert again.state.epoch == event_log.state.epoch + 1
     assert [type(event).__name__ for _, event in await again.history.page("r", -1)] == ["RunSubmitted"]
     task.cancel()
 
 
 async def test_events_that_nobody_waits_for_are_durable_soon_and_share_an_append(server):
-    kernel, task = await opened_kernel(server)
-    await kernel.commit(submitted("r"))
+    event_log, task = await opened_kernel(server)
+    await event_log.commit(submitted("r"))
     appends = []
-    store_append = kernel._store.append
+    store_append = event_log._store.append
 
     async def append(epoch, expected, first, entries):
         appends.append(len(entries))
         await store_append(epoch, expected, first, entries)
 
-    kernel._store.append = append
+    event_log._store.append = append
     for number in range(3):
-        kernel.post(ev.NumberBurnt(at=1.0, run="r", number=number))
+        event_log.post(ev.NumberBurnt(at=1.0, run="r", number=number))
         await asyncio.sleep(0)
     await asyncio.sleep(0.5)
-    assert appends == [3] and kernel.durable_sequence == kernel._sequence
-    kernel.post(ev.NumberBurnt(at=1.0, run="r", number=3))
-    await kernel.commit(ev.NumberBurnt(at=1.0, run="r", number=4))
+    assert appends == [3] and event_log.durable_sequence == event_log._sequence
+    event_log.post(ev.NumberBurnt(at=1.0, run="r", number=3))
+    await event_log.commit(ev.NumberBurnt(at=1.0, run="r", number=4))
     assert appends == [3, 2]
     task.cancel()
 
 
 async def test_the_kernel_waits_while_the_store_is_away_and_goes_on(server):
-    kernel, task = await opened_kernel(server)
-    await kernel.flush()
+    event_log, task = await opened_kernel(server)
+    await event_log.flush()
     server.kill()
-    commit = asyncio.create_task(kernel.commit(submitted("r")))
-    await kernel.wait_until(lambda: kernel.store_away, 20, "the outage to be noticed")
+    commit = asyncio.create_task(event_log.commit(submitted("r")))
+    await event_log.wait_until(lambda: event_log.store_away, 20, "the outage to be noticed")
     assert not commit.done()
     server.start()
     await asyncio.wait_for(commit, 30)
-    assert not kernel.store_away
+    assert not event_log.store_away
     task.cancel()
 
 
 async def test_a_snapshot_trims_the_log_and_gives_the_same_state(server):
-    kernel, task = await opened_kernel(server)
-    await kernel.commit(submitted("r"))
+    event_log, task = await opened_kernel(server)
+    await event_log.commit(submitted("r"))
     for number in range(SNAPSHOT_EVERY + 10):
-        kernel.post(ev.NumberBurnt(at=1.0, run="r", number=number))
-    await kernel.flush()
+        event_log.post(ev.NumberBurnt(at=1.0, run="r", number=number))
+    await event_log.flush()
     store = RedisStore(server.url)
     deadline = time.monotonic() + 20
     while not (stored := await store.load()).snapshot:

@@ -10,7 +10,7 @@ from headrace_coordinator.domain.state import InstanceState
 from headrace_coordinator.fleet.fleet import Fleet, FleetSettings, ForeignInstance
 from headrace_coordinator.store import redis_store
 from headrace_coordinator.store.base import LEAP, Fenced, StoreAway
-from headrace_coordinator.store.event_log import Kernel
+from headrace_coordinator.store.event_log import EventLog
 from headrace_coordinator.store.redis_store import RedisStore
 
 REFUSALS = {
@@ -26,15 +26,15 @@ def short_claim(monkeypatch):
 
 @pytest.fixture
 async def leading(server, tmp_path):
-    """`await leading()` is a kernel with its two tasks on the server's store."""
+    """`await leading()` is an event log with its two tasks on the server's store."""
     tasks = []
 
     async def start():
         store = RedisStore(server.url)
-        kernel = Kernel(store, time.time)
-        await kernel.open("test", tmp_path / "store_id")
-        tasks.extend(asyncio.ensure_future(work) for work in (kernel.run(), kernel.keep_claim(0.5)))
-        return kernel
+        event_log = EventLog(store, time.time)
+        await event_log.open("test", tmp_path / "store_id")
+        tasks.extend(asyncio.ensure_future(work) for work in (event_log.run(), event_log.keep_claim(0.5)))
+        return event_log
 
     yield start
     for task in tasks:
@@ -56,48 +56,48 @@ def submitted(run):
 @pytest.mark.parametrize("case", REFUSALS)
 async def test_a_store_that_refuses_for_longer_than_the_claim_keeps_its_leader(server, leading, case):
     refuse, accept, words = REFUSALS[case]
-    kernel = await leading()
-    await kernel.commit(submitted("before"))
+    event_log = await leading()
+    await event_log.commit(submitted("before"))
     await configure(server, refuse)
-    commit = asyncio.create_task(kernel.commit(submitted("r")))
-    await kernel.wait_until(lambda: kernel.store_away, 20, "the refusal to be noticed")
+    commit = asyncio.create_task(event_log.commit(submitted("r")))
+    await event_log.wait_until(lambda: event_log.store_away, 20, "the refusal to be noticed")
     await asyncio.sleep(2.5 * redis_store.CLAIM_SECONDS)
-    assert words in kernel.store_trouble and not commit.done() and not kernel.fenced.done()
+    assert words in event_log.store_trouble and not commit.done() and not event_log.fenced.done()
     await configure(server, accept)
     await asyncio.wait_for(commit, 20)
-    await kernel.wait_until(lambda: not kernel.store_away, 20, "the store's return to be noticed")
-    assert not kernel.fenced.done()
+    await event_log.wait_until(lambda: not event_log.store_away, 20, "the store's return to be noticed")
+    assert not event_log.fenced.done()
     store = RedisStore(server.url)
     async with asyncio.timeout(20):
-        while await store._leader() != kernel._store._identity:  # noqa: ASYNC110  # only the server can say
+        while await store._leader() != event_log._store._identity:  # noqa: ASYNC110  # only the server can say
             await asyncio.sleep(0.05)
-    assert (await store.load()).epoch == kernel.state.epoch
+    assert (await store.load()).epoch == event_log.state.epoch
 
 
 async def test_a_refusing_store_is_noticed_while_nothing_is_written(server, leading):
-    kernel = await leading()
-    await kernel.flush()
+    event_log = await leading()
+    await event_log.flush()
     await configure(server, {"maxmemory": "1"})
-    await kernel.wait_until(lambda: kernel.store_away, 20, "the refusal to be noticed")
+    await event_log.wait_until(lambda: event_log.store_away, 20, "the refusal to be noticed")
     await configure(server, {"maxmemory": "0"})
-    await kernel.wait_until(lambda: not kernel.store_away, 20, "the store's return to be noticed")
+    await event_log.wait_until(lambda: not event_log.store_away, 20, "the store's return to be noticed")
 
 
 async def test_a_full_disk_is_a_refusal_too(server, leading, tmp_path):
     """MISCONF: the last snapshot could not be written, so the server takes no writes."""
-    kernel = await leading()
-    await kernel.flush()
+    event_log = await leading()
+    await event_log.flush()
     client = RedisStore(server.url)._redis
     await client.config_set("save", "3600 1")
     (server.directory / "dump.rdb").mkdir()  # The snapshot cannot be renamed onto a directory.
     await client.bgsave()
-    commit = asyncio.create_task(kernel.commit(submitted("r")))
-    await kernel.wait_until(lambda: "MISCONF" in kernel.store_trouble, 20, "MISCONF")
+    commit = asyncio.create_task(event_log.commit(submitted("r")))
+    await event_log.wait_until(lambda: "MISCONF" in event_log.store_trouble, 20, "MISCONF")
     await asyncio.sleep(1.5 * redis_store.CLAIM_SECONDS)
-    assert not kernel.fenced.done()
+    assert not event_log.fenced.done()
     await client.config_set("stop-writes-on-bgsave-error", "no")
     await asyncio.wait_for(commit, 20)
-    assert not kernel.fenced.done()
+    assert not event_log.fenced.done()
     await client.aclose()
 
 
@@ -140,20 +140,20 @@ def process(incarnation):
     )
 
 
-def fleet_of(kernel):
-    return Fleet(kernel, lambda kind, address, incarnation: None, FleetSettings())
+def fleet_of(event_log):
+    return Fleet(event_log, lambda kind, address, incarnation: None, FleetSettings())
 
 
 async def test_an_instance_that_saw_a_higher_epoch_raises_it_and_the_coordinator_goes_on(server, leading):
-    kernel = await leading()
-    fleet, store_id = fleet_of(kernel), kernel.state.store_id
-    held = asyncio.gather(*(kernel.commit(submitted(f"r{i}")) for i in range(20)))
+    event_log = await leading()
+    fleet, store_id = fleet_of(event_log), event_log.state.store_id
+    held = asyncio.gather(*(event_log.commit(submitted(f"r{i}")) for i in range(20)))
     await asyncio.gather(*(fleet.register(process(name), [], 1000, store_id) for name in ("a", "b")))
-    assert kernel.state.epoch == 1001
+    assert event_log.state.epoch == 1001
     await held
-    await kernel.commit(submitted("after"))
+    await event_log.commit(submitted("after"))
     await asyncio.sleep(1.2)
-    assert not kernel.fenced.done(), "neither an append nor the claim may be fenced by its own epoch"
+    assert not event_log.fenced.done(), "neither an append nor the claim may be fenced by its own epoch"
     stored = await RedisStore(server.url).load()
     assert stored.epoch == 1001
     again = await leading()
@@ -162,20 +162,20 @@ async def test_an_instance_that_saw_a_higher_epoch_raises_it_and_the_coordinator
 
 @pytest.mark.parametrize(("store_id", "epoch"), [("another", 1000), ("another", 1), ("", 1000)])
 async def test_an_instance_of_another_store_is_refused_and_changes_nothing(leading, store_id, epoch):
-    kernel = await leading()
-    fleet = fleet_of(kernel)
+    event_log = await leading()
+    fleet = fleet_of(event_log)
     with pytest.raises(ForeignInstance, match=r"trainer-0 .*Restart the instance"):
         await fleet.register(process("a"), [], epoch, store_id)
-    await kernel.commit(submitted("after"))
-    assert kernel.state.epoch == 1 and "a" not in kernel.state.instances
-    await fleet.register(process("a"), [], 1, kernel.state.store_id)
+    await event_log.commit(submitted("after"))
+    assert event_log.state.epoch == 1 and "a" not in event_log.state.instances
+    await fleet.register(process("a"), [], 1, event_log.state.store_id)
 
 
 async def test_an_older_copy_of_the_store_is_recognised_and_issues_nothing_twice(
     server, leading, tmp_path, caplog
 ):
-    kernel = await leading()
-    await kernel.commit(submitted("r"), ev.NumberBurnt(at=1.0, run="r", number=7))
+    event_log = await leading()
+    await event_log.commit(submitted("r"), ev.NumberBurnt(at=1.0, run="r", number=7))
     server.kill()
     shutil.copytree(server.directory, tmp_path / "copy")
     server.start()

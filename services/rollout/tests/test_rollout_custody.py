@@ -8,18 +8,18 @@ import grpc
 from headrace.common.v1 import common_pb2
 from headrace.rollout.v1 import rollout_pb2
 from headrace_rollout.generation import Generation
-from headrace_rollout.retention import Custody
+from headrace_rollout.retention import Retention
 from rollout_calls import HEADER, refused
 
 
 def test_custody_keeps_the_latest_attempt():
-    custody = Custody(1000)
+    retention = Retention(1000)
     for attempt in (1, 3, 2):
-        custody.add(common_pb2.Trajectory(attempt=attempt, completion_text="x" * attempt))
-    (item,) = custody.items()
-    assert item.attempt == 3 and custody.size_bytes == item.size_bytes
-    custody.release([item.sample])
-    assert not custody.items() and custody.size_bytes == 0
+        retention.add(common_pb2.Trajectory(attempt=attempt, completion_text="x" * attempt))
+    (item,) = retention.items()
+    assert item.attempt == 3 and retention.size_bytes == item.size_bytes
+    retention.release([item.sample])
+    assert not retention.items() and retention.size_bytes == 0
 
 
 async def test_custody_lasts_until_released(rollout, assignments):
@@ -106,4 +106,4 @@ async def test_what_finished_unsent_when_a_caller_left_is_kept(rollout, assignme
         while run.engine.figures.samples < 12:  # noqa: ASYNC110  # counted in a thread
             await asyncio.sleep(0.01)
     await responses.aclose()
-    assert len(run.custody) == 12
+    assert len(run.retention) == 12

@@ -172,7 +172,7 @@ async def test_install_by_grpc_gives_the_same_policy(rollout, assignments, publi
     response = await rollout.install(published)
     assert response.transport == common_pb2.WEIGHT_TRANSPORT_GRPC
     assert response.bytes_moved == published.manifest.size_bytes
-    assert rollout.instance.weights.find(RUN, 1) is None, "the replaced version's memory is given back"
+    assert rollout.instance.weights.find(RUN, 1) is None, "the replaced version's memory is released"
     call = await rollout.generate(assignments[:1], policy_number=2).start()
     assert all(t.segments[1].policy_number == 2 for t in (await call.read_all()).values())
 

@@ -1,4 +1,4 @@
-"""Fixtures of the trainer's tests: a tiny model, a gang of one, backends, groups and trajectories."""
+"""Fixtures of the trainer's tests: a tiny model, a trainer group of one, backends, groups and trajectories."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def plain_log_probs(tiny_directory: Path) -> Callable[..., list[list[float]]]:
 
 @pytest.fixture
 def gang() -> Iterator[Gang]:
-    """A gang of one in this process."""
+    """A trainer group of one in this process."""
     gang = join_gang(1, 0, 1, "", 10.0, torch.device("cpu"))
     yield gang
     gang.leave()

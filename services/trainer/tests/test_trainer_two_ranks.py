@@ -72,7 +72,7 @@ def free_port() -> int:
 
 @pytest.fixture
 async def pair(processes, tmp_path, make_config, trainer_client):
-    """Leader and follower, not yet in a gang, with the follower's process."""
+    """Leader and follower, not yet in a trainer group, with the follower's process."""
     addresses = [await address_of(port_file) for _, port_file in processes]
     async with dial(addresses[0], token=None) as first, dial(addresses[1], token=None) as second:
         leader = trainer_client(first, tmp_path / "run", make_config)

@@ -1,4 +1,4 @@
-"""One trainer process of a gang, for the tests of two ranks: `python two_ranks.py PORT_FILE SHM_DIR`.
+"""One trainer process of a trainer group, for the tests of two ranks: `python two_ranks.py PORT_FILE SHM_DIR`.
 
 SIGUSR1 lets its lease lapse, SIGUSR2 renews it.
 """

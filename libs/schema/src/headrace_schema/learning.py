@@ -61,7 +61,7 @@ class TrainerSection(Section):
     """The learning side."""
 
     backend: str = Field(default="fsdp", description="name in the trainer's registry")
-    ranks: Count = Field(default=1, description="ranks of the gang, one trainer instance each")
+    ranks: Count = Field(default=1, description="ranks of the trainer group, one trainer instance each")
     micro_batch_tokens: Count = Field(default=2048, description="most tokens of one packed forward")
     gradient_checkpointing: bool = Field(
         default=False, description="recompute activations in the backward pass: less memory, more time"

@@ -117,7 +117,7 @@ def read_token(path: Path | None) -> str | None:
 
 
 def parse_instance_config(kind: str, argv: Sequence[str] | None = None) -> InstanceConfig:
-    """Reads flags, then HEADRACE_ variables, then defaults. Exits with status 2 on a mistake."""
+    """Reads flags, then HEADRACE_ variables, then defaults. Exits with status 2 on an error."""
     parser = argparse.ArgumentParser(
         prog=f"headrace-{kind}", description=f"Runs one {kind} instance of Headrace."
     )

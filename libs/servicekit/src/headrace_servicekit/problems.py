@@ -16,7 +16,7 @@ from pydantic_core import ErrorDetails
 
 @dataclass(frozen=True)
 class KeyProblem:
-    """One mistake: where (`a.b.0.c`), what is wrong, and what to change."""
+    """One error: where (`a.b.0.c`), what is wrong, and what to change."""
 
     key: str
     problem: str

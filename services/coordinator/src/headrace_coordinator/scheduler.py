@@ -23,7 +23,7 @@ from headrace_coordinator.fleet.fleet import Fleet
 from headrace_coordinator.fleet.waits import WaitTimeout
 from headrace_coordinator.run.context import Projection, RunContext
 from headrace_coordinator.run.loop import RunLoop
-from headrace_coordinator.store.event_log import Kernel
+from headrace_coordinator.store.event_log import EventLog
 
 log = logging.getLogger(__name__)
 LOOK_S = 5.0
@@ -36,12 +36,12 @@ class Scheduler:
     """Runs the admission rule over all runs, and a task for each run that holds a grant."""
 
     def __init__(
-        self, kernel: Kernel, fleet: Fleet, make_projection: MakeProjection, open_dataset: OpenDataset
+        self, event_log: EventLog, fleet: Fleet, make_projection: MakeProjection, open_dataset: OpenDataset
     ) -> None:
         self.tasks: dict[str, asyncio.Task[None]] = {}
         self.queue: dict[str, str] = {}
         """Id of each waiting run, in order → what it waits for."""
-        self._kernel = kernel
+        self._event_log = event_log
         self._fleet = fleet
         self._make_projection = make_projection
         self._open_dataset = open_dataset
@@ -49,52 +49,52 @@ class Scheduler:
     async def run(self) -> None:
         """Admits and starts whatever may start, for ever."""
         while True:
-            seen = self._kernel.state.scheduling_changes
+            seen = self._event_log.state.scheduling_changes
             await self._settle_idle()
             await self._admit()
             self._start()
-            if self._kernel.state.scheduling_changes == seen:
+            if self._event_log.state.scheduling_changes == seen:
                 await self._look_again(seen)
 
     async def _look_again(self, seen: int) -> None:
         with contextlib.suppress(WaitTimeout):
-            await self._kernel.wait_until(
-                lambda: self._kernel.state.scheduling_changes != seen or self._unstarted(),
+            await self._event_log.wait_until(
+                lambda: self._event_log.state.scheduling_changes != seen or self._unstarted(),
                 LOOK_S,
                 "a run to schedule",
             )
 
     def _unstarted(self) -> bool:
         return any(
-            run.grant is not None and run.id not in self.tasks for run in self._kernel.state.active_runs()
+            run.grant is not None and run.id not in self.tasks for run in self._event_log.state.active_runs()
         )
 
     async def _settle_idle(self) -> None:
         """Runs that hold nothing follow their intent at once: there is no work to stop."""
-        for run in list(self._kernel.state.active_runs()):
+        for run in list(self._event_log.state.active_runs()):
             if run.grant is None and run.id not in self.tasks:
                 while (action := runs.next_action(run)).kind == runs.MOVE:
-                    now, reason = self._kernel.now(), action.reason
+                    now, reason = self._event_log.now(), action.reason
                     if action.state == runs.CANCELLED:
                         reason += f"; {runs.checkpoint_words(run)}"
-                    await self._kernel.commit(*runs.plan_move(run, action.state, reason, now))
+                    await self._event_log.commit(*runs.plan_move(run, action.state, reason, now))
 
     async def _admit(self) -> None:
         """Appends grants one at a time, so that each equals the rule applied to the log before it."""
         while True:
-            plan = plan_admission(self._kernel.state, self._kernel.now())
+            plan = plan_admission(self._event_log.state, self._event_log.now())
             self.queue = plan.waiting
             if not plan.grants:
                 return
             grant = plan.grants[0]
-            run = self._kernel.state.runs[grant.run]
+            run = self._event_log.state.runs[grant.run]
             events: list[ev.Event] = [grant]
             if run.state == runs.QUEUED:
                 events += runs.plan_move(run, runs.PLANNING, "its instances are being prepared", grant.at)
-            await self._kernel.commit(*events)
+            await self._event_log.commit(*events)
 
     def _start(self) -> None:
-        for run in self._kernel.state.active_runs():
+        for run in self._event_log.state.active_runs():
             if run.grant is not None and run.id not in self.tasks:
                 self.tasks[run.id] = asyncio.create_task(self._control(run), name=f"run {run.id}")
 
@@ -112,7 +112,7 @@ class Scheduler:
             await self._abandon(run, reason)
         finally:
             self.tasks.pop(run.id, None)
-            self._kernel.wake()
+            self._event_log.wake()
 
     async def _work(self, run: RunState) -> None:
         spec = RunSpec.model_validate(run.spec)
@@ -122,7 +122,7 @@ class Scheduler:
         projection = self._make_projection(Path(run.directory))
         try:
             projection.spec(run.spec)
-            await RunLoop(RunContext(self._kernel, self._fleet, run.id, dataset, projection)).run()
+            await RunLoop(RunContext(self._event_log, self._fleet, run.id, dataset, projection)).run()
         finally:
             projection.close()
 
@@ -130,26 +130,26 @@ class Scheduler:
         """Ends a run whose loop cannot: its leases end, and the reconciler closes what its instances report."""
         if run.state in runs.TERMINAL:
             return
-        await self._fleet.desk.release_all(run.id)
-        now = self._kernel.now()
-        await self._kernel.commit(
+        await self._fleet.lease_manager.release_all(run.id)
+        now = self._event_log.now()
+        await self._event_log.commit(
             ev.RunReleased(at=now, run=run.id), *runs.plan_move(run, runs.FAILED, reason, now)
         )
 
     async def _same_data(self, run: RunState, dataset: Dataset) -> bool:
         """The items are those that the run began with; else it is paused, since its slots would mean other prompts."""
-        now = self._kernel.now()
+        now = self._event_log.now()
         if not run.dataset_digest:
-            await self._kernel.commit(ev.DatasetOpened(at=now, run=run.id, digest=dataset.digest))
+            await self._event_log.commit(ev.DatasetOpened(at=now, run=run.id, digest=dataset.digest))
         if run.dataset_digest == dataset.digest or run.state == runs.CANCELLING:
             return True
         reason = (
             "data.source: its items are not those that the run began with; put them back and resume, "
             "or submit a new run"
         )
-        await self._fleet.desk.release_all(run.id)
-        now = self._kernel.now()
-        await self._kernel.commit(
+        await self._fleet.lease_manager.release_all(run.id)
+        now = self._event_log.now()
+        await self._event_log.commit(
             *runs.plan_intent(run, runs.PAUSE, "system", reason, now),
             ev.RunReleased(at=now, run=run.id),
             *runs.plan_move(run, runs.PAUSED, reason, now),

@@ -1,4 +1,4 @@
-"""Wires kernel, fleet, gRPC and HTTP into one process, and stops them in order."""
+"""Wires the event log, fleet, gRPC and HTTP into one process, and stops them in order."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from headrace_coordinator.fleet.fleet import Fleet, FleetSettings
 from headrace_coordinator.fleet.grpc_port import GrpcPort
 from headrace_coordinator.fleet.service import FleetServicer
 from headrace_coordinator.store.base import Fenced, ForeignStore, StoreAway
-from headrace_coordinator.store.event_log import Kernel
+from headrace_coordinator.store.event_log import EventLog
 from headrace_coordinator.store.history import History
 from headrace_coordinator.store.redis_store import RedisStore
 
@@ -48,29 +48,29 @@ async def serve(arguments: argparse.Namespace) -> None:
     reuse_freed_memory()
     store = RedisStore(arguments.redis, password=_secret(arguments.redis_password_file))
     history = History(arguments.data_dir.resolve() / "runs")
-    kernel = Kernel(store, time.time, boottime, history=history)
-    await _open(kernel, arguments)
+    event_log = EventLog(store, time.time, boottime, history=history)
+    await _open(event_log, arguments)
     token = _secret(arguments.token_file)
     fleet = Fleet(
-        kernel,
+        event_log,
         lambda kind, address, incarnation: GrpcPort(kind, address, incarnation, token),
         FleetSettings(lease_ttl=arguments.lease_ttl, heartbeat=arguments.heartbeat),
     )
-    coordinator = Coordinator(kernel, fleet, arguments.data_dir.resolve())
+    coordinator = Coordinator(event_log, fleet, arguments.data_dir.resolve())
     lasting = {
-        "kernel": kernel.run,
-        "claim": lambda: kernel.keep_claim(CLAIM_RENEWAL_S),
+        "event_log": event_log.run,
+        "claim": lambda: event_log.keep_claim(CLAIM_RENEWAL_S),
         "sweep": fleet.sweep,
         "schedule": coordinator.schedule,
         "archive": coordinator.archive.run,
     }
-    await coordinator.vitals.run(lasting, lambda: _serve(arguments, coordinator, kernel, token))
-    kernel.mark()
+    await coordinator.vitals.run(lasting, lambda: _serve(arguments, coordinator, event_log, token))
+    event_log.mark()
     await store.close()
 
 
 async def _serve(
-    arguments: argparse.Namespace, coordinator: Coordinator, kernel: Kernel, token: str | None
+    arguments: argparse.Namespace, coordinator: Coordinator, event_log: EventLog, token: str | None
 ) -> None:
     server = GrpcServer(
         arguments.listen, token=token, instance="coordinator", reflection=arguments.reflection
@@ -87,26 +87,26 @@ async def _serve(
     except ServiceError as error:
         raise Refusal(error.message) from error
     try:
-        await _serve_http(arguments, coordinator, kernel)
+        await _serve_http(arguments, coordinator, event_log)
     finally:
         await coordinator.stop()
         await server.drain(2.0)
-    await _flush(kernel)
+    await _flush(event_log)
 
 
-async def _flush(kernel: Kernel) -> None:
+async def _flush(event_log: EventLog) -> None:
     """The last events; a store that refuses them must not keep a stopping process."""
     with contextlib.suppress(TimeoutError):
-        await asyncio.wait_for(kernel.flush(), FLUSH_S)
+        await asyncio.wait_for(event_log.flush(), FLUSH_S)
 
 
-async def _open(kernel: Kernel, arguments: argparse.Namespace) -> None:
+async def _open(event_log: EventLog, arguments: argparse.Namespace) -> None:
     identity = f"coordinator at {arguments.http}"
     marker = arguments.data_dir / "store_id"
     deadline = asyncio.get_running_loop().time() + STORE_PATIENCE_S
     while True:
         try:
-            await kernel.open(identity, marker)
+            await event_log.open(identity, marker)
             return
         except (Fenced, ForeignStore) as error:
             raise Refusal(str(error)) from error
@@ -118,7 +118,7 @@ async def _open(kernel: Kernel, arguments: argparse.Namespace) -> None:
             await asyncio.sleep(0.2)
 
 
-async def _serve_http(arguments: argparse.Namespace, coordinator: Coordinator, kernel: Kernel) -> None:
+async def _serve_http(arguments: argparse.Namespace, coordinator: Coordinator, event_log: EventLog) -> None:
     host, port = split_address(arguments.http)
     app = make_app(
         coordinator, runs_directory=arguments.data_dir / "runs", token=_secret(arguments.http_token_file)
@@ -134,7 +134,7 @@ async def _serve_http(arguments: argparse.Namespace, coordinator: Coordinator, k
         loop.add_signal_handler(number, stopping.set)
     # Not `serve`: it would take the signal handlers over.
     serving = asyncio.create_task(http._serve(sockets=[listening]))
-    fenced = kernel.fenced
+    fenced = event_log.fenced
     assert fenced is not None
     stop = asyncio.create_task(stopping.wait())
     ends: set[asyncio.Future[Any]] = {serving, stop, fenced}

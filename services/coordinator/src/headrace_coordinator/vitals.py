@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Mapping
 
 from headrace_schema.views import HealthView
 
-from headrace_coordinator.store.event_log import Kernel
+from headrace_coordinator.store.event_log import EventLog
 
 SAMPLE_S = 0.5
 SAMPLES = 20
@@ -23,8 +23,8 @@ class TaskEnded(Exception):
 class Vitals:
     """Runs the lasting tasks and measures the event loop."""
 
-    def __init__(self, kernel: Kernel) -> None:
-        self._kernel = kernel
+    def __init__(self, event_log: EventLog) -> None:
+        self._event_log = event_log
         self._lags_ms: deque[float] = deque([0.0], maxlen=SAMPLES)
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
@@ -56,7 +56,7 @@ class Vitals:
 
     def view(self) -> HealthView:
         """The health now; the loop's lag is the worst of the last ten seconds."""
-        lag, trouble = max(self._lags_ms), self._kernel.store_trouble
+        lag, trouble = max(self._lags_ms), self._event_log.store_trouble
         tasks = {name: not task.done() for name, task in self._tasks.items()}
         problems = [f"the store (Redis) takes no writes: {trouble}"] if trouble else []
         problems += [f"the {name} task has ended" for name, alive in tasks.items() if not alive]
@@ -70,7 +70,7 @@ class Vitals:
             store_writable=not trouble,
             loop_lag_ms=round(lag, 1),
             tasks=tasks,
-            coordinator_epoch=self._kernel.state.epoch,
+            coordinator_epoch=self._event_log.state.epoch,
         )
 
 

@@ -31,8 +31,8 @@ class GenerateFigures:
             "decode_steps": figures["decode_steps"],
             "mean_batch_rows": figures["decode_rows"] / max(1, figures["decode_steps"]),
             "tokens_per_second": figures["sampled_tokens"] / max(busy_s, 1e-9),
-            "custody_trajectories": len(run.custody),
-            "custody_bytes": run.custody.size_bytes,
+            "custody_trajectories": len(run.retention),
+            "custody_bytes": run.retention.size_bytes,
         }
         wall_time = Duration()
         wall_time.FromNanoseconds(int(busy_s * 1e9))

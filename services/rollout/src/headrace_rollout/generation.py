@@ -105,7 +105,7 @@ class Generation:
             self.ended.set()
 
     def end(self) -> None:
-        """Ends the stream with ABORTED RUN_CLOSED after what the engine has given back."""
+        """Ends the stream with ABORTED RUN_CLOSED after what the engine has returned."""
         self._inbox.put_nowait(
             ServiceError(
                 grpc.StatusCode.ABORTED,
@@ -155,12 +155,12 @@ class Generation:
             await self._run.engine.submit(self._stream, groups)
 
     def _check_custody(self) -> None:
-        custody = self._run.custody
-        if custody.full and not self._evaluation:
+        retention = self._run.retention
+        if retention.full and not self._evaluation:
             raise ServiceError(
                 grpc.StatusCode.RESOURCE_EXHAUSTED,
                 "CUSTODY_FULL",
-                f"{len(custody)} trajectories, {custody.size_bytes} bytes, are kept; {custody.budget_bytes} "
+                f"{len(retention)} trajectories, {retention.size_bytes} bytes, are kept; {retention.budget_bytes} "
                 "are allowed: call ReleaseTrajectories for what is trained or dropped",
             )
 
@@ -202,10 +202,10 @@ class Generation:
         return response
 
     def _finish(self, trajectory: common_pb2.Trajectory, output: Output) -> None:
-        """Fills the trajectory of a finished output where it stands, and takes it into custody."""
+        """Fills the trajectory of a finished output where it stands, and takes it into retention."""
         fill_trajectory(trajectory, output, self._sampled_from, self._run.codec, self._producer)
         if not self._evaluation:
-            self._run.custody.add(trajectory)
+            self._run.retention.add(trajectory)
 
     def _keep_unsent(self) -> None:
         # What finished while the caller went away is still the producer's to keep.

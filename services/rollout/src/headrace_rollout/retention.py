@@ -13,7 +13,7 @@ from headrace.rollout.v1 import rollout_pb2
 Slot = tuple[int, int]
 
 
-class Custody:
+class Retention:
     """The bodies of one run, in host memory, counted against a budget of bytes."""
 
     def __init__(self, budget_bytes: int) -> None:
@@ -61,7 +61,7 @@ class Custody:
                 yield kept
 
     def release(self, samples: Iterable[common_pb2.SampleKey]) -> None:
-        """Ends custody of the given slots."""
+        """Ends retention of the given slots."""
         for sample in samples:
             _, size = self._kept.pop(_slot(sample), (None, 0))
             self.size_bytes -= size

@@ -1,4 +1,4 @@
-"""An open run: its engine, tokenizer and custody, built from the run's config. Knows no gRPC calls."""
+"""An open run: its engine, tokenizer and retention, built from the run's config. Knows no gRPC calls."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from headrace_servicekit.rpc.errors import ServiceError
 from headrace_rollout.config import CUSTODY_BYTES
 from headrace_rollout.engines import ENGINES
 from headrace_rollout.engines.base import Engine, EngineConfig
-from headrace_rollout.retention import Custody
+from headrace_rollout.retention import Retention
 
 if TYPE_CHECKING:
     import torch
@@ -54,7 +54,7 @@ class OpenedRun:
     config: RolloutConfig
     engine: Engine
     codec: TextCodec
-    custody: Custody
+    retention: Retention
     streams: set[LiveStream] = field(default_factory=set)
 
     async def end_streams(self) -> None:
@@ -101,7 +101,7 @@ def open_run(name: str, config: RolloutConfig, leased: Sequence[str]) -> OpenedR
         )
     except ModelNotReadable as error:
         raise ServiceError(grpc.StatusCode.INVALID_ARGUMENT, "MODEL_NOT_READABLE", str(error)) from error
-    return OpenedRun(name, config, engine, codec, Custody(CUSTODY_BYTES))
+    return OpenedRun(name, config, engine, codec, Retention(CUSTODY_BYTES))
 
 
 def devices_of(leased: Sequence[str]) -> tuple[torch.device, ...]:

@@ -1,4 +1,4 @@
-"""headrace.rollout.v1.RolloutService: messages in, the run's engine and custody do the rest."""
+"""headrace.rollout.v1.RolloutService: messages in, the run's engine and retention do the rest."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         try:
             run = await asyncio.shield(building)
         except asyncio.CancelledError:
-            # A thread cannot be cancelled: what it builds is given back before the run counts as closed.
+            # A thread cannot be cancelled: what it builds is released before the run counts as closed.
             await (await building).engine.close()
             raise
         self._run, self._figures = run, GenerateFigures()
@@ -234,17 +234,17 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
     async def ListInventory(
         self, request: rollout_pb2.ListInventoryRequest, context: Context
     ) -> rollout_pb2.ListInventoryResponse:
-        """What is in custody."""
+        """What is retained."""
         self._instance.fence.check(request.header, lease=False)
-        return rollout_pb2.ListInventoryResponse(items=self._opened(request.header).custody.items())
+        return rollout_pb2.ListInventoryResponse(items=self._opened(request.header).retention.items())
 
     async def FetchTrajectories(
         self, request: rollout_pb2.FetchTrajectoriesRequest, context: Context
     ) -> AsyncIterator[rollout_pb2.FetchTrajectoriesResponse]:
-        """Bodies in custody, in responses of bounded size."""
+        """Bodies retained, in responses of bounded size."""
         self._instance.fence.check(request.header, lease=False)
         response, size = rollout_pb2.FetchTrajectoriesResponse(), 0
-        for trajectory, own_size in list(self._opened(request.header).custody.fetch(request.samples)):
+        for trajectory, own_size in list(self._opened(request.header).retention.fetch(request.samples)):
             if size and size + own_size > RESPONSE_BYTES:
                 yield response
                 response, size = rollout_pb2.FetchTrajectoriesResponse(), 0
@@ -256,9 +256,9 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
     async def ReleaseTrajectories(
         self, request: rollout_pb2.ReleaseTrajectoriesRequest, context: Context
     ) -> rollout_pb2.ReleaseTrajectoriesResponse:
-        """Ends custody."""
+        """Ends retention."""
         self._instance.fence.check(request.header, lease=False)
-        self._opened(request.header).custody.release(request.samples)
+        self._opened(request.header).retention.release(request.samples)
         return rollout_pb2.ReleaseTrajectoriesResponse()
 
     async def on_grant(self, lease: common_pb2.Lease) -> None:

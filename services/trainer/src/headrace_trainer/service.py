@@ -358,7 +358,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):  # type: ignore[
         return trainer_pb2.WakeResponse()
 
     async def close(self) -> None:
-        """Leaves run and gang, after what is being computed."""
+        """Leaves run and trainer group, after what is being computed."""
         await self._compute(self._trainer.close_run)
         self._compute.close()
 

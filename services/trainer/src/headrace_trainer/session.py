@@ -431,7 +431,7 @@ class Session:
         except RoundLost as error:
             self.state, self.gang_lost = steps.lost(self.state), True
             raise Refusal(
-                "GANG_LOST", f"{error}; form the gang anew and restore a checkpoint", "unavailable"
+                "GANG_LOST", f"{error}; form the trainer group anew and restore a checkpoint", "unavailable"
             ) from error
 
     def _claim_lineage(self, *, required: bool = False) -> Saver | None:

@@ -1,4 +1,4 @@
-"""One trainer process: the run it has open, the gang it is in, and its device. Knows no gRPC.
+"""One trainer process: the run it has open, the trainer group it is in, and its device. Knows no gRPC.
 
 A leader gets a `Session`; a follower a thread that does what the leader's rounds say.
 """
@@ -77,7 +77,7 @@ class Trainer:
 
     @property
     def generation(self) -> int:
-        """Generation of the gang that this rank is in; 0 for none, also when the gang has lost a rank."""
+        """Generation of this rank's trainer group; 0 for none, also when the group has lost a rank."""
         lost = (
             self._session.gang_lost if self._session else not (self._follower and self._follower.is_alive())
         )
@@ -108,14 +108,14 @@ class Trainer:
         return algorithm.barrier
 
     def close_run(self) -> None:
-        """Forgets the run and what it held, and leaves its gang. Repeated calls do nothing."""
+        """Forgets the run and what it held, and leaves its trainer group. Repeated calls do nothing."""
         self._disband()
         self._run, self._config, self._joined = "", None, None
         self.suspended = False  # Of nothing: a run that is opened next has given nothing back.
         gc.collect()  # Session and learner refer to each other: the model must not stay until the next collection.
 
     def join(self, generation: int, rank: int, world_size: int, rendezvous: str, timeout_s: float) -> None:
-        """Joins a gang; what an older generation held is lost. Raises CONFLICT or RENDEZVOUS_TIMEOUT."""
+        """Joins a trainer group; what an older generation held is lost. Raises CONFLICT or RENDEZVOUS_TIMEOUT."""
         key = (generation, rank, world_size, rendezvous)
         if self._joined == key and self._gang is not None:
             return
@@ -132,12 +132,12 @@ class Trainer:
         self._assemble()
 
     def leave(self, generation: int) -> None:
-        """Leaves the gang between steps. Raises Refusal INVALID for another generation."""
+        """Leaves the trainer group between steps. Raises Refusal INVALID for another generation."""
         if self._gang is None and generation <= self._last_generation:
             return
         if generation != self._last_generation:
             raise invalid(
-                f"generation {generation} is not the gang's, which is {self._last_generation or 'none'}"
+                f"generation {generation} is not the trainer group's, which is {self._last_generation or 'none'}"
             )
         self._disband()
 
@@ -147,17 +147,19 @@ class Trainer:
         if self._gang is None:
             raise Refusal("NOT_OPEN", "the trainer is in no gang: call JoinGang first")
         if self._session is None:
-            raise Refusal("NOT_LEADER", f"rank {self._gang.rank} follows; send this to rank 0 of the gang")
+            raise Refusal(
+                "NOT_LEADER", f"rank {self._gang.rank} follows; send this to rank 0 of the trainer group"
+            )
         return self._session
 
     def awake_session(self) -> Session:
-        """The leader's session, when the device is not given back. Raises Refusal SUSPENDED too."""
+        """The leader's session, when the device is not released. Raises Refusal SUSPENDED too."""
         if self.suspended:
             raise Refusal("SUSPENDED", "the trainer is suspended: call Wake first")
         return self.session()
 
     def state(self) -> StepState:
-        """Where the leader stands; empty on a follower and before a gang is joined."""
+        """Where the leader stands; empty on a follower and before a trainer group is joined."""
         return self._session.state if self._session is not None else StepState()
 
     def checkpoints(self, source: str = "") -> CheckpointDirectory:
@@ -175,7 +177,7 @@ class Trainer:
         return self._session.last_failure if self._session else ""
 
     def use(self, devices: tuple[torch.device, ...], threads: int) -> None:
-        """Computes on the leased devices: threads from the next round on, the first device from the next gang on."""
+        """Computes on the leased devices: threads from the next round on, the first device from the next group on."""
         self.threads = threads
         if devices and devices[0] != self.device:
             self.device = devices[0]
@@ -214,7 +216,7 @@ class Trainer:
         self.suspended = False
 
     def _assemble(self) -> None:
-        """Makes a rank once both a run and a gang are there."""
+        """Makes a rank once both a run and a trainer group are there."""
         if self._config is None or self._gang is None or self._rank is not None:
             return
         self._rank = Rank(self._config, self._gang)
@@ -247,7 +249,7 @@ class Trainer:
             gang.leave()
 
     def _disband(self) -> None:
-        """Leaves the gang. A follower's thread ends when the leader has left too; `join` waits for it."""
+        """Leaves the trainer group. A follower's thread ends when the leader has left too; `join` waits for it."""
         if self._gang is None:
             return
         if self._gang.leads:

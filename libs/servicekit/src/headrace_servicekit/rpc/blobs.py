@@ -1,7 +1,7 @@
 """Bodies by reference: kept by their producer, taken by whoever holds the reference, verified by digest.
 
 On the producer's host the reader opens the file on the shared tmpfs, elsewhere it asks the producer by gRPC. Knows
-nothing of what a body means or of when its custody ends.
+nothing of what a body means or of when its retention ends.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class BlobStore:
         return kept.size_bytes if kept is not None else 0
 
     def release(self, reference: common_pb2.BlobRef) -> None:
-        """Ends custody: who still reads gets the body or a DIGEST_MISMATCH. Repeated calls do nothing."""
+        """Ends retention: who still reads gets the body or a DIGEST_MISMATCH. Repeated calls do nothing."""
         kept = self._kept.pop(reference.blob_id, None)
         if kept is None:
             return

@@ -203,7 +203,7 @@ class RolloutServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ReleaseTrajectories(self, request, context):
-        """Ends custody: the ledger says TRAINED or DROPPED.
+        """Ends retention: the ledger says TRAINED or DROPPED.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class TrainerServiceStub:
-    """One rank of a gang. Only the gang's leader (rank 0) accepts BeginStep, Learn,
+    """One rank of a trainer group. Only the trainer group's leader (rank 0) accepts BeginStep, Learn,
     Infer and CommitStep; the other ranks follow the leader's rounds.
     """
 
@@ -134,7 +134,7 @@ class TrainerServiceStub:
 
 
 class TrainerServiceServicer:
-    """One rank of a gang. Only the gang's leader (rank 0) accepts BeginStep, Learn,
+    """One rank of a trainer group. Only the trainer group's leader (rank 0) accepts BeginStep, Learn,
     Infer and CommitStep; the other ranks follow the leader's rounds.
     """
 
@@ -153,14 +153,14 @@ class TrainerServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def JoinGang(self, request, context):
-        """Joins a gang of owners; returns once all ranks have met.
+        """Joins a trainer group of owners; returns once all ranks have met.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def LeaveGang(self, request, context):
-        """Leaves the gang between steps.
+        """Leaves the trainer group between steps.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -378,7 +378,7 @@ def add_TrainerServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class TrainerService:
-    """One rank of a gang. Only the gang's leader (rank 0) accepts BeginStep, Learn,
+    """One rank of a trainer group. Only the trainer group's leader (rank 0) accepts BeginStep, Learn,
     Infer and CommitStep; the other ranks follow the leader's rounds.
     """
 

@@ -16,7 +16,7 @@ from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain import runs
 from headrace_coordinator.domain.runs import RunState
 from headrace_coordinator.fleet.waits import WaitTimeout
-from headrace_coordinator.store.event_log import Kernel
+from headrace_coordinator.store.event_log import EventLog
 
 NAME = "summary.json"
 RETRY_S = 1.0
@@ -25,14 +25,14 @@ RETRY_S = 1.0
 class Archive:
     """Archives runs that have ended and are not `busy`, and shows archived ones."""
 
-    def __init__(self, kernel: Kernel, busy: Callable[[str], bool]) -> None:
-        self._kernel = kernel
+    def __init__(self, event_log: EventLog, busy: Callable[[str], bool]) -> None:
+        self._event_log = event_log
         self._busy = busy
 
     def _due(self) -> list[RunState]:
         return [
             run
-            for run in self._kernel.state.runs.values()
+            for run in self._event_log.state.runs.values()
             if run.state in runs.TERMINAL and run.grant is None and not self._busy(run.id)
         ]
 
@@ -40,29 +40,29 @@ class Archive:
         """Archives for ever."""
         while True:
             with contextlib.suppress(WaitTimeout):
-                await self._kernel.wait_until(lambda: bool(self._due()), 3600.0, "a run to end")
+                await self._event_log.wait_until(lambda: bool(self._due()), 3600.0, "a run to end")
             await self.once()
 
     async def once(self) -> None:
         """Archives what is due now. Files first: only what is synced may leave the state."""
         for run in self._due():
-            await self._kernel.flush()
-            await self._kernel.history.synced()
+            await self._event_log.flush()
+            await self._event_log.history.synced()
             data = present.run_view(run, []).model_dump_json().encode()
             try:
-                await self._kernel.history.write_beside(run.id, NAME, data)
+                await self._event_log.history.write_beside(run.id, NAME, data)
             except OSError:
                 await asyncio.sleep(RETRY_S)  # `synced` shows a disk that refuses, at the next attempt.
                 continue
             archived = ev.RunArchived(
-                at=self._kernel.now(), run=run.id, state=run.state, created_at=run.created_at
+                at=self._event_log.now(), run=run.id, state=run.state, created_at=run.created_at
             )
-            await self._kernel.commit(archived)
-            self._kernel.history.forget(run.id)
+            await self._event_log.commit(archived)
+            self._event_log.history.forget(run.id)
 
     def view(self, run_id: str) -> RunView:
         """An archived run; UNAVAILABLE when its summary cannot be read."""
-        path = self._kernel.history.directory(run_id) / NAME
+        path = self._event_log.history.directory(run_id) / NAME
         try:
             return present.summary_view(json.loads(path.read_bytes()))
         except (OSError, ValueError, ValidationError) as error:

@@ -28,7 +28,7 @@ from headrace_coordinator.fleet.reconciler import Reconciler
 from headrace_coordinator.fleet.waits import WaitTimeout
 from headrace_coordinator.projections import RunProjection
 from headrace_coordinator.scheduler import MakeProjection, OpenDataset, Scheduler
-from headrace_coordinator.store.event_log import Kernel
+from headrace_coordinator.store.event_log import EventLog
 
 log = logging.getLogger(__name__)
 INTENT_SHOWN_S = 2.0
@@ -36,21 +36,23 @@ INTENT_SHOWN_S = 2.0
 
 
 class Coordinator(Reads):
-    """Implements `control.Control` on a kernel and a fleet."""
+    """Implements `control.Control` on an event log and a fleet."""
 
     def __init__(
         self,
-        kernel: Kernel,
+        event_log: EventLog,
         fleet: Fleet,
         data_dir: Path,
         make_projection: MakeProjection = RunProjection,
         open_dataset: OpenDataset | None = None,
         new_id: Callable[[], str] = lambda: uuid.uuid4().hex[:6],
     ) -> None:
-        super().__init__(kernel, fleet, lambda run: run in self.scheduler.tasks, lambda: self.scheduler.queue)
+        super().__init__(
+            event_log, fleet, lambda run: run in self.scheduler.tasks, lambda: self.scheduler.queue
+        )
         self._data_dir = data_dir
         self._new_id = new_id
-        self.scheduler = Scheduler(kernel, fleet, make_projection, open_dataset or _open_dataset)
+        self.scheduler = Scheduler(event_log, fleet, make_projection, open_dataset or _open_dataset)
         self.reconciler = Reconciler(fleet)
         self._writes: dict[str, asyncio.Lock] = {}
         self.scaling = Scaling(fleet, self._known)
@@ -70,7 +72,7 @@ class Coordinator(Reads):
         """See `Control.check`. An instance that is just being restarted is waited for."""
         if self._misfits(spec) and self.fleet.restarting():
             with contextlib.suppress(WaitTimeout):
-                await self.kernel.wait_until(
+                await self.event_log.wait_until(
                     lambda: not self._misfits(spec), RESTART_S, "instances to be restarted"
                 )
         problems = [*self._misfits(spec), *await self.fork_problems(spec)]
@@ -88,8 +90,8 @@ class Coordinator(Reads):
             if problems := await self.check(spec):
                 raise Refused("INVALID", "the fleet cannot run this spec", problems)
             run_id = f"{spec.name}-{self._new_id()}"
-            now = self.kernel.now()
-            await self.kernel.commit(
+            now = self.event_log.now()
+            await self.event_log.commit(
                 ev.RunSubmitted(
                     at=now,
                     run=run_id,
@@ -112,7 +114,7 @@ class Coordinator(Reads):
                 self._writes.pop(key, None)
 
     def _known(self, key: str, body: str) -> str:
-        record = self.kernel.state.key(key, self.kernel.now())
+        record = self.event_log.state.key(key, self.event_log.now())
         if record is None:
             return ""
         if record.body != body:
@@ -138,14 +140,14 @@ class Coordinator(Reads):
         if self._known(key, body):
             return self.run(run_id)
         run = self._find(run_id)
-        now = self.kernel.now()
+        now = self.event_log.now()
         try:
             events = runs.plan_intent(run, intent, "user", f"{intent} asked for", now)
         except runs.IllegalIntent as error:
             raise Refused("CONFLICT", str(error)) from error
-        await self.kernel.commit(*events, ev.KeyUsed(at=now, key=key, body=body, resource=run_id))
+        await self.event_log.commit(*events, ev.KeyUsed(at=now, key=key, body=body, resource=run_id))
         with contextlib.suppress(WaitTimeout):
-            await self.kernel.wait_until(
+            await self.event_log.wait_until(
                 lambda: runs.next_action(run).kind != runs.MOVE, INTENT_SHOWN_S, "the run to follow"
             )
         return self.run(run_id)

@@ -130,7 +130,7 @@ def _snake(name: str) -> str:
 def instance_views(fleet: Fleet) -> list[InstanceView]:
     """All registered instances."""
     views = []
-    for state in sorted(fleet.kernel.state.instances.values(), key=lambda i: i.instance):
+    for state in sorted(fleet.event_log.state.instances.values(), key=lambda i: i.instance):
         session = fleet.sessions.get(state.incarnation)
         silent_s = fleet.silent_for(state.incarnation)
         views.append(
@@ -145,7 +145,7 @@ def instance_views(fleet: Fleet) -> list[InstanceView]:
                 capabilities=state.capabilities,
                 run=fleet.run_of(state.incarnation),
                 resident_memory_bytes=session.resident_memory_bytes if session else 0,
-                last_heartbeat_age_s=fleet.kernel.monotonic() - session.heard_at if session else -1.0,
+                last_heartbeat_age_s=fleet.event_log.monotonic() - session.heard_at if session else -1.0,
                 silent_for_s=silent_s,
             )
         )
@@ -154,7 +154,7 @@ def instance_views(fleet: Fleet) -> list[InstanceView]:
 
 def lease_views(fleet: Fleet) -> list[LeaseView]:
     """All leases."""
-    state = fleet.kernel.state
+    state = fleet.event_log.state
     return [
         LeaseView(
             epoch=lease.epoch,
@@ -163,7 +163,7 @@ def lease_views(fleet: Fleet) -> list[LeaseView]:
             run=lease.run,
             stage=lease.stage,
             devices=lease.devices,
-            expires_in_s=fleet.desk.expires_in(lease.epoch),
+            expires_in_s=fleet.lease_manager.expires_in(lease.epoch),
         )
         for lease in state.table.leases.values()
     ]
@@ -171,8 +171,8 @@ def lease_views(fleet: Fleet) -> list[LeaseView]:
 
 def device_views(fleet: Fleet) -> list[DeviceView]:
     """All devices that any instance may be given."""
-    table = fleet.kernel.state.table
-    names = {device for i in fleet.kernel.state.instances.values() for device in i.devices} | set(
+    table = fleet.event_log.state.table
+    names = {device for i in fleet.event_log.state.instances.values() for device in i.devices} | set(
         table.quarantined
     )
     return [_device(fleet, table, name) for name in sorted(names)]

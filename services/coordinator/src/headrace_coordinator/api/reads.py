@@ -37,7 +37,7 @@ from headrace_coordinator.domain import runs
 from headrace_coordinator.domain.compact import count, count_drops
 from headrace_coordinator.domain.runs import RunState
 from headrace_coordinator.fleet.fleet import Fleet
-from headrace_coordinator.store.event_log import Kernel
+from headrace_coordinator.store.event_log import EventLog
 from headrace_coordinator.store.history.files import RunFiles
 from headrace_coordinator.vitals import Vitals
 
@@ -52,23 +52,23 @@ class Reads:
 
     def __init__(
         self,
-        kernel: Kernel,
+        event_log: EventLog,
         fleet: Fleet,
         busy: Callable[[str], bool],
         queue: Callable[[], Mapping[str, str]],
     ) -> None:
         """`busy` says whether a task works on a run; `queue` has waiting runs in order, and what each waits for."""
-        self.kernel = kernel
+        self.event_log = event_log
         self.fleet = fleet
         self._queue = queue
-        self.vitals = Vitals(kernel)
-        self.archive = Archive(kernel, busy)
+        self.vitals = Vitals(event_log)
+        self.archive = Archive(event_log, busy)
 
     # --- runs
 
     def _find(self, run_id: str) -> RunState:
         """A run that has not been archived; NOT_FOUND, or CONFLICT for one that has."""
-        state = self.kernel.state
+        state = self.event_log.state
         if run := state.runs.get(run_id):
             return run
         if ended := state.ended.get(run_id):
@@ -78,14 +78,14 @@ class Reads:
         raise Refused("NOT_FOUND", f"there is no run {run_id}{hint}")
 
     def _newest_first(self) -> list[str]:
-        state = self.kernel.state
+        state = self.event_log.state
         created = {run: ended.created_at for run, ended in state.ended.items()}
         created |= {run.id: run.created_at for run in state.runs.values()}
         return sorted(created, key=created.__getitem__, reverse=True)
 
     def run_states(self) -> dict[str, int]:
         """See `Control.run_states`."""
-        state = self.kernel.state
+        state = self.event_log.state
         return Counter(
             [run.state for run in state.runs.values()] + [run.state for run in state.ended.values()]
         )
@@ -99,7 +99,7 @@ class Reads:
 
     def run(self, run_id: str) -> RunView:
         """See `Control.run`."""
-        if run_id in self.kernel.state.ended and run_id not in self.kernel.state.runs:
+        if run_id in self.event_log.state.ended and run_id not in self.event_log.state.runs:
             return self.archive.view(run_id)
         run = self._find(run_id)
         queue = list(self._queue())
@@ -110,10 +110,10 @@ class Reads:
         """What a run waits for now."""
         waiting = [self.fleet.readable(what) for what in self.fleet.waits.of(run.id)]
         waiting += self.fleet.silences(run.id)
-        if self.kernel.store_away:
-            waiting.append(f"the store (Redis) to accept writes: {self.kernel.store_trouble}")
-        if self.kernel.history.trouble:
-            waiting.append(f"the disk of the data directory: {self.kernel.history.trouble}")
+        if self.event_log.store_away:
+            waiting.append(f"the store (Redis) to accept writes: {self.event_log.store_trouble}")
+        if self.event_log.history.trouble:
+            waiting.append(f"the disk of the data directory: {self.event_log.history.trouble}")
         if run.state == runs.QUEUED and run.id in self._queue():
             waiting.append(self.fleet.readable(self._queue()[run.id]))
         return waiting
@@ -133,7 +133,7 @@ class Reads:
     async def events(self, run_id: str, after: int) -> AsyncIterator[EventView]:
         """See `Control.events`."""
         self.run(run_id)
-        history = self.kernel.history
+        history = self.event_log.history
         while True:
             news = history.news.next()
             items = await history.page(run_id, after)
@@ -141,7 +141,7 @@ class Reads:
                 yield present.event_view(item)
                 after = item[0]
             if not items:
-                run = self.kernel.state.runs.get(run_id)
+                run = self.event_log.state.runs.get(run_id)
                 if (run is None or run.state in runs.TERMINAL) and history.complete(run_id, after):
                     return
                 await asyncio.wait({news}, timeout=LOOK_S)
@@ -217,7 +217,7 @@ class Reads:
 
     async def _look(self, run_id: str, look: Callable[[RunFiles], T]) -> T:
         self.run(run_id)
-        return await self.kernel.history.read(run_id, look)
+        return await self.event_log.history.read(run_id, look)
 
     # --- the fleet
 

@@ -55,8 +55,10 @@ class Scaling:
         if error := await self._ask(supervisor, kind, count):
             fix = "ask for a number that the host can hold"
             raise Refused("INVALID", error, [problem("count", error, fix)])
-        kernel = self._fleet.kernel
-        await kernel.commit(ev.KeyUsed(at=kernel.now(), key=key, body=body, resource=f"services/{kind}"))
+        event_log = self._fleet.event_log
+        await event_log.commit(
+            ev.KeyUsed(at=event_log.now(), key=key, body=body, resource=f"services/{kind}")
+        )
 
     def _supervisor_of(self, kind: str) -> Supervisor:
         for supervisor in self._fleet.supervisors.values():

@@ -10,7 +10,7 @@ from headrace_schema.views import KeyProblemView
 
 from headrace_coordinator.fleet.fleet import Fleet
 from headrace_coordinator.fleet.ports import CallRefused, InstanceDown
-from headrace_coordinator.run.clients import RewardMember
+from headrace_coordinator.run.clients import RewardClient
 
 
 async def try_scorers(spec: RunSpec, fleet: Fleet, trials: set[str]) -> list[KeyProblemView]:
@@ -23,11 +23,11 @@ async def try_scorers(spec: RunSpec, fleet: Fleet, trials: set[str]) -> list[Key
     if not ready or not any(".py:" in scorer.name or scorer.options for scorer in scorers):
         return []
     chosen = ready[0]
-    trial = RewardMember(
+    trial = RewardClient(
         f"trial-{uuid.uuid4().hex[:6]}",
         chosen,
         fleet.port(chosen.incarnation),
-        fleet.kernel.state.epoch,
+        fleet.event_log.state.epoch,
         open_id=fleet.next_open_id(),
     )
     trials.add(trial.run)

@@ -85,7 +85,7 @@ class LeaseHeld(Event, frozen=True, kw_only=True):
 
 
 class LeaseRevoking(Event, frozen=True, kw_only=True):
-    """The holder was asked to let go; by when is known to the lease desk, on its own clock."""
+    """The holder was asked to let go; by when is known to the lease manager, on its own clock."""
 
     epoch: int
 
@@ -152,7 +152,7 @@ class RunReleased(RunEvent, frozen=True, kw_only=True):
 
 
 class GangFormed(RunEvent, frozen=True, kw_only=True):
-    """Trainer instances, by rank, form a gang."""
+    """Trainer instances, by rank, form a trainer group."""
 
     generation: int
     members: list[str]

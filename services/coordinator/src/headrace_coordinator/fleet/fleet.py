@@ -1,4 +1,4 @@
-"""Instances as they are now: sessions, liveness, supervisors. Durable facts go through the kernel.
+"""Instances as they are now: sessions, liveness, supervisors. Durable facts go through the event log.
 
 Knows no gRPC: a session is a function that sends a command to the instance.
 """
@@ -17,10 +17,10 @@ from headrace.common.v1 import common_pb2
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain.places import machines
 from headrace_coordinator.domain.state import InstanceState
-from headrace_coordinator.fleet.lease_manager import LeaseDesk
+from headrace_coordinator.fleet.lease_manager import LeaseManager
 from headrace_coordinator.fleet.ports import Connect, InstanceDown, Port
 from headrace_coordinator.fleet.waits import Waits, WaitTimeout
-from headrace_coordinator.store.event_log import Kernel
+from headrace_coordinator.store.event_log import EventLog
 
 DRAIN_S = 10.0
 """Grace of a process that is let go."""
@@ -82,7 +82,7 @@ class Supervisor(msgspec.Struct):
     incarnations: frozenset[str] = frozenset()
 
 
-class Member(Protocol):
+class WorkerClient(Protocol):
     """A run's client of an instance."""
 
     @property
@@ -91,26 +91,26 @@ class Member(Protocol):
 
 
 class Fleet:
-    """All instances and their supervisors; `desk` has their leases."""
+    """All instances and their supervisors; `lease_manager` has their leases."""
 
-    def __init__(self, kernel: Kernel, connect: Connect, settings: FleetSettings) -> None:
-        self.kernel = kernel
+    def __init__(self, event_log: EventLog, connect: Connect, settings: FleetSettings) -> None:
+        self.event_log = event_log
         self.settings = settings
-        self.waits = Waits(kernel.monotonic)
+        self.waits = Waits(event_log.monotonic)
         self.sessions: dict[str, Session] = {}
         self.supervisors: dict[str, Supervisor] = {}
         self.opened: dict[str, dict[str, OpenReport]] = {}
         """What each instance last said it has open, by incarnation and run."""
         self.on_report: Callable[[str], None] = lambda _: None
         self._openings = itertools.count(1)
-        self.names = {i.incarnation: i.instance for i in kernel.state.instances.values()}
+        self.names = {i.incarnation: i.instance for i in event_log.state.instances.values()}
         self._connect = connect
         self._ports: dict[str, Port] = {}
         self._silent_since: dict[str, float] = {}
         self._last_exit = float("-inf")
-        self._swept_at = kernel.monotonic()
+        self._swept_at = event_log.monotonic()
         self._refused: set[str] = set()
-        self.desk = LeaseDesk(kernel, self, self.waits, settings.lease_ttl, settings.notice)
+        self.lease_manager = LeaseManager(event_log, self, self.waits, settings.lease_ttl, settings.notice)
 
     # --- the lifeline, from below
 
@@ -125,19 +125,19 @@ class Fleet:
             ForeignInstance: it obeys the coordinator of another store, or a higher epoch of an unnamed one.
         """
         self._only_ours(instance, epoch_seen, store_id)
-        if epoch_seen > self.kernel.state.epoch:
-            await self.kernel.raise_epoch(epoch_seen)
+        if epoch_seen > self.event_log.state.epoch:
+            await self.event_log.raise_epoch(epoch_seen)
         self.names[instance.incarnation] = instance.instance
-        known = self.kernel.state.instances.get(instance.incarnation)
+        known = self.event_log.state.instances.get(instance.incarnation)
         instance.draining = known is not None and known.draining
         if known != instance:
             fields = {name: getattr(instance, name) for name in ev.InstanceRegistered.__struct_fields__[1:]}
-            await self.kernel.commit(ev.InstanceRegistered(at=self.kernel.now(), **fields))
-        honoured = self.desk.confirm(instance.incarnation, set(held))
+            await self.event_log.commit(ev.InstanceRegistered(at=self.event_log.now(), **fields))
+        honoured = self.lease_manager.confirm(instance.incarnation, set(held))
         return [epoch for epoch in held if epoch not in honoured]
 
     def _only_ours(self, instance: InstanceState, epoch_seen: int, store_id: str) -> None:
-        ours, now = self.kernel.state.store_id, self.kernel.state.epoch
+        ours, now = self.event_log.state.store_id, self.event_log.state.epoch
         if store_id == ours or (not store_id and epoch_seen <= now):
             self._refused.discard(instance.incarnation)
             return
@@ -154,10 +154,10 @@ class Fleet:
 
     def attach(self, incarnation: str, send: Callable[[str, Any], None]) -> None:
         """A session stream has opened."""
-        self.sessions[incarnation] = Session(send, self.kernel.monotonic())
+        self.sessions[incarnation] = Session(send, self.event_log.monotonic())
         self._silent_since.pop(incarnation, None)
-        self.desk.attached(incarnation)
-        self.kernel.wake()
+        self.lease_manager.attached(incarnation)
+        self.event_log.wake()
 
     def detach(self, incarnation: str, send: Callable[[str, Any], None]) -> None:
         """A session stream has closed; a newer one of the same process stays."""
@@ -165,20 +165,20 @@ class Fleet:
         if session is not None and session.send is send:
             del self.sessions[incarnation]
             self._silent_since.setdefault(incarnation, session.heard_at)
-            self.kernel.wake()
+            self.event_log.wake()
 
     def heartbeat(
         self, incarnation: str, epochs: Iterable[int], resident: int
     ) -> tuple[list[int], list[int]]:
         """Renews leases; returns (renewed, stale) epochs."""
         if session := self.sessions.get(incarnation):
-            session.heard_at, session.resident_memory_bytes = self.kernel.monotonic(), resident
-        renewed = self.desk.renew(incarnation, epochs)
+            session.heard_at, session.resident_memory_bytes = self.event_log.monotonic(), resident
+        renewed = self.lease_manager.renew(incarnation, epochs)
         return renewed, [epoch for epoch in epochs if epoch not in renewed]
 
     def reported(self, incarnation: str, reports: Iterable[OpenReport]) -> None:
         """A process said what it has open, at its registration or with a heartbeat."""
-        if incarnation in self.kernel.state.instances:
+        if incarnation in self.event_log.state.instances:
             self.opened[incarnation] = {report.run: report for report in reports}
             self.on_report(incarnation)
 
@@ -187,10 +187,10 @@ class Fleet:
 
         `grace_s` is its own deadline: it stops then in any case.
         """
-        state = self.kernel.state.instances.get(incarnation)
+        state = self.event_log.state.instances.get(incarnation)
         if state is None or state.draining:
             return
-        self.kernel.post(ev.InstanceDraining(at=self.kernel.now(), incarnation=incarnation))
+        self.event_log.post(ev.InstanceDraining(at=self.event_log.now(), incarnation=incarnation))
         if state.kind != "trainer" or not self.run_of(incarnation):
             self.drained(incarnation, grace_s)
 
@@ -198,14 +198,14 @@ class Fleet:
         """Lets a draining process go: what it had is saved or made again elsewhere."""
         self.send(incarnation, "drain", grace_s)
 
-    def any_draining(self, members: Iterable[Member]) -> bool:
+    def any_draining(self, members: Iterable[WorkerClient]) -> bool:
         """Whether one of a run's instances was told to stop."""
-        known = self.kernel.state.instances
+        known = self.event_log.state.instances
         return any(m.incarnation in known and known[m.incarnation].draining for m in members)
 
     def next_open_id(self) -> int:
         """An id above every one that was ever used in this store."""
-        return (self.kernel.state.epoch << 32) + next(self._openings)
+        return (self.event_log.state.epoch << 32) + next(self._openings)
 
     def open_id_of(self, incarnation: str, run: str) -> int:
         """The id of the opening that the instance reports for the run, or a fresh one."""
@@ -214,16 +214,16 @@ class Fleet:
 
     def exited(self, incarnation: str, reason: str) -> None:
         """A supervisor saw the process end: its devices are free at once."""
-        now = self.kernel.now()
-        self._last_exit = self.kernel.monotonic()
-        self.desk.exited(incarnation)
-        if incarnation in self.kernel.state.instances or self._quarantines(incarnation):
-            self.kernel.post(ev.InstanceLost(at=now, incarnation=incarnation, reason=reason, proven=True))
+        now = self.event_log.now()
+        self._last_exit = self.event_log.monotonic()
+        self.lease_manager.exited(incarnation)
+        if incarnation in self.event_log.state.instances or self._quarantines(incarnation):
+            self.event_log.post(ev.InstanceLost(at=now, incarnation=incarnation, reason=reason, proven=True))
         self.sessions.pop(incarnation, None)
         self._silent_since.pop(incarnation, None)
         self._ports.pop(incarnation, None)
         self.opened.pop(incarnation, None)
-        self.kernel.wake()
+        self.event_log.wake()
 
     def supervised(self, supervisor: Supervisor) -> None:
         """A supervisor's table: it runs every process of its host, so whoever is not in it is proven gone.
@@ -235,16 +235,16 @@ class Fleet:
         if previous is None or previous.send is not supervisor.send:
             for incarnation in sorted(self._known_on(supervisor.host) - supervisor.incarnations):
                 self.exited(incarnation, "its supervisor no longer runs it")
-        self.kernel.wake()
+        self.event_log.wake()
 
     def _known_on(self, host: str) -> set[str]:
         """Processes of a host that are registered, hold a lease or have a device in quarantine."""
-        state = self.kernel.state
+        state = self.event_log.state
         registered = {i.incarnation for i in state.instances.values() if i.host == host}
         return state.table.holders_on(host) | registered
 
     def _quarantines(self, incarnation: str) -> bool:
-        return any(q.incarnation == incarnation for q in self.kernel.state.table.quarantined.values())
+        return any(q.incarnation == incarnation for q in self.event_log.state.table.quarantined.values())
 
     # --- the run's side
 
@@ -253,7 +253,7 @@ class Fleet:
         return sorted(
             (
                 i
-                for i in self.kernel.state.instances.values()
+                for i in self.event_log.state.instances.values()
                 if i.kind == kind and i.incarnation in self.sessions
             ),
             key=lambda instance: instance.instance,
@@ -261,13 +261,13 @@ class Fleet:
 
     def alive(self, incarnation: str) -> bool:
         """The process is registered and its session is open."""
-        return incarnation in self.kernel.state.instances and incarnation in self.sessions
+        return incarnation in self.event_log.state.instances and incarnation in self.sessions
 
     def readable(self, text: str) -> str:
         """`text` with instance names for incarnation ids, and "{host}/cpu:0" for full device names."""
         for incarnation, name in self.names.items():
             text = text.replace(incarnation, name)
-        instances = self.kernel.state.instances
+        instances = self.event_log.state.instances
         owners = {
             device.rpartition("/")[0]: machine
             for incarnation, machine in machines(instances.values()).items()
@@ -280,13 +280,13 @@ class Fleet:
     def restarting(self) -> bool:
         """A process ended a moment ago, or runs and has not registered yet: more instances may come."""
         supervised = {who for supervisor in self.supervisors.values() for who in supervisor.incarnations}
-        recent = self.kernel.monotonic() - self._last_exit < RESTART_S
-        return recent or not supervised <= self.kernel.state.instances.keys()
+        recent = self.event_log.monotonic() - self._last_exit < RESTART_S
+        return recent or not supervised <= self.event_log.state.instances.keys()
 
     async def fate(self, incarnation: str, patience: float = 2.0) -> bool:
         """After a failed call: waits a little for the instance's end to be noticed; True when it seems alive."""
         try:
-            await self.kernel.wait_until(
+            await self.event_log.wait_until(
                 lambda: not self.alive(incarnation), patience, f"{incarnation}'s fate"
             )
         except WaitTimeout:
@@ -295,7 +295,7 @@ class Fleet:
 
     def port(self, incarnation: str) -> Port:
         """The way to call an instance; raises `InstanceDown` when it is not registered."""
-        state = self.kernel.state.instances.get(incarnation)
+        state = self.event_log.state.instances.get(incarnation)
         if state is None:
             raise InstanceDown(incarnation, "not registered")
         if incarnation not in self._ports:
@@ -304,7 +304,7 @@ class Fleet:
 
     def run_of(self, incarnation: str) -> str:
         """The run that an instance is granted to; empty when it is free."""
-        for run in self.kernel.state.active_runs():
+        for run in self.event_log.state.active_runs():
             if run.grant is not None and incarnation in run.grant.instances:
                 return run.id
         return ""
@@ -316,7 +316,7 @@ class Fleet:
 
     def kill(self, incarnation: str, reason: str) -> bool:
         """Asks the instance's supervisor for a SIGKILL; False where there is none."""
-        state = self.kernel.state.instances.get(incarnation)
+        state = self.event_log.state.instances.get(incarnation)
         for supervisor in self.supervisors.values():
             if incarnation in supervisor.incarnations:
                 name = state.instance if state else ""
@@ -334,18 +334,18 @@ class Fleet:
 
     def sweep_once(self) -> None:
         """One look at the clock."""
-        now = self.kernel.monotonic()
+        now = self.event_log.monotonic()
         stood_still = now - self._swept_at - self.settings.sweep
         self._swept_at = now
         if stood_still > self.settings.heartbeat:
             # Stopped, swapped out or suspended: nobody could be heard, so nobody was silent.
             log.warning("this process stood still for %.0f s: no lease expires for one lifetime", stood_still)
-            self.desk.wait_a_ttl()
+            self.lease_manager.wait_a_ttl()
             self._silent_since = dict.fromkeys(self._silent_since, now)
             for session in self.sessions.values():
                 session.heard_at = now
-        holders = self.desk.expire()
-        if not self.desk.lenient:
+        holders = self.lease_manager.expire()
+        if not self.lease_manager.lenient:
             self._lose_silent(now)
         for incarnation in sorted(holders):
             reason = f"its lease ended and its devices are not proven free: {holders[incarnation]}"
@@ -354,14 +354,14 @@ class Fleet:
     def silent_for(self, incarnation: str) -> float:
         """Seconds since a registered process was last heard of, beyond two missed heartbeats; else 0."""
         session = self.sessions.get(incarnation)
-        now = self.kernel.monotonic()
+        now = self.event_log.monotonic()
         since = session.heard_at if session else self._silent_since.get(incarnation, now)
         silent = now - since
         return silent if silent > MISSED_BEATS * self.settings.heartbeat else 0.0
 
     def silences(self, run: str) -> list[str]:
         """A sentence for each process of a run that is silent: for how long, and when it is killed."""
-        instances, ttl = self.kernel.state.instances.values(), self.settings.lease_ttl
+        instances, ttl = self.event_log.state.instances.values(), self.settings.lease_ttl
         silent = [
             (i.instance, self.silent_for(i.incarnation))
             for i in instances
@@ -374,7 +374,7 @@ class Fleet:
         ]
 
     def _lose_silent(self, now: float) -> None:
-        for state in list(self.kernel.state.instances.values()):
+        for state in list(self.event_log.state.instances.values()):
             if state.incarnation in self.sessions:
                 session = self.sessions[state.incarnation]
                 if now - session.heard_at > self.settings.lease_ttl:
@@ -387,8 +387,8 @@ class Fleet:
             if now - since > self.settings.lease_ttl:
                 self.kill(state.incarnation, "unheard of for a lease's lifetime")
                 lost = ev.InstanceLost(
-                    at=self.kernel.now(), incarnation=state.incarnation, reason="unheard of", proven=False
+                    at=self.event_log.now(), incarnation=state.incarnation, reason="unheard of", proven=False
                 )
-                self.kernel.post(lost)
+                self.event_log.post(lost)
                 self._silent_since.pop(state.incarnation, None)
                 self.opened.pop(state.incarnation, None)

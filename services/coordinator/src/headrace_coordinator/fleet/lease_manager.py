@@ -14,7 +14,7 @@ from headrace_coordinator.domain import leases
 from headrace_coordinator.domain.leases import Blocked, LeaseRequest
 from headrace_coordinator.fleet.ports import InstanceDown
 from headrace_coordinator.fleet.waits import Waits, WaitTimeout
-from headrace_coordinator.store.event_log import Kernel
+from headrace_coordinator.store.event_log import EventLog
 
 
 class Holders(Protocol):
@@ -27,28 +27,30 @@ class Holders(Protocol):
         """A command to a process; lost where it has no session."""
 
 
-class LeaseDesk:
+class LeaseManager:
     """All leases of the fleet, and when each was renewed."""
 
-    def __init__(self, kernel: Kernel, holders: Holders, waits: Waits, ttl: float, notice: float) -> None:
-        self._kernel = kernel
+    def __init__(
+        self, event_log: EventLog, holders: Holders, waits: Waits, ttl: float, notice: float
+    ) -> None:
+        self._event_log = event_log
         self._holders = holders
         self._waits = waits
         self._ttl = ttl
         self._notice = notice
         self._renewed_at: dict[int, float] = {}
         self._let_go_by: dict[int, float] = {}
-        self._expiry_from = kernel.monotonic() + ttl
+        self._expiry_from = event_log.monotonic() + ttl
 
     # --- from the holders
 
     def confirm(self, incarnation: str, held: set[int]) -> set[int]:
         """A process has registered with what it holds; returns the epochs that are honoured."""
-        table, now = self._kernel.state.table, self._kernel.now()
+        table, now = self._event_log.state.table, self._event_log.now()
         own = {lease.epoch for lease in table.of(incarnation)}
         for epoch in own & held:
-            self._renewed_at[epoch] = self._kernel.monotonic()
-            self._kernel.post(*leases.plan_held(table, epoch, incarnation, now))
+            self._renewed_at[epoch] = self._event_log.monotonic()
+            self._event_log.post(*leases.plan_held(table, epoch, incarnation, now))
         for epoch in own - held:
             # Granted by a coordinator that died before the grant reached the holder.
             self._post_ends(leases.plan_release(table, epoch, incarnation, "never held", now))
@@ -56,41 +58,41 @@ class LeaseDesk:
 
     def attached(self, incarnation: str) -> None:
         """A session has opened: what was revoked is revoked again, for the first time may have been lost."""
-        now = self._kernel.monotonic()
-        for lease in self._kernel.state.table.of(incarnation):
+        now = self._event_log.monotonic()
+        for lease in self._event_log.state.table.of(incarnation):
             if lease.state == leases.REVOKING:
                 left = max(0.0, self._let_go_by.get(lease.epoch, now + self._notice) - now)
                 self._holders.send(incarnation, "revoke", (lease.epoch, left))
 
     def renew(self, incarnation: str, epochs: Iterable[int]) -> list[int]:
         """A heartbeat; returns the epochs that it renews."""
-        own = {lease.epoch for lease in self._kernel.state.table.of(incarnation)}
+        own = {lease.epoch for lease in self._event_log.state.table.of(incarnation)}
         renewed = [epoch for epoch in epochs if epoch in own]
-        self._renewed_at |= dict.fromkeys(renewed, self._kernel.monotonic())
+        self._renewed_at |= dict.fromkeys(renewed, self._event_log.monotonic())
         return renewed
 
     def held(self, incarnation: str, epoch: int, refusal: str) -> None:
         """The holder has its memory, or says why it cannot."""
-        now, table = self._kernel.now(), self._kernel.state.table
+        now, table = self._event_log.now(), self._event_log.state.table
         if refusal:
             self._post_ends(leases.plan_release(table, epoch, incarnation, f"refused: {refusal}", now))
         else:
-            self._kernel.post(*leases.plan_held(table, epoch, incarnation, now))
+            self._event_log.post(*leases.plan_held(table, epoch, incarnation, now))
 
     def released(self, incarnation: str, epoch: int, used_bytes: int = 0) -> None:
         """The holder has let go, and measured what it still uses on the devices."""
-        table, now = self._kernel.state.table, self._kernel.now()
+        table, now = self._event_log.state.table, self._event_log.now()
         self._post_ends(leases.plan_release(table, epoch, incarnation, "released", now, used=used_bytes))
 
     def exited(self, incarnation: str) -> None:
         """The holder's process is proven gone."""
-        self._post_ends(leases.plan_exit(self._kernel.state.table, incarnation, self._kernel.now()))
+        self._post_ends(leases.plan_exit(self._event_log.state.table, incarnation, self._event_log.now()))
 
     def _post_ends(self, events: Sequence[ev.Event]) -> None:
         for event in events:
             self._renewed_at.pop(event.epoch, None)  # type: ignore[attr-defined]
             self._let_go_by.pop(event.epoch, None)  # type: ignore[attr-defined]
-        self._kernel.post(*events)
+        self._event_log.post(*events)
 
     # --- for a run
 
@@ -114,14 +116,14 @@ class LeaseDesk:
             self._all_alive(requests)
             self._all_granted(requests)
             try:
-                grants = leases.plan_grant(self._kernel.state.table, requests, self._kernel.now())
+                grants = leases.plan_grant(self._event_log.state.table, requests, self._event_log.now())
                 break
             except Blocked as blocked:
                 left = deadline - asyncio.get_running_loop().time()
                 await self._wait_for_change(run, requests, str(blocked), left)
-        await self._kernel.commit(*grants)
+        await self._event_log.commit(*grants)
         for grant in grants:
-            self._renewed_at[grant.epoch] = self._kernel.monotonic()
+            self._renewed_at[grant.epoch] = self._event_log.monotonic()
             self._holders.send(grant.incarnation, "grant", grant)
         await self._until_held(run, grants, timeout)
         return grants
@@ -137,7 +139,7 @@ class LeaseDesk:
     def _all_granted(self, requests: Iterable[LeaseRequest]) -> None:
         """While a run waits for a device, its grant may change: another run may have that device now."""
         for request in requests:
-            run = self._kernel.state.runs.get(request.run)
+            run = self._event_log.state.runs.get(request.run)
             granted = run.grant.devices if run is not None and run.grant is not None else request.devices
             if beyond := [device for device in request.devices if device not in granted]:
                 raise InstanceDown(request.incarnation, f"{', '.join(beyond)} went to another run")
@@ -145,7 +147,7 @@ class LeaseDesk:
     async def _wait_for_change(
         self, run: str, requests: Sequence[LeaseRequest], what: str, timeout: float
     ) -> None:
-        table = self._kernel.state.table
+        table = self._event_log.state.table
         before = (set(table.leases), set(table.quarantined))
 
         def changed() -> bool:
@@ -153,10 +155,10 @@ class LeaseDesk:
             return gone or (set(table.leases), set(table.quarantined)) != before
 
         with self._waits.named(run, what):
-            await self._kernel.wait_until(changed, timeout, what)
+            await self._event_log.wait_until(changed, timeout, what)
 
     def _held_already(self, request: LeaseRequest) -> int:
-        for lease in self._kernel.state.table.of(request.incarnation):
+        for lease in self._event_log.state.table.of(request.incarnation):
             same = (lease.run, lease.stage, tuple(lease.devices)) == (
                 request.run,
                 request.stage,
@@ -167,7 +169,7 @@ class LeaseDesk:
         return 0
 
     async def _until_held(self, run: str, grants: Sequence[ev.LeaseGranted], timeout: float) -> None:
-        live = self._kernel.state.table.leases
+        live = self._event_log.state.table.leases
 
         def settled() -> bool:
             gone = any(not self._holders.alive(g.incarnation) for g in grants)
@@ -175,29 +177,31 @@ class LeaseDesk:
 
         what = "; ".join(f"{g.incarnation} to take {', '.join(g.devices)}" for g in grants)
         with self._waits.named(run, what):
-            await self._kernel.wait_until(settled, timeout, what)
+            await self._event_log.wait_until(settled, timeout, what)
         for grant in grants:
             if grant.epoch not in live or live[grant.epoch].state == leases.GRANTED:
                 raise InstanceDown(grant.incarnation, f"did not take {', '.join(grant.devices)}")
 
     async def release(self, run: str, epochs: Sequence[int]) -> None:
         """Revokes leases with notice and waits until they are over."""
-        now, table = self._kernel.now(), self._kernel.state.table
+        now, table = self._event_log.now(), self._event_log.state.table
         for epoch in epochs:
             lease = table.leases.get(epoch)
             if lease is None:
                 continue
-            self._kernel.post(*leases.plan_revoke(table, epoch, now))
-            self._let_go_by.setdefault(epoch, self._kernel.monotonic() + self._notice)
+            self._event_log.post(*leases.plan_revoke(table, epoch, now))
+            self._let_go_by.setdefault(epoch, self._event_log.monotonic() + self._notice)
             self._holders.send(lease.incarnation, "revoke", (epoch, self._notice))
         what = "release of " + ", ".join(f"epoch {epoch}" for epoch in epochs)
         with self._waits.named(run, what):
             timeout = self._notice + self._ttl
-            await self._kernel.wait_until(lambda: not any(e in table.leases for e in epochs), timeout, what)
+            await self._event_log.wait_until(
+                lambda: not any(e in table.leases for e in epochs), timeout, what
+            )
 
     async def release_all(self, run: str) -> None:
         """Ends every lease of a run."""
-        epochs = [lease.epoch for lease in self._kernel.state.table.leases.values() if lease.run == run]
+        epochs = [lease.epoch for lease in self._event_log.state.table.leases.values() if lease.run == run]
         try:
             await self.release(run, epochs)
         except WaitTimeout:
@@ -207,12 +211,12 @@ class LeaseDesk:
 
     def expires_in(self, epoch: int) -> float:
         """Seconds until a lease ends unless it is renewed."""
-        now = self._kernel.monotonic()
+        now = self._event_log.monotonic()
         return self._ttl - (now - self._renewed_at.get(epoch, now))
 
     def wait_a_ttl(self) -> None:
         """Ends no lease before one TTL has passed: holders could not renew, so their silence proves nothing."""
-        now = self._kernel.monotonic()
+        now = self._event_log.monotonic()
         self._expiry_from = now + self._ttl
         self._renewed_at = dict.fromkeys(self._renewed_at, now)
         self._let_go_by = dict.fromkeys(self._let_go_by, now + self._notice)
@@ -223,20 +227,20 @@ class LeaseDesk:
         They are named again at every look, for a command to a supervisor that is cut off is lost. No lease ends during
         a store outage, nor within one TTL after it, after the start, or after this process stood still.
         """
-        if self._kernel.store_away:
+        if self._event_log.store_away:
             self.wait_a_ttl()
-        table, now = self._kernel.state.table, self._kernel.monotonic()
+        table, now = self._event_log.state.table, self._event_log.monotonic()
         for lease in table.leases.values():
             self._renewed_at.setdefault(lease.epoch, now)
             if lease.state == leases.REVOKING:
                 self._let_go_by.setdefault(lease.epoch, now + self._notice)
         if self.lenient:
             return {}
-        at = self._kernel.now()
+        at = self._event_log.now()
         self._post_ends(leases.plan_expire(table, self._renewed_at, self._let_go_by, self._ttl, now, at))
         return {quarantine.incarnation: quarantine.reason for quarantine in table.quarantined.values()}
 
     @property
     def lenient(self) -> bool:
         """Silence proves nothing now."""
-        return self._kernel.monotonic() < self._expiry_from
+        return self._event_log.monotonic() < self._expiry_from

@@ -12,7 +12,7 @@ import logging
 from headrace_coordinator.domain.state import InstanceState
 from headrace_coordinator.fleet.fleet import Fleet, OpenReport
 from headrace_coordinator.fleet.ports import CallRefused, InstanceDown
-from headrace_coordinator.run.clients import Member
+from headrace_coordinator.run.clients import WorkerClient
 
 log = logging.getLogger(__name__)
 PATIENCE_S = 90.0
@@ -33,14 +33,14 @@ class Reconciler:
         """Whether the run may be open at the instance now."""
         if run_id in self.trials:
             return True
-        run = self._fleet.kernel.state.runs.get(run_id)
+        run = self._fleet.event_log.state.runs.get(run_id)
         if run is None or run.grant is None:
             return False
         return instance.kind == "reward" or instance.incarnation in run.grant.instances
 
     def look(self, incarnation: str) -> None:
         """Closes what an instance reports as open and no run wants there."""
-        instance = self._fleet.kernel.state.instances.get(incarnation)
+        instance = self._fleet.event_log.state.instances.get(incarnation)
         if instance is None:
             return
         reports = self._fleet.opened.get(incarnation, {})
@@ -58,11 +58,11 @@ class Reconciler:
     async def _close(self, instance: InstanceState, report: OpenReport) -> None:
         clock = asyncio.get_running_loop().time
         since = self._unwanted_since.setdefault((instance.incarnation, report.run), clock())
-        member = Member(
+        member = WorkerClient(
             report.run,
             instance,
             self._fleet.port(instance.incarnation),
-            self._fleet.kernel.state.epoch,
+            self._fleet.event_log.state.epoch,
             open_id=report.open_id,
         )
         try:

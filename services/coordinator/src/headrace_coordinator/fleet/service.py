@@ -55,7 +55,7 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
         """See the contract."""
         _check_registration(request)
         # The store's epoch rises to it for good, so later coordinators need numbers above.
-        most = max(HIGHEST_EPOCH // 2, self._fleet.kernel.state.epoch)
+        most = max(HIGHEST_EPOCH // 2, self._fleet.event_log.state.epoch)
         check_number("coordinator_epoch", request.coordinator_epoch, most=most)
         state = InstanceState(
             instance=request.instance,
@@ -72,7 +72,7 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
         except ForeignInstance as error:
             raise ServiceError(grpc.StatusCode.FAILED_PRECONDITION, "FOREIGN_STORE", str(error)) from error
         self._fleet.reported(request.incarnation, open_reports(request.open_run_reports))
-        durable = self._fleet.kernel.state
+        durable = self._fleet.event_log.state
         response = pb.RegisterResponse(
             coordinator_epoch=durable.epoch, stale_lease_epochs=stale, store_id=durable.store_id
         )
@@ -88,7 +88,7 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
         first = await anext(aiter(request_iterator), None)
         if first is None or not first.incarnation:
             raise invalid("incarnation", "is missing; a session begins with the id that Register was given")
-        if first.incarnation not in self._fleet.kernel.state.instances:
+        if first.incarnation not in self._fleet.event_log.state.instances:
             raise ServiceError(grpc.StatusCode.NOT_FOUND, "NOT_FOUND", "register before opening a session")
 
         def send(command: str, body: Any) -> None:
@@ -124,12 +124,14 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
                 ack = pb.HeartbeatAck(sequence=beat.sequence, renewed_epochs=renewed, stale_epochs=stale)
                 outbox.put_nowait(pb.SessionResponse(heartbeat_ack=ack))
             case "lease_held":
-                self._fleet.desk.held(
+                self._fleet.lease_manager.held(
                     message.incarnation, message.lease_held.epoch, message.lease_held.refusal
                 )
             case "lease_released":
                 released = message.lease_released
-                self._fleet.desk.released(message.incarnation, released.epoch, released.used_memory_bytes)
+                self._fleet.lease_manager.released(
+                    message.incarnation, released.epoch, released.used_memory_bytes
+                )
             case "draining":
                 grace_s = check_seconds("draining.grace", message.draining.grace)
                 self._fleet.draining(message.incarnation, grace_s)

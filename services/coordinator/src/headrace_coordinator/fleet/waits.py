@@ -45,7 +45,7 @@ def _rounded(seconds: float) -> int:
     return int(seconds // unit) * unit
 
 
-class Pulse:
+class Notifier:
     """Wakes everybody who waits now. `next()` is taken before the check, so no beat is missed."""
 
     def __init__(self) -> None:

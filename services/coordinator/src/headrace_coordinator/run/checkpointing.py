@@ -14,27 +14,27 @@ from headrace.trainer.v1 import trainer_pb2 as trainer
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.fleet.ports import CallRefused, InstanceDown
 from headrace_coordinator.run.context import RunContext
-from headrace_coordinator.store.event_log import Kernel
+from headrace_coordinator.store.event_log import EventLog
 
 STEPS_BYTES = 16 << 20
 """Of the steps that a checkpoint's ledger repeats, before they are compressed."""
 
 
-async def ledger_of(kernel: Kernel, run_id: str) -> bytes:
+async def ledger_of(event_log: EventLog, run_id: str) -> bytes:
     """High-water marks, the frontier, steps since the oldest kept checkpoint: enough for a log that lost its end."""
-    run = kernel.state.runs[run_id]
+    run = event_log.state.runs[run_id]
     head = run.lineage.base
     ledger = {
-        "store_id": kernel.state.store_id,
+        "store_id": event_log.state.store_id,
         "run": run_id,
-        "coordinator_epoch": kernel.state.epoch,
+        "coordinator_epoch": event_log.state.epoch,
         "last_number": run.lineage.last_number,
         "last_attempt": run.ledger.last_attempt,
         "frontier_step": run.ledger.step,
         "version": head.number if head else 0,
     }
     since = run.checkpoints[0][1] if run.checkpoints else 0
-    steps = await kernel.history.read(run_id, lambda files: _packed(files.steps_from(since)))
+    steps = await event_log.history.read(run_id, lambda files: _packed(files.steps_from(since)))
     return json.dumps(ledger | {"steps": steps}).encode()
 
 
@@ -71,12 +71,12 @@ def missing_steps(ledger: dict[str, Any], known: Container[int]) -> list[ev.Step
 
 async def listed(context: RunContext) -> trainer.ListCheckpointsResponse:
     """Checkpoints of the run; those that were found damaged since the last listing are told of."""
-    response = await context.crew.leader.list_checkpoints()
+    response = await context.workers.leader.list_checkpoints()
     for damaged in response.set_aside:
         reason = f"{damaged.reason}; now {damaged.set_aside_as}" if damaged.set_aside_as else damaged.reason
-        context.kernel.post(
+        context.event_log.post(
             ev.CheckpointSetAside(
-                at=context.kernel.now(), run=context.run_id, name=damaged.name, reason=reason
+                at=context.event_log.now(), run=context.run_id, name=damaged.name, reason=reason
             )
         )
     return response
@@ -87,7 +87,7 @@ class Checkpointer:
 
     def __init__(self, context: RunContext) -> None:
         self._context = context
-        self._last_at = context.kernel.monotonic()
+        self._last_at = context.event_log.monotonic()
         self._cost_s = 0.0
         self._announced = context.state.last_checkpoint
         self._in_flight, self._name, self._step = 0, "", 0
@@ -102,24 +102,26 @@ class Checkpointer:
             return False
         if section.interval_steps:
             return run.lineage.base.ordinal % section.interval_steps == 0
-        waited = self._context.kernel.monotonic() - self._last_at
+        waited = self._context.event_log.monotonic() - self._last_at
         return waited >= section.max_interval_s or waited * section.time_budget >= max(self._cost_s, 1.0)
 
     async def save(self, wait: bool) -> None:
         """Starts a checkpoint of the head, or waits until it is durable. A failure is shown; the run goes on."""
         context, number = self._context, self._context.state.lineage.head
-        started, step = context.kernel.monotonic(), context.state.ledger.step
+        started, step = context.event_log.monotonic(), context.state.ledger.step
         try:
-            ledger = await ledger_of(context.kernel, context.run_id)
-            response = await context.crew.leader.save(number, ledger, wait)
+            ledger = await ledger_of(context.event_log, context.run_id)
+            response = await context.workers.leader.save(number, ledger, wait)
         except CallRefused as refused:
             self._failed(refused.message)
             return
         # A save that waits takes its turn, so the one before is written by now. This save does not depend on that.
         with contextlib.suppress(CallRefused, InstanceDown):
             await self.announce()
-        self._cost_s = max(context.kernel.monotonic() - started, response.snapshot_time.ToNanoseconds() / 1e9)
-        self._last_at = context.kernel.monotonic()
+        self._cost_s = max(
+            context.event_log.monotonic() - started, response.snapshot_time.ToNanoseconds() / 1e9
+        )
+        self._last_at = context.event_log.monotonic()
         self._in_flight, self._name, self._step = number, response.checkpoint.name, step
         if response.durable:
             self._saved(response.checkpoint.name, number)
@@ -141,17 +143,17 @@ class Checkpointer:
         context = self._context
         if context.state.last_checkpoint == number:
             return
-        context.kernel.post(
+        context.event_log.post(
             ev.CheckpointSaved(
-                at=context.kernel.now(), run=context.run_id, name=name, number=number, step=self._step
+                at=context.event_log.now(), run=context.run_id, name=name, number=number, step=self._step
             )
         )
 
     def _failed(self, reason: str) -> None:
-        self._last_at, self._in_flight = self._context.kernel.monotonic(), 0
+        self._last_at, self._in_flight = self._context.event_log.monotonic(), 0
         if reason != self._last_failure:
             self._last_failure = reason
             context = self._context
-            context.kernel.post(
-                ev.CheckpointFailed(at=context.kernel.now(), run=context.run_id, reason=reason)
+            context.event_log.post(
+                ev.CheckpointFailed(at=context.event_log.now(), run=context.run_id, reason=reason)
             )

@@ -51,7 +51,7 @@ class Published:
 
 
 @dataclass
-class Member:
+class WorkerClient:
     """One instance at work for one run."""
 
     run: str
@@ -95,7 +95,7 @@ class Member:
 
 
 @dataclass
-class RolloutMember(Member):
+class RolloutClient(WorkerClient):
     """A rollout instance."""
 
     max_concurrency: int = 1
@@ -151,13 +151,13 @@ class RolloutMember(Member):
         await self.port.call("Abort", rollout.AbortRequest(header=self.header()), QUICK_S)
 
     async def inventory(self) -> Sequence[rollout.InventoryItem]:
-        """Trajectories in its custody."""
+        """Trajectories in what it retains."""
         request = rollout.ListInventoryRequest(header=self.header())
         response: rollout.ListInventoryResponse = await self.port.call("ListInventory", request, QUICK_S)
         return response.items
 
     async def fetch(self, slots: Iterable[SlotKey]) -> list[common.Trajectory]:
-        """Bodies from its custody; unknown ones are left out."""
+        """Bodies from what it retains; unknown ones are left out."""
         found: list[common.Trajectory] = []
         for part in _parts(slots):
             request = rollout.FetchTrajectoriesRequest(header=self.header(), samples=map(sample_key, part))
@@ -165,7 +165,7 @@ class RolloutMember(Member):
                 found += response.trajectories
         return found
 
-    async def end_custody(self, slots: Iterable[SlotKey]) -> None:
+    async def end_retention(self, slots: Iterable[SlotKey]) -> None:
         """The ledger says TRAINED or DROPPED."""
         for part in _parts(slots):
             request = rollout.ReleaseTrajectoriesRequest(header=self.header())
@@ -175,8 +175,8 @@ class RolloutMember(Member):
 
 
 @dataclass
-class TrainerMember(Member):
-    """A rank of the gang."""
+class TrainerClient(WorkerClient):
+    """A rank of the trainer group."""
 
     rank: int = 0
     barrier: int = field(default=trainer.BARRIER_GROUP)
@@ -321,7 +321,7 @@ def _published(response: trainer.PublishPolicyResponse) -> Published:
 
 
 @dataclass
-class RewardMember(Member):
+class RewardClient(WorkerClient):
     """A reward instance."""
 
     async def open_run(self, config_json: str) -> None:

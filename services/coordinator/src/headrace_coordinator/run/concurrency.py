@@ -7,7 +7,7 @@ from collections.abc import Coroutine
 from typing import Any
 
 
-async def together(*parts: Coroutine[Any, Any, Any]) -> list[Any]:
+async def gather_all(*parts: Coroutine[Any, Any, Any]) -> list[Any]:
     """Runs the parts until all are done, for their results; the first failure cancels the others and is raised."""
     tasks = [asyncio.ensure_future(part) for part in parts]
     try:

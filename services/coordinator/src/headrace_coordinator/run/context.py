@@ -1,4 +1,4 @@
-"""What every part of a run shares: its spec, state, crew, data and small conversions."""
+"""What every part of a run shares: its spec, state, workers, data and small conversions."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain.runs import RunState
 from headrace_coordinator.fleet.fleet import Fleet
 from headrace_coordinator.projections.trajectories import Settled
-from headrace_coordinator.run.clients import Member
+from headrace_coordinator.run.clients import WorkerClient
 from headrace_coordinator.run.placement import Placement
-from headrace_coordinator.run.workers import Crew
-from headrace_coordinator.store.event_log import Kernel
+from headrace_coordinator.run.workers import WorkerGroup
+from headrace_coordinator.store.event_log import EventLog
 
 log = logging.getLogger(__name__)
 
@@ -50,21 +50,21 @@ class RunContext:
 
     def __init__(
         self,
-        kernel: Kernel,
+        event_log: EventLog,
         fleet: Fleet,
         run_id: str,
         dataset: Dataset,
         projection: Projection,
     ) -> None:
-        self.kernel = kernel
+        self.event_log = event_log
         self.fleet = fleet
         self.run_id = run_id
         self.spec = RunSpec.model_validate(self.state.spec)
         self.dataset = dataset
         self.projection = projection
-        self.crew = Crew(fleet, run_id, self.spec, self.state.directory)
-        self.crew.warmup_examples = self._warmup_examples()
-        self.placement = Placement(self.crew)
+        self.workers = WorkerGroup(fleet, run_id, self.spec, self.state.directory)
+        self.workers.warmup_examples = self._warmup_examples()
+        self.placement = Placement(self.workers)
         # Set again whenever ledger, trainer and rollouts have been brought to one version.
         self.agreement_due = True
         self.decision: asyncio.Task[Any] | None = None
@@ -74,7 +74,7 @@ class RunContext:
     @property
     def state(self) -> RunState:
         """The run's durable state."""
-        return self.kernel.state.runs[self.run_id]
+        return self.event_log.state.runs[self.run_id]
 
     # --- data
 
@@ -116,7 +116,7 @@ class RunContext:
         """Tells the run's user."""
         text = self.fleet.readable(text)
         log.info("run %s: %s", self.run_id, text)
-        self.kernel.post(ev.Noted(at=self.kernel.now(), run=self.run_id, text=text))
+        self.event_log.post(ev.Noted(at=self.event_log.now(), run=self.run_id, text=text))
 
     def distribution(self, temperature: float) -> common.SamplingDistribution:
         """The spec's sampling distribution at `temperature` (0: greedy)."""
@@ -130,7 +130,7 @@ class RunContext:
             log_prob_kind=common.LOG_PROB_KIND_PROCESSED,
         )
 
-    async def lost(self, member: Member, why: str) -> None:
+    async def lost(self, member: WorkerClient, why: str) -> None:
         """A call failed: waits a little to learn whether the instance is gone."""
         alive = await self.fleet.fate(member.incarnation)
         self.note(f"{member.instance.instance} {'failed a call' if alive else 'is lost'}: {why}")

@@ -1,4 +1,4 @@
-"""Brings the gang and the ledger to one version: adopt, record what was committed, or rewind.
+"""Brings the trainer group and the ledger to one version: adopt, record what was committed, or rewind.
 
 The one path for a start, a lost trainer, a restarted coordinator and a resumed pause.
 """
@@ -21,11 +21,11 @@ from headrace_coordinator.domain.slots import ACCUMULATED
 from headrace_coordinator.domain.versions import plan_lost_rewind
 from headrace_coordinator.fleet.ports import CallRefused
 from headrace_coordinator.run.checkpointing import listed, missing_steps, read_ledger
-from headrace_coordinator.run.clients import Published, TrainerMember
-from headrace_coordinator.run.concurrency import together
+from headrace_coordinator.run.clients import Published, TrainerClient
+from headrace_coordinator.run.concurrency import gather_all
 from headrace_coordinator.run.context import RunContext
 from headrace_coordinator.run.stages.generation import Batch
-from headrace_coordinator.run.stages.step_timer import Meter
+from headrace_coordinator.run.stages.step_timer import StepTimer
 from headrace_coordinator.run.step import RunFailed, Step
 
 DAMAGED = "CHECKPOINT_DAMAGED"
@@ -38,47 +38,49 @@ class Misplaced(Exception):
 
 
 async def form_gang(context: RunContext) -> None:
-    """All trainer members meet under a new generation; a gang of the same processes stays as it is."""
-    members, run = context.crew.trainers, context.state
+    """All trainer members meet under a new generation; a trainer group of the same processes stays as it is."""
+    members, run = context.workers.trainers, context.state
     states = [await member.state() for member in members]
     incarnations = [member.incarnation for member in members]
     same = run.gang == incarnations and all(s.generation == run.gang_generation for s in states)
     if same and run.gang_generation:
         return
     generation = run.gang_generation + 1
-    formed = ev.GangFormed(at=context.kernel.now(), run=run.id, generation=generation, members=incarnations)
-    await context.kernel.commit(formed)
+    formed = ev.GangFormed(
+        at=context.event_log.now(), run=run.id, generation=generation, members=incarnations
+    )
+    await context.event_log.commit(formed)
     host = members[0].instance.address.rpartition(":")[0]
     # Port 0 lets rank 0 choose; with several ranks it must be known to all before they meet. Each run and
     # generation has its own, so that two groups on one host do not meet each other.
     port = 20000 + zlib.crc32(f"{run.id}/{generation}".encode()) % 10000 if len(members) > 1 else 0
     rendezvous = f"{host}:{port}"
-    timeout = context.crew.fleet_timeout
+    timeout = context.workers.fleet_timeout
 
-    async def join(member: TrainerMember) -> None:
+    async def join(member: TrainerClient) -> None:
         await member.join(generation, len(members), rendezvous, timeout)
 
-    await together(*(join(member) for member in members))
+    await gather_all(*(join(member) for member in members))
 
 
 async def converge(context: RunContext) -> Published:
     """The trainer holds the ledger's head, recorded and published; returns it. Raises `Misplaced`."""
     await settle_commit(context)
     base = context.state.lineage.base
-    if base is None or state_number(await context.crew.leader.state()) != base.number:
+    if base is None or state_number(await context.workers.leader.state()) != base.number:
         await _restore(context)
     base = context.state.lineage.base
     assert base is not None
-    return await context.crew.leader.publish(base.number)
+    return await context.workers.leader.publish(base.number)
 
 
 async def settle_commit(context: RunContext) -> None:
     """Records a commit that the trainer has made and the ledger does not know; closes any other attempt."""
-    state = await context.crew.leader.state()
+    state = await context.workers.leader.state()
     if _committed_here(context, state):
         await _record_commit(context, state)
     elif state.phase == trainer.STEP_PHASE_ACCUMULATING:
-        await context.crew.leader.abort(state.step, state.attempt)
+        await context.workers.leader.abort(state.step, state.attempt)
     if context.state.ledger.open:
         await _close_attempt(context, "the step was interrupted")
 
@@ -107,12 +109,12 @@ def _committed_here(context: RunContext, state: trainer.GetStepStateResponse) ->
 async def _record_commit(context: RunContext, state: trainer.GetStepStateResponse) -> None:
     number = state.commit.version.number
     if context.state.lineage.head == number:
-        await context.crew.leader.recorded(state.step, state.attempt, number)
+        await context.workers.leader.recorded(state.step, state.attempt, number)
         return
     base = context.state.lineage.base
     assert base is not None
     opened = ev.StepOpened(
-        at=context.kernel.now(),
+        at=context.event_log.now(),
         run=context.run_id,
         step=state.step,
         attempt=state.attempt,
@@ -122,16 +124,16 @@ async def _record_commit(context: RunContext, state: trainer.GetStepStateRespons
     step = Step(
         context,
         Published(state.version, common.WeightManifest(), common.WeightSource()),
-        Meter(context.kernel.monotonic),
+        StepTimer(context.event_log.monotonic),
     )
     await step.record(opened, state.commit, Batch())
 
 
 async def _close_attempt(context: RunContext, reason: str) -> None:
     ledger = context.state.ledger
-    await context.kernel.commit(
+    await context.event_log.commit(
         ev.StepAborted(
-            at=context.kernel.now(),
+            at=context.event_log.now(),
             run=context.run_id,
             step=ledger.step,
             attempt=ledger.attempt,
@@ -142,13 +144,13 @@ async def _close_attempt(context: RunContext, reason: str) -> None:
 
 async def _restore(context: RunContext) -> None:
     """Rewinds to the newest intact checkpoint of this run; begins with a fork's origin, or the initial model."""
-    kernel, run = context.kernel, context.state
+    event_log, run = context.event_log, context.state
     while True:
         source = await _source(context)
         number = await _burn_number(context, source)
         try:
-            response = await context.crew.leader.restore(
-                source.name, number, kernel.state.store_id, source.directory
+            response = await context.workers.leader.restore(
+                source.name, number, event_log.state.store_id, source.directory
             )
             break
         except CallRefused as refused:
@@ -159,9 +161,9 @@ async def _restore(context: RunContext) -> None:
             # It is set aside: the next listing leaves it out and tells of it.
     if source.run:
         context.note(f"forked from {source.run}, checkpoint {source.name}, step {source.frontier_step}")
-    await kernel.commit(
+    await event_log.commit(
         ev.VersionRestored(
-            at=kernel.now(),
+            at=event_log.now(),
             run=run.id,
             number=number,
             parent=0 if source.run else source.number,
@@ -172,7 +174,7 @@ async def _restore(context: RunContext) -> None:
             source_run=source.run,
             warmup_steps=response.warmup_steps,
             figures=dict(response.figures),
-            kept=await kernel.history.kept(run.id, source.frontier_step),
+            kept=await event_log.history.kept(run.id, source.frontier_step),
         )
     )
 
@@ -214,12 +216,15 @@ async def _newest(context: RunContext) -> _Source | None:
     response = await listed(context)
     for checkpoint in response.checkpoints:
         try:
-            ledger = read_ledger(await context.crew.leader.fetch_ledger(checkpoint.name))
+            ledger = read_ledger(await context.workers.leader.fetch_ledger(checkpoint.name))
         except CallRefused as refused:
             if refused.reason != DAMAGED:
                 raise
             return await _newest(context)  # which lists one less
-        ours = (ledger.get("store_id"), ledger.get("run")) == (context.kernel.state.store_id, context.run_id)
+        ours = (ledger.get("store_id"), ledger.get("run")) == (
+            context.event_log.state.store_id,
+            context.run_id,
+        )
         if ours and not lineage.abandoned(checkpoint.version.number):
             return _Source(checkpoint.name, checkpoint.version.number, ledger)
         if not ours:
@@ -236,7 +241,7 @@ async def _origin(context: RunContext, wanted: FromCheckpointSection) -> _Source
         if not _begins(context.state, checkpoint.name):
             continue
         try:
-            ledger = read_ledger(await context.crew.leader.fetch_ledger(checkpoint.name, directory))
+            ledger = read_ledger(await context.workers.leader.fetch_ledger(checkpoint.name, directory))
         except CallRefused as refused:
             if refused.reason != DAMAGED:
                 raise
@@ -269,7 +274,7 @@ def _begins(run: RunState, checkpoint: str) -> bool:
 async def _foreign(context: RunContext, directory: str) -> Sequence[trainer.Checkpoint]:
     """Checkpoints of another run; raises `RunFailed` where its directory cannot be used."""
     try:
-        response = await context.crew.leader.list_checkpoints(directory)
+        response = await context.workers.leader.list_checkpoints(directory)
     except CallRefused as refused:
         if refused.reason not in UNUSABLE:
             raise
@@ -281,13 +286,13 @@ async def _foreign(context: RunContext, directory: str) -> Sequence[trainer.Chec
 
 async def _burn_number(context: RunContext, source: _Source) -> int:
     """A version number above any that the log or the checkpoint knows; replays what a lost log end held."""
-    kernel, run, ledger = context.kernel, context.state, source.ledger
+    event_log, run, ledger = context.event_log, context.state, source.ledger
     if source.run:
         ledger = {}
     for step in missing_steps(ledger, range(run.lineage.newest + 1)):
-        await kernel.commit(*plan_lost_rewind(run.lineage, step), step)
-    if ledger.get("coordinator_epoch", 0) > kernel.state.epoch:
-        await kernel.raise_epoch(ledger["coordinator_epoch"])
+        await event_log.commit(*plan_lost_rewind(run.lineage, step), step)
+    if ledger.get("coordinator_epoch", 0) > event_log.state.epoch:
+        await event_log.raise_epoch(ledger["coordinator_epoch"])
     number = max(run.lineage.last_number, int(ledger.get("last_number", 0))) + 1
-    await kernel.commit(ev.NumberBurnt(at=kernel.now(), run=run.id, number=number))
+    await event_log.commit(ev.NumberBurnt(at=event_log.now(), run=run.id, number=number))
     return number

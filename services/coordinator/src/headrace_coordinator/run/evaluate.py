@@ -1,4 +1,4 @@
-"""Held-out items under the installed policy. Nothing here is trained or kept in custody."""
+"""Held-out items under the installed policy. Nothing here is trained or kept retained."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from headrace_schema.views import EvaluationView
 
 from headrace_coordinator.data.items import DataItem
 from headrace_coordinator.fleet.ports import CallRefused, InstanceDown
-from headrace_coordinator.run.clients import Published, RolloutMember
-from headrace_coordinator.run.concurrency import together
+from headrace_coordinator.run.clients import Published, RolloutClient
+from headrace_coordinator.run.concurrency import gather_all
 from headrace_coordinator.run.context import RunContext, prompt_message
 from headrace_coordinator.run.stages.scoring import sampled, score_all, score_item
 
@@ -31,7 +31,7 @@ async def evaluate(
     items = context.dataset.heldout_items()
     bodies = await _generate(context, published, items, prefill)
     scores = await score_all(
-        context.crew,
+        context.workers,
         [score_item(items[b.sample.prompt_ordinal], b, sampled(b)[0], evaluation=True) for b in bodies],
     )
     return _view(published, kind, items, bodies, scores)
@@ -48,14 +48,14 @@ async def _generate(
     samples = context.spec.evaluation.samples
     done: dict[tuple[int, int], common.Trajectory] = {}
     for _ in range(ATTEMPTS):
-        members = [m for m in context.crew.rollouts if context.crew.usable(m)]
+        members = [m for m in context.workers.rollouts if context.workers.usable(m)]
         missing = [i for i in range(len(items)) if any((i, s) not in done for s in range(samples))]
         if not missing:
             break
         if not members:
             await context.placement.add_rollout(published)
-            members = list(context.crew.rollouts)
-        await together(
+            members = list(context.workers.rollouts)
+        await gather_all(
             *(
                 _drive(context, published, member, items, missing[index :: len(members)], prefill, done)
                 for index, member in enumerate(members)
@@ -67,7 +67,7 @@ async def _generate(
 async def _drive(
     context: RunContext,
     published: Published,
-    member: RolloutMember,
+    member: RolloutClient,
     items: Sequence[DataItem],
     mine: Sequence[int],
     prefill: str | None,

@@ -16,7 +16,7 @@ from headrace_coordinator.domain import runs
 from headrace_coordinator.fleet.ports import CallRefused, InstanceDown
 from headrace_coordinator.fleet.waits import WaitTimeout
 from headrace_coordinator.run.checkpointing import Checkpointer
-from headrace_coordinator.run.clients import Member
+from headrace_coordinator.run.clients import WorkerClient
 from headrace_coordinator.run.context import RunContext
 from headrace_coordinator.run.converge import settle_commit
 from headrace_coordinator.run.step import RunFailed
@@ -47,12 +47,12 @@ async def leave(context: RunContext, checkpointer: Checkpointer, outcome: Outcom
     if outcome.state not in runs.TERMINAL or outcome.state == runs.CANCELLED:
         lost = await _settled(context, checkpointer, save=outcome.state in (runs.PAUSED, runs.QUEUED))
         reason += f"; {lost}" if lost else ""
-    await close(context, context.crew.members)
-    await context.fleet.desk.release_all(context.run_id)
-    state, now = outcome.state, context.kernel.now()
+    await close(context, context.workers.members)
+    await context.fleet.lease_manager.release_all(context.run_id)
+    state, now = outcome.state, context.event_log.now()
     if context.state.state == runs.CANCELLING and state not in (runs.CANCELLED, runs.FAILED):
         state, reason = runs.CANCELLED, f"cancelled by its user while it was leaving ({reason})"
-    await context.kernel.commit(
+    await context.event_log.commit(
         ev.RunReleased(at=now, run=context.run_id),
         *runs.plan_move(context.state, state, context.fleet.readable(reason), now),
     )
@@ -74,22 +74,22 @@ async def _settled(context: RunContext, checkpointer: Checkpointer, *, save: boo
 
 
 async def _abort_step(context: RunContext) -> None:
-    for member in context.crew.rollouts:
+    for member in context.workers.rollouts:
         try:
             await member.abort()
         except (InstanceDown, CallRefused) as fault:
             context.note(f"ignored while stopping: {fault}")
-    if context.state.ledger.open and not context.crew.trainers:
-        await context.crew.staff_trainers()  # The coordinator restarted: the trainer may have committed.
-    if context.crew.trainers:
+    if context.state.ledger.open and not context.workers.trainers:
+        await context.workers.staff_trainers()  # The coordinator restarted: the trainer may have committed.
+    if context.workers.trainers:
         await settle_commit(context)
 
 
 async def _post_aborted(context: RunContext) -> None:
     ledger = context.state.ledger
-    await context.kernel.commit(
+    await context.event_log.commit(
         ev.StepAborted(
-            at=context.kernel.now(),
+            at=context.event_log.now(),
             run=context.run_id,
             step=ledger.step,
             attempt=ledger.attempt,
@@ -103,29 +103,29 @@ async def _save_head(context: RunContext, checkpointer: Checkpointer) -> None:
     head = context.state.lineage.head
     if not head or context.state.last_checkpoint == head:
         return
-    if not context.crew.trainers:
-        await context.crew.staff_trainers()
+    if not context.workers.trainers:
+        await context.workers.staff_trainers()
     await context.placement.learn()
     await checkpointer.save(wait=True)
     if context.state.last_checkpoint != head:
         raise RunFailed("the checkpoint could not be written; see the run's events")
 
 
-async def close(context: RunContext, members: Sequence[Member]) -> None:
+async def close(context: RunContext, members: Sequence[WorkerClient]) -> None:
     """Closes the run at `members`; kills those that do not in time, but for rewards, which serve other runs too.
 
     What a reward keeps is closed by the reconciler.
     """
 
-    async def one(member: Member) -> None:
-        fleet, deadline = context.fleet, context.kernel.monotonic() + CLOSING_S
+    async def one(member: WorkerClient) -> None:
+        fleet, deadline = context.fleet, context.event_log.monotonic() + CLOSING_S
         while True:
             try:
                 return await member.close_run()
             except (InstanceDown, CallRefused) as fault:
                 if not fleet.alive(member.incarnation) or member.instance.kind == "reward":
                     return
-                if context.kernel.monotonic() >= deadline:
+                if context.event_log.monotonic() >= deadline:
                     fleet.kill(member.incarnation, f"it did not close {context.run_id}: {fault}")
                     return
             await asyncio.sleep(CLOSE_AGAIN_S)
@@ -140,12 +140,12 @@ async def hand_over(context: RunContext, checkpointer: Checkpointer) -> str:
     Returns what became of its state.
     """
     lost = await _settled(context, checkpointer, save=True)
-    trainers, context.crew.trainers = context.crew.trainers, []
+    trainers, context.workers.trainers = context.workers.trainers, []
     await close(context, trainers)
-    leases = context.fleet.kernel.state.table.leases.values()
+    leases = context.fleet.event_log.state.table.leases.values()
     leaving = {member.incarnation for member in trainers}
     epochs = [lease.epoch for lease in leases if lease.run == context.run_id and lease.incarnation in leaving]
-    await context.fleet.desk.release(context.run_id, epochs)
+    await context.fleet.lease_manager.release(context.run_id, epochs)
     for member in trainers:
         context.fleet.drained(member.incarnation)
     return lost or "its state is saved"

@@ -22,7 +22,7 @@ from headrace_coordinator.run.converge import Misplaced, converge, form_gang
 from headrace_coordinator.run.evaluate import evaluate
 from headrace_coordinator.run.leaving import Outcome, hand_over, leave
 from headrace_coordinator.run.placement import PlacementError
-from headrace_coordinator.run.stages.step_timer import Meter
+from headrace_coordinator.run.stages.step_timer import StepTimer
 from headrace_coordinator.run.step import RunFailed, Step
 from headrace_coordinator.run.workers import Unstaffed
 
@@ -49,9 +49,9 @@ class RunLoop:
 
     def __init__(self, context: RunContext) -> None:
         self.context = context
-        self._kernel = context.kernel
+        self._event_log = context.event_log
         self._published: Published | None = None
-        self._meter = Meter(context.kernel.monotonic)
+        self._timer = StepTimer(context.event_log.monotonic)
         self._checkpointer = Checkpointer(context)
         self._steps = 0
 
@@ -94,7 +94,7 @@ class RunLoop:
                 return boundary
             await self._step()
             if self._checkpointer.due():
-                with self._meter.stage("checkpoint"):
+                with self._timer.stage("checkpoint"):
                     await self._checkpointer.save(wait=False)
 
     async def _prepare(self) -> None:
@@ -102,7 +102,7 @@ class RunLoop:
         context = self.context
         if context.state.state == runs.RUNNING:
             self._move(runs.RECOVERING, "the coordinator restarted")
-        await context.crew.staff()
+        await context.workers.staff()
         context.placement.assign()
         await context.placement.learn()
         await form_gang(context)
@@ -112,19 +112,19 @@ class RunLoop:
         context.agreement_due = True
         if context.state.state in (runs.PLANNING, runs.RECOVERING):
             self._move(runs.RUNNING, "training")
-        self._meter.restart()
+        self._timer.restart()
 
     async def _generate_ready(self) -> None:
         """The rollouts hold their devices with the base version installed."""
         assert self._published is not None
-        await self.context.crew.staff_rollouts()
+        await self.context.workers.staff_rollouts()
         self.context.placement.assign()
-        with self._meter.stage("switch" if self.context.placement.in_turns else "sync"):
+        with self._timer.stage("switch" if self.context.placement.in_turns else "sync"):
             await self.context.placement.generate(self._published)
 
     async def _step(self) -> None:
         assert self._published is not None
-        step = Step(self.context, self._published, self._meter)
+        step = Step(self.context, self._published, self._timer)
         self._published = await self._while_it_progresses(step.run())
         self._steps += 1
 
@@ -141,11 +141,13 @@ class RunLoop:
         for kind, prefill in kinds:
             if runs.evaluation_key(kind, ordinal) not in context.state.evaluated:
                 view = await evaluate(context, self._published, kind, prefill)
-                await self._kernel.commit(
-                    ev.Evaluated(at=self._kernel.now(), run=context.run_id, view=view.model_dump(mode="json"))
+                await self._event_log.commit(
+                    ev.Evaluated(
+                        at=self._event_log.now(), run=context.run_id, view=view.model_dump(mode="json")
+                    )
                 )
                 context.projection.evaluation(view)
-                self._meter.restart()
+                self._timer.restart()
 
     def _finished(self) -> bool:
         return self.context.state.ledger.step >= self.context.spec.steps
@@ -156,10 +158,10 @@ class RunLoop:
         if context.spec.checkpoint.enabled and context.state.lineage.head != context.state.last_checkpoint:
             await self._checkpointer.save(wait=True)
         if context.spec.export:
-            path = await context.crew.leader.export("export")
+            path = await context.workers.leader.export("export")
             number = context.state.lineage.head
-            await self._kernel.commit(
-                ev.ModelExported(at=self._kernel.now(), run=context.run_id, path=path, number=number)
+            await self._event_log.commit(
+                ev.ModelExported(at=self._event_log.now(), run=context.run_id, path=path, number=number)
             )
         return Outcome(runs.SUCCEEDED, f"{context.spec.steps} steps done")
 
@@ -175,10 +177,10 @@ class RunLoop:
         """Between two steps: whether the run pauses, or yields after at least one step."""
         if self._obey() == runs.STOP_AT_BOUNDARY:
             return Outcome(runs.PAUSED, "paused; resume goes on from here")
-        waiting = any(run.state == runs.QUEUED for run in self._kernel.state.active_runs())
+        waiting = any(run.state == runs.QUEUED for run in self._event_log.state.active_runs())
         if not waiting or not self._steps:
             return None
-        reason = plan_admission(self._kernel.state, self._kernel.now()).yields.get(self.context.run_id)
+        reason = plan_admission(self._event_log.state, self._event_log.now()).yields.get(self.context.run_id)
         return Outcome(runs.QUEUED, reason) if reason else None
 
     def _stopped_meanwhile(self) -> Outcome | None:
@@ -195,8 +197,8 @@ class RunLoop:
         return Outcome(runs.PAUSED, "paused at once; the step in hand was aborted and will be made again")
 
     def _intend_pause(self, reason: str) -> None:
-        self._kernel.post(
-            *runs.plan_intent(self.context.state, runs.PAUSE, "system", reason, self._kernel.now())
+        self._event_log.post(
+            *runs.plan_intent(self.context.state, runs.PAUSE, "system", reason, self._event_log.now())
         )
 
     async def _until_stopped(self, work: Coroutine[Any, Any, Outcome]) -> Outcome:
@@ -220,17 +222,17 @@ class RunLoop:
 
     async def _stop_asked(self) -> Exception:
         """Waits for a reason to stop the step in hand."""
-        fleet, crew = self.context.fleet, self.context.crew
+        fleet, workers = self.context.fleet, self.context.workers
 
         def news() -> bool:
             action = runs.next_action(self.context.state).kind
-            return action in (runs.MOVE, runs.STOP_NOW) or fleet.any_draining(crew.trainers)
+            return action in (runs.MOVE, runs.STOP_NOW) or fleet.any_draining(workers.trainers)
 
         while True:
-            await self._kernel.wait_until(news, FOREVER_S, "a user's intent")
+            await self._event_log.wait_until(news, FOREVER_S, "a user's intent")
             if self._obey() == runs.STOP_NOW:
                 return Stopped()
-            if fleet.any_draining(crew.trainers):
+            if fleet.any_draining(workers.trainers):
                 return TrainerDrains()
 
     async def _decided(self) -> None:
@@ -269,14 +271,14 @@ class RunLoop:
         log.warning("run %s recovers: %s", run.id, reason)
         if run.state in (runs.PLANNING, runs.RUNNING):
             self._move(runs.RECOVERING, reason)
-        await self._kernel.commit(ev.RunRecovering(at=self._kernel.now(), run=run.id, reason=reason))
+        await self._event_log.commit(ev.RunRecovering(at=self._event_log.now(), run=run.id, reason=reason))
         if isinstance(fault, InstanceDown):
             await self.context.fleet.fate(fault.incarnation)
         elif isinstance(fault, CallRefused) and fault.reason in NOT_OPEN:
-            self.context.crew.reopen(fault.incarnation)
+            self.context.workers.reopen(fault.incarnation)
         await asyncio.sleep(min(0.1 * 2**run.recoveries_in_a_row, 5.0))
-        self.context.crew.adopt_leases()
+        self.context.workers.adopt_leases()
         return None
 
     def _move(self, state: str, reason: str) -> None:
-        self._kernel.post(*runs.plan_move(self.context.state, state, reason, self._kernel.now()))
+        self._event_log.post(*runs.plan_move(self.context.state, state, reason, self._event_log.now()))

@@ -14,9 +14,9 @@ from headrace_schema.running import PlacementSection
 from headrace_coordinator.domain.leases import LeaseRequest
 from headrace_coordinator.domain.places import devices_seen, machines, named_devices
 from headrace_coordinator.fleet.ports import CallRefused, InstanceDown
-from headrace_coordinator.run.clients import Member, Published
-from headrace_coordinator.run.concurrency import together
-from headrace_coordinator.run.workers import Crew
+from headrace_coordinator.run.clients import Published, WorkerClient
+from headrace_coordinator.run.concurrency import gather_all
+from headrace_coordinator.run.workers import WorkerGroup
 
 
 class PlacementError(Exception):
@@ -26,15 +26,15 @@ class PlacementError(Exception):
 class Placement:
     """Hands devices to the stage that needs them."""
 
-    def __init__(self, crew: Crew) -> None:
-        self.crew = crew
-        self.in_turns = crew.spec.placement.mode == "collocated"
+    def __init__(self, workers: WorkerGroup) -> None:
+        self.workers = workers
+        self.in_turns = workers.spec.placement.mode == "collocated"
 
     def assign(self) -> None:
         """Decides every member's devices; raises `PlacementError`."""
-        spec, grant = self.crew.spec, self.crew.grant
-        rollouts = [member for member in self.crew.rollouts if member.incarnation in grant.rollouts]
-        trainers = [member for member in self.crew.trainers if member.incarnation in grant.trainers]
+        spec, grant = self.workers.spec, self.workers.grant
+        rollouts = [member for member in self.workers.rollouts if member.incarnation in grant.rollouts]
+        trainers = [member for member in self.workers.trainers if member.incarnation in grant.trainers]
         devices_of = default_devices(spec.placement, grant.devices, rollouts, trainers)
         for kind, members, wanted in (
             ("rollout", rollouts, spec.rollout.instances),
@@ -47,69 +47,71 @@ class Placement:
                 _seat(group, devices_of[kind, machine], seats, f"placement.{kind}")
 
     async def learn(self) -> None:
-        """The gang holds its devices, awake."""
+        """The trainer group holds its devices, awake."""
         if self.in_turns:
             await self._stand_down_rollouts()
-        await self._take(self.crew.trainers, "learn")
-        await together(*(member.wake() for member in self.crew.trainers if not member.awake))
+        await self._take(self.workers.trainers, "learn")
+        await gather_all(*(member.wake() for member in self.workers.trainers if not member.awake))
 
     async def generate(self, published: Published) -> None:
         """The rollouts hold their devices with `published` installed and verified."""
         if self.in_turns:
             await self._stand_down_trainers()
-        await self._take(self.crew.rollouts, "generate")
-        behind = [m for m in self.crew.rollouts if not m.awake or m.installed != published.version.number]
-        await together(*(m.install(published) if m.awake else m.wake(published) for m in behind))
+        await self._take(self.workers.rollouts, "generate")
+        behind = [m for m in self.workers.rollouts if not m.awake or m.installed != published.version.number]
+        await gather_all(*(m.install(published) if m.awake else m.wake(published) for m in behind))
 
     async def add_rollout(self, published: Published) -> None:
         """A replacement for lost rollouts, inside a step."""
-        await self.crew.staff_rollouts(1)
+        await self.workers.staff_rollouts(1)
         self.assign()
         await self.generate(published)
 
     async def _stand_down_rollouts(self) -> None:
-        held = [member for member in self.crew.rollouts if member.lease_epoch]
+        held = [member for member in self.workers.rollouts if member.lease_epoch]
         for member in held:
             try:
                 await member.suspend()
             except (InstanceDown, CallRefused):
-                if self.crew.fleet.alive(member.incarnation):
+                if self.workers.fleet.alive(member.incarnation):
                     raise
         await self._let_go(held)
 
     async def _stand_down_trainers(self) -> None:
-        held = [member for member in self.crew.trainers if member.lease_epoch]
-        await together(*(member.suspend() for member in held))
+        held = [member for member in self.workers.trainers if member.lease_epoch]
+        await gather_all(*(member.suspend() for member in held))
         await self._let_go(held)
 
-    def _strays(self, members: Sequence[Member]) -> list[int]:
+    def _strays(self, members: Sequence[WorkerClient]) -> list[int]:
         """Leases of this run whose holder has no business on these devices now: it was cut off, or sits elsewhere."""
-        welcome = {m.incarnation: m.devices for m in (members if self.in_turns else self.crew.members)}
-        leases = self.crew.fleet.kernel.state.table.leases.values()
+        welcome = {m.incarnation: m.devices for m in (members if self.in_turns else self.workers.members)}
+        leases = self.workers.fleet.event_log.state.table.leases.values()
         return [
             lease.epoch
             for lease in leases
-            if lease.run == self.crew.run and welcome.get(lease.incarnation) != tuple(lease.devices)
+            if lease.run == self.workers.run and welcome.get(lease.incarnation) != tuple(lease.devices)
         ]
 
-    async def _let_go(self, members: Sequence[Member]) -> None:
-        await self.crew.fleet.desk.release(self.crew.run, [member.lease_epoch for member in members])
+    async def _let_go(self, members: Sequence[WorkerClient]) -> None:
+        await self.workers.fleet.lease_manager.release(
+            self.workers.run, [member.lease_epoch for member in members]
+        )
         for member in members:
             member.lease_epoch = 0
 
-    async def _take(self, members: Sequence[Member], stage: str) -> None:
+    async def _take(self, members: Sequence[WorkerClient], stage: str) -> None:
         self.assign()  # The grant may have changed inside the step: an instance was lost, a device is in doubt.
         with_devices = [member for member in members if member.devices]
         requests = [
-            LeaseRequest(m.incarnation, self.crew.run, stage, m.devices, m.instance.host)
+            LeaseRequest(m.incarnation, self.workers.run, stage, m.devices, m.instance.host)
             for m in with_devices
         ]
         strays = self._strays(members)
-        await self.crew.fleet.desk.release(self.crew.run, strays)
-        for member in self.crew.members:
+        await self.workers.fleet.lease_manager.release(self.workers.run, strays)
+        for member in self.workers.members:
             if member.lease_epoch in strays:
                 member.lease_epoch, member.installed = 0, 0
-        epochs = await self.crew.fleet.desk.acquire(requests, self.crew.fleet_timeout)
+        epochs = await self.workers.fleet.lease_manager.acquire(requests, self.workers.fleet_timeout)
         for member, epoch in zip(with_devices, epochs, strict=True):
             member.lease_epoch = epoch
 
@@ -117,8 +119,8 @@ class Placement:
 def default_devices(
     section: PlacementSection,
     granted: Sequence[str],
-    rollouts: Sequence[Member],
-    trainers: Sequence[Member],
+    rollouts: Sequence[WorkerClient],
+    trainers: Sequence[WorkerClient],
 ) -> dict[tuple[str, str], list[str]]:
     """Devices by (kind, machine), of those granted to the run: the spec's, else all (collocated) or a half each
     (disaggregated)."""
@@ -159,17 +161,17 @@ def _named(names: Sequence[str], everything: Sequence[str], machine: str, kind: 
 
 
 def _by_machine(
-    members: Sequence[Member], everybody: Sequence[Member] | None = None
-) -> dict[str, list[Member]]:
+    members: Sequence[WorkerClient], everybody: Sequence[WorkerClient] | None = None
+) -> dict[str, list[WorkerClient]]:
     """`members` by machine; `everybody` decides which hosts are one machine, whose name is the same for each kind."""
     machine_of = machines(member.instance for member in everybody or members)
-    groups: dict[str, list[Member]] = defaultdict(list)
+    groups: dict[str, list[WorkerClient]] = defaultdict(list)
     for member in members:
         groups[machine_of[member.incarnation]].append(member)
     return groups
 
 
-def _seat(members: Sequence[Member], devices: Sequence[str], seats: int, key: str) -> None:
+def _seat(members: Sequence[WorkerClient], devices: Sequence[str], seats: int, key: str) -> None:
     """Divides `devices` into seats; members that hold a lease keep theirs where the others find room beside it."""
     if len(devices) < seats:
         raise PlacementError(

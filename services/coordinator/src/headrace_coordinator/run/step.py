@@ -12,13 +12,13 @@ from headrace_coordinator.domain.compact import compact_drops
 from headrace_coordinator.domain.slots import ACCUMULATED, DROPPED, Slot
 from headrace_coordinator.fleet.ports import CallRefused, InstanceDown
 from headrace_coordinator.run.clients import Published
-from headrace_coordinator.run.concurrency import together
+from headrace_coordinator.run.concurrency import gather_all
 from headrace_coordinator.run.context import RunContext
 from headrace_coordinator.run.stages.certificate import certify, settled_lines, step_view
 from headrace_coordinator.run.stages.generation import Batch, Generation
 from headrace_coordinator.run.stages.learning import Learning, LostBodies, members_of
 from headrace_coordinator.run.stages.relay import Relay
-from headrace_coordinator.run.stages.step_timer import Meter
+from headrace_coordinator.run.stages.step_timer import StepTimer
 
 STEP_ATTEMPTS = 3
 PROJECT_AFTER_S = 0.001
@@ -34,18 +34,18 @@ class RunFailed(Exception):
 class Step:
     """One step of the run, with as many attempts as it takes."""
 
-    def __init__(self, context: RunContext, published: Published, meter: Meter) -> None:
+    def __init__(self, context: RunContext, published: Published, timer: StepTimer) -> None:
         self._context = context
-        self._kernel = context.kernel
+        self._event_log = context.event_log
         self._ledger = context.state.ledger
         self._published = published
-        self._meter = meter
+        self._timer = timer
         self._relay = Relay(context.spec.limits.in_flight_bytes)
 
     async def run(self) -> Published:
         """Until the step is committed and recorded, or skipped; the version that the next one begins with.
 
-        Raises what recovery must handle. The meter begins with the next step.
+        Raises what recovery must handle. The timer begins with the next step.
         """
         nonfinite = 0
         while True:
@@ -80,32 +80,32 @@ class Step:
         """Durable before anything leaves that rests on it: `_begin` and the first assignment see to that."""
         lineage = self._context.state.lineage
         opened = ev.StepOpened(
-            at=self._kernel.now(),
+            at=self._event_log.now(),
             run=self._context.run_id,
             step=self._ledger.step,
             attempt=self._ledger.attempt + 1,
             base=lineage.head,
             number=lineage.last_number + 1,
         )
-        self._kernel.post(opened)
+        self._event_log.post(opened)
         return opened
 
     async def _gather(self) -> Batch:
         context, ledger = self._context, self._ledger
         settled: list[int] = []
         # Deterministic runs accumulate in ordinal order, whatever settles first.
-        waits = context.spec.deterministic or context.crew.leader.barrier == trainer.BARRIER_BATCH
+        waits = context.spec.deterministic or context.workers.leader.barrier == trainer.BARRIER_BATCH
         streamed = not context.placement.in_turns and not waits
         generation = Generation(
             context,
             self._relay,
-            self._meter,
+            self._timer,
             self._published,
             on_settled=lambda prompt: learning.put(prompt) if streamed else settled.append(prompt),
             on_complete=lambda: learning.close() if streamed else None,
             draining=lambda: streamed and learning.backlog,
         )
-        learning = Learning(context, self._relay, self._meter, generation.batch)
+        learning = Learning(context, self._relay, self._timer, generation.batch)
 
         async def generate() -> None:
             await generation.run()
@@ -116,28 +116,30 @@ class Step:
             await learning.run()
 
         if streamed:
-            await together(generate(), learn())
+            await gather_all(generate(), learn())
         else:
             await generate()
-            with self._meter.stage("switch"):
+            with self._timer.stage("switch"):
                 await context.placement.learn()
             for prompt in sorted(settled):
                 learning.put(prompt)
             await learn()
-        await self._kernel.flush()
+        await self._event_log.flush()
         if ledger.unsettled():
             raise CallRefused("coordinator", "INTERNAL", f"groups {ledger.unsettled()} were lost in the step")
         return generation.batch
 
     async def _begin(self) -> None:
         ledger, lineage = self._ledger, self._context.state.lineage
-        await self._kernel.flush()
-        await self._context.crew.leader.begin(ledger.step, ledger.attempt, lineage.head, lineage.last_number)
+        await self._event_log.flush()
+        await self._context.workers.leader.begin(
+            ledger.step, ledger.attempt, lineage.head, lineage.last_number
+        )
 
     async def _commit(self, opened: ev.StepOpened) -> trainer.CommitStepResponse:
         digest = set_digest(members_of(self._ledger.members(ACCUMULATED)))
-        with self._meter.stage("learn", self._context.crew.leader.devices):
-            return await self._context.crew.leader.commit(
+        with self._timer.stage("learn", self._context.workers.leader.devices):
+            return await self._context.workers.leader.commit(
                 opened.step, opened.attempt, opened.base, opened.number, digest, self._manifest()
             )
 
@@ -145,7 +147,7 @@ class Step:
         dropped = compact_drops((s.prompt, s.sample, s.reason) for s in self._ledger.members(DROPPED))
         return ev.encode(
             ev.StepSkipped(
-                at=self._kernel.now(), run=self._context.run_id, step=self._ledger.step, dropped=dropped
+                at=self._event_log.now(), run=self._context.run_id, step=self._ledger.step, dropped=dropped
             )
         )
 
@@ -157,20 +159,20 @@ class Step:
         certificate = certify(context.state, opened, response, slots)
         self._same_counts(response, slots)
         self._first_step_agrees(certificate)
-        view = step_view(context, certificate, response, slots, self._meter)
-        self._meter.restart()
-        await self._kernel.commit(
+        view = step_view(context, certificate, response, slots, self._timer)
+        self._timer.restart()
+        await self._event_log.commit(
             ev.StepCommitted(
-                at=self._kernel.now(),
+                at=self._event_log.now(),
                 run=context.run_id,
                 certificate=certificate,
                 view=view.model_dump(mode="json"),
             )
         )
-        leader = context.crew.leader
+        leader = context.workers.leader
 
         async def recorded() -> Published:
-            with self._meter.stage("sync", leader.devices):
+            with self._timer.stage("sync", leader.devices):
                 return await leader.recorded(opened.step, opened.attempt, opened.number)
 
         async def project() -> None:
@@ -182,7 +184,7 @@ class Step:
 
         # While the trainer works, the rest of the step's books are closed.
         published: Published
-        published, _, _ = await together(recorded(), self._end_custody(slots), project())
+        published, _, _ = await gather_all(recorded(), self._end_retention(slots), project())
         self._check_drop_rate()
         return published
 
@@ -216,14 +218,14 @@ class Step:
             f"{certificate.log_prob_compared_tokens} tokens, bound {bound}"
         )
 
-    async def _end_custody(self, slots: list[Slot]) -> None:
+    async def _end_retention(self, slots: list[Slot]) -> None:
         keys = [(slot.prompt, slot.sample) for slot in slots]
-        for member in self._context.crew.rollouts:
+        for member in self._context.workers.rollouts:
             try:
-                await member.end_custody(keys)
+                await member.end_retention(keys)
             except (InstanceDown, CallRefused) as fault:
-                # Custody ends with the process too; it must not undo a recorded step.
-                self._context.note(f"custody at {member.instance.instance} was not ended: {fault}")
+                # Retention ends with the process too; it must not undo a recorded step.
+                self._context.note(f"retention at {member.instance.instance} was not ended: {fault}")
 
     def _check_drop_rate(self) -> None:
         ledger, spec = self._context.state.ledger, self._context.spec
@@ -237,33 +239,33 @@ class Step:
 
     async def _again(self, reason: str) -> None:
         await self._abort(reason)
-        with self._meter.stage("switch"):
+        with self._timer.stage("switch"):
             await self._context.placement.generate(self._published)
 
     async def _abort(self, reason: str) -> None:
         opened = (self._ledger.step, self._ledger.attempt)
-        await self._kernel.commit(
+        await self._event_log.commit(
             ev.StepAborted(
-                at=self._kernel.now(),
+                at=self._event_log.now(),
                 run=self._context.run_id,
                 step=opened[0],
                 attempt=opened[1],
                 reason=reason,
             )
         )
-        await self._context.crew.leader.abort(*opened)
+        await self._context.workers.leader.abort(*opened)
 
     async def _skip(self, why: str) -> Published:
         slots = [slot for _, slot in sorted(self._ledger.slots.items())]
         dropped = compact_drops((slot.prompt, slot.sample, slot.reason or why) for slot in slots)
         if self._ledger.open:
             await self._abort(why)
-        await self._kernel.commit(
+        await self._event_log.commit(
             ev.StepSkipped(
-                at=self._kernel.now(), run=self._context.run_id, step=self._ledger.step, dropped=dropped
+                at=self._event_log.now(), run=self._context.run_id, step=self._ledger.step, dropped=dropped
             )
         )
-        await self._end_custody(slots)
+        await self._end_retention(slots)
         self._check_drop_rate()
-        self._meter.restart()
+        self._timer.restart()
         return self._published

@@ -16,7 +16,7 @@ from headrace_coordinator.domain.state import InstanceState
 from headrace_coordinator.fleet.fleet import Fleet
 from headrace_coordinator.fleet.ports import CallRefused, InstanceDown
 from headrace_coordinator.fleet.waits import WaitTimeout
-from headrace_coordinator.run.clients import Member, RewardMember, RolloutMember, TrainerMember
+from headrace_coordinator.run.clients import RewardClient, RolloutClient, TrainerClient, WorkerClient
 from headrace_coordinator.run.watched_port import WatchedPort
 
 REPLACEMENT_S = 20.0
@@ -29,28 +29,28 @@ class Unstaffed(Exception):
     """The run lacks an instance; the message says which."""
 
 
-class Crew:
+class WorkerGroup:
     """The run's clients of its instances, by kind."""
 
     def __init__(self, fleet: Fleet, run: str, spec: RunSpec, directory: str) -> None:
         self.fleet = fleet
         self.run = run
         self.spec = spec
-        self.rollouts: list[RolloutMember] = []
-        self.trainers: list[TrainerMember] = []
-        self.rewards: list[RewardMember] = []
+        self.rollouts: list[RolloutClient] = []
+        self.trainers: list[TrainerClient] = []
+        self.rewards: list[RewardClient] = []
         self.warmup_examples: list[dict[str, Any]] = []
         self._directory = directory
 
     @property
-    def leader(self) -> TrainerMember:
+    def leader(self) -> TrainerClient:
         """Rank 0, the only one that accepts steps; raises `InstanceDown` while there is none."""
         if not self.trainers:
             raise InstanceDown("trainer", "the trainer group is not formed")
         return self.trainers[0]
 
     @property
-    def members(self) -> list[Member]:
+    def members(self) -> list[WorkerClient]:
         """Everybody."""
         return [*self.rollouts, *self.trainers, *self.rewards]
 
@@ -66,11 +66,11 @@ class Crew:
 
     @property
     def _state(self) -> RunState:
-        return self.fleet.kernel.state.runs[self.run]
+        return self.fleet.event_log.state.runs[self.run]
 
-    def usable(self, member: Member) -> bool:
+    def usable(self, member: WorkerClient) -> bool:
         """A member that lives, is awake and whose lease nobody takes back; one whose lease is over must wake again."""
-        lease = self.fleet.kernel.state.table.leases.get(member.lease_epoch)
+        lease = self.fleet.event_log.state.table.leases.get(member.lease_epoch)
         if member.lease_epoch and (lease is None or lease.state == REVOKING):
             member.lost_lease()
         return member.awake and self.fleet.alive(member.incarnation)
@@ -80,7 +80,7 @@ class Crew:
         for member in self.members:
             mine = [
                 lease
-                for lease in self.fleet.kernel.state.table.of(member.incarnation)
+                for lease in self.fleet.event_log.state.table.of(member.incarnation)
                 if lease.run == self.run
             ]
             member.lease_epoch = mine[0].epoch if mine else 0
@@ -101,7 +101,7 @@ class Crew:
         known = {member.incarnation for member in self.rollouts}
         for state in self._alive(self.grant.rollouts):
             if state.incarnation not in known:
-                member = RolloutMember(self.run, state, self._port(state), self._epoch)
+                member = RolloutClient(self.run, state, self._port(state), self._epoch)
                 config = RolloutConfig.of(self.spec).model_dump_json()
                 await self._open(member, lambda member=member, config=config: member.open_run(config))  # type: ignore[misc]
                 self.rollouts.append(member)
@@ -114,7 +114,7 @@ class Crew:
         known = {member.incarnation for member in self.rewards}
         for state in self._reward_states():
             if state.incarnation not in known:
-                member = RewardMember(self.run, state, self._port(state), self._epoch)
+                member = RewardClient(self.run, state, self._port(state), self._epoch)
                 config = self.spec.reward.model_dump_json()
                 await self._open(member, lambda member=member, config=config: member.open_run(config))  # type: ignore[misc]
                 self.rewards.append(member)
@@ -129,7 +129,7 @@ class Crew:
         if opened == self.grant.trainers:
             return  # A group that has lost nobody; one with a replacement opens everywhere and forms anew.
         self.trainers = [
-            TrainerMember(self.run, state, self._port(state), self._epoch, rank=rank)
+            TrainerClient(self.run, state, self._port(state), self._epoch, rank=rank)
             for rank, state in enumerate(self._alive(self.grant.trainers))
         ]
         config = self._trainer_config()
@@ -154,7 +154,7 @@ class Crew:
         return [state for state in self.fleet.ready("reward") if not state.draining]
 
     def _alive(self, incarnations: Sequence[str]) -> list[InstanceState]:
-        known = self.fleet.kernel.state.instances
+        known = self.fleet.event_log.state.instances
         return [known[who] for who in incarnations if self.fleet.alive(who)]
 
     async def _until(self, predicate: Callable[[], bool], what: str) -> None:
@@ -163,11 +163,11 @@ class Crew:
             return
         with self.fleet.waits.named(self.run, what):
             try:
-                await self.fleet.kernel.wait_until(predicate, REPLACEMENT_S, what)
+                await self.fleet.event_log.wait_until(predicate, REPLACEMENT_S, what)
             except WaitTimeout as timeout:
                 raise Unstaffed(what) from timeout
 
-    async def _open(self, member: Member, call: Callable[[], Awaitable[None]]) -> None:
+    async def _open(self, member: WorkerClient, call: Callable[[], Awaitable[None]]) -> None:
         """Opens the run at an instance; waits while that still closes another run."""
         member.open_id = self.fleet.open_id_of(member.incarnation, self.run)
         clock = asyncio.get_running_loop()
@@ -190,7 +190,7 @@ class Crew:
 
     @property
     def _epoch(self) -> int:
-        return self.fleet.kernel.state.epoch
+        return self.fleet.event_log.state.epoch
 
     def _port(self, state: InstanceState) -> WatchedPort:
         return WatchedPort(self.fleet.port(state.incarnation), self.fleet.waits, self.run, state.instance)

@@ -93,8 +93,8 @@ class Processes:
             stale = await fleet.register(
                 state, list(instance.held), instance.coordinator_epoch, instance.store_id
             )
-            instance.coordinator_epoch = max(instance.coordinator_epoch, fleet.kernel.state.epoch)
-            instance.store_id = fleet.kernel.state.store_id
+            instance.coordinator_epoch = max(instance.coordinator_epoch, fleet.event_log.state.epoch)
+            instance.store_id = fleet.event_log.state.store_id
             for epoch in stale:
                 instance.held.pop(epoch, None)
             self._report(instance, fleet)
@@ -118,7 +118,7 @@ class Processes:
             sent = asyncio.get_running_loop().time()
             if not instance.cut_off:
                 silence = 0.0
-                if instance.incarnation not in fleet.kernel.state.instances:
+                if instance.incarnation not in fleet.event_log.state.instances:
                     break
                 self._report(instance, fleet)
                 renewed, stale = fleet.heartbeat(instance.incarnation, list(instance.held), 0)
@@ -146,14 +146,14 @@ class Processes:
             instance.deadlines[body.epoch] = sent + SETTINGS.lease_ttl - 5.0
             instance.granted()
             self.exclusive()
-            fleet.desk.held(instance.incarnation, body.epoch, "")
+            fleet.lease_manager.held(instance.incarnation, body.epoch, "")
         elif command == "revoke":
             instance.held.pop(body[0], None)
             if isinstance(instance, Rollout):
                 instance.revoke(body[0])
             instance.revoked()
             await asyncio.sleep(self.rng.uniform(0.0, 0.05))
-            fleet.desk.released(instance.incarnation, body[0])
+            fleet.lease_manager.released(instance.incarnation, body[0])
         elif command == "drain":
             self.spawn(self._end_in_order(instance))
 
@@ -222,7 +222,7 @@ class Processes:
         for epoch in list(instance.held):
             instance.held.pop(epoch)
             if fleet is not None and not instance.cut_off:
-                fleet.desk.released(instance.incarnation, epoch)
+                fleet.lease_manager.released(instance.incarnation, epoch)
         await asyncio.sleep(self.rng.uniform(0.05, 0.5))
         if instance.alive:
             await self._gone(instance, "it ended in order")

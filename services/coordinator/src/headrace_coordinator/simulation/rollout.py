@@ -17,17 +17,17 @@ from headrace_coordinator.fleet.ports import CallRefused
 from headrace_coordinator.simulation.instances import Instance
 
 COLD, SUSPENDED, WEIGHTS, AWAKE = "COLD", "SUSPENDED", "WEIGHTS", "AWAKE"
-"""Of the engine's memory: nothing was taken yet, given back, room for weights alone, all."""
+"""Of the engine's memory: nothing was taken yet, released, room for weights alone, all."""
 
 
 @dataclass
 class Rollout(Instance):
-    """Generates pseudo-tokens that depend on (prompt, sample) only, keeps custody, obeys strict installs."""
+    """Generates pseudo-tokens that depend on (prompt, sample) only, keeps retention, obeys strict installs."""
 
     KIND: ClassVar[str] = "rollout"
     MAX_OPEN_RUNS: ClassVar[int] = 1
     version: common.PolicyVersion = field(default_factory=common.PolicyVersion)
-    custody: dict[tuple[int, int], common.Trajectory] = field(default_factory=dict)
+    retention: dict[tuple[int, int], common.Trajectory] = field(default_factory=dict)
     paused: bool = False
     running: int = 0
     stops: int = 0
@@ -44,7 +44,7 @@ class Rollout(Instance):
 
     async def _end(self) -> None:
         self.revoked()
-        self.custody.clear()
+        self.retention.clear()
 
     def revoked(self) -> None:
         """The engine is as before its first install."""
@@ -163,7 +163,7 @@ class Rollout(Instance):
         segment.tokens.log_probs.extend([-1.0] * length)
         body.body_digest = trajectory_digest(body)
         if not opening.evaluation and not failed and self.live_leases():
-            self.custody[prompt, sample.sample_index] = body
+            self.retention[prompt, sample.sample_index] = body
         done.put_nowait(body)
 
     async def Pause(self, request: rollout.PauseRequest) -> rollout.PauseResponse:
@@ -177,7 +177,7 @@ class Rollout(Instance):
     async def Resume(self, request: rollout.ResumeRequest) -> rollout.ResumeResponse:
         self.fence(request.header, lease=False)
         if self.memory in (SUSPENDED, WEIGHTS):
-            raise CallRefused(self.incarnation, "SUSPENDED", "the engine's memory is given back")
+            raise CallRefused(self.incarnation, "SUSPENDED", "the engine's memory is released")
         self.paused = False
         return rollout.ResumeResponse()
 
@@ -213,7 +213,7 @@ class Rollout(Instance):
         return rollout.ListInventoryResponse(
             items=[
                 rollout.InventoryItem(sample=b.sample, attempt=b.attempt, body_digest=b.body_digest)
-                for b in self.custody.values()
+                for b in self.retention.values()
             ]
         )
 
@@ -224,7 +224,7 @@ class Rollout(Instance):
         self.fence(request.header, lease=False)
         keys = [(key.prompt_ordinal, key.sample_index) for key in request.samples]
         yield rollout.FetchTrajectoriesResponse(
-            trajectories=[self.custody[key] for key in keys if key in self.custody]
+            trajectories=[self.retention[key] for key in keys if key in self.retention]
         )
 
     async def ReleaseTrajectories(
@@ -232,7 +232,7 @@ class Rollout(Instance):
     ) -> rollout.ReleaseTrajectoriesResponse:
         self.fence(request.header, lease=False)
         for key in request.samples:
-            self.custody.pop((key.prompt_ordinal, key.sample_index), None)
+            self.retention.pop((key.prompt_ordinal, key.sample_index), None)
         return rollout.ReleaseTrajectoriesResponse()
 
     def revoke(self, epoch: int) -> None:

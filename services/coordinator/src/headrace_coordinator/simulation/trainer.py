@@ -104,14 +104,14 @@ class Trainer(Instance):
         return trainer.JoinGangResponse(generation=self.generation)
 
     def _gang(self) -> list[Trainer]:
-        """Members of its gang that are still in it."""
+        """Members of its trainer group that are still in it."""
         if self.joined is None:
             return []
         met = self.gangs.get((self.joined[0], self.joined[3]), {})
         return [m for m in met.values() if m.alive and m.joined is not None and m.joined[0] == self.joined[0]]
 
     def _disband(self) -> None:
-        """Leaves the gang; when the leader leaves, the others are in none."""
+        """Leaves the trainer group; when the leader leaves, the others are in none."""
         if self.joined is not None and self.joined[1] == 0:
             for member in self._gang():
                 member.generation = 0
@@ -126,14 +126,16 @@ class Trainer(Instance):
         gang = self._gang()
         if len(gang) < self.joined[2] or any(m.generation != self.generation for m in gang):
             self.generation, self.phase = 0, trainer.STEP_PHASE_UNSPECIFIED
-            raise self._refuse("GANG_LOST", "a rank is gone; form the gang anew and restore a checkpoint")
+            raise self._refuse(
+                "GANG_LOST", "a rank is gone; form the trainer group anew and restore a checkpoint"
+            )
 
     def _awake(self) -> None:
         if self.suspended:
             raise self._refuse("SUSPENDED", "the trainer is suspended: call Wake first")
 
     def revoked(self) -> None:
-        """Its memory is given back until the next grant."""
+        """Its memory is released until the next grant."""
         self.suspended = True
 
     def granted(self) -> None:

@@ -71,7 +71,7 @@ class Users:
         coordinator = self._world.coordinator
         if coordinator is None:
             return ""
-        state = coordinator.kernel.state
+        state = coordinator.event_log.state
         if run in state.runs:
             return state.runs[run].state
         return state.ended[run].state if run in state.ended else ""
@@ -230,7 +230,7 @@ class Users:
         if coordinator is None:
             return
         now = asyncio.get_running_loop().time()
-        for run in list(coordinator.kernel.state.active_runs()):
+        for run in list(coordinator.event_log.state.active_runs()):
             paused = run.intent in (runs.PAUSE, runs.PAUSE_NOW)
             if paused and now >= self._resume_at.setdefault(run.id, now + 20.0):
                 del self._resume_at[run.id]

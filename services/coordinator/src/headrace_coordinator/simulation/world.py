@@ -28,7 +28,7 @@ from headrace_coordinator.simulation.specs import random_spec
 from headrace_coordinator.simulation.trainer import Trainer
 from headrace_coordinator.simulation.users import Users
 from headrace_coordinator.simulation.virtual_time import run_virtual
-from headrace_coordinator.store.event_log import Kernel
+from headrace_coordinator.store.event_log import EventLog
 from headrace_coordinator.store.history import History, Item
 
 LIMIT_S = 20_000.0
@@ -127,18 +127,18 @@ class World(Processes):
         loop = asyncio.get_running_loop()
         while self.store.away:  # noqa: ASYNC110 - virtual time: a look costs nothing
             await asyncio.sleep(0.2)
-        kernel = Kernel(
+        event_log = EventLog(
             self.store,
             lambda: loop.time() + self.wall_ahead_s,
             lambda: loop.time() + self.slept_s,
             history=History(self.directory, _at_once),
         )
-        await kernel.open("simulated")
-        fleet = Fleet(kernel, self.connect, SETTINGS)
+        await event_log.open("simulated")
+        fleet = Fleet(event_log, self.connect, SETTINGS)
         coordinator = Coordinator(
-            kernel, fleet, Path(self.data_dir), lambda _: Quiet(), self._dataset, new_id=self._new_id
+            event_log, fleet, Path(self.data_dir), lambda _: Quiet(), self._dataset, new_id=self._new_id
         )
-        lasting = (kernel.run(), fleet.sweep(), coordinator.schedule(), coordinator.archive.run())
+        lasting = (event_log.run(), fleet.sweep(), coordinator.schedule(), coordinator.archive.run())
         self._background = [asyncio.ensure_future(work) for work in lasting]
         self.coordinator, self._retired = coordinator, loop.create_future()
         self._arrived.set()
@@ -173,11 +173,11 @@ class World(Processes):
 
     def states(self) -> list[runs.RunState]:
         """The runs that have not ended, in the order of their submission."""
-        return list(self.coordinator.kernel.state.active_runs()) if self.coordinator else []
+        return list(self.coordinator.event_log.state.active_runs()) if self.coordinator else []
 
     def _run(self) -> runs.RunState | None:
         """The first run while the coordinator has it in memory."""
-        known = self.coordinator.kernel.state.runs if self.coordinator else {}
+        known = self.coordinator.event_log.state.runs if self.coordinator else {}
         return next(iter(known.values()), None)
 
     def heard(self, method: str, request: Any) -> None:
@@ -223,8 +223,8 @@ class World(Processes):
         )
 
     def _settled(self) -> bool:
-        kernel = self.coordinator.kernel if self.coordinator else None
-        return kernel is not None and not kernel._pending
+        event_log = self.coordinator.event_log if self.coordinator else None
+        return event_log is not None and not event_log._pending
 
     def _surface(self, tasks: list[asyncio.Future[Any]]) -> None:
         """An error in any task of the world is the world's error."""
@@ -243,7 +243,7 @@ class World(Processes):
         for instance in self.instances.values():
             if not instance.alive or instance.cut_off:
                 continue
-            state = coordinator.kernel.state.instances.get(instance.incarnation)
+            state = coordinator.event_log.state.instances.get(instance.incarnation)
             for name in instance.open_runs.names() if state else ():
                 if state and not coordinator.reconciler.wanted(state, name.removeprefix("runs/")):
                     seen.add((instance.incarnation, name))
@@ -267,7 +267,7 @@ class World(Processes):
     def _left(self) -> list[str]:
         if self.coordinator is None or not self._settled():
             return ["no coordinator, or one that has not written all"]
-        left = nothing_held(self.coordinator.kernel.state.table)
+        left = nothing_held(self.coordinator.event_log.state.table)
         for instance in self.instances.values():
             if instance.alive:
                 left += [f"{instance.incarnation} has {name} open" for name in instance.open_runs.names()]
@@ -342,7 +342,7 @@ class World(Processes):
         """The run's events as anyone may read them: files first, then what is still in memory."""
         assert self.coordinator is not None
         found: list[Item] = []
-        while page := await self.coordinator.kernel.history.page(run, found[-1][0] if found else -1):
+        while page := await self.coordinator.event_log.history.page(run, found[-1][0] if found else -1):
             found += page
         return found
 
@@ -350,10 +350,10 @@ class World(Processes):
         """The run leaves memory, and shows what it showed before."""
         coordinator = self.coordinator
         assert coordinator is not None
-        if run.id in coordinator.kernel.state.runs:
+        if run.id in coordinator.event_log.state.runs:
             shown = coordinator.run(run.id)
             await coordinator.archive.once()
-            if run.id in coordinator.kernel.state.runs or coordinator.run(run.id) != shown:
+            if run.id in coordinator.event_log.state.runs or coordinator.run(run.id) != shown:
                 raise Violation("an archived run shows something else")
         if coordinator.run(run.id).state != run.state:
             raise Violation(f"archived run {run.id} shows {coordinator.run(run.id).state}")

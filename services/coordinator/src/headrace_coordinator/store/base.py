@@ -1,4 +1,4 @@
-"""What the kernel needs of a store: one conditional append, and snapshots that let the log be trimmed."""
+"""What the event log needs of a store: one conditional append, and snapshots that let the log be trimmed."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ TICK_S = 0.001
 Posted = tuple[int, Entry, ev.Event]
 
 
-class Kernel:
+class EventLog:
     """State and its one writer."""
 
     def __init__(

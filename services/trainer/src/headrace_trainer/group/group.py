@@ -95,7 +95,7 @@ class Gang:
         return [body.numpy().tobytes()[: int(size)] for body, size in zip(bodies, sizes, strict=True)]
 
     def share(self, tensor: Tensor) -> None:
-        """Overwrites `tensor` with the leader's, on the gang's device."""
+        """Overwrites `tensor` with the leader's, on the trainer group's device."""
         if self.world_size > 1:
             dist.broadcast(tensor, 0)
 
@@ -118,7 +118,9 @@ def join_gang(
     A single rank needs no rendezvous. Raises Refusal RENDEZVOUS_TIMEOUT when not all come in time.
     """
     if not 0 <= rank < world_size:
-        raise invalid(f"rank {rank} is not in a gang of {world_size}; give a rank from 0 to {world_size - 1}")
+        raise invalid(
+            f"rank {rank} is not in a trainer group of {world_size}; give a rank from 0 to {world_size - 1}"
+        )
     store: Store
     timeout = timedelta(seconds=timeout_s)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"

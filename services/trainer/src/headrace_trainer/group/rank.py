@@ -33,7 +33,7 @@ class Copies:
 
 
 class Rank:
-    """The backend of this process in its gang, driven by rounds.
+    """The backend of this process in its trainer group, driven by rounds.
 
     `reader` and `collect` are set by the leader before the round that uses them.
     """

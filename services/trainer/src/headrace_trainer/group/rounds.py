@@ -1,4 +1,4 @@
-"""Rounds: the leader says what all ranks do next and the others follow; nothing else moves a gang.
+"""Rounds: the leader says what all ranks do next and the others follow; nothing else moves a trainer group.
 
 A header is answered by each rank's vote on its lease before anybody begins, so that a rank whose lease lapsed
 never leaves the others in a collective.
@@ -49,11 +49,11 @@ class Round(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class RoundLost(RuntimeError):
-    """A rank of the gang is gone: the gang must be formed anew and the run restored."""
+    """A rank of the trainer group is gone: the trainer group must be formed anew and the run restored."""
 
 
 class Rounds:
-    """The sequence of rounds of one gang, led on rank 0 and followed on the others."""
+    """The sequence of rounds of one trainer group, led on rank 0 and followed on the others."""
 
     def __init__(
         self,

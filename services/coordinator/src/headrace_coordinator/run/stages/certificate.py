@@ -17,7 +17,7 @@ from headrace_coordinator.projections.trajectories import KEPT_A_STEP, Settled, 
 from headrace_coordinator.run.context import RunContext
 from headrace_coordinator.run.stages.generation import Batch
 from headrace_coordinator.run.stages.learning import members_of
-from headrace_coordinator.run.stages.step_timer import Meter
+from headrace_coordinator.run.stages.step_timer import StepTimer
 
 
 def certify(
@@ -80,11 +80,11 @@ def step_view(
     certificate: ev.Certificate,
     response: trainer.CommitStepResponse,
     slots: list[Slot],
-    meter: Meter,
+    timer: StepTimer,
 ) -> StepView:
     """The step as people see it."""
     trained = [slot for slot in slots if slot.state == ACCUMULATED]
-    wall = meter.wall
+    wall = timer.wall
     return StepView(
         step=certificate.ordinal,
         version=certificate.number,
@@ -92,8 +92,8 @@ def step_view(
         reward_mean=sum(slot.reward for slot in trained) / max(len(trained), 1),
         tokens=certificate.tokens,
         tokens_per_s=certificate.tokens / wall if wall > 0 else 0.0,
-        stage_s=meter.stages(),
-        devices=meter.devices(),
+        stage_s=timer.stages(),
+        devices=timer.devices(),
         trained=len(trained),
         dropped=count_drops(certificate.dropped),
         max_staleness=certificate.max_staleness,

@@ -19,13 +19,13 @@ from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain.dispatch import Dispatcher, GroupWork
 from headrace_coordinator.domain.slots import DROPPED, FINISHED, PENDING, Offer, Slot, accepts, plan_assign
 from headrace_coordinator.fleet.ports import InstanceDown
-from headrace_coordinator.fleet.waits import Pulse
-from headrace_coordinator.run.clients import Published, RolloutMember, SlotKey
-from headrace_coordinator.run.concurrency import together
+from headrace_coordinator.fleet.waits import Notifier
+from headrace_coordinator.run.clients import Published, RolloutClient, SlotKey
+from headrace_coordinator.run.concurrency import gather_all
 from headrace_coordinator.run.context import RunContext
 from headrace_coordinator.run.stages.relay import Relay
 from headrace_coordinator.run.stages.scoring import Scoring, sampled, score_item
-from headrace_coordinator.run.stages.step_timer import Meter
+from headrace_coordinator.run.stages.step_timer import StepTimer
 
 SAMPLE_RETRIES = 2
 LOOK_S = 5.0
@@ -60,26 +60,26 @@ class Generation:
         self,
         context: RunContext,
         relay: Relay,
-        meter: Meter,
+        timer: StepTimer,
         published: Published,
         on_settled: Callable[[int], None],
         on_complete: Callable[[], None],
         draining: Callable[[], bool],
     ) -> None:
         self._context = context
-        self._crew = context.crew
+        self._workers = context.workers
         self._ledger = context.state.ledger
         self._relay = relay
-        self._meter = meter
+        self._timer = timer
         self._published = published
         self._on_settled = on_settled
         self._on_complete = on_complete
         self._draining = draining
-        self._scoring = Scoring(context.crew, meter, self._take_scores)
+        self._scoring = Scoring(context.workers, timer, self._take_scores)
         self._failures: Counter[SlotKey] = Counter()
         self._prefixes: dict[SlotKey, common.ResumeState] = {}
         self._finished: dict[SlotKey, tuple[int, int, int, str, int]] = {}
-        self._news = Pulse()
+        self._news = Notifier()
         self.batch = Batch()
         self._open = {
             prompt for prompt in self._ledger.prompts if self._ledger.group(prompt)[0].state != DROPPED
@@ -100,7 +100,7 @@ class Generation:
 
     async def run(self) -> None:
         """Until every group of the step is settled or dropped, and all streams have ended."""
-        await together(self._scoring.run(), self._generate_all())
+        await gather_all(self._scoring.run(), self._generate_all())
 
     async def _generate_all(self) -> None:
         await self._adopt_finished()
@@ -127,14 +127,14 @@ class Generation:
 
     def _start_drives(self, drives: dict[str, asyncio.Task[None]]) -> None:
         if self._dispatcher.waiting:
-            for member in self._crew.rollouts:
-                if self._crew.usable(member) and member.incarnation not in drives:
+            for member in self._workers.rollouts:
+                if self._workers.usable(member) and member.incarnation not in drives:
                     drives[member.incarnation] = asyncio.ensure_future(self._drive(member))
 
     async def _adopt_finished(self) -> None:
-        """After an aborted attempt: finished slots whose body is still in custody go straight to scoring."""
+        """After an aborted attempt: finished slots whose body is still retained go straight to scoring."""
         finished = self._ledger.members(FINISHED)
-        found = await self._relay.bodies(finished, self._crew.rollouts) if finished else {}
+        found = await self._relay.bodies(finished, self._workers.rollouts) if finished else {}
         for key, (body, size) in found.items():
             self._score(key, body, size, *sampled(body))
         keys = [(slot.prompt, slot.sample) for slot in finished]
@@ -142,8 +142,8 @@ class Generation:
 
     # --- one rollout
 
-    async def _drive(self, member: RolloutMember) -> None:
-        started, why = self._context.kernel.monotonic(), "its Generate stream ended early"
+    async def _drive(self, member: RolloutClient) -> None:
+        started, why = self._context.event_log.monotonic(), "its Generate stream ended early"
         over, revoked = asyncio.Event(), False
         assignments, limit = self._assignments(member, over), self._context.spec.limits.step_timeout_s
         try:
@@ -168,15 +168,15 @@ class Generation:
             # gRPC still reads `assignments` when the stream is broken.
             over.set()
             self._requeue(member, "" if revoked else why)
-            self._meter.add("generate", (started, self._context.kernel.monotonic()), member.devices)
+            self._timer.add("generate", (started, self._context.event_log.monotonic()), member.devices)
             self._news.beat()
 
     def _leave_the_dead(self, drives: dict[str, asyncio.Task[None]]) -> None:
         """A stream to an instance without a session may hang for long: it is not waited for."""
-        for incarnation in [key for key in drives if not self._crew.fleet.alive(key)]:
+        for incarnation in [key for key in drives if not self._workers.fleet.alive(key)]:
             drives.pop(incarnation).cancel()
 
-    def _requeue(self, member: RolloutMember, why: str) -> None:
+    def _requeue(self, member: RolloutClient, why: str) -> None:
         lost = self._dispatcher.lost(member.incarnation)
         if lost and why:
             self._context.note(f"{len(lost)} samples of {member.instance.instance} are made again: {why}")
@@ -194,23 +194,23 @@ class Generation:
         )
 
     async def _assignments(
-        self, member: RolloutMember, over: asyncio.Event
+        self, member: RolloutClient, over: asyncio.Event
     ) -> AsyncIterator[rollout.AssignGroups]:
         while not (self.complete or over.is_set()):
             news = self._news.next()
-            live = sum(self._crew.fleet.alive(m.incarnation) for m in self._crew.rollouts)
+            live = sum(self._workers.fleet.alive(m.incarnation) for m in self._workers.rollouts)
             work = self._dispatcher.take(member.incarnation, member.max_concurrency, live)
             if work:
                 yield await self._assign(member, work)
             else:
                 await asyncio.shield(news)
 
-    async def _assign(self, member: RolloutMember, work: list[GroupWork]) -> rollout.AssignGroups:
+    async def _assign(self, member: RolloutClient, work: list[GroupWork]) -> rollout.AssignGroups:
         slots = [self._slot(prompt, sample) for prompt, samples in work for sample in samples]
         assigned = plan_assign(
-            self._ledger, self._context.run_id, slots, member.incarnation, self._context.kernel.now()
+            self._ledger, self._context.run_id, slots, member.incarnation, self._context.event_log.now()
         )
-        await self._context.kernel.commit(assigned)
+        await self._context.event_log.commit(assigned)
         attempts = iter(attempt for _, _, attempt, _ in assigned.slots)
         message = rollout.AssignGroups()
         for prompt, samples in work:
@@ -227,7 +227,7 @@ class Generation:
 
     # --- chunks in
 
-    def _take_partials(self, member: RolloutMember, partials: Iterable[rollout.PartialSample]) -> None:
+    def _take_partials(self, member: RolloutClient, partials: Iterable[rollout.PartialSample]) -> None:
         """Samples that were stopped (a drain, a late or revoked lease) go on from their prefix elsewhere."""
         for partial in partials:
             key = (partial.sample.prompt_ordinal, partial.sample.sample_index)
@@ -241,7 +241,7 @@ class Generation:
             self._dispatcher.put_back([key])
         self._news.beat()
 
-    async def _take_bodies(self, member: RolloutMember, bodies: list[common.Trajectory]) -> None:
+    async def _take_bodies(self, member: RolloutClient, bodies: list[common.Trajectory]) -> None:
         taken = size = 0
         for body in bodies:
             taken, size = taken + 1, size + self._take_body(member, body)
@@ -251,7 +251,7 @@ class Generation:
                 size = 0
                 await asyncio.sleep(0)
 
-    def _take_body(self, member: RolloutMember, body: common.Trajectory) -> int:
+    def _take_body(self, member: RolloutClient, body: common.Trajectory) -> int:
         """Returns its size in bytes."""
         sample = body.sample
         key = (sample.prompt_ordinal, sample.sample_index)
@@ -289,8 +289,8 @@ class Generation:
         """One event for what one response brought; before whatever else is said of these slots."""
         if self._finished:
             slots, self._finished = list(self._finished.values()), {}
-            self._context.kernel.post(
-                ev.SlotsFinished(at=self._context.kernel.now(), run=self._context.run_id, slots=slots)
+            self._context.event_log.post(
+                ev.SlotsFinished(at=self._context.event_log.now(), run=self._context.run_id, slots=slots)
             )
 
     def _score(
@@ -321,9 +321,9 @@ class Generation:
         self._post_finished()
         if self._ledger.group(prompt)[0].state == DROPPED:
             return
-        self._context.kernel.post(
+        self._context.event_log.post(
             ev.GroupDropped(
-                at=self._context.kernel.now(),
+                at=self._context.event_log.now(),
                 run=self._context.run_id,
                 step=self._ledger.step,
                 prompt=prompt,
@@ -371,8 +371,8 @@ class Generation:
     def _settle(self, groups: dict[int, list[float]]) -> None:
         if not groups:
             return
-        now, run = self._context.kernel.now(), self._context.run_id
-        self._context.kernel.post(ev.GroupsSettled(at=now, run=run, groups=list(groups.items())))
+        now, run = self._context.event_log.now(), self._context.run_id
+        self._context.event_log.post(ev.GroupsSettled(at=now, run=run, groups=list(groups.items())))
         for prompt in groups:
             self._on_settled(prompt)
             self._close(prompt)

@@ -1,4 +1,4 @@
-"""Settled groups to the gang's leader, and its acknowledgements into the ledger."""
+"""Settled groups to the trainer group's leader, and its acknowledgements into the ledger."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from headrace_servicekit.rpc.digests import set_digest
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain.slots import DROPPED, Slot
 from headrace_coordinator.fleet.ports import CallRefused
-from headrace_coordinator.fleet.waits import Pulse
+from headrace_coordinator.fleet.waits import Notifier
 from headrace_coordinator.run.clients import SlotKey
-from headrace_coordinator.run.concurrency import together
+from headrace_coordinator.run.concurrency import gather_all
 from headrace_coordinator.run.context import RunContext
 from headrace_coordinator.run.stages.generation import Batch
 from headrace_coordinator.run.stages.relay import Relay, SizedBody
-from headrace_coordinator.run.stages.step_timer import Meter
+from headrace_coordinator.run.stages.step_timer import StepTimer
 
 GROUPS_A_MESSAGE = 64
 MESSAGE_BYTES = 1 << 20
@@ -26,7 +26,7 @@ MESSAGE_BYTES = 1 << 20
 
 
 class LostBodies(Exception):
-    """Bodies of settled groups are in no custody any more: the step attempt starts again without them."""
+    """Bodies of settled groups are in no retention any more: the step attempt starts again without them."""
 
     def __init__(self, slots: list[SlotKey]) -> None:
         super().__init__(f"{len(slots)} settled bodies are lost with their producer")
@@ -36,17 +36,17 @@ class LostBodies(Exception):
 class Learning:
     """One step attempt's way from settled groups to accumulated gradients."""
 
-    def __init__(self, context: RunContext, relay: Relay, meter: Meter, batch: Batch) -> None:
+    def __init__(self, context: RunContext, relay: Relay, timer: StepTimer, batch: Batch) -> None:
         self._context = context
         self._ledger = context.state.ledger
         self._relay = relay
-        self._meter = meter
+        self._timer = timer
         self._batch = batch
         self._waiting: list[int] = []
         self._sent: set[int] = set()
         self._closed = False
         self._ready: asyncio.Queue[trainer.LearnRequest | None] = asyncio.Queue(maxsize=2)
-        self._news = Pulse()
+        self._news = Notifier()
 
     @property
     def backlog(self) -> bool:
@@ -65,15 +65,15 @@ class Learning:
 
     async def run(self) -> None:
         """Until closed and everything sent is acknowledged."""
-        await together(self._feed(), self._exchange())
+        await gather_all(self._feed(), self._exchange())
 
     async def _exchange(self) -> None:
         ledger, limit = self._ledger, self._context.spec.limits.step_timeout_s
-        leader = self._context.crew.leader
+        leader = self._context.workers.leader
         async for response in leader.learn(ledger.step, ledger.attempt, self._messages(), limit):
-            now = self._context.kernel.monotonic()
+            now = self._context.event_log.monotonic()
             seconds = response.metrics.wall_time.ToNanoseconds() / 1e9
-            self._meter.add("learn", (now - seconds, now), leader.devices)
+            self._timer.add("learn", (now - seconds, now), leader.devices)
             self._take(response)
         if self._sent:
             raise CallRefused(
@@ -103,7 +103,7 @@ class Learning:
 
     async def _bodies(self, prompts: list[int]) -> dict[SlotKey, SizedBody]:
         slots = [slot for prompt in prompts for slot in self._ledger.group(prompt)]
-        bodies = await self._relay.bodies(slots, self._context.crew.rollouts)
+        bodies = await self._relay.bodies(slots, self._context.workers.rollouts)
         lost = [key for slot in slots if (key := (slot.prompt, slot.sample)) not in bodies]
         if lost:
             raise LostBodies(lost)
@@ -148,9 +148,9 @@ class Learning:
                 self._drop(prompt, "ABANDONED" if name == "STALE" else name, outcome.detail)
             self._relay.drop((prompt, sample) for sample in range(self._ledger.group_size))
         if accumulated:
-            self._context.kernel.post(
+            self._context.event_log.post(
                 ev.GroupsAccumulated(
-                    at=self._context.kernel.now(),
+                    at=self._context.event_log.now(),
                     run=self._context.run_id,
                     step=self._ledger.step,
                     attempt=self._ledger.attempt,
@@ -162,16 +162,16 @@ class Learning:
         expected = set_digest(members_of(self._ledger.group(outcome.prompt_ordinal)))
         if outcome.digest != expected:
             raise CallRefused(
-                self._context.crew.leader.incarnation,
+                self._context.workers.leader.incarnation,
                 "DIGEST_MISMATCH",
                 f"group {outcome.prompt_ordinal} was accumulated with other bodies than the ledger knows",
             )
 
     def _drop(self, prompt: int, reason: str, detail: str) -> None:
         if self._ledger.group(prompt)[0].state != DROPPED:
-            self._context.kernel.post(
+            self._context.event_log.post(
                 ev.GroupDropped(
-                    at=self._context.kernel.now(),
+                    at=self._context.event_log.now(),
                     run=self._context.run_id,
                     step=self._ledger.step,
                     prompt=prompt,

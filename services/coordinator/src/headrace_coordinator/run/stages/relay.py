@@ -1,6 +1,6 @@
 """Bodies on their way from producers to the trainer: bounded by bytes, verified by digest.
 
-Keeps nothing for long: what does not fit stays in its producer's custody and is fetched when it is needed.
+Keeps nothing for long: what does not fit stays with its producer and is fetched when it is needed.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from headrace.common.v1 import common_pb2 as common
 from headrace_servicekit.rpc.digests import digest_and_size
 
 from headrace_coordinator.domain.slots import Slot
-from headrace_coordinator.run.clients import RolloutMember, SlotKey
+from headrace_coordinator.run.clients import RolloutClient, SlotKey
 
 SizedBody = tuple[common.Trajectory, int]
 
@@ -50,9 +50,9 @@ class Relay:
         self._freed.set()
 
     async def bodies(
-        self, slots: Iterable[Slot], producers: Iterable[RolloutMember]
+        self, slots: Iterable[Slot], producers: Iterable[RolloutClient]
     ) -> dict[SlotKey, SizedBody]:
-        """Bodies of finished slots with their sizes, fetched from custody where the relay has none.
+        """Bodies of finished slots with their sizes, fetched from retention where the relay has none.
 
         Left out are those that nobody has: a producer may hold another attempt, which is another body.
         """

@@ -13,10 +13,10 @@ from headrace.reward.v1 import reward_pb2 as reward
 
 from headrace_coordinator.data.items import DataItem
 from headrace_coordinator.fleet.ports import InstanceDown
-from headrace_coordinator.fleet.waits import Pulse
-from headrace_coordinator.run.clients import RewardMember, SlotKey
-from headrace_coordinator.run.stages.step_timer import Meter
-from headrace_coordinator.run.workers import Crew
+from headrace_coordinator.fleet.waits import Notifier
+from headrace_coordinator.run.clients import RewardClient, SlotKey
+from headrace_coordinator.run.stages.step_timer import StepTimer
+from headrace_coordinator.run.workers import WorkerGroup
 
 SCORER_RETRIES = 2
 BATCH = 512
@@ -56,7 +56,7 @@ def sampled(body: common.Trajectory) -> tuple[int, set[int]]:
 class _Lane:
     """The stream to one instance, and what it was asked."""
 
-    member: RewardMember
+    member: RewardClient
     heard_at: float
     task: asyncio.Task[None] = field(init=False)
     asked: dict[SlotKey, reward.ScoreItem] = field(default_factory=dict)
@@ -66,13 +66,15 @@ class _Lane:
 class Scoring:
     """Scores what is put in, on every reward instance of the run, until `close`."""
 
-    def __init__(self, crew: Crew, meter: Meter, deliver: Callable[[list[reward.ScoreResult]], None]) -> None:
-        self._crew = crew
-        self._meter = meter
+    def __init__(
+        self, workers: WorkerGroup, timer: StepTimer, deliver: Callable[[list[reward.ScoreResult]], None]
+    ) -> None:
+        self._workers = workers
+        self._timer = timer
         self._deliver = deliver
         self._waiting: list[reward.ScoreItem] = []
         self._lanes: list[_Lane] = []
-        self._news = Pulse()
+        self._news = Notifier()
         self._broken: Counter[SlotKey] = Counter()
         self._closed = False
         self._busy_since: float | None = None
@@ -110,9 +112,9 @@ class Scoring:
 
     async def _open_lanes(self) -> None:
         if not self._lanes:
-            await self._crew.staff_rewards()
+            await self._workers.staff_rewards()
         open_to = {lane.member.incarnation for lane in self._lanes}
-        for member in self._crew.rewards:
+        for member in self._workers.rewards:
             if member.incarnation not in open_to:
                 lane = _Lane(member, self._now())
                 lane.task = asyncio.ensure_future(self._converse(lane))
@@ -120,9 +122,9 @@ class Scoring:
 
     async def _look_after(self, lane: _Lane) -> None:
         """Ends a lane whose instance is gone or silent; takes a lane that has ended out of service."""
-        patience = self._crew.spec.reward.timeout_s * len(lane.asked) + GRACE_S
+        patience = self._workers.spec.reward.timeout_s * len(lane.asked) + GRACE_S
         silent = bool(lane.asked) and self._now() - lane.heard_at > patience
-        if silent or not self._crew.fleet.alive(lane.member.incarnation):
+        if silent or not self._workers.fleet.alive(lane.member.incarnation):
             lane.task.cancel()
         elif not lane.task.done():
             return
@@ -134,14 +136,14 @@ class Scoring:
             raise error
         if lane.asked or error is not None or lane.task.cancelled():
             self._waiting[:0] = lane.asked.values()
-            if lane.member in self._crew.rewards:
-                self._crew.rewards.remove(lane.member)
-            await self._crew.fleet.fate(lane.member.incarnation)
+            if lane.member in self._workers.rewards:
+                self._workers.rewards.remove(lane.member)
+            await self._workers.fleet.fate(lane.member.incarnation)
 
     # --- one lane
 
     async def _converse(self, lane: _Lane) -> None:
-        limit = self._crew.spec.limits.step_timeout_s
+        limit = self._workers.spec.limits.step_timeout_s
         try:
             async for response in lane.member.score(self._questions(lane), limit):
                 lane.heard_at = self._now()
@@ -157,7 +159,7 @@ class Scoring:
                 if not lane.asked:
                     lane.heard_at = self._now()
                 if self._busy_since is None:
-                    self._busy_since = self._crew.fleet.kernel.monotonic()
+                    self._busy_since = self._workers.fleet.event_log.monotonic()
                 lane.asked.update((_slot(item), item) for item in items)
                 yield items
             elif not (await asyncio.wait({news}, timeout=IDLE_S))[0] and not lane.asked:
@@ -184,7 +186,7 @@ class Scoring:
             else:
                 final.append(result)
         if self._busy_since is not None and not any(each.asked for each in self._lanes):
-            self._meter.add("score", (self._busy_since, self._crew.fleet.kernel.monotonic()))
+            self._timer.add("score", (self._busy_since, self._workers.fleet.event_log.monotonic()))
             self._busy_since = None
         if final:
             self._deliver(final)
@@ -199,10 +201,10 @@ def _slot(message: reward.ScoreItem | reward.ScoreResult) -> SlotKey:
     return (message.sample.prompt_ordinal, message.sample.sample_index)
 
 
-async def score_all(crew: Crew, items: Iterable[reward.ScoreItem]) -> list[reward.ScoreResult]:
+async def score_all(workers: WorkerGroup, items: Iterable[reward.ScoreItem]) -> list[reward.ScoreResult]:
     """A result for each item, in any order."""
     results: list[reward.ScoreResult] = []
-    scoring = Scoring(crew, Meter(crew.fleet.kernel.monotonic), results.extend)
+    scoring = Scoring(workers, StepTimer(workers.fleet.event_log.monotonic), results.extend)
     for item in items:
         scoring.put(item)
     scoring.close()

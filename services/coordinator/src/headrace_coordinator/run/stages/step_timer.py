@@ -9,7 +9,7 @@ from contextlib import contextmanager
 Interval = tuple[float, float]
 
 
-class Meter:
+class StepTimer:
     """Intervals of one step on one clock, in seconds."""
 
     def __init__(self, clock: Callable[[], float]) -> None:

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain.runs import RunState
 from headrace_coordinator.domain.totals import Tally
-from headrace_coordinator.fleet.waits import Pulse
+from headrace_coordinator.fleet.waits import Notifier
 from headrace_coordinator.store.history.files import Item, RunFiles
 from headrace_coordinator.store.history.index import write_synced
 from headrace_coordinator.store.history.segments import Line
@@ -48,7 +48,7 @@ class History:
         self._dirty: set[str] = set()
         self._due = asyncio.Event()
         self._writing = asyncio.Lock()
-        self.news = Pulse()
+        self.news = Notifier()
         self.trouble = ""
 
     @property
@@ -56,7 +56,7 @@ class History:
         """Events that wait for the disk."""
         return sum(len(tail) for tail in self._tails.values())
 
-    # --- from the kernel
+    # --- from the event log
 
     async def recover(self, runs: dict[str, list[Line]], synced: int, stored: int) -> None:
         """At a start: the store's log, which ends at `stored`, has these lines; a snapshot covers up to `synced`."""

@@ -41,7 +41,7 @@ _Result = TypeVar("_Result")
 
 
 class _Memory(Enum):
-    """COLD: nothing was taken yet. SUSPENDED: given back. WEIGHTS: room for weights alone. AWAKE: all."""
+    """COLD: nothing was taken yet. SUSPENDED: released. WEIGHTS: room for weights alone. AWAKE: all."""
 
     COLD = "cold"
     SUSPENDED = "suspended"
@@ -114,9 +114,7 @@ class TransformersEngine:
 
         def act() -> None:
             if self._memory in (_Memory.SUSPENDED, _Memory.WEIGHTS):
-                raise Refused(
-                    "SUSPENDED", "the engine's memory is given back; Wake WEIGHTS and KV_CACHE first"
-                )
+                raise Refused("SUSPENDED", "the engine's memory is released; Wake WEIGHTS and KV_CACHE first")
             self._paused = False
 
         await self._call(act)

@@ -1,4 +1,4 @@
-"""The model of an engine: its passes over rows, and its weights' life (none, installed, given back).
+"""The model of an engine: its passes over rows, and its weights' life (none, installed, released).
 
 Shapes: P prompts, T tokens, N rows, D hidden, V vocabulary. Knows no sampling and no queue.
 """
