@@ -103,6 +103,22 @@ def test_a_pause_keeps_what_is_recorded_whatever_the_checkpoint_section_says(ena
     assert trained_once(scene, scene.ended.id)
 
 
+def test_a_run_whose_state_cannot_be_saved_does_not_yield_it():
+    """On a full disk each turn would end with a rewind, and no turn would get further than the one before."""
+
+    async def play(scene):
+        scene.disk.full = True
+        await scene.first()
+        await scene.until(lambda: [note for note in scene.log(ev.Noted) if "another quantum" in note.text])
+        await asyncio.sleep(60.0)
+        scene.disk.full = False
+
+    scene = Scene(play, count=2, steps=30, scheduling={"quantum_s": 0.5})
+    assert set(ends(scene).values()) == {"SUCCEEDED"}
+    for submitted in scene.log(ev.RunSubmitted):
+        assert trained_once(scene, submitted.run)
+
+
 def test_a_run_that_is_paused_and_cancelled_is_in_nobodys_way():
     async def play(scene):
         a = await scene.first()

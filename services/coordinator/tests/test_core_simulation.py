@@ -11,7 +11,7 @@ from headrace_coordinator.simulation.rollout import Rollout
 from headrace_coordinator.simulation.virtual_time import run_virtual
 from headrace_coordinator.simulation.world import World, run_world
 
-FAILED_ONCE = [216, 218]
+FAILED_ONCE = [216, 218, 10252]
 """Seeds beyond the chunks that found a bug; within them 4, 6, 14, 36, 37, 52, 110 and 114 did (docs/bugs.md)."""
 
 CHUNK = 25

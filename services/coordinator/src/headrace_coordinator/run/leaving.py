@@ -64,7 +64,7 @@ async def _settled(context: RunContext, checkpointer: Checkpointer, *, save: boo
         async with asyncio.timeout(LEAVE_S):
             await _abort_step(context)
             if save:
-                await _save_head(context, checkpointer)
+                await save_head(context, checkpointer)
     except Fault as fault:
         log.warning("run %s leaves without its last state: %s", context.run_id, fault)
         if context.state.ledger.open:
@@ -98,8 +98,11 @@ async def _post_aborted(context: RunContext) -> None:
     )
 
 
-async def _save_head(context: RunContext, checkpointer: Checkpointer) -> None:
-    """A durable checkpoint of the recorded head; nothing where the head is saved or there is none."""
+async def save_head(context: RunContext, checkpointer: Checkpointer) -> None:
+    """A durable checkpoint of the recorded head; nothing where the head is saved or there is none.
+
+    Raises RunFailed when it cannot be written.
+    """
     head = context.state.lineage.head
     if not head or context.state.last_checkpoint == head:
         return
