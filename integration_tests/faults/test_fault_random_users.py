@@ -5,6 +5,7 @@ The seeded simulation plays this for thousands of seeds with imaginary instances
 
 from __future__ import annotations
 
+import contextlib
 import random
 import time
 from collections.abc import Callable
@@ -107,7 +108,8 @@ def finish(fleet: Fleet, users: Users) -> list[Run]:
             return runs
         for run in runs:
             if run.state == "PAUSED" or run.intent in ("PAUSE", "PAUSE_NOW"):
-                fleet.client.resume(run.id)
+                with contextlib.suppress(HeadraceError):  # It may have ended since the look.
+                    fleet.client.resume(run.id)
         time.sleep(0.5)
     raise AssertionError(
         f"still going: {[(r.id, r.state, r.intent, r.waiting_for) for r in runs if not r.ended]}"
