@@ -41,7 +41,7 @@ class PromptSection(Section):
 class DataSection(Section):
     """Where prompts come from."""
 
-    source: str = Field(description="name of a data source: reasoning_gym, jsonl, copy_digits")
+    source: str = Field(description="name of a data source: jsonl, parquet, huggingface, reasoning_gym, mixture, copy_digits")
     options: dict[str, Any] = Field(default_factory=dict, description="options of the source")
     prompt: PromptSection = PromptSection()
     heldout: CountOrZero = Field(default=0, description="items set aside for evaluation, never trained")
