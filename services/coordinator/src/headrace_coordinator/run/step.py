@@ -9,15 +9,16 @@ from headrace_servicekit.rpc.digests import set_digest
 
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain.compact import compact_drops
-from headrace_coordinator.domain.slots import ACCUMULATED, DROPPED, Slot
+from headrace_coordinator.domain.slot_index import ACCUMULATED, DROPPED, Slot
 from headrace_coordinator.fleet.ports import CallRefused, InstanceDown
 from headrace_coordinator.run.clients import Published
 from headrace_coordinator.run.concurrency import gather_all
 from headrace_coordinator.run.context import RunContext
 from headrace_coordinator.run.stages.certificate import certify, settled_lines, step_view
-from headrace_coordinator.run.stages.generation import Batch, Generation
+from headrace_coordinator.run.stages.generation import Generation
 from headrace_coordinator.run.stages.learning import Learning, LostBodies, members_of
 from headrace_coordinator.run.stages.relay import Relay
+from headrace_coordinator.run.stages.settle import Batch
 from headrace_coordinator.run.stages.step_timer import StepTimer
 
 STEP_ATTEMPTS = 3
@@ -92,7 +93,6 @@ class Step:
 
     async def _gather(self) -> Batch:
         context, ledger = self._context, self._ledger
-        settled: list[int] = []
         # Deterministic runs accumulate in ordinal order, whatever settles first.
         waits = context.spec.deterministic or context.workers.leader.barrier == trainer.BARRIER_BATCH
         streamed = not context.placement.in_turns and not waits
@@ -101,7 +101,7 @@ class Step:
             self._relay,
             self._timer,
             self._published,
-            on_settled=lambda prompt: learning.put(prompt) if streamed else settled.append(prompt),
+            on_settled=lambda prompt: learning.put(prompt) if streamed else None,
             on_complete=lambda: learning.close() if streamed else None,
             draining=lambda: streamed and learning.backlog,
         )
@@ -121,7 +121,7 @@ class Step:
             await generate()
             with self._timer.stage("switch"):
                 await context.placement.learn()
-            for prompt in sorted(settled):
+            for prompt in sorted(ledger.index.settled):
                 learning.put(prompt)
             await learn()
         await self._event_log.flush()

@@ -10,14 +10,14 @@ from headrace.trainer.v1 import trainer_pb2 as trainer
 from headrace_servicekit.rpc.digests import set_digest
 
 from headrace_coordinator.domain import events as ev
-from headrace_coordinator.domain.slots import DROPPED, Slot
+from headrace_coordinator.domain.slot_index import DROPPED, Slot
 from headrace_coordinator.fleet.ports import CallRefused
 from headrace_coordinator.fleet.waits import Notifier
 from headrace_coordinator.run.clients import SlotKey
 from headrace_coordinator.run.concurrency import gather_all
 from headrace_coordinator.run.context import RunContext
-from headrace_coordinator.run.stages.generation import Batch
 from headrace_coordinator.run.stages.relay import Relay, SizedBody
+from headrace_coordinator.run.stages.settle import Batch
 from headrace_coordinator.run.stages.step_timer import StepTimer
 
 GROUPS_A_MESSAGE = 64
@@ -43,7 +43,6 @@ class Learning:
         self._timer = timer
         self._batch = batch
         self._waiting: list[int] = []
-        self._sent: set[int] = set()
         self._closed = False
         self._ready: asyncio.Queue[trainer.LearnRequest | None] = asyncio.Queue(maxsize=2)
         self._news = Notifier()
@@ -51,7 +50,7 @@ class Learning:
     @property
     def backlog(self) -> bool:
         """The trainer has groups to work on."""
-        return bool(self._waiting or self._sent)
+        return bool(self._ledger.index.settled)
 
     def put(self, prompt: int) -> None:
         """A group has settled."""
@@ -75,10 +74,8 @@ class Learning:
             seconds = response.metrics.wall_time.ToNanoseconds() / 1e9
             self._timer.add("learn", (now - seconds, now), leader.devices)
             self._take(response)
-        if self._sent:
-            raise CallRefused(
-                leader.incarnation, "INTERNAL", f"Learn left {len(self._sent)} groups unanswered"
-            )
+        if unanswered := len(ledger.index.settled):
+            raise CallRefused(leader.incarnation, "INTERNAL", f"Learn left {unanswered} groups unanswered")
 
     async def _messages(self) -> AsyncIterator[trainer.LearnRequest]:
         while (message := await self._ready.get()) is not None:
@@ -92,7 +89,6 @@ class Learning:
                 prompts, self._waiting = self._waiting[:GROUPS_A_MESSAGE], self._waiting[GROUPS_A_MESSAGE:]
                 if self._context.spec.deterministic:
                     prompts.sort()
-                self._sent.update(prompts)
                 for message in self._filled(prompts, await self._bodies(prompts)):
                     await self._ready.put(message)
             elif self._closed:
@@ -139,7 +135,6 @@ class Learning:
         accumulated: list[int] = []
         for outcome in response.outcomes:
             prompt = outcome.prompt_ordinal
-            self._sent.discard(prompt)
             if outcome.disposition == trainer.GROUP_DISPOSITION_ACCUMULATED:
                 self._same_group(outcome)
                 accumulated.append(prompt)
