@@ -101,7 +101,7 @@ NIGHTLY = [
         "4000",
         timeout_s=14400,
     ),
-    _tests("nightly", "integration_tests", "-m", "nightly", timeout_s=14400),
+    _tests("nightly", "integration_tests", "cli/tests", "-m", "nightly", timeout_s=14400),
 ]
 
 PLANS = {"lint": LINT, "test": TEST, "nightly": NIGHTLY}
