@@ -179,7 +179,7 @@ def _run(client: Client, spec: dict[str, Any], request: _Request) -> Snapshot:
     reporter: Reporter = make_reporter(on_error_stream=request.as_json)
     try:
         return follow(client, run.id, reporter)
-    except BaseException:
+    except BaseException:  # Ctrl-C too: the run is cancelled whatever ended the watching
         with _undisturbed():
             reporter.close()
             request.out.print("stopping: cancelling the run, then the fleet (up to half a minute)")

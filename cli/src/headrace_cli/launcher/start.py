@@ -56,7 +56,7 @@ def start_fleet(plan: FleetPlan, progress: Callable[[str], None] = lambda text: 
     launcher = _spawn(plan, data_dir)
     try:
         state, instances = _wait_until_ready(plan, data_dir, launcher, progress)
-    except BaseException:
+    except BaseException:  # Ctrl-C too: no process of a fleet that did not come up may stay
         stop_fleet(data_dir, launcher_pid=launcher.pid)
         raise
     return ReadyFleet(state, instances, time.monotonic() - started_at, launcher)

@@ -191,7 +191,7 @@ class ScorerPool:
             while not isinstance(step := await self._load(child, at), dict):
                 at = step
             self._compare(step)
-        except BaseException:
+        except BaseException:  # cancelled too: a child that did not load is nobody's to end
             await child.kill()
             raise
         return child
