@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from headrace_cli.show.runs import heldout, step_line
+from headrace_cli.show.runs import confidence, heldout, step_line
 from headrace_cli.watching import Snapshot
 
 if TYPE_CHECKING:
@@ -64,7 +64,8 @@ class PlainReporter:
                 self._evaluated.add((item.kind, item.step))
                 parts = " ".join(f"{name}={value:.3f}" for name, value in item.parts.items())
                 self._print(
-                    f"{item.kind} at step {item.step}: {item.score:.3f} over {item.answers} answers ({parts})"
+                    f"{item.kind} at step {item.step}: {item.score:.3f}{confidence(item)} over {item.answers} answers "
+                    f"({parts})"
                 )
 
     def _print(self, text: str) -> None:

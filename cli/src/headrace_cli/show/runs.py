@@ -32,7 +32,7 @@ def run_table(run: Run) -> Table:
         ("step", f"{run.step} of {run.steps}"),
         ("forked from", origin(run)),
         ("policy", f"version {run.policy.number}, digest {run.policy.digest[:16]}" if run.policy else ""),
-        ("held-out", heldout_change(run)),
+        ("held-out", heldout_change(run) + (confidence(heldout(run)[-1]) if heldout(run) else "")),
         ("slots", f"{counts.trained} trained, {counts.dropped} dropped, {counts.duplicates} duplicates"),
         ("staleness", f"at most {counts.max_staleness} steps"),
         ("recoveries", run.recoveries or ""),
@@ -157,6 +157,15 @@ def heldout_change(run: Run) -> str:
     if not scores:
         return ""
     return f"{scores[0]:.3f}" if len(scores) == 1 else f"{scores[0]:.3f} → {scores[-1]:.3f}"
+
+
+def confidence(evaluation: Evaluation) -> str:
+    """95% interval and pass@k, where an evaluation has them: " (95%: 0.612 to 0.784; pass@4 0.910)"."""
+    parts = []
+    if evaluation.score_low is not None and evaluation.score_high is not None:
+        parts.append(f"95%: {evaluation.score_low:.3f} to {evaluation.score_high:.3f}")
+    parts += [f"pass@{k} {share:.3f}" for k, share in evaluation.pass_at.items() if k != "1"]
+    return f" ({'; '.join(parts)})" if parts else ""
 
 
 def age(since: float) -> str:

@@ -41,7 +41,9 @@ class PromptSection(Section):
 class DataSection(Section):
     """Where prompts come from."""
 
-    source: str = Field(description="name of a data source: jsonl, parquet, huggingface, reasoning_gym, mixture, copy_digits")
+    source: str = Field(
+        description="name of a data source: jsonl, parquet, huggingface, reasoning_gym, mixture, copy_digits"
+    )
     options: dict[str, Any] = Field(default_factory=dict, description="options of the source")
     prompt: PromptSection = PromptSection()
     heldout: CountOrZero = Field(default=0, description="items set aside for evaluation, never trained")
@@ -85,7 +87,8 @@ class EvaluationSection(Section):
     every: CountOrZero = Field(default=0, description="steps between evaluations; 0: only first and last")
     greedy: bool = Field(default=True, description="the likeliest token each time; false samples")
     temperature: PositiveFloat = Field(default=1.0, description="temperature when not greedy")
-    samples: Count = Field(default=1, description="answers a held-out prompt")
+    samples: Count = Field(default=1, description="answers a held-out prompt; more than one gives pass@k")
+    pass_reward: float = Field(default=1.0, description="reward from which an answer counts as passed")
     max_new_tokens: Count | None = Field(default=None, description="default: as in sampling")
     baseline_prefill: str | None = Field(
         default=None, description="also evaluate the untrained model with its answer begun by this text"

@@ -31,6 +31,14 @@ class EvaluationView(Resource):
     score: float = Field(description="mean weighted score over all answers")
     parts: dict[str, float] = Field(description="mean of each scorer before weighting")
     answers: int
+    score_low: float | None = Field(
+        default=None, description="95% interval of the score over prompts; none: one prompt"
+    )
+    score_high: float | None = None
+    pass_at: dict[str, float] = Field(
+        default_factory=dict,
+        description="k → share of prompts of which one in k answers passes (unbiased estimate)",
+    )
     examples: list[dict[str, Any]] = Field(description="a few {prompt, completion, reference, reward}")
 
 

@@ -73,7 +73,8 @@ def step_view(view: dict[str, Any]) -> StepView:
 
 def evaluation_view(view: dict[str, Any]) -> EvaluationView:
     """An evaluation from its event."""
-    return EvaluationView.model_validate(_numbers(view) | {"parts": _numbers(view["parts"])})
+    interval = {key: view.get(key) for key in ("score_low", "score_high")}  # None: there is none
+    return EvaluationView.model_validate(_numbers(view) | {"parts": _numbers(view["parts"])} | interval)
 
 
 def summary_view(view: dict[str, Any]) -> RunView:
