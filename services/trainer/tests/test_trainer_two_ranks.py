@@ -258,6 +258,11 @@ async def test_a_rank_whose_lease_lapsed_leaves_nobody_in_a_round(
     assert (state.phase, state.version.number, state.generation) == (pb.STEP_PHASE_ACCUMULATING, 1, 1)
     process.send_signal(signal.SIGUSR2)
     await until_lease(follower, holds=True)
+    await follower.suspend()
+    with pytest.raises(grpc.aio.AioRpcError, match="rank 1") as caught:
+        await asyncio.wait_for(leader.learn(0, 1, groups[1:]), 30)
+    assert reason_of(caught.value) == "LEASE_QUIESCED"
+    await follower.wake()
     await leader.learn(0, 1, groups[1:])
     reply = await leader.commit(0, 1, 1, 2, settled_digest(groups))
     assert reply.version.number == 2

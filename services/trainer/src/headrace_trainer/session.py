@@ -167,12 +167,17 @@ class Session:
         rounds = self._micro_rounds
         try:
             self.state = self._learner.learn(self.state, groups)
-        except Quiesced:
+        except Quiesced as quiesced:
             begun = self.state.begun
-            if self._micro_rounds != rounds and begun is not None:
-                # A part of these groups is in the accumulators, and nobody could tell which.
-                self.abort(begun.step, begun.attempt)
-            raise
+            if self._micro_rounds == rounds or begun is None:
+                raise
+            # A part of these groups is in the accumulators, and nobody could tell which.
+            self.abort(begun.step, begun.attempt)
+            raise Refusal(
+                "ATTEMPT_LOST",
+                f"{quiesced.message}; a part of these groups was accumulated before, so step {begun.step} attempt "
+                f"{begun.attempt} is over: begin the next attempt",
+            ) from quiesced
 
     def _admit(self, item: LearnItem, groups: dict[int, Group]) -> None:
         """Adds an item's groups, all or none. Raises Refusal NOT_OPEN or CONFLICT, and the lease's reasons."""

@@ -16,7 +16,7 @@ from headrace_coordinator.run.concurrency import gather_all
 from headrace_coordinator.run.context import RunContext
 from headrace_coordinator.run.stages.certificate import certify, settled_lines, step_view
 from headrace_coordinator.run.stages.generation import Generation
-from headrace_coordinator.run.stages.learning import Learning, LostBodies, members_of
+from headrace_coordinator.run.stages.learning import AttemptLost, Learning, LostBodies, members_of
 from headrace_coordinator.run.stages.relay import Relay
 from headrace_coordinator.run.stages.settle import Batch
 from headrace_coordinator.run.stages.step_timer import StepTimer
@@ -53,7 +53,7 @@ class Step:
             opened = self._open()
             try:
                 batch = await self._gather()
-            except LostBodies as lost:
+            except (LostBodies, AttemptLost) as lost:
                 await self._again(str(lost))
                 continue
             if not self._ledger.members(ACCUMULATED):

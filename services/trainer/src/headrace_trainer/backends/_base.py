@@ -106,3 +106,6 @@ class Backend(Protocol):
 
     def wake(self) -> None:
         """Undoes `suspend`."""
+
+    def release(self) -> None:
+        """Frees what the next forward gathers from the ranks; all ranks do or none, or that would wait for ever."""

@@ -61,11 +61,15 @@ class Rounds:
         execute: Callable[[Round], object],
         *,
         holds_lease: Callable[[], bool],
+        release: Callable[[], None],
         deadlines: bool = True,
     ) -> None:
         self.gang = gang
+        self.gave_back = False
+        """This rank has suspended: all ranks `release` before the next governed round, which gathers on all or none."""
         self._execute = execute
         self._holds_lease = holds_lease
+        self._release = release
         self._deadlines = deadlines
         self._number = 0
         # Held while a round runs: membership, suspend and wake act between rounds.
@@ -100,12 +104,15 @@ class Rounds:
 
     def _take_part(self, header: Round) -> object:
         if header.kind in GOVERNED:
-            votes = self.gang.votes(self._holds_lease())
-            if lapsed := [rank for rank, holds in enumerate(votes) if not holds]:
+            votes = self.gang.votes(self._holds_lease(), self.gave_back)
+            if lapsed := [rank for rank, (holds, _) in enumerate(votes) if not holds]:
                 raise Quiesced(
                     f"round {header.number} ({header.kind}) was not begun: the lease of rank "
                     f"{', '.join(map(str, lapsed))} was not renewed in time or is not held; try again once it is"
                 )
+            if any(gave_back for _, gave_back in votes):
+                self._release()
+                self.gave_back = False
         return self._execute(header)
 
     @contextmanager

@@ -203,6 +203,10 @@ class FsdpBackend:
         if device.type != "cpu":
             self.move(lambda tensor: tensor.to(device))
 
+    def release(self) -> None:
+        """See `Backend`."""
+        self._sharded.release()
+
     def move(self, move: Callable[[Tensor], Tensor]) -> None:
         """Takes masters, gradients and moments elsewhere; nothing runs until they are back on the device."""
         self._sharded.move(move)
