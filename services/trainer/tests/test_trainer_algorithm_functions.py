@@ -245,6 +245,19 @@ def test_entropy_of_a_uniform_and_of_a_certain_distribution():
     close(alg.entropy_from_logits(logits_BTV), torch.tensor([[1.3862944, 0.0]]))
 
 
+@pytest.mark.parametrize("direction", ["reverse", "forward", "jsd"])
+def test_entries_that_no_model_gives_add_nothing_to_a_distillation(direction):
+    student_BTV = torch.randn(1, 2, 5)
+    teacher_BTV = torch.randn(1, 2, 5)
+    wanted, _ = alg.distillation_loss(student_BTV, teacher_BTV, direction=direction)
+    leaf_BTV = torch.nn.functional.pad(student_BTV, (0, 2), value=-torch.inf).requires_grad_()
+    padded_BTV = torch.nn.functional.pad(teacher_BTV, (0, 2), value=-torch.inf)
+    found, _ = alg.distillation_loss(leaf_BTV, padded_BTV, direction=direction)
+    found.backward()
+    close(found.detach(), wanted)
+    assert torch.isfinite(leaf_BTV.grad[..., :5]).all()
+
+
 def test_a_teacher_s_advantage_is_its_lead():
     student_BT = torch.tensor([[-1.0, -2.0]], requires_grad=True)
     found_BT = alg.distillation_advantages(student_BT, torch.tensor([[-0.5, -9.0]]), torch.tensor([[1, 0]]))
@@ -259,6 +272,7 @@ def test_a_teacher_s_advantage_is_its_lead():
         (lambda x: alg.aggregate(x, norm_length=3), "norm_length has no effect on 'token-mean'"),
         (lambda x: alg.aggregate(x, torch.ones(1, 2)), "mask's shape"),
         (lambda x: alg.ppo_loss(x, x, torch.ones(3)), "fit no"),
+        (lambda x: alg.ppo_loss(x, x, torch.ones(2, 4)), "fit no"),
         (lambda x: alg.ppo_loss(x, x, x, dual_clip=0.9), "exceed 1"),
         (lambda x: alg.gspo_loss(x, x, x, level="tokens"), "choose sequence, token or product"),
         (lambda x: alg.kl_estimate(x, x, "k4"), "choose one of k1"),

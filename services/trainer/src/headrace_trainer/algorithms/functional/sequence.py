@@ -93,6 +93,7 @@ def gspo_loss(
     `level="token"` (GSPO-token, eq. 14; verl): s_t = sg(s) p_t / sg(p_t), of the same value. Both have the same
     gradient when the advantages of a sequence are equal. `level="product"` takes the sum in place of the mean: the
     plain ratio of the whole answer (TRL's RLOO). log s is clamped at 10 from above, as verl does.
+    The default clip range is the paper's; give both bounds to change it (clip_high None is clip_low).
     Aggregation: the paper's is seq-mean-token-mean; TRL's LUSPO is seq-mean-token-sum.
     """
     terms = gspo_terms(
