@@ -10,13 +10,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from harness.ledger import Audit, audit
 from harness.processes import ROOT, clean_environment, free_port
+from harness.specs import BATCH
 from harness.waiting import wait_for
 from headrace.client import Client, Event, Instance, Run
 
 HERE = Path(__file__).resolve().parent
 PROJECT = "headrace-test"
 RUN_S = 180.0
+ENDLESS = 10_000
+"""Steps of a run that no command to a container outlasts; see `ComposeFleet.goes_on`."""
 KINDS = ("rollout", "trainer", "reward", "simulator")
 KILL = """
 import psutil, sys
@@ -142,6 +146,17 @@ class ComposeFleet:
             raise AssertionError(f"{error}\n{self.client.get(asked.id)}\n{self.logs()}") from error
         assert ended.state == "SUCCEEDED", f"{ended.id} {ended.state}: {ended.reason}\n{self.logs()}"
         return ended
+
+    def goes_on(self, asked: Run) -> Audit:
+        """An endless run makes steps that began after now, and is then ended; its ledger is whole."""
+        # One step may have been committed before the harm, and recorded since.
+        self.reach(asked, self.client.get(asked.id).step + 2)
+        self.client.cancel(asked.id)
+        ended = self.client.wait(asked.id, RUN_S)
+        assert ended.state == "CANCELLED", f"{ended.id} {ended.state}: {ended.reason}\n{self.logs()}"
+        found = audit(self, ended)
+        assert len(found.trained) == ended.step * BATCH
+        return found
 
     def reach(self, asked: Run, step: int) -> Run:
         """The run once it has committed `step` steps."""

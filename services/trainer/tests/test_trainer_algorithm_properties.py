@@ -22,6 +22,8 @@ LOSSES = {
     "gspo wide": lambda *a, **k: alg.gspo_loss(*a, clip_low=0.9, clip_high=9.0, **k),
     "gspo of tokens": lambda *a, **k: alg.gspo_loss(*a, clip_low=0.2, clip_high=0.2, level="token", **k),
     "gmpo": alg.gmpo_loss,
+    "gspo of products": lambda *a, **k: alg.gspo_loss(*a, level="product", **k),
+    "vespo": alg.vespo_loss,
     "cispo": alg.cispo_loss,
     "sapo": alg.sapo_loss,
     "reinforce": lambda new, old, *a, **k: alg.reinforce_loss(new, *a, **k),
@@ -30,7 +32,8 @@ LOSSES = {
 MODES = {
     **dict.fromkeys(LOSSES, "token-mean"),
     **dict.fromkeys(
-        ("ppo per sequence", "gspo", "gspo wide", "gspo of tokens", "sapo"), "seq-mean-token-mean"
+        ("ppo per sequence", "gspo", "gspo wide", "gspo of tokens", "gspo of products", "sapo"),
+        "seq-mean-token-mean",
     ),
     "gmpo": "seq-mean-token-sum",
     "ppo normalised": "seq-mean-token-sum-norm",

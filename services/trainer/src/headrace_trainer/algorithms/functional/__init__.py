@@ -79,11 +79,14 @@ from headrace_trainer.algorithms.functional.sequence import (
     gmpo_terms,
     gspo_loss,
     gspo_terms,
+    vespo_loss,
+    vespo_terms,
 )
 from headrace_trainer.algorithms.functional.shaping import (
     drop_truncated,
     informative_groups,
     overlong_penalty,
+    truncation_penalty,
 )
 from headrace_trainer.algorithms.functional.tensors import (
     GroupIds,
@@ -96,6 +99,7 @@ from headrace_trainer.algorithms.functional.tensors import (
 from headrace_trainer.algorithms.functional.value import (
     entropy_bonus,
     entropy_from_logits,
+    high_entropy_mask,
     value_loss,
     value_terms,
 )
@@ -138,6 +142,7 @@ __all__ = [
     "grpo_advantages",
     "gspo_loss",
     "gspo_terms",
+    "high_entropy_mask",
     "icepop_weights",
     "importance_ratios",
     "informative_groups",
@@ -171,7 +176,10 @@ __all__ = [
     "sft_loss",
     "token_covariances",
     "truncated_importance_weights",
+    "truncation_penalty",
     "value_loss",
     "value_terms",
+    "vespo_loss",
+    "vespo_terms",
     "whiten",
 ]

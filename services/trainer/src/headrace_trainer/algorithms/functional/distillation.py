@@ -23,6 +23,8 @@ from headrace_trainer.algorithms.functional.tensors import bool_mask, masked
 __all__ = ["distillation_advantages", "distillation_loss", "distillation_terms", "sft_loss"]
 
 Direction = Literal["reverse", "forward", "jsd"]
+# Of probability 0, and finite: logits of -inf (a padded vocabulary) would make 0 * inf.
+LOG_PROB_FLOOR = -1e4
 
 
 def sft_loss(
@@ -60,8 +62,8 @@ def distillation_terms(
     temperature: float = 1.0,
 ) -> Terms:
     """Per-token divergence, (..., V) logits to (...); see `distillation_loss`. Metrics: none."""
-    student = (student_logits / temperature).log_softmax(-1)
-    teacher = (teacher_logits.detach() / temperature).log_softmax(-1)
+    student = (student_logits / temperature).log_softmax(-1).clamp(min=LOG_PROB_FLOOR)
+    teacher = (teacher_logits.detach() / temperature).log_softmax(-1).clamp(min=LOG_PROB_FLOOR)
     if direction == "reverse":
         return Terms(_kl(student, teacher), {})
     if direction == "forward":

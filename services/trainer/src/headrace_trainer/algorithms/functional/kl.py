@@ -46,7 +46,8 @@ def kl_estimate(
     and k2's gradient (straight-through), whose expectation is the gradient of the KL. Any shape; differentiable in
     `log_probs`; 0 outside the mask. Barrier: trajectory.
     Convention (verl, RLinf): only k3 is bounded, d to [-20, 20] first and the result to [-limit, limit]; beyond a
-    bound the gradient is 0. `limit_all` bounds every estimate (OpenRLHF, 10); TRL bounds none (`limit=None`).
+    bound the gradient is 0. `limit_all` bounds every estimate (OpenRLHF, 10); TRL bounds none: with `limit=None` k3
+    keeps only the bound on d, so that it stays finite.
     """
     if estimator not in get_args(KLEstimator):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Policy losses whose ratio belongs to a whole sequence: GSPO and GMPO.
+"""Policy losses whose ratio belongs to a whole sequence: GSPO, GMPO and VESPO.
 
 Shapes: B sequences, T tokens of a padded row; arguments common to all losses as in `policy`. A micro-batch must hold
 whole sequences: the ratio is a mean over all trained tokens of one (`pad_sequences` makes rows of flat tokens).
@@ -6,6 +6,7 @@ whole sequences: the ratio is a mean over all trained tokens of one (`pad_sequen
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 import torch
@@ -17,7 +18,12 @@ from headrace_trainer.algorithms.functional.aggregation import (
     Terms,
     aggregate_terms,
 )
-from headrace_trainer.algorithms.functional.policy import clipped_terms, log_ratio, token_advantages
+from headrace_trainer.algorithms.functional.policy import (
+    LOG_RATIO_LIMIT,
+    clipped_terms,
+    log_ratio,
+    token_advantages,
+)
 from headrace_trainer.algorithms.functional.tensors import (
     bool_mask,
     masked,
@@ -26,11 +32,13 @@ from headrace_trainer.algorithms.functional.tensors import (
     sequence_mean,
 )
 
-__all__ = ["GspoLevel", "gmpo_loss", "gmpo_terms", "gspo_loss", "gspo_terms"]
+__all__ = ["GspoLevel", "gmpo_loss", "gmpo_terms", "gspo_loss", "gspo_terms", "vespo_loss", "vespo_terms"]
 
-GspoLevel = Literal["sequence", "token"]
+GspoLevel = Literal["sequence", "token", "product"]
 # verl's bound on a sequence's log-ratio, from above.
 SEQUENCE_LOG_RATIO_LIMIT = 10.0
+# TRL's bound on the logarithm of VESPO's sequence weight, from below.
+VESPO_LOG_FLOOR = math.log(1e-8)
 
 
 def gspo_terms(
@@ -53,8 +61,10 @@ def gspo_terms(
         power_BT = kept_BT - kept_BT.detach() + mean_B1.detach()
     elif level == "sequence":
         power_BT = mean_B1.expand_as(log_ratio_BT)
+    elif level == "product":
+        power_BT = log_ratio_BT.sum(-1, keepdim=True).expand_as(log_ratio_BT)
     else:
-        raise ValueError(f"unknown level {level!r}: choose sequence or token")
+        raise ValueError(f"unknown level {level!r}: choose sequence, token or product")
     ratio_BT = masked(power_BT.clamp(max=SEQUENCE_LOG_RATIO_LIMIT).exp(), trained_BT)
     advantage_BT = token_advantages(advantages, log_probs_BT, trained_BT)
     terms = clipped_terms(ratio_BT, advantage_BT, clip_low, clip_high, dual_clip)
@@ -81,7 +91,9 @@ def gspo_loss(
 
     `level="sequence"` (eq. 5; OpenRLHF, TRL): every token's ratio is s, and the gradient passes through s.
     `level="token"` (GSPO-token, eq. 14; verl): s_t = sg(s) p_t / sg(p_t), of the same value. Both have the same
-    gradient when the advantages of a sequence are equal. log s is clamped at 10 from above, as verl does.
+    gradient when the advantages of a sequence are equal. `level="product"` takes the sum in place of the mean: the
+    plain ratio of the whole answer (TRL's RLOO). log s is clamped at 10 from above, as verl does.
+    The default clip range is the paper's; give both bounds to change it (clip_high None is clip_low).
     Aggregation: the paper's is seq-mean-token-mean; TRL's LUSPO is seq-mean-token-sum.
     """
     terms = gspo_terms(
@@ -160,3 +172,67 @@ def gmpo_loss(
         weights=weights,
     )
     return aggregate_terms(terms, mask_BT, "seq-mean-token-sum", total=total)
+
+
+def vespo_terms(
+    log_probs_BT: Tensor,
+    old_log_probs_BT: Tensor | None,
+    advantages: Tensor,
+    mask_BT: Tensor | None = None,
+    *,
+    k_positive: float = 2.0,
+    lambda_positive: float = 3.0,
+    k_negative: float = 3.0,
+    lambda_negative: float = 2.0,
+    weights: Tensor | None = None,
+) -> Terms:
+    """Per-token VESPO loss; see `vespo_loss`. `weights` enter here, into W. Metrics: approx_kl, sequence_weight."""
+    trained_BT = bool_mask(mask_BT, log_probs_BT)
+    log_ratio_BT = log_ratio(log_probs_BT, old_log_probs_BT, trained_BT).detach()
+    advantage_BT = token_advantages(advantages, log_probs_BT, trained_BT)
+    log_weight_B1 = log_ratio_BT.sum(-1, keepdim=True)
+    if weights is not None:
+        given_BT = masked(per_token(weights, log_probs_BT), trained_BT)
+        log_given_BT = given_BT.log().clamp(VESPO_LOG_FLOOR, LOG_RATIO_LIMIT)
+        log_weight_B1 = log_weight_B1 + masked(log_given_BT, trained_BT).sum(-1, keepdim=True)
+    log_weight_B1 = log_weight_B1.clamp(VESPO_LOG_FLOOR, LOG_RATIO_LIMIT)
+    helps_BT = advantage_BT >= 0
+    k_BT = torch.where(helps_BT, k_positive, k_negative)
+    lambda_BT = torch.where(helps_BT, lambda_positive, lambda_negative)
+    phi_BT = (lambda_BT + k_BT * log_weight_B1 - lambda_BT * log_weight_B1.exp()).exp()
+    loss_BT = -phi_BT.to(log_probs_BT.dtype) * advantage_BT * masked(log_probs_BT, trained_BT)
+    return Terms(loss_BT, {"approx_kl": -log_ratio_BT, "sequence_weight": phi_BT})
+
+
+def vespo_loss(
+    log_probs_BT: Tensor,
+    old_log_probs_BT: Tensor | None,
+    advantages: Tensor,
+    mask_BT: Tensor | None = None,
+    *,
+    k_positive: float = 2.0,
+    lambda_positive: float = 3.0,
+    k_negative: float = 3.0,
+    lambda_negative: float = 2.0,
+    weights: Tensor | None = None,
+    aggregation: AggregationMode = "token-mean",
+    total: float | Tensor | None = None,
+    norm_length: float | None = None,
+) -> LossResult:
+    """VESPO (arXiv 2602.10693): L_t = -sg(phi(W)) A log p, phi(W) = W^k exp(lambda (1 - W)), W the sequence's ratio.
+
+    k and lambda are those of the advantage's sign. Convention: TRL's; log W is clamped to [log 1e-8, 20], and
+    importance `weights` multiply into W rather than into the loss.
+    """
+    terms = vespo_terms(
+        log_probs_BT,
+        old_log_probs_BT,
+        advantages,
+        mask_BT,
+        k_positive=k_positive,
+        lambda_positive=lambda_positive,
+        k_negative=k_negative,
+        lambda_negative=lambda_negative,
+        weights=weights,
+    )
+    return aggregate_terms(terms, mask_BT, aggregation, total=total, norm_length=norm_length)

@@ -5,11 +5,12 @@ Shapes: B sequences, T tokens of a padded row. Nothing here carries a gradient.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from headrace_trainer.algorithms.functional.tensors import GroupIds, as_float, group_index
 
-__all__ = ["drop_truncated", "informative_groups", "overlong_penalty"]
+__all__ = ["drop_truncated", "informative_groups", "overlong_penalty", "truncation_penalty"]
 
 
 def overlong_penalty(lengths_B: Tensor, max_length: int, buffer: int, *, factor: float = 1.0) -> Tensor:
@@ -23,6 +24,19 @@ def overlong_penalty(lengths_B: Tensor, max_length: int, buffer: int, *, factor:
         raise ValueError(f"buffer ({buffer}) must be above 0 and at most max_length ({max_length})")
     over_B = (lengths_B - (max_length - buffer)).clamp(0, buffer)
     return -over_B / buffer * factor
+
+
+def truncation_penalty(rewards_B: Tensor, truncated_B: Tensor, *, coefficient: float) -> Tensor:
+    """Rewards with those of truncated sequences times `coefficient` in [0, 1], or set to it if negative, (B,).
+
+    ProRL's "stop properly" penalty, as OpenRLHF has it. Barrier: trajectory. Raises ValueError for more than 1.
+    """
+    if coefficient > 1:
+        raise ValueError(
+            f"coefficient ({coefficient}) scales by at most 1; a negative one is the reward itself"
+        )
+    changed_B = rewards_B * coefficient if coefficient >= 0 else torch.full_like(rewards_B, coefficient)
+    return torch.where(truncated_B.bool(), changed_B, rewards_B)
 
 
 def informative_groups(rewards_B: Tensor, groups: GroupIds, *, tolerance: float = 0.0) -> Tensor:

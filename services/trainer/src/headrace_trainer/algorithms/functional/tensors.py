@@ -36,7 +36,8 @@ def per_token(values: Tensor, like_BT: Tensor) -> Tensor:
     """(B,), (B, 1) or (B, T) values as (B, T). Raises ValueError for any other shape."""
     if values.dim() == like_BT.dim() - 1:
         values = values.unsqueeze(-1)
-    if values.dim() != like_BT.dim() or values.shape[:-1] != like_BT.shape[:-1]:
+    fits = values.shape[:-1] == like_BT.shape[:-1] and values.shape[-1] in (1, like_BT.shape[-1])
+    if values.dim() != like_BT.dim() or not fits:
         raise ValueError(
             f"{tuple(values.shape)} values fit no {tuple(like_BT.shape)} tokens: give (B,) or (B, T)"
         )

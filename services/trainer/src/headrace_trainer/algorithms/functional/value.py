@@ -1,4 +1,4 @@
-"""Losses of a critic, and entropy.
+"""Losses of a critic, and entropy of the policy.
 
 Shapes: B sequences, T tokens of a padded row, V vocabulary entries.
 """
@@ -17,7 +17,7 @@ from headrace_trainer.algorithms.functional.aggregation import (
 )
 from headrace_trainer.algorithms.functional.tensors import bool_mask, masked
 
-__all__ = ["entropy_bonus", "entropy_from_logits", "value_loss", "value_terms"]
+__all__ = ["entropy_bonus", "entropy_from_logits", "high_entropy_mask", "value_loss", "value_terms"]
 
 
 def value_terms(
@@ -86,3 +86,21 @@ def entropy_bonus(
 ) -> Tensor:
     """The aggregated entropy, scalar: subtract coefficient times this from a policy loss. Barrier: trajectory."""
     return aggregate(entropy_BT, mask_BT, aggregation, total=total, norm_length=norm_length)
+
+
+@torch.no_grad()
+def high_entropy_mask(entropy_BT: Tensor, mask_BT: Tensor | None = None, *, fraction: float = 0.2) -> Tensor:
+    """Bool mask of the `fraction` of trained tokens of highest entropy (arXiv 2506.01939), (B, T). Barrier: batch.
+
+    Convention: TRL's `top_entropy_quantile`: tokens at or above the (1 - fraction) quantile, linearly interpolated.
+    """
+    if not 0 < fraction <= 1:
+        raise ValueError(f"fraction must be above 0 and at most 1, not {fraction}")
+    trained_BT = bool_mask(mask_BT, entropy_BT)
+    if not bool(trained_BT.any()):
+        return trained_BT
+    # torch.quantile refuses more than 2**24 values.
+    ordered_K = entropy_BT[trained_BT].float().sort().values
+    place = (1 - fraction) * (len(ordered_K) - 1)
+    low, high = ordered_K[int(place)], ordered_K[min(int(place) + 1, len(ordered_K) - 1)]
+    return trained_BT & (entropy_BT >= torch.lerp(low, high, place - int(place)))
