@@ -8,6 +8,7 @@ from harness.specs import BATCH
 from harness.waiting import wait_for
 
 STEPS = 5
+OWN_FLEET = True
 
 
 @pytest.fixture
@@ -19,7 +20,7 @@ def held(fleet, spec_of, gate):
     gate.wait_until_held()
     run = fleet.reach(run, 3)
     checkpoints = fleet.data_dir / "runs" / run.id / "checkpoints"
-    wait_for(lambda: len(saved_in(checkpoints)) > 1 or None, "two checkpoints")
+    wait_for(lambda: saved_in(checkpoints) == ["step-3", "step-2"], "its two checkpoints")
     return run, checkpoints
 
 
