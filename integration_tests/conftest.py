@@ -12,9 +12,10 @@ import pytest
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 
-from harness.fleet import LIVING, Fleet, SharedFleet  # noqa: E402
+from harness.fleet import LIVING, Fleet  # noqa: E402
 from harness.gate import Gate  # noqa: E402
 from harness.processes import run_python  # noqa: E402
+from harness.sharing import SharedFleet  # noqa: E402
 from harness.specs import small_spec  # noqa: E402
 
 PATIENT = ("flows", "contracts", "faults")

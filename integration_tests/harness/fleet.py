@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -235,27 +235,6 @@ class Fleet:
         parts: Sequence[Path] = sorted((self.data_dir / "logs").glob("*.log"))
         ends = [(path.name, path.read_text(errors="replace").splitlines()[-lines:]) for path in parts]
         return "\n".join(f"--- {name}\n" + "\n".join(end) for name, end in ends)
-
-
-class SharedFleet:
-    """A fleet for several modules: started when the first asks, started anew after `close`."""
-
-    def __init__(self, new_data_dir: Callable[[], Path]) -> None:
-        self._new_data_dir = new_data_dir
-        self._fleet: Fleet | None = None
-
-    def lend(self) -> Fleet:
-        """The fleet, which is up."""
-        if self._fleet is None:
-            made = Fleet(self._new_data_dir(), "--simulator", "0")
-            self._fleet = made.__enter__()
-        return self._fleet
-
-    def close(self) -> None:
-        """Stops the fleet, if there is one; fails as the end of its block would."""
-        if self._fleet is not None:
-            ended, self._fleet = self._fleet, None
-            ended.__exit__(None, None, None)
 
 
 def moment(seed: int, low: float, high: float) -> float:
