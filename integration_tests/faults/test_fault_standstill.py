@@ -30,8 +30,9 @@ STEPS = 5
 
 
 @pytest.fixture(scope="module")
-def quick(tmp_path_factory):
-    """A fleet whose leases are short."""
+def quick(tmp_path_factory, shared_fleet):
+    """A fleet whose leases are short, with no other one beside it."""
+    shared_fleet.close()
     times = {"HEADRACE_LEASE_TTL_S": str(TTL_S), "HEADRACE_HEARTBEAT_S": str(BEAT_S)}
     with Fleet(tmp_path_factory.mktemp("quick") / "data", "--simulator", "0", **times) as fleet:
         yield fleet
