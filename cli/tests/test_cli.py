@@ -229,7 +229,8 @@ def demo_dir(tmp_path):
 
 def test_demo_ends_with_one_json_line(headrace, coordinator, scripted_run, demo_dir):
     scripted_run(steps=4, step_s=0.2)
-    result = headrace("demo", "--preset", "smollm2", "--seed", "3", "--data-dir", str(demo_dir), "--json")
+    options = ("--seed", "3", "--steps", "4", "--data-dir", str(demo_dir), "--json")
+    result = headrace("demo", "--preset", "smollm2", *options)
     assert result.returncode == 0, result.stderr
     figures = one_document(result.stdout)
     expected = {
@@ -241,7 +242,8 @@ def test_demo_ends_with_one_json_line(headrace, coordinator, scripted_run, demo_
     assert figures["stage_s"]["learn"] == pytest.approx(4 * 6.9) and figures["wall_s"] > 0
     assert figures["protocol_share"] == pytest.approx(0.08 / 9.4, abs=1e-3)
     spec = coordinator.requests("POST /v1/runs")[0].body
-    assert (spec["seed"], spec["model"]["path"]) == (3, str(demo_dir / "models" / "smollm2"))
+    wanted = (3, 4, str(demo_dir / "models" / "smollm2"))
+    assert (spec["seed"], spec["steps"], spec["model"]["path"]) == wanted
 
 
 def test_demo_says_what_was_learned(headrace, scripted_run, demo_dir):

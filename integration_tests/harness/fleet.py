@@ -112,6 +112,12 @@ class Fleet:
         assert ended.state == "SUCCEEDED", f"{ended.id} {ended.state}: {ended.reason}"
         return ended
 
+    def end_runs(self) -> None:
+        """Cancels what has not ended: it would keep the instances from the next run."""
+        for run in self.client.list():
+            if not run.ended:
+                self.client.cancel(run.id)
+
     def reach(self, run: Run, step: int, timeout_s: float = RUN_S) -> Run:
         """The run once it has committed `step` steps."""
         return wait_for(lambda: self._at(run, step), f"step {step} of {run.id}", timeout_s)
