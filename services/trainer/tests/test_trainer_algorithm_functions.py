@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 from headrace_trainer import algorithms as alg
+from headrace_trainer.algorithms import functional
 
 close = torch.testing.assert_close
 # One trajectory of two turns, an observation of two tokens between them, then padding.
@@ -295,3 +299,12 @@ def test_bad_arguments_are_named(call, words):
 def test_unknown_names_are_refused_by_name():
     with pytest.raises(AttributeError, match="ppo_lose"):
         _ = alg.ppo_lose
+
+
+def test_every_function_is_documented_and_public():
+    page = (Path(__file__).parents[3] / "docs" / "algorithms.md").read_text()
+    functions = [
+        name for name in functional.__all__ if callable(getattr(alg, name)) and not name[0].isupper()
+    ]
+    assert len(functions) > 60
+    assert not [name for name in functions if not re.search(rf"\b{name}\b", page)]

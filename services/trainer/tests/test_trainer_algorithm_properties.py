@@ -217,5 +217,7 @@ def test_groups_may_stream_one_at_a_time(name, batch):
 
 @pytest.mark.parametrize("name", GROUPED)
 def test_equal_rewards_have_exactly_no_advantage(name):
-    rewards_B = torch.tensor([0.1 + 0.2] * 3 + [0.7] * 3)
-    assert not GROUPED[name](rewards_B, [0, 0, 0, 1, 1, 1], torch.ones(6, 2)).any()
+    """Of sizes and values whose mean rounds to another number."""
+    groups = [group for group in range(60) for _ in range(3 + group % 5)]
+    rewards_B = torch.rand(60, generator=torch.Generator().manual_seed(0))[groups]
+    assert not GROUPED[name](rewards_B, groups, torch.ones(len(groups), 2)).any()

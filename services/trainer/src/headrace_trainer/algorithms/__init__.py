@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 from headrace_trainer.algorithms._registry import ALGORITHMS, build_algorithm
 
-if TYPE_CHECKING:
-    from headrace_trainer.algorithms.functional import *  # noqa: F403
-
 __all__ = ["ALGORITHMS", "build_algorithm"]
 
+if TYPE_CHECKING:
+    from headrace_trainer.algorithms.functional import *  # noqa: F403
+else:
 
-def __getattr__(name: str) -> Any:
-    if not name.startswith("_"):
-        functional = import_module(f"{__name__}.functional")
-        if name in functional.__all__:
-            return getattr(functional, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    def __getattr__(name: str) -> Any:
+        if not name.startswith("_"):
+            functional = import_module(f"{__name__}.functional")
+            if name in functional.__all__:
+                return getattr(functional, name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
