@@ -15,7 +15,6 @@ from headrace_coordinator.domain.compact import (
 )
 from headrace_coordinator.domain.dispatch import (
     DispatchOrder,
-    Offer,
     accepts,
     plan_assign,
     plan_dispatch,
@@ -141,12 +140,13 @@ def test_slots_of_a_step_are_decided_before_dispatch():
 def test_only_the_assigned_attempt_fills_a_slot_and_only_with_one_digest():
     ledger = open_ledger()
     assign(ledger, ledger.group(0))
-    assert accepts(ledger, Offer(0, 0, 7, "a", 1)) == "attempt 7 is not the assigned attempt 1"
-    assert accepts(ledger, Offer(0, 0, 1, "a", 1)) == ""
+    slot = ledger.slot(0, 0)
+    assert accepts(slot, 7, "a") == "attempt 7 is not the assigned attempt 1"
+    assert accepts(slot, 1, "a") == ""
     ledger.apply(ev.SlotsFinished(at=0, run="r", slots=[(0, 0, 1, "a", 1)]))
-    assert accepts(ledger, Offer(0, 0, 1, "a", 1)) == ""
-    assert "already offered with digest a" in accepts(ledger, Offer(0, 0, 1, "b", 1))
-    assert accepts(ledger, Offer(9, 0, 1, "a", 1)) == "not a slot of the open step"
+    assert accepts(slot, 1, "a") == ""
+    assert "already offered with digest a" in accepts(slot, 1, "b")
+    assert accepts(ledger.slot(9, 0), 1, "a") == "not a slot of the open step"
 
 
 def test_attempts_rise_over_reissue_and_restart():

@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from math import ceil
 
-import msgspec
-
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain.slot_index import DROPPED, Slot, SlotIndex
 from headrace_coordinator.domain.slots import SlotLedger
@@ -76,25 +74,14 @@ def plan_return(run: str, slots: Iterable[Slot], now: float, *, failed: bool = F
     return [ev.SlotsReturned(at=now, run=run, slots=keys, failed=failed)] if keys else []
 
 
-class Offer(msgspec.Struct, frozen=True):
-    """A finished attempt that a producer offers."""
-
-    prompt: int
-    sample: int
-    attempt: int
-    digest: str
-    tokens: int
-
-
-def accepts(ledger: SlotLedger, offer: Offer) -> str:
-    """Empty when the offer may fill its slot, else why not. A repeated offer with the same digest is fine."""
-    slot = ledger.slot(offer.prompt, offer.sample)
+def accepts(slot: Slot | None, attempt: int, digest: str) -> str:
+    """Empty when a finished attempt may fill its slot, else why not; the same one may be offered again."""
     if slot is None:
         return "not a slot of the open step"
-    if slot.attempt != offer.attempt:
-        return f"attempt {offer.attempt} is not the assigned attempt {slot.attempt}"
+    if slot.attempt != attempt:
+        return f"attempt {attempt} is not the assigned attempt {slot.attempt}"
     if slot.state == DROPPED:
         return "the slot is dropped"
-    if slot.digest and slot.digest != offer.digest:
-        return f"attempt {offer.attempt} was already offered with digest {slot.digest}"
+    if slot.digest and slot.digest != digest:
+        return f"attempt {attempt} was already offered with digest {slot.digest}"
     return ""

@@ -44,6 +44,7 @@ async def leave(context: RunContext, checkpointer: Checkpointer, outcome: Outcom
     A run that pauses or yields first saves its recorded head, whatever its checkpoint section says.
     """
     reason = outcome.reason
+    await context.workers.lanes.end()
     if outcome.state not in runs.TERMINAL or outcome.state == runs.CANCELLED:
         lost = await _settled(context, checkpointer, save=outcome.state in (runs.PAUSED, runs.QUEUED))
         reason += f"; {lost}" if lost else ""

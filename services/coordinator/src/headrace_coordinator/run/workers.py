@@ -17,6 +17,7 @@ from headrace_coordinator.fleet.fleet import Fleet
 from headrace_coordinator.fleet.ports import CallRefused, InstanceDown
 from headrace_coordinator.fleet.waits import WaitTimeout
 from headrace_coordinator.run.clients import RewardClient, RolloutClient, TrainerClient, WorkerClient
+from headrace_coordinator.run.stages.lanes import Lanes
 from headrace_coordinator.run.watched_port import WatchedPort
 
 REPLACEMENT_S = 20.0
@@ -39,6 +40,7 @@ class WorkerGroup:
         self.rollouts: list[RolloutClient] = []
         self.trainers: list[TrainerClient] = []
         self.rewards: list[RewardClient] = []
+        self.lanes = Lanes()
         self.warmup_examples: list[dict[str, Any]] = []
         self._directory = directory
 

@@ -1,5 +1,5 @@
 """What Generate streams bring: finished trajectories to the ledger, the relay and the scorers; partial ones back to
-dispatch. Keeps nothing.
+dispatch. Keeps no slot's state.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from headrace.rollout.v1 import rollout_pb2 as rollout
 from headrace_servicekit.rpc.digests import digest_and_size
 
 from headrace_coordinator.domain import events as ev
-from headrace_coordinator.domain.dispatch import Offer, accepts
+from headrace_coordinator.domain.dispatch import accepts
 from headrace_coordinator.domain.slot_index import ASSIGNED, FINISHED, Slot
 from headrace_coordinator.fleet.waits import Notifier
 from headrace_coordinator.run.clients import Published, RolloutClient, SlotKey
@@ -62,6 +62,7 @@ class Receive:
         self._dispatch = dispatch
         self._scoring = scoring
         self._settle = settle
+        self._stale_versions: dict[int, bool] = {}
 
     async def adopt_finished(self) -> None:
         """After an aborted attempt: finished slots go straight to scoring; those whose body is lost are made again."""
@@ -119,30 +120,24 @@ class Receive:
 
     def _accepted(self, body: common.Trajectory) -> Taken | None:
         """What it is of its slot; None for a repetition, and for what is refused."""
-        key = (body.sample.prompt_ordinal, body.sample.sample_index)
         digest, size = digest_and_size(body)
-        tokens, policies = sampled(body)
-        slot = self._ledger.slot(*key)
-        if slot is None or digest != body.body_digest:
+        slot = self._ledger.slot(body.sample.prompt_ordinal, body.sample.sample_index)
+        if slot is None or digest != body.body_digest or accepts(slot, body.attempt, digest):
             self._batch.refused += 1
             return None
-        if accepts(self._ledger, Offer(*key, body.attempt, digest, tokens)):
-            self._batch.refused += 1
-            return None
-        return Taken(slot, body, size, tokens, policies) if slot.state == ASSIGNED else None
+        return Taken(slot, body, size, *sampled(body)) if slot.state == ASSIGNED else None
 
     def _usable(self, taken: Taken) -> bool:
         ended_well = taken.body.finish_reason not in (*FAILED, common.FINISH_REASON_PROMPT_TOO_LONG)
-        return ended_well and not self._stale(taken.policies)
+        return ended_well and not any(map(self._stale, taken.policies))
 
-    def _stale(self, policies: set[int]) -> bool:
-        lineage, base = self._context.state.lineage, self._published.version.number
-        limit = self._context.spec.algorithm.max_staleness
-        for number in policies:
-            staleness = lineage.staleness(number, base)
-            if staleness is None or staleness > limit:
-                return True
-        return False
+    def _stale(self, number: int) -> bool:
+        """Whether a version is too old to train on, or abandoned: the same for the whole attempt."""
+        if (known := self._stale_versions.get(number)) is None:
+            staleness = self._context.state.lineage.staleness(number, self._published.version.number)
+            known = staleness is None or staleness > self._context.spec.algorithm.max_staleness
+            self._stale_versions[number] = known
+        return known
 
     def _post_finished(self, good: list[Taken]) -> None:
         """One event for a portion, before whatever else is said of its slots."""
