@@ -137,6 +137,26 @@ def test_members_in_containers_of_one_machine_are_seated_under_one_name(mode):
     assert bool(shared) is (mode == "collocated")
 
 
+GPUS = [f"GPU-{number}/gpu:0" for number in range(4)]
+
+
+@pytest.mark.parametrize(("mode", "count"), [("collocated", 1), ("disaggregated", 2)])
+def test_a_run_is_granted_no_gpu_that_it_would_not_use(mode, count):
+    members = [instance(f"{kind}-0", "h1", GPUS, kind) for kind in ("rollout", "trainer")]
+    grant = plan_admission(state_of(members, submitted("a", mode=mode)), 1.0).grants[0]
+    assert len(grant.devices) == count
+
+
+def test_an_engine_and_a_rank_hold_one_gpu_each():
+    """Collocated, one rank takes turns with two engines on two GPUs: it computes on one and holds that one."""
+    spec = RunSpec.model_validate({**submitted("a", mode="collocated").spec, "rollout": {"instances": 2}})
+    rollouts = [seated(instance(f"rollout-{number}", "h1", GPUS)) for number in range(2)]
+    trainers = [seated(instance("trainer-0", "h1", GPUS, "trainer"))]
+    grant = Grant([m.incarnation for m in rollouts], ["trainer-0"], GPUS[:2])
+    Placement(SimpleNamespace(spec=spec, grant=grant, rollouts=rollouts, trainers=trainers)).assign()
+    assert [member.devices for member in (*rollouts, *trainers)] == [(GPUS[0],), (GPUS[1],), (GPUS[0],)]
+
+
 def test_a_device_that_only_one_side_sees_is_its_own():
     rollout = member(instance("rollout-0", "h1", [CORES[0]]))
     trainer = member(instance("trainer-0", "h2", CORES, "trainer"))

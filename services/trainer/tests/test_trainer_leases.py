@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
+from types import SimpleNamespace
 
 import grpc
 import pytest
@@ -12,6 +13,7 @@ import torch
 from headrace.common.v1 import common_pb2
 from headrace.trainer.v1 import trainer_pb2 as pb
 from headrace_servicekit.rpc.errors import ServiceError, reason_of
+from headrace_trainer import allocator
 from headrace_trainer.session import Session
 
 
@@ -248,3 +250,26 @@ async def test_a_lease_that_lapses_inside_a_batch_costs_the_attempt_and_says_so(
     await client.learn(0, 2, groups)
     reply = await client.commit(0, 2, 1, 2, settled_digest(groups))
     assert reply.result == pb.COMMIT_RESULT_COMMITTED
+
+
+@pytest.mark.parametrize(("share", "trims"), [(0.0, 0), (1.0, 1)])
+def test_a_cpu_s_freed_pages_go_back_when_the_host_is_short_of_memory(
+    make_backend, monkeypatch, share, trims
+):
+    called = []
+    monkeypatch.setattr(
+        allocator, "_libc", lambda: SimpleNamespace(malloc_trim=lambda pad: called.append(pad))
+    )
+    monkeypatch.setattr(allocator, "SHORT_SHARE", share)
+    backend = make_backend()
+    backend.suspend()
+    backend.wake()
+    assert len(called) == trims
+
+
+async def test_a_release_on_a_cpu_tells_the_whole_resident_set(client):
+    """What is kept is told: nothing that a suspend leaves in the process is hidden from the coordinator."""
+    await client.open()
+    memory = await client.instance.on_revoke(11, 10.0)
+    resident = allocator.resident_bytes()
+    assert abs(memory.used_bytes - resident) < 64 << 20 < resident and memory.free_bytes > 0

@@ -12,7 +12,7 @@ from math import ceil
 
 from headrace_schema.running import PlacementSection
 
-from headrace_coordinator.domain.leases import LeaseRequest
+from headrace_coordinator.domain.leases import LeaseRequest, is_gpu
 from headrace_coordinator.domain.places import devices_seen, machines, named_devices
 from headrace_coordinator.fleet.ports import CallRefused, InstanceDown
 from headrace_coordinator.run.clients import Published, WorkerClient
@@ -207,7 +207,8 @@ def _seat(members: Sequence[WorkerClient], devices: Sequence[str], seats: int, k
                 "name devices that it sees"
             )
         chunks.remove(own)
-        member.devices = own
+        # An engine and a rank compute on one GPU: what it would not touch, it does not hold.
+        member.devices = own[:1] if is_gpu(own[0]) else own
 
 
 def _chunks(devices: Sequence[str], count: int) -> list[tuple[str, ...]]:

@@ -215,6 +215,8 @@ class Trainer(Instance):
         async for request in until(revoked, _chain(first, requests)):
             async for outcome in self._learn(request, revoked):
                 yield trainer.LearnResponse(outcomes=[outcome])
+            if not request.groups:
+                yield trainer.LearnResponse()
         if revoked.is_set():
             yield trainer.LearnResponse(revoked=True)
 
