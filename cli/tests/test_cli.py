@@ -217,6 +217,51 @@ def test_token_from_the_environment(headrace, coordinator):
 
 
 @pytest.fixture
+def fleet_file(coordinator, tmp_path):
+    """What a launcher writes into `.headrace` of the directory that commands run in."""
+    folder = tmp_path / ".headrace"
+    folder.mkdir()
+    (folder / "http-token").write_text("of the fleet")
+    state = {"url": coordinator.url, "token_file": str(folder / "http-token")}
+    (folder / "fleet.json").write_text(json.dumps(state))
+    return folder / "fleet.json"
+
+
+def tokens_sent(coordinator):
+    return [got.headers.get("authorization", "") for got in coordinator.received]
+
+
+def test_the_token_of_the_fleet_is_found(headrace, coordinator, fleet_file, monkeypatch):
+    coordinator.routes["GET /v1/runs"] = (200, {"runs": []})
+    assert headrace("run", "list").returncode == 0
+    with Client(coordinator.url.replace("127.0.0.1", "localhost")) as client:
+        client.list()
+    assert tokens_sent(coordinator) == ["Bearer of the fleet"] * 2
+    with Client(coordinator.url, "") as client:
+        client.list()
+    fleet_file.write_text(fleet_file.read_text().replace(coordinator.url, "http://127.0.0.1:1"))
+    headrace("run", "list")
+    monkeypatch.setattr(os, "getuid", lambda: fleet_file.stat().st_uid + 1)  # the file is another user's
+    fleet_file.write_text(fleet_file.read_text().replace("http://127.0.0.1:1", coordinator.url))
+    headrace("run", "list")
+    assert tokens_sent(coordinator)[2:] == ["", "", ""]
+
+
+def test_a_missing_token_is_a_sentence_with_the_place(headrace, coordinator):
+    refusal = {"reason": "UNAUTHENTICATED", "message": "the API token is missing", "problems": []}
+    coordinator.routes["GET /v1/runs"] = (401, refusal)
+    result = headrace("run", "list")
+    assert result.returncode == 2
+    assert "HEADRACE_TOKEN" in result.stderr and "--data-dir" in result.stderr
+
+
+def test_open_prints_a_link(headrace, coordinator):
+    coordinator.routes["POST /v1/links"] = (201, {"path": "/open?code=abc", "expires_in_s": 60})
+    assert headrace("open").stdout == f"{coordinator.url}/open?code=abc\n"
+    assert one_document(headrace("open", "--json").stdout) == {"url": f"{coordinator.url}/open?code=abc"}
+
+
+@pytest.fixture
 def demo_dir(tmp_path):
     """A data directory with a model that need not be made."""
     for preset in ("tiny", "smollm2"):

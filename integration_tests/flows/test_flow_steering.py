@@ -152,11 +152,15 @@ def test_a_repeated_request_steers_once(fleet, held, gate):
     assert steer(fleet, held, "pause?now=true", "p1")["state"] not in ("PAUSING", "PAUSED")
     assert len(audit(fleet, fleet.succeed(held)).trained) == 4 * BATCH
     assert steer(fleet, held, "resume", "r1")["state"] == "SUCCEEDED"
-    other = httpx.post(f"{fleet.url}/v1/runs/{held.id}:cancel", headers={"Idempotency-Key": "p1"})
+    other = httpx.post(
+        f"{fleet.url}/v1/runs/{held.id}:cancel", headers={"Idempotency-Key": "p1"} | fleet.headers
+    )
     assert other.status_code == 409
 
 
 def steer(fleet, run, action, key):
-    answer = httpx.post(f"{fleet.url}/v1/runs/{run.id}:{action}", headers={"Idempotency-Key": key})
+    answer = httpx.post(
+        f"{fleet.url}/v1/runs/{run.id}:{action}", headers={"Idempotency-Key": key} | fleet.headers
+    )
     assert answer.status_code == 200, answer.text
     return answer.json()

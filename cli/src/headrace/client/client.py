@@ -13,6 +13,7 @@ from headrace.client.errors import HeadraceError
 from headrace.client.models import Certificate, Checkpoint, Event, Instance, Leases, Run, Step, Trajectory
 from headrace.client.specs import Overrides, Spec, fork_spec, load_spec
 from headrace.client.sse import messages
+from headrace.client.tokens import find_token
 from headrace.client.transport import Transport
 
 POLL_S = 0.5
@@ -24,7 +25,8 @@ class Client:
 
     Runs are named by their id (`r-1a2b`) or their resource name (`runs/r-1a2b`). Every method raises
     `HeadraceError` when the coordinator refuses (with its reason and the keys to mend) or does not answer for
-    `patience_s` seconds.
+    `patience_s` seconds. Without a `token` HEADRACE_TOKEN is used, or that of the fleet on HEADRACE_DATA_DIR
+    (`.headrace`) if it serves `base_url`; an empty one is none.
 
     A worked example, with a fleet that `headrace up` started:
 
@@ -43,6 +45,7 @@ class Client:
         self, base_url: str, token: str | None = None, *, timeout_s: float = 30.0, patience_s: float = 30.0
     ) -> None:
         self.base_url = base_url
+        token = find_token(base_url) if token is None else token.strip()
         self._transport = Transport(base_url, token, timeout_s, patience_s)
 
     def __enter__(self) -> Self:
@@ -56,6 +59,10 @@ class Client:
     def close(self) -> None:
         """Closes the connections."""
         self._transport.close()
+
+    def link(self) -> str:
+        """An address that opens the dashboard in a browser; good once and for a minute."""
+        return self.base_url.rstrip("/") + str(self._transport.post("/v1/links")["path"])
 
     def healthy(self) -> bool:
         """Whether the coordinator answers and is ready to serve; never raises, never waits."""

@@ -259,6 +259,13 @@ class LeaseListView(Resource):
     next_page_token: str = ""
 
 
+class LinkView(Resource):
+    """A one-time link to the dashboard."""
+
+    path: str = Field(description="path on this coordinator, good once")
+    expires_in_s: float
+
+
 class ScaleView(Resource):
     """The wanted number of processes of a kind."""
 
