@@ -8,6 +8,7 @@ from __future__ import annotations
 import msgspec
 
 from headrace_coordinator.domain import events as ev
+from headrace_coordinator.domain.compact import expand_drops
 
 PENDING, ASSIGNED, FINISHED, SETTLED, ACCUMULATED, DROPPED = (
     "PENDING",
@@ -49,6 +50,8 @@ class SlotLedger(msgspec.Struct):
     terminal_total: int = 0
     first_step: int = 0
     """Step that the run began with: above 0 for a fork, whose origin did the earlier ones."""
+    last_drop: str = ""
+    """Why the newest dropped slots were dropped, in words for the run's user."""
     progress: int = 0
     """Rises with every event that brings the step forward."""
 
@@ -99,9 +102,15 @@ class SlotLedger(msgspec.Struct):
             case ev.GroupDropped():
                 for slot in self.group(event.prompt):
                     slot.state, slot.reason = DROPPED, event.reason
+                self.last_drop = f"{event.reason}: {event.detail}"
             case ev.StepAborted():
                 self.open = False
-            case ev.StepCommitted() | ev.StepSkipped():
+            case ev.StepCommitted():
+                self._close()
+            case ev.StepSkipped(dropped=dropped):
+                self.last_drop = self.last_drop or ", ".join(
+                    {reason for _, _, reason in expand_drops(dropped)}
+                )
                 self._close()
             case ev.VersionRestored(frontier_step=frontier_step):
                 self.step, self.attempt, self.open, self.slots = frontier_step, 0, False, {}

@@ -234,7 +234,8 @@ class Step:
         if ledger.dropped_total > spec.limits.max_drop_rate * judged:
             raise RunFailed(
                 f"limits.max_drop_rate: {ledger.dropped_total} of {ledger.terminal_total} slots were dropped, "
-                f"more than {spec.limits.max_drop_rate:.0%}; see /certificates for the reasons"
+                f"more than {spec.limits.max_drop_rate:.0%}, the last of them as {ledger.last_drop}; "
+                "see /certificates for all reasons"
             )
 
     async def _again(self, reason: str) -> None:
