@@ -90,6 +90,28 @@ def test_yaml_error_names_the_place(headrace, tmp_path):
     assert result.returncode == 2 and "line 2" in result.stderr
 
 
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("steps: 1\noptimizer: {lr: .nan}", "line 2: .nan is not a finite number"),
+        ("steps: 1\nsteps: 2", "line 2: the key steps is there already, in line 1"),
+        ("data: &d\n  options: *d", "line 2: *d stands inside"),
+        ("x: " + "[" * 5000, "line 1: is nested deeper"),
+    ],
+)
+def test_odd_yaml_is_a_sentence_with_the_line(headrace, coordinator, tmp_path, text, words):
+    (tmp_path / "bad.yaml").write_text(text)
+    result = headrace("run", "submit", "bad.yaml")
+    assert result.returncode == 2 and f"bad.yaml: {words}" in result.stderr
+    assert headrace("run", "submit", "bad.yaml", "--dry-run").returncode == 2
+    assert coordinator.received == []
+
+
+def test_an_override_that_json_lacks_is_a_sentence(headrace, spec_file):
+    result = headrace("run", "submit", spec_file, "--set", "optimizer.lr=.inf")
+    assert result.returncode == 2 and "optimizer.lr: '.inf' is not a YAML value" in result.stderr
+
+
 def test_yaml_tags_run_nothing(headrace, tmp_path):
     (tmp_path / "bad.yaml").write_text(f"!!python/object/apply:os.mkdir ['{tmp_path}/made']")
     assert headrace("run", "submit", "bad.yaml").returncode == 2

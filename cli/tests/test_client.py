@@ -221,3 +221,9 @@ def test_paths_in_files_become_absolute(tmp_path):
     assert [item["name"] for item in spec["reward"]["scorers"]] == [f"{tmp_path / 'mine.py'}:score", "exact"]
     file.write_text("model: {path: HuggingFaceTB/SmolLM2-135M-Instruct}")
     assert load_spec(file)["model"]["path"] == "HuggingFaceTB/SmolLM2-135M-Instruct"
+
+
+def test_a_dictionary_that_json_lacks_is_refused():
+    for value in (float("nan"), {1, 2}, 3j):
+        with pytest.raises(HeadraceError, match="the spec: cannot be written as JSON"):
+            load_spec({"steps": value})
