@@ -138,6 +138,18 @@ def test_dry_run_asks_a_fleet_that_is_there(headrace, coordinator, spec_file):
     assert coordinator.requests("POST /v1/runs")[0].query == {"dry_run": ["true"]}
 
 
+def test_a_long_check_says_what_is_waited_for(headrace, coordinator, spec_file, monkeypatch):
+    monkeypatch.setattr("headrace_cli.connection.SAY_S", 0.05)
+
+    def slow(got):
+        time.sleep(0.4)
+        return 200, {"name": "mine"}
+
+    coordinator.routes["POST /v1/runs"] = slow
+    result = headrace("run", "submit", spec_file, "--dry-run")
+    assert result.returncode == 0 and "waiting: the coordinator checks the spec" in result.stderr
+
+
 def test_own_reward_is_short():
     lines = (EXAMPLES / "own_reward.py").read_text().splitlines()
     assert len(lines) < 20

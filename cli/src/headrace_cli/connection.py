@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,10 +17,15 @@ from headrace_cli.errors import EXIT_MISTAKE, CommandError, refused
 from headrace_cli.launcher.data_dir import DataDir
 from headrace_cli.launcher.plan import DEFAULT_PORT
 from headrace_cli.launcher.state import living_state
+from headrace_cli.output import error_console
 
 if TYPE_CHECKING:
     from headrace.client import Client
 
+SAY_S = 3.0
+CHECKING = (
+    "the coordinator checks the spec; a fleet loads the scorers first, for reward.load_timeout_s at most"
+)
 TOKEN_HINT = (
     "name the --data-dir of its fleet, or put the token that lies there in `http-token` into HEADRACE_TOKEN"
 )
@@ -46,6 +52,18 @@ def find_target(url: str | None, data_dir: Path) -> Target:
         return Target(state.url, token or fleet_token(state.url, data_dir), True)
     guess = f"http://127.0.0.1:{DEFAULT_PORT}" if data_dir == DEFAULT_DATA_DIR else ""
     return Target(url or guess, token, url is not None)
+
+
+@contextmanager
+def saying(what: str) -> Iterator[None]:
+    """Says on standard error what the command waits for, once it has waited for a while."""
+    timer = threading.Timer(SAY_S, lambda: error_console().print(f"waiting: {what}", markup=False))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 @contextmanager

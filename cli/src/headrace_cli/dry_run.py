@@ -6,7 +6,7 @@ from typing import Any
 
 from headrace.client.errors import Problem
 
-from headrace_cli.connection import Target, connect
+from headrace_cli.connection import CHECKING, Target, connect, saying
 from headrace_cli.errors import EXIT_MISTAKE, CommandError
 
 BY_SCHEMA = "by the schema; scorers, engines and devices only with a fleet"
@@ -18,7 +18,7 @@ def check(spec: dict[str, Any], target: Target) -> dict[str, Any]:
     if not target.known:
         check_schema(spec)
         return {"valid": True, "checked": BY_SCHEMA}
-    with connect(target) as client:
+    with connect(target) as client, saying(CHECKING):
         client.check(spec)
     return {"valid": True, "checked": BY_FLEET}
 

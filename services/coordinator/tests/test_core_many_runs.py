@@ -298,3 +298,35 @@ def test_a_run_that_trained_nothing_has_failed_and_says_why(monkeypatch):
     assert last.state == "FAILED"
     assert "nothing was trained: all" in last.reason and "slots of 3 steps were dropped" in last.reason
     assert last.reason.endswith("GROUP_INCOMPLETE: a scorer is broken: ZeroDivisionError: division by zero")
+
+
+def test_a_scorer_that_loads_for_long_holds_up_no_other_check(monkeypatch):
+    began = asyncio.Event
+
+    async def slow(self, request):
+        if "slow.py" in request.config_json:
+            self.slow.set()
+            await asyncio.sleep(300)
+        return await opens(self, request)
+
+    async def check(scene):
+        def spec(scorer):
+            section = {"scorers": [{"name": scorer}], "load_timeout_s": 60.0}
+            return type(scene.specs[0]).model_validate(
+                scene.specs[0].model_dump(mode="json") | {"reward": section}
+            )
+
+        await scene.first()
+        Reward.slow = began()
+        coordinator, clock = scene.coordinator, asyncio.get_running_loop().time
+        loading = asyncio.create_task(coordinator.check(spec("slow.py:score")))
+        await Reward.slow.wait()
+        start = clock()
+        assert await coordinator.check(spec("quick.py:score")) == []
+        assert clock() - start < 5 and not loading.done()
+        (problem,) = await loading
+        assert clock() - start < 120 and problem.key == "reward.load_timeout_s", problem
+
+    opens = Reward.OpenRun
+    monkeypatch.setattr(Reward, "OpenRun", slow)
+    assert list(ends(Scene(check)).values()) == ["SUCCEEDED"]

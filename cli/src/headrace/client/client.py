@@ -15,9 +15,20 @@ from headrace.client.specs import Overrides, Spec, fork_spec, load_spec
 from headrace.client.sse import messages
 from headrace.client.tokens import find_token
 from headrace.client.transport import Transport
+from headrace_schema.scoring import RewardSection
+from pydantic import ValidationError
 
 POLL_S = 0.5
+CHECK_S = 60.0  # beside the scorers' loading: a coordinator waits for instances that are being restarted
 EVENT_SILENCE_S = 60.0  # the server sends comments more often than this; longer silence is a dead connection
+
+
+def checking_s(spec: dict[str, Any]) -> float:
+    """How long a coordinator may check a spec, in seconds: a fleet loads its scorers first."""
+    try:
+        return RewardSection.model_validate(spec.get("reward")).opening_s + CHECK_S
+    except ValidationError:
+        return CHECK_S  # the coordinator says what is wrong with it
 
 
 class Client:
@@ -78,7 +89,10 @@ class Client:
     def submit(self, spec: Spec, overrides: Overrides = (), *, idempotency_key: str | None = None) -> Run:
         """Queues a run from a dictionary or a YAML file; the same key with the same spec is the same run."""
         body = load_spec(spec, overrides)
-        return Run.from_json(self._transport.post("/v1/runs", body, idempotency_key=idempotency_key))
+        answer = self._transport.post(
+            "/v1/runs", body, idempotency_key=idempotency_key, answer_s=checking_s(body)
+        )
+        return Run.from_json(answer)
 
     def fork(
         self,
@@ -94,7 +108,10 @@ class Client:
 
     def check(self, spec: Spec, overrides: Overrides = ()) -> dict[str, Any]:
         """Checks a spec against schema and fleet without queueing it; returns the coordinator's answer."""
-        answer: dict[str, Any] = self._transport.post("/v1/runs", load_spec(spec, overrides), dry_run="true")
+        body = load_spec(spec, overrides)
+        answer: dict[str, Any] = self._transport.post(
+            "/v1/runs", body, dry_run="true", answer_s=checking_s(body)
+        )
         return answer
 
     def list(self) -> Sequence[Run]:
@@ -178,7 +195,7 @@ class Client:
 
     def pause(self, run: str, *, now: bool = False) -> Run:
         """Pauses after the current step, or at once when `now` (the step is made again on resume)."""
-        params = {"now": "true"} if now else {}
+        params: dict[str, Any] = {"now": "true"} if now else {}
         return Run.from_json(self._transport.post(f"{_path(run)}:pause", **params))
 
     def resume(self, run: str) -> Run:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from headrace_cli.commands.options import DEFAULT_DATA_DIR, DataDirOption, JsonFlag, RunId, Url
-from headrace_cli.connection import connect, find_target
+from headrace_cli.connection import CHECKING, connect, find_target, saying
 from headrace_cli.errors import EXIT_INTERRUPTED, CommandError, refused
 from headrace_cli.output import console, error_console, print_json
 
@@ -62,7 +62,8 @@ def submit(
         _show_check(check(spec, target), as_json)
         return
     with connect(target, patience_s=PATIENCE_S if watch else 0) as client:
-        run = client.submit(spec, idempotency_key=idempotency_key or None)
+        with saying(CHECKING):
+            run = client.submit(spec, idempotency_key=idempotency_key or None)
         _show_submitted(client, run, watch, as_json, "submitted")
 
 
@@ -92,10 +93,12 @@ def fork(
     with connect(find_target(url, data_dir), patience_s=PATIENCE_S if watch else 0) as client:
         spec = fork_spec(client.get(run), at, _overrides(sets, priority))
         if dry_run:
-            client.check(spec)
+            with saying(CHECKING):
+                client.check(spec)
             _show_check({"valid": True, "checked": BY_FLEET}, as_json)
             return
-        made = client.submit(spec, idempotency_key=idempotency_key or None)
+        with saying(CHECKING):
+            made = client.submit(spec, idempotency_key=idempotency_key or None)
         _show_submitted(client, made, watch, as_json, f"forked from {made.forked_from}")
 
 
