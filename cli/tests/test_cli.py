@@ -132,6 +132,52 @@ def test_examples_are_valid(headrace, name):
     assert one_document(result.stdout)["valid"] is True
 
 
+VALID = {
+    "model": {"path": "no/such-model"},
+    "data": {"source": "copy_digits"},
+    "reward": {"scorers": [{"name": "exact"}]},
+}
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("algorithm.group_size=2000000000", "algorithm.group_size: 2,000,000,000 samples of 4 prompts"),
+        ("sampling.max_new_tokens=2000000000", "sampling.max_new_tokens: must be at most 1048576"),
+        ("optimizer.lr=1e6", "optimizer.lr: must be at most 10"),
+    ],
+)
+def test_a_dry_run_refuses_what_cannot_be_meant(headrace, tmp_path, override, words):
+    (tmp_path / "spec.yaml").write_text(yaml.safe_dump(VALID))
+    result = headrace("run", "submit", "spec.yaml", "--dry-run", "--set", override, HEADRACE_URL="")
+    assert result.returncode == 2 and words in result.stderr
+
+
+def test_a_dry_run_warns_of_what_is_rarely_meant(headrace, coordinator, tmp_path):
+    coordinator.routes["POST /v1/runs"] = (200, VALID)
+    (tmp_path / "spec.yaml").write_text(yaml.safe_dump(VALID))
+    odd = (
+        "--set",
+        "optimizer.lr=0.5",
+        "--set",
+        "sampling.max_new_tokens=200000",
+        "--set",
+        "algorithm.group_size=20000",
+    )
+    for url in ("", coordinator.url):
+        result = headrace(
+            "run", "submit", "spec.yaml", "--dry-run", *odd, HEADRACE_URL=url, HF_HOME=str(tmp_path)
+        )
+        assert result.returncode == 0, result.stderr
+        for key in ("optimizer.lr", "sampling.max_new_tokens", "algorithm.group_size", "model.path"):
+            assert f"warning: {key}: " in result.stderr
+    (tmp_path / "hub" / "models--no--such-model").mkdir(parents=True)
+    quiet = headrace(
+        "run", "submit", "spec.yaml", "--dry-run", "--json", HEADRACE_URL="", HF_HOME=str(tmp_path)
+    )
+    assert one_document(quiet.stdout)["warnings"] == []
+
+
 def test_dry_run_asks_a_fleet_that_is_there(headrace, coordinator, spec_file):
     coordinator.routes["POST /v1/runs"] = (200, {"name": "mine"})
     assert headrace("run", "submit", spec_file, "--dry-run").returncode == 0

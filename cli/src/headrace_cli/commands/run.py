@@ -88,14 +88,14 @@ def fork(
     """Submit a run that continues from a checkpoint of RUN, with RUN's spec and overrides."""
     from headrace.client import fork_spec
 
-    from headrace_cli.dry_run import BY_FLEET
+    from headrace_cli.dry_run import BY_FLEET, warnings
 
     with connect(find_target(url, data_dir), patience_s=PATIENCE_S if watch else 0) as client:
         spec = fork_spec(client.get(run), at, _overrides(sets, priority))
         if dry_run:
             with saying(CHECKING):
                 client.check(spec)
-            _show_check({"valid": True, "checked": BY_FLEET}, as_json)
+            _show_check({"valid": True, "checked": BY_FLEET, "warnings": warnings(spec)}, as_json)
             return
         with saying(CHECKING):
             made = client.submit(spec, idempotency_key=idempotency_key or None)
@@ -117,6 +117,9 @@ def _show_check(answer: dict[str, Any], as_json: bool) -> None:
     if as_json:
         print_json(answer)
     else:
+        for item in answer["warnings"]:
+            warning = f"warning: {item['key']}: {item['problem']}; {item['fix']}"
+            error_console().print(warning, markup=False)
         console().print(f"the spec is valid ({answer['checked']}); nothing was submitted")
 
 
