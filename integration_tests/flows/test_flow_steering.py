@@ -38,7 +38,7 @@ def test_pause_now_aborts_the_step_and_makes_it_again(fleet, held, gate):
     fleet.client.resume(held.id)
     run = fleet.succeed(held)
     assert len(audit(fleet, run).trained) == 4 * BATCH
-    assert [e.data["step"] for e in fleet.events(run) if e.type == "step_aborted"] == [2]
+    assert [e.data["step"] for e in fleet.events(run) if e.type == "step_aborted"] == [3]
 
 
 def test_cancel_ends_the_run_and_the_next_one_starts(fleet, held, gate, spec_of):

@@ -125,7 +125,7 @@ class CertificateView(Resource):
     """Attests one update: made from the coordinator's and the trainer's counts."""
 
     version: PolicyView
-    step: int
+    step: int = Field(description="the run's step that it ends, counted from 1")
     attempt: int
     live: bool = Field(description="false once a rewind abandoned the version")
     trained: list[tuple[int, int, int]] = Field(description="(prompt ordinal, sample index, attempt)")

@@ -259,7 +259,7 @@ class RunLoop:
                     return task.result()
                 if self.context.state.ledger.progress == before:
                     raise WaitTimeout(
-                        f"step {self.context.state.ledger.step} made no progress for {limit:.0f} s"
+                        f"step {self.context.state.ledger.step + 1} made no progress for {limit:.0f} s"
                     )
         finally:
             task.cancel()

@@ -192,7 +192,7 @@ class Step:
         ours = sum(slot.state == ACCUMULATED for slot in slots)
         if response.sequence_count != ours:
             raise RunFailed(
-                f"the trainer counts {response.sequence_count} sequences in step {self._ledger.step}, "
+                f"the trainer counts {response.sequence_count} sequences in step {self._ledger.step + 1}, "
                 f"the ledger {ours}: the certificate cannot attest both"
             )
 
