@@ -36,7 +36,8 @@ class ComposeFleet:
     def __init__(self, wheels: Path) -> None:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
-        self.client = Client(self.url, patience_s=60.0)
+        self.token = ""  # known once the containers are up
+        self.client = Client(self.url, self.token, patience_s=60.0)
         self._environment = clean_environment(
             HEADRACE_PORT=str(self.port),
             HEADRACE_TAG="test",
@@ -58,6 +59,9 @@ class ComposeFleet:
             self.compose("up", "-d", "--wait", *arguments, overlays=overlays, timeout_s=timeout_s)
         except AssertionError as error:
             raise AssertionError(f"{error}\n{self.logs()}") from error
+        self.client.close()
+        self.token = self.inside("coordinator", "cat", "/secrets/http-token").strip()
+        self.client = Client(self.url, self.token, patience_s=60.0)
         self.ready()
 
     def down(self) -> None:
@@ -128,7 +132,7 @@ class ComposeFleet:
     def headrace(self, *arguments: str, timeout_s: float = RUN_S) -> str:
         """Output of `headrace …` on the host; fails the test unless it succeeds."""
         command = [sys.executable, "-m", "headrace_cli", *arguments]
-        return run(command, clean_environment(HEADRACE_URL=self.url), timeout_s)
+        return run(command, clean_environment(HEADRACE_URL=self.url, HEADRACE_TOKEN=self.token), timeout_s)
 
     def submit(self, spec: Mapping[str, Any], **options: Any) -> Run:
         """Queues a run over HTTP."""

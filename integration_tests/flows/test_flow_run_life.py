@@ -110,7 +110,10 @@ def test_one_key_is_one_run_however_often_and_fast_it_is_sent(fleet, spec_of, ga
 
     def submit(_: int) -> str:
         answer = httpx.post(
-            f"{fleet.url}/v1/runs", json=spec, headers={"Idempotency-Key": "twenty"}, timeout=120
+            f"{fleet.url}/v1/runs",
+            json=spec,
+            headers={"Idempotency-Key": "twenty"} | fleet.headers,
+            timeout=120,
         )
         assert answer.status_code in (200, 201), answer.text
         return answer.json()["id"]

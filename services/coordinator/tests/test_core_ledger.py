@@ -3,6 +3,7 @@
 import msgspec
 import pytest
 from headrace_coordinator.api.audit import audit
+from headrace_coordinator.api.presenters import event_view
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain import runs
 from headrace_coordinator.domain.compact import (
@@ -517,3 +518,18 @@ def test_protocol_time_is_what_no_stage_covers():
     now[0] = 4.0
     assert timer.stages() == {"generate": 2.0, "learn": 2.0, "protocol": 1.0}
     assert timer.devices() == {"cpu:0": {"generate": 2.0}, "cpu:1": {"learn": 2.0}}
+
+
+def test_what_people_see_counts_steps_from_1():
+    common = {"at": 1.0, "run": "r"}
+    shown = [
+        event_view((1, event)).data["step"]
+        for event in (
+            ev.StepOpened(**common, step=0, attempt=1, base=0, number=1),
+            ev.GroupDropped(**common, step=0, prompt=0, reason="X", detail=""),
+            ev.StepAborted(**common, step=0, attempt=1, reason=""),
+            ev.StepSkipped(**common, step=0, dropped=[]),
+            ev.CheckpointSaved(**common, name="step-1-1", number=1, step=1),
+        )
+    ]
+    assert shown == [1] * 5

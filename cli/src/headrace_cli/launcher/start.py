@@ -117,9 +117,8 @@ def _ready_instances(plan: FleetPlan, state: FleetState) -> tuple[list[Instance]
     """The instances, and the names of what is not ready yet."""
     if state.phase != "running":
         return [], "the store"
-    with Client(
-        state.url, Path(state.token_file).read_text(encoding="ascii"), timeout_s=5, patience_s=0
-    ) as client:
+    token = Path(state.token_file).read_text(encoding="ascii") if state.token_file else ""
+    with Client(state.url, token, timeout_s=5, patience_s=0) as client:
         if not client.healthy():
             return [], "coordinator"
         try:

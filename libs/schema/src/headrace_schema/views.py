@@ -133,7 +133,7 @@ class CertificateView(Resource):
     """Attests one update: made from the coordinator's and the trainer's counts."""
 
     version: PolicyView
-    step: int
+    step: int = Field(description="the run's step that it ends, counted from 1")
     attempt: int
     live: bool = Field(description="false once a rewind abandoned the version")
     trained: list[tuple[int, int, int]] = Field(description="(prompt ordinal, sample index, attempt)")
@@ -265,6 +265,13 @@ class LeaseListView(Resource):
     leases: list[LeaseView]
     devices: list[DeviceView]
     next_page_token: str = ""
+
+
+class LinkView(Resource):
+    """A one-time link to the dashboard."""
+
+    path: str = Field(description="path on this coordinator, good once")
+    expires_in_s: float
 
 
 class ScaleView(Resource):

@@ -11,6 +11,7 @@ from functools import cached_property
 import msgspec
 
 from headrace_coordinator.domain import events as ev
+from headrace_coordinator.domain.compact import expand_drops
 from headrace_coordinator.domain.slot_index import (
     ACCUMULATED,
     ASSIGNED,
@@ -40,6 +41,8 @@ class SlotLedger(msgspec.Struct, dict=True):
     terminal_total: int = 0
     first_step: int = 0
     """Step that the run began with: above 0 for a fork, whose origin did the earlier ones."""
+    last_drop: str = ""
+    """Why the newest dropped slots were dropped, in words for the run's user."""
     progress: int = 0
     """Rises with every event that brings the step forward."""
 
@@ -97,9 +100,15 @@ class SlotLedger(msgspec.Struct, dict=True):
             case ev.GroupDropped():
                 for slot in self._move_group(event.prompt, DROPPED):
                     slot.reason = event.reason
+                self.last_drop = f"{event.reason}: {event.detail}"
             case ev.StepAborted():
                 self.open = False
-            case ev.StepCommitted() | ev.StepSkipped():
+            case ev.StepCommitted():
+                self._close()
+            case ev.StepSkipped(dropped=dropped):
+                self.last_drop = self.last_drop or ", ".join(
+                    {reason for _, _, reason in expand_drops(dropped)}
+                )
                 self._close()
             case ev.VersionRestored(frontier_step=frontier_step):
                 self._go_to(frontier_step)

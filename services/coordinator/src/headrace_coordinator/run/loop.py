@@ -157,6 +157,12 @@ class RunLoop:
 
     async def _succeed(self) -> Outcome:
         context = self.context
+        tally = context.state.totals.tally
+        if tally.dropped and not tally.trained:
+            raise RunFailed(
+                f"nothing was trained: all {tally.dropped} slots of {context.spec.steps} steps were dropped, "
+                f"the last of them as {context.state.ledger.last_drop}"
+            )
         await context.placement.learn()
         if context.spec.checkpoint.enabled and context.state.lineage.head != context.state.last_checkpoint:
             await self._checkpointer.save(wait=True)
@@ -266,7 +272,7 @@ class RunLoop:
                     return task.result()
                 if self.context.state.ledger.progress == before:
                     raise WaitTimeout(
-                        f"step {self.context.state.ledger.step} made no progress for {limit:.0f} s"
+                        f"step {self.context.state.ledger.step + 1} made no progress for {limit:.0f} s"
                     )
         finally:
             task.cancel()

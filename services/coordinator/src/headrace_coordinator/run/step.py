@@ -192,7 +192,7 @@ class Step:
         ours = sum(slot.state == ACCUMULATED for slot in slots)
         if response.sequence_count != ours:
             raise RunFailed(
-                f"the trainer counts {response.sequence_count} sequences in step {self._ledger.step}, "
+                f"the trainer counts {response.sequence_count} sequences in step {self._ledger.step + 1}, "
                 f"the ledger {ours}: the certificate cannot attest both"
             )
 
@@ -234,7 +234,8 @@ class Step:
         if ledger.dropped_total > spec.limits.max_drop_rate * judged:
             raise RunFailed(
                 f"limits.max_drop_rate: {ledger.dropped_total} of {ledger.terminal_total} slots were dropped, "
-                f"more than {spec.limits.max_drop_rate:.0%}; see /certificates for the reasons"
+                f"more than {spec.limits.max_drop_rate:.0%}, the last of them as {ledger.last_drop}; "
+                "see /certificates for all reasons"
             )
 
     async def _again(self, reason: str) -> None:

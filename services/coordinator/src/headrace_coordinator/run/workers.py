@@ -117,8 +117,8 @@ class WorkerGroup:
         for state in self._reward_states():
             if state.incarnation not in known:
                 member = RewardClient(self.run, state, self._port(state), self._epoch)
-                config = self.spec.reward.model_dump_json()
-                await self._open(member, lambda member=member, config=config: member.open_run(config))  # type: ignore[misc]
+                with self.fleet.waits.named(self.run, f"{state.instance} to load the scorers"):
+                    await self._open(member, lambda member=member: member.open_run(self.spec.reward))  # type: ignore[misc]
                 self.rewards.append(member)
 
     async def staff_trainers(self) -> None:

@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from headrace_coordinator.api.http.errors import error_response
 
-OPEN_PATHS = frozenset({"/healthz"})
+OPEN_PATHS = frozenset({"/healthz", "/open"})  # /open takes a one-time code
 REQUESTS = Counter(
     "headrace_http_requests", "HTTP requests by route and status", ["method", "route", "status"]
 )
