@@ -118,7 +118,7 @@ def random_sequences(seed: int, *, count: int = 4, prompt: int = 9, version: int
         answer = beginning + answer if index % 2 else answer
         trained = list(range(prompt, prompt + len(answer)))
         log_probs = [rng.uniform(-4, -0.1) for _ in answer]
-        found.append(Sequence(start + answer, trained, log_probs, rng.gauss(0, 1), 1.0))
+        found.append(Sequence(start + answer, trained, log_probs, [rng.gauss(0, 1)] * len(answer), 1.0))
     return found
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from headrace_servicekit.registry import PluginError, Registry
 
-from headrace_trainer.errors import refused
+from headrace_trainer.errors import Refusal, refused
 
 if TYPE_CHECKING:
     from headrace_schema.learning import AlgorithmSection
@@ -25,6 +25,15 @@ ALGORITHMS: Registry[Algorithm] = Registry(
 def build_algorithm(section: AlgorithmSection) -> Algorithm:
     """The algorithm that the section names, with its options. Raises Refusal INVALID, naming the key."""
     try:
-        return ALGORITHMS.choose(section.name, section.options).build()
+        algorithm = ALGORITHMS.choose(section.name, section.options).build()
     except PluginError as error:
         raise refused(error) from error
+    if section.group_size < algorithm.least_group:
+        raise Refusal(
+            "INVALID",
+            f"algorithm.group_size: {section.name} compares the samples of a group, and {section.group_size} is too "
+            f"few; use at least {algorithm.least_group}",
+            "invalid",
+            key="algorithm.group_size",
+        )
+    return algorithm

@@ -1,36 +1,25 @@
-"""From settled groups to rounds: validates, computes advantages, packs, and tells what became of each group.
+"""From settled groups to rounds, as they come: packs, accumulates, and tells what became of each group.
 
 Runs on the leader. Knows no wire and no optimizer; the step's rules are `step`'s.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as Many
-from dataclasses import dataclass
 
-import torch
 from headrace_schema.openings import TrainerConfig
 
 from headrace_trainer.algorithms._base import Algorithm
-from headrace_trainer.errors import Refusal
 from headrace_trainer.learning import step as steps
+from headrace_trainer.learning.intake import Intake, Prepared
 from headrace_trainer.learning.packing import plan_batches, plan_rows
-from headrace_trainer.learning.samples import Disposition, Group, GroupRecord, Member, Rows, Sequence
+from headrace_trainer.learning.samples import Disposition, Group, GroupRecord, Rows
 
 RunRound = Callable[[list[Rows]], bool]
 """Runs one micro round with an entry of work for each rank; whether it was finite everywhere."""
 GradientHolds = Callable[[], bool]
 """Whether the accumulated gradient is finite; when it is not, the accumulators have been emptied."""
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """A group ready for its forward: `sequences` is empty when its gradient is known to be zero."""
-
-    record: GroupRecord
-    sequences: list[Sequence]
 
 
 class Learner:
@@ -47,7 +36,7 @@ class Learner:
         gradient_holds: GradientHolds,
     ) -> None:
         self._config = config
-        self._algorithm = algorithm
+        self._intake = Intake(config, algorithm)
         self._world_size = world_size
         self._shared = shared
         self._run_round = run_round
@@ -57,9 +46,9 @@ class Learner:
         """The state after these groups; each one's record is in `state.groups`. Raises Refusal CONFLICT."""
         fresh: dict[int, Prepared] = {}
         for group in sorted(groups, key=lambda group: group.prompt_ordinal):
-            record = steps.known(state, group) or self._refusal(state, group)
+            record = steps.known(state, group) or self._intake.refusal(state, group)
             if record is None:
-                fresh[group.prompt_ordinal] = self._prepare(state, group)
+                [fresh[group.prompt_ordinal]] = self._intake.prepare(state, [group])
             else:
                 state = steps.learned(state, record)
         alone = [[prepared] for prepared in fresh.values()]
@@ -70,64 +59,6 @@ class Learner:
             if state.careful and not self._gradient_holds():
                 state = _quarantined(state, batch[0].record)
         return state
-
-    def _refusal(self, state: steps.StepState, group: Group) -> GroupRecord | None:
-        """The record of a group that must not be accumulated."""
-        keys = tuple(group.keys())
-        if problem := group.problem():
-            return GroupRecord(group.prompt_ordinal, group.digest, keys, Disposition.NONFINITE, problem)
-        try:
-            lag = steps.staleness(state, {number for m in group.members for number in m.versions})
-        except Refusal as refusal:
-            return GroupRecord(group.prompt_ordinal, group.digest, keys, Disposition.STALE, refusal.message)
-        limit = self._config.algorithm.max_staleness
-        if lag > limit:
-            detail = f"the oldest segment lags {lag} steps behind the base; max_staleness is {limit}"
-            return GroupRecord(group.prompt_ordinal, group.digest, keys, Disposition.STALE, detail)
-        return None
-
-    def _prepare(self, state: steps.StepState, group: Group) -> Prepared:
-        rewards = [member.reward for member in group.members]
-        advantages = self._algorithm.advantages(torch.tensor([rewards], dtype=torch.float64))[0].tolist()
-        trained = [self._trained(member) for member in group.members]
-        lengths = [len(positions) for positions in trained]
-        by_version = Counter(
-            version
-            for member, positions in zip(group.members, trained, strict=True)
-            for version in member.versions[: len(positions)]
-        )
-        sequences = [
-            Sequence(
-                member.tokens,
-                positions,
-                member.engine_log_probs,
-                advantage,
-                self._algorithm.token_weight(len(positions)),
-            )
-            for member, positions, advantage in zip(group.members, trained, advantages, strict=True)
-            if positions
-        ]
-        equal = not any(advantages)
-        record = GroupRecord(
-            prompt_ordinal=group.prompt_ordinal,
-            digest=group.digest,
-            keys=tuple(group.keys()),
-            disposition=Disposition.ACCUMULATED,
-            sequences=len(group.members),
-            trained_sequences=sum(1 for length in lengths if length),
-            tokens=sum(lengths),
-            staleness=steps.staleness(state, set(by_version)),
-            all_equal=equal,
-            tokens_by_version=by_version,
-            rewards=tuple(rewards),
-            answer_lengths=tuple(len(member.trained) for member in group.members),
-        )
-        return Prepared(record, [] if equal else sequences)
-
-    def _trained(self, member: Member) -> list[int]:
-        """Positions that carry loss: none in a masked answer, or a truncated one where those are masked."""
-        hidden = member.masked or (member.truncated and self._config.algorithm.truncated == "mask")
-        return [] if hidden else member.trained
 
     def _accumulate(self, state: steps.StepState, batch: list[Prepared]) -> steps.StepState:
         """Learns a batch of groups; those in a non-finite round are tried again, each alone."""

@@ -112,10 +112,9 @@ class FsdpBackend:
         found = TokenFigures()
 
         def loss_of(log_probs_K: Tensor, batch: MicroBatch) -> Tensor:
-            sums = self._algorithm.loss(
-                TokenBatch(log_probs_K, batch.engine_log_probs_K, batch.advantages_K, batch.weights_K)
-            )
-            found.add(sums, log_probs_K, batch.engine_log_probs_K)
+            tokens = _tokens(log_probs_K, batch)
+            sums = self._algorithm.loss(tokens)
+            found.add(sums, tokens)
             return sums.loss
 
         entropy_K = self._backward(rows, loss_of)
@@ -281,6 +280,18 @@ class FsdpBackend:
         if self._optimizer is None:
             raise Refusal("NOT_OPEN", "no weights are loaded; call Restore first")
         return self._optimizer
+
+
+def _tokens(log_probs_K: Tensor, batch: MicroBatch) -> TokenBatch:
+    own_K, old_K = log_probs_K.detach(), batch.old_log_probs_K
+    return TokenBatch(
+        log_probs_K=log_probs_K,
+        old_log_probs_K=torch.where(old_K.isnan(), own_K, old_K),
+        engine_log_probs_K=batch.engine_log_probs_K,
+        advantages_K=batch.advantages_K,
+        weights_K=batch.weights_K,
+        sequences_K=batch.sequences_K,
+    )
 
 
 def _float(model: PreTrainedModel) -> PreTrainedModel:
