@@ -315,6 +315,11 @@ class TrainerClient:
         await self.close_run()
         return await self.open(number=self._number + 10)
 
+    async def reopen_with(self, config: dict[str, Any]) -> Any:
+        """The version of the initial model again, with this config."""
+        await self.close_run()
+        return (await self.open(config, number=self._number + 10)).version
+
     async def close_run(self) -> Any:
         return await self.stub.CloseRun(trainer_pb2.CloseRunRequest(header=self.header()))
 

@@ -101,7 +101,7 @@ def test_the_clip_of_the_options_bounds_the_ratio_to_the_old_log_probs(
     log_probs_K = torch.tensor([-1.0], requires_grad=True)
     old_K = log_probs_K.detach() - torch.tensor([ratio]).log()
     batch = token_batch(log_probs_K, torch.tensor([advantage]), old_K=old_K)
-    sums = build_algorithm(AlgorithmSection(options=options)).loss(batch)
+    sums = build_algorithm(AlgorithmSection(options={"epochs": 2, **options})).loss(batch)
     sums.loss.backward()
     torch.testing.assert_close(sums.loss.detach(), torch.tensor(loss))
     torch.testing.assert_close(log_probs_K.grad, torch.tensor([slope]))
@@ -162,6 +162,14 @@ def test_unknown_algorithm_names_the_nearest():
         ({"importance_cap": -1}, "algorithm.options.importance_cap", "greater than 0"),
         ({"clip_low": 1.0}, "algorithm.options.clip_low", "less than 1"),
         ({"dual_clip": 0.5}, "algorithm.options.dual_clip", "greater than 1"),
+        ({"clip_high": 0.28}, "algorithm.options.clip_high", "would have no effect"),
+        (
+            {"target_kl": 0.1, "minibatches": 2},
+            "algorithm.options.target_kl",
+            "no effect in the first pass",
+        ),
+        ({"minibatches": 5}, "algorithm.options.minibatches", "use at most 4"),
+        ({"epochs": 0}, "algorithm.options.epochs", "greater than or equal to 1"),
         ({"critic": True}, "algorithm.options.critic", "unknown key"),
     ],
 )
@@ -171,9 +179,17 @@ def test_wrong_options_are_named_by_key(options, key, words):
     assert caught.value.metadata["key"] == key and words in caught.value.message
 
 
-@pytest.mark.parametrize("options", [{}, {"normalize_std": False, "importance_cap": 2.0}])
-def test_grpo_holds_the_contract(options):
-    assert check_algorithm("grpo", options).barrier is Barrier.GROUP
+@pytest.mark.parametrize(
+    ("options", "barrier"),
+    [
+        ({}, Barrier.GROUP),
+        ({"normalize_std": False, "importance_cap": 2.0}, Barrier.GROUP),
+        ({"epochs": 2, "clip_high": 0.28}, Barrier.BATCH),
+        ({"minibatches": 2}, Barrier.BATCH),
+    ],
+)
+def test_grpo_holds_the_contract_and_waits_for_what_it_needs(options, barrier):
+    assert check_algorithm("grpo", options).barrier is barrier
 
 
 class Averaged(Grpo):

@@ -13,6 +13,19 @@ from headrace_trainer.learning.learner import Learner
 from headrace_trainer.learning.samples import Disposition
 
 
+class FakeRounds:
+    """A trainer group without a model: micro rounds go to a function, gradients always hold."""
+
+    shares_prefixes = True
+
+    def __init__(self, micro, world_size):
+        self.micro = micro
+        self.world_size = world_size
+
+    def holds(self):
+        return True
+
+
 @pytest.fixture
 def opened():
     state = steps.restored(steps.StepState(), steps.Version(1, 0, 0), {})
@@ -30,10 +43,7 @@ def make_learner(make_config):
             rounds.append(work)
             return finite(work)
 
-        algorithm = build_algorithm(config.algorithm)
-        learner = Learner(
-            config, algorithm, world_size, shared=True, run_round=run_round, gradient_holds=lambda: True
-        )
+        learner = Learner(config, build_algorithm(config.algorithm), FakeRounds(run_round, world_size))
         return learner, rounds
 
     return make

@@ -24,15 +24,18 @@ class ClippedPolicyGradient:
     def __init__(self, options: ClipOptions) -> None:
         self._policy = options
 
+    compares = Barrier.GROUP
+    """What the advantages need."""
+
     @property
     def barrier(self) -> Barrier:
-        """A group's, unless a subclass compares more."""
-        return Barrier.GROUP
+        """What the advantages need, and the whole batch for several passes."""
+        return Barrier.BATCH if self.passes.several else self.compares
 
     @property
     def passes(self) -> Passes:
-        """One optimizer step a commit."""
-        return Passes()
+        """By `epochs`, `minibatches` and `target_kl`."""
+        return Passes(self._policy.epochs, self._policy.minibatches, self._policy.target_kl)
 
     def token_weight(self, tokens: int) -> float:
         """By `loss_aggregation`."""

@@ -28,12 +28,25 @@ def build_algorithm(section: AlgorithmSection) -> Algorithm:
         algorithm = ALGORITHMS.choose(section.name, section.options).build()
     except PluginError as error:
         raise refused(error) from error
-    if section.group_size < algorithm.least_group:
-        raise Refusal(
-            "INVALID",
-            f"algorithm.group_size: {section.name} compares the samples of a group, and {section.group_size} is too "
-            f"few; use at least {algorithm.least_group}",
-            "invalid",
-            key="algorithm.group_size",
-        )
+    _check_batch(section, algorithm)
     return algorithm
+
+
+def _check_batch(section: AlgorithmSection, algorithm: Algorithm) -> None:
+    minibatches = algorithm.passes.minibatches
+    if section.group_size < algorithm.least_group:
+        raise _unfit(
+            "algorithm.group_size",
+            f"{section.name} compares the samples of a group, and {section.group_size} is too few; use at least "
+            f"{algorithm.least_group}",
+        )
+    if section.prompts_per_step < minibatches:
+        raise _unfit(
+            "algorithm.options.minibatches",
+            f"{minibatches} minibatches of whole groups cannot be made of algorithm.prompts_per_step: "
+            f"{section.prompts_per_step}; use at most {section.prompts_per_step}",
+        )
+
+
+def _unfit(key: str, problem: str) -> Refusal:
+    return Refusal("INVALID", f"{key}: {problem}", "invalid", key=key)

@@ -36,7 +36,7 @@ class Intake:
 
     def refusal(self, state: steps.StepState, group: Group) -> GroupRecord | None:
         """The record of a group that must not be accumulated."""
-        if problem := group.problem():
+        if problem := state.suspects.get(group.digest) or group.problem():
             return refused(group, Disposition.NONFINITE, problem)
         try:
             lag = steps.staleness(state, {number for m in group.members for number in m.versions})
@@ -49,16 +49,16 @@ class Intake:
         return None
 
     def prepare(self, state: steps.StepState, groups: Many[Group]) -> list[Prepared]:
-        """Groups whose advantages are computed together, which compare what the algorithm compares."""
+        """Groups whose advantages are computed together: each alone, or a step's whole batch."""
         members = [member for group in groups for member in group.members]
         advantages = iter(self._algorithm.advantages(self._outcomes(groups)).tolist())
         values = [next(advantages)[: len(self.trained(member))] for member in members]
-        found, first = [], 0
+        found = []
         for group in groups:
-            own = values[first : first + len(group.members)]
-            first += len(group.members)
+            own, values = values[: len(group.members)], values[len(group.members) :]
             needed = self._algorithm.every_token or any(any(each) for each in own)
-            found.append(Prepared(self.record(state, group), self._sequences(group, own) if needed else []))
+            sequences = self.sequences(group, own) if needed else []
+            found.append(Prepared(self.record(state, group), sequences))
         return found
 
     def record(self, state: steps.StepState, group: Group) -> GroupRecord:
@@ -102,7 +102,8 @@ class Intake:
             longest=self._config.sampling.max_new_tokens,
         )
 
-    def _sequences(self, group: Group, advantages: list[list[float]]) -> list[Sequence]:
+    def sequences(self, group: Group, advantages: Many[list[float]]) -> list[Sequence]:
+        """Those of the group's members that carry loss, with an entry of advantages for every member."""
         return [
             Sequence(
                 member.tokens,
@@ -119,6 +120,12 @@ class Intake:
 def refused(group: Group, disposition: Disposition, detail: str) -> GroupRecord:
     """The record of a group that is not learned from, and why."""
     return GroupRecord(group.prompt_ordinal, group.digest, tuple(group.keys()), disposition, detail)
+
+
+def not_finite(record: GroupRecord, what: str = "loss") -> GroupRecord:
+    """The record of a group whose loss or gradient is not finite."""
+    detail = f"the {what} is not finite under the current weights"
+    return GroupRecord(record.prompt_ordinal, record.digest, record.keys, Disposition.NONFINITE, detail)
 
 
 def _double(values: list[float]) -> Tensor:

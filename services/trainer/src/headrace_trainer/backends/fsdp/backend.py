@@ -24,7 +24,7 @@ from headrace_trainer.allocator import give_back_if_short
 from headrace_trainer.backends._base import CommitReport, MicroReport, StateReader
 from headrace_trainer.backends.fsdp.figures import TokenFigures
 from headrace_trainer.backends.fsdp.fit import check_fit
-from headrace_trainer.backends.fsdp.optimizer import MOMENTS, ShardedAdamW
+from headrace_trainer.backends.fsdp.optimizer import MOMENTS, AdamWState, ShardedAdamW
 from headrace_trainer.backends.fsdp.prefixes import shares_prefixes
 from headrace_trainer.backends.fsdp.sharding import ShardedModel
 from headrace_trainer.backends.fsdp.warmup import SupervisedBatches
@@ -57,6 +57,7 @@ class FsdpBackend:
         """See `Backend`."""
         self._model: ShardedModel | None = None
         self._optimizer: ShardedAdamW | None = None
+        self._held: tuple[dict[str, Tensor], AdamWState] | None = None
         torch.use_deterministic_algorithms(config.deterministic)
 
     def load_initial(self) -> None:
@@ -149,6 +150,24 @@ class FsdpBackend:
         maxima = self._gang.maximum(self._figures.maxima())
         self._figures = TokenFigures()
         return CommitReport(math.isfinite(norm), norm, sums, maxima)
+
+    def hold(self) -> None:
+        """See `Backend`."""
+        weights = {name: shard.to("cpu", copy=True) for name, shard in self._sharded.shards().items()}
+        self._held = weights, self._adamw.copy()
+
+    def release(self, *, back: bool) -> None:
+        """See `Backend`."""
+        held, self._held = self._held, None
+        if not back:
+            return
+        self.zero()
+        if held is not None:
+            weights, state = held
+            for name, shard in self._sharded.shards().items():
+                shard.copy_(weights[name])
+            self._adamw.put_back(state)
+            self._sharded.release()  # whole parameters of an earlier forward are of other weights
 
     def reduced_gradient(self, denominator: float) -> dict[str, Tensor]:
         """The step's whole gradient before clipping, by weight; consumes the accumulators. For tests and figures."""
