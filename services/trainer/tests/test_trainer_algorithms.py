@@ -12,7 +12,6 @@ from headrace_schema.learning import AlgorithmSection
 from headrace_servicekit.registry import Plugin
 from headrace_trainer.algorithms import ALGORITHMS, build_algorithm
 from headrace_trainer.algorithms._base import Barrier, LossSums, Outcomes, TokenBatch
-from headrace_trainer.algorithms._policy_loss import truncated_importance
 from headrace_trainer.algorithms.contract import check_algorithm
 from headrace_trainer.algorithms.grpo import Grpo
 from headrace_trainer.algorithms.plugins import GrpoOptions
@@ -21,6 +20,7 @@ from headrace_trainer.errors import Refusal
 VECTORS = json.loads((Path(__file__).parent / "data" / "verl_vectors.json").read_text())
 INPUTS = {name: torch.tensor(value) for name, value in VECTORS["inputs"].items()}
 CASES = {case["key"]: case for case in VECTORS["cases"]}
+CLIPPED = ("clip_fraction", "dual_clip_fraction")
 MASK_BT = INPUTS["response_mask"].bool()
 
 
@@ -105,7 +105,7 @@ def test_the_clip_of_the_options_bounds_the_ratio_to_the_old_log_probs(
     sums.loss.backward()
     torch.testing.assert_close(sums.loss.detach(), torch.tensor(loss))
     torch.testing.assert_close(log_probs_K.grad, torch.tensor([slope]))
-    assert bool(sums.token_sums["clip_fraction"]) is (slope == 0)
+    assert any(float(sums.token_sums.get(name, 0)) for name in CLIPPED) is (slope == 0)
     assert float(sums.token_sums["approx_kl"]) == pytest.approx(ratio - 1 - math.log(ratio), rel=1e-4)
 
 
@@ -127,8 +127,6 @@ def test_importance_correction_is_capped_detached_and_skips_unknown_tokens():
     build_algorithm(AlgorithmSection(options={"importance_cap": 2.0})).loss(batch).loss.backward()
     expected_K = -torch.tensor([0.5, 1.0, 0.0]).exp().clamp(max=2.0)
     torch.testing.assert_close(log_probs_K.grad, expected_K)
-    weights_K = truncated_importance(log_probs_K, engine_K, 2.0)
-    assert not weights_K.requires_grad
 
 
 def test_equal_rewards_have_exactly_zero_advantage():
@@ -149,7 +147,7 @@ def test_a_group_of_one_has_nothing_to_compare():
 
 
 def test_unknown_algorithm_names_the_nearest():
-    assert ALGORITHMS.names() == ["grpo"]
+    assert {"grpo", "dapo", "reinforce_pp"} <= set(ALGORITHMS.names())
     with pytest.raises(Refusal, match="did you mean 'grpo'"):
         build_algorithm(AlgorithmSection(name="grop"))
 

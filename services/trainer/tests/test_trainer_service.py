@@ -373,9 +373,9 @@ async def test_unserved_kinds_of_inference_say_so(client):
 def test_capabilities_and_help_need_no_torch():
     code = (
         "import sys; from headrace_trainer import __main__; "
-        "from headrace_trainer.algorithms import ALGORITHMS; assert ALGORITHMS.names() == ['grpo'];"
+        "from headrace_trainer.algorithms import ALGORITHMS; assert 'grpo' in ALGORITHMS.names();"
         "from headrace_trainer.backends import BACKENDS; assert BACKENDS.names() == ['fsdp'];"
-        "assert ALGORITHMS.capabilities(print)[0].startswith('grpo={') and BACKENDS.capabilities(print);"
+        "assert len(ALGORITHMS.capabilities(exit)) == len(ALGORITHMS.names()) and BACKENDS.capabilities(print);"
         "assert 'torch' not in sys.modules, 'torch was imported'"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -12,6 +12,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from headrace_trainer.algorithms.functional import Terms
+
 
 class Barrier(Enum):
     """The set that must be complete before its gradient may be taken."""
@@ -86,6 +88,12 @@ class TokenBatch:
     def flat(self, values_ST: Tensor) -> Tensor:
         """(K,) from (S, T): undoes `padded`."""
         return values_ST[self.sequences_K, self._places()[0]]
+
+    def flat_terms(self, terms: Terms) -> Terms:
+        """(K,) loss and metrics from (S, T) ones."""
+        return Terms(
+            self.flat(terms.loss), {name: self.flat(values_ST) for name, values_ST in terms.metrics.items()}
+        )
 
     def _places(self) -> tuple[Tensor, int, int]:
         """Each token's place in its sequence, the number of sequences, the length of the longest."""

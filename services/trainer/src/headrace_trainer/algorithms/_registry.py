@@ -13,12 +13,17 @@ if TYPE_CHECKING:
 
     from headrace_trainer.algorithms._base import Algorithm
 
+_BUILT_IN = (
+    *("cispo", "dapo", "dr_grpo", "gmpo", "grpo", "gspo", "opo"),
+    *("passk_grpo", "reinforce_pp", "reinforce_pp_baseline", "rloo", "sapo"),
+)
+
 ALGORITHMS: Registry[Algorithm] = Registry(
     "headrace.algorithms",
     "algorithm",
     "algorithm.name",
     "algorithm.options",
-    {"grpo": "headrace_trainer.algorithms.plugins:GRPO"},
+    {name: f"headrace_trainer.algorithms.plugins:{name.upper()}" for name in _BUILT_IN},
 )
 
 
