@@ -121,9 +121,10 @@ async def test_a_rank_alone_gives_up_at_its_deadline(client, make_config):
     assert time.monotonic() - started < 20
 
 
-async def test_two_ranks_equal_one(pair, client, make_config, make_settled, settled_digest):
+@pytest.mark.parametrize("options", [{}, {"epochs": 2, "minibatches": 2}], ids=["one pass", "passes"])
+async def test_two_ranks_equal_one(pair, client, make_config, make_settled, settled_digest, options):
     leader, follower, _ = pair
-    config = make_config(**SETTINGS)
+    config = make_config(**SETTINGS, algorithm={"options": options})
     await form(leader, follower, config)
     restored, followed = await asyncio.gather(leader.restore("", 1), follower.restore("", 1))
     assert restored.warmup_steps == followed.warmup_steps == 3

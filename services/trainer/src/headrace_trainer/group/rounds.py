@@ -20,9 +20,11 @@ from headrace_trainer.errors import Quiesced
 from headrace_trainer.group.group import Gang
 from headrace_trainer.learning.samples import Rows
 
-Kind = Literal["restore", "micro", "check", "infer", "publish", "snapshot", "commit", "abort", "leave"]
+Kind = Literal[
+    "restore", "micro", "check", "infer", "hold", "commit", "release", "publish", "snapshot", "abort", "leave"
+]
 
-GOVERNED: frozenset[Kind] = frozenset({"restore", "micro", "check", "infer", "commit"})
+GOVERNED: frozenset[Kind] = frozenset({"restore", "micro", "check", "infer", "hold", "commit"})
 """Rounds that need every rank's lease. The others end or hand out what such a round has made."""
 
 STUCK_EXIT_CODE = 70
@@ -34,7 +36,8 @@ DEADLINE_S = 900.0
 class Round(msgspec.Struct, frozen=True, omit_defaults=True):
     """What all ranks do next.
 
-    `work` has one entry a rank (micro, infer); a rank whose entry is empty runs a zero-weight dummy.
+    `work` has one entry a rank (micro, infer); a rank whose entry is empty runs a zero-weight dummy. `back` is a
+    release's: to what was held.
     """
 
     generation: int
@@ -46,6 +49,7 @@ class Round(msgspec.Struct, frozen=True, omit_defaults=True):
     denominator: float = 1.0
     learning_rate: float = 0.0
     checkpoint: str = ""
+    back: bool = False
 
 
 class RoundLost(RuntimeError):
