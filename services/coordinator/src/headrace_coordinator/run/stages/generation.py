@@ -6,6 +6,7 @@ A lost rollout's work is re-issued; a group whose member cannot be made or score
 from __future__ import annotations
 
 import asyncio
+from array import array
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass, field
@@ -20,11 +21,18 @@ from headrace_coordinator.domain.dispatch import Dispatcher, GroupWork
 from headrace_coordinator.domain.slots import DROPPED, FINISHED, PENDING, Offer, Slot, accepts, plan_assign
 from headrace_coordinator.fleet.ports import InstanceDown
 from headrace_coordinator.fleet.waits import Notifier
+from headrace_coordinator.projections.trajectories import LOG_PROBS_KEPT
 from headrace_coordinator.run.clients import Published, RolloutClient, SlotKey
 from headrace_coordinator.run.concurrency import gather_all
 from headrace_coordinator.run.context import RunContext
 from headrace_coordinator.run.stages.relay import Relay
-from headrace_coordinator.run.stages.scoring import Scoring, sampled, score_item
+from headrace_coordinator.run.stages.scoring import (
+    Scoring,
+    first_log_probs,
+    sampled,
+    score_item,
+    version_spans,
+)
 from headrace_coordinator.run.stages.step_timer import StepTimer
 
 SAMPLE_RETRIES = 2
@@ -43,6 +51,8 @@ class Scored:
     finish_reason: int
     tokens: int
     oldest: int
+    versions: list[tuple[int, int]] = field(default_factory=list)
+    log_probs: array[float] = field(default_factory=lambda: array("f"))
 
 
 @dataclass
@@ -303,6 +313,8 @@ class Generation:
             finish_reason=body.finish_reason,
             tokens=tokens,
             oldest=min(policies, default=self._published.version.number),
+            versions=version_spans(body),
+            log_probs=first_log_probs(body, LOG_PROBS_KEPT),
         )
         self._relay.put(key, body, size)
         self._scoring.put(score_item(self._context.item(key[0]), body, tokens, evaluation=False))
