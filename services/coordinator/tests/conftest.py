@@ -14,6 +14,8 @@ import pytest
 from headrace_coordinator.api.admission import FleetView, check
 from headrace_coordinator.api.control import Page, Refused
 from headrace_coordinator.api.http import make_app
+from headrace_coordinator.api.overviews import summary
+from headrace_schema.overviews import CurvesView
 from headrace_schema.problems import nearest
 from headrace_schema.spec import RunSpec
 from headrace_schema.views import (
@@ -89,6 +91,25 @@ class FakeControl:
         start = names.index(after) + 1 if after else 0
         shown = names[start : start + size]
         return [self.run(name) for name in shown], shown[-1] if start + size < len(names) else None
+
+    async def summaries(self, size: int, after: str, states: frozenset[str], search: str):
+        names = [
+            name
+            for name in reversed(self.records)
+            if search in name and (not states or self.records[name].state in states)
+        ]
+        start = names.index(after) + 1 if after else 0
+        shown = [summary(self.run(name), [0.25, None]) for name in names[start : start + size]]
+        return shown, shown[-1].id if start + size < len(names) else None, len(names)
+
+    async def curves(self, run_id: str, points: int) -> CurvesView:
+        self.run(run_id)
+        return CurvesView(steps=[1], series={"train/reward": [None]}, evaluations=[], total=1, event=0)
+
+    async def newest_events(self, run_id: str, size: int, before: int) -> Page[EventView, int]:
+        self.run(run_id)
+        found = [event for event in reversed(self.log[run_id]) if event.id < before]
+        return found[:size], found[size - 1].id if len(found) > size else None
 
     def run_states(self) -> dict[str, int]:
         return Counter(run.state for run in self.records.values())

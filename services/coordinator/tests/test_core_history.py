@@ -246,6 +246,44 @@ async def test_pages_equal_the_whole_list_at_every_offset_over_rewinds(opened):
             assert repr(found) == repr(views), (name, size)
 
 
+async def test_curves_and_summaries_show_the_live_lineage_thinned_out(opened):
+    one = await opened()
+    one.event_log.post(submitted(), restored(1))
+    await train(one.event_log, 12)
+    whole = await one.reads.curves("r", 100)
+    assert whole.steps == list(range(1, 13)) and whole.total == 12
+    assert whole.series["train/reward"] == [0.5] * 12 and whole.series["trainer/loss"] == [None] * 12
+    few = await one.reads.curves("r", 4)
+    assert len(few.steps) == 4 and few.steps[-1] == 12 and few.steps == sorted(set(few.steps))
+    newest = await anext(one.reads.events("r", whole.event - 1))
+    assert (newest.id, newest.type, newest.data["view"]["step"]) == (whole.event, "step_committed", 12)
+    (shown,), more, total = await one.reads.summaries(10, "", frozenset(), "R")
+    assert (shown.step, shown.reward_mean, shown.rewards, more, total) == (12, 0.5, [0.5] * 12, None, 1)
+    for states, search in (({"PAUSED"}, ""), (set(), "other")):
+        assert await one.reads.summaries(10, "", frozenset(states), search) == ([], None, 0)
+    kept = await one.event_log.history.kept("r", 3)
+    one.event_log.post(restored(100, 4, 3, 3, kept), committed(3, 101, 100))
+    await one.event_log.flush()
+    assert (await one.reads.curves("r", 100)).steps == [1, 2, 3, 4]
+    (shown,), _, _ = await one.reads.summaries(10, "", frozenset(), "")
+    assert len(shown.rewards) == 4
+
+
+async def test_the_newest_events_come_first_in_pages_and_without_slots(opened):
+    one = await opened()
+    one.event_log.post(submitted(), restored(1))
+    await train(one.event_log, 400)
+    one.event_log.post(*ended())
+    await one.event_log.flush()
+    whole, before = [], 2**63 - 1
+    while before is not None:
+        page, before = await one.reads.newest_events("r", 37, before)
+        whole += page
+    assert [event.id for event in whole] == (await one.events())[::-1]
+    assert [event.type for event in whole[:3]] == ["run_state_changed", "run_state_changed", "step_committed"]
+    assert whole[2].data["certificate"]["trained"] == 4
+
+
 async def test_a_run_that_has_ended_leaves_memory_and_reads_the_same(opened):
     one = await opened()
     one.event_log.post(submitted(), restored(1))

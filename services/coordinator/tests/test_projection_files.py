@@ -291,3 +291,44 @@ def test_projections_load_neither_torch_nor_tensorboard():
     )
     output = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert output.stdout.strip() == "[]"
+
+
+def test_trajectories_are_sorted_and_filtered_page_by_page(tmp_path):
+    projection = RunProjection(tmp_path, trajectory_file_bytes=2000)
+    rewards = [0.5, 1.0, 0.0, 1.0, 0.25, 0.5]
+    for step in range(3):
+        views = [
+            trajectory_view(step, 2 * step + index // 3, index % 3, reward=reward)
+            for index, reward in enumerate(rewards)
+        ]
+        projection.trajectories(views)
+    projection.close()
+
+    def walk(**options):
+        found, token = [], ""
+        while True:
+            page = read_trajectories(tmp_path, token, 4, **options)
+            found += [(view.step, view.prompt_ordinal, view.sample_index) for view in page.trajectories]
+            if not (token := page.next_page_token):
+                return found
+
+    oldest = walk()
+    assert len(oldest) == 18 and oldest == sorted(oldest)
+    assert walk(order="newest") == oldest[::-1]
+    best = [oldest.index(each) % 6 for each in walk(order="best", step=1)]
+    assert best == [1, 3, 0, 5, 4, 2]
+    assert [oldest.index(each) % 6 for each in walk(order="worst", step=1)] == [2, 4, 0, 5, 1, 3]
+    assert walk(prompt=3) == [(1, 3, 0), (1, 3, 1), (1, 3, 2)]
+    assert sorted(walk(order="best")) == oldest
+    with pytest.raises(PageTokenError):
+        read_trajectories(tmp_path, "1.7", order="best")
+
+
+def test_log_probs_and_versions_of_a_trajectory_are_kept(tmp_path):
+    projection = RunProjection(tmp_path)
+    projection.trajectories(
+        [trajectory_view(0, 0, versions=[(3, 1), (4, 1)], log_probs=[-0.5, float("-inf")])]
+    )
+    projection.close()
+    (view,) = read_trajectories(tmp_path).trajectories
+    assert (view.versions, view.log_probs) == ([(3, 1), (4, 1)], [-0.5, None])

@@ -55,7 +55,7 @@ class RecordedRounds:
     def hold(self):
         self._see("hold")
 
-    def release(self, *, back):
+    def end_hold(self, *, back):
         self._see("release", back)
 
     def drop(self):

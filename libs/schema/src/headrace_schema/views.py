@@ -176,6 +176,12 @@ class TrajectoryView(Resource):
     parts: dict[str, float]
     finish_reason: str
     tokens: int
+    versions: list[tuple[int, int]] = Field(
+        default=[], description="(number of a version, tokens that it sampled), in order"
+    )
+    log_probs: list[float | None] = Field(
+        default=[], description="the engine's log-prob of each sampled token in nats, of the first 1024"
+    )
 
 
 class TrajectoryListView(Resource):

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from typing import Protocol, TypeVar
 
+from headrace_schema.overviews import CurvesView, RunSummaryView
 from headrace_schema.spec import RunSpec
 from headrace_schema.views import (
     CertificateView,
@@ -53,6 +54,21 @@ class Control(Protocol):
 
     def runs(self, size: int, after: str = "") -> Page[RunView, str]:
         """Runs behind run `after`, newest first; ValueError when it is not a run of the list."""
+
+    async def summaries(
+        self, size: int, after: str, states: frozenset[str], search: str
+    ) -> tuple[list[RunSummaryView], str | None, int]:
+        """(runs in short behind run `after`, newest first; where the next page begins; how many match).
+
+        Those in one of the `states`, or in any when there are none, whose id contains `search`. ValueError when
+        `after` does not match.
+        """
+
+    async def curves(self, run_id: str, points: int) -> CurvesView:
+        """Figures of at most `points` steps of the live lineage."""
+
+    async def newest_events(self, run_id: str, size: int, before: int) -> Page[EventView, int]:
+        """Events with ids below `before`, newest first, with the number of slots in place of lists of them."""
 
     def run_states(self) -> dict[str, int]:
         """How many runs there are by state."""

@@ -12,6 +12,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TypeVar
 
+from headrace_schema.overviews import CurvesView, RunSummaryView
 from headrace_schema.problems import nearest
 from headrace_schema.spec import RunSpec
 from headrace_schema.views import (
@@ -28,6 +29,7 @@ from headrace_schema.views import (
     StepView,
 )
 
+from headrace_coordinator.api import overviews as over
 from headrace_coordinator.api import presenters as present
 from headrace_coordinator.api.archive import Archive
 from headrace_coordinator.api.control import Page, Refused
@@ -62,6 +64,7 @@ class Reads:
         self.fleet = fleet
         self._queue = queue
         self.vitals = Vitals(event_log)
+        self._sparks = over.Sparks()
         self.archive = Archive(event_log, busy)
 
     # --- runs
@@ -96,6 +99,36 @@ class Reads:
         start = names.index(after) + 1 if after else 0
         shown = names[start : start + size]
         return [self.run(name) for name in shown], shown[-1] if start + size < len(names) else None
+
+    async def summaries(
+        self, size: int, after: str, states: frozenset[str], search: str
+    ) -> tuple[list[RunSummaryView], str | None, int]:
+        """See `Control.summaries`."""
+        every = self._newest_first()
+        place = every.index(after) + 1 if after else 0
+        before = [name for name in every[:place] if self._matches(name, states, search)]
+        behind = [name for name in every[place:] if self._matches(name, states, search)]
+        shown = [await self._summary(self.run(name)) for name in behind[:size]]
+        return shown, shown[-1].id if len(behind) > size else None, len(before) + len(behind)
+
+    def _matches(self, name: str, states: frozenset[str], search: str) -> bool:
+        state = self.event_log.state
+        run = state.runs.get(name) or state.ended[name]
+        return search.lower() in name.lower() and (not states or run.state in states)
+
+    async def _summary(self, run: RunView) -> RunSummaryView:
+        spark = self._sparks.known(run)
+        if spark is None:
+            spark = self._sparks.keep(run, await self.event_log.history.read(run.id, over.read_spark))
+        return over.summary(run, spark)
+
+    async def curves(self, run_id: str, points: int) -> CurvesView:
+        """See `Control.curves`."""
+        return await self._look(run_id, lambda files: over.read_curves(files, points))
+
+    async def newest_events(self, run_id: str, size: int, before: int) -> Page[EventView, int]:
+        """See `Control.newest_events`."""
+        return await self._look(run_id, lambda files: over.read_events(files, size, before))
 
     def run(self, run_id: str) -> RunView:
         """See `Control.run`."""

@@ -3,76 +3,148 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from functools import lru_cache
 from pathlib import Path
+from typing import Literal, NamedTuple, get_args
 
 import msgspec
 from headrace_schema.views import TrajectoryListView, TrajectoryView
 from pydantic import ValidationError
 
 from headrace_coordinator.projections.lines import read_lines
-from headrace_coordinator.projections.trajectories import NAME, decode_slot, full_files, number_of
+from headrace_coordinator.projections.trajectories import NAME, Slot, full_files, number_of
 
 PAGE_SIZE = 50
-Position = tuple[int, int]
+SCANS_KEPT = 12
+"""Files whose lines are known by heart. One that grows is read again; a rotated one never is."""
+Order = Literal["oldest", "newest", "best", "worst"]
+ORDERS: tuple[str, ...] = get_args(Order)
 
 
 class PageTokenError(ValueError):
     """A page token that this list did not give."""
 
 
+class _Rewarded(Slot, frozen=True):
+    reward: float | None
+
+
+class _Line(NamedTuple):
+    """A line: its file's number, where it ends and how long it is, in bytes, and what it is of."""
+
+    file: int
+    end: int
+    length: int
+    slot: _Rewarded
+
+
+_decode = msgspec.json.Decoder(_Rewarded).decode
+
+
+def _by_reward(line: _Line) -> float:
+    reward = line.slot.reward
+    return float("-inf") if reward is None else reward
+
+
+def _by_place(line: _Line) -> tuple[int, int]:
+    return line.file, line.end
+
+
+# Sorting is stable: of equal rewards the oldest comes first.
+_SORTS: dict[str, Callable[[list[_Line]], list[_Line]]] = {
+    "oldest": lambda lines: lines,
+    "newest": lambda lines: lines[::-1],
+    "best": lambda lines: sorted(lines, key=_by_reward, reverse=True),
+    "worst": lambda lines: sorted(lines, key=_by_reward),
+}
+
+
 def read_trajectories(
-    directory: Path, page_token: str = "", page_size: int = PAGE_SIZE, *, step: int | None = None
+    directory: Path,
+    page_token: str = "",
+    page_size: int = PAGE_SIZE,
+    *,
+    step: int | None = None,
+    prompt: int | None = None,
+    order: Order = "oldest",
 ) -> TrajectoryListView:
-    """A page of live trajectories, oldest first; those of one step where `step` says so.
+    """A page of live trajectories; those of one step or prompt where `step` or `prompt` say so.
 
     A token stays valid while the file grows and is rotated; PageTokenError when it is none.
     """
-    number, offset = position = _parse(page_token)
-    files = [(number_of(path), path) for path in full_files(directory)]
-    files.append((files[-1][0] + 1 if files else 1, directory / NAME))
-    live = _live_lines(files, step)
+    files = {number_of(path): path for path in full_files(directory)}
+    files[max(files, default=0) + 1] = directory / NAME
+    lines = _SORTS[order](_live_lines(files, step, prompt))
     page: list[TrajectoryView] = []
-    for index, path in files:
-        if index < number:
+    last = ""
+    for line in lines[_start(lines, page_token, order) :]:
+        view = _view(files[line.file], line)
+        if view is None:
             continue
-        for end, line in read_lines(path, offset if index == number else 0):
-            view = _view(line) if (index, end) in live else None
-            if view is None:
-                continue
-            if len(page) == page_size:
-                return TrajectoryListView(trajectories=page, next_page_token=f"{position[0]}.{position[1]}")
-            page.append(view)
-            position = (index, end)
+        if len(page) == page_size:
+            return TrajectoryListView(trajectories=page, next_page_token=last)
+        page.append(view)
+        last = f"{line.file}.{line.end}"
     return TrajectoryListView(trajectories=page)
 
 
-def _parse(token: str) -> Position:
+def _start(lines: list[_Line], token: str, order: Order) -> int:
+    """Index of the first line behind the one that a token names, which may be gone where the order is by place."""
     if not token:
-        return 0, 0
+        return 0
     found = re.fullmatch(r"(\d{1,9})\.(\d{1,15})", token, re.ASCII)
     if not found:
         raise PageTokenError(token)
-    return int(found[1]), int(found[2])
+    place = int(found[1]), int(found[2])
+    if order == "oldest":
+        return sum(_by_place(line) <= place for line in lines)
+    if order == "newest":
+        return sum(_by_place(line) >= place for line in lines)
+    for index, line in enumerate(lines):
+        if _by_place(line) == place:
+            return index + 1
+    raise PageTokenError(token)
 
 
-def _view(line: bytes) -> TrajectoryView | None:
+def _view(path: Path, line: _Line) -> TrajectoryView | None:
     try:
-        return TrajectoryView.model_validate_json(line)
-    except ValidationError:
+        with path.open("rb") as file:
+            file.seek(line.end - line.length)
+            return TrajectoryView.model_validate_json(file.read(line.length))
+    except (OSError, ValidationError):
         return None
 
 
-def _live_lines(files: list[tuple[int, Path]], step: int | None) -> set[Position]:
-    """Ends of the lines to show. A later line replaces its slot's earlier one; a later version its step's."""
+def _live_lines(files: dict[int, Path], step: int | None, prompt: int | None) -> list[_Line]:
+    """The lines to show, oldest first. A later line replaces its slot's earlier one; a later version its step's."""
     versions: dict[int, int] = {}
-    slots: dict[tuple[int, int, int], tuple[int, Position]] = {}
-    for number, path in files:
-        for end, line in read_lines(path):
-            try:
-                slot = decode_slot(line)
-            except msgspec.DecodeError:
-                continue
-            if step is None or slot.step == step:
-                versions[slot.step] = slot.version
-                slots[slot.step, slot.prompt_ordinal, slot.sample_index] = slot.version, (number, end)
-    return {place for (at, _, _), (version, place) in slots.items() if version == versions[at]}
+    slots: dict[tuple[int, int, int], _Line] = {}
+    for number, path in files.items():
+        for end, length, slot in _slots(path):
+            versions[slot.step] = slot.version
+            if (step is None or slot.step == step) and (prompt is None or slot.prompt_ordinal == prompt):
+                key = slot.step, slot.prompt_ordinal, slot.sample_index
+                slots[key] = _Line(number, end, length, slot)
+    live = [line for line in slots.values() if line.slot.version == versions[line.slot.step]]
+    return sorted(live, key=_by_place)
+
+
+def _slots(path: Path) -> list[tuple[int, int, _Rewarded]]:
+    try:
+        status = path.stat()
+    except FileNotFoundError:
+        return []
+    return _scan(path, status.st_ino, status.st_size)
+
+
+@lru_cache(SCANS_KEPT)
+def _scan(path: Path, inode: int, size: int) -> list[tuple[int, int, _Rewarded]]:
+    """(end, length, slot) of each whole line of a file that is as large as that."""
+    found: list[tuple[int, int, _Rewarded]] = []
+    for end, line in read_lines(path):
+        try:
+            found.append((end, len(line), _decode(line)))
+        except msgspec.DecodeError:
+            continue  # A torn line; the file's writer has closed it off.
+    return found

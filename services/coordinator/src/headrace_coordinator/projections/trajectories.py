@@ -12,6 +12,8 @@ from headrace_coordinator.projections.lines import LineFile, read_lines
 
 NAME = "trajectories.jsonl"
 KEPT_A_STEP = 64
+LOG_PROBS_KEPT = 1024
+"""Tokens of an answer whose log-prob is kept."""
 T = TypeVar("T")
 Key = tuple[int, int, int, int, int]
 
@@ -31,7 +33,7 @@ class Slot(msgspec.Struct, frozen=True):
         return self.step, self.version, self.prompt_ordinal, self.sample_index, self.attempt
 
 
-class Settled(Slot, frozen=True):
+class Settled(Slot, frozen=True, omit_defaults=True):
     """A line: the fields of `TrajectoryView`, without its checks of what the coordinator itself has made."""
 
     prompt: str
@@ -41,6 +43,8 @@ class Settled(Slot, frozen=True):
     parts: dict[str, float]
     finish_reason: str
     tokens: int
+    versions: list[tuple[int, int]] = []
+    log_probs: list[float] = []
 
 
 encode_line = msgspec.json.Encoder().encode

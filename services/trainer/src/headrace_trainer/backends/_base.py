@@ -89,9 +89,9 @@ class Backend(Protocol):
         """Reduces, divides, clips and steps; accumulators are empty afterwards."""
 
     def hold(self) -> None:
-        """Keeps weights and optimizer state as they are, in host memory, until `release`."""
+        """Keeps weights and optimizer state as they are, in host memory, until `end_hold`."""
 
-    def release(self, *, back: bool) -> None:
+    def end_hold(self, *, back: bool) -> None:
         """Forgets what `hold` kept; `back` returns to it first and drops what is accumulated."""
 
     def weight_layout(self) -> list[tuple[str, str, tuple[int, ...]]]:

@@ -64,9 +64,9 @@ class LeaderRounds:
         """See `StepRounds`."""
         self._step("hold")
 
-    def release(self, *, back: bool) -> None:
+    def end_hold(self, *, back: bool) -> None:
         """See `StepRounds`."""
-        self._step("release", back=back)
+        self._step("end_hold", back=back)
 
     def drop(self) -> None:
         """See `StepRounds`."""

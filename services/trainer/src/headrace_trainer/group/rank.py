@@ -81,8 +81,8 @@ class Rank:
             return self._snapshot()
         if header.kind == "hold":
             self.backend.hold()
-        if header.kind == "release":
-            self.backend.release(back=header.back)
+        if header.kind == "end_hold":
+            self.backend.end_hold(back=header.back)
         if header.kind == "restore":
             self._restore(header)
         if header.kind == "publish":

@@ -21,7 +21,7 @@ from headrace_trainer.group.group import Gang
 from headrace_trainer.learning.samples import Rows
 
 Kind = Literal[
-    "restore", "micro", "check", "infer", "hold", "commit", "release", "publish", "snapshot", "abort", "leave"
+    "restore", "micro", "check", "infer", "hold", "commit", "end_hold", "publish", "snapshot", "abort", "leave"
 ]
 
 GOVERNED: frozenset[Kind] = frozenset({"restore", "micro", "check", "infer", "hold", "commit"})
@@ -37,7 +37,7 @@ class Round(msgspec.Struct, frozen=True, omit_defaults=True):
     """What all ranks do next.
 
     `work` has one entry a rank (micro, infer); a rank whose entry is empty runs a zero-weight dummy. `back` is a
-    release's: to what was held.
+    end_hold's: to what was held.
     """
 
     generation: int

@@ -79,7 +79,7 @@ class BatchLearner:
         else:
             self.reset()
             if several:
-                self._rounds.release(back=False)
+                self._rounds.end_hold(back=False)
         return finished
 
     def reset(self) -> None:
@@ -88,7 +88,7 @@ class BatchLearner:
 
     def _back(self, held: bool) -> None:
         if held:
-            self._rounds.release(back=True)
+            self._rounds.end_hold(back=True)
         else:
             self._rounds.drop()
 

@@ -39,7 +39,7 @@ class StepRounds(Protocol):
     def hold(self) -> None:
         """Keeps weights and optimizer state as they are, to go back to."""
 
-    def release(self, *, back: bool) -> None:
+    def end_hold(self, *, back: bool) -> None:
         """Forgets what was held; `back` returns to it first and empties the accumulators."""
 
     def drop(self) -> None:

@@ -15,6 +15,8 @@ from headrace_coordinator.api.http.errors import ANSWERS, add_error_handlers
 from headrace_coordinator.api.http.fleet import ScaleRequest, fleet_routes, service_routes
 from headrace_coordinator.api.http.guard import Guard
 from headrace_coordinator.api.http.links import link_routes
+from headrace_coordinator.api.http.overviews import overview_routes
+from headrace_coordinator.api.http.pages import page_routes
 from headrace_coordinator.api.http.runs import run_routes
 
 VERSION = "1"
@@ -27,8 +29,9 @@ def make_app(
 ) -> FastAPI:
     """The API over `control`; trajectories are read from `runs_directory`/RUN.
 
-    With a `token` every request but /healthz must bear it. Without one, only requests that name this machine
-    by an address or as localhost, and that come from no other site's web page, are answered.
+    With a `token` every request but /healthz and those for the dashboard's files must bear it. Without one, only
+    requests that name this machine by an address or as localhost, and that come from no other site's web page, are
+    answered.
     """
     app = FastAPI(
         title="Headrace coordinator",
@@ -40,9 +43,11 @@ def make_app(
         generate_unique_id_function=lambda route: route.name,
     )
     app.include_router(run_routes(control, runs_directory, heartbeat_s))
+    app.include_router(overview_routes(control))
     app.include_router(fleet_routes(control))
     app.include_router(service_routes(control))
     app.include_router(link_routes(token))
+    app.include_router(page_routes())
     app.add_middleware(Guard, token=token)
     add_error_handlers(app)
     app.openapi = lambda: describe(app)  # type: ignore[method-assign]

@@ -15,6 +15,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from headrace_coordinator.api.http.errors import error_response
+from headrace_coordinator.api.http.pages import is_page
 
 OPEN_PATHS = frozenset({"/healthz", "/open"})  # /open takes a one-time code
 REQUESTS = Counter(
@@ -50,7 +51,8 @@ class Guard:
 
     def _refusal(self, scope: Scope) -> Response | None:
         headers = Headers(scope=scope)
-        if scope["path"] in OPEN_PATHS:
+        path = scope["path"]
+        if path in OPEN_PATHS or (self._token is not None and is_page(path)):
             return None
         if self._token is not None:
             return self._without_token(headers)

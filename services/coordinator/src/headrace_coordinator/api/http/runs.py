@@ -39,7 +39,7 @@ from headrace_coordinator.api.http.requests import (
     view_response,
 )
 from headrace_coordinator.data import Dataset
-from headrace_coordinator.projections.reading import PageTokenError, read_trajectories
+from headrace_coordinator.projections.reading import Order, PageTokenError, read_trajectories
 
 MAX_EVENT_ID = 2**63 - 1
 EventId = Annotated[int, Field(ge=0, le=MAX_EVENT_ID)]
@@ -164,11 +164,17 @@ def _records(routes: APIRouter, control: Control, runs_directory: Path) -> None:
         page_size: PageSize = 50,
         page_token: PageToken = "",
         step: Annotated[int | None, Query(ge=0, description="only this step's")] = None,
+        prompt: Annotated[
+            int | None, Query(ge=0, description="only the group of this prompt ordinal")
+        ] = None,
+        order: Annotated[Order, Query(description="by time, or by reward: best or worst first")] = "oldest",
     ) -> Response:
-        """A sample of the settled trajectories as text, oldest first."""
+        """A sample of the settled trajectories as text."""
         directory = runs_directory / control.run(run_id).id
         try:
-            found = await asyncio.to_thread(read_trajectories, directory, page_token, page_size, step=step)
+            found = await asyncio.to_thread(
+                read_trajectories, directory, page_token, page_size, step=step, prompt=prompt, order=order
+            )
         except PageTokenError as error:
             raise foreign_token(page_token) from error
         return view_response(found)

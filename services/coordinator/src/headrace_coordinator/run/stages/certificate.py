@@ -124,6 +124,8 @@ def settled_lines(
             parts=scored.parts,
             finish_reason=common.FinishReason.Name(scored.finish_reason).removeprefix("FINISH_REASON_"),  # type: ignore[arg-type]
             tokens=slot.tokens,
+            versions=scored.versions,
+            log_probs=[round(value, 4) for value in scored.log_probs],
         )
         for slot, scored in spread(found, KEPT_A_STEP)
     ]

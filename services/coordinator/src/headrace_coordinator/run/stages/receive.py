@@ -16,11 +16,18 @@ from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain.dispatch import accepts
 from headrace_coordinator.domain.slot_index import ASSIGNED, FINISHED, Slot
 from headrace_coordinator.fleet.waits import Notifier
+from headrace_coordinator.projections.trajectories import LOG_PROBS_KEPT
 from headrace_coordinator.run.clients import Published, RolloutClient, SlotKey
 from headrace_coordinator.run.context import RunContext
 from headrace_coordinator.run.stages.dispatch import Dispatch
 from headrace_coordinator.run.stages.relay import Relay
-from headrace_coordinator.run.stages.scoring import Scoring, sampled, score_item
+from headrace_coordinator.run.stages.scoring import (
+    Scoring,
+    first_log_probs,
+    sampled,
+    score_item,
+    version_spans,
+)
 from headrace_coordinator.run.stages.settle import Batch, Scored, Settle
 
 SAMPLE_RETRIES = 2
@@ -175,6 +182,8 @@ class Receive:
             completion=body.completion_text,
             finish_reason=body.finish_reason,
             oldest=min(taken.policies, default=self._published.version.number),
+            versions=version_spans(body),
+            log_probs=first_log_probs(body, LOG_PROBS_KEPT),
         )
         self._relay.put((slot.prompt, slot.sample), body, taken.size)
         self._scoring.put(score_item(self._context.item(slot.prompt), body, taken.tokens, evaluation=False))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable
 
@@ -47,6 +48,20 @@ def sampled(body: common.Trajectory) -> tuple[int, set[int]]:
             policies.add(number)
             tokens += len(segment.tokens.token_ids)
     return tokens, policies
+
+
+def version_spans(body: common.Trajectory) -> list[tuple[int, int]]:
+    """(number of a version, tokens that it sampled), in order."""
+    return [(part.policy_number, len(part.tokens.token_ids)) for part in body.segments if part.policy_number]
+
+
+def first_log_probs(body: common.Trajectory, most: int) -> array[float]:
+    """The engine's log-probs of the first sampled tokens."""
+    found = array("f")
+    for part in body.segments:
+        if part.policy_number:
+            found.extend(part.tokens.log_probs[: most - len(found)])
+    return found
 
 
 class Scoring:

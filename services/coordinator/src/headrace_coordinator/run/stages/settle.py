@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from math import isfinite
@@ -23,6 +24,8 @@ class Scored:
     completion: str
     finish_reason: int
     oldest: int
+    versions: list[tuple[int, int]]
+    log_probs: array[float]
     reward: float | None = None
     parts: dict[str, float] = field(default_factory=dict)
 

@@ -62,6 +62,26 @@ class Segments:
                 if line[0] > number:
                     yield line, place
 
+    def before(self, number: int, most: int) -> list[Line]:
+        """At most `most` whole lines with lower numbers, the highest one first."""
+        found: list[Line] = []
+        for name in reversed(self.names()):
+            if name < number and len(found) < most:
+                found += self._back(name, self._offset_after(name, number - 1), most - len(found))
+        return found
+
+    def _back(self, segment: int, end: int, most: int) -> list[Line]:
+        """The last lines of a segment before an offset, the last one first."""
+        size = _BLOCK
+        while True:
+            begin = max(0, end - size)
+            with self.path(segment).open("rb") as file:
+                begin = _line_start(file.fileno(), begin, end) if begin else 0
+            lines = [line for line, place in self._lines(segment, begin) if place.offset < end]
+            if len(lines) >= most or begin == 0:
+                return lines[: -most - 1 : -1]
+            size *= 4
+
     def cut(self, number: int) -> tuple[Place | None, bytes]:
         """Removes the lines with higher numbers; returns the last place that is left, and what was removed."""
         end: Place | None = None

@@ -156,7 +156,7 @@ class FsdpBackend:
         weights = {name: shard.to("cpu", copy=True) for name, shard in self._sharded.shards().items()}
         self._held = weights, self._adamw.copy()
 
-    def release(self, *, back: bool) -> None:
+    def end_hold(self, *, back: bool) -> None:
         """See `Backend`."""
         held, self._held = self._held, None
         if not back:

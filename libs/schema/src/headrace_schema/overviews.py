@@ -1,0 +1,64 @@
+"""What lists and plots show: runs in short, curves of a run as columns, its newest events. Knows no page's layout."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from headrace_schema.resource import Resource
+from headrace_schema.views import EventView
+
+
+class RunSummaryView(Resource):
+    """One run in a list."""
+
+    id: str
+    state: str
+    reason: str
+    priority: int
+    place: int | None = Field(description="place in the queue, from 1; null for a run that is not waiting")
+    step: int
+    steps: int
+    created_at: float
+    started_at: float | None
+    finished_at: float | None
+    waiting_for: list[str]
+    reward_mean: float | None = Field(description="of the newest step; null before the first one")
+    score: float | None = Field(description="of the newest held-out evaluation; null before the first one")
+    rewards: list[float | None] = Field(description="mean rewards of steps at even distances, oldest first")
+    forked_from: str = ""
+
+
+class RunSummaryListView(Resource):
+    """A page of runs in short, newest first."""
+
+    summaries: list[RunSummaryView]
+    total: int = Field(description="runs that match, on all pages")
+    states: dict[str, int] = Field(description="number of runs by state, whether they match or not")
+    next_page_token: str = ""
+
+
+class ScorePointView(Resource):
+    """The score of one evaluation."""
+
+    step: int
+    kind: str
+    score: float | None
+
+
+class CurvesView(Resource):
+    """Figures of the live lineage by step: every list in `series` is as long as `steps`."""
+
+    steps: list[int]
+    series: dict[str, list[float | None]] = Field(
+        description="by TensorBoard's tags: train/reward, trainer/loss, stage_seconds/generate, …; null: no figure"
+    )
+    evaluations: list[ScorePointView]
+    total: int = Field(description="committed steps; more than are listed once they are thinned out")
+    event: int = Field(description="id of an event; those after it are not all in the curves")
+
+
+class EventListView(Resource):
+    """A page of events, newest first, without lists of slots."""
+
+    events: list[EventView]
+    next_page_token: str = ""

@@ -1,0 +1,64 @@
+"""Routes for lists and plots: runs in short, curves, newest events. What the dashboard reads, and others may."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import APIRouter, Depends, Query, Response
+from headrace_schema.overviews import CurvesView, EventListView, RunSummaryListView
+from headrace_schema.problems import choose, problem
+
+from headrace_coordinator.api.control import Control
+from headrace_coordinator.api.http.errors import invalid
+from headrace_coordinator.api.http.pagination import foreign_token, place_of, token_of
+from headrace_coordinator.api.http.requests import PageSize, PageToken, known_parameters, view_response
+from headrace_coordinator.domain import runs
+
+MAX_EVENT_ID = 2**63 - 1
+Points = Annotated[int, Query(ge=2, le=2000, description="most steps; more are thinned out evenly")]
+States = Annotated[list[str] | None, Query(description="only runs in this state; may be repeated")]
+Search = Annotated[
+    str, Query(max_length=100, description="only runs whose id contains this; case is ignored")
+]
+
+
+def overview_routes(control: Control) -> APIRouter:
+    """The routes."""
+    routes = APIRouter(prefix="/v1", tags=["runs"], dependencies=[Depends(known_parameters)])
+
+    @routes.get("/run-summaries", response_model=RunSummaryListView)
+    async def list_run_summaries(
+        page_size: PageSize = 50, page_token: PageToken = "", state: States = None, search: Search = ""
+    ) -> Response:
+        """Runs in short, newest first, with a sparkline of rewards; filtered by state and by part of the id."""
+        for name in state or ():
+            if name not in runs.STATES:
+                raise invalid(
+                    [problem("state", f"there is no state {name[:40]!r}", choose(name, runs.STATES))]
+                )
+        try:
+            shown, place, total = await control.summaries(
+                page_size, page_token, frozenset(state or ()), search
+            )
+        except ValueError as error:
+            raise foreign_token(page_token) from error
+        view = RunSummaryListView(
+            summaries=shown, total=total, states=control.run_states(), next_page_token=token_of(place)
+        )
+        return view_response(view)
+
+    @routes.get("/runs/{run_id}/curves", response_model=CurvesView)
+    async def get_curves(run_id: str, points: Points = 500) -> Response:
+        """Figures of the live lineage as columns, for plots."""
+        return view_response(await control.curves(run_id, points))
+
+    @routes.get("/runs/{run_id}/newest-events", response_model=EventListView)
+    async def list_newest_events(
+        run_id: str, page_size: PageSize = 50, page_token: PageToken = ""
+    ) -> Response:
+        """Events, newest first, with the number of slots in place of lists of them."""
+        before = place_of(page_token) if page_token else MAX_EVENT_ID
+        shown, place = await control.newest_events(run_id, page_size, before)
+        return view_response(EventListView(events=shown, next_page_token=token_of(place)))
+
+    return routes

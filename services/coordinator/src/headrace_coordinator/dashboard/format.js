@@ -1,0 +1,73 @@
+// Numbers, times and events as words.
+
+export function number(value, digits = 3) {
+  if (value === null || value === undefined || Number.isNaN(value)) return "–";
+  const size = Math.abs(value);
+  if (size !== 0 && (size < 0.001 || size >= 1e7)) return value.toExponential(2);
+  return value.toLocaleString("en", { maximumFractionDigits: size >= 100 ? 0 : digits });
+}
+
+export function duration(seconds) {
+  if (seconds === null || seconds === undefined || seconds < 0) return "–";
+  const whole = Math.round(seconds);
+  if (whole < 60) return `${seconds < 10 ? number(seconds, 1) : whole} s`;
+  if (whole < 3600) return `${Math.floor(whole / 60)} min ${whole % 60} s`;
+  if (whole < 86400) return `${Math.floor(whole / 3600)} h ${Math.floor((whole % 3600) / 60)} min`;
+  return `${Math.floor(whole / 86400)} d ${Math.floor((whole % 86400) / 3600)} h`;
+}
+
+export function clock(seconds) {
+  if (!seconds) return "–";
+  const date = new Date(seconds * 1000);
+  const today = date.toDateString() === new Date().toDateString();
+  return date.toLocaleString([], today ? { timeStyle: "medium" } : { dateStyle: "medium", timeStyle: "short" });
+}
+
+export function bytes(count) {
+  const units = ["B", "KiB", "MiB", "GiB", "TiB"];
+  let unit = 0;
+  while (count >= 1024 && unit < units.length - 1) { count /= 1024; unit += 1; }
+  return `${number(count, unit ? 1 : 0)} ${units[unit]}`;
+}
+
+export function plural(count, word) {
+  return `${count.toLocaleString("en")} ${word}${count === 1 ? "" : "s"}`;
+}
+
+const EVENTS = {
+  run_submitted: () => "submitted",
+  run_admitted: (data) => `admitted: ${plural(data.rollouts.length, "rollout")}, ${plural(data.trainers.length, "trainer")}`,
+  run_released: () => "holds nothing any more",
+  run_state_changed: (data) => data.state + (data.reason ? `: ${data.reason}` : ""),
+  run_intent_changed: (data) => `wanted: ${data.intent} (by ${data.author})${data.reason ? `: ${data.reason}` : ""}`,
+  gang_formed: (data) => `trainer group of ${plural(data.members.length, "rank")} formed`,
+  step_opened: (data) => `step ${data.step + 1} begins` + (data.attempt > 1 ? ` (attempt ${data.attempt})` : ""),
+  step_committed: (data) => `step ${data.view.step} committed: version ${data.view.version}, reward ${number(data.view.reward_mean)}`,
+  step_skipped: (data) => `step ${data.step + 1} made no version: every slot was dropped`,
+  step_aborted: (data) => `step ${data.step + 1}, attempt ${data.attempt} aborted: ${data.reason}`,
+  group_dropped: (data) => `group of prompt ${data.prompt} dropped: ${data.reason}${data.detail ? ` (${data.detail})` : ""}`,
+  evaluated: (data) => `${data.view.kind} evaluation after step ${data.view.step}: ${number(data.view.score)}`,
+  version_restored: (data) => data.checkpoint ? `rewound to step ${data.ordinal} (${data.checkpoint}), version ${data.number}` : `initial model is version ${data.number}`,
+  checkpoint_saved: (data) => `checkpoint ${data.name} saved`,
+  checkpoint_failed: (data) => `checkpoint failed: ${data.reason}`,
+  checkpoint_set_aside: (data) => `checkpoint ${data.name} set aside: ${data.reason}`,
+  dataset_opened: (data) => `data opened: ${data.digest.slice(0, 12)}`,
+  model_exported: (data) => `model exported to ${data.path}`,
+  run_recovering: (data) => `recovers: ${data.reason}`,
+  noted: (data) => data.text,
+};
+const GRAVE = new Set(["run_recovering", "step_aborted", "checkpoint_failed", "checkpoint_set_aside", "group_dropped", "step_skipped", "noted"]);
+
+export function eventText(event) {
+  try {
+    const say = EVENTS[event.type];
+    if (say) return say(event.data);
+  } catch (error) {
+    if (!(error instanceof TypeError)) throw error; // An event of another release lacks a field: shown as it is.
+  }
+  return `${event.type} ${JSON.stringify(event.data).slice(0, 300)}`;
+}
+
+export function isGrave(event) {
+  return GRAVE.has(event.type) || (event.type === "version_restored" && Boolean(event.data.checkpoint));
+}

@@ -1,0 +1,81 @@
+// What proves a run's updates: counts of the slot ledger, certificates by version with rewinds, checkpoints.
+
+import { get } from "../api.js";
+import { empty, facts, h, table } from "../dom.js";
+import { bytes, number, plural } from "../format.js";
+
+const SIZE = 50;
+
+export async function proof(root, context) {
+  const { path, signal } = context;
+  const counts = h("div");
+  const ledger = h("div");
+  const checkpoints = h("div");
+  const tokens = [""];
+  let token = "";
+  const back = h("button", { type: "button", onclick: () => { tokens.pop(); certificates(); } }, "Previous");
+  const on = h("button", { type: "button", onclick: () => { tokens.push(token); certificates(); } }, "Next");
+  const fresh = h("button", { type: "button", class: "quiet", onclick: () => load() }, "Refresh");
+  root.append(h("section", { class: "panel" }, h("div", { class: "row" }, h("h2", {}, "Audit"), fresh), counts),
+    h("section", { class: "panel" }, h("h2", {}, "Version ledger"), h("p", { class: "muted" }, "A certificate for every update. A version that a rewind abandoned is struck out; the one that follows names its parent."), ledger, h("div", { class: "row pager" }, back, on)),
+    h("section", { class: "panel" }, h("h2", {}, "Checkpoints"), checkpoints));
+
+  async function load() {
+    await context.look();
+    showCounts(context.run);
+    await Promise.all([certificates(), saved()]);
+  }
+
+  function showCounts(run) {
+    const { counts: found } = run;
+    counts.replaceChildren(h("p", { class: found.duplicates ? "bad" : "good" },
+      found.duplicates ? `${plural(found.duplicates, "slot")} trained or dropped twice: this must not be.` : "No slot is trained or dropped twice."),
+    facts([
+      ["Slots trained", found.trained.toLocaleString("en")], ["Slots dropped", found.dropped.toLocaleString("en")],
+      ["Duplicates", `${found.duplicates}`], ["Settled below slot", found.frontier.toLocaleString("en")],
+      ["Worst staleness", plural(found.max_staleness, "version")], ["Live version", run.policy ? `${run.policy.number}` : "–"],
+      ["Digest of its weights", run.policy ? h("code", {}, run.policy.digest.slice(0, 16)) : "–"],
+      ["Warm-up steps", `${run.warmup_steps}`],
+    ]));
+  }
+
+  async function certificates() {
+    const page = await get(`${path}/certificates`, signal, { page_size: SIZE, page_token: tokens.at(-1) });
+    token = page.next_page_token;
+    back.disabled = tokens.length === 1;
+    on.disabled = !token;
+    back.parentElement.hidden = back.disabled && on.disabled;
+    if (!page.certificates.length) return ledger.replaceChildren(empty("No update is committed yet."));
+    let before = null;
+    const rows = page.certificates.flatMap((certificate) => {
+      const { number: version, parent } = certificate.version;
+      const turned = before !== null && parent !== before;
+      before = version;
+      return [turned && h("tr", { class: "rewind" }, h("td", { colspan: 8 }, `rewind: goes on from version ${parent}`)), row(certificate)];
+    });
+    ledger.replaceChildren(table("Certificates", ["Version", "Parent", "Step", "Trained", "Dropped", "Tokens by version", "Staleness", "Mismatch"], rows)[0]);
+  }
+
+  async function saved() {
+    const page = await get(`${path}/checkpoints`, signal, { page_size: 100 });
+    if (!page.checkpoints.length) return checkpoints.replaceChildren(empty("There is no checkpoint yet."));
+    checkpoints.replaceChildren(table("Checkpoints", ["Name", "Steps in it", "Version", "Size", "Digest"], page.checkpoints.map((each) =>
+      h("tr", {}, h("td", {}, each.name), h("td", {}, `${each.step}`), h("td", {}, `${each.version.number}`), h("td", {}, bytes(each.size_bytes)), h("td", {}, h("code", {}, each.version.digest.slice(0, 12))))))[0]);
+  }
+
+  await load();
+}
+
+function row(certificate) {
+  const { version } = certificate;
+  const reasons = {};
+  for (const [, , reason] of certificate.dropped) reasons[reason] = (reasons[reason] ?? 0) + 1;
+  const why = Object.entries(reasons).map(([reason, count]) => `${reason} ${count}`).join(", ");
+  const sources = Object.entries(certificate.tokens_by_version).map(([source, count]) => `${source}: ${count.toLocaleString("en")}`).join(", ");
+  return h("tr", { class: certificate.live ? null : "abandoned" },
+    h("th", { scope: "row", title: `digest ${version.digest}` }, `${version.number}`, !certificate.live && h("span", { class: "muted" }, " abandoned")),
+    h("td", {}, `${version.parent}`), h("td", {}, `${version.ordinal}`),
+    h("td", { title: `set digest ${certificate.set_digest}` }, `${certificate.trained.length}`),
+    h("td", {}, `${certificate.dropped.length}`, why && h("div", { class: "why" }, why)),
+    h("td", {}, sources || "–"), h("td", {}, `${certificate.max_staleness}`), h("td", {}, number(certificate.log_prob_mismatch_mean, 5)));
+}

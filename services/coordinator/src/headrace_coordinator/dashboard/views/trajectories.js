@@ -1,0 +1,132 @@
+// The kept trajectories of a run: filtered by step and group, sorted by reward, one or a group at a time.
+
+import { get, Refusal } from "../api.js";
+import { strip } from "../charts.js";
+import { empty, facts, h } from "../dom.js";
+import { number, plural } from "../format.js";
+
+const SIZE = 25;
+const ORDERS = [["newest", "newest first"], ["oldest", "oldest first"], ["best", "best reward first"], ["worst", "worst reward first"]];
+
+export async function trajectories(root, context) {
+  const { query } = context.place;
+  const address = `#${context.path.slice(3)}/trajectories`;
+  const tokens = [""];
+  let token = "";
+  const step = field("step", "Step");
+  const prompt = field("prompt", "Group (prompt)");
+  const order = h("select", { id: "order", onchange: () => go() }, ORDERS.map(([name, label]) => h("option", { value: name }, label)));
+  order.value = query.get("order") ?? "newest";
+  const wrong = h("p", { class: "bad", role: "alert" });
+  const count = h("p", { class: "muted", role: "status" });
+  const list = h("div");
+  const back = h("button", { type: "button", onclick: () => turn(-1) }, "Previous");
+  const on = h("button", { type: "button", onclick: () => turn(1) }, "Next");
+  const fresh = h("button", { type: "button", onclick: () => { tokens.length = 1; load(); } }, "Refresh");
+  root.append(h("form", { class: "row filters", onsubmit: (event) => { event.preventDefault(); go(); } },
+    step.element, prompt.element, h("label", { for: "order" }, "Order"), order,
+    h("button", { type: "submit", class: "main" }, "Show"), h("a", { class: "button", href: address }, "Clear"), fresh),
+  wrong, count, list, h("div", { class: "row pager" }, back, on));
+
+  function field(name, label) {
+    const input = h("input", { id: name, type: "number", min: 0, inputmode: "numeric", value: query.get(name) ?? "" });
+    return { input, element: h("span", { class: "pair" }, h("label", { for: name }, label), input) };
+  }
+
+  function go(more = {}) {
+    const wanted = { step: step.input.value, prompt: prompt.input.value, order: order.value, ...more };
+    const kept = new URLSearchParams(Object.entries(wanted).filter(([name, value]) => value !== "" && !(name === "order" && value === "newest")));
+    const next = `${address}${kept.size ? `?${kept}` : ""}`;
+    if (location.hash === next) load(); else location.hash = next;
+  }
+
+  function turn(by) {
+    if (by > 0) tokens.push(token); else tokens.pop();
+    load().then(() => count.scrollIntoView());
+  }
+
+  async function load() {
+    wrong.textContent = "";
+    let page;
+    try {
+      page = await get(`${context.path}/trajectories`, context.signal, {
+        page_size: SIZE, page_token: tokens.at(-1), step: step.input.value, prompt: prompt.input.value, order: order.value,
+      });
+    } catch (error) {
+      if (!(error instanceof Refusal)) throw error;
+      wrong.textContent = [error.message, ...error.problems.map((each) => `${each.key}: ${each.problem}; ${each.fix}`)].join(". ");
+      return;
+    }
+    token = page.next_page_token;
+    const found = page.trajectories;
+    count.textContent = `${plural(found.length, "trajectory").replace("trajectorys", "trajectories")} on page ${tokens.length}; at most 64 of a step are kept`;
+    back.disabled = tokens.length === 1;
+    on.disabled = !token;
+    const side = prompt.input.value !== "" && found.length > 0;
+    list.className = side ? "side" : "";
+    const mean = found.reduce((sum, each) => sum + (each.reward ?? 0), 0) / (found.length || 1);
+    if (!found.length) list.replaceChildren(empty(query.size ? "No trajectory matches." : "No trajectory is settled yet: the first ones come with the first committed step."));
+    else list.replaceChildren(...found.map((each) => (side ? card(each, each.reward - mean) : line(each))));
+  }
+
+  function line(each) {
+    const details = h("details", { class: "trajectory", ontoggle: () => { if (details.open && details.children.length === 1) details.append(body(each, group(each))); } },
+      h("summary", {}, rewardChip(each.reward), h("span", { class: "muted" }, `step ${each.step} · prompt ${each.prompt_ordinal} · sample ${each.sample_index}`),
+        h("span", { class: "excerpt" }, each.prompt.slice(-80).trim(), h("b", {}, " → "), each.completion.slice(0, 160) || "(nothing)"),
+        h("span", { class: "muted" }, `${plural(each.tokens, "token")}, ${each.finish_reason}`)));
+    return details;
+  }
+
+  function group(each) {
+    return h("button", { type: "button", onclick: () => { step.input.value = each.step; prompt.input.value = each.prompt_ordinal; go(); } }, "Its group side by side");
+  }
+
+  function card(each, apart) {
+    return h("article", { class: "panel" }, h("h3", {}, rewardChip(each.reward), ` sample ${each.sample_index}`,
+      h("span", { class: "muted" }, ` ${apart >= 0 ? "+" : "−"}${number(Math.abs(apart))} to the mean shown`)), body(each, null));
+  }
+
+  await load();
+}
+
+function rewardChip(reward) {
+  return h("span", { class: `chip reward ${reward > 0.5 ? "succeeded" : reward > 0 ? "paused" : "failed"}` }, number(reward));
+}
+
+function body(each, action) {
+  const parts = Object.entries(each.parts);
+  return h("div", { class: "body" },
+    h("h4", {}, "Prompt"), h("pre", { class: "text" }, each.prompt),
+    h("h4", {}, "Answer"), h("pre", { class: "text answer" }, each.completion || "(nothing)"),
+    each.log_probs?.length ? logProbs(each) : null,
+    h("h4", {}, "Reference"), h("pre", { class: "text" }, each.reference || "(none)"),
+    facts([
+      ["Reward", number(each.reward)],
+      ...parts.map(([name, value]) => [`Scorer ${name}`, number(value)]),
+      ["Tokens", `${each.tokens}`],
+      ["Finish reason", each.finish_reason],
+      ["Attempt", `${each.attempt}`],
+      ["Trained on version", `${each.version}`],
+      ["Sampled by", each.versions?.length ? each.versions.map(([version, count]) => `version ${version} (${plural(count, "token")})`).join(", ") : "–"],
+    ]), action);
+}
+
+function logProbs(each) {
+  const values = each.log_probs;
+  const known = values.filter((value) => value !== null);
+  const mean = known.reduce((sum, value) => sum + value, 0) / (known.length || 1);
+  const lowest = values.indexOf(Math.min(...known));
+  const told = h("p", { class: "muted", "aria-live": "off" });
+  const rest = () => { told.textContent = `mean ${number(mean)}, lowest ${number(values[lowest])} at token ${lowest + 1}${each.tokens > values.length ? `; the first ${values.length} of ${each.tokens} tokens` : ""}`; };
+  rest();
+  const versionAt = (index) => {
+    let left = index;
+    for (const [version, count] of each.versions ?? []) { if (left < count) return version; left -= count; }
+    return "?";
+  };
+  const cells = strip(values, `log-prob of each token: ${told.textContent}`, (index) => {
+    told.textContent = `token ${index + 1}: log-prob ${number(values[index])}, version ${versionAt(index)}`;
+  });
+  cells.addEventListener("pointerleave", rest);
+  return h("div", {}, h("h4", {}, "Log-prob of each token, nats"), h("div", { class: "strips" }, cells), told);
+}

@@ -1,0 +1,100 @@
+"""The dashboard's files and the lists that it reads: open to all, under a strict policy; data needs the token."""
+
+import re
+from pathlib import Path
+
+import headrace_coordinator
+import httpx
+import pytest
+from headrace_coordinator.api.http import make_app
+from headrace_coordinator.api.http.pages import page_files
+
+FOLDER = Path(headrace_coordinator.__file__).parent / "dashboard"
+
+
+async def test_the_page_and_all_that_it_loads_are_served_under_a_strict_policy(api):
+    page = await api.get("/")
+    assert page.status_code == 200 and page.headers["content-type"].startswith("text/html")
+    policy = page.headers["content-security-policy"]
+    assert "default-src 'self'" in policy and "unsafe" not in policy and "frame-ancestors 'none'" in policy
+    assert page.headers["x-content-type-options"] == "nosniff"
+    loaded = re.findall(r'(?:src|href)="([^"#]+)"', page.text)
+    assert loaded
+    for path in loaded:
+        answer = await api.get(path)
+        assert answer.status_code == 200, path
+        assert answer.headers["content-security-policy"] == policy
+    assert not re.search(r"<script>|<style|\son\w+=|style=|javascript:|https?://", page.text)
+
+
+async def test_a_file_that_has_not_changed_is_not_sent_again(api):
+    first = await api.get("/")
+    again = await api.get("/", headers={"If-None-Match": first.headers["etag"]})
+    assert (again.status_code, again.content) == (304, b"")
+    assert (await api.head("/")).status_code == 200
+
+
+@pytest.mark.parametrize("name", ["nothing.js", "../serving.py", "%2e%2e/serving.py", "vendor", ""])
+async def test_nothing_else_is_served(api, name):
+    answer = await api.get(f"/dashboard/{name}")
+    assert (answer.status_code, answer.json()["reason"]) == (404, "NOT_FOUND")
+
+
+async def test_the_page_needs_no_token_and_data_does(fake_control, tmp_path):
+    transport = httpx.ASGITransport(make_app(fake_control, runs_directory=tmp_path, token="s3cret"))
+    async with httpx.AsyncClient(transport=transport, base_url="http://coordinator:8470") as client:
+        assert (await client.get("/")).status_code == 200
+        assert (await client.get("/v1/run-summaries")).status_code == 401
+        assert (await client.get("/dashboard")).status_code == 401
+
+
+async def test_without_a_token_the_page_too_is_for_this_machine_alone(api):
+    assert (await api.get("/", headers={"Host": "evil.example"})).status_code == 403
+
+
+def test_the_files_are_small_and_no_text_becomes_markup():
+    own = {name: content.decode() for name, (content, *_) in page_files().items() if "vendor" not in name}
+    assert sum(len(content) for content, *_ in page_files().values()) < 300_000
+    for name, text in own.items():
+        assert not re.search(
+            r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|new Function", text
+        ), name
+    assert "MIT License" in (FOLDER / "vendor" / "uPlot.LICENSE.txt").read_text()
+
+
+async def test_runs_in_short_are_filtered_and_paged(api, spec_json):
+    ids = [(await api.post("/v1/runs", json=spec_json)).json()["id"] for _ in range(3)]
+    await api.post(f"/v1/runs/{ids[0]}:cancel")
+    page = (await api.get("/v1/run-summaries?page_size=2")).json()
+    assert [run["id"] for run in page["summaries"]] == ids[:0:-1]
+    assert (page["total"], page["states"]) == (3, {"CANCELLED": 1, "QUEUED": 2})
+    assert "spec" not in page["summaries"][0] and page["summaries"][0]["rewards"] == [0.25, None]
+    rest = (
+        await api.get("/v1/run-summaries", params={"page_size": 2, "page_token": page["next_page_token"]})
+    ).json()
+    assert [run["id"] for run in rest["summaries"]] == ids[:1]
+    for query, found in (
+        ("state=CANCELLED", ids[:1]),
+        ("state=QUEUED&state=CANCELLED", ids),
+        (f"search={ids[1]}", [ids[1]]),
+    ):
+        shown = (await api.get(f"/v1/run-summaries?{query}")).json()
+        assert {run["id"] for run in shown["summaries"]} == set(found)
+        assert shown["total"] == len(found)
+    wrong = await api.get("/v1/run-summaries?state=RUNING")
+    assert wrong.status_code == 422 and "RUNNING" in wrong.text
+    assert (await api.get("/v1/run-summaries?page_token=nonsense")).status_code == 422
+
+
+async def test_curves_and_newest_events_of_a_run(api, run_id, fake_control):
+    curves = (await api.get(f"/v1/runs/{run_id}/curves?points=2")).json()
+    assert (curves["steps"], curves["series"]) == ([1], {"train/reward": [None]})
+    assert (await api.get(f"/v1/runs/{run_id}/curves?points=1")).status_code == 422
+    for number in range(3):
+        await fake_control.emit(run_id, "noted", text=str(number))
+    first = (await api.get(f"/v1/runs/{run_id}/newest-events?page_size=2")).json()
+    assert [event["id"] for event in first["events"]] == [3, 2]
+    token = first["next_page_token"]
+    rest = (await api.get(f"/v1/runs/{run_id}/newest-events?page_token={token}")).json()
+    assert [event["id"] for event in rest["events"]] == [1]
+    assert (await api.get("/v1/runs/none/curves")).status_code == 404
