@@ -65,14 +65,12 @@ class Workload:
         used = profile.used(items, leaf.devices)
         return profile.reserved_bytes(used) if used else math.inf
 
-    def cycle_seconds(self, cycle: Cycle, items: float, reserved: float = 0.0) -> float:
+    def cycle_seconds(self, cycle: Cycle, items: float) -> float:
         """Seconds of a cycle: the turns of both stages add up when shared, and overlap when side by side."""
         first, second, part = cycle.first, cycle.second, items / cycle.batches
         if cycle.shared:
             kept = self.kept(second, items), self.kept(first, items)
-            return self.leaf_seconds(first, items, reserved + kept[0]) + self.leaf_seconds(
-                second, items, reserved + kept[1]
-            )
+            return self.leaf_seconds(first, items, kept[0]) + self.leaf_seconds(second, items, kept[1])
         if part < 1:
             return math.inf
         return overlapped(self.leaf_seconds(first, part), self.leaf_seconds(second, part), cycle.batches)
@@ -195,13 +193,15 @@ class Evaluation:
         return total
 
     def _beside(self, child: Node, share: Share, items: float) -> float:
-        others = [leaf for other in share.children if other is not child for leaf in leaves(other)]
-        kept = sum(self.workload.kept(leaf, items) for leaf in others if leaf.kind == _kind(child))
-        if isinstance(child, Leaf):
-            return self.workload.leaf_seconds(child, items, kept)
-        if isinstance(child, Cycle) and child.shared:
-            return self.workload.cycle_seconds(child, items, kept)
+        if isinstance(child, Leaf) or (isinstance(child, Cycle) and child.shared):
+            return sum(self.leaf_beside(leaf, share, items) for leaf in leaves(child))
         return math.inf
+
+    def leaf_beside(self, leaf: Leaf, share: Node, items: float) -> float:
+        """Seconds of a leaf while the other leaves below `share` stay loaded on its devices."""
+        others = [other for other in leaves(share) if other is not leaf and other.kind == leaf.kind]
+        kept = sum(self.workload.kept(other, items) for other in others)
+        return self.workload.leaf_seconds(leaf, items, kept)
 
     def _split(self, split: Split, items: float) -> float:
         work, chunks = self.workload, split.chunks
@@ -228,10 +228,6 @@ class Evaluation:
             return chunks * each, tuple((index + 1) / chunks for index in range(chunks))
         count = devices(split.first)[self.workload.profiles[source].kind]
         return self.seconds(split.first, items), self.workload.arrivals(source, count, items, limit, chunks)
-
-
-def _kind(child: Node) -> str:
-    return next(leaves(child)).kind
 
 
 def assignments(
