@@ -6,7 +6,7 @@ import sys
 
 import typer
 
-from headrace_cli.commands import debug, demo, fleet, inspect, run
+from headrace_cli.commands import debug, demo, fleet, inspect, plan, run
 from headrace_cli.errors import EXIT_INTERRUPTED, CommandError
 from headrace_cli.output import print_error
 from headrace_cli.pipes import quiet_pipes
@@ -23,6 +23,7 @@ fleet.add_to(app)
 demo.add_to(app)
 app.add_typer(run.app, name="run")
 inspect.add_to(app)
+plan.add_to(app)
 debug.add_to(app)
 
 
