@@ -19,6 +19,15 @@ MANY_TOKENS = 131_072
 HIGH_RATE = 0.01
 
 
+GROUP_RELATIVE = frozenset(
+    {
+        *("cispo", "dapo", "dr_grpo", "gmpo", "grpo", "gspo", "opo"),
+        *("passk_grpo", "reinforce_pp_baseline", "rloo", "sapo"),
+    }
+)
+"""Built-in algorithms for which a group of one has nothing to compare; a trainer checks the others as a run opens."""
+
+
 def impossible_combinations(spec: RunSpec) -> Iterator[KeyProblemView]:
     """Every problem of a spec whose single values are valid."""
     for rule in (_size, _batch, _prompt, _sampling, _placement, _evaluation, _reward):
@@ -59,8 +68,9 @@ def doubtful_values(spec: RunSpec) -> Iterator[KeyProblemView]:
 
 def _batch(spec: RunSpec) -> Iterator[KeyProblemView]:
     algorithm, ranks = spec.algorithm, spec.trainer.ranks
-    if algorithm.name == "grpo" and algorithm.group_size < 2:
-        yield problem("algorithm.group_size", "grpo compares the samples of a group", "use at least 2")
+    if algorithm.name in GROUP_RELATIVE and algorithm.group_size < 2:
+        reason = f"{algorithm.name} compares the samples of a group"
+        yield problem("algorithm.group_size", reason, "use at least 2")
     if algorithm.prompts_per_step % ranks:
         yield problem(
             "algorithm.prompts_per_step",
