@@ -74,6 +74,7 @@ TEST = [
     _script("simulation", "-m", "headrace_coordinator.simulation", "--seeds", "200", timeout_s=900),
     _tests("contracts", "integration_tests/contracts"),
     _tests("flows", "integration_tests/flows", timeout_s=1200),
+    _tests("browser", "integration_tests/browser", timeout_s=600),
     _tests("faults", "integration_tests/faults", timeout_s=1500),
     _tests("packaging", "integration_tests/packaging", timeout_s=1200),
     _tests("compose", "integration_tests/compose", timeout_s=1200),
