@@ -18,7 +18,7 @@ DISTS := proto libs/servicekit libs/schema libs/modelkit services/coordinator se
 TORCH_FROM := $(if $(TORCH_FIND_LINKS),--find-links $(TORCH_FIND_LINKS)) $(if $(TORCH_INDEX_URL),--index-url $(TORCH_INDEX_URL))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test lint nightly gpu-check docs spec-docs wheels freeze clean
+.PHONY: help setup run test lint nightly browser e2e-browser screenshots gpu-check docs spec-docs wheels freeze clean
 
 help: ## List the targets.
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
@@ -51,6 +51,15 @@ lint: setup ## ruff, mypy, import rules, contracts, generated files.
 
 nightly: setup ## What takes too long for every change: many seeds of the simulation, tests marked nightly.
 	.venv/bin/python -m ci.parts nightly
+
+browser: ## Make .envs/browser with Playwright, and install Chromium where apt-get may.
+	@sh ci/browser.sh "$(PYTHON)"
+
+e2e-browser: setup browser ## The dashboard in a real browser: a run's life, every view, axe-core.
+	CI=true .venv/bin/python -m pytest integration_tests/browser
+
+screenshots: setup browser ## Pictures of the dashboard into .cache/screenshots: 2 widths, 2 themes, 5 states.
+	.venv/bin/python integration_tests/browser/screenshots.py .cache/screenshots
 
 gpu-check: setup ## What only a GPU can show, as one JSON line; exits 3 without one.
 	@.venv/bin/python benchmarks/gpu_check.py

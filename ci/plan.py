@@ -89,6 +89,7 @@ TEST = [
     _tests("benchmarks", "benchmarks/tests", shares=True),
     _tests("contracts", "integration_tests/contracts"),
     _tests("flows", "integration_tests/flows", timeout_s=1200),
+    _tests("browser", "integration_tests/browser", timeout_s=600),
     _tests("faults", "integration_tests/faults", timeout_s=1500),
 ]
 

@@ -34,6 +34,8 @@ def test_no_wheel_splits_the_namespace(wheels):
     [
         ("headrace-proto", "headrace/trainer/v1/trainer.proto"),
         ("headrace-coordinator", "headrace_coordinator/store/append_if.lua"),
+        ("headrace-coordinator", "headrace_coordinator/dashboard/index.html"),
+        ("headrace-coordinator", "headrace_coordinator/dashboard/vendor/uPlot.LICENSE.txt"),
         ("headrace", "headrace_cli/examples/tiny.yaml"),
     ],
 )

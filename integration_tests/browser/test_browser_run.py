@@ -1,0 +1,113 @@
+"""A user and a real fleet: submit in the form, watch curves, pause, resume, lose a rollout, reload, restart."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+from harness.specs import BATCH
+from harness.waiting import wait_for
+
+PLOTTED = "document.querySelector('.chart .hidden')?.textContent ?? ''"
+
+
+def plotted_step(page):
+    """The newest step of the first plot, as it says to those who cannot see it; -1 before the first one."""
+    found = re.search(r"at step (\d+)", page.evaluate(PLOTTED))
+    return int(found[1]) if found else -1
+
+
+def button(page, name):
+    return page.get_by_role("button", name=name, exact=True)
+
+
+def says(page, text):
+    page.locator(".row.head .chip", has_text=re.compile(f"^{text}$")).wait_for()
+
+
+@pytest.fixture
+def held(fleet, spec_of, gate):
+    """A run of 6 steps that stands still in its third, and its gate."""
+    gate.hold_after(2 * BATCH + 3)
+    run = fleet.submit(spec_of(steps=6, reward=gate.reward))
+    gate.wait_until_held()
+    return fleet.reach(run, 2)
+
+
+def test_a_run_is_submitted_in_the_form_and_its_curves_move(fleet, spec_of, open_page):
+    page = open_page(f"{fleet.url}/#/submit")
+    page.get_by_role("button", name="Edit as JSON").click()
+    wrong = spec_of(name="formed", steps=-3)
+    page.locator("#json").fill(json.dumps(wrong))
+    page.get_by_role("button", name="Edit as a form").click()
+    button(page, "Check only").click()
+    page.get_by_text("1 problem").wait_for()
+    assert "1" in page.locator("[id='field-steps-problem']").inner_text()
+    page.locator("[id='field-steps']").fill("12")
+    button(page, "Check only").click()
+    page.get_by_text("finds nothing wrong").wait_for()
+    button(page, "Submit").click()
+    page.wait_for_url(re.compile(r"#/runs/formed-"))
+    first = wait_for(lambda: max(plotted_step(page), 0), "a first step in the plot")
+    wait_for(lambda: plotted_step(page) > first, "the curve to move")
+    says(page, "SUCCEEDED")
+    wait_for(lambda: plotted_step(page) == 12, "the last step in the plot")
+    run = page.url.rpartition("/")[2]
+    shown = page.locator(".events li").evaluate_all(
+        "items => items.map((item) => Number(item.dataset.event))"
+    )
+    stream = [event.id for event in fleet.client.events(run)]
+    assert shown == stream[::-1][: len(shown)], "every event once, the newest first"
+
+
+def test_a_run_is_paused_resumed_and_reloaded_and_a_lost_rollout_is_named(fleet, held, gate, open_page):
+    page = open_page(f"{fleet.url}/#/runs/{held.id}")
+    button(page, "Pause now").click()
+    says(page, "PAUSED")
+    gate.hold_after(BATCH + 3)
+    button(page, "Resume").click()
+    fleet.reach(held, 3)
+    gate.wait_until_held()
+    wait_for(lambda: plotted_step(page) == 3, "step 3 in the plot")
+    page.reload()
+    wait_for(lambda: plotted_step(page) == 3, "step 3 in the plot after a reload")
+    killed = fleet.kill("rollout-0")
+    page.locator(".events li, .waits li, .reason", has_text="rollout-0").first.wait_for()
+    fleet.replaced("rollout-0", killed)
+    gate.open()
+    says(page, "SUCCEEDED")
+    wait_for(lambda: plotted_step(page) == 6, "the last step in the plot")
+    page.get_by_role("link", name="Trajectories").click()
+    page.locator(".trajectory summary").first.click()
+    page.locator(".trajectory .answer").first.wait_for()
+    page.get_by_text("Log-prob of each token").first.wait_for()
+    page.get_by_role("button", name="Its group side by side").first.click()
+    page.locator(".side article").first.wait_for()
+    assert page.locator(".side article").count() == 4
+    page.get_by_role("link", name="Proof").click()
+    page.get_by_text("No slot is trained or dropped twice.").wait_for()
+    certificates = page.get_by_role("region", name="Certificates").locator("tbody tr:not(.rewind)")
+    certificates.first.wait_for()
+    assert certificates.count() == 6
+
+
+def test_a_page_goes_on_without_gap_or_repeat_when_the_coordinator_was_away(fleet, held, gate, open_page):
+    page = open_page(f"{fleet.url}/#/runs/{held.id}")
+    wait_for(lambda: plotted_step(page) == 2, "step 2 in the plot")
+    killed = fleet.kill("coordinator")
+    page.get_by_text("Reconnecting…").wait_for()
+    fleet.replaced("coordinator", killed)
+    gate.open()
+    says(page, "SUCCEEDED")
+    wait_for(lambda: plotted_step(page) == 6, "the last step in the plot")
+    page.locator("#link:empty").wait_for(state="attached")
+    stream = [event.id for event in fleet.client.events(held.id)]
+
+    def whole():
+        shown = page.locator(".events li").evaluate_all(
+            "items => items.map((item) => Number(item.dataset.event))"
+        )
+        return shown == stream[::-1][: len(shown)]
+
+    wait_for(whole, "every event once, the newest first")

@@ -1,0 +1,159 @@
+"""Every view over made-up runs: hostile text, tokens, many runs, small screens, the keyboard, axe-core."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from harness.crowd import Crowd, CrowdServer, write_trajectories
+from harness.waiting import wait_for
+
+AXE = Path(__file__).parent / "vendor" / "axe.min.js"
+HOSTILE = "<img src=x onerror=alert(1)><script>alert(2)</script>&amp;\u202e{{7*7}}"
+RUNS = [("live-1", "RUNNING"), ("queued-1", "QUEUED"), ("done-1", "SUCCEEDED"), ("failed-1", "FAILED")]
+MANY = 10_000
+VIEWS = {
+    "runs": ("#/runs", ".runs tbody tr"),
+    "run": ("#/runs/live-1", ".chart"),
+    "trajectories": ("#/runs/done-1/trajectories", ".trajectory"),
+    "proof": ("#/runs/done-1/proof", "table"),
+    "spec": ("#/runs/done-1/spec", "pre"),
+    "fleet": ("#/fleet", ".devices li"),
+    "compare": ("#/compare?runs=done-1,failed-1", ".chart"),
+    "submit": ("#/submit", ".section"),
+}
+
+
+@pytest.fixture(scope="module")
+def crowd(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("runs")
+    write_trajectories(directory / "done-1", 12, 64, HOSTILE)
+    write_trajectories(directory / "many-0", 1563, 64, "The answer is 42.")
+    many = [(f"many-{number}", "SUCCEEDED") for number in range(MANY)]
+    with CrowdServer(Crowd([*RUNS, *many]), directory) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def guarded(tmp_path_factory):
+    with CrowdServer(Crowd(RUNS), tmp_path_factory.mktemp("runs"), token="s3cret") as server:
+        yield server
+
+
+def opened(open_page, server, view, **options):
+    path, mark = VIEWS[view]
+    page = open_page(f"{server.url}/{path}", **options)
+    page.locator(mark).first.wait_for()
+    return page
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_a_view_is_accessible_small_and_fits_a_phone(crowd, open_page, view):
+    for width, theme in ((1280, "light"), (390, "dark")):
+        page = opened(open_page, crowd, view, width=width, color_scheme=theme, bypass_csp=True)
+        page.add_script_tag(path=AXE)
+        found = page.evaluate("async () => (await axe.run()).violations")
+        grave = [
+            (each["id"], [node["html"][:200] for node in each["nodes"][:3]])
+            for each in found
+            if each["impact"] in ("serious", "critical")
+        ]
+        assert not grave, (width, theme, grave)
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+        assert page.evaluate("document.querySelectorAll('*').length") <= 2000
+
+
+def test_hostile_text_stays_text(crowd, open_page):
+    page = opened(open_page, crowd, "trajectories")
+    page.on("dialog", lambda dialog: pytest.fail(f"a script ran: {dialog.message}"))
+    page.locator(".trajectory summary").first.click()
+    answer = page.locator(".trajectory .answer").first
+    answer.wait_for()
+    assert answer.text_content() == HOSTILE
+    assert page.locator("main img, main script").count() == 0
+    page.goto(f"{crowd.url}/#/runs/%3Cimg%20src%3Dx%20onerror%3Dalert(1)%3E")
+    page.get_by_text("there is no run <img").wait_for()
+
+
+def test_a_token_in_the_link_is_kept_for_the_tab_and_leaves_the_address(guarded, open_page):
+    page = open_page(f"{guarded.url}/#token=s3cret")
+    page.locator(".runs tbody tr").first.wait_for()
+    assert "s3cret" not in page.url
+    page.reload()
+    page.locator(".runs tbody tr").first.wait_for()
+    page.get_by_role("link", name="live-1").click()
+    page.locator(".chart").first.wait_for()
+    fresh = open_page(guarded.url)
+    fresh.get_by_text("needs a token").wait_for()
+    fresh.locator("#token").fill("s3cret")
+    fresh.keyboard.press("Enter")
+    fresh.locator(".runs tbody tr").first.wait_for()
+
+
+def test_ten_thousand_runs_are_paged_searched_and_filtered(crowd, open_page):
+    page = opened(open_page, crowd, "runs")
+    rows = page.locator(".runs tbody tr")
+    page.get_by_text("of 10,004 runs, page 1").wait_for()
+    assert rows.count() == 50
+    page.get_by_role("button", name="Older").click()
+    page.get_by_text("page 2").wait_for()
+    page.get_by_role("link", name="many-46", exact=True).wait_for()
+    page.get_by_label("Search run ids").fill("many-9999")
+    wait_for(lambda: rows.count() == 1, "one run to match")
+    page.get_by_label("Search run ids").fill("")
+    page.get_by_role("button", name="FAILED").click()
+    page.get_by_role("link", name="failed-1").wait_for()
+    wait_for(lambda: rows.count() == 1, "one run to be FAILED")
+    page.reload()
+    page.get_by_role("link", name="failed-1").wait_for()
+    assert rows.count() == 1, "the filter survives a reload"
+
+
+def test_a_hundred_thousand_trajectories_are_sorted_and_paged(crowd, open_page):
+    page = open_page(f"{crowd.url}/#/runs/many-0/trajectories?order=best")
+    rows = page.locator(".trajectory")
+    rows.first.wait_for()
+    assert rows.count() == 25 and "0.75" in rows.first.inner_text()
+    page.get_by_role("button", name="Next").click()
+    page.get_by_text("page 2").wait_for()
+    page.locator("#step").fill("1563")
+    page.get_by_role("button", name="Show").click()
+    page.locator(".trajectory", has_text="step 1563").first.wait_for()
+    assert page.evaluate("document.querySelectorAll('*').length") <= 2000
+
+
+def test_the_first_paint_is_quick_and_the_keyboard_reaches_everything(crowd, open_page):
+    page = opened(open_page, crowd, "runs")
+    timing = json.loads(
+        page.evaluate("JSON.stringify(performance.getEntriesByName('first-contentful-paint'))")
+    )
+    print("first contentful paint", timing[0]["startTime"], "ms")
+    sizes = page.evaluate("performance.getEntriesByType('resource').map((e) => [e.name, e.decodedBodySize])")
+    assert sum(size for name, size in sizes if "/v1/" not in name) < 300_000
+    page.keyboard.press("Tab")
+    assert page.evaluate("document.activeElement.textContent") == "Skip to the content"
+    page.get_by_role("link", name="live-1").focus()
+    page.keyboard.press("Enter")
+    page.locator(".chart").first.wait_for()
+    assert page.evaluate("document.activeElement.id") == "main"
+    button = page.locator("#theme")
+    before = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    button.press("Enter")
+    assert page.evaluate("getComputedStyle(document.body).backgroundColor") != before
+    page.reload()
+    page.locator(".chart").first.wait_for()
+    assert page.evaluate("getComputedStyle(document.body).backgroundColor") != before
+    button = page.get_by_role("button", name="Cancel", exact=True)
+    button.press("Enter")
+    page.get_by_role("dialog").wait_for()
+    page.keyboard.press("Escape")
+    page.get_by_role("dialog").wait_for(state="hidden")
+
+
+def test_without_any_run_the_page_says_what_to_do(open_page, tmp_path):
+    with CrowdServer(Crowd([]), tmp_path) as server:
+        page = open_page(server.url)
+        page.get_by_text("There is no run yet.").wait_for()
+        page.goto(f"{server.url}/#/compare")
+        page.get_by_text("Choose two runs or more.").wait_for()

@@ -1,0 +1,226 @@
+"""A coordinator's HTTP API and dashboard over made-up runs: as many as a test wants, in the states that it wants.
+
+Serves the real app on a free port; no store, no fleet. Trajectories are real files.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections import Counter
+from collections.abc import AsyncIterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, cast
+
+import uvicorn
+from headrace_coordinator.api.control import Control, Refused
+from headrace_coordinator.api.http import make_app
+from headrace_coordinator.api.overviews import summary
+from headrace_coordinator.projections.trajectories import Settled, TrajectoryFile
+from headrace_schema.overviews import CurvesView, RunSummaryView, ScorePointView
+from headrace_schema.views import (
+    CertificateView,
+    CheckpointView,
+    CountsView,
+    DeviceView,
+    EvaluationView,
+    EventView,
+    HealthView,
+    InstanceView,
+    LeaseView,
+    PolicyView,
+    RunView,
+    StepView,
+)
+
+from harness.processes import free_port
+from harness.waiting import wait_for
+
+NOW = 1_790_000_000.0
+STAGES = {"generate": 2.1, "score": 0.3, "learn": 1.4, "sync": 0.2}
+REASONS = {"SUCCEEDED": "120 steps done", "FAILED": "the trainer was lost 3 times in a row at step 41"}
+
+
+def reward_at(step: int) -> float:
+    """A curve that rises and wavers."""
+    return 0.75 - 0.6 * math.exp(-step / 40) + 0.04 * math.sin(step * 1.7)
+
+
+class Crowd:
+    """`Control` over runs of given (id, state), the newest first; reads only."""
+
+    def __init__(self, runs: list[tuple[str, str]]) -> None:
+        self.states = dict(runs)
+
+    def run_states(self) -> dict[str, int]:
+        return Counter(self.states.values())
+
+    def run(self, run_id: str) -> RunView:
+        if run_id not in self.states:
+            raise Refused("NOT_FOUND", f"there is no run {run_id}")
+        state = self.states[run_id]
+        step = {"QUEUED": 0, "SUCCEEDED": 120}.get(state, 41)
+        ended = state in ("SUCCEEDED", "FAILED", "CANCELLED")
+        waits = ["1 rollout instance (0 free; held by reason-a1)"] if state == "QUEUED" else []
+        return RunView(
+            name=f"runs/{run_id}", id=run_id, state=state, reason=REASONS.get(state, ""), step=step, steps=120,
+            place=1 if state == "QUEUED" else None, created_at=NOW, started_at=NOW + 9 if step else None,
+            finished_at=NOW + 900 if ended else None, waiting_for=waits, policy=policy(step + 1) if step else None,
+            warmup_steps=0, baseline_prefill=None, evaluations=[evaluation(0), evaluation(step)] if step else [],
+            last_step=step_view(step) if step else None, recoveries=1 if state == "FAILED" else 0,
+            counts=CountsView(trained=64 * step, dropped=0, duplicates=0, max_staleness=1, frontier=64 * step),
+            run_directory="", export_path="", spec={"name": run_id, "steps": 120, "optimizer": {"lr": 1e-5}},
+        )  # fmt: skip
+
+    async def summaries(
+        self, size: int, after: str, states: frozenset[str], search: str
+    ) -> tuple[list[RunSummaryView], str | None, int]:
+        found = [n for n, state in self.states.items() if search in n and (not states or state in states)]
+        start = found.index(after) + 1 if after else 0
+        shown = [self.run(name) for name in found[start : start + size]]
+        views = [summary(run, [reward_at(3 * n) for n in range(run.step and 40)]) for run in shown]
+        return views, shown[-1].id if start + size < len(found) else None, len(found)
+
+    async def curves(self, run_id: str, points: int) -> CurvesView:
+        steps = list(range(1, self.run(run_id).step + 1))
+        series: dict[str, list[float | None]] = {
+            "train/reward": [reward_at(step) for step in steps],
+            "trainer/reward_std": [0.2 + 0.1 * math.exp(-step / 50) for step in steps],
+            "trainer/loss": [0.1 * math.cos(step) for step in steps],
+            "trainer/grad_norm": [1 + 0.3 * math.sin(step) for step in steps],
+            "trainer/entropy": [2 * math.exp(-step / 90) for step in steps],
+            "trainer/answer_length_mean": [180 + 40 * math.sin(step / 20) for step in steps],
+            "speed/tokens_per_second": [3000 + 300 * math.sin(step) for step in steps],
+            "train/max_staleness": [float(step % 2) for step in steps],
+            **{f"stage_seconds/{n}": [s + 0.1 * math.sin(t) for t in steps] for n, s in STAGES.items()},
+        }
+        scores = [
+            ScorePointView(step=n, kind="heldout", score=reward_at(n)) for n in range(0, len(steps) + 1, 20)
+        ]
+        if not steps:
+            return CurvesView(steps=[], series={}, evaluations=[], total=0, event=0)
+        return CurvesView(steps=steps, series=series, evaluations=scores, total=len(steps), event=9999)
+
+    async def newest_events(self, run_id: str, size: int, before: int) -> tuple[list[EventView], int | None]:
+        run = self.run(run_id)
+        said = [("run_submitted", {}), ("noted", {"text": "6 of 64 prompts are longer than max_context"})]
+        said += [("run_state_changed", {"state": run.state, "reason": run.reason})]
+        found = [
+            EventView(id=n, type=kind, time=NOW + n, run=run_id, data=data)
+            for n, (kind, data) in enumerate(said, 1)
+        ]
+        return found[::-1], None
+
+    async def events(self, run_id: str, after: int) -> AsyncIterator[EventView]:
+        return
+        yield
+
+    async def certificates(
+        self, run_id: str, size: int, after: int = -1
+    ) -> tuple[list[CertificateView], None]:
+        return [certificate(step) for step in range(1, min(self.run(run_id).step, size) + 1)], None
+
+    async def checkpoints(self, run_id: str) -> list[CheckpointView]:
+        step = self.run(run_id).step
+        return [CheckpointView(name=f"step-{step}", version=policy(step), step=step, size_bytes=10**9)]
+
+    def instances(self) -> list[InstanceView]:
+        return [
+            InstanceView(
+                name=f"{kind}-0", incarnation=f"{kind}-0.1", kind=kind, state="READY", host="box",
+                address="127.0.0.1:4000", devices=["box/gpu:0"], capabilities={}, run="",
+                resident_memory_bytes=10**9, last_heartbeat_age_s=0.2,
+            )
+            for kind in ("reward", "rollout", "trainer")
+        ]  # fmt: skip
+
+    def leases(self) -> list[LeaseView]:
+        return [
+            LeaseView(
+                epoch=7, state="HELD", instance="rollout-0", run="", stage="generate",
+                devices=["box/gpu:0"], expires_in_s=30,
+            )
+        ]  # fmt: skip
+
+    def devices(self) -> list[DeviceView]:
+        quarantine = "1.2 GiB in use after its lease ended"
+        return [
+            DeviceView(name="box/gpu:0", state="LEASED", holder="rollout-0", reason="generate"),
+            DeviceView(name="box/gpu:1", state="QUARANTINED", holder="trainer-0", reason=quarantine),
+            DeviceView(name="box/gpu:2", state="FREE", holder="", reason=""),
+        ]
+
+    def health(self) -> HealthView:
+        return HealthView(status="ok")
+
+
+def policy(number: int) -> PolicyView:
+    return PolicyView(number=number, parent=number - 1, ordinal=number - 1, digest="5eed" * 16)
+
+
+def evaluation(step: int) -> EvaluationView:
+    return EvaluationView(
+        kind="heldout", step=step, version=step + 1, score=reward_at(step), parts={}, answers=80, examples=[]
+    )
+
+
+def step_view(step: int) -> StepView:
+    return StepView(
+        step=step, version=step + 1, wall_s=4.0, reward_mean=reward_at(step), tokens=12000, tokens_per_s=3000.0,
+        stage_s=STAGES, devices={}, trained=64, dropped=0, max_staleness=1, figures={},
+    )  # fmt: skip
+
+
+def certificate(step: int) -> CertificateView:
+    """After step 30 a rewind to step 20 abandoned ten versions."""
+    parent = 21 if step == 31 else step
+    version = PolicyView(number=step + 1, parent=parent, ordinal=step if step < 31 else step - 10, digest="d")
+    return CertificateView(
+        version=version, step=step, attempt=1, live=not 20 < step < 31, trained=[(step, n, 1) for n in range(64)],
+        dropped=[], set_digest="5eed", tokens=12000, tokens_by_version={parent: 12000}, max_staleness=0,
+        log_prob_mismatch_mean=1e-4, drop_rate_by_length={}, drop_rate_by_pass_rate={},
+    )  # fmt: skip
+
+
+def settled(step: int, prompt: int, sample: int, text: str) -> Settled:
+    """A trajectory that says `text`."""
+    return Settled(
+        step=step, version=step, prompt_ordinal=prompt, sample_index=sample, attempt=1, prompt=f"Q{prompt}: {text}",
+        completion=text, reference=text, reward=(prompt + sample) % 4 / 4, parts={"exact": 0.5}, finish_reason="EOS",
+        tokens=24, versions=[(step, 24)], log_probs=[-0.2 * n for n in range(24)],
+    )  # fmt: skip
+
+
+def write_trajectories(directory: Path, steps: int, per_step: int, text: str) -> None:
+    """Files of a run as the coordinator writes them: groups of four."""
+    directory.mkdir(parents=True)
+    file = TrajectoryFile(directory, per_step, 16 << 20, 100)
+    for step in range(1, steps + 1):
+        first = (step - 1) * per_step // 4
+        file.append([settled(step, first + n // 4, n % 4, text) for n in range(per_step)])
+
+
+class CrowdServer:
+    """The app over a crowd, in a thread of this process, inside the block."""
+
+    def __init__(self, crowd: Crowd, runs_directory: Path, **options: Any) -> None:
+        port = free_port()
+        self.url = f"http://127.0.0.1:{port}"
+        app = make_app(cast(Control, crowd), runs_directory=runs_directory, **options)
+        config = uvicorn.Config(
+            app, port=port, log_level="warning", lifespan="off", timeout_graceful_shutdown=1
+        )
+        self._server = uvicorn.Server(config)
+        self._thread = threading.Thread(target=self._server.run, daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        wait_for(lambda: self._server.started, "the app of made-up runs", 20)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._server.should_exit = True
+        self._thread.join(10)
