@@ -8,7 +8,7 @@ from headrace_trainer import algorithms as alg
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-STEPS = settings(max_examples=15, deadline=None, derandomize=True)
+STEPS = settings(max_examples=10, deadline=None, derandomize=True)
 
 # Losses of (log-probs, old log-probs, advantages, mask), by aggregation where it is the caller's choice.
 LOSSES = {
