@@ -258,9 +258,16 @@ class TrainerClient(WorkerClient):
         return self.port.stream("Learn", requests(), timeout)
 
     async def commit(
-        self, step: int, attempt: int, base: int, number: int, set_digest: str, manifest: bytes
+        self,
+        step: int,
+        attempt: int,
+        base: int,
+        number: int,
+        set_digest: str,
+        manifest: bytes,
+        timeout: float = LOAD_S,
     ) -> trainer.CommitStepResponse:
-        """Applies the step."""
+        """Applies the step; an algorithm that learns from its batch more than once does so within this call."""
         request = trainer.CommitStepRequest(
             header=self.header(),
             step=step,
@@ -270,7 +277,9 @@ class TrainerClient(WorkerClient):
             set_digest=set_digest,
             step_manifest=manifest,
         )
-        response: trainer.CommitStepResponse = await self.port.call("CommitStep", request, LOAD_S)
+        response: trainer.CommitStepResponse = await self.port.call(
+            "CommitStep", request, max(LOAD_S, timeout)
+        )
         return response
 
     async def recorded(self, step: int, attempt: int, number: int) -> Published:

@@ -138,9 +138,10 @@ class Step:
 
     async def _commit(self, opened: ev.StepOpened) -> trainer.CommitStepResponse:
         digest = set_digest(members_of(self._ledger.members(ACCUMULATED)))
+        limit = self._context.spec.limits.step_timeout_s
         with self._timer.stage("learn", self._context.workers.leader.devices):
             return await self._context.workers.leader.commit(
-                opened.step, opened.attempt, opened.base, opened.number, digest, self._manifest()
+                opened.step, opened.attempt, opened.base, opened.number, digest, self._manifest(), limit
             )
 
     def _manifest(self) -> bytes:
