@@ -409,7 +409,8 @@ def test_interrupted_demo_cancels_its_run(coordinator, scripted_run, demo_dir, t
         stderr=subprocess.PIPE,
         text=True,
     )
-    assert process.stdout is not None and "RUNNING" in process.stdout.readline()
+    assert process.stdout is not None and f"on the fleet at {coordinator.url}" in process.stdout.readline()
+    assert "RUNNING" in process.stdout.readline()
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=30)
     assert process.returncode == 130 and "Traceback" not in errors

@@ -134,6 +134,7 @@ def _load(spec_file: Path, overrides: list[str]) -> dict[str, Any]:
 def _fleet(request: _Request, data_dir: Path) -> Iterator[Target]:
     """The fleet that `--url` names, or one of its own that ends with the block."""
     if request.url:
+        request.out.print(f"on the fleet at {request.url} (--url, HEADRACE_URL)", markup=False)
         yield find_target(request.url, request.data_dir)
         return
     from headrace_cli.commands.fleet import start_quietly, start_with_spinner

@@ -162,8 +162,8 @@ def status(data_dir: DataDirOption = DEFAULT_DATA_DIR, url: Url = None, as_json:
     from headrace_cli.show.listing import runs_list
 
     out = console()
-    out.print(instances_table(instances, coordinator=client.base_url))
-    out.print(devices_table(leases))
+    out.print(instances_table(instances, coordinator=client.base_url, width=out.width))
+    out.print(devices_table(leases, out.width))
     out.print(
         runs_list(runs[:10], console().width)
         if runs

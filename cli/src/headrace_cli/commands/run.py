@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -253,6 +254,9 @@ def cancel(
 def logs(
     run: RunId,
     after: Annotated[int, typer.Option(help="Only events with a higher id.")] = 0,
+    instance: Annotated[
+        str, typer.Option(help="Only events that name this instance, such as rollout-0.")
+    ] = "",
     url: Url = None,
     data_dir: DataDirOption = DEFAULT_DATA_DIR,
     as_json: JsonFlag = False,
@@ -262,12 +266,21 @@ def logs(
 
     with connect(find_target(url, data_dir)) as client:
         client.get(run)
+        names = _names_of(client, instance) if instance else []
     with connect(find_target(url, data_dir), patience_s=PATIENCE_S) as client:
         for event in client.events(run, after):
+            if names and not any(name in json.dumps(event.data) for name in names):
+                continue
             if as_json:
                 print_json(event.raw)
             else:
                 console().print(event_line(event), markup=False, soft_wrap=True)
+
+
+def _names_of(client: Client, instance: str) -> list[str]:
+    """How events name an instance: by its name, and by the id of its process."""
+    found = [item for item in client.instances() if item.name.rpartition("/")[2] == instance]
+    return [instance, *(item.incarnation for item in found if item.incarnation)]
 
 
 @app.command()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from headrace_cli.output import state_text, table
 
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 STAGES = ("generate", "score", "learn", "sync", "switch", "protocol")
+BRIEF_CHARACTERS = 40
 STEP_COLUMNS = ("step", "reward", "held-out", "tokens/s", "staleness", "wall s", *STAGES)
 WIDE_ONLY = frozenset({"staleness", "switch"})
 WIDE_COLUMNS = 112
@@ -95,11 +96,17 @@ def step_line(step: Step, steps: int, heldout: dict[int, float]) -> str:
 
 
 def event_line(event: Event) -> str:
-    """One event as a line of a log."""
+    """One event as a line of a log; lists and mappings by their size, `--json` has them whole."""
     at = time.strftime("%H:%M:%S", time.localtime(event.time))
     return f"{at} {event.id:>6} {event.type:<24} " + " ".join(
-        f"{key}={value}" for key, value in event.data.items()
+        f"{key}={_brief(value)}" for key, value in event.data.items()
     )
+
+
+def _brief(value: Any) -> str:
+    if isinstance(value, list | dict):
+        return str(value) if len(str(value)) <= BRIEF_CHARACTERS else f"({len(value)} entries)"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def trajectories_table(trajectories: Sequence[Trajectory]) -> Table:

@@ -21,7 +21,17 @@ from headrace_trainer.group.group import Gang
 from headrace_trainer.learning.samples import Rows
 
 Kind = Literal[
-    "restore", "micro", "check", "infer", "hold", "commit", "end_hold", "publish", "snapshot", "abort", "leave"
+    "restore",
+    "micro",
+    "check",
+    "infer",
+    "hold",
+    "commit",
+    "end_hold",
+    "publish",
+    "snapshot",
+    "abort",
+    "leave",
 ]
 
 GOVERNED: frozenset[Kind] = frozenset({"restore", "micro", "check", "infer", "hold", "commit"})
