@@ -6,6 +6,7 @@ import io
 import json
 import re
 import time
+from pathlib import Path
 
 import pytest
 from headrace.client import Instance, Leases
@@ -118,3 +119,23 @@ def test_lines_of_a_log_are_short_and_can_be_of_one_instance(headrace, long_run)
 def test_a_watch_on_a_pipe_prints_every_step(headrace, long_run):
     said = headrace("run", "watch", "r-1").stdout
     assert [f"step {number}/100 " in said for number in range(1, 101)] == [True] * 100
+
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_the_readme_makes_a_model_before_it_is_used_and_names_files_that_exist():
+    text = (ROOT / "README.md").read_text()
+    own = text[text.index("## Your own run") :]
+    assert own.index("presets.tiny .headrace/demo/models/tiny") < own.index("run submit examples/tiny.yaml")
+    sent = re.findall(r"(?:-d|--data-binary) @(\S+)", text)
+    assert sent and all((ROOT / file).is_file() for file in sent)
+
+
+def test_durations_are_the_same_everywhere(headrace):
+    said = " ".join(headrace("demo", "--help").stdout.replace("│", " ").split())
+    assert "tiny (about a minute)" in said and "smollm2 (about four minutes)" in said
+    started = (ROOT / "docs/getting-started.md").read_text()
+    assert "about a minute" in started and "about four minutes" in started
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    assert "about a minute after the set-up" in readme and "takes 3.6 minutes" in readme

@@ -379,3 +379,36 @@ async def test_healthz_answers_503_with_the_reason(api, fake_control):
     fake_control.vitals = HealthView(status="unhealthy", reason="the store (Redis) takes no writes: OOM")
     answer = await api.get("/healthz")
     assert answer.status_code == 503 and "takes no writes: OOM" in answer.json()["reason"]
+
+
+async def test_head_answers_as_get_without_a_body(api, run_id):
+    for path in ("/v1/runs", f"/v1/runs/{run_id}", f"/v1/runs/{run_id}/events", "/healthz", "/v1/runs/none"):
+        head = await api.head(path)
+        assert head.content == b"" and head.headers["content-type"]
+        if not path.endswith("/events"):
+            got = await api.get(path)
+            assert (head.status_code, head.headers) == (got.status_code, got.headers)
+
+
+async def test_a_link_is_not_used_up_by_its_preview(fake_control, tmp_path):
+    transport = httpx.ASGITransport(make_app(fake_control, runs_directory=tmp_path, token="s3cret"))
+    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
+        made = await client.post("/v1/links", headers={"Authorization": "Bearer s3cret"})
+        path = made.json()["path"]
+        assert (await client.head(path)).status_code == 405
+        assert (await client.get(path)).status_code == 303
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "allowed"),
+    [
+        ("DELETE", "/v1/runs", "GET, HEAD, POST"),
+        ("PUT", "/v1/runs/x", "GET, HEAD"),
+        ("PUT", "/v1/runs/x:pause", "GET, HEAD, POST"),
+        ("POST", "/openapi.json", "GET, HEAD"),
+        ("POST", "/open", "GET"),
+    ],
+)
+async def test_405_names_the_methods_that_there_are(api, method, path, allowed):
+    answer = await api.request(method, path)
+    assert (answer.status_code, answer.headers["allow"]) == (405, allowed)

@@ -14,7 +14,7 @@ from headrace.common.v1 import common_pb2
 from headrace.trainer.v1 import trainer_pb2 as pb
 from headrace_servicekit.rpc.errors import ServiceError, reason_of
 from headrace_trainer import allocator
-from headrace_trainer.session import Session
+from headrace_trainer.group.leader import LeaderRounds
 
 
 def test_what_is_moved_elsewhere_and_back_goes_on_as_if_nothing_was(make_backend, accumulate, sequences):
@@ -227,11 +227,11 @@ async def test_a_lease_that_lapses_inside_a_batch_costs_the_attempt_and_says_so(
     client, make_config, make_settled, settled_digest, monkeypatch
 ):
     """A part of a batch is in the accumulators: trying again under the same attempt would count it twice."""
-    micro = Session._micro
+    micro = LeaderRounds.micro
 
     def lapses(self, work):
         finite = micro(self, work)
-        if self.state.begun.attempt == 1:
+        if self.attempt[1] == 1:
             client.instance.fence.grant(11, 0.0)
         return finite
 
@@ -239,7 +239,7 @@ async def test_a_lease_that_lapses_inside_a_batch_costs_the_attempt_and_says_so(
         yield pb.LearnRequest(header=client.header(), step=0, attempt=1, groups=groups)
 
     with monkeypatch.context() as patched:
-        patched.setattr(Session, "_micro", lapses)
+        patched.setattr(LeaderRounds, "micro", lapses)
         version = (await client.open(make_config(trainer={"micro_batch_tokens": 48}))).version
     groups = [make_settled(prompt, version=version) for prompt in range(3)]
     await client.begin(0, 1, 1, 2)

@@ -37,7 +37,9 @@ def add_to(app: typer.Typer) -> None:
 
 
 def demo(
-    preset: Annotated[str, typer.Option(help="tiny (a minute) or smollm2 (ten minutes).")] = "tiny",
+    preset: Annotated[
+        str, typer.Option(help="tiny (about a minute) or smollm2 (about four minutes).")
+    ] = "tiny",
     seed: Annotated[int, typer.Option(help="Seed of the run.")] = 0,
     steps: Annotated[
         int | None, typer.Option(min=1, help="Steps; default: the preset's.", show_default=False)

@@ -12,6 +12,7 @@ from headrace_schema.problems import explain_details, nearest, problem
 from headrace_schema.views import ErrorView, KeyProblemView
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
+from starlette.routing import compile_path
 
 from headrace_coordinator.api.control import Refused
 
@@ -25,17 +26,24 @@ STATUS = {
     "TOO_LARGE": 413,
     "UNSUPPORTED_MEDIA_TYPE": 415,
 }
+NO_HEAD = frozenset({"/open"})  # a preview of a link must not use it up
 CONFLICT = 409  # Any other reason is about the state of the thing, such as pausing a run that has ended.
 HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 503: {"Retry-After": "1"}}
 # What routes may answer beside their own view; the API's description lists them.
 ANSWERS: dict[int | str, dict[str, Any]] = {
     401: {"model": ErrorView, "description": "The bearer token is missing or wrong."},
+    403: {
+        "model": ErrorView,
+        "description": "Without an API token: the request does not come to this machine, or from its own pages.",
+    },
     404: {"model": ErrorView, "description": "There is no such thing; the message names the nearest one."},
+    405: {"model": ErrorView, "description": "The path has other methods; the header Allow names them."},
     409: {
         "model": ErrorView,
         "description": "The thing's state, or an earlier use of the key, does not allow it.",
     },
     413: {"model": ErrorView, "description": "The body is too large."},
+    415: {"model": ErrorView, "description": "The body is neither application/json nor application/yaml."},
     422: {"model": ErrorView, "description": "The request is wrong; problems name the keys and the fixes."},
     503: {"model": ErrorView, "description": "Not possible at the moment; try again."},
 }
@@ -76,12 +84,26 @@ def add_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(HTTPException)
     async def routing(request: Request, error: HTTPException) -> Response:
         reason = {404: "NOT_FOUND", 405: "METHOD_NOT_ALLOWED"}.get(error.status_code, "INVALID")
-        return error_response(reason, _no_route(app, request), status=error.status_code)
+        response = error_response(reason, _no_route(app, request), status=error.status_code)
+        if error.status_code == 405:
+            response.headers["Allow"] = ", ".join(_allowed(app, request.url.path)) or "GET, HEAD"
+        return response
 
     @app.exception_handler(Exception)
     async def unexpected(request: Request, error: Exception) -> Response:
         log.error("%s %s failed: %r", request.method, request.url.path, error)
         return error_response("INTERNAL", "a bug in the coordinator; its log has the details", status=500)
+
+
+def _allowed(app: FastAPI, path: str) -> list[str]:
+    """Methods of every described route on a path. Starlette names those of the first route alone."""
+    found = {
+        method.upper()
+        for template, methods in app.openapi()["paths"].items()
+        if compile_path(template)[0].match(path)
+        for method in methods
+    }
+    return sorted(found | ({"HEAD"} if "GET" in found and path not in NO_HEAD else set()))
 
 
 def _no_route(app: FastAPI, request: Request) -> str:

@@ -14,7 +14,7 @@ from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from headrace_coordinator.api.http.errors import error_response
+from headrace_coordinator.api.http.errors import NO_HEAD, error_response
 from headrace_coordinator.api.http.pages import is_page
 
 OPEN_PATHS = frozenset({"/healthz", "/open"})  # /open takes a one-time code
@@ -47,7 +47,11 @@ class Guard:
             await send(message)
 
         refusal = self._refusal(scope)
-        await (refusal or self._app)(scope, receive, counted)
+        if scope["method"] == "HEAD" and scope["path"] not in NO_HEAD:
+            scope["method"] = "GET"
+            await (refusal or self._app)(scope, receive, _without_body(counted))
+        else:
+            await (refusal or self._app)(scope, receive, counted)
 
     def _refusal(self, scope: Scope) -> Response | None:
         headers = Headers(scope=scope)
@@ -74,6 +78,17 @@ class Guard:
         return error_response(
             "UNAUTHENTICATED", f"the API token is {wrong}; send Authorization: Bearer TOKEN"
         )
+
+
+def _without_body(send: Send) -> Send:
+    """Ends the answer after its headers, which also ends a stream."""
+
+    async def headers_only(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            await send(message)
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    return headers_only
 
 
 def _is_here(host: str) -> bool:
