@@ -238,9 +238,8 @@ async def test_a_lease_that_lapses_inside_a_batch_costs_the_attempt_and_says_so(
     async def in_one_message():
         yield pb.LearnRequest(header=client.header(), step=0, attempt=1, groups=groups)
 
-    with monkeypatch.context() as patched:
-        patched.setattr(LeaderRounds, "micro", lapses)
-        version = (await client.open(make_config(trainer={"micro_batch_tokens": 48}))).version
+    monkeypatch.setattr(LeaderRounds, "micro", lapses)
+    version = (await client.open(make_config(trainer={"micro_batch_tokens": 48}))).version
     groups = [make_settled(prompt, version=version) for prompt in range(3)]
     await client.begin(0, 1, 1, 2)
     assert await refusal(client.stub.Learn(in_one_message()).read()) == "ATTEMPT_LOST"
