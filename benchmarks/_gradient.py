@@ -5,13 +5,16 @@ from __future__ import annotations
 import math
 import random
 from pathlib import Path
+from typing import Any
 
 import torch
 from headrace_schema.openings import TrainerConfig
 from headrace_servicekit.rpc.digests import set_digest
-from headrace_trainer.algorithms import build_algorithm
 from headrace_trainer.backends.fsdp.backend import FsdpBackend
 from headrace_trainer.group.group import Gang, join_gang
+from headrace_trainer.group.leader import LeaderRounds
+from headrace_trainer.group.rank import Rank
+from headrace_trainer.group.rounds import Kind, Round
 from headrace_trainer.learning import step as steps
 from headrace_trainer.learning.learner import Learner
 from headrace_trainer.learning.samples import Group, Member
@@ -33,8 +36,9 @@ class Accumulation:
                 "trainer": {"shared_prefix": shared},
             }
         )
-        self._backend = FsdpBackend(self._config, build_algorithm(self._config.algorithm), gang)
-        self._backend.load_initial()
+        self._rank = Rank(self._config, gang)
+        self._lead("restore")
+        self._learner = Learner(self._config, self._rank.algorithm, LeaderRounds(self._lead, self._rank))
         self._open()
 
     def learn(self, groups: list[Group]) -> None:
@@ -43,21 +47,18 @@ class Accumulation:
 
     def gradient(self) -> dict[str, Tensor]:
         """The pre-clip gradient of what was learned since the last call, by weight."""
-        found = self._backend.reduced_gradient(float(steps.totals(self._state).tokens))
+        assert isinstance(self._rank.backend, FsdpBackend)
+        found = self._rank.backend.reduced_gradient(float(steps.totals(self._state).tokens))
         self._open()
         return found
 
     def _open(self) -> None:
         state = steps.restored(steps.StepState(), steps.Version(1, 0, 0, "initial"), {})
         self._state, _ = steps.begin(state, steps.Begin(0, 1, 1, 2))
-        self._learner = Learner(
-            self._config,
-            build_algorithm(self._config.algorithm),
-            1,
-            shared=self._backend.shares_prefixes,
-            run_round=lambda work: self._backend.micro(work[0]).finite,
-            gradient_holds=lambda: True,  # asked in a replay only
-        )
+
+    def _lead(self, kind: Kind, **fields: Any) -> object:
+        """A round of a trainer group of one, without its votes and deadlines."""
+        return self._rank.execute(Round(generation=1, number=0, kind=kind, **fields))
 
 
 def gradient_difference(

@@ -55,7 +55,7 @@ def train(model: str, device: torch.device, rank: int, world: int, rendezvous: s
             torch.manual_seed(1)
             backend = FsdpBackend(config, build_algorithm(config.algorithm), gang)
             backend.load_initial()
-            rows = [[Sequence([3, 5, 7, 9, 11], [2, 3, 4], [-1.0] * 3, 1.0, 1.0)]]
+            rows = [[Sequence([3, 5, 7, 9, 11], [2, 3, 4], [-1.0] * 3, [1.0] * 3, 1.0)]]
             for step in range(2):
                 backend.micro(rows)
                 if suspends and step:
