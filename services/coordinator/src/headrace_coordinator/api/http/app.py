@@ -14,7 +14,9 @@ from headrace_coordinator.api.control import Control
 from headrace_coordinator.api.http.errors import ANSWERS, add_error_handlers
 from headrace_coordinator.api.http.fleet import ScaleRequest, fleet_routes, service_routes
 from headrace_coordinator.api.http.guard import Guard
+from headrace_coordinator.api.http.plans import plan_routes
 from headrace_coordinator.api.http.runs import run_routes
+from headrace_coordinator.planner.documents import PlanRequest
 
 VERSION = "1"
 HEARTBEAT_S = 10.0
@@ -41,6 +43,7 @@ def make_app(
     app.include_router(run_routes(control, runs_directory, heartbeat_s))
     app.include_router(fleet_routes(control))
     app.include_router(service_routes(control))
+    app.include_router(plan_routes())
     app.add_middleware(Guard, token=token)
     add_error_handlers(app)
     app.openapi = lambda: describe(app)  # type: ignore[method-assign]
@@ -52,7 +55,8 @@ def describe(app: FastAPI) -> dict[str, Any]:
     if app.openapi_schema is None:
         schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
         _, bodies = models_json_schema(
-            [(RunSpec, "validation"), (ScaleRequest, "validation")], ref_template=REFERENCE
+            [(RunSpec, "validation"), (ScaleRequest, "validation"), (PlanRequest, "validation")],
+            ref_template=REFERENCE,
         )
         components = schema["components"]["schemas"]
         components |= bodies["$defs"]
