@@ -13,6 +13,7 @@ from headrace_coordinator.planner.profiles import Profile
 from headrace_coordinator.planner.tree import Cycle, Leaf, Node, Share, Split, devices, leaves
 
 CYCLE_BATCHES = (1, 2)
+MAX_ASSIGNMENTS = 16
 
 
 @dataclass(frozen=True)
@@ -246,4 +247,9 @@ def assignments(
                 f"stages.{stage}", f"its profile covers {has}, the cluster has {known}", "add a profile"
             )
         chosen = [{**choice, stage: profiles[stage][kind]} for choice in chosen for kind in kinds]
+        if len(chosen) > MAX_ASSIGNMENTS:
+            problem = f"has profiles on {len(kinds)} kinds, which makes {len(chosen)} assignments of stages to kinds"
+            raise refuse(
+                f"stages.{stage}", problem, f"remove profiles; at most {MAX_ASSIGNMENTS} are searched"
+            )
     yield from chosen

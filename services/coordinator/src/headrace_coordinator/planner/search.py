@@ -12,10 +12,13 @@ from dataclasses import dataclass
 
 from headrace_coordinator.planner.costs import CYCLE_BATCHES, Workload, overlapped, pipelined
 from headrace_coordinator.planner.divisions import Counts, divisions, promising
+from headrace_coordinator.planner.errors import refuse
 from headrace_coordinator.planner.tree import Cycle, Leaf, Node, Share, Split
 
 CHUNKS = (1, 2, 4, 8, 16, 32, 64)
 MAX_CHUNKS = CHUNKS[-1]
+MAX_CUTS = 50_000
+"""Cuts of parts that a search may look at, seconds' worth: four stages on 4,096 devices take about 5,000."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,7 @@ class Search:
             units: {workload.profiles[stage].kind for stage in self._stages[units]} for units in masks
         }
         self._cuts: dict[int, list[tuple[int, int]]] = {}
+        self._looked_at = 0
         self._best: dict[tuple[int, Counts, float], Found] = {}
         self._plain: dict[tuple[int, Counts, float], Found] = {}
         self._turns: dict[tuple[int, Counts, float], Found] = {}
@@ -121,6 +125,10 @@ class Search:
     def _cuts_of(self, units: int) -> list[tuple[int, int]]:
         if units not in self._cuts:
             self._cuts[units] = self.work.workflow.cuts(units)
+        self._looked_at += len(self._cuts[units])
+        if self._looked_at > MAX_CUTS:
+            problem = f"{len(self.units)} stages and cycles on these devices are too many to search"
+            raise refuse("stages", problem, "join stages, or plan for fewer devices")
         return self._cuts[units]
 
     def _turn(self, units: int, counts: Counts, items: float) -> float:

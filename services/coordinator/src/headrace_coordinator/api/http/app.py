@@ -17,7 +17,9 @@ from headrace_coordinator.api.http.guard import Guard
 from headrace_coordinator.api.http.links import link_routes
 from headrace_coordinator.api.http.overviews import overview_routes
 from headrace_coordinator.api.http.pages import page_routes
+from headrace_coordinator.api.http.plans import plan_routes
 from headrace_coordinator.api.http.runs import run_routes
+from headrace_coordinator.planner.documents import PlanRequest
 
 VERSION = "1"
 HEARTBEAT_S = 10.0
@@ -48,6 +50,7 @@ def make_app(
     app.include_router(service_routes(control))
     app.include_router(link_routes(token))
     app.include_router(page_routes())
+    app.include_router(plan_routes())
     app.add_middleware(Guard, token=token)
     add_error_handlers(app)
     app.openapi = lambda: describe(app)  # type: ignore[method-assign]
@@ -59,7 +62,8 @@ def describe(app: FastAPI) -> dict[str, Any]:
     if app.openapi_schema is None:
         schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
         _, bodies = models_json_schema(
-            [(RunSpec, "validation"), (ScaleRequest, "validation")], ref_template=REFERENCE
+            [(RunSpec, "validation"), (ScaleRequest, "validation"), (PlanRequest, "validation")],
+            ref_template=REFERENCE,
         )
         components = schema["components"]["schemas"]
         components |= bodies["$defs"]
