@@ -74,7 +74,13 @@ class System:
     def _coordinate(self) -> psutil.Process:
         command = [sys.executable, "-m", "headrace_coordinator", "--log-level", "warning"]
         command += ["--listen", f"127.0.0.1:{self._grpc}", "--http", f"127.0.0.1:{self._http}"]
-        command += ["--redis", store_url(self._socket), "--data-dir", str(self._directory / "data")]
+        command += [
+            "--redis",
+            store_url(self._socket),
+            "--data-dir",
+            str(self._directory / "data"),
+            "--no-token",
+        ]
         return psutil.Process(self._spawn("coordinator", command))
 
     def _wait(self) -> None:

@@ -1,25 +1,29 @@
-"""Runs the parts of the checks or of the tests one after the other, each with a deadline, and adds them up.
+"""Runs the parts of the checks or of the tests, each with a deadline, and adds them up.
 
-`python -m ci.parts lint|test|nightly… [PART…]`. A part that fails does not stop the later ones. Under CI=true a
-part that could not run is a failure; elsewhere the end says what was not covered. Knows no test's content.
+`python -m ci.parts lint|test|nightly… [PART…]`. At most two parts that share the machine run side by side, each
+with one compute thread and its output in one piece at its end; the others run alone. A part that fails does not
+stop the later ones. Under CI=true a part that could not run is a failure; elsewhere the end says what was not
+covered. Knows no test's content.
 """
 
 from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 import time
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from ci.plan import PLANS, Part
 from ci.reports import Report, read_report
+from ci.running import LATE, ROOT, Running
 
-ROOT = Path(__file__).resolve().parents[1]
 REPORTS = ROOT / ".cache" / "ci"
-LAST_WORDS_S = 15.0
+LANES = 2
+POLL_S = 0.1
 NO_TESTS = 5  # pytest's exit status
 
 
@@ -33,19 +37,50 @@ class Tally:
     uncovered: list[str] = field(default_factory=list)
 
 
-def run_part(part: Part, tally: Tally) -> None:
-    """Runs one part and adds its outcome; a part that ends without a report counts as one test."""
-    print(f"\n=== {part.name}", flush=True)
+def run_parts(parts: Sequence[Part], tally: Tally) -> None:
+    """Runs parts and adds their outcomes; the order of their starts is that of `parts`."""
+    REPORTS.mkdir(parents=True, exist_ok=True)
+    waiting, running = deque(parts), dict[Part, Running]()
+    try:
+        while waiting or running:
+            while waiting and _has_room(waiting[0], running):
+                _begin(waiting.popleft(), running, tally)
+            for part, process in [*running.items()]:
+                status = process.poll()
+                if status is not None:
+                    del running[part]
+                    _finish(part, process, status, tally)
+            time.sleep(POLL_S)
+    finally:  # interrupted: what runs is ended, and what it said is shown
+        for part, process in running.items():
+            process.end(signal.SIGINT)
+            print(f"\n=== {part.name}: interrupted\n{process.output()}", flush=True)
+
+
+def _has_room(part: Part, running: dict[Part, Running]) -> bool:
+    beside = all(each.shares for each in (part, *running))
+    return not running or (beside and len(running) < LANES)
+
+
+def _begin(part: Part, running: dict[Part, Running], tally: Tally) -> None:
     if part.needs and not any((ROOT / part.needs).rglob("test_*.py")):
         return _uncovered(part, tally, f"no tests in {part.needs}")
-    report_file = REPORTS / f"{part.name}.xml"
-    report_file.unlink(missing_ok=True)
-    started = time.monotonic()
-    status = execute(part.with_report(report_file), part.timeout_s)
-    seconds = time.monotonic() - started
-    if status == NO_TESTS:
+    log = REPORTS / f"{part.name}.log" if part.shares else None
+    for old in (_report_file(part), *([log] if log else [])):
+        old.unlink(missing_ok=True)
+    print(f"\n=== {part.name}" + (" begins; its output follows when it ends" if log else ""), flush=True)
+    running[part] = Running(part.with_report(_report_file(part)), part.timeout_s, log)
+    return None
+
+
+def _finish(part: Part, process: Running, status: int, tally: Tally) -> None:
+    """Adds a part's outcome; a part that ends without a report counts as one test."""
+    seconds = time.monotonic() - process.began
+    if part.shares:
+        print(f"\n=== {part.name}: {seconds:.0f} s, status {status}\n{process.output()}", end="", flush=True)
+    if part.needs and status == NO_TESTS:
         return _uncovered(part, tally, "it holds no tests to run")
-    report = read_report(report_file)
+    report = read_report(_report_file(part))
     failed = report.failed or int(status != 0)
     tally.passed += report.passed if part.needs else int(status == 0)
     tally.failed += failed
@@ -54,39 +89,12 @@ def run_part(part: Part, tally: Tally) -> None:
     return None
 
 
-def execute(command: list[str], timeout_s: float) -> int:
-    """Exit status of a command run in the repository's root without input; 124 when it ran out of time."""
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("HEADRACE_")}
-    environment |= {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"}
-    child = subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, start_new_session=True
-    )
-    try:
-        return child.wait(timeout_s)
-    except subprocess.TimeoutExpired:
-        print(f"\nno end after {timeout_s:.0f} s; where it hangs:", flush=True)
-        _end(child, signal.SIGABRT)  # pytest's faulthandler prints every thread's stack
-        return 124
-    except KeyboardInterrupt:
-        _end(child, signal.SIGINT)
-        raise
-
-
-def _end(child: subprocess.Popen[bytes], first: signal.Signals) -> None:
-    child.send_signal(first)
-    try:
-        child.wait(LAST_WORDS_S)
-    except subprocess.TimeoutExpired:
-        pass
-    try:
-        os.killpg(child.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
-    child.wait()
+def _report_file(part: Part) -> Path:
+    return REPORTS / f"{part.name}.xml"
 
 
 def _outcome(part: Part, status: int, report: Report) -> str:
-    if status == 124:
+    if status == LATE:
         return f"FAILED: no end after {part.timeout_s} s"
     if not part.needs:
         return "passed" if status == 0 else f"FAILED with status {status}"
@@ -111,10 +119,9 @@ def main(arguments: list[str]) -> int:
         parts = "; ".join(f"{name}: {' '.join(part.name for part in PLANS[name])}" for name in PLANS)
         print(f"usage: python -m ci.parts {'|'.join(PLANS)}… [PART…]\nparts of {parts}", file=sys.stderr)
         return 2
-    REPORTS.mkdir(parents=True, exist_ok=True)
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # or children would stay
     tally, started = Tally(), time.monotonic()
-    for name in wanted or plan:
-        run_part(plan[name], tally)
+    run_parts([plan[name] for name in wanted or plan], tally)
     _print_tally(" ".join(names), tally, time.monotonic() - started)
     return int(tally.failed > 0)
 

@@ -18,27 +18,33 @@ PACKAGES = (
     *("headrace_trainer", "headrace_simulator", "headrace_reward", "headrace_cli", "headrace.client"),
 )
 UNITS = {
-    "proto": "proto",
-    "servicekit": "libs/servicekit",
-    "schema": "libs/schema",
-    "modelkit": "libs/modelkit",
+    "cli": "cli",
     "coordinator": "services/coordinator",
-    "rollout": "services/rollout",
     "trainer": "services/trainer",
     "simulator": "services/simulator",
     "reward": "services/reward",
-    "cli": "cli",
+    "servicekit": "libs/servicekit",
+    "rollout": "services/rollout",
+    "modelkit": "libs/modelkit",
+    "schema": "libs/schema",
+    "proto": "proto",
 }
+"""Suites of single dists, the longest first."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """One command; `needs` is the folder whose tests it runs, empty for anything but pytest."""
+    """One command; `needs` is the folder whose tests it runs, empty for anything but pytest.
+
+    A part that `shares` the machine may run beside another one: it mostly keeps one core busy or waits, and it
+    asserts no time that a busy core would spoil.
+    """
 
     name: str
     command: tuple[str, ...]
     timeout_s: int
     needs: str = ""
+    shares: bool = False
 
     def with_report(self, file: Path) -> list[str]:
         """The command, which also writes what it found to a JUnit file when it is pytest."""
@@ -46,38 +52,45 @@ class Part:
 
 
 def _tool(name: str, program: str, *arguments: str, timeout_s: int = 300) -> Part:
-    return Part(name, (str(BIN / program), *arguments), timeout_s)
+    return Part(name, (str(BIN / program), *arguments), timeout_s, shares=True)
 
 
 def _script(name: str, *arguments: str, timeout_s: int = 300) -> Part:
-    return Part(name, (sys.executable, *arguments), timeout_s)
+    return Part(name, (sys.executable, *arguments), timeout_s, shares=True)
 
 
-def _tests(name: str, folder: str, *options: str, timeout_s: int = 600) -> Part:
-    return Part(name, (sys.executable, "-m", "pytest", folder, *options), timeout_s, folder)
+def _tests(name: str, folder: str, *options: str, timeout_s: int = 600, shares: bool = False) -> Part:
+    return Part(name, (sys.executable, "-m", "pytest", folder, *options), timeout_s, folder, shares)
 
 
 LINT = [
     _tool("ruff", "ruff", "check", "--output-format=concise", "."),
     _tool("format", "ruff", "format", "--check", "."),
     _tool("mypy", "mypy", *(part for package in PACKAGES for part in ("-p", package))),
-    _tool("mypy-ci", "mypy", "-p", "ci"),
+    _tool(
+        "mypy-ci", "mypy", "--cache-dir", ".cache/mypy-ci", "-p", "ci"
+    ),  # the other one writes its own just then
     _tool("imports", "lint-imports", "--no-logo"),
-    _tests("proto", "proto/tests"),
+    _tests("proto", "proto/tests", shares=True),
     _script("run-spec-page", "-m", "ci.spec_docs", "--check", "docs/run-spec.md"),
     _script("private-paths", "-m", "ci.private_paths"),
 ]
 
+_UNITS = [_tests(name, f"{folder}/tests", shares=True) for name, folder in UNITS.items()]
+
+# Parts that share the machine come first: those that mostly wait (compose, packaging) beside those that compute, long
+# ones before short ones, so that both lanes end together. What starts and kills whole fleets comes after, alone.
 TEST = [
-    *(_tests(name, f"{folder}/tests") for name, folder in UNITS.items()),
-    _tests("benchmarks", "benchmarks/tests"),
+    _tests("compose", "integration_tests/compose", timeout_s=1200, shares=True),
     _script("simulation", "-m", "headrace_coordinator.simulation", "--seeds", "200", timeout_s=900),
+    *_UNITS[:2],
+    _tests("packaging", "integration_tests/packaging", timeout_s=1200, shares=True),
+    *_UNITS[2:],
+    _tests("benchmarks", "benchmarks/tests", shares=True),
     _tests("contracts", "integration_tests/contracts"),
     _tests("flows", "integration_tests/flows", timeout_s=1200),
     _tests("browser", "integration_tests/browser", timeout_s=600),
     _tests("faults", "integration_tests/faults", timeout_s=1500),
-    _tests("packaging", "integration_tests/packaging", timeout_s=1200),
-    _tests("compose", "integration_tests/compose", timeout_s=1200),
 ]
 
 NIGHTLY = [
@@ -91,7 +104,7 @@ NIGHTLY = [
         "4000",
         timeout_s=14400,
     ),
-    _tests("nightly", "integration_tests", "-m", "nightly", timeout_s=14400),
+    _tests("nightly", "integration_tests", "cli/tests", "-m", "nightly", timeout_s=14400),
 ]
 
 PLANS = {"lint": LINT, "test": TEST, "nightly": NIGHTLY}

@@ -18,11 +18,13 @@ class Report:
 
 
 def read_report(file: Path) -> Report:
-    """The counts in a JUnit file; zeros when it was never written, as after a crash."""
+    """The counts in a JUnit file; zeros when it was never written, or not to its end, as after a crash."""
     report, reasons = Report(), Counter[str]()
-    if not file.is_file():
+    try:
+        document = ElementTree.parse(file)
+    except (FileNotFoundError, ElementTree.ParseError):
         return report
-    for case in ElementTree.parse(file).iter("testcase"):
+    for case in document.iter("testcase"):
         verdicts = {child.tag for child in case}
         skip = case.find("skipped")
         if verdicts & {"failure", "error"}:

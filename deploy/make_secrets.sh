@@ -10,6 +10,6 @@ make() {
 }
 
 make fleet-token    # between the services
-make http-token     # of the HTTP API, where HEADRACE_HTTP_TOKEN_FILE=/secrets/http-token asks for one
+make http-token     # of the HTTP API
 make redis-password
 printf 'requirepass %s\n' "$(cat redis-password)" >redis.conf

@@ -15,9 +15,11 @@ sys.path.insert(0, str(HERE))
 from harness.fleet import LIVING, Fleet  # noqa: E402
 from harness.gate import Gate  # noqa: E402
 from harness.processes import run_python  # noqa: E402
+from harness.sharing import SharedFleet  # noqa: E402
 from harness.specs import small_spec  # noqa: E402
 
 PATIENT = ("flows", "contracts", "faults")
+FAILED_IN = pytest.StashKey[set[Path]]()
 TEST_S = 600  # names a hang; a busy machine of two cores needs a tenth of it
 
 
@@ -35,6 +37,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_runtest_makereport(item: pytest.Item, call: Any) -> Iterator[None]:
     report = yield
     if report.failed:
+        item.session.stash.setdefault(FAILED_IN, set()).add(item.path)
         for fleet in list(LIVING):
             if fleet.data_dir.is_dir() and (logs := fleet.logs()):
                 report.sections.append((f"logs of the fleet on {fleet.data_dir}", logs))
@@ -59,11 +62,29 @@ def spec_of(tiny_model: Path) -> Callable[..., dict[str, Any]]:
     return make
 
 
+@pytest.fixture(scope="session")
+def shared_fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedFleet]:
+    """The fleet that modules share."""
+    shared = SharedFleet(lambda: tmp_path_factory.mktemp("fleet") / "data")
+    yield shared
+    shared.close()
+
+
 @pytest.fixture(scope="module")
-def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    """A fleet that the tests of a module share."""
-    with Fleet(tmp_path_factory.mktemp("fleet") / "data", "--simulator", "0") as shared:
-        yield shared
+def fleet(request: pytest.FixtureRequest, shared_fleet: SharedFleet) -> Iterator[Fleet]:
+    """A fleet that the tests of a module share, and the next module too unless one of them failed.
+
+    A module with OWN_FLEET = True kills processes again and again: its fleet is new, and nobody else's.
+    """
+    own = getattr(request.module, "OWN_FLEET", False)
+    if own:
+        shared_fleet.close()
+    lent = shared_fleet.lend()
+    yield lent
+    if own or request.path in request.session.stash.get(FAILED_IN, set()):
+        shared_fleet.close()
+    else:
+        lent.end_runs()
 
 
 @pytest.fixture

@@ -86,7 +86,8 @@ def coordinator() -> Iterator[FakeCoordinator]:
     fake = FakeCoordinator("")
     server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(fake))
     fake.url = f"http://127.0.0.1:{server.server_port}"
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    poll_s = 0.01  # how soon it notices its end
+    thread = threading.Thread(target=server.serve_forever, args=(poll_s,), daemon=True)
     thread.start()
     yield fake
     server.shutdown()

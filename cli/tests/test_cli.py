@@ -90,6 +90,28 @@ def test_yaml_error_names_the_place(headrace, tmp_path):
     assert result.returncode == 2 and "line 2" in result.stderr
 
 
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("steps: 1\noptimizer: {lr: .nan}", "line 2: .nan is not a finite number"),
+        ("steps: 1\nsteps: 2", "line 2: the key steps is there already, in line 1"),
+        ("data: &d\n  options: *d", "line 2: *d stands inside"),
+        ("x: " + "[" * 5000, "line 1: is nested deeper"),
+    ],
+)
+def test_odd_yaml_is_a_sentence_with_the_line(headrace, coordinator, tmp_path, text, words):
+    (tmp_path / "bad.yaml").write_text(text)
+    result = headrace("run", "submit", "bad.yaml")
+    assert result.returncode == 2 and f"bad.yaml: {words}" in result.stderr
+    assert headrace("run", "submit", "bad.yaml", "--dry-run").returncode == 2
+    assert coordinator.received == []
+
+
+def test_an_override_that_json_lacks_is_a_sentence(headrace, spec_file):
+    result = headrace("run", "submit", spec_file, "--set", "optimizer.lr=.inf")
+    assert result.returncode == 2 and "optimizer.lr: '.inf' is not a YAML value" in result.stderr
+
+
 def test_yaml_tags_run_nothing(headrace, tmp_path):
     (tmp_path / "bad.yaml").write_text(f"!!python/object/apply:os.mkdir ['{tmp_path}/made']")
     assert headrace("run", "submit", "bad.yaml").returncode == 2
@@ -110,10 +132,68 @@ def test_examples_are_valid(headrace, name):
     assert one_document(result.stdout)["valid"] is True
 
 
+VALID = {
+    "model": {"path": "no/such-model"},
+    "data": {"source": "copy_digits"},
+    "reward": {"scorers": [{"name": "exact"}]},
+}
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("algorithm.group_size=2000000000", "algorithm.group_size: 2,000,000,000 samples of 4 prompts"),
+        ("sampling.max_new_tokens=2000000000", "sampling.max_new_tokens: must be at most 1048576"),
+        ("optimizer.lr=1e6", "optimizer.lr: must be at most 10"),
+    ],
+)
+def test_a_dry_run_refuses_what_cannot_be_meant(headrace, tmp_path, override, words):
+    (tmp_path / "spec.yaml").write_text(yaml.safe_dump(VALID))
+    result = headrace("run", "submit", "spec.yaml", "--dry-run", "--set", override, HEADRACE_URL="")
+    assert result.returncode == 2 and words in result.stderr
+
+
+def test_a_dry_run_warns_of_what_is_rarely_meant(headrace, coordinator, tmp_path):
+    coordinator.routes["POST /v1/runs"] = (200, VALID)
+    (tmp_path / "spec.yaml").write_text(yaml.safe_dump(VALID))
+    odd = (
+        "--set",
+        "optimizer.lr=0.5",
+        "--set",
+        "sampling.max_new_tokens=200000",
+        "--set",
+        "algorithm.group_size=20000",
+    )
+    for url in ("", coordinator.url):
+        result = headrace(
+            "run", "submit", "spec.yaml", "--dry-run", *odd, HEADRACE_URL=url, HF_HOME=str(tmp_path)
+        )
+        assert result.returncode == 0, result.stderr
+        for key in ("optimizer.lr", "sampling.max_new_tokens", "algorithm.group_size", "model.path"):
+            assert f"warning: {key}: " in result.stderr
+    (tmp_path / "hub" / "models--no--such-model").mkdir(parents=True)
+    quiet = headrace(
+        "run", "submit", "spec.yaml", "--dry-run", "--json", HEADRACE_URL="", HF_HOME=str(tmp_path)
+    )
+    assert one_document(quiet.stdout)["warnings"] == []
+
+
 def test_dry_run_asks_a_fleet_that_is_there(headrace, coordinator, spec_file):
     coordinator.routes["POST /v1/runs"] = (200, {"name": "mine"})
     assert headrace("run", "submit", spec_file, "--dry-run").returncode == 0
     assert coordinator.requests("POST /v1/runs")[0].query == {"dry_run": ["true"]}
+
+
+def test_a_long_check_says_what_is_waited_for(headrace, coordinator, spec_file, monkeypatch):
+    monkeypatch.setattr("headrace_cli.connection.SAY_S", 0.05)
+
+    def slow(got):
+        time.sleep(0.4)
+        return 200, {"name": "mine"}
+
+    coordinator.routes["POST /v1/runs"] = slow
+    result = headrace("run", "submit", spec_file, "--dry-run")
+    assert result.returncode == 0 and "waiting: the coordinator checks the spec" in result.stderr
 
 
 def test_own_reward_is_short():
@@ -217,6 +297,51 @@ def test_token_from_the_environment(headrace, coordinator):
 
 
 @pytest.fixture
+def fleet_file(coordinator, tmp_path):
+    """What a launcher writes into `.headrace` of the directory that commands run in."""
+    folder = tmp_path / ".headrace"
+    folder.mkdir()
+    (folder / "http-token").write_text("of the fleet")
+    state = {"url": coordinator.url, "token_file": str(folder / "http-token")}
+    (folder / "fleet.json").write_text(json.dumps(state))
+    return folder / "fleet.json"
+
+
+def tokens_sent(coordinator):
+    return [got.headers.get("authorization", "") for got in coordinator.received]
+
+
+def test_the_token_of_the_fleet_is_found(headrace, coordinator, fleet_file, monkeypatch):
+    coordinator.routes["GET /v1/runs"] = (200, {"runs": []})
+    assert headrace("run", "list").returncode == 0
+    with Client(coordinator.url.replace("127.0.0.1", "localhost")) as client:
+        client.list()
+    assert tokens_sent(coordinator) == ["Bearer of the fleet"] * 2
+    with Client(coordinator.url, "") as client:
+        client.list()
+    fleet_file.write_text(fleet_file.read_text().replace(coordinator.url, "http://127.0.0.1:1"))
+    headrace("run", "list")
+    monkeypatch.setattr(os, "getuid", lambda: fleet_file.stat().st_uid + 1)  # the file is another user's
+    fleet_file.write_text(fleet_file.read_text().replace("http://127.0.0.1:1", coordinator.url))
+    headrace("run", "list")
+    assert tokens_sent(coordinator)[2:] == ["", "", ""]
+
+
+def test_a_missing_token_is_a_sentence_with_the_place(headrace, coordinator):
+    refusal = {"reason": "UNAUTHENTICATED", "message": "the API token is missing", "problems": []}
+    coordinator.routes["GET /v1/runs"] = (401, refusal)
+    result = headrace("run", "list")
+    assert result.returncode == 2
+    assert "HEADRACE_TOKEN" in result.stderr and "--data-dir" in result.stderr
+
+
+def test_open_prints_a_link(headrace, coordinator):
+    coordinator.routes["POST /v1/links"] = (201, {"path": "/open?code=abc", "expires_in_s": 60})
+    assert headrace("open").stdout == f"{coordinator.url}/open?code=abc\n"
+    assert one_document(headrace("open", "--json").stdout) == {"url": f"{coordinator.url}/open?code=abc"}
+
+
+@pytest.fixture
 def demo_dir(tmp_path):
     """A data directory with a model that need not be made."""
     for preset in ("tiny", "smollm2"):
@@ -229,7 +354,8 @@ def demo_dir(tmp_path):
 
 def test_demo_ends_with_one_json_line(headrace, coordinator, scripted_run, demo_dir):
     scripted_run(steps=4, step_s=0.2)
-    result = headrace("demo", "--preset", "smollm2", "--seed", "3", "--data-dir", str(demo_dir), "--json")
+    options = ("--seed", "3", "--steps", "4", "--data-dir", str(demo_dir), "--json")
+    result = headrace("demo", "--preset", "smollm2", *options)
     assert result.returncode == 0, result.stderr
     figures = one_document(result.stdout)
     expected = {
@@ -241,7 +367,8 @@ def test_demo_ends_with_one_json_line(headrace, coordinator, scripted_run, demo_
     assert figures["stage_s"]["learn"] == pytest.approx(4 * 6.9) and figures["wall_s"] > 0
     assert figures["protocol_share"] == pytest.approx(0.08 / 9.4, abs=1e-3)
     spec = coordinator.requests("POST /v1/runs")[0].body
-    assert (spec["seed"], spec["model"]["path"]) == (3, str(demo_dir / "models" / "smollm2"))
+    wanted = (3, 4, str(demo_dir / "models" / "smollm2"))
+    assert (spec["seed"], spec["steps"], spec["model"]["path"]) == wanted
 
 
 def test_demo_says_what_was_learned(headrace, scripted_run, demo_dir):
@@ -282,7 +409,8 @@ def test_interrupted_demo_cancels_its_run(coordinator, scripted_run, demo_dir, t
         stderr=subprocess.PIPE,
         text=True,
     )
-    assert process.stdout is not None and "RUNNING" in process.stdout.readline()
+    assert process.stdout is not None and f"on the fleet at {coordinator.url}" in process.stdout.readline()
+    assert "RUNNING" in process.stdout.readline()
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=30)
     assert process.returncode == 130 and "Traceback" not in errors

@@ -50,3 +50,19 @@ def test_a_wrong_key_is_exit_code_2_and_names_it(tmp_path):
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert ended.returncode == 2
     assert "stepz" in ended.stderr
+
+
+def test_a_run_that_fails_ends_the_command_with_its_whole_reason(headrace, tmp_path, monkeypatch):
+    why = f"nothing was trained: {'x' * 200}"
+
+    def failing(spec, say):
+        say("run_state_changed", {"state": "FAILED", "reason": why})
+        return "FAILED"
+
+    monkeypatch.setattr("headrace_cli.debugging.run_debug", failing)
+    (tmp_path / "spec.yaml").write_text(
+        yaml.safe_dump({**SPEC, "model": {"path": "m"}, "reward": {"scorers": [{"name": "exact"}]}})
+    )
+    result = headrace("debug", "spec.yaml")
+    assert result.returncode == 1
+    assert f"the run FAILED: {why}" in result.stderr

@@ -11,7 +11,9 @@ import yaml
 from headrace.client import Run
 from headrace_cli.output import console
 from headrace_cli.show.live import picture
+from headrace_cli.show.runs import confidence
 from headrace_cli.watching import Snapshot
+from headrace_schema.views import EvaluationView
 from rich.console import Console
 
 HELD = "1 rollout instance (0 free; held by tiny-000001)"
@@ -135,3 +137,18 @@ def test_the_picture_says_why_a_run_does_not_run():
     shown = drawn.file.getvalue()
     for words in (YIELDED, "place 2 in the queue", f"waits for {HELD}"):
         assert words in shown
+
+
+def test_an_evaluation_is_shown_with_its_interval_and_pass_at_k():
+    fields = {
+        "kind": "heldout",
+        "step": 1,
+        "version": 2,
+        "score": 0.5,
+        "parts": {},
+        "answers": 8,
+        "examples": [],
+    }
+    sure = {"score_low": 0.4, "score_high": 0.6, "pass_at": {"1": 0.5, "4": 0.75}}
+    assert confidence(EvaluationView.model_validate(fields | sure)) == " (95%: 0.400 to 0.600; pass@4 0.750)"
+    assert confidence(EvaluationView.model_validate(fields)) == ""

@@ -13,6 +13,7 @@ import headrace.client.specs
 import headrace.client.sse
 import pytest
 from headrace.client import Client, HeadraceError, Run, load_spec
+from headrace.client.client import CHECK_S, checking_s
 
 
 @pytest.fixture
@@ -95,6 +96,36 @@ def test_broken_write_is_repeated_with_its_key(coordinator, scripted_run):
     with Client(coordinator.url, patience_s=10) as client:
         assert client.submit({"name": "once"}).id == "r-1"
     assert len(keys) == 2 and keys[0] == keys[1]
+
+
+def test_a_coordinator_that_is_slow_is_not_called_absent(coordinator):
+    coordinator.routes["POST /v1/runs"] = lambda got: time.sleep(0.6)
+    with (
+        Client(coordinator.url, timeout_s=0.2, patience_s=0) as client,
+        pytest.raises(
+            HeadraceError, match=r"does not answer POST /v1/runs/r:pause.*idempotency key"
+        ) as caught,
+    ):
+        coordinator.routes["POST /v1/runs/r:pause"] = lambda got: time.sleep(0.6)
+        client.pause("r")
+    assert caught.value.reason == "DEADLINE_EXCEEDED"
+    (got,) = coordinator.requests("POST /v1/runs/r:pause")
+    assert got.headers["idempotency-key"] in caught.value.message
+
+
+def test_a_submission_waits_while_scorers_are_loaded(coordinator, scripted_run):
+    run = scripted_run()
+
+    def slow(got):
+        time.sleep(0.6)
+        return run.submit(got)
+
+    coordinator.routes["POST /v1/runs"] = slow
+    with Client(coordinator.url, timeout_s=0.2, patience_s=0) as client:
+        assert client.submit({"name": "once"}).id == "r-1"
+    assert len(coordinator.requests("POST /v1/runs")) == 1
+    scorers = {"scorers": [{"name": "exact"}] * 2, "load_timeout_s": 300, "timeout_s": 10}
+    assert checking_s({"reward": scorers}) == 2 * 310 + CHECK_S
 
 
 def sse(*ids: int) -> str:
@@ -221,3 +252,9 @@ def test_paths_in_files_become_absolute(tmp_path):
     assert [item["name"] for item in spec["reward"]["scorers"]] == [f"{tmp_path / 'mine.py'}:score", "exact"]
     file.write_text("model: {path: HuggingFaceTB/SmolLM2-135M-Instruct}")
     assert load_spec(file)["model"]["path"] == "HuggingFaceTB/SmolLM2-135M-Instruct"
+
+
+def test_a_dictionary_that_json_lacks_is_refused():
+    for value in (float("nan"), {1, 2}, 3j):
+        with pytest.raises(HeadraceError, match="the spec: cannot be written as JSON"):
+            load_spec({"steps": value})

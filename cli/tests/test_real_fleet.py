@@ -1,4 +1,7 @@
-"""The launcher with the real services: runs outlive down and up, processes do not outlive SIGKILL."""
+"""The launcher with the real services: runs outlive down and up, processes do not outlive SIGKILL.
+
+Every night only: for every change, the integration tests of flows and faults show the same on their own fleets.
+"""
 
 from __future__ import annotations
 
@@ -26,6 +29,7 @@ def overrides(model: Path) -> list[str]:
     return [word for item in (*SMALL, f"model.path={model}") for word in ("--set", item)]
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(300)
 def test_runs_outlive_the_fleet_and_processes_do_not(real_fleet, tmp_path):
     model = tmp_path / "tiny"

@@ -88,6 +88,16 @@ def fleet(engine: None, torch_wheels: Path) -> Iterator[ComposeFleet]:
         composed.down()
 
 
+@pytest.fixture(autouse=True)
+def no_run_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Ends the runs that a failed test left: they would keep the instances from the next one."""
+    client = request.getfixturevalue("fleet").client if "fleet" in request.fixturenames else None
+    yield
+    for left in client.list() if client else ():
+        if not left.ended:
+            client.cancel(left.id)
+
+
 @pytest.fixture
 def spec_of() -> Callable[..., dict[str, Any]]:
     """Makes small run specs on the model in the volume; see `small_spec`."""

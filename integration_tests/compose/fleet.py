@@ -10,13 +10,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from harness.ledger import Audit, audit
 from harness.processes import ROOT, clean_environment, free_port
+from harness.specs import BATCH
 from harness.waiting import wait_for
 from headrace.client import Client, Event, Instance, Run
 
 HERE = Path(__file__).resolve().parent
 PROJECT = "headrace-test"
 RUN_S = 180.0
+ENDLESS = 10_000
+"""Steps of a run that no command to a container outlasts; see `ComposeFleet.goes_on`."""
 KINDS = ("rollout", "trainer", "reward", "simulator")
 KILL = """
 import psutil, sys
@@ -32,7 +36,8 @@ class ComposeFleet:
     def __init__(self, wheels: Path) -> None:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
-        self.client = Client(self.url, patience_s=60.0)
+        self.token = ""  # known once the containers are up
+        self.client = Client(self.url, self.token, patience_s=60.0)
         self._environment = clean_environment(
             HEADRACE_PORT=str(self.port),
             HEADRACE_TAG="test",
@@ -54,6 +59,9 @@ class ComposeFleet:
             self.compose("up", "-d", "--wait", *arguments, overlays=overlays, timeout_s=timeout_s)
         except AssertionError as error:
             raise AssertionError(f"{error}\n{self.logs()}") from error
+        self.client.close()
+        self.token = self.inside("coordinator", "cat", "/secrets/http-token").strip()
+        self.client = Client(self.url, self.token, patience_s=60.0)
         self.ready()
 
     def down(self) -> None:
@@ -124,7 +132,7 @@ class ComposeFleet:
     def headrace(self, *arguments: str, timeout_s: float = RUN_S) -> str:
         """Output of `headrace …` on the host; fails the test unless it succeeds."""
         command = [sys.executable, "-m", "headrace_cli", *arguments]
-        return run(command, clean_environment(HEADRACE_URL=self.url), timeout_s)
+        return run(command, clean_environment(HEADRACE_URL=self.url, HEADRACE_TOKEN=self.token), timeout_s)
 
     def submit(self, spec: Mapping[str, Any], **options: Any) -> Run:
         """Queues a run over HTTP."""
@@ -142,6 +150,17 @@ class ComposeFleet:
             raise AssertionError(f"{error}\n{self.client.get(asked.id)}\n{self.logs()}") from error
         assert ended.state == "SUCCEEDED", f"{ended.id} {ended.state}: {ended.reason}\n{self.logs()}"
         return ended
+
+    def goes_on(self, asked: Run) -> Audit:
+        """An endless run makes steps that began after now, and is then ended; its ledger is whole."""
+        # One step may have been committed before the harm, and recorded since.
+        self.reach(asked, self.client.get(asked.id).step + 2)
+        self.client.cancel(asked.id)
+        ended = self.client.wait(asked.id, RUN_S)
+        assert ended.state == "CANCELLED", f"{ended.id} {ended.state}: {ended.reason}\n{self.logs()}"
+        found = audit(self, ended)
+        assert len(found.trained) == ended.step * BATCH
+        return found
 
     def reach(self, asked: Run, step: int) -> Run:
         """The run once it has committed `step` steps."""

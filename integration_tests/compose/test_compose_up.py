@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 
 import pytest
+from compose.fleet import ENDLESS
 from harness.ledger import audit
 from harness.processes import ROOT
-from harness.specs import BATCH
 from harness.waiting import wait_for
 
 SERVICES = ("coordinator", "rollout", "trainer", "reward", "simulator")
@@ -95,17 +95,17 @@ def test_the_gpu_overlay_asks_for_cuda_and_a_gpu_each(fleet):
 
 
 def test_weights_go_through_the_shared_memory(fleet, spec_of):
-    run = fleet.submit(spec_of(steps=8))
+    run = fleet.submit(spec_of(steps=ENDLESS))
     _wait_for_weights(fleet, "-links", "2")  # the rollout keeps the trainer's very file
-    assert len(audit(fleet, fleet.succeed(run)).trained) == 8 * BATCH
+    fleet.goes_on(run)
 
 
 def test_weights_go_over_grpc_to_another_host(fleet, spec_of):
     fleet.up(overlays=("two_hosts.yaml",))
     try:
-        run = fleet.submit(spec_of(steps=8))
+        run = fleet.submit(spec_of(steps=ENDLESS))
         _wait_for_weights(fleet, "-links", "1")  # a copy of its own: nobody else sees this memory
-        assert len(audit(fleet, fleet.succeed(run)).trained) == 8 * BATCH
+        fleet.goes_on(run)
     finally:
         fleet.up()
 

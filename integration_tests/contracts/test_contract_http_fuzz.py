@@ -34,7 +34,9 @@ def coordinator(tmp_path_factory):
 @pytest.fixture
 def ask(coordinator):
     """Sends a request; fails unless the answer is fine or a problem that the caller can act on."""
-    with httpx.Client(base_url=f"http://{coordinator.http}", timeout=60, trust_env=False) as client:
+    with httpx.Client(
+        base_url=f"http://{coordinator.http}", headers=coordinator.headers, timeout=60, trust_env=False
+    ) as client:
 
         def ask(method, path, **request):
             before = coordinator.log

@@ -8,6 +8,7 @@ from harness.specs import BATCH
 from harness.waiting import wait_for
 
 STEPS = 5
+OWN_FLEET = True
 
 
 @pytest.fixture
@@ -19,7 +20,8 @@ def held(fleet, spec_of, gate):
     gate.wait_until_held()
     run = fleet.reach(run, 3)
     checkpoints = fleet.data_dir / "runs" / run.id / "checkpoints"
-    wait_for(lambda: len(saved_in(checkpoints)) > 1 or None, "two checkpoints")
+    # A save begins before the next step does: none comes later. A third is there until the oldest is removed.
+    wait_for(lambda: len(saved_in(checkpoints)) == 2, "two checkpoints")
     return run, checkpoints
 
 

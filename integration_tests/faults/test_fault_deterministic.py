@@ -7,6 +7,7 @@ from harness.ledger import audit
 from harness.specs import BATCH
 
 STEPS = 4
+OWN_FLEET = True
 
 
 @pytest.mark.parametrize("mode", ["collocated", "disaggregated"])

@@ -17,39 +17,49 @@ from harness.specs import BATCH
 from harness.waiting import wait_for
 from headrace.client import HeadraceError
 
-
-def test_a_killed_launcher_leaves_no_orphans(own_fleet, spec_of, gate):
-    with own_fleet() as fleet:
-        gate.hold_after(2 * BATCH + 3)
-        run = fleet.submit(spec_of(steps=3, reward=gate.reward))
-        gate.wait_until_held()
-        fleet.reach(run, 2)
-        everybody = fleet.look()
-        assert len(everybody) >= 7, "launcher, store, coordinator, three services and scorers' children"
-        fleet.kill("launcher")
-        wait_for(
-            lambda: not [p for p in everybody if p.is_running() and p.status() != "zombie"], "its end", 60
-        )
-        gate.open()
-        fleet.up()
-        assert len(audit(fleet, fleet.succeed(run)).trained) == 3 * BATCH
+OWN_FLEET = True
 
 
-def test_more_than_the_host_holds_is_refused_and_a_newer_number_replaces_an_older_one(own_fleet):
-    with own_fleet() as fleet:
-        refused = fleet.headrace("scale", "rollout=999")
-        assert refused.returncode == 2, refused.stderr
-        assert "scale rollout=999: this host can hold" in refused.stderr
-        assert "GiB each" in refused.stderr and "1 run now" in refused.stderr
-        with pytest.raises(HeadraceError) as over_http:
-            fleet.client.scale("rollout", 999)
-        assert (over_http.value.status, over_http.value.problems[0].key) == (422, "count")
-        assert fleet.client.scale("rollout", 4) == 4
-        # rollout-1 starts, rollout-2 and rollout-3 wait for their turn or start too.
-        assert fleet.client.scale("rollout", 1) == 1
-        wait_for(lambda: rollouts(fleet) == ["rollout-0"], "one rollout process", 20)
-        assert fleet.client.scale("rollout", 2) == 2
-        fleet.ready("rollout-0", "rollout-1")
+@pytest.fixture
+def held(fleet, spec_of, gate):
+    """A run that stands still in its third and last step, on a fleet that is up."""
+    gate.hold_after(2 * BATCH + 3)
+    run = fleet.submit(spec_of(steps=3, reward=gate.reward))
+    gate.wait_until_held()
+    return fleet.reach(run, 2)
+
+
+def goes_on(fleet, run, gate):
+    """Brings the fleet up again; the run succeeds."""
+    gate.open()
+    fleet.up()
+    assert len(audit(fleet, fleet.succeed(run)).trained) == 3 * BATCH
+
+
+def test_a_killed_launcher_leaves_no_orphans(fleet, held, gate):
+    everybody = fleet.look()
+    assert len(everybody) >= 7, "launcher, store, coordinator, three services and scorers' children"
+    fleet.kill("launcher")
+    wait_for(lambda: not [p for p in everybody if p.is_running() and p.status() != "zombie"], "its end", 60)
+    goes_on(fleet, held, gate)
+
+
+def test_more_than_the_host_holds_is_refused_and_a_newer_number_replaces_an_older_one(fleet):
+    refused = fleet.headrace("scale", "rollout=999")
+    assert refused.returncode == 2, refused.stderr
+    assert "scale rollout=999: this host can hold" in refused.stderr
+    assert "GiB each" in refused.stderr and "1 run now" in refused.stderr
+    with pytest.raises(HeadraceError) as over_http:
+        fleet.client.scale("rollout", 999)
+    assert (over_http.value.status, over_http.value.problems[0].key) == (422, "count")
+    assert fleet.client.scale("rollout", 4) == 4
+    # rollout-1 starts, rollout-2 and rollout-3 wait for their turn or start too.
+    assert fleet.client.scale("rollout", 1) == 1
+    wait_for(lambda: rollouts(fleet) == ["rollout-0"], "one rollout process", 60)
+    assert fleet.client.scale("rollout", 2) == 2
+    fleet.ready("rollout-0", "rollout-1")
+    assert fleet.client.scale("rollout", 1) == 1
+    wait_for(lambda: rollouts(fleet) == ["rollout-0"], "one rollout process again", 60)
 
 
 def rollouts(fleet):
@@ -58,31 +68,28 @@ def rollouts(fleet):
     return sorted(words[words.index("--name") + 1] for words in found if "headrace_rollout" in words)
 
 
-def test_a_fleet_that_is_stopped_in_a_step_says_what_it_stops_and_goes_on(own_fleet, spec_of, gate):
-    with own_fleet() as fleet:
-        gate.hold_after(2 * BATCH + 3)
-        run = fleet.submit(spec_of(steps=3, reward=gate.reward))
-        gate.wait_until_held()
-        fleet.reach(run, 2)
-        fleet.look()
-        stopped = fleet.headrace("down")
-        assert stopped.returncode == 0
-        told = [line for line in stopped.stderr.splitlines() if line.startswith("stopping the ")]
-        assert told[0] == "stopping the trainers, at most 30 s", (
-            "`down` shows what it waits for; short stops may pass unseen"
-        )
-        log = [
-            json.loads(line) for line in (fleet.data_dir / "logs" / "launcher.log").read_text().splitlines()
-        ]
-        order = [entry["what"] for entry in log if entry["message"] == "stopping"]
-        assert order == ["the trainers", "the other instances", "the coordinator", "the store"]
-        ends = [entry for entry in log if entry["message"] == "process ended"]
-        assert [ends[0]["supervised"], ends[0]["status"]] == ["trainer-0", 0], "it ended in order, before all"
-        assert [entry["supervised"] for entry in ends[-2:]] == ["coordinator", "store"]
-        fleet.assert_nothing_left()
-        gate.open()
-        fleet.up()
-        assert len(audit(fleet, fleet.succeed(run)).trained) == 3 * BATCH
+def test_a_fleet_that_is_stopped_in_a_step_says_what_it_stops_and_goes_on(fleet, held, spec_of, gate):
+    queued = fleet.submit(spec_of(name="queued", steps=1))
+    before = {run.id for run in fleet.client.list()}
+    fleet.look()
+    log = fleet.data_dir / "logs" / "launcher.log"
+    said_before = len(log.read_text().splitlines())
+    stopped = fleet.headrace("down")
+    assert stopped.returncode == 0
+    told = [line for line in stopped.stderr.splitlines() if line.startswith("stopping the ")]
+    assert told[0] == "stopping the trainers, at most 30 s", (
+        "`down` shows what it waits for; short stops may pass unseen"
+    )
+    said = [json.loads(line) for line in log.read_text().splitlines()[said_before:]]
+    order = [entry["what"] for entry in said if entry["message"] == "stopping"]
+    assert order == ["the trainers", "the other instances", "the coordinator", "the store"]
+    ends = [entry for entry in said if entry["message"] == "process ended"]
+    assert [ends[0]["supervised"], ends[0]["status"]] == ["trainer-0", 0], "it ended in order, before all"
+    assert [entry["supervised"] for entry in ends[-2:]] == ["coordinator", "store"]
+    fleet.assert_nothing_left()
+    goes_on(fleet, held, gate)
+    assert {run.id for run in fleet.client.list()} == before
+    assert len(audit(fleet, fleet.succeed(queued)).trained) == BATCH
 
 
 def test_a_second_up_is_one_sentence(fleet, tmp_path):

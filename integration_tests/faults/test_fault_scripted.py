@@ -8,11 +8,11 @@ from harness.specs import BATCH
 
 STEPS = 3
 FAST = [
-    "rollout.round=kill@14",
     "trainer.commit.before_reply=kill@2",
     "trainer.checkpoint.before_rename=kill@2",
 ]
 REST = [
+    "rollout.round=kill@14",  # for every change test_fault_kills kills the rollout, in a held step and in decoding
     "trainer.commit.before_optimizer=kill@2",
     "trainer.learn=kill@6",
     "trainer.commit.after_optimizer=kill@2",

@@ -30,8 +30,9 @@ STEPS = 5
 
 
 @pytest.fixture(scope="module")
-def quick(tmp_path_factory):
-    """A fleet whose leases are short."""
+def quick(tmp_path_factory, shared_fleet):
+    """A fleet whose leases are short, with no other one beside it."""
+    shared_fleet.close()
     times = {"HEADRACE_LEASE_TTL_S": str(TTL_S), "HEADRACE_HEARTBEAT_S": str(BEAT_S)}
     with Fleet(tmp_path_factory.mktemp("quick") / "data", "--simulator", "0", **times) as fleet:
         yield fleet
@@ -153,28 +154,27 @@ def test_health_says_that_the_store_stands_still_and_that_a_task_ended(quick):
     wait_for(lambda: healthz(quick)[0] == 200, "health again")
 
 
-def test_an_older_copy_of_the_store_serves_and_its_run_goes_on(own_fleet, spec_of, gate, tmp_path):
-    with own_fleet() as fleet:
-        fleet.ready(*WORKERS)
-        gate.hold_after(2 * BATCH + 3)
-        # A checkpoint's ledger repeats the steps since the oldest one that is kept.
-        run = fleet.submit(spec_of(steps=8, reward=gate.reward, checkpoint__keep=10))
-        gate.wait_until_held()
-        fleet.reach(run, 2)
-        fleet.down()
-        copy_store(fleet, tmp_path / "copy")
-        fleet.up()
-        gate.open()
-        fleet.reach(run, 5)
-        fleet.down()
-        seen = marks(fleet)
-        shutil.rmtree(fleet.data_dir / "redis")
-        shutil.copytree(tmp_path / "copy", fleet.data_dir / "redis")
-        fleet.up()
-        ended = fleet.succeed(run)
-        assert len(audit(fleet, ended).trained) == 8 * BATCH
-        assert "older copy" in fleet.log("coordinator")
-        assert healthz(fleet)[1]["coordinator_epoch"] > seen[0] and marks(fleet)[1] >= seen[1]
+def test_an_older_copy_of_the_store_serves_and_its_run_goes_on(quick, spec_of, gate, tmp_path):
+    quick.ready(*WORKERS)
+    gate.hold_after(2 * BATCH + 3)
+    # A checkpoint's ledger repeats the steps since the oldest one that is kept.
+    run = quick.submit(spec_of(steps=8, reward=gate.reward, checkpoint__keep=10))
+    gate.wait_until_held()
+    quick.reach(run, 2)
+    quick.down()
+    copy_store(quick, tmp_path / "copy")
+    quick.up()
+    gate.open()
+    quick.reach(run, 5)
+    quick.down()
+    seen = marks(quick)
+    shutil.rmtree(quick.data_dir / "redis")
+    shutil.copytree(tmp_path / "copy", quick.data_dir / "redis")
+    quick.up()
+    ended = quick.succeed(run)
+    assert len(audit(quick, ended).trained) == 8 * BATCH
+    assert "older copy" in quick.log("coordinator")
+    assert healthz(quick)[1]["coordinator_epoch"] > seen[0] and marks(quick)[1] >= seen[1]
 
 
 def copy_store(fleet: Fleet, target: Path) -> None:

@@ -22,24 +22,13 @@ def last_line(done):
     return json.loads(lines[-1])
 
 
-def test_a_short_demo_tells_its_figures(own_fleet):
-    fleet = own_fleet()
-    done = fleet.headrace("demo", "--preset", "tiny", "--steps", "2", "--json", timeout_s=400)
-    figures = last_line(done)
-    assert figures.keys() >= FIGURES
-    assert (figures["state"], figures["steps"], figures["warmup_steps"]) == ("SUCCEEDED", 2, 25)
-    counts = [figures[name] for name in ("trained", "dropped", "duplicates", "max_staleness")]
-    assert counts == [2 * SLOTS, 0, 0, 0]
-    assert figures["wall_s"] > 0
-    fleet.look()
-    fleet.assert_nothing_left()
-
-
 @pytest.mark.slow
 def test_the_tiny_model_learns(own_fleet):
     """The preset's own claim, as README makes it."""
     fleet = own_fleet()
     figures = last_line(fleet.headrace("demo", "--preset", "tiny", "--json", timeout_s=550))
+    assert figures.keys() >= FIGURES and figures["wall_s"] > 0
+    assert (figures["state"], figures["warmup_steps"]) == ("SUCCEEDED", 25)
     assert figures["eval_before"] < 0.2 and figures["eval_after"] >= 0.9, figures
     assert (figures["trained"], figures["duplicates"], figures["max_staleness"]) == (
         figures["steps"] * SLOTS - figures["dropped"],

@@ -11,7 +11,7 @@ from headrace.client import HeadraceError
 
 @pytest.fixture
 def http(fleet):
-    with httpx.Client(base_url=fleet.url, timeout=60, trust_env=False) as client:
+    with httpx.Client(base_url=fleet.url, headers=fleet.headers, timeout=60, trust_env=False) as client:
         yield client
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from harness.fleet import Fleet
+from harness.gate import Gate
 from harness.ledger import audit
 from harness.specs import BATCH
 from harness.waiting import wait_for
@@ -29,9 +30,16 @@ def weights_hash(run) -> str:
     return hashlib.sha256((Path(run.export_path) / "model.safetensors").read_bytes()).hexdigest()
 
 
-def test_two_runs_work_side_by_side_on_one_core_each(wide, spec_of):
+def test_two_runs_work_side_by_side_on_one_core_each(wide, spec_of, tmp_path):
     wide.ready("rollout-0", "rollout-1", "trainer-0", "trainer-1")
-    first, second = (wide.submit(spec_of(name=name, steps=4)) for name in ("one", "two"))
+    gates = [Gate(tmp_path / name) for name in ("one", "two")]
+    for gate in gates:
+        gate.hold_after(3)
+    first, second = (wide.submit(spec_of(name="beside", steps=8, reward=gate.reward)) for gate in gates)
+    for gate in gates:
+        gate.wait_until_held()  # Both are in their first step, whichever took longer to get there.
+    for gate in gates:
+        gate.open()
     seen: dict[str, set[str]] = {first.id: set(), second.id: set()}
 
     def both_hold() -> bool:
@@ -47,7 +55,7 @@ def test_two_runs_work_side_by_side_on_one_core_each(wide, spec_of):
     assert all(len(devices) == 1 for devices in seen.values())
     assert ended[0].started_at < ended[1].finished_at and ended[1].started_at < ended[0].finished_at
     for run in ended:
-        assert len(audit(wide, run).trained) == 4 * BATCH and run.recoveries == 0
+        assert len(audit(wide, run).trained) == 8 * BATCH and run.recoveries == 0
 
 
 def test_two_runs_take_turns_on_one_trainer(fleet, spec_of):
@@ -102,8 +110,6 @@ def test_a_deterministic_run_that_alternates_ends_with_the_weights_that_it_has_a
 
 
 def test_the_reward_instance_serves_both_runs_at_once(wide, spec_of, tmp_path):
-    from harness.gate import Gate
-
     gates = [Gate(tmp_path / name) for name in ("a", "b")]
     for gate in gates:
         gate.hold_after(3)

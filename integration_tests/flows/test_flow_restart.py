@@ -1,4 +1,7 @@
-"""A fleet that goes down and comes up again keeps its runs, on its own store or on another server."""
+"""A fleet on another Redis server goes down and comes up again: it keeps its runs and goes on with the one in hand.
+
+On the fleet's own store the launcher's fault tests stop fleets and start them again.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,13 @@ from harness.specs import BATCH
 from harness.valkey import Valkey
 
 
-def test_down_and_up_keep_runs_and_resume_the_one_in_hand(own_fleet, spec_of, gate):
-    with own_fleet() as fleet:
+def test_down_and_up_keep_runs_on_another_redis_and_resume_the_one_in_hand(
+    own_fleet, spec_of, gate, tmp_path
+):
+    with Valkey(tmp_path / "store") as store, own_fleet(HEADRACE_REDIS_URL=store.url) as fleet:
+        assert not fleet.runs("store"), "no embedded store beside another server"
         ended = fleet.succeed(fleet.submit(spec_of(name="ended", steps=1)))
+        assert any(b"headrace" in key for key in store.names())
         gate.hold_after(2 * BATCH + 3)
         cut = fleet.submit(spec_of(name="cut", steps=4, reward=gate.reward))
         queued = fleet.submit(spec_of(name="queued", steps=1))
@@ -23,15 +30,3 @@ def test_down_and_up_keep_runs_and_resume_the_one_in_hand(own_fleet, spec_of, ga
         found = audit(fleet, fleet.succeed(cut))
         assert len(found.trained) == 4 * BATCH and found.rewinds >= 1
         assert len(audit(fleet, fleet.succeed(queued)).trained) == BATCH
-
-
-def test_another_redis_holds_the_log(own_fleet, spec_of, tmp_path):
-    with Valkey(tmp_path / "store") as store:
-        with own_fleet(HEADRACE_REDIS_URL=store.url) as fleet:
-            assert not fleet.runs("store"), "no embedded store beside another server"
-            run = fleet.succeed(fleet.submit(spec_of(steps=1)))
-            assert any(b"headrace" in key for key in store.names())
-            fleet.down()
-            fleet.up()
-            assert fleet.client.get(run.id).raw == run.raw
-            assert len(audit(fleet, fleet.succeed(fleet.submit(spec_of(steps=2)))).trained) == 2 * BATCH

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import signal
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
+import psutil
 import pytest
+from harness.gate import Gate
 from harness.ledger import audit
 from harness.specs import BATCH
 from harness.waiting import wait_for
@@ -55,8 +58,6 @@ def test_a_paused_run_that_is_cancelled_leaves_the_fleet_usable(fleet, held, gat
 
 
 def test_a_resumed_run_waits_while_another_one_works(fleet, held, gate, spec_of, tmp_path):
-    from harness.gate import Gate
-
     fleet.client.pause(held.id, now=True)
     fleet.state(held, "PAUSED")
     gate.open()
@@ -87,12 +88,15 @@ def test_pause_now_and_cancel_in_one_breath(fleet, held, gate, spec_of):
 
 
 def test_a_commit_in_hand_is_recorded_before_the_run_pauses(own_fleet, spec_of):
-    point = "trainer.commit.after_optimizer=delay:5"
+    point = "trainer.commit.after_optimizer=stop@1"
     with own_fleet(HEADRACE_FAILPOINTS=point) as fleet:
-        run = fleet.reach(fleet.submit(spec_of(steps=3)), 1)
+        run = fleet.submit(spec_of(steps=3))
+        trainer = fleet.process("trainer-0")
+        wait_for(lambda: trainer.status() == psutil.STATUS_STOPPED, "the trainer to stand still in a commit")
         fleet.client.pause(run.id, now=True)
+        trainer.send_signal(signal.SIGCONT)
         paused = fleet.state(run, "PAUSED")
-        assert paused.step >= 1
+        assert paused.step == 1
         fleet.client.resume(run.id)
         found = audit(fleet, fleet.succeed(run))
         assert len(found.trained) == 3 * BATCH
@@ -106,7 +110,10 @@ def test_one_key_is_one_run_however_often_and_fast_it_is_sent(fleet, spec_of, ga
 
     def submit(_: int) -> str:
         answer = httpx.post(
-            f"{fleet.url}/v1/runs", json=spec, headers={"Idempotency-Key": "twenty"}, timeout=120
+            f"{fleet.url}/v1/runs",
+            json=spec,
+            headers={"Idempotency-Key": "twenty"} | fleet.headers,
+            timeout=120,
         )
         assert answer.status_code in (200, 201), answer.text
         return answer.json()["id"]
@@ -132,7 +139,7 @@ def test_recoveries_without_progress_end_the_run(own_fleet, spec_of):
     """A trainer that dies in each third step, before the first checkpoint, would recover for ever."""
     point = "trainer.commit.after_optimizer=kill@3"
     with own_fleet(HEADRACE_FAILPOINTS=point) as fleet:
-        spec = spec_of(steps=6, checkpoint__interval_steps=100, limits__recoveries=2)
+        spec = spec_of(steps=6, checkpoint__interval_steps=100, limits__recoveries=1)
         run = fleet.submit(spec)
         ended = fleet.client.wait(run.id, 400)
         assert ended.state == "FAILED" and "limits.recoveries" in ended.reason

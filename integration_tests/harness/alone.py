@@ -95,7 +95,12 @@ class Coordinator(Service):
 
     def __init__(self, directory: Path, store_url: str) -> None:
         self.http = f"127.0.0.1:{free_port()}"
-        super().__init__("coordinator", directory, "--http", self.http, "--redis", store_url)
+        token_file = directory / "http-token"
+        directory.mkdir(parents=True, exist_ok=True)
+        token_file.write_text("token-of-the-tests")
+        self.headers = {"Authorization": f"Bearer {token_file.read_text()}"}
+        flags = ("--http", self.http, "--redis", store_url, "--http-token-file", str(token_file))
+        super().__init__("coordinator", directory, *flags)
 
 
 @contextmanager

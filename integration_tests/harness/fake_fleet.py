@@ -27,6 +27,7 @@ class FakeFleet(fleet_pb2_grpc.FleetServiceServicer):  # type: ignore[misc]
         self.registered: dict[str, fleet_pb2.RegisterRequest] = {}
         self.held: dict[int, str] = {}
         self.released: set[int] = set()
+        self.renews = True
         self._reports: dict[str, list[common_pb2.OpenRunReport]] = {}
         self._lease_ttl_s = lease_ttl_s
         self._outboxes: dict[str, queue.Queue[Any]] = {}
@@ -57,7 +58,7 @@ class FakeFleet(fleet_pb2_grpc.FleetServiceServicer):  # type: ignore[misc]
     def Session(
         self, request_iterator: Iterator[fleet_pb2.SessionRequest], context: Any
     ) -> Iterator[fleet_pb2.SessionResponse]:
-        """Acknowledges heartbeats, renews every lease, and sends what the test says."""
+        """Acknowledges heartbeats, renews every lease while it `renews`, and sends what the test says."""
         outbox: queue.Queue[Any] = queue.Queue()
         threading.Thread(target=self._hear, args=(request_iterator, outbox), daemon=True).start()
         while (message := outbox.get()) is not None:
@@ -76,7 +77,8 @@ class FakeFleet(fleet_pb2_grpc.FleetServiceServicer):  # type: ignore[misc]
         match message.WhichOneof("event"):
             case "heartbeat":
                 beat = message.heartbeat
-                ack = fleet_pb2.HeartbeatAck(sequence=beat.sequence, renewed_epochs=beat.lease_epochs)
+                renewed = beat.lease_epochs if self.renews else ()
+                ack = fleet_pb2.HeartbeatAck(sequence=beat.sequence, renewed_epochs=renewed)
                 self._reports[message.incarnation] = list(beat.open_runs)
                 outbox.put(fleet_pb2.SessionResponse(heartbeat_ack=ack))
             case "lease_held":

@@ -40,7 +40,8 @@ class Fleet:
         self._arguments = arguments
         self._seen: set[psutil.Process] = set()
         self._shared: set[Path] = set()
-        self.client = Client(self.url, patience_s=60.0)
+        self.token = "token-of-the-tests"
+        self.client = Client(self.url, self.token, patience_s=60.0)
         LIVING.add(self)
 
     def __enter__(self) -> Self:
@@ -86,8 +87,15 @@ class Fleet:
         assert done.returncode == 0, f"{arguments}: {done.stdout}\n{done.stderr}"
         return json.loads(done.stdout)
 
+    @property
+    def headers(self) -> dict[str, str]:
+        """What a request that does not come from the client must bear."""
+        return {"Authorization": f"Bearer {self.token}"}
+
     def up(self) -> None:
         """`headrace up`; fails the test when the fleet does not come up."""
+        self.data_dir.mkdir(parents=True, exist_ok=True)
+        (self.data_dir / "http-token").write_text(self.token)
         devices = () if "--devices" in self._arguments else ("--devices", DEVICES)
         done = self.headrace("up", "--port", str(self.port), *devices, *self._arguments)
         assert done.returncode == 0, f"{done.stdout}\n{done.stderr}\n{self.logs()}"
@@ -111,6 +119,12 @@ class Fleet:
         ended = self.client.wait(run if isinstance(run, str) else run.id, timeout_s)
         assert ended.state == "SUCCEEDED", f"{ended.id} {ended.state}: {ended.reason}"
         return ended
+
+    def end_runs(self) -> None:
+        """Cancels what has not ended: it would keep the instances from the next run."""
+        for run in self.client.list():
+            if not run.ended:
+                self.client.cancel(run.id)
 
     def reach(self, run: Run, step: int, timeout_s: float = RUN_S) -> Run:
         """The run once it has committed `step` steps."""

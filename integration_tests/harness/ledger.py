@@ -52,7 +52,7 @@ def _dropped(live: Iterable[Certificate], events: Iterable[Event]) -> dict[Slot,
         if event.type == "step_skipped":
             skipped[event.data["step"]] = event.data["dropped"]
         elif event.type == "version_restored":
-            skipped = {step: slots for step, slots in skipped.items() if step < event.data["frontier_step"]}
+            skipped = {step: slots for step, slots in skipped.items() if step <= event.data["frontier_step"]}
     every = [*dropped, *(slot for slots in skipped.values() for slot in slots)]
     found = {(prompt, sample): reason for prompt, sample, reason in every}
     assert len(found) == len(every), "a slot was dropped twice"

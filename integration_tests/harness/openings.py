@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import random
+import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -55,11 +57,15 @@ class Subject:
         self._directory = directory
         self._sequence = 0
 
-    def header(self, run: str, open_id: int) -> common_pb2.CommandHeader:
+    def header(self, run: str, open_id: int, lease_epoch: int = 0) -> common_pb2.CommandHeader:
         """The next command's; `sequence` is its number."""
         self._sequence += 1
         return common_pb2.CommandHeader(
-            run=run, coordinator_epoch=1, open_id=open_id, command_sequence=self._sequence
+            run=run,
+            coordinator_epoch=1,
+            open_id=open_id,
+            command_sequence=self._sequence,
+            lease_epoch=lease_epoch,
         )
 
     @property
@@ -111,6 +117,20 @@ class Subject:
         """What the coordinator was told last."""
         raise NotImplementedError
 
+    # Leases
+
+    def grant(self, epoch: int) -> None:
+        """Gives it a lease."""
+        raise NotImplementedError
+
+    def renew(self, epoch: int, *, renewed: bool) -> None:
+        """Renews the lease, or lets its deadline pass."""
+        raise NotImplementedError
+
+    def revoked_while(self, method: str, request: Any, epoch: int) -> list[Any]:
+        """Responses to a stream of one request that stays open; the lease is revoked after the first."""
+        raise NotImplementedError
+
 
 class RealSubject(Subject):
     """A process, called over gRPC."""
@@ -133,6 +153,31 @@ class RealSubject(Subject):
     def reports(self) -> list[Report]:
         """See `Subject.reports`."""
         return [_report(message) for message in self._fleet.reports(f"{self.kind}-0")]
+
+    def grant(self, epoch: int) -> None:
+        """See `Subject.grant`."""
+        self._fleet.grant(f"{self.kind}-0", epoch)
+
+    def renew(self, epoch: int, *, renewed: bool) -> None:
+        """See `Subject.renew`; the lease's own time passes after this."""
+        self._fleet.renews = renewed
+
+    def revoked_while(self, method: str, request: Any, epoch: int) -> list[Any]:
+        """See `Subject.revoked_while`."""
+        over = threading.Event()
+
+        def requests() -> Iterator[Any]:
+            yield request
+            over.wait(CALL_S)
+
+        try:
+            responses = getattr(self._stub, method)(requests(), timeout=CALL_S)
+            with _refusals():
+                first = next(responses)
+                self._fleet.revoke(f"{self.kind}-0", epoch)
+                return [first, *responses]
+        finally:
+            over.set()
 
 
 class SimulatedSubject(Subject):
@@ -165,11 +210,37 @@ class SimulatedSubject(Subject):
         """See `Subject.reports`."""
         return [_report(message) for message in self._instance.open_runs.reports()]
 
+    def grant(self, epoch: int) -> None:
+        """See `Subject.grant`."""
+        self._instance.held[epoch] = ()
+        self._instance.granted()
+        self.renew(epoch, renewed=True)
+
+    def renew(self, epoch: int, *, renewed: bool) -> None:
+        """See `Subject.renew`."""
+        self._instance.deadlines[epoch] = math.inf if renewed else 0.0
+
+    def revoked_while(self, method: str, request: Any, epoch: int) -> list[Any]:
+        """See `Subject.revoked_while`."""
+
+        async def requests() -> AsyncIterator[Any]:
+            yield request
+            await asyncio.sleep(CALL_S)
+
+        async def collect() -> list[Any]:
+            responses = self._port.stream(method, requests(), CALL_S)
+            first = await anext(responses)
+            self._instance.revoke(epoch)
+            return [first, *[response async for response in responses]]
+
+        with _refusals():
+            return self._runner.run(asyncio.wait_for(collect(), CALL_S))
+
 
 @contextmanager
-def real(kind: str, model: Path, directory: Path) -> Iterator[Subject]:
+def real(kind: str, model: Path, directory: Path, lease_ttl_s: int = 600) -> Iterator[Subject]:
     """A service's process with a session to a fleet."""
-    with FakeFleet() as fleet:
+    with FakeFleet(lease_ttl_s=lease_ttl_s) as fleet:
         flags = ("--coordinator", fleet.address, "--name", f"{kind}-0", "--drain-grace-s", "0")
         with Service(kind, directory / kind, *flags) as service, channel_to(service.address) as channel:
             subject = RealSubject(kind, model, directory / "run", fleet, channel)
@@ -179,7 +250,7 @@ def real(kind: str, model: Path, directory: Path) -> Iterator[Subject]:
 
 
 @contextmanager
-def simulated(kind: str, model: Path, directory: Path) -> Iterator[Subject]:
+def simulated(kind: str, model: Path, directory: Path, lease_ttl_s: int = 600) -> Iterator[Subject]:
     """An imaginary instance."""
     with asyncio.Runner() as runner:
         subject = SimulatedSubject(kind, model, directory, runner)

@@ -1,9 +1,12 @@
 """The runner of `.ci/run` and the checks of `make lint` that are ours."""
 
+import signal
 import subprocess
 import sys
 
+import psutil
 import pytest
+from harness.waiting import wait_for
 
 
 @pytest.fixture(autouse=True)
@@ -11,13 +14,17 @@ def tools_importable(monkeypatch, repository):
     monkeypatch.syspath_prepend(str(repository))
 
 
-def run_part(**fields):
-    from ci.parts import Tally, run_part
+def run_parts(*parts):
+    from ci.parts import Tally, run_parts
     from ci.plan import Part
 
     tally = Tally()
-    run_part(Part(**fields), tally)
+    run_parts([Part(**{"timeout_s": 60, **fields}) for fields in parts], tally)
     return tally
+
+
+def run_part(**fields):
+    return run_parts(fields)
 
 
 def python(code):
@@ -28,6 +35,76 @@ def test_a_part_that_hangs_is_ended_and_named():
     tally = run_part(name="sleepy", command=python("import time; time.sleep(600)"), timeout_s=1)
     assert tally.failed == 1
     assert "sleepy" in tally.lines[0] and "no end after 1 s" in tally.lines[0]
+
+
+MEETING = """
+import pathlib, sys, time
+mine, other = map(pathlib.Path, sys.argv[1:])
+mine.touch()
+while not other.exists():
+    time.sleep(0.05)
+print("one line of", mine.name)
+print("and another of", mine.name)
+"""
+ALONE = """
+import pathlib, sys, time
+inside = pathlib.Path(sys.argv[1])
+inside.touch(exist_ok=False)
+time.sleep(0.2)
+inside.unlink()
+"""
+
+INTERRUPTED = """
+import sys
+from ci import parts
+from ci.plan import Part
+code = "import os, pathlib, sys, time; pathlib.Path(sys.argv[1], str(os.getpid())).touch(); time.sleep(600)"
+sleep = (sys.executable, "-c", code, sys.argv[1])
+parts.PLANS["test"] = [Part(name, sleep, 600, shares=True) for name in ("left", "right")]
+sys.exit(parts.main(["test"]))
+"""
+
+
+def test_parts_that_share_the_machine_run_side_by_side_and_are_shown_one_after_the_other(tmp_path, capfd):
+    names = [str(tmp_path / name) for name in ("left", "right")]
+    meet = [(*python(MEETING), *order) for order in (names, names[::-1])]
+    tally = run_parts(
+        {"name": "left", "command": meet[0], "shares": True},
+        {"name": "right", "command": meet[1], "shares": True},
+        {"name": "broken", "command": python("print('why'); raise SystemExit(5)"), "shares": True},
+    )
+    assert (tally.passed, tally.failed) == (2, 1)
+    assert any(line.startswith("broken") and "FAILED with status 5" in line for line in tally.lines)
+    shown = capfd.readouterr().out
+    for name in ("left", "right"):
+        assert f"one line of {name}\nand another of {name}\n" in shown
+    assert "\nwhy\n" in shown
+
+
+def test_two_parts_share_the_machine_at_most_and_the_others_have_it_alone(tmp_path):
+    inside = str(tmp_path / "inside")
+    alone = {"command": (*python(ALONE), inside)}
+    waiting = {"command": python("import time; time.sleep(0.2)"), "shares": True}
+    mixed = [alone, {**alone, "shares": True}, waiting, alone, alone]
+    assert run_parts(*({"name": f"mixed-{n}", **part} for n, part in enumerate(mixed))).failed == 0
+    third = [waiting, waiting, {**alone, "shares": True}]
+    assert run_parts(*({"name": f"third-{n}", **part} for n, part in enumerate(third))).failed == 0
+
+
+def test_what_runs_is_ended_when_the_runner_is(tmp_path, repository):
+    runner = subprocess.Popen(
+        (*python(INTERRUPTED), str(tmp_path)), cwd=repository, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        wait_for(lambda: len(list(tmp_path.iterdir())) == 2, "both parts", 60)
+        runner.terminate()
+        shown, _ = runner.communicate(timeout=60)
+    finally:
+        runner.kill()
+    assert runner.returncode == 128 + signal.SIGTERM
+    for name in ("left", "right"):
+        assert f"=== {name}: interrupted" in shown
+    assert not [path for path in tmp_path.iterdir() if psutil.pid_exists(int(path.name))]
 
 
 def test_a_part_without_tests_fails_in_ci_and_is_told_of_elsewhere(monkeypatch):

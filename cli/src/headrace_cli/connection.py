@@ -3,20 +3,32 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from headrace.client.tokens import fleet_token, same_place
+
 from headrace_cli.commands.options import DEFAULT_DATA_DIR
-from headrace_cli.errors import CommandError, refused
+from headrace_cli.errors import EXIT_MISTAKE, CommandError, refused
 from headrace_cli.launcher.data_dir import DataDir
 from headrace_cli.launcher.plan import DEFAULT_PORT
 from headrace_cli.launcher.state import living_state
+from headrace_cli.output import error_console
 
 if TYPE_CHECKING:
     from headrace.client import Client
+
+SAY_S = 3.0
+CHECKING = (
+    "the coordinator checks the spec; a fleet loads the scorers first, for reward.load_timeout_s at most"
+)
+TOKEN_HINT = (
+    "name the --data-dir of its fleet, or put the token that lies there in `http-token` into HEADRACE_TOKEN"
+)
 
 
 @dataclass(frozen=True)
@@ -33,20 +45,25 @@ def find_target(url: str | None, data_dir: Path) -> Target:
 
     The default port is a guess for the default data directory alone: whoever names a directory means its fleet.
     """
-    token = os.environ.get("HEADRACE_TOKEN")
+    token = os.environ.get("HEADRACE_TOKEN")  # else the client looks for one
     url = url or None  # an empty variable names nothing
     state = living_state(DataDir.at(data_dir))
-    if state and url in (None, state.url):
-        return Target(state.url, token or _read_token(state.token_file), True)
+    if state and (url is None or same_place(url, state.url)):
+        return Target(state.url, token or fleet_token(state.url, data_dir), True)
     guess = f"http://127.0.0.1:{DEFAULT_PORT}" if data_dir == DEFAULT_DATA_DIR else ""
     return Target(url or guess, token, url is not None)
 
 
-def _read_token(path: str) -> str | None:
+@contextmanager
+def saying(what: str) -> Iterator[None]:
+    """Says on standard error what the command waits for, once it has waited for a while."""
+    timer = threading.Timer(SAY_S, lambda: error_console().print(f"waiting: {what}", markup=False))
+    timer.daemon = True
+    timer.start()
     try:
-        return Path(path).read_text(encoding="ascii").strip()
-    except OSError:
-        return None
+        yield
+    finally:
+        timer.cancel()
 
 
 @contextmanager
@@ -64,4 +81,10 @@ def connect(target: Target, *, patience_s: float = 0.0) -> Iterator[Client]:
             if error.reason == "UNREACHABLE" and not error.status:
                 hint = "start a fleet with `headrace up`, or name one with --url or HEADRACE_URL"
                 raise CommandError(f"{error.message}; {hint}", reason=error.reason) from error
+            if error.status == 401:
+                raise CommandError(
+                    f"{error.message}; {TOKEN_HINT}",
+                    reason=error.reason,
+                    exit_code=EXIT_MISTAKE,
+                ) from error
             raise refused(error) from error

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any
 
 from headrace.client.errors import Problem
 
-from headrace_cli.connection import Target, connect
+from headrace_cli.connection import CHECKING, Target, connect, saying
 from headrace_cli.errors import EXIT_MISTAKE, CommandError
 
 BY_SCHEMA = "by the schema; scorers, engines and devices only with a fleet"
@@ -14,13 +16,38 @@ BY_FLEET = "by the schema and by the fleet"
 
 
 def check(spec: dict[str, Any], target: Target) -> dict[str, Any]:
-    """`{"valid": true, "checked": …}`; raises CommandError (exit code 2) with every problem otherwise."""
+    """`{"valid": true, "checked": …, "warnings": […]}`; raises CommandError (exit code 2) with every problem."""
     if not target.known:
         check_schema(spec)
-        return {"valid": True, "checked": BY_SCHEMA}
-    with connect(target) as client:
+        return {"valid": True, "checked": BY_SCHEMA, "warnings": warnings(spec)}
+    with connect(target) as client, saying(CHECKING):
         client.check(spec)
-    return {"valid": True, "checked": BY_FLEET}
+    return {"valid": True, "checked": BY_FLEET, "warnings": warnings(spec)}
+
+
+def warnings(spec: dict[str, Any]) -> list[dict[str, str]]:
+    """What is valid and rarely meant, by key; nothing where another release's schema made it valid."""
+    from headrace_schema.spec import RunSpec
+    from headrace_schema.spec_rules import doubtful_values
+    from pydantic import ValidationError
+
+    try:
+        found = [item.model_dump() for item in doubtful_values(RunSpec.model_validate(spec))]
+    except ValidationError:
+        return []
+    name = str(spec["model"]["path"])
+    if not name.startswith(("/", "~", ".")) and not _is_cached(name):
+        problem = f"there is no directory {name}, nor a copy in Hugging Face's cache of this machine"
+        found.append(
+            {"key": "model.path", "problem": problem, "fix": "it is fetched from Hugging Face by that id"}
+        )
+    return found
+
+
+def _is_cached(hub_id: str) -> bool:
+    home = os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface"
+    hub = Path(os.environ.get("HF_HUB_CACHE") or Path(home) / "hub")
+    return (hub / f"models--{hub_id.replace('/', '--')}").is_dir()
 
 
 def local_schema() -> dict[str, Any]:

@@ -2,40 +2,84 @@
 
 from __future__ import annotations
 
+import os
 import sys
+from typing import Annotated, Any
 
 import typer
 
-from headrace_cli.commands import debug, demo, fleet, inspect, run
-from headrace_cli.errors import EXIT_INTERRUPTED, CommandError
+from headrace_cli.commands import debug, demo, fleet, inspect, plan, run
+from headrace_cli.errors import EXIT_INTERRUPTED, EXIT_MISTAKE, CommandError
 from headrace_cli.output import print_error
 from headrace_cli.pipes import quiet_pipes
+
+USAGE_ERROR: Any = (
+    typer.BadParameter.__base__
+)  # typer carries a click of its own and does not export its base
 
 app = typer.Typer(
     name="headrace",
     help="Post-train foundation models with reinforcement learning, as a fleet of five small services.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        print(f"headrace {version('headrace')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Post-train foundation models with reinforcement learning, as a fleet of five small services."""
+
+
 fleet.add_to(app)
 demo.add_to(app)
 app.add_typer(run.app, name="run")
 inspect.add_to(app)
+plan.add_to(app)
 debug.add_to(app)
 
 
 def main() -> None:
     """Runs the command line; exit codes: 0 done, 2 the user's mistake, 130 interrupted, 1 otherwise."""
+    as_json = "--json" in sys.argv
+    if os.environ.get("NO_COLOR"):
+        from typer import rich_utils
+
+        rich_utils.COLOR_SYSTEM = None  # NO_COLOR alone would leave bold and dim
     with quiet_pipes():
         try:
-            app()
+            if as_json:
+                _run_for_programs()
+            else:
+                app()
         except CommandError as error:
-            print_error(error, as_json="--json" in sys.argv)
+            print_error(error, as_json=as_json)
             sys.exit(error.exit_code)
         except KeyboardInterrupt:
             sys.exit(EXIT_INTERRUPTED)
+
+
+def _run_for_programs() -> None:
+    """Runs the command line; a wrong option is an error like others, so that it is printed as JSON too."""
+    try:
+        status = app(standalone_mode=False)
+    except USAGE_ERROR as error:
+        raise CommandError(error.format_message(), reason="INVALID", exit_code=EXIT_MISTAKE) from error
+    except typer.Abort:
+        sys.exit(EXIT_INTERRUPTED)
+    sys.exit(status if isinstance(status, int) else 0)
 
 
 if __name__ == "__main__":

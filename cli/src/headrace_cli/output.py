@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Iterable, Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from headrace_cli.errors import CommandError
 
@@ -14,13 +15,16 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
+NEVER_WRAPPED = ("run", "instance", "state", "device")
+"""Columns that a reader copies from, or compares down the page."""
+
 
 @cache
 def console() -> Console:
     """Standard output for people."""
     from rich.console import Console
 
-    return Console(highlight=False, soft_wrap=not sys.stdout.isatty())
+    return Console(highlight=False, soft_wrap=not sys.stdout.isatty(), color_system=_color_system())
 
 
 @cache
@@ -28,7 +32,12 @@ def error_console() -> Console:
     """Standard error for people."""
     from rich.console import Console
 
-    return Console(stderr=True, highlight=False, soft_wrap=True)
+    return Console(stderr=True, highlight=False, soft_wrap=True, color_system=_color_system())
+
+
+def _color_system() -> Literal["auto"] | None:
+    """None where NO_COLOR is set: rich's own reading of it keeps bold and dim."""
+    return None if os.environ.get("NO_COLOR") else "auto"
 
 
 def print_json(document: Any) -> None:
@@ -57,7 +66,13 @@ def table(
     for header in headers:
         right = header.startswith(">")
         name = header.removeprefix(">")
-        made.add_column(name, justify="right" if right else "left", overflow="fold", min_width=len(name))
+        made.add_column(
+            name,
+            justify="right" if right else "left",
+            overflow="fold",
+            min_width=len(name),
+            no_wrap=name in NEVER_WRAPPED,
+        )
     for row in rows:
         made.add_row(*(cell if isinstance(cell, Text) else Text(str(cell)) for cell in row))
     return made

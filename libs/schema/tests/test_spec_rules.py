@@ -46,6 +46,11 @@ def test_a_minimal_spec_is_valid_and_its_json_is_a_fixed_point():
     [
         ({"stpes": 3}, "stpes", "unknown key; did you mean steps?"),
         ({"lr": 3}, "lr", "did you mean optimizer.lr?"),
+        ({"learning_rate": 3}, "learning_rate", "did you mean optimizer.lr?"),
+        ({"optimizer.learning_rate": 3}, "optimizer.learning_rate", "did you mean optimizer.lr?"),
+        ({"max_new_token": 3}, "max_new_token", "did you mean sampling.max_new_tokens?"),
+        ({"trainer.groupsize": 3}, "trainer.groupsize", "did you mean algorithm.group_size?"),
+        ({"optimizer.weight_decai": 3}, "optimizer.weight_decai", "did you mean weight_decay?"),
         ({"algorithm.group_sise": 8}, "algorithm.group_sise", "did you mean group_size?"),
         ({"reward.scorers": [{"nmae": "exact"}]}, "reward.scorers[0].nmae", "did you mean name?"),
         ({"reward.scorers": [{}]}, "reward.scorers[0].name", "required key is missing; add it: a built-in"),

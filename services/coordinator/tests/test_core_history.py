@@ -181,7 +181,7 @@ async def test_what_a_crash_left_of_the_files_is_made_whole_from_the_store(opene
     await two.event_log.flush()
     assert len(await two.events()) == 1 + 1 + 1 + 45 + 2
     shown, more = await two.reads.certificates("r", 100)
-    assert [view.step for view in shown] == list(range(45)) and more is None
+    assert [view.step for view in shown] == list(range(1, 46)) and more is None
 
 
 async def test_a_kill_between_segment_and_trim_repeats_nothing(opened, monkeypatch):

@@ -4,8 +4,10 @@ from types import SimpleNamespace
 
 import pytest
 from headrace.common.v1 import common_pb2
+from headrace.trainer.v1 import trainer_pb2
 from headrace_coordinator.domain.slots import Slot
 from headrace_coordinator.domain.versions import Version
+from headrace_coordinator.run.clients import TrainerClient
 from headrace_coordinator.run.stages.learning import MESSAGE_BYTES, Learning
 from headrace_coordinator.run.stages.relay import Relay
 
@@ -60,3 +62,18 @@ def test_a_member_carries_body_reward_and_oldest_version(learning):
     assert member.trajectory == found[7, 1][0]
     assert (member.reward, member.masked) == (7.5, True)
     assert member.oldest_version == common_pb2.PolicyVersion(number=4, parent=3, ordinal=1, digest="digest")
+
+
+@pytest.mark.parametrize(("limit", "waited"), [(7200.0, 7200.0), (60.0, 900.0)])
+async def test_a_commit_may_take_as_long_as_a_step(limit, waited):
+    """An algorithm of several passes learns within it."""
+    asked = []
+
+    class Port:
+        async def call(self, method, request, timeout):
+            asked.append((method, timeout))
+            return trainer_pb2.CommitStepResponse()
+
+    client = TrainerClient("run", SimpleNamespace(incarnation="one", kind="trainer"), Port(), 1)
+    await client.commit(0, 1, 1, 2, "digest", b"", limit)
+    assert asked == [("CommitStep", waited)]

@@ -3,6 +3,7 @@
 import msgspec
 import pytest
 from headrace_coordinator.api.audit import audit
+from headrace_coordinator.api.presenters import event_view
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain import runs
 from headrace_coordinator.domain.compact import (
@@ -13,18 +14,16 @@ from headrace_coordinator.domain.compact import (
     expand,
     expand_drops,
 )
-from headrace_coordinator.domain.dispatch import Dispatcher
-from headrace_coordinator.domain.runs import RunState
-from headrace_coordinator.domain.slots import (
-    ACCUMULATED,
-    DROPPED,
-    FINISHED,
-    PENDING,
-    Offer,
-    SlotLedger,
+from headrace_coordinator.domain.dispatch import (
+    DispatchOrder,
     accepts,
     plan_assign,
+    plan_dispatch,
+    plan_return,
 )
+from headrace_coordinator.domain.runs import RunState
+from headrace_coordinator.domain.slot_index import ACCUMULATED, DROPPED, FINISHED, PENDING, SlotIndex
+from headrace_coordinator.domain.slots import SlotLedger
 from headrace_coordinator.domain.state import (
     ENDED_KEPT,
     KEY_LIFETIME_S,
@@ -36,7 +35,7 @@ from headrace_coordinator.domain.state import (
 from headrace_coordinator.domain.totals import EVALUATIONS_SHOWN, Totals, step_dropped, step_trained
 from headrace_coordinator.domain.versions import Lineage, plan_lost_rewind
 from headrace_coordinator.run.stages.step_timer import StepTimer, covered
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 
@@ -142,12 +141,13 @@ def test_slots_of_a_step_are_decided_before_dispatch():
 def test_only_the_assigned_attempt_fills_a_slot_and_only_with_one_digest():
     ledger = open_ledger()
     assign(ledger, ledger.group(0))
-    assert accepts(ledger, Offer(0, 0, 7, "a", 1)) == "attempt 7 is not the assigned attempt 1"
-    assert accepts(ledger, Offer(0, 0, 1, "a", 1)) == ""
+    slot = ledger.slot(0, 0)
+    assert accepts(slot, 7, "a") == "attempt 7 is not the assigned attempt 1"
+    assert accepts(slot, 1, "a") == ""
     ledger.apply(ev.SlotsFinished(at=0, run="r", slots=[(0, 0, 1, "a", 1)]))
-    assert accepts(ledger, Offer(0, 0, 1, "a", 1)) == ""
-    assert "already offered with digest a" in accepts(ledger, Offer(0, 0, 1, "b", 1))
-    assert accepts(ledger, Offer(9, 0, 1, "a", 1)) == "not a slot of the open step"
+    assert accepts(slot, 1, "a") == ""
+    assert "already offered with digest a" in accepts(slot, 1, "b")
+    assert accepts(ledger.slot(9, 0), 1, "a") == "not a slot of the open step"
 
 
 def test_attempts_rise_over_reissue_and_restart():
@@ -198,54 +198,124 @@ def test_unsettled_names_groups_that_are_neither_accumulated_nor_dropped():
 # --- dispatch
 
 
+def take(ledger, order, holder, capacity=100, holders=1):
+    """Gives a holder what is planned for it; the groups."""
+    work = plan_dispatch(ledger.index, order, holder, capacity, holders)
+    assign(ledger, [ledger.slot(prompt, sample) for prompt, samples in work for sample in samples], holder)
+    return work
+
+
+def finish(ledger, *keys):
+    slots = [(*key, ledger.slot(*key).attempt, "d", 1) for key in keys]
+    ledger.apply(ev.SlotsFinished(at=0, run="r", slots=slots))
+
+
+def give_back(ledger, slots, **fields):
+    for event in plan_return("r", slots, 0.0, **fields):
+        ledger.apply(event)
+
+
+def held(ledger, holder):
+    return [ledger.slot(*key) for key in sorted(ledger.index.held.get(holder, ()))]
+
+
 def test_longest_expected_starts_first_and_work_is_shared_evenly():
-    groups = [(prompt, [0, 1]) for prompt in range(4)]
-    dispatcher = Dispatcher(groups, expected=lambda prompt: float(prompt))
-    assert [g[0] for g in dispatcher.take("a", capacity=100, holders=2)] == [3, 2]
-    assert [g[0] for g in dispatcher.take("b", capacity=100, holders=2)] == [1, 0]
+    ledger = open_ledger(groups=4)
+    order = DispatchOrder(ledger.prompts, expected=lambda prompt: float(prompt))
+    assert take(ledger, order, "a", holders=2) == [(3, [0, 1]), (2, [0, 1])]
+    assert take(ledger, order, "b", holders=2) == [(1, [0, 1]), (0, [0, 1])]
+    assert take(ledger, order, "a") == [] and not ledger.index.waiting
 
 
 def test_without_expectation_order_is_by_ordinal():
-    dispatcher = Dispatcher([(1, [0]), (0, [0])])
-    assert [g[0] for g in dispatcher.take("a", 10, 1)] == [0, 1]
+    ledger = open_ledger(groups=2, size=1)
+    assert take(ledger, DispatchOrder([1, 0]), "a") == [(0, [0]), (1, [0])]
 
 
 def test_a_lost_holders_work_goes_to_the_front():
-    dispatcher = Dispatcher([(p, [0, 1]) for p in range(3)])
-    dispatcher.take("a", 2, 1)
-    dispatcher.done("a", 0, 1)
-    assert dispatcher.lost("a") == [(0, 0)]
-    assert dispatcher.take("b", 100, 1)[0] == (0, [0])
+    ledger = open_ledger(groups=3)
+    order = DispatchOrder(ledger.prompts)
+    assert take(ledger, order, "a", capacity=2) == [(0, [0, 1])]
+    finish(ledger, (0, 1))
+    give_back(ledger, held(ledger, "a"))
+    assert (ledger.slot(0, 0).state, ledger.slot(0, 0).holder) == (PENDING, "")
+    assert take(ledger, order, "b") == [(0, [0]), (1, [0, 1]), (2, [0, 1])]
 
 
-def test_a_forgotten_group_is_nobodys_work():
-    dispatcher = Dispatcher([(0, [0]), (1, [0])])
-    dispatcher.forget(1)
-    dispatcher.take("a", 10, 1)
-    dispatcher.forget(0)
-    assert dispatcher.lost("a") == [] and not dispatcher.waiting
+def test_a_dropped_group_is_nobodys_work():
+    ledger = open_ledger(groups=2, size=1)
+    order = DispatchOrder(ledger.prompts)
+    ledger.apply(ev.GroupDropped(at=0, run="r", step=0, prompt=1, reason="X", detail=""))
+    assert take(ledger, order, "a") == [(0, [0])]
+    ledger.apply(ev.GroupDropped(at=0, run="r", step=0, prompt=0, reason="X", detail=""))
+    assert held(ledger, "a") == [] and not ledger.index.waiting and not ledger.index.open
 
 
-@given(st.lists(st.integers(1, 5), min_size=1, max_size=12), st.integers(1, 8), st.integers(1, 4), st.data())
-def test_every_sample_is_handed_out_exactly_once_even_when_holders_die(sizes, capacity, holders, data):
-    dispatcher = Dispatcher([(p, list(range(n))) for p, n in enumerate(sizes)])
-    done, names = [], [f"h{i}" for i in range(holders)]
-    for _ in range(500):
+def test_only_the_attempt_that_ended_is_returned_and_its_failures_count_until_the_next_attempt_at_the_step():
+    ledger = open_ledger(groups=1)
+    assign(ledger, ledger.group(0))
+    late = ledger.slot(0, 0)
+    give_back(ledger, [late], failed=True)
+    assign(ledger, [late], "b")
+    ledger.apply(ev.SlotsReturned(at=0, run="r", slots=[(0, 0, 1)], failed=True))
+    assert (late.attempt, late.holder, late.failures) == (3, "b", 1)
+    ledger.apply(ev.StepAborted(at=0, run="r", step=0, attempt=1, reason="test"))
+    ledger.apply(opened(0, 2))
+    assert (late.state, late.failures) == (PENDING, 0)
+
+
+def test_what_is_said_late_of_a_dropped_slot_changes_nothing():
+    ledger = open_ledger(groups=1)
+    assign(ledger, ledger.group(0))
+    ledger.apply(ev.GroupDropped(at=0, run="r", step=0, prompt=0, reason="X", detail=""))
+    finish(ledger, (0, 0))
+    give_back(ledger, ledger.group(0))
+    assert [slot.state for slot in ledger.group(0)] == [DROPPED] * 2
+
+
+def place_of(index):
+    held = {holder: keys for holder, keys in index.held.items() if keys}
+    return (index.fresh, index.returned, held, index.waiting, index.assigned, index.open, index.settled)
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.integers(1, 4), st.integers(1, 3), st.integers(1, 8), st.integers(1, 4), st.data())
+def test_every_sample_is_handed_out_until_it_is_finished_even_when_holders_die(
+    groups, size, capacity, holders, data
+):
+    ledger = open_ledger(groups, size)
+    order, names = DispatchOrder(ledger.prompts), [f"h{i}" for i in range(holders)]
+    for _ in range(60):
         name = data.draw(st.sampled_from(names))
-        taken = [(p, s) for p, samples in dispatcher.take(name, capacity, holders) for s in samples]
-        if taken and data.draw(st.booleans()):
-            assert set(taken) <= set(dispatcher.lost(name))
-            continue
-        for slot in taken:
-            dispatcher.done(name, *slot)
-            done.append(slot)
-        if not dispatcher.waiting:
-            break
+        take(ledger, order, name, capacity, holders)
+        match data.draw(st.sampled_from(["die", "finish", "settle", "drop"])):
+            case "die":
+                give_back(ledger, held(ledger, name))
+            case "finish":
+                finish(ledger, *((slot.prompt, slot.sample) for slot in held(ledger, name)))
+            case "settle":
+                whole = [p for p in ledger.prompts if all(s.state == FINISHED for s in ledger.group(p))]
+                ledger.apply(ev.GroupsSettled(at=0, run="r", groups=[(p, [0.0] * size) for p in whole]))
+            case "drop" if data.draw(st.integers(0, 9)) == 0:
+                prompt = data.draw(st.sampled_from(list(ledger.prompts)))
+                ledger.apply(ev.GroupDropped(at=0, run="r", step=0, prompt=prompt, reason="X", detail=""))
+        assert place_of(ledger.index) == place_of(SlotIndex(ledger.slots.values()))
+        assert len(held(ledger, name)) <= max(capacity, size)
     for name in names:
-        dispatcher.lost(name)
-    while groups := dispatcher.take("last", 10**6, 1):
-        done += [(p, s) for p, samples in groups for s in samples]
-    assert sorted(done) == [(p, s) for p, n in enumerate(sizes) for s in range(n)]
+        give_back(ledger, held(ledger, name))
+    while work := take(ledger, order, "last", 10**6):
+        finish(ledger, *((p, s) for p, samples in work for s in samples))
+    assert {slot.state for slot in ledger.slots.values()} <= {FINISHED, "SETTLED", DROPPED}
+
+
+def test_a_restored_ledger_answers_as_the_one_that_was_saved():
+    state = State(runs={"r": run_state()})
+    ledger = state.runs["r"].ledger
+    ledger.apply(opened(0, 1))
+    assign(ledger, ledger.group(0))
+    finish(ledger, (0, 0))
+    again = restore(snapshot(state)).runs["r"].ledger
+    assert again == ledger and place_of(again.index) == place_of(ledger.index)
 
 
 # --- run life, audit, snapshot, timer
@@ -448,3 +518,18 @@ def test_protocol_time_is_what_no_stage_covers():
     now[0] = 4.0
     assert timer.stages() == {"generate": 2.0, "learn": 2.0, "protocol": 1.0}
     assert timer.devices() == {"cpu:0": {"generate": 2.0}, "cpu:1": {"learn": 2.0}}
+
+
+def test_what_people_see_counts_steps_from_1():
+    common = {"at": 1.0, "run": "r"}
+    shown = [
+        event_view((1, event)).data["step"]
+        for event in (
+            ev.StepOpened(**common, step=0, attempt=1, base=0, number=1),
+            ev.GroupDropped(**common, step=0, prompt=0, reason="X", detail=""),
+            ev.StepAborted(**common, step=0, attempt=1, reason=""),
+            ev.StepSkipped(**common, step=0, dropped=[]),
+            ev.CheckpointSaved(**common, name="step-1-1", number=1, step=1),
+        )
+    ]
+    assert shown == [1] * 5

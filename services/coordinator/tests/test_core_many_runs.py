@@ -4,10 +4,12 @@ import asyncio
 import contextlib
 
 import pytest
+from headrace.reward.v1 import reward_pb2 as reward
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain import runs
 from headrace_coordinator.domain.scheduling import PATIENCE_QUANTA
 from headrace_coordinator.simulation.judge import Violation
+from headrace_coordinator.simulation.reward import Reward
 from headrace_coordinator.simulation.virtual_time import run_virtual
 from headrace_coordinator.simulation.world import World
 
@@ -101,6 +103,22 @@ def test_a_pause_keeps_what_is_recorded_whatever_the_checkpoint_section_says(ena
     scene = Scene(play, checkpoint={"enabled": enabled})
     assert set(ends(scene).values()) == {"SUCCEEDED"}
     assert trained_once(scene, scene.ended.id)
+
+
+def test_a_run_whose_state_cannot_be_saved_does_not_yield_it():
+    """On a full disk each turn would end with a rewind, and no turn would get further than the one before."""
+
+    async def play(scene):
+        scene.disk.full = True
+        await scene.first()
+        await scene.until(lambda: [note for note in scene.log(ev.Noted) if "another quantum" in note.text])
+        await asyncio.sleep(60.0)
+        scene.disk.full = False
+
+    scene = Scene(play, count=2, steps=30, scheduling={"quantum_s": 0.5})
+    assert set(ends(scene).values()) == {"SUCCEEDED"}
+    for submitted in scene.log(ev.RunSubmitted):
+        assert trained_once(scene, submitted.run)
 
 
 def test_a_run_that_is_paused_and_cancelled_is_in_nobodys_way():
@@ -266,3 +284,65 @@ def test_a_low_priority_is_served_beside_urgent_runs(seed):
     quantum = scene.replay.longest_quantum  # of a run that took long to start, longer than its spec's
     for run, waited in scene.replay.longest_wait.items():
         assert waited < (PATIENCE_QUANTA + 3) * quantum + 60.0, run
+
+
+def test_a_run_that_trained_nothing_has_failed_and_says_why(monkeypatch):
+    async def broken(self, requests):
+        async for request in requests:
+            for item in request.items:
+                yield reward.ScoreResponse(
+                    results=[
+                        reward.ScoreResult(
+                            sample=item.sample,
+                            attempt=item.attempt,
+                            status=reward.SCORE_STATUS_SCORER_BROKEN,
+                            detail="ZeroDivisionError: division by zero",
+                            evaluation=item.evaluation,
+                        )
+                    ]
+                )
+
+    async def watch(scene):
+        await scene.until(
+            lambda: scene.log(ev.RunStateChanged) and not scene.coordinator.event_log.state.runs
+        )
+
+    monkeypatch.setattr(Reward, "Score", broken)
+    scene = Scene(watch, steps=3, limits={"max_drop_rate": 1.0})
+    ends(scene)
+    last = scene.log(ev.RunStateChanged)[-1]
+    assert last.state == "FAILED"
+    assert "nothing was trained: all" in last.reason and "slots of 3 steps were dropped" in last.reason
+    assert last.reason.endswith("GROUP_INCOMPLETE: a scorer is broken: ZeroDivisionError: division by zero")
+
+
+def test_a_scorer_that_loads_for_long_holds_up_no_other_check(monkeypatch):
+    began = asyncio.Event
+
+    async def slow(self, request):
+        if "slow.py" in request.config_json:
+            self.slow.set()
+            await asyncio.sleep(300)
+        return await opens(self, request)
+
+    async def check(scene):
+        def spec(scorer):
+            section = {"scorers": [{"name": scorer}], "load_timeout_s": 60.0}
+            return type(scene.specs[0]).model_validate(
+                scene.specs[0].model_dump(mode="json") | {"reward": section}
+            )
+
+        await scene.first()
+        Reward.slow = began()
+        coordinator, clock = scene.coordinator, asyncio.get_running_loop().time
+        loading = asyncio.create_task(coordinator.check(spec("slow.py:score")))
+        await Reward.slow.wait()
+        start = clock()
+        assert await coordinator.check(spec("quick.py:score")) == []
+        assert clock() - start < 5 and not loading.done()
+        (problem,) = await loading
+        assert clock() - start < 120 and problem.key == "reward.load_timeout_s", problem
+
+    opens = Reward.OpenRun
+    monkeypatch.setattr(Reward, "OpenRun", slow)
+    assert list(ends(Scene(check)).values()) == ["SUCCEEDED"]

@@ -6,10 +6,12 @@ import pytest
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain.leases import Blocked, LeaseRequest, plan_grant
 from headrace_coordinator.domain.places import machines
+from headrace_coordinator.domain.runs import Grant
 from headrace_coordinator.domain.scheduling import plan_admission
 from headrace_coordinator.domain.state import InstanceState, State
 from headrace_coordinator.fleet.fleet import Fleet, FleetSettings, Supervisor
-from headrace_coordinator.run.placement import PlacementError, default_devices
+from headrace_coordinator.run.clients import WorkerClient
+from headrace_coordinator.run.placement import Placement, PlacementError, default_devices
 from headrace_coordinator.store.event_log import EventLog
 from headrace_coordinator.store.memory_store import MemoryStore
 from headrace_schema.running import PlacementSection
@@ -101,6 +103,10 @@ def member(state):
     return SimpleNamespace(instance=state, incarnation=state.incarnation)
 
 
+def seated(state):
+    return WorkerClient("a", state, None, 1)
+
+
 def test_containers_of_one_machine_divide_its_devices():
     rollout, trainer = (member(i) for i in containers(CORES)[:2])
     section = PlacementSection(mode="disaggregated")
@@ -113,6 +119,42 @@ def test_containers_of_one_machine_divide_its_devices():
     assert list(default_devices(named, CORES, [rollout], [trainer]).values()) == [CORES[1:], CORES[:1]]
     with pytest.raises(PlacementError, match="two devices on rollout-container-0"):
         default_devices(section, [GPU], [member(containers([GPU])[0])], [member(containers([GPU])[1])])
+
+
+@pytest.mark.parametrize("mode", ["collocated", "disaggregated"])
+def test_members_in_containers_of_one_machine_are_seated_under_one_name(mode):
+    """The name is that of the first host; trainers alone would take another one."""
+    spec = RunSpec.model_validate({**submitted("a", mode=mode).spec, "rollout": {"instances": 2}})
+    rollouts, trainers = (
+        [seated(i) for i in containers([*CORES, GPU]) if i.kind == kind] for kind in ("rollout", "trainer")
+    )
+    grant = Grant([m.incarnation for m in rollouts], [trainers[0].incarnation], [*CORES, GPU])
+    workers = SimpleNamespace(spec=spec, grant=grant, rollouts=rollouts, trainers=trainers[:1])
+    Placement(workers).assign()
+    taken = [device for member in rollouts for device in member.devices]
+    assert all(member.devices for member in (*rollouts, trainers[0])) and len(set(taken)) == len(taken)
+    shared = set(taken) & set(trainers[0].devices)
+    assert bool(shared) is (mode == "collocated")
+
+
+GPUS = [f"GPU-{number}/gpu:0" for number in range(4)]
+
+
+@pytest.mark.parametrize(("mode", "count"), [("collocated", 1), ("disaggregated", 2)])
+def test_a_run_is_granted_no_gpu_that_it_would_not_use(mode, count):
+    members = [instance(f"{kind}-0", "h1", GPUS, kind) for kind in ("rollout", "trainer")]
+    grant = plan_admission(state_of(members, submitted("a", mode=mode)), 1.0).grants[0]
+    assert len(grant.devices) == count
+
+
+def test_an_engine_and_a_rank_hold_one_gpu_each():
+    """Collocated, one rank takes turns with two engines on two GPUs: it computes on one and holds that one."""
+    spec = RunSpec.model_validate({**submitted("a", mode="collocated").spec, "rollout": {"instances": 2}})
+    rollouts = [seated(instance(f"rollout-{number}", "h1", GPUS)) for number in range(2)]
+    trainers = [seated(instance("trainer-0", "h1", GPUS, "trainer"))]
+    grant = Grant([m.incarnation for m in rollouts], ["trainer-0"], GPUS[:2])
+    Placement(SimpleNamespace(spec=spec, grant=grant, rollouts=rollouts, trainers=trainers)).assign()
+    assert [member.devices for member in (*rollouts, *trainers)] == [(GPUS[0],), (GPUS[1],), (GPUS[0],)]
 
 
 def test_a_device_that_only_one_side_sees_is_its_own():

@@ -11,7 +11,8 @@ import pytest
 from headrace.common.v1 import common_pb2 as common
 from headrace.reward.v1 import reward_pb2 as reward
 from headrace_coordinator.fleet.ports import InstanceDown
-from headrace_coordinator.run.stages import scoring
+from headrace_coordinator.run.stages import lanes, scoring
+from headrace_coordinator.run.stages.lanes import Lanes
 from headrace_coordinator.run.stages.scoring import SCORER_RETRIES, Scoring, score_all
 from headrace_coordinator.run.stages.step_timer import StepTimer
 
@@ -27,6 +28,7 @@ class Judge:
     dies_after: int = 1 << 30
     silent: bool = False
     dies_idle: bool = False
+    draining: bool = False
     late_reads: list = field(default_factory=list)
     broken: Counter = field(default_factory=Counter)
 
@@ -67,6 +69,7 @@ class WorkerGroup:
     def __init__(self, *judges: Judge, bench: tuple[Judge, ...] = ()) -> None:
         self.rewards = list(judges)
         self.bench = list(bench)
+        self.lanes = Lanes()
         self.dead: set[str] = set()
         self.judges = [*judges, *bench]
         self.spec = SimpleNamespace(
@@ -75,6 +78,7 @@ class WorkerGroup:
         self.fleet = SimpleNamespace(
             alive=lambda incarnation: incarnation not in self.dead,
             fate=self.fate,
+            any_draining=lambda members: any(m.draining for m in members),
             event_log=SimpleNamespace(monotonic=lambda: asyncio.get_running_loop().time()),
         )
 
@@ -139,7 +143,7 @@ async def test_a_broken_scorer_is_asked_again_and_then_believed():
 
 
 async def test_a_stream_without_questions_ends_and_the_next_answer_opens_another(monkeypatch):
-    monkeypatch.setattr(scoring, "IDLE_S", 0.05)
+    monkeypatch.setattr(lanes, "IDLE_S", 0.05)
     monkeypatch.setattr(scoring, "LOOK_S", 0.05)
     judge, results = Judge("a"), []
     workers = WorkerGroup(judge)
@@ -169,6 +173,43 @@ async def test_the_reader_of_a_dead_stream_takes_no_new_question():
     work.close()
     await asyncio.wait_for(running, 5)
     assert other.asked == [(0, 1)] and await dead.late_reads[0] is None
+
+
+async def test_the_next_step_asks_over_the_same_stream():
+    judge = Judge("a")
+    workers = WorkerGroup(judge)
+    for _ in range(3):
+        await scored(workers, 8)
+    assert (judge.streams, len(judge.asked)) == (1, 24)
+    await workers.lanes.end()
+    assert judge.open_streams == 0 and not workers.lanes.all
+
+
+async def test_a_stream_that_is_old_or_to_a_draining_instance_ends_before_the_next_step():
+    judge = Judge("a")
+    workers = WorkerGroup(judge)
+    await scored(workers, 8)
+    workers.spec.limits.step_timeout_s = 0.0
+    await scored(workers, 8)
+    workers.spec.limits.step_timeout_s, judge.draining = 60.0, True
+    await scored(workers, 8)
+    await until(lambda: judge.open_streams == 1)
+    assert judge.streams == 3
+    await workers.lanes.end()
+
+
+async def test_a_step_that_is_stopped_leaves_no_stream_and_no_result_to_the_next():
+    hung, results = Judge("a", silent=True), []
+    workers = WorkerGroup(hung)
+    work = Scoring(workers, StepTimer(workers.fleet.event_log.monotonic), results.extend)
+    running = asyncio.create_task(work.run())
+    work.put(items(1)[0])
+    await until(lambda: hung.asked)
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    assert hung.open_streams == 0 and not workers.lanes.all
+    hung.silent = False
+    await scored(workers, 2)
 
 
 async def test_a_refusal_is_the_callers():

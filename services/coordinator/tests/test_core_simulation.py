@@ -3,15 +3,17 @@
 import asyncio
 
 import pytest
+from headrace.trainer.v1.trainer_pb2 import STEP_PHASE_ACCUMULATING
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.run.context import RunContext
 from headrace_coordinator.simulation.disk import Disk
 from headrace_coordinator.simulation.judge import Violation
 from headrace_coordinator.simulation.rollout import Rollout
+from headrace_coordinator.simulation.trainer import Trainer
 from headrace_coordinator.simulation.virtual_time import run_virtual
 from headrace_coordinator.simulation.world import World, run_world
 
-FAILED_ONCE = [216, 218]
+FAILED_ONCE = [216, 218, 10252]
 """Seeds beyond the chunks that found a bug; within them 4, 6, 14, 36, 37, 52, 110 and 114 did (docs/bugs.md)."""
 
 CHUNK = 25
@@ -96,8 +98,6 @@ def test_the_same_seed_is_the_same_world():
 
 
 def test_the_world_notices_a_trainer_that_trains_a_group_twice(monkeypatch):
-    from headrace_coordinator.simulation.trainer import Trainer
-
     hold = Trainer._hold
 
     def twice(self, weights, *rest):
@@ -180,3 +180,48 @@ def test_a_damaged_checkpoint_is_told_of_and_the_one_before_is_restored(monkeypa
     assert [event.name for event in told] == harmed and "a byte differs" in told[0].reason
     restored = [event.checkpoint for event in history if isinstance(event, ev.VersionRestored)]
     assert len(restored) > 1 and restored[1] and not set(harmed) & set(restored)
+
+
+async def _revokes(fleet, epochs):
+    """Takes leases of one run back in the middle of its step."""
+    run = fleet.event_log.state.table.leases[epochs[0]].run
+    await fleet.lease_manager.release(run, epochs)
+
+
+async def _lapses(fleet, epochs, trainer):
+    """The trainer's own deadline passes, and its next heartbeats renew the lease."""
+    trainer.deadlines |= dict.fromkeys(epochs, 0.0)
+    await asyncio.sleep(3.0)
+
+
+@pytest.mark.parametrize("away", ["revoked", "lapsed"])
+@pytest.mark.parametrize("mode", ["disaggregated", "collocated"])
+def test_a_lease_that_leaves_a_trainer_while_it_learns_is_no_recovery(monkeypatch, mode, away):
+    """Groups without an acknowledgement go again on another stream, under the lease that the trainer has then."""
+    trouble, opened = [], []
+
+    async def takes_away(self):
+        while len(trouble) < 3:
+            await asyncio.sleep(0.3)
+            for instance in self.instances.values():
+                learning = isinstance(instance, Trainer) and instance.phase == STEP_PHASE_ACCUMULATING
+                if learning and instance.groups and instance.live_leases():
+                    epochs = list(instance.live_leases())
+                    trouble.append(epochs)
+                    fleet = self._fleet()
+                    await (_revokes(fleet, epochs) if away == "revoked" else _lapses(fleet, epochs, instance))
+                    break
+
+    learn = Trainer.Learn
+
+    def spied(self, requests):
+        opened.append(self.attempt)
+        return learn(self, requests)
+
+    monkeypatch.setattr(Trainer, "Learn", spied)
+    monkeypatch.setattr(World, "trouble", takes_away)
+    world = _placed(World(3, faults=False), mode)
+    world.spec = world.spec.model_copy(update={"steps": 8})
+    outcome = run_virtual(world.live())
+    assert outcome.state == "SUCCEEDED" and len(trouble) == 3 and len(opened) > 8 + 1
+    assert outcome.recoveries == 0

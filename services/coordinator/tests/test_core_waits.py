@@ -3,8 +3,11 @@
 import asyncio
 
 import pytest
-from headrace_coordinator.fleet.waits import Waits
+from headrace_coordinator.fleet.waits import Waits, WaitTimeout
+from headrace_coordinator.run.concurrency import gather_all
 from headrace_coordinator.run.watched_port import SILENCE_S, WatchedPort
+from headrace_coordinator.store.event_log import EventLog
+from headrace_coordinator.store.memory_store import MemoryStore
 
 
 class Silent:
@@ -58,3 +61,45 @@ async def test_a_stream_is_silent_between_two_responses_only(clock, waits):
     assert waits.of("run") == ["rollout-0 to answer Generate, for 10 s"]
     port.answer.set()
     assert await waiting == "second" and waits.of("run") == []
+
+
+async def test_a_wait_ends_with_what_it_waits_for_and_another_ones_fault_is_its_own():
+    event_log, found, turns = EventLog(MemoryStore(), lambda: 0.0), [], []
+
+    def looks():
+        turns.append(1)
+        if found == ["broken"]:
+            raise KeyError("the run is gone")
+        return False
+
+    faulty = asyncio.ensure_future(event_log.wait_until(looks, 60, "a fault"))
+    patient = asyncio.ensure_future(event_log.wait_until(lambda: bool(found), 60, "news"))
+    for _ in range(3):
+        event_log.wake()
+        await asyncio.sleep(0)
+    assert len(turns) >= 3 and not patient.done(), "the waiter looks at each wake"
+    found.append("broken")
+    event_log.wake()
+    with pytest.raises(KeyError, match="the run is gone"):
+        await asyncio.wait_for(faulty, 5)
+    await asyncio.wait_for(patient, 5)
+    with pytest.raises(WaitTimeout, match="for what never comes"):
+        await event_log.wait_until(lambda: False, 0.01, "what never comes")
+
+
+async def test_the_first_failure_ends_the_other_parts():
+    ended = []
+
+    async def waits_for_ever():
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append("other")
+
+    async def fails():
+        await asyncio.sleep(0)
+        raise ValueError("first")
+
+    with pytest.raises(ValueError, match="first"):
+        await gather_all(waits_for_ever(), fails())
+    assert ended == ["other"]

@@ -129,7 +129,8 @@ def test_an_unreadable_file_names_its_neighbour(tmp_path):
 
 
 def test_an_unknown_source_names_the_nearest():
-    assert SOURCES.names() == ["copy_digits", "jsonl", "reasoning_gym"]
+    shipped = ["copy_digits", "huggingface", "jsonl", "mixture", "parquet", "reasoning_gym"]
+    assert SOURCES.names() == shipped
     assert "data.source: there is no data source 'reasoning-gym'; did you mean 'reasoning_gym'?" in refusal(
         "reasoning-gym", {}
     )

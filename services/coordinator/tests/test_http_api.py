@@ -7,6 +7,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+import yaml
 from headrace_coordinator.api.http import make_app
 from headrace_coordinator.api.http.openapi import description
 from headrace_coordinator.projections import RunProjection
@@ -104,6 +105,19 @@ async def test_a_body_that_is_no_spec(api, body, words):
     answer = await api.post("/v1/runs", content=body, headers={"Content-Type": "application/json"})
     assert answer.status_code == 422
     assert words in problems(answer)[""]
+
+
+async def test_a_spec_as_yaml(api, spec_json):
+    as_yaml = {"Content-Type": "application/yaml; charset=utf-8"}
+    made = await api.post("/v1/runs", content=yaml.safe_dump(spec_json), headers=as_yaml)
+    assert (made.status_code, made.json()["spec"]["name"]) == (201, spec_json["name"])
+    for body, words in (
+        (b"a: 1\nsteps: .nan", "line 2: .nan is not"),
+        (b"\xff", "not UTF-8"),
+        (b"[", "line 1"),
+    ):
+        refused = await api.post("/v1/runs", content=body, headers=as_yaml)
+        assert refused.status_code == 422 and words in refused.json()["problems"][0]["problem"]
 
 
 async def test_a_body_too_large_or_of_another_type(api, fake_control):

@@ -267,3 +267,9 @@ class _service:
     def __exit__(self, *_):
         self._process.kill()
         self._process.wait(10)
+
+
+async def test_a_slow_import_has_the_limit_of_the_spec(reward, tmp_path):
+    (tmp_path / "slow.py").write_text("import time\ntime.sleep(30)\ndef score(p, c, r, m): return 1.0\n")
+    said = await open_fault(reward, f"{tmp_path}/slow.py:score", load_timeout_s=1.0)
+    assert "was loaded for 1 s without an end (reward.load_timeout_s)" in said

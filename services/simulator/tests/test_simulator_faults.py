@@ -24,7 +24,19 @@ HANG, RAISE, EXIT, NAN = 9.0, 8.0, 7.0, 6.0
 @pytest.fixture
 async def pool(simulator, environment_file):
     """Four environments in two processes (0 and 2 share one), reset, with a short step limit."""
-    opened = await simulator.open(f"{environment_file}:make_env", count=4, seed=5, step_timeout_s=0.5)
+    return await open_pool(simulator, environment_file, 0.5)
+
+
+@pytest.fixture
+async def patient_pool(simulator, environment_file):
+    """The same with a step limit that the other environments' steps come nowhere near on a busy machine."""
+    return await open_pool(simulator, environment_file, 3.0)
+
+
+async def open_pool(simulator, environment_file, step_timeout_s):
+    opened = await simulator.open(
+        f"{environment_file}:make_env", count=4, seed=5, step_timeout_s=step_timeout_s
+    )
     await opened.send(*(opened.reset_operation(i) for i in range(4)))
     return opened
 
@@ -82,17 +94,18 @@ async def test_a_killed_process_is_made_anew(pool):
     assert again.status == OK and json.loads(again.info_json)["pid"] != pid
 
 
-async def test_a_hung_environment_holds_up_no_other_process(pool):
-    begin = time.monotonic()
+async def test_a_hung_environment_holds_up_no_other_process(patient_pool):
+    pool = patient_pool
     hanging = asyncio.create_task(pool.act([HANG, 0.0], 0))
     await asyncio.sleep(0.05)
     for _ in range(10):
         assert (await pool.act([0.0, 0.0], 1)).status == OK
-    assert time.monotonic() - begin < 0.45
+    assert not hanging.done()
     assert (await hanging).status == LOST
 
 
-async def test_outcomes_of_one_message_do_not_wait_for_its_slowest(pool):
+async def test_outcomes_of_one_message_do_not_wait_for_its_slowest(patient_pool):
+    pool = patient_pool
     operations = [pool.action_operation([HANG, 0.0], 0), pool.action_operation([0.0, 0.0], 1)]
 
     async def requests():
@@ -103,12 +116,11 @@ async def test_outcomes_of_one_message_do_not_wait_for_its_slowest(pool):
             operations=operations,
         )
 
-    begin, arrived = time.monotonic(), {}
-    async for response in pool.stub.Step(requests(), timeout=30):
-        for outcome in response.outcomes:
-            arrived[outcome.environment] = (outcome.status, time.monotonic() - begin)
-    assert arrived[1][0] == OK and arrived[1][1] < 0.4
-    assert arrived[0][0] == LOST and arrived[0][1] > 0.4
+    arrived = [
+        [(outcome.environment, outcome.status) for outcome in response.outcomes]
+        async for response in pool.stub.Step(requests(), timeout=30)
+    ]
+    assert arrived == [[(1, OK)], [(0, LOST)]]
 
 
 async def test_a_hung_reset_is_ended_by_its_own_limit(pool):

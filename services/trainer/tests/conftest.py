@@ -118,7 +118,7 @@ def random_sequences(seed: int, *, count: int = 4, prompt: int = 9, version: int
         answer = beginning + answer if index % 2 else answer
         trained = list(range(prompt, prompt + len(answer)))
         log_probs = [rng.uniform(-4, -0.1) for _ in answer]
-        found.append(Sequence(start + answer, trained, log_probs, rng.gauss(0, 1), 1.0))
+        found.append(Sequence(start + answer, trained, log_probs, [rng.gauss(0, 1)] * len(answer), 1.0))
     return found
 
 
@@ -314,6 +314,11 @@ class TrainerClient:
         """The initial model again, under a new number."""
         await self.close_run()
         return await self.open(number=self._number + 10)
+
+    async def reopen_with(self, config: dict[str, Any]) -> Any:
+        """The version of the initial model again, with this config."""
+        await self.close_run()
+        return (await self.open(config, number=self._number + 10)).version
 
     async def close_run(self) -> Any:
         return await self.stub.CloseRun(trainer_pb2.CloseRunRequest(header=self.header()))

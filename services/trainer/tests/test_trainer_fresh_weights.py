@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import math
 
+import msgspec
 import pytest
 import torch
 
@@ -21,7 +23,7 @@ def actions(backend, group):
         assert backend.micro([group]).finite
 
     def non_finite():
-        broken = [type(s)(s.tokens, s.trained, s.engine_log_probs, float("nan"), s.weight) for s in group]
+        broken = [msgspec.structs.replace(s, advantages=[math.nan] * len(s.trained)) for s in group]
         assert not backend.micro([broken]).finite
 
     return {

@@ -7,9 +7,23 @@ from dataclasses import replace
 import pytest
 from headrace_schema.openings import TrainerConfig
 from headrace_trainer.algorithms import build_algorithm
+from headrace_trainer.algorithms.grpo import Grpo
 from headrace_trainer.learning import step as steps
 from headrace_trainer.learning.learner import Learner
 from headrace_trainer.learning.samples import Disposition
+
+
+class FakeRounds:
+    """A trainer group without a model: micro rounds go to a function, gradients always hold."""
+
+    shares_prefixes = True
+
+    def __init__(self, micro, world_size):
+        self.micro = micro
+        self.world_size = world_size
+
+    def holds(self):
+        return True
 
 
 @pytest.fixture
@@ -29,10 +43,7 @@ def make_learner(make_config):
             rounds.append(work)
             return finite(work)
 
-        algorithm = build_algorithm(config.algorithm)
-        learner = Learner(
-            config, algorithm, world_size, shared=True, run_round=run_round, gradient_holds=lambda: True
-        )
+        learner = Learner(config, build_algorithm(config.algorithm), FakeRounds(run_round, world_size))
         return learner, rounds
 
     return make
@@ -87,6 +98,15 @@ def test_equal_rewards_count_and_are_not_computed(opened, make_learner, make_gro
     record = state.groups[0]
     assert record.all_equal and record.tokens > 0 and record.disposition is Disposition.ACCUMULATED
     assert not rounds
+
+
+def test_a_loss_with_other_terms_computes_tokens_without_an_advantage(
+    opened, make_learner, make_group, monkeypatch
+):
+    monkeypatch.setattr(Grpo, "every_token", True)
+    learner, rounds = make_learner()
+    learner.learn(opened, [make_group(0, version=5, rewards=[1.0] * 4)])
+    assert [s.advantages for s in rounds[0][0][0]] == [[0.0] * len(s.trained) for s in rounds[0][0][0]]
 
 
 def test_masked_and_truncated_answers_carry_no_loss(opened, make_learner, make_group):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
+from types import SimpleNamespace
 
 import grpc
 import pytest
@@ -12,6 +13,8 @@ import torch
 from headrace.common.v1 import common_pb2
 from headrace.trainer.v1 import trainer_pb2 as pb
 from headrace_servicekit.rpc.errors import ServiceError, reason_of
+from headrace_trainer import allocator
+from headrace_trainer.session import Session
 
 
 def test_what_is_moved_elsewhere_and_back_goes_on_as_if_nothing_was(make_backend, accumulate, sequences):
@@ -151,3 +154,122 @@ async def test_what_waits_behind_a_suspend_finds_the_trainer_suspended(client, h
     await suspending
     assert [len(response.outcomes) for response in await learning] == [1]
     assert await refusal(late) == "SUSPENDED"
+
+
+async def learn_until(client, groups, sent, ends):
+    """A Learn stream of one message a group that stays open: `sent(index)` is awaited before each, `ends` at last."""
+
+    async def requests():
+        for index, group in enumerate(groups):
+            await sent(index)
+            yield pb.LearnRequest(header=client.header(), step=0, attempt=1, groups=[group])
+        await ends.wait()
+
+    return [response async for response in client.stub.Learn(requests(), timeout=60)]
+
+
+async def test_a_revoke_ends_a_stream_in_order_and_the_next_lease_takes_the_rest(
+    client, held_learn, make_settled, settled_digest
+):
+    reached, gate = held_learn
+    version = (await client.open()).version
+    groups = [make_settled(prompt, version=version) for prompt in range(3)]
+    await client.begin(0, 1, 1, 2)
+    all_sent, ends = asyncio.Event(), asyncio.Event()
+
+    async def sent(index):
+        if index:
+            assert await asyncio.to_thread(reached.wait, 30)
+        if index == 2:
+            all_sent.set()
+
+    learning = asyncio.create_task(learn_until(client, groups, sent, ends))
+    await asyncio.wait_for(all_sent.wait(), 30)
+    revoking = await queued_behind(client, reached, client.instance.on_revoke(11, 10.0))
+    gate.set()
+    await revoking
+    client.instance.fence.release(11)
+    *outcomes, last = await asyncio.wait_for(learning, 30)
+    assert last.revoked and not last.outcomes and not any(response.revoked for response in outcomes)
+    learned = [outcome.prompt_ordinal for response in outcomes for outcome in response.outcomes]
+    assert learned == [0] == (await client.state()).accumulated_prompts
+
+    client.lease = 12
+    client.instance.fence.grant(12)
+    await client.instance.on_grant(common_pb2.Lease(epoch=12))
+    await client.learn(0, 1, groups[1:])
+    reply = await client.commit(0, 1, 1, 2, settled_digest(groups))
+    assert reply.result == pb.COMMIT_RESULT_COMMITTED
+
+
+async def test_a_stream_that_waits_for_more_ends_with_its_own_lease_only(client, make_settled):
+    version = (await client.open()).version
+    await client.begin(0, 1, 1, 2)
+    client.instance.fence.grant(12)
+    ends = {11: asyncio.Event(), 12: asyncio.Event()}
+    streams = {}
+    for prompt, epoch in enumerate(ends):
+        client.lease = epoch
+        groups = [make_settled(prompt, version=version)]
+        streams[epoch] = asyncio.create_task(
+            learn_until(client, groups, lambda _: asyncio.sleep(0), ends[epoch])
+        )
+        async with asyncio.timeout(30):
+            while prompt not in (await client.state()).accumulated_prompts:  # noqa: ASYNC110  # the trainer's
+                await asyncio.sleep(0.01)
+    await client.instance.on_revoke(11, 10.0)
+    assert [response.revoked for response in await asyncio.wait_for(streams[11], 30)] == [False, True]
+    ends[12].set()
+    assert [response.revoked for response in await asyncio.wait_for(streams[12], 30)] == [False]
+
+
+async def test_a_lease_that_lapses_inside_a_batch_costs_the_attempt_and_says_so(
+    client, make_config, make_settled, settled_digest, monkeypatch
+):
+    """A part of a batch is in the accumulators: trying again under the same attempt would count it twice."""
+    micro = Session._micro
+
+    def lapses(self, work):
+        finite = micro(self, work)
+        if self.state.begun.attempt == 1:
+            client.instance.fence.grant(11, 0.0)
+        return finite
+
+    async def in_one_message():
+        yield pb.LearnRequest(header=client.header(), step=0, attempt=1, groups=groups)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Session, "_micro", lapses)
+        version = (await client.open(make_config(trainer={"micro_batch_tokens": 48}))).version
+    groups = [make_settled(prompt, version=version) for prompt in range(3)]
+    await client.begin(0, 1, 1, 2)
+    assert await refusal(client.stub.Learn(in_one_message()).read()) == "ATTEMPT_LOST"
+    assert (await client.state()).phase == pb.STEP_PHASE_IDLE
+    client.instance.fence.grant(11)
+    await client.begin(0, 2, 1, 2)
+    await client.learn(0, 2, groups)
+    reply = await client.commit(0, 2, 1, 2, settled_digest(groups))
+    assert reply.result == pb.COMMIT_RESULT_COMMITTED
+
+
+@pytest.mark.parametrize(("share", "trims"), [(0.0, 0), (1.0, 1)])
+def test_a_cpu_s_freed_pages_go_back_when_the_host_is_short_of_memory(
+    make_backend, monkeypatch, share, trims
+):
+    called = []
+    monkeypatch.setattr(
+        allocator, "_libc", lambda: SimpleNamespace(malloc_trim=lambda pad: called.append(pad))
+    )
+    monkeypatch.setattr(allocator, "SHORT_SHARE", share)
+    backend = make_backend()
+    backend.suspend()
+    backend.wake()
+    assert len(called) == trims
+
+
+async def test_a_release_on_a_cpu_tells_the_whole_resident_set(client):
+    """What is kept is told: nothing that a suspend leaves in the process is hidden from the coordinator."""
+    await client.open()
+    memory = await client.instance.on_revoke(11, 10.0)
+    resident = allocator.resident_bytes()
+    assert abs(memory.used_bytes - resident) < 64 << 20 < resident and memory.free_bytes > 0

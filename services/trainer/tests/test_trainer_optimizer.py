@@ -39,7 +39,7 @@ def test_steps_equal_plain_adamw_with_clipping(make_backend, sequences, accumula
         for sequence in [s for group in groups for s in group]:
             log_probs = model(torch.tensor([sequence.tokens])).logits[0].log_softmax(-1)
             taken = torch.stack([log_probs[p - 1, sequence.tokens[p]] for p in sequence.trained])
-            (-sequence.advantage * taken.sum() / 13.0).backward()
+            (-sequence.advantages[0] * taken.sum() / 13.0).backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
         assert report.grad_norm == pytest.approx(float(norm), rel=1e-4)
         adamw.step()

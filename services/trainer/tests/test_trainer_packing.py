@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import random
 
+import msgspec
 import pytest
 import torch
 from headrace_modelkit import logprobs
@@ -94,11 +96,40 @@ def test_infer_gives_the_model_s_log_probs(make_backend, sequences):
         torch.testing.assert_close(torch.tensor(found), torch.tensor(expected))
 
 
+def test_a_packed_token_knows_its_sequence_and_its_old_log_prob():
+    told = Sequence([5, 6, 7], [1, 2], [0.0, 0.0], [1.0, 2.0], 1.0, [-0.5, -0.25])
+    untold = Sequence([5, 8], [1], [0.0], [3.0], 1.0)
+    batch = pack([[untold, told], [untold]], shared=True)
+    assert batch.sequences_K.tolist() == [0, 1, 1, 2]
+    assert batch.advantages_K.tolist() == [3.0, 1.0, 2.0, 3.0]
+    assert batch.old_log_probs_K.nan_to_num(nan=9.0).tolist() == [9.0, -0.5, -0.25, 9.0]
+
+
+def test_old_log_probs_let_the_clip_take_effect(make_backend, sequences):
+    """Below the clip's bound a negative advantage gives no gradient; at the policy's own log-probs it does."""
+    backend = make_backend()
+    group = [msgspec.structs.replace(s, advantages=[-1.0] * len(s.trained)) for s in sequences(1)]
+    own = backend.infer([group])
+    for shift, clipped in ((0.0, 0.0), (1.0, 1.0)):
+        moved = [
+            msgspec.structs.replace(s, old_log_probs=[value + shift for value in values])
+            for s, values in zip(group, own, strict=True)
+        ]
+        assert backend.micro([moved]).finite
+        report = backend.commit(7.0, 0.0)
+        sums = report.token_sums
+        assert sums["own.clip_fraction"] / sums["tokens"] == clipped
+        assert sums["own.approx_kl"] / sums["tokens"] == pytest.approx(math.exp(-shift) - 1 + shift, abs=1e-4)
+        assert (report.grad_norm == 0) is (shift > 0)
+
+
 def test_a_non_finite_loss_accumulates_nothing(make_backend, sequences, accumulate, relative_l2):
     backend = make_backend()
     good, bad = sequences(1), sequences(2)
     accumulate(backend, [good], 512)
-    poisoned = [Sequence(s.tokens, s.trained, s.engine_log_probs, float("inf"), 1.0) for s in bad]
+    poisoned = [
+        Sequence(s.tokens, s.trained, s.engine_log_probs, [float("inf")] * len(s.trained), 1.0) for s in bad
+    ]
     assert not backend.micro([poisoned]).finite
     found = backend.reduced_gradient(7.0)
     accumulate(backend, [good], 512)

@@ -148,7 +148,8 @@ from headrace_trainer.group import rounds
 from headrace_trainer.group.group import join_gang
 rounds.DEADLINE_S = 0.3
 gang = join_gang(4, 0, 1, "", 5, torch.device("cpu"))
-rounds.Rounds(gang, lambda header: time.sleep(60), holds_lease=lambda: True).lead("commit", step=7, attempt=2)
+stuck = rounds.Rounds(gang, lambda _: time.sleep(60), holds_lease=lambda: True, release=lambda: None)
+stuck.lead("commit", step=7, attempt=2)
 """
 
 

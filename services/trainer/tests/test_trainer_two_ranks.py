@@ -121,9 +121,10 @@ async def test_a_rank_alone_gives_up_at_its_deadline(client, make_config):
     assert time.monotonic() - started < 20
 
 
-async def test_two_ranks_equal_one(pair, client, make_config, make_settled, settled_digest):
+@pytest.mark.parametrize("options", [{}, {"epochs": 2, "minibatches": 2}], ids=["one pass", "passes"])
+async def test_two_ranks_equal_one(pair, client, make_config, make_settled, settled_digest, options):
     leader, follower, _ = pair
-    config = make_config(**SETTINGS)
+    config = make_config(**SETTINGS, algorithm={"options": options})
     await form(leader, follower, config)
     restored, followed = await asyncio.gather(leader.restore("", 1), follower.restore("", 1))
     assert restored.warmup_steps == followed.warmup_steps == 3
@@ -258,6 +259,11 @@ async def test_a_rank_whose_lease_lapsed_leaves_nobody_in_a_round(
     assert (state.phase, state.version.number, state.generation) == (pb.STEP_PHASE_ACCUMULATING, 1, 1)
     process.send_signal(signal.SIGUSR2)
     await until_lease(follower, holds=True)
+    await follower.suspend()
+    with pytest.raises(grpc.aio.AioRpcError, match="rank 1") as caught:
+        await asyncio.wait_for(leader.learn(0, 1, groups[1:]), 30)
+    assert reason_of(caught.value) == "LEASE_QUIESCED"
+    await follower.wake()
     await leader.learn(0, 1, groups[1:])
     reply = await leader.commit(0, 1, 1, 2, settled_digest(groups))
     assert reply.version.number == 2

@@ -13,10 +13,22 @@ from headrace.client.errors import HeadraceError
 from headrace.client.models import Certificate, Checkpoint, Event, Instance, Leases, Run, Step, Trajectory
 from headrace.client.specs import Overrides, Spec, fork_spec, load_spec
 from headrace.client.sse import messages
+from headrace.client.tokens import find_token
 from headrace.client.transport import Transport
+from headrace_schema.scoring import RewardSection
+from pydantic import ValidationError
 
 POLL_S = 0.5
+CHECK_S = 60.0  # beside the scorers' loading: a coordinator waits for instances that are being restarted
 EVENT_SILENCE_S = 60.0  # the server sends comments more often than this; longer silence is a dead connection
+
+
+def checking_s(spec: dict[str, Any]) -> float:
+    """How long a coordinator may check a spec, in seconds: a fleet loads its scorers first."""
+    try:
+        return RewardSection.model_validate(spec.get("reward")).opening_s + CHECK_S
+    except ValidationError:
+        return CHECK_S  # the coordinator says what is wrong with it
 
 
 class Client:
@@ -24,7 +36,8 @@ class Client:
 
     Runs are named by their id (`r-1a2b`) or their resource name (`runs/r-1a2b`). Every method raises
     `HeadraceError` when the coordinator refuses (with its reason and the keys to mend) or does not answer for
-    `patience_s` seconds.
+    `patience_s` seconds. Without a `token` HEADRACE_TOKEN is used, or that of the fleet on HEADRACE_DATA_DIR
+    (`.headrace`) if it serves `base_url`; an empty one is none.
 
     A worked example, with a fleet that `headrace up` started:
 
@@ -43,6 +56,7 @@ class Client:
         self, base_url: str, token: str | None = None, *, timeout_s: float = 30.0, patience_s: float = 30.0
     ) -> None:
         self.base_url = base_url
+        token = find_token(base_url) if token is None else token.strip()
         self._transport = Transport(base_url, token, timeout_s, patience_s)
 
     def __enter__(self) -> Self:
@@ -56,6 +70,10 @@ class Client:
     def close(self) -> None:
         """Closes the connections."""
         self._transport.close()
+
+    def link(self) -> str:
+        """An address that opens the dashboard in a browser; good once and for a minute."""
+        return self.base_url.rstrip("/") + str(self._transport.post("/v1/links")["path"])
 
     def healthy(self) -> bool:
         """Whether the coordinator answers and is ready to serve; never raises, never waits."""
@@ -71,7 +89,10 @@ class Client:
     def submit(self, spec: Spec, overrides: Overrides = (), *, idempotency_key: str | None = None) -> Run:
         """Queues a run from a dictionary or a YAML file; the same key with the same spec is the same run."""
         body = load_spec(spec, overrides)
-        return Run.from_json(self._transport.post("/v1/runs", body, idempotency_key=idempotency_key))
+        answer = self._transport.post(
+            "/v1/runs", body, idempotency_key=idempotency_key, answer_s=checking_s(body)
+        )
+        return Run.from_json(answer)
 
     def fork(
         self,
@@ -87,7 +108,10 @@ class Client:
 
     def check(self, spec: Spec, overrides: Overrides = ()) -> dict[str, Any]:
         """Checks a spec against schema and fleet without queueing it; returns the coordinator's answer."""
-        answer: dict[str, Any] = self._transport.post("/v1/runs", load_spec(spec, overrides), dry_run="true")
+        body = load_spec(spec, overrides)
+        answer: dict[str, Any] = self._transport.post(
+            "/v1/runs", body, dry_run="true", answer_s=checking_s(body)
+        )
         return answer
 
     def list(self) -> Sequence[Run]:
@@ -171,7 +195,7 @@ class Client:
 
     def pause(self, run: str, *, now: bool = False) -> Run:
         """Pauses after the current step, or at once when `now` (the step is made again on resume)."""
-        params = {"now": "true"} if now else {}
+        params: dict[str, Any] = {"now": "true"} if now else {}
         return Run.from_json(self._transport.post(f"{_path(run)}:pause", **params))
 
     def resume(self, run: str) -> Run:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import yaml
 from headrace.client.errors import HeadraceError, Problem
+from headrace_schema.yaml_text import YamlProblem, read_yaml
 
 if TYPE_CHECKING:
     from headrace.client.models import Run
@@ -33,9 +34,14 @@ def load_spec(spec: Spec, overrides: Overrides = ()) -> dict[str, Any]:
     >>> load_spec({"steps": 1, "optimizer": {}}, ["steps=20", "optimizer.lr=1.0e-5"])
     {'steps': 20, 'optimizer': {'lr': 1e-05}}
     """
-    loaded = copy.deepcopy(dict(spec)) if isinstance(spec, Mapping) else _read(Path(spec))
+    loaded: dict[str, Any] = copy.deepcopy(dict(spec)) if isinstance(spec, Mapping) else _read(Path(spec))
     for key, value in _pairs(overrides):
         _assign(loaded, key, value)
+    try:
+        json.dumps(loaded, allow_nan=False)
+    except (ValueError, TypeError, RecursionError) as error:
+        fix = "use texts, finite numbers, truth values, lists and dictionaries"
+        raise _mistake("the spec", f"cannot be written as JSON ({error})", fix) from error
     return loaded
 
 
@@ -46,14 +52,15 @@ def fork_spec(run: Run, at: int | None = None, overrides: Overrides = ()) -> dic
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
+        loaded = read_yaml(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise _mistake(
             str(path), f"cannot be read ({error.strerror})", "name an existing YAML file"
         ) from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        problem = " ".join(str(error).split())
-        raise _mistake(str(path), f"is not YAML: {problem}", "mend the file at the place named") from error
+    except UnicodeDecodeError as error:
+        raise _mistake(str(path), f"is not UTF-8 at byte {error.start}", "save it as UTF-8") from error
+    except YamlProblem as error:
+        raise _mistake(str(path), str(error), error.fix) from error
     if not isinstance(loaded, dict):
         raise _mistake(str(path), "is not a mapping of keys", "start from one of the files in examples/")
     _make_absolute(loaded, path.parent)
@@ -93,22 +100,10 @@ def _pairs(overrides: Overrides) -> Iterable[tuple[str, Any]]:
         if not equals or not key:
             raise _mistake(item, "is not key=value", "write for example optimizer.lr=2.0e-5")
         try:
-            yield key, _value(text)
-        except yaml.YAMLError as error:
-            raise _mistake(
-                key, f"{text!r} is not a YAML value", "quote it, for example 'key=\"a: b\"'"
-            ) from error
-
-
-def _value(text: str) -> Any:
-    value = yaml.safe_load(text)
-    if isinstance(value, str):
-        # YAML 1.1 reads 2e-5 as a string because it has no dot; nobody means that.
-        try:
-            return float(value) if value[:1] in "+-.0123456789" else value
-        except ValueError:
-            return value
-    return value
+            yield key, read_yaml(text)
+        except YamlProblem as error:
+            fix = f"{error.fix}, or quote the value: 'key=\"a: b\"'"
+            raise _mistake(key, f"{text[:80]!r} is not a YAML value: {error.problem}", fix) from error
 
 
 def _assign(target: Any, key: str, value: Any) -> None:

@@ -25,6 +25,7 @@ class Transport:
         headers = {"Authorization": f"Bearer {token}"} if token else {}
         self.base_url = base_url.rstrip("/")
         self.patience_s = patience_s
+        self._timeout_s = timeout_s
         self._http = httpx.Client(base_url=self.base_url, headers=headers, timeout=timeout_s, trust_env=False)
 
     def close(self) -> None:
@@ -36,11 +37,18 @@ class Transport:
         return self._send("GET", path, params=params)
 
     def post(
-        self, path: str, body: Any | None = None, *, idempotency_key: str | None = None, **params: Any
+        self,
+        path: str,
+        body: Any | None = None,
+        *,
+        idempotency_key: str | None = None,
+        answer_s: float = 0.0,
+        **params: Any,
     ) -> Any:
-        """POST with an Idempotency-Key; returns the JSON answer."""
+        """POST with an Idempotency-Key; returns the JSON answer, for which it waits `answer_s` if that is longer."""
         headers = {"Idempotency-Key": idempotency_key or uuid.uuid4().hex}
-        return self._send("POST", path, params=params, json=body, headers=headers)
+        timeout = httpx.Timeout(self._timeout_s, read=max(answer_s, self._timeout_s))
+        return self._send("POST", path, params=params, json=body, headers=headers, timeout=timeout)
 
     def pages(self, path: str, key: str, **params: Any) -> Iterator[dict[str, Any]]:
         """Items under `key` over all pages of a list."""
@@ -70,11 +78,22 @@ class Transport:
                 break
             except httpx.TransportError as error:
                 if time.monotonic() >= give_up_at:
-                    raise self.unreachable(error) from error
+                    raise self._unanswered(error, f"{method} {path}", request.get("headers", {})) from error
                 time.sleep(RETRY_PAUSE_S)
         if response.is_error:
             raise error_of(response)
         return response.json()
+
+    def _unanswered(self, error: httpx.TransportError, what: str, headers: dict[str, str]) -> HeadraceError:
+        """Tells a coordinator that is slow, or broke off, from none."""
+        if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
+            return self.unreachable(error)
+        slow = isinstance(error, httpx.TimeoutException)
+        how = "does not answer" if slow else "broke the connection before it had answered"
+        key = headers.get("Idempotency-Key")
+        again = f"; it may yet be carried out: repeat it under its idempotency key, {key}" if key else ""
+        reason = "DEADLINE_EXCEEDED" if slow else "CONNECTION_LOST"
+        return HeadraceError(reason, f"the coordinator at {self.base_url} {how} {what}{again}")
 
     def unreachable(self, error: Exception) -> HeadraceError:
         """The error of a coordinator that does not answer."""

@@ -40,11 +40,11 @@ def debug(
         spec = load_spec(file, sets or [])
     except HeadraceError as error:
         raise refused(error) from error
-    if _run(spec, as_json) != "SUCCEEDED":
-        raise typer.Exit(1)
+    _run(spec, as_json)
 
 
-def _run(spec: dict[str, object], as_json: bool) -> str:
+def _run(spec: dict[str, object], as_json: bool) -> None:
+    """Runs the spec and prints its events; raises CommandError unless the run succeeds."""
     from headrace.client.errors import Problem
     from headrace_coordinator.api.control import Refused
 
@@ -52,8 +52,12 @@ def _run(spec: dict[str, object], as_json: bool) -> str:
     from headrace_cli.dry_run import check_schema
 
     check_schema(spec)
+    reason = ""
 
     def say(kind: str, data: dict[str, object]) -> None:
+        nonlocal reason
+        if kind == "run_state_changed":
+            reason = str(data.get("reason", ""))
         if as_json:
             print_json({"type": kind, **data})
         else:
@@ -61,9 +65,11 @@ def _run(spec: dict[str, object], as_json: bool) -> str:
             console().print(f"{kind:<18} {text[:SHOWN_CHARACTERS]}", markup=False)
 
     try:
-        return run_debug(spec, say)
+        state = run_debug(spec, say)
     except Refused as error:
         problems = [Problem(item.key, item.problem, item.fix) for item in error.problems]
         raise CommandError(
             error.message, reason=error.reason, exit_code=EXIT_MISTAKE, problems=problems
         ) from error
+    if state != "SUCCEEDED":
+        raise CommandError(f"the run {state}: {reason}", reason=state)

@@ -7,12 +7,13 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from headrace_cli.commands.options import DataDirOption, JsonFlag, Url
+from headrace_cli.commands.options import DataDirOption, JsonFlag, NoToken, Url
 from headrace_cli.connection import Target, connect, find_target
 from headrace_cli.errors import EXIT_INTERRUPTED, CommandError
 from headrace_cli.launcher.plan import FleetPlan
@@ -49,6 +50,7 @@ def demo(
     ] = 0,
     url: Url = None,
     data_dir: DataDirOption = DEMO_DATA_DIR,
+    no_token: NoToken = False,
     as_json: JsonFlag = False,
 ) -> None:
     """Train a model end to end: make it, start a fleet, run, show what it learned, stop the fleet."""
@@ -57,7 +59,7 @@ def demo(
         signal.signal(number, _interrupt)  # SIGINT too: in the background of a script it would be ignored
     overrides = [f"seed={seed}", *([f"steps={steps}"] if steps else []), *(sets or [])]
     try:
-        _demo(_Request(preset, overrides, port, url, data_dir, as_json), started_at)
+        _demo(_Request(preset, overrides, port, url, data_dir, no_token, as_json), started_at)
     except KeyboardInterrupt:
         error_console().print("interrupted: the run is cancelled and the fleet stopped")
         raise typer.Exit(EXIT_INTERRUPTED) from None
@@ -67,19 +69,21 @@ def _interrupt(number: int, frame: object) -> None:
     raise KeyboardInterrupt
 
 
+@dataclass(frozen=True)
 class _Request:
     """What the user asked for."""
 
-    def __init__(
-        self, preset: str, overrides: list[str], port: int, url: str | None, data_dir: Path, as_json: bool
-    ) -> None:
-        self.preset = preset
-        self.overrides = overrides
-        self.port = port
-        self.url = url
-        self.data_dir = data_dir
-        self.as_json = as_json
-        self.out = error_console() if as_json else console()
+    preset: str
+    overrides: list[str]
+    port: int
+    url: str | None
+    data_dir: Path
+    no_token: bool
+    as_json: bool
+
+    @property
+    def out(self) -> Console:
+        return error_console() if self.as_json else console()
 
 
 def _demo(request: _Request, started_at: float) -> None:
@@ -130,6 +134,7 @@ def _load(spec_file: Path, overrides: list[str]) -> dict[str, Any]:
 def _fleet(request: _Request, data_dir: Path) -> Iterator[Target]:
     """The fleet that `--url` names, or one of its own that ends with the block."""
     if request.url:
+        request.out.print(f"on the fleet at {request.url} (--url, HEADRACE_URL)", markup=False)
         yield find_target(request.url, request.data_dir)
         return
     from headrace_cli.commands.fleet import start_quietly, start_with_spinner
@@ -138,7 +143,7 @@ def _fleet(request: _Request, data_dir: Path) -> Iterator[Target]:
     from headrace_cli.launcher.stop import stop_fleet
 
     # Never the default port: other commands without --url would find the demo's fleet there.
-    plan = FleetPlan(str(data_dir), request.port or free_port(), tethered=True)
+    plan = FleetPlan(str(data_dir), request.port or free_port(), tethered=True, no_token=request.no_token)
     quiet = request.as_json or not sys.stdout.isatty()
     fleet = start_quietly(plan) if quiet else start_with_spinner(plan)
     request.out.print(
@@ -179,7 +184,7 @@ def _run(client: Client, spec: dict[str, Any], request: _Request) -> Snapshot:
     reporter: Reporter = make_reporter(on_error_stream=request.as_json)
     try:
         return follow(client, run.id, reporter)
-    except BaseException:
+    except BaseException:  # Ctrl-C too: the run is cancelled whatever ended the watching
         with _undisturbed():
             reporter.close()
             request.out.print("stopping: cancelling the run, then the fleet (up to half a minute)")

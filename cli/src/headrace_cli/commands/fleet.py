@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from headrace_cli.commands.options import DEFAULT_DATA_DIR, DataDirOption, JsonFlag, Url
+from headrace_cli.commands.options import DEFAULT_DATA_DIR, DataDirOption, JsonFlag, NoToken, Url
 from headrace_cli.errors import CommandError, mistake
 from headrace_cli.launcher.plan import DEFAULT_PORT, FleetPlan
 from headrace_cli.output import console, error_console, print_json
@@ -25,6 +26,7 @@ def add_to(app: typer.Typer) -> None:
     app.command()(up)
     app.command()(down)
     app.command()(status)
+    app.command("open")(open_dashboard)
 
 
 def up(
@@ -43,6 +45,7 @@ def up(
         ),
     ] = "",
     foreground: Annotated[bool, typer.Option("--foreground", help="Stay; Ctrl-C stops the fleet.")] = False,
+    no_token: NoToken = False,
     as_json: JsonFlag = False,
 ) -> None:
     """Start the services as local processes and return when they are ready."""
@@ -51,7 +54,8 @@ def up(
 
     counts = {"rollout": rollout, "trainer": trainer, "reward": reward, "simulator": simulator}
     named = _device_names(devices)
-    plan = FleetPlan(str(data_dir.expanduser().absolute()), port, counts, named, tethered=foreground)
+    folder = str(data_dir.expanduser().absolute())
+    plan = FleetPlan(folder, port, counts, named, tethered=foreground, no_token=no_token)
     fleet = start_quietly(plan) if as_json or not sys.stdout.isatty() else start_with_spinner(plan)
     try:
         if as_json:
@@ -110,6 +114,7 @@ def _show_ready(fleet: ReadyFleet, data_dir: Path, foreground: bool) -> None:
         f"[green]ready[/] in {fleet.seconds:.1f} s at [bold]{fleet.state.url}[/], logs in {data_dir / 'logs'}"
     )
     out.print(f"next: headrace run submit examples/tiny.yaml --watch{where}")
+    out.print(f"look: headrace open{where}")
     out.print("stop: Ctrl-C" if foreground else f"stop: headrace down{where}")
 
 
@@ -157,10 +162,36 @@ def status(data_dir: DataDirOption = DEFAULT_DATA_DIR, url: Url = None, as_json:
     from headrace_cli.show.listing import runs_list
 
     out = console()
-    out.print(instances_table(instances, coordinator=client.base_url))
-    out.print(devices_table(leases))
+    out.print(instances_table(instances, coordinator=client.base_url, width=out.width))
+    out.print(devices_table(leases, out.width))
     out.print(
         runs_list(runs[:10], console().width)
         if runs
         else "no runs yet: headrace run submit examples/tiny.yaml --watch"
     )
+
+
+def open_dashboard(
+    data_dir: DataDirOption = DEFAULT_DATA_DIR,
+    url: Url = None,
+    browser: Annotated[bool, typer.Option(help="Open it, where there is a browser.")] = True,
+    as_json: JsonFlag = False,
+) -> None:
+    """Open the dashboard in a browser and print its address: a link that is good once and for a minute."""
+    from headrace_cli.connection import connect, find_target
+
+    with connect(find_target(url, data_dir)) as client:
+        link = client.link()
+    if as_json:
+        print_json({"url": link})
+        return
+    console().print(link, markup=False, soft_wrap=True)
+    if browser and sys.stdout.isatty() and (sys.platform == "darwin" or _has_display()):
+        import webbrowser
+
+        webbrowser.open(link)
+
+
+def _has_display() -> bool:
+    """Whether a browser would get a window, not this terminal."""
+    return bool(os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"))

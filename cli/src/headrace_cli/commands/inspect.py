@@ -28,7 +28,7 @@ def instances(url: Url = None, data_dir: DataDirOption = DEFAULT_DATA_DIR, as_js
         return
     from headrace_cli.show.fleet import instances_table
 
-    console().print(instances_table(found))
+    console().print(instances_table(found, width=console().width))
 
 
 def leases(url: Url = None, data_dir: DataDirOption = DEFAULT_DATA_DIR, as_json: JsonFlag = False) -> None:
@@ -40,7 +40,7 @@ def leases(url: Url = None, data_dir: DataDirOption = DEFAULT_DATA_DIR, as_json:
         return
     from headrace_cli.show.fleet import devices_table, leases_table
 
-    console().print(devices_table(found))
+    console().print(devices_table(found, console().width))
     console().print(leases_table(found.leases) if found.leases else "no leases")
 
 

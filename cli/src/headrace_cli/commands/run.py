@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from headrace_cli.commands.options import DEFAULT_DATA_DIR, DataDirOption, JsonFlag, RunId, Url
-from headrace_cli.connection import connect, find_target
+from headrace_cli.connection import CHECKING, connect, find_target, saying
 from headrace_cli.errors import EXIT_INTERRUPTED, CommandError, refused
 from headrace_cli.output import console, error_console, print_json
 
@@ -62,7 +63,8 @@ def submit(
         _show_check(check(spec, target), as_json)
         return
     with connect(target, patience_s=PATIENCE_S if watch else 0) as client:
-        run = client.submit(spec, idempotency_key=idempotency_key or None)
+        with saying(CHECKING):
+            run = client.submit(spec, idempotency_key=idempotency_key or None)
         _show_submitted(client, run, watch, as_json, "submitted")
 
 
@@ -87,15 +89,17 @@ def fork(
     """Submit a run that continues from a checkpoint of RUN, with RUN's spec and overrides."""
     from headrace.client import fork_spec
 
-    from headrace_cli.dry_run import BY_FLEET
+    from headrace_cli.dry_run import BY_FLEET, warnings
 
     with connect(find_target(url, data_dir), patience_s=PATIENCE_S if watch else 0) as client:
         spec = fork_spec(client.get(run), at, _overrides(sets, priority))
         if dry_run:
-            client.check(spec)
-            _show_check({"valid": True, "checked": BY_FLEET}, as_json)
+            with saying(CHECKING):
+                client.check(spec)
+            _show_check({"valid": True, "checked": BY_FLEET, "warnings": warnings(spec)}, as_json)
             return
-        made = client.submit(spec, idempotency_key=idempotency_key or None)
+        with saying(CHECKING):
+            made = client.submit(spec, idempotency_key=idempotency_key or None)
         _show_submitted(client, made, watch, as_json, f"forked from {made.forked_from}")
 
 
@@ -114,6 +118,9 @@ def _show_check(answer: dict[str, Any], as_json: bool) -> None:
     if as_json:
         print_json(answer)
     else:
+        for item in answer["warnings"]:
+            warning = f"warning: {item['key']}: {item['problem']}; {item['fix']}"
+            error_console().print(warning, markup=False)
         console().print(f"the spec is valid ({answer['checked']}); nothing was submitted")
 
 
@@ -247,6 +254,9 @@ def cancel(
 def logs(
     run: RunId,
     after: Annotated[int, typer.Option(help="Only events with a higher id.")] = 0,
+    instance: Annotated[
+        str, typer.Option(help="Only events that name this instance, such as rollout-0.")
+    ] = "",
     url: Url = None,
     data_dir: DataDirOption = DEFAULT_DATA_DIR,
     as_json: JsonFlag = False,
@@ -256,12 +266,21 @@ def logs(
 
     with connect(find_target(url, data_dir)) as client:
         client.get(run)
+        names = _names_of(client, instance) if instance else []
     with connect(find_target(url, data_dir), patience_s=PATIENCE_S) as client:
         for event in client.events(run, after):
+            if names and not any(name in json.dumps(event.data) for name in names):
+                continue
             if as_json:
                 print_json(event.raw)
             else:
                 console().print(event_line(event), markup=False, soft_wrap=True)
+
+
+def _names_of(client: Client, instance: str) -> list[str]:
+    """How events name an instance: by its name, and by the id of its process."""
+    found = [item for item in client.instances() if item.name.rpartition("/")[2] == instance]
+    return [instance, *(item.incarnation for item in found if item.incarnation)]
 
 
 @app.command()

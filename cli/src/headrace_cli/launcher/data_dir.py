@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import secrets
 import shutil
 import tempfile
 from dataclasses import dataclass
@@ -40,6 +39,10 @@ class DataDir:
     @property
     def token_file(self) -> Path:
         return self.root / "token"
+
+    @property
+    def http_token_file(self) -> Path:
+        return self.root / "http-token"
 
     @property
     def logs(self) -> Path:
@@ -82,17 +85,6 @@ class DataDir:
         if free < needed_bytes:
             problem = f"{where} has {free >> 20} MiB free, a fleet needs {needed_bytes >> 20} MiB"
             raise mistake("--data-dir", problem, "free some space or name a directory on another disk")
-
-    def make_token(self) -> Path:
-        """The file with the fleet's secret, readable by its owner alone; an existing secret stays."""
-        try:
-            descriptor = os.open(self.token_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        except FileExistsError:
-            self.token_file.chmod(0o600)
-            return self.token_file
-        with os.fdopen(descriptor, "w", encoding="ascii") as file:
-            file.write(secrets.token_urlsafe(32))
-        return self.token_file
 
     def log_file(self, name: str) -> Path:
         """The log of a process."""

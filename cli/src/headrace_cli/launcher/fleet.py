@@ -14,6 +14,7 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
+from headrace_servicekit.instance_config import make_token
 from headrace_servicekit.logs import configure_logging, get_logger
 from headrace_servicekit.process.supervisor import Supervisor
 
@@ -75,14 +76,15 @@ class LocalFleet:
     def _prepare(self) -> None:
         data_dir = self.data_dir
         os.environ.update(child_environment(data_dir.fleet_id))
-        shared_memory, token_file = data_dir.make_shared_memory(), data_dir.make_token()
+        shared_memory = data_dir.make_shared_memory()
         self._socket = data_dir.socket_path(shared_memory)
         redis_url = os.environ.get("HEADRACE_REDIS_URL")
         wiring = Wiring(
             coordinator=f"{LOOPBACK}:{free_port()}",
             host=host_name(),
             devices=",".join(self.plan.devices) or "auto",
-            token_file=token_file,
+            token_file=make_token(data_dir.token_file),
+            http_token_file=None if self.plan.no_token else make_token(data_dir.http_token_file),
             shared_memory=shared_memory,
             data_dir=data_dir.root,
         )
@@ -127,7 +129,7 @@ class LocalFleet:
             phase="starting",
             url=f"http://{LOOPBACK}:{self.plan.port}",
             grpc_address=wiring.coordinator,
-            token_file=str(wiring.token_file),
+            token_file=str(wiring.http_token_file or ""),
             shared_memory=str(wiring.shared_memory),
             redis_url=redis_url,
             started_at=time.time(),

@@ -21,6 +21,7 @@ class FleetPlan:
     counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 1))
     devices: list[str] = field(default_factory=list)
     tethered: bool = False
+    no_token: bool = False
 
     def to_json(self) -> str:
         """The plan as the launcher's argument."""
@@ -44,21 +45,24 @@ def host_name() -> str:
 
 @dataclass(frozen=True)
 class Wiring:
-    """What all processes of one fleet share."""
+    """What all processes of one fleet share. Without `http_token_file` the HTTP API asks for no token."""
 
     coordinator: str
     host: str
     devices: str
     token_file: Path
+    http_token_file: Path | None
     shared_memory: Path
     data_dir: Path
 
     def coordinator_command(self, port: int, redis_url: str) -> list[str]:
         """Command line of the coordinator."""
+        file = self.http_token_file
         return [
             *_module("headrace_coordinator"),
             *("--listen", self.coordinator, "--http", f"127.0.0.1:{port}", "--redis", redis_url),
             *("--data-dir", str(self.data_dir), "--token-file", str(self.token_file)),
+            *(("--http-token-file", str(file)) if file else ("--no-token",)),
         ]
 
     def instance_command(self, kind: str, index: int, incarnation: str) -> list[str]:

@@ -56,7 +56,7 @@ def start_fleet(plan: FleetPlan, progress: Callable[[str], None] = lambda text: 
     launcher = _spawn(plan, data_dir)
     try:
         state, instances = _wait_until_ready(plan, data_dir, launcher, progress)
-    except BaseException:
+    except BaseException:  # Ctrl-C too: no process of a fleet that did not come up may stay
         stop_fleet(data_dir, launcher_pid=launcher.pid)
         raise
     return ReadyFleet(state, instances, time.monotonic() - started_at, launcher)
@@ -117,9 +117,8 @@ def _ready_instances(plan: FleetPlan, state: FleetState) -> tuple[list[Instance]
     """The instances, and the names of what is not ready yet."""
     if state.phase != "running":
         return [], "the store"
-    with Client(
-        state.url, Path(state.token_file).read_text(encoding="ascii"), timeout_s=5, patience_s=0
-    ) as client:
+    token = Path(state.token_file).read_text(encoding="ascii") if state.token_file else ""
+    with Client(state.url, token, timeout_s=5, patience_s=0) as client:
         if not client.healthy():
             return [], "coordinator"
         try:

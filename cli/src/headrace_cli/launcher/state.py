@@ -23,7 +23,10 @@ class ProcessState:
 
 @dataclass
 class FleetState:
-    """A fleet as its launcher describes it; `phase` is starting, running, or stopping and what."""
+    """A fleet as its launcher describes it; `phase` is starting, running, or stopping and what.
+
+    `token_file` holds the HTTP API's token; it is empty where the API asks for none.
+    """
 
     launcher_pid: int
     phase: str
@@ -44,8 +47,10 @@ class FleetState:
 
 
 def read_state(data_dir: DataDir) -> FleetState | None:
-    """The state file's content, whoever wrote it; None when there is none or it is not ours."""
+    """The state file's content; None when there is none, or when another user wrote it."""
     try:
+        if data_dir.state_file.stat().st_uid != os.getuid():
+            return None  # its token_file could name any file of ours, and its url anybody
         data = json.loads(data_dir.state_file.read_text(encoding="utf-8"))
         processes = [ProcessState(**item) for item in data.pop("processes")]
         return FleetState(**data, processes=processes)

@@ -12,8 +12,12 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 
-def instances_table(instances: Sequence[Instance], coordinator: str = "") -> Table:
-    """Service, instance, state, address, devices, memory."""
+NARROW = 80
+"""Columns below which a table leaves out what is least asked for."""
+
+
+def instances_table(instances: Sequence[Instance], coordinator: str = "", width: int = NARROW) -> Table:
+    """Service, instance, state, address, devices, memory; on a narrow terminal without service and address."""
     own = [("coordinator", "coordinator", state_text("READY"), coordinator.partition("://")[2], "", "")]
     rows = [
         (
@@ -27,14 +31,22 @@ def instances_table(instances: Sequence[Instance], coordinator: str = "") -> Tab
         for item in sorted(instances, key=lambda item: (item.kind, item.name))
     ]
     headers = ("service", "instance", "state", "address", "devices", ">memory")
-    return table(headers, [*(own if coordinator else []), *rows])
+    shown = [0, 1, 2, 3, 4, 5] if width >= NARROW else [1, 2, 4, 5]
+    every = [*(own if coordinator else []), *rows]
+    return table([headers[i] for i in shown], [[row[i] for i in shown] for row in every])
 
 
-def devices_table(leases: Leases) -> Table:
-    """Each device with its holder and what it does."""
+def devices_table(leases: Leases, width: int = NARROW) -> Table:
+    """Each device with its holder and what it does; on a narrow terminal without the host's name."""
     stages = {device: lease.stage for lease in leases.leases for device in lease.devices}
     rows = [
-        (item.name, state_text(item.state), short_name(item.holder), stages.get(item.name, ""), item.reason)
+        (
+            item.name if width >= NARROW else short_name(item.name),
+            state_text(item.state),
+            short_name(item.holder),
+            stages.get(item.name, ""),
+            item.reason,
+        )
         for item in leases.devices
     ]
     return table(("device", "state", "holder", "stage", "why"), rows)

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING
 
-from headrace_cli.show.runs import heldout, step_line
+from headrace_cli.show.runs import confidence, heldout, step_line
 from headrace_cli.watching import Snapshot
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-MOST_STEP_LINES = 40
-
 
 class PlainReporter:
-    """Prints what is new, once; of a long run every n-th step, and each step that was evaluated."""
+    """Prints what is new, once."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -46,7 +43,6 @@ class PlainReporter:
 
     def _steps(self, snapshot: Snapshot) -> None:
         scores = {item.step: item.score for item in heldout(snapshot.run)}
-        every = math.ceil(snapshot.run.steps / MOST_STEP_LINES)
         if snapshot.steps and snapshot.steps[-1].step < self._shown:
             self._print(f"rewound to step {snapshot.steps[-1].step}")
             self._shown = snapshot.steps[-1].step
@@ -54,8 +50,7 @@ class PlainReporter:
             if step.step <= self._shown:
                 continue
             self._shown = step.step
-            if step.step % every == 0 or step.step in (1, snapshot.run.steps):
-                self._print(step_line(step, snapshot.run.steps, scores))
+            self._print(step_line(step, snapshot.run.steps, scores))
 
     def _evaluations(self, snapshot: Snapshot) -> None:
         baseline = snapshot.run.baseline_prefill
@@ -64,7 +59,8 @@ class PlainReporter:
                 self._evaluated.add((item.kind, item.step))
                 parts = " ".join(f"{name}={value:.3f}" for name, value in item.parts.items())
                 self._print(
-                    f"{item.kind} at step {item.step}: {item.score:.3f} over {item.answers} answers ({parts})"
+                    f"{item.kind} at step {item.step}: {item.score:.3f}{confidence(item)} over {item.answers} answers "
+                    f"({parts})"
                 )
 
     def _print(self, text: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from headrace_cli.output import state_text, table
 
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 STAGES = ("generate", "score", "learn", "sync", "switch", "protocol")
+BRIEF_CHARACTERS = 40
 STEP_COLUMNS = ("step", "reward", "held-out", "tokens/s", "staleness", "wall s", *STAGES)
 WIDE_ONLY = frozenset({"staleness", "switch"})
 WIDE_COLUMNS = 112
@@ -32,7 +33,7 @@ def run_table(run: Run) -> Table:
         ("step", f"{run.step} of {run.steps}"),
         ("forked from", origin(run)),
         ("policy", f"version {run.policy.number}, digest {run.policy.digest[:16]}" if run.policy else ""),
-        ("held-out", heldout_change(run)),
+        ("held-out", heldout_change(run) + (confidence(heldout(run)[-1]) if heldout(run) else "")),
         ("slots", f"{counts.trained} trained, {counts.dropped} dropped, {counts.duplicates} duplicates"),
         ("staleness", f"at most {counts.max_staleness} steps"),
         ("recoveries", run.recoveries or ""),
@@ -95,11 +96,17 @@ def step_line(step: Step, steps: int, heldout: dict[int, float]) -> str:
 
 
 def event_line(event: Event) -> str:
-    """One event as a line of a log."""
+    """One event as a line of a log; lists and mappings by their size, `--json` has them whole."""
     at = time.strftime("%H:%M:%S", time.localtime(event.time))
     return f"{at} {event.id:>6} {event.type:<24} " + " ".join(
-        f"{key}={value}" for key, value in event.data.items()
+        f"{key}={_brief(value)}" for key, value in event.data.items()
     )
+
+
+def _brief(value: Any) -> str:
+    if isinstance(value, list | dict):
+        return str(value) if len(str(value)) <= BRIEF_CHARACTERS else f"({len(value)} entries)"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def trajectories_table(trajectories: Sequence[Trajectory]) -> Table:
@@ -157,6 +164,15 @@ def heldout_change(run: Run) -> str:
     if not scores:
         return ""
     return f"{scores[0]:.3f}" if len(scores) == 1 else f"{scores[0]:.3f} → {scores[-1]:.3f}"
+
+
+def confidence(evaluation: Evaluation) -> str:
+    """95% interval and pass@k, where an evaluation has them: " (95%: 0.612 to 0.784; pass@4 0.910)"."""
+    parts = []
+    if evaluation.score_low is not None and evaluation.score_high is not None:
+        parts.append(f"95%: {evaluation.score_low:.3f} to {evaluation.score_high:.3f}")
+    parts += [f"pass@{k} {share:.3f}" for k, share in evaluation.pass_at.items() if k != "1"]
+    return f" ({'; '.join(parts)})" if parts else ""
 
 
 def age(since: float) -> str:

@@ -10,13 +10,13 @@ from pathlib import Path
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
-    for flag in ("--listen", "--http", "--redis", "--data-dir", "--token-file"):
+    for flag in ("--listen", "--http", "--redis", "--data-dir", "--token-file", "--http-token-file"):
         parser.add_argument(flag, required=True)
     return parser.parse_args()
 
 
 arguments = parse()
-token = Path(arguments.token_file).read_text().strip()
+token = Path(arguments.http_token_file).read_text().strip()
 registered = Path(arguments.data_dir) / "standins"
 if (Path(arguments.data_dir) / "break-coordinator").exists():
     raise SystemExit("the stand-in was told to break")

@@ -9,6 +9,8 @@ from pydantic import BaseModel, ConfigDict, Field
 # Strict: `true` and "8" are no numbers. Bounded: every count fits the wire's int32 (bytes: int64).
 Count = Annotated[int, Field(strict=True, ge=1, le=2**31 - 1)]
 CountOrZero = Annotated[int, Field(strict=True, ge=0, le=2**31 - 1)]
+Tokens = Annotated[int, Field(strict=True, ge=1, le=2**20)]
+Rate = Annotated[float, Field(gt=0, le=10)]
 Bytes = Annotated[int, Field(strict=True, ge=1, le=2**48)]
 Seed = Annotated[int, Field(strict=True, ge=0, lt=2**63)]
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveFloat
 
-from headrace_schema.base import Count, CountOrZero, Section, Seed
+from headrace_schema.base import Count, CountOrZero, Section, Seed, Tokens
 
 
 class ModelSection(Section):
@@ -41,7 +41,9 @@ class PromptSection(Section):
 class DataSection(Section):
     """Where prompts come from."""
 
-    source: str = Field(description="name of a data source: reasoning_gym, jsonl, copy_digits")
+    source: str = Field(
+        description="name of a data source: jsonl, parquet, huggingface, reasoning_gym, mixture, copy_digits"
+    )
     options: dict[str, Any] = Field(default_factory=dict, description="options of the source")
     prompt: PromptSection = PromptSection()
     heldout: CountOrZero = Field(default=0, description="items set aside for evaluation, never trained")
@@ -65,7 +67,7 @@ class SamplingSection(Section):
     top_k: CountOrZero = Field(default=0, description="refused unless 0")
     min_p: Annotated[float, Field(ge=0, lt=1)] = Field(default=0.0, description="refused unless 0")
     repetition_penalty: PositiveFloat = Field(default=1.0, description="refused unless 1")
-    max_new_tokens: Count = Field(default=64, description="longest answer in tokens")
+    max_new_tokens: Tokens = Field(default=64, description="longest answer in tokens")
     stop: list[str] = Field(default_factory=list, description="texts that end an answer and are cut off")
 
 
@@ -85,8 +87,9 @@ class EvaluationSection(Section):
     every: CountOrZero = Field(default=0, description="steps between evaluations; 0: only first and last")
     greedy: bool = Field(default=True, description="the likeliest token each time; false samples")
     temperature: PositiveFloat = Field(default=1.0, description="temperature when not greedy")
-    samples: Count = Field(default=1, description="answers a held-out prompt")
-    max_new_tokens: Count | None = Field(default=None, description="default: as in sampling")
+    samples: Count = Field(default=1, description="answers a held-out prompt; more than one gives pass@k")
+    pass_reward: float = Field(default=1.0, description="reward from which an answer counts as passed")
+    max_new_tokens: Tokens | None = Field(default=None, description="default: as in sampling")
     baseline_prefill: str | None = Field(
         default=None, description="also evaluate the untrained model with its answer begun by this text"
     )

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveFloat
 
-from headrace_schema.base import Count, CountOrZero, Section
+from headrace_schema.base import Count, CountOrZero, Rate, Section
 
 
 class AlgorithmSection(Section):
@@ -40,7 +40,7 @@ class ScheduleSection(Section):
 class OptimizerSection(Section):
     """AdamW."""
 
-    lr: PositiveFloat = Field(default=1e-6, description="learning rate at the peak")
+    lr: Rate = Field(default=1e-6, description="learning rate at the peak")
     beta1: Annotated[float, Field(ge=0, lt=1)] = Field(default=0.9, description="decay of the first moment")
     beta2: Annotated[float, Field(ge=0, lt=1)] = Field(default=0.95, description="decay of the second moment")
     eps: PositiveFloat = Field(default=1e-8, description="added to the root of the second moment")
@@ -53,7 +53,7 @@ class WarmupSection(Section):
     """Supervised steps on reference answers before the first RL step; reported as such."""
 
     steps: CountOrZero = Field(default=0, description="supervised steps")
-    lr: PositiveFloat = Field(default=1e-3, description="learning rate of these steps")
+    lr: Rate = Field(default=1e-3, description="learning rate of these steps")
     batch: Count = Field(default=64, description="examples of one such step")
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
 from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
@@ -17,6 +18,8 @@ from headrace_schema.views import KeyProblemView
 
 SHOWN_CHARACTERS = 80
 SHOWN_VALUES = 12
+CLOSE = 0.8
+"""How alike two keys must be spelled, from 0 to 1, to name the other one before those that only look similar."""
 TYPE_NAMES = {
     "str": "text",
     "bool": "a truth value",
@@ -44,10 +47,10 @@ def sentence(item: KeyProblemView) -> str:
     return f"{item.key}: {item.problem}; {item.fix}" if item.key else f"{item.problem}; {item.fix}"
 
 
-def nearest(value: object, allowed: Iterable[str]) -> str | None:
+def nearest(value: object, allowed: Iterable[str], cutoff: float = 0.5) -> str | None:
     """The allowed value that looks most like `value`, if any does."""
     names = {name.lower(): name for name in allowed}
-    close = difflib.get_close_matches(str(value).lower(), list(names), n=1, cutoff=0.5)
+    close = difflib.get_close_matches(str(value).lower(), list(names), n=1, cutoff=cutoff)
     return names[close[0]] if close else None
 
 
@@ -201,11 +204,38 @@ def _fix_unknown(key: str, model: type[BaseModel], at: Sequence[str | int]) -> s
     elsewhere = [path(found) for found in _paths(model) if found[-1] == key]
     if elsewhere:
         return f"did you mean {elsewhere[0]}? the key {key} belongs there"
+    here = ", ".join(sorted(allowed))
+    if close := nearest(key, allowed, CLOSE):
+        return f"did you mean {close}? keys here: {here}"
+    if meant := _meant_elsewhere(key, model):
+        return f"did you mean {meant}? keys here: {here}"
     if close := nearest(key, allowed):
-        return f"did you mean {close}? keys here: {', '.join(sorted(allowed))}"
+        return f"did you mean {close}? keys here: {here}"
     options = next((name for name in allowed if name.endswith("options")), None)
     hint = f"; keys of the plug-in belong in {path([*at, options])}" if options else ""
-    return f"remove it; keys here: {', '.join(sorted(allowed))}{hint}"
+    return f"remove it; keys here: {here}{hint}"
+
+
+def _meant_elsewhere(key: str, model: type[BaseModel]) -> str:
+    """The path of a key anywhere in the model that is spelled alike, or whose description begins with `key`'s words."""
+    keys, descriptions = _index(model)
+    if close := nearest(key, keys, CLOSE):
+        return keys[close]
+    words = key.lower().replace("_", " ") + " "
+    return next((place for text, place in descriptions if text.startswith(words)), "")
+
+
+@cache
+def _index(model: type[BaseModel]) -> tuple[dict[str, str], list[tuple[str, str]]]:
+    """The first path of each key, and (description, path) of every key."""
+    keys: dict[str, str] = {}
+    descriptions: list[tuple[str, str]] = []
+    for found in _paths(model):
+        keys.setdefault(found[-1], path(found))
+        owner = _model_at(model, found[:-1])
+        text = owner.model_fields[found[-1]].description if owner else ""
+        descriptions.append(((text or "").lower(), path(found)))
+    return keys, descriptions
 
 
 def _model_at(model: type[BaseModel], loc: Sequence[str | int]) -> type[BaseModel] | None:

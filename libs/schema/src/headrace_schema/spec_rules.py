@@ -13,17 +13,64 @@ if TYPE_CHECKING:
     from headrace_schema.scoring import ScorerSection
     from headrace_schema.spec import RunSpec
 
+MAX_SLOTS_PER_STEP = 2**20
+MANY_SLOTS = 65_536
+MANY_TOKENS = 131_072
+HIGH_RATE = 0.01
+
+
+GROUP_RELATIVE = frozenset(
+    {
+        *("cispo", "dapo", "dr_grpo", "gmpo", "grpo", "gspo", "opo"),
+        *("passk_grpo", "reinforce_pp_baseline", "rloo", "sapo"),
+    }
+)
+"""Built-in algorithms for which a group of one has nothing to compare; a trainer checks the others as a run opens."""
+
 
 def impossible_combinations(spec: RunSpec) -> Iterator[KeyProblemView]:
     """Every problem of a spec whose single values are valid."""
-    for rule in (_batch, _prompt, _sampling, _placement, _evaluation, _reward):
+    for rule in (_size, _batch, _prompt, _sampling, _placement, _evaluation, _reward):
         yield from rule(spec)
+
+
+def _size(spec: RunSpec) -> Iterator[KeyProblemView]:
+    group, prompts = spec.algorithm.group_size, spec.algorithm.prompts_per_step
+    if spec.slots_per_step > MAX_SLOTS_PER_STEP:
+        key, other = ("group_size", prompts) if group >= prompts else ("prompts_per_step", group)
+        yield problem(
+            f"algorithm.{key}",
+            f"{group:,} samples of {prompts:,} prompts are more than the {MAX_SLOTS_PER_STEP:,} answers of one step",
+            f"use at most {max(1, MAX_SLOTS_PER_STEP // other)}",
+        )
+
+
+def doubtful_values(spec: RunSpec) -> Iterator[KeyProblemView]:
+    """What is valid and rarely meant, as warnings."""
+    for key, rate in (("optimizer.lr", spec.optimizer.lr), ("trainer.warmup.lr", spec.trainer.warmup.lr)):
+        if rate > HIGH_RATE:
+            yield problem(
+                key, f"{rate:g} is a hundred times a usual learning rate or more", "try 1e-6 to 1e-3"
+            )
+    if spec.slots_per_step > MANY_SLOTS:
+        yield problem(
+            "algorithm.group_size",
+            f"a step has {spec.slots_per_step:,} answers of up to {spec.sampling.max_new_tokens:,} tokens",
+            "try fewer samples or prompts",
+        )
+    if spec.sampling.max_new_tokens > MANY_TOKENS:
+        yield problem(
+            "sampling.max_new_tokens",
+            f"{spec.sampling.max_new_tokens:,} tokens are beyond most models' context",
+            "set what answers need",
+        )
 
 
 def _batch(spec: RunSpec) -> Iterator[KeyProblemView]:
     algorithm, ranks = spec.algorithm, spec.trainer.ranks
-    if algorithm.name == "grpo" and algorithm.group_size < 2:
-        yield problem("algorithm.group_size", "grpo compares the samples of a group", "use at least 2")
+    if algorithm.name in GROUP_RELATIVE and algorithm.group_size < 2:
+        reason = f"{algorithm.name} compares the samples of a group"
+        yield problem("algorithm.group_size", reason, "use at least 2")
     if algorithm.prompts_per_step % ranks:
         yield problem(
             "algorithm.prompts_per_step",

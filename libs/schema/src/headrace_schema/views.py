@@ -31,6 +31,14 @@ class EvaluationView(Resource):
     score: float = Field(description="mean weighted score over all answers")
     parts: dict[str, float] = Field(description="mean of each scorer before weighting")
     answers: int
+    score_low: float | None = Field(
+        default=None, description="95% interval of the score over prompts; none: one prompt"
+    )
+    score_high: float | None = None
+    pass_at: dict[str, float] = Field(
+        default_factory=dict,
+        description="k → share of prompts of which one in k answers passes (unbiased estimate)",
+    )
     examples: list[dict[str, Any]] = Field(description="a few {prompt, completion, reference, reward}")
 
 
@@ -125,7 +133,7 @@ class CertificateView(Resource):
     """Attests one update: made from the coordinator's and the trainer's counts."""
 
     version: PolicyView
-    step: int
+    step: int = Field(description="the run's step that it ends, counted from 1")
     attempt: int
     live: bool = Field(description="false once a rewind abandoned the version")
     trained: list[tuple[int, int, int]] = Field(description="(prompt ordinal, sample index, attempt)")
@@ -263,6 +271,13 @@ class LeaseListView(Resource):
     leases: list[LeaseView]
     devices: list[DeviceView]
     next_page_token: str = ""
+
+
+class LinkView(Resource):
+    """A one-time link to the dashboard."""
+
+    path: str = Field(description="path on this coordinator, good once")
+    expires_in_s: float
 
 
 class ScaleView(Resource):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import secrets
 import socket
 import sys
 import tempfile
@@ -99,6 +100,18 @@ class InstanceConfig(BaseModel):
     def read_token(self) -> str | None:
         """The bearer token, or None without a token file; see `read_token`."""
         return read_token(self.token_file)
+
+
+def make_token(path: Path) -> Path:
+    """Writes a new secret to `path`, readable by its owner alone; an existing secret stays. Raises OSError."""
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except FileExistsError:
+        path.chmod(0o600)
+        return path
+    with os.fdopen(descriptor, "w", encoding="ascii") as file:
+        file.write(secrets.token_urlsafe(32))
+    return path
 
 
 def read_token(path: Path | None) -> str | None:

@@ -36,7 +36,15 @@ def parse(argv: list[str]) -> argparse.Namespace:
         "--token-file", type=Path, default=env("HEADRACE_TOKEN_FILE") or None, help="secret of the fleet"
     )
     parser.add_argument(
-        "--http-token-file", type=Path, default=env("HEADRACE_HTTP_TOKEN_FILE") or None, help="API secret"
+        "--http-token-file",
+        type=Path,
+        default=env("HEADRACE_HTTP_TOKEN_FILE") or None,
+        help="secret that every HTTP request must bear; default: http-token in the data directory, made if missing",
+    )
+    parser.add_argument(
+        "--no-token",
+        action="store_true",
+        help="answer HTTP without a token: every user of this machine can then run code as this user; loopback only",
     )
     parser.add_argument(
         "--lease-ttl", type=float, default=float(env("HEADRACE_LEASE_TTL_S", "30")), help="seconds"

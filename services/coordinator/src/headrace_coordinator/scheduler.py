@@ -106,7 +106,7 @@ class Scheduler:
             raise
         except Impossible as error:
             await self._abandon(run, str(error))
-        except Exception as error:
+        except Exception as error:  # a bug: it ends this run with its name, and no other
             log.exception("run %s broke", run.id)
             reason = f"a bug in the coordinator ended the run: {type(error).__name__}: {error}"
             await self._abandon(run, reason)

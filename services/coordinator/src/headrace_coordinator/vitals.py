@@ -43,7 +43,7 @@ class Vitals:
                 await body()
                 for task in self._tasks.values():
                     task.cancel()
-        except BaseExceptionGroup as group:
+        except BaseExceptionGroup as group:  # the task group wraps everything; callers know the error itself
             ended = [error for error in group.exceptions if isinstance(error, TaskEnded)]
             raise (ended or group.exceptions)[0] from None
 
@@ -77,6 +77,6 @@ class Vitals:
 async def _lasting(name: str, work: Callable[[], Awaitable[None]]) -> None:
     try:
         await work()
-    except Exception as error:
+    except Exception as error:  # whatever ends a lasting task ends the process, under the task's name
         raise TaskEnded(f"the {name} task ended: {type(error).__name__}: {error}") from error
     raise TaskEnded(f"the {name} task ended without an error, which it never should")

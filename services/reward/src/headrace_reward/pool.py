@@ -82,9 +82,12 @@ class Pool(Protocol):
 class ScorerPool:
     """Children that hold the scorers of one run. `opening` is the `open` message each of them gets."""
 
-    def __init__(self, opening: Message, timeout_s: float, settings: PoolSettings) -> None:
+    def __init__(
+        self, opening: Message, timeout_s: float, load_timeout_s: float, settings: PoolSettings
+    ) -> None:
         self._opening = opening
         self._timeout_s = timeout_s
+        self._load_timeout_s = load_timeout_s
         self._settings = settings
         self._queue: asyncio.Queue[_Job] = asyncio.Queue()
         self._workers: list[asyncio.Task[None]] = []
@@ -191,7 +194,7 @@ class ScorerPool:
             while not isinstance(step := await self._load(child, at), dict):
                 at = step
             self._compare(step)
-        except BaseException:
+        except BaseException:  # cancelled too: a child that did not load is nobody's to end
             await child.kill()
             raise
         return child
@@ -201,11 +204,13 @@ class ScorerPool:
 
         So whoever hangs or dies has a name.
         """
-        limit = self._settings.load_timeout_s if at.doing == "loaded" else self._timeout_s
+        loads = at.doing == "loaded"
+        limit = self._load_timeout_s if loads else self._timeout_s
         try:
             reply = await child.receive(limit)
         except WorkerTimeout as error:
-            raise at.fault(f"was {at.doing} for {limit:g} s without an end") from error
+            key = "load_timeout_s" if loads else "timeout_s"
+            raise at.fault(f"was {at.doing} for {limit:g} s without an end (reward.{key})") from error
         except WorkerGone as error:
             status = await child.wait_or_kill()
             raise at.fault(f"its process {exit_description(status)} while it was {at.doing}") from error

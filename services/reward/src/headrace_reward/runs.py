@@ -113,12 +113,16 @@ class Run:
         self._recorded: OrderedDict[tuple[Key, str], _Recorded] = OrderedDict()
         self._remembered = settings.remembered
         opening = self._opening(directory)
-        self._pool: Pool = InlinePool(opening) if inline else ScorerPool(opening, section.timeout_s, settings)
+        self._pool: Pool = (
+            InlinePool(opening)
+            if inline
+            else ScorerPool(opening, section.timeout_s, section.load_timeout_s, settings)
+        )
 
     async def open(self) -> None:
         """Loads the scorers and sets `digest`; raises pool.OpenFault."""
         code = await self._pool.open()
-        rules = self.section.model_dump(mode="json", exclude={"timeout_s"})
+        rules = self.section.model_dump(mode="json", exclude={"timeout_s", "load_timeout_s"})
         self.digest = digest_bytes(json.dumps([rules, code], sort_keys=True).encode())
 
     async def close(self) -> None:

@@ -110,7 +110,7 @@ class ChildHost:
         except WorkerGone as error:
             status = await child.wait_or_kill()
             raise HostLost(f"its process {exit_description(status)} while it was made") from error
-        except BaseException:
+        except BaseException:  # cancelled or refused: a child without environments is nobody's to end
             await child.kill()
             raise
         return child

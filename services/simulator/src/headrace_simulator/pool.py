@@ -68,7 +68,9 @@ class EnvironmentPool:
             async with asyncio.TaskGroup() as group:
                 for host in self._hosts:
                     group.create_task(host.open())
-        except BaseExceptionGroup as failures:
+        except (
+            BaseExceptionGroup
+        ) as failures:  # the task group wraps everything; callers know the first error
             await self.close()
             raise failures.exceptions[0] from None
         except asyncio.CancelledError:

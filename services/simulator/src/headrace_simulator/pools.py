@@ -104,7 +104,7 @@ class Pools:
         pool = EnvironmentPool(f"pools/{next(self._numbers)}", plan, self._settings)
         try:
             await pool.open()
-        except BaseException:
+        except BaseException:  # cancelled too: the places it reserved are free again
             self._reserved -= plan.count
             raise
         self._pools[pool.name] = (run, pool)

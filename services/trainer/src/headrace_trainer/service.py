@@ -70,6 +70,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):  # type: ignore[
         self._queue = self._new_queue(1)  # for nobody: OpenRun makes the run's
         self._committing = False
         self._revoked = False
+        self._learning: set[LearnStream] = set()
         instance.open_runs.limit = 1
         instance.on_grant = self._on_grant
         instance.on_revoke = self._on_revoke
@@ -164,13 +165,19 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):  # type: ignore[
         self, requests: AsyncIterator[trainer_pb2.LearnRequest], context: Context
     ) -> AsyncIterator[trainer_pb2.LearnResponse]:
         stream = LearnStream(self._queue, self._admit_learn, self._instance.open_runs)
-        async with aclosing(stream.outcomes(requests)) as outcomes:
-            async for seconds, records in outcomes:
-                figures = wire.metrics("learn", seconds, records)
-                self._instance.report(figures)
-                yield trainer_pb2.LearnResponse(
-                    outcomes=[wire.outcome(record) for record in records], metrics=figures
-                )
+        self._learning.add(stream)
+        try:
+            async with aclosing(stream.outcomes(requests)) as outcomes:
+                async for seconds, records in outcomes:
+                    figures = wire.metrics("learn", seconds, records)
+                    self._instance.report(figures)
+                    yield trainer_pb2.LearnResponse(
+                        outcomes=[wire.outcome(record) for record in records], metrics=figures
+                    )
+        finally:
+            self._learning.discard(stream)
+        if stream.revoked:
+            yield trainer_pb2.LearnResponse(revoked=True)
 
     async def CommitStep(
         self, request: trainer_pb2.CommitStepRequest, context: Context
@@ -454,6 +461,9 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):  # type: ignore[
     async def _on_revoke(self, epoch: int, notice_s: float) -> Memory:
         # A revoke undoes itself with the next grant; an explicit Suspend waits for its Wake.
         self._revoked = self._revoked or not self._trainer.suspended
+        for stream in self._learning:
+            if stream.lease_epoch == epoch:
+                stream.revoke()
         _, memory = await self._compute(self._trainer.suspend)
         return memory
 

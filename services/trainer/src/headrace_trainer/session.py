@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,20 +21,22 @@ from headrace_servicekit.rpc.digests import set_digest
 from headrace_servicekit.weights import StoredWeights, WeightStore
 from torch import Tensor
 
+from headrace_trainer.algorithms._base import Barrier
 from headrace_trainer.allocator import resident_bytes
 from headrace_trainer.checkpoints.directory import CheckpointDirectory, Snapshot
 from headrace_trainer.checkpoints.reader import CheckpointReader
 from headrace_trainer.checkpoints.saver import Saver, Write
 from headrace_trainer.checkpoints.tree import Origin
 from headrace_trainer.errors import Quiesced, Refusal, conflict, invalid
-from headrace_trainer.group.rank import Copies, Rank, commit_report, is_finite
+from headrace_trainer.group.leader import LeaderRounds
+from headrace_trainer.group.rank import Copies, Rank
 from headrace_trainer.group.rounds import RoundLost, Rounds
 from headrace_trainer.learning import step as steps
 from headrace_trainer.learning.agreement import agreement, witnesses
+from headrace_trainer.learning.batch import BatchLearner
 from headrace_trainer.learning.figures import step_figures
 from headrace_trainer.learning.learner import Learner
-from headrace_trainer.learning.packing import plan_batches, plan_rows
-from headrace_trainer.learning.samples import Disposition, Group, GroupRecord, Rows, Sequence
+from headrace_trainer.learning.samples import Disposition, Group, GroupRecord, Sequence
 from headrace_trainer.learning.schedules import learning_rate
 from headrace_trainer.publishing import Publisher
 
@@ -74,13 +76,13 @@ class Session:
         self._rounds = rounds
         self._store = store
         self._publisher: Publisher | None = None
-        self._learner: Learner | None = None
+        self._learner: Learner | BatchLearner | None = None
+        self._leader = LeaderRounds(self._lead, rank)
         self._last_restore: tuple[Origin, Restored] | None = None
         self._store_id = ""
         self._origin = Origin()
         self._manifest = b""
         self._learn_seconds = 0.0
-        self._micro_rounds = 0
         self._witnesses: list[Sequence] = []
 
     # Life of a version
@@ -136,6 +138,7 @@ class Session:
         """Opens a step attempt with zeroed accumulators."""
         state, fresh = steps.begin(self.state, command)
         if fresh:
+            self._leader.attempt = command.step, command.attempt
             self._drop_accumulators()
             self._learn_seconds, self._witnesses = 0.0, []
         self.state = state
@@ -164,15 +167,20 @@ class Session:
 
     def _accumulate(self, groups: list[Group]) -> None:
         assert self._learner is not None
-        rounds = self._micro_rounds
+        rounds = self._leader.micro_rounds
         try:
             self.state = self._learner.learn(self.state, groups)
-        except Quiesced:
+        except Quiesced as quiesced:
             begun = self.state.begun
-            if self._micro_rounds != rounds and begun is not None:
-                # A part of these groups is in the accumulators, and nobody could tell which.
-                self.abort(begun.step, begun.attempt)
-            raise
+            if self._leader.micro_rounds == rounds or begun is None:
+                raise
+            # A part of these groups is in the accumulators, and nobody could tell which.
+            self.abort(begun.step, begun.attempt)
+            raise Refusal(
+                "ATTEMPT_LOST",
+                f"{quiesced.message}; a part of these groups was accumulated before, so step {begun.step} attempt "
+                f"{begun.attempt} is over: begin the next attempt",
+            ) from quiesced
 
     def _admit(self, item: LearnItem, groups: dict[int, Group]) -> None:
         """Adds an item's groups, all or none. Raises Refusal NOT_OPEN or CONFLICT, and the lease's reasons."""
@@ -206,12 +214,8 @@ class Session:
             # Between the optimizer's start and the reply the weights are undefined: only a restore goes on.
             self.state = steps.lost(self.state)
             raise
-        self.state = (
-            steps.committed(self.state, command, reply)
-            if reply.version is not None
-            else steps.refused(self.state, command, reply)
-        )
-        self._manifest = manifest if reply.version is not None else self._manifest
+        if reply.version is not None:
+            self.state, self._manifest = steps.committed(self.state, command, reply), manifest
         return reply
 
     def record(self, step: int, attempt: int, number: int) -> None:
@@ -236,21 +240,7 @@ class Session:
     def infer(self, sequences: list[Sequence]) -> list[list[float]]:
         """Log-probs of the trained tokens under the current weights, a list for each sequence."""
         steps.held_version(self.state)
-        budget = self._rank.config.trainer.micro_batch_tokens
-        rows = plan_rows(sequences, budget, shared=self._rank.backend.shares_prefixes)
-        batches = plan_batches([length for length, _ in rows], budget)
-        found: list[list[float]] = [[] for _ in sequences]
-        world = self._rank.gang.world_size
-        for first in range(0, len(batches), world):
-            chosen = batches[first : first + world]
-            members = [[index for row in batch for index in rows[row][1]] for batch in chosen]
-            work = [[[sequences[i] for i in rows[row][1]] for row in batch] for batch in chosen]
-            results = self._lead("infer", work=work + [[]] * (world - len(work)))
-            assert isinstance(results, list)
-            for indices, values in zip(members, results, strict=False):
-                for index, own in zip(indices, values, strict=True):
-                    found[index] = own
-        return found
+        return self._leader.infer([sequences])[0]
 
     # Durability
 
@@ -334,56 +324,28 @@ class Session:
     def _assemble(self) -> None:
         if self._publisher is None:
             self._publisher = Publisher(self._store, self._run, self._rank.backend.weight_layout())
-        self._learner = Learner(
-            self._rank.config,
-            self._rank.algorithm,
-            self._rank.gang.world_size,
-            shared=self._rank.backend.shares_prefixes,
-            run_round=self._micro,
-            gradient_holds=self._gradient_holds,
-        )
-
-    def _micro(self, work: list[Rows]) -> bool:
-        begun = self.state.begun
-        assert begun is not None
-        finite = is_finite(self._lead("micro", work=work, step=begun.step, attempt=begun.attempt))
-        self._micro_rounds += 1
-        return finite
-
-    def _gradient_holds(self) -> bool:
-        if is_finite(self._lead("check")):
-            return True
-        self._drop_accumulators()
-        return False
+        algorithm = self._rank.algorithm
+        kind = BatchLearner if algorithm.barrier is Barrier.BATCH else Learner
+        self._learner = kind(self._rank.config, algorithm, self._leader)
 
     def _apply(self, command: steps.Commit) -> steps.CommitReply:
         config = self._rank.config
         started = time.monotonic()
         records = self.state.accumulated
         counts = steps.totals(self.state)
-        denominator = self._rank.algorithm.denominator(
-            counts.tokens, sum(record.trained_sequences for record in records)
-        )
         rate = learning_rate(config.optimizer, command.step, config.steps)
         compared = self._compared(records)
         failpoint_sync("trainer.commit.before_optimizer")
-        report = commit_report(
-            self._lead(
-                "commit",
-                step=command.step,
-                attempt=command.attempt,
-                denominator=denominator,
-                learning_rate=rate,
-            )
-        )
-        if not report.finite:
-            return steps.CommitReply(steps.Result.NONFINITE)
+        assert self._learner is not None
+        finished = self._learner.finish(self.state, rate)
+        if not finished.finite:
+            return self._refuse(command, steps.Result.NONFINITE, finished.suspects)
         failpoint_sync("trainer.commit.after_optimizer")
         ordinal = steps.held_version(self.state).ordinal + 1
         digest = self._stage(command.next_number)
         version = steps.Version(command.next_number, command.base_number, ordinal, digest)
         seconds = self._learn_seconds + time.monotonic() - started
-        figures = step_figures(report, records, denominator=denominator, rate=rate, seconds=seconds)
+        figures = step_figures(finished.steps, records, rate=rate, seconds=seconds)
         return replace(counts, version=version, figures={**figures, **compared})
 
     def _keep_witnesses(self, groups: dict[int, Group]) -> None:
@@ -398,10 +360,12 @@ class Session:
             return {}
         return agreement(self._witnesses, self.infer(self._witnesses))
 
-    def _refuse(self, command: steps.Commit, result: steps.Result) -> steps.CommitReply:
+    def _refuse(
+        self, command: steps.Commit, result: steps.Result, suspects: Mapping[str, str] | None = None
+    ) -> steps.CommitReply:
         reply = steps.CommitReply(result)
         self._drop_accumulators()
-        self.state = steps.refused(self.state, command, reply)
+        self.state = steps.refused(self.state, command, reply, suspects)
         return reply
 
     def _stage(self, number: int) -> str:
@@ -423,7 +387,9 @@ class Session:
             self._rank.collect = None
 
     def _drop_accumulators(self) -> None:
-        self._lead("abort")
+        self._leader.drop()
+        if self._learner is not None:
+            self._learner.reset()
 
     def _lead(self, kind: str, **fields: object) -> object:
         try:

@@ -202,10 +202,11 @@ class Trainer:
     def suspend(self) -> tuple[int, Memory]:
         """Gives the device back between rounds; bytes released, and what was measured on it then."""
         released = 0
-        if not self.suspended and self._rank is not None and self._rounds is not None and self._rank.loaded:
+        was, self.suspended = self.suspended, True  # First: a follower's vote says no from now on.
+        if not was and self._rank is not None and self._rounds is not None and self._rank.loaded:
             with self._rounds.between, current(self._rank.gang.device):
                 released = self._rank.backend.suspend()
-        self.suspended = True
+                self._rounds.gave_back = True
         return released, self._memory()
 
     def wake(self) -> None:
@@ -223,7 +224,8 @@ class Trainer:
         self._rounds = Rounds(
             self._gang,
             partial(self._execute, self._rank),
-            holds_lease=self._holds_lease,
+            holds_lease=lambda: not self.suspended and self._holds_lease(),
+            release=partial(_release, self._rank),
             deadlines=self._deadlines,
         )
         if self._gang.leads:
@@ -283,3 +285,9 @@ class Trainer:
         if device.type == "cuda":
             return Memory(free_bytes(device), used_bytes(device))
         return host_memory()
+
+
+def _release(rank: Rank) -> None:
+    if rank.loaded:
+        with current(rank.gang.device):
+            rank.backend.release()

@@ -188,7 +188,7 @@ class OpenRuns:
     async def _build(self, opening: Opening, build: Build) -> Any:
         try:
             opening.built = await build()
-        except BaseException:
+        except BaseException:  # cancelled by its closing too: what was not built is not reported
             if opening.phase is OpenPhase.OPENING:  # Else its closing takes it off the table.
                 self._forget(opening)
             raise

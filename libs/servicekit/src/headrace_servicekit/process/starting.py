@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 
 import psutil
 
@@ -24,7 +25,7 @@ class Start:
         self._watch: asyncio.Task[None] | None = None
 
     def watch(self, pid: int) -> None:
-        """Ends the start once the process listens on a TCP port."""
+        """Ends the start once the process listens."""
         self._watch = asyncio.create_task(self._until_listening(pid), name=f"start of {self._name}")
 
     def end(self) -> None:
@@ -70,9 +71,12 @@ class StartGate:
 
 
 def _listens(pid: int) -> bool:
-    """Whether a process listens on a TCP port: instances do so after their imports, and then register."""
+    """Whether a process listens: instances do on TCP before they register, the store on a named socket."""
     try:
-        connections = psutil.Process(pid).net_connections("tcp")
+        connections = psutil.Process(pid).net_connections("all")
     except psutil.Error:
         return False
-    return any(connection.status == psutil.CONN_LISTEN for connection in connections)
+    return any(
+        connection.status == psutil.CONN_LISTEN or (connection.family == socket.AF_UNIX and connection.laddr)
+        for connection in connections
+    )

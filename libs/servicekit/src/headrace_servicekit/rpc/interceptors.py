@@ -135,7 +135,7 @@ class CallGuard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generi
         except (asyncio.CancelledError, GeneratorExit):
             code = "CANCELLED"
             raise
-        except Exception as error:
+        except Exception as error:  # a bug: the caller hears of it by its method, the log has the traceback
             code = "INTERNAL"
             _logger.exception("unexpected failure", extra={"method": method})
             unexpected = _unexpected(error, method, self._instance)

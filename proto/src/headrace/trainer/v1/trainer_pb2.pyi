@@ -210,12 +210,14 @@ class SettledTrajectory(_message.Message):
     def __init__(self, trajectory: _Optional[_Union[_common_pb2.Trajectory, _Mapping]] = ..., reward: _Optional[float] = ..., token_rewards: _Optional[_Iterable[float]] = ..., masked: _Optional[bool] = ..., oldest_version: _Optional[_Union[_common_pb2.PolicyVersion, _Mapping]] = ...) -> None: ...
 
 class LearnResponse(_message.Message):
-    __slots__ = ("outcomes", "metrics")
+    __slots__ = ("outcomes", "metrics", "revoked")
     OUTCOMES_FIELD_NUMBER: _ClassVar[int]
     METRICS_FIELD_NUMBER: _ClassVar[int]
+    REVOKED_FIELD_NUMBER: _ClassVar[int]
     outcomes: _containers.RepeatedCompositeFieldContainer[GroupOutcome]
     metrics: _common_pb2.StageMetrics
-    def __init__(self, outcomes: _Optional[_Iterable[_Union[GroupOutcome, _Mapping]]] = ..., metrics: _Optional[_Union[_common_pb2.StageMetrics, _Mapping]] = ...) -> None: ...
+    revoked: bool
+    def __init__(self, outcomes: _Optional[_Iterable[_Union[GroupOutcome, _Mapping]]] = ..., metrics: _Optional[_Union[_common_pb2.StageMetrics, _Mapping]] = ..., revoked: _Optional[bool] = ...) -> None: ...
 
 class GroupOutcome(_message.Message):
     __slots__ = ("prompt_ordinal", "disposition", "digest", "detail")

@@ -73,7 +73,8 @@ def step_view(view: dict[str, Any]) -> StepView:
 
 def evaluation_view(view: dict[str, Any]) -> EvaluationView:
     """An evaluation from its event."""
-    return EvaluationView.model_validate(_numbers(view) | {"parts": _numbers(view["parts"])})
+    interval = {key: view.get(key) for key in ("score_low", "score_high")}  # None: there is none
+    return EvaluationView.model_validate(_numbers(view) | {"parts": _numbers(view["parts"])} | interval)
 
 
 def summary_view(view: dict[str, Any]) -> RunView:
@@ -102,21 +103,32 @@ def certificate_view(certificate: ev.Certificate, live: bool) -> CertificateView
     fields = msgspec.structs.asdict(certificate)
     for name in ("number", "parent", "ordinal", "digest"):
         del fields[name]
+    fields["step"] += 1
     fields["trained"] = expand(certificate.trained)
     fields["dropped"] = expand_drops(certificate.dropped)
     # Not validated: a hundred thousand slots that were validated when they were read.
     return CertificateView.model_construct(version=policy_view(certificate), live=live, **fields)
 
 
+COUNTED_FROM_0 = (ev.StepOpened, ev.GroupsAccumulated, ev.GroupDropped, ev.StepSkipped, ev.StepAborted)
+"""Events whose `step` is the index of a batch. People count from 1, as `step 3 of 50` does."""
+
+
 def event_view(item: Item) -> EventView:
-    """One event of a run's stream, with every slot of it by itself: runs of slots are how files are kept small."""
+    """One event of a run's stream, steps counted from 1, with every slot of it by itself.
+
+    Runs of slots are how files are kept small.
+    """
     sequence, event = item
     data = msgspec.to_builtins(event)
     for name in ("type", "at", "run"):
         data.pop(name, None)
+    if isinstance(event, COUNTED_FROM_0):
+        data["step"] += 1
     if isinstance(event, ev.StepSkipped):
         data["dropped"] = expand_drops(event.dropped)
     elif isinstance(event, ev.StepCommitted):
+        data["certificate"]["step"] += 1
         data["certificate"]["trained"] = list(expand(event.certificate.trained))
         data["certificate"]["dropped"] = expand_drops(event.certificate.dropped)
     assert isinstance(event, ev.RunEvent)

@@ -32,7 +32,7 @@ async def try_scorers(spec: RunSpec, fleet: Fleet, trials: set[str]) -> list[Key
     )
     trials.add(trial.run)
     try:
-        await trial.open_run(spec.reward.model_dump_json())
+        await trial.open_run(spec.reward)
         await trial.close_run()
     except CallRefused as refusal:
         if refusal.reason != "INVALID":
@@ -46,6 +46,15 @@ async def try_scorers(spec: RunSpec, fleet: Fleet, trials: set[str]) -> list[Key
             )
         ]
     except InstanceDown:
+        if fleet.alive(chosen.incarnation):
+            limit = f"{spec.reward.opening_s:g} s"
+            return [
+                problem(
+                    "reward.load_timeout_s",
+                    f"{chosen.instance} has not loaded and tried the scorers within {limit}",
+                    "raise it, or make their import quicker",
+                )
+            ]
         return []
     finally:
         trials.discard(trial.run)  # What could not be closed is closed by the reconciler.

@@ -5,24 +5,22 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from headrace_schema.problems import Impossible, choose, problem, show
 from pydantic import Field
 
 from headrace_coordinator.data.items import DataItem
-from headrace_coordinator.data.sources import DataSource
+from headrace_coordinator.data.rows import RowSource
 
 LINE_BYTES = 1024 * 1024
 PATH_KEY = "data.options.path"
 
 
-class Jsonl(DataSource):
+class Jsonl(RowSource):
     """Questions and answers under chosen keys; every other text or number of a line is a template field."""
 
     path: str = Field(description="file with one JSON object a line, as the coordinator sees it")
-    question: str = Field(default="question", description="key of the question")
-    answer: str = Field(default="answer", description="key of the answer")
 
     def fingerprint(self) -> str:
         """Time and size of the file."""
@@ -41,13 +39,13 @@ class Jsonl(DataSource):
                     number += 1
                     if len(line) > LINE_BYTES:
                         self._wrong(number, f"is longer than {LINE_BYTES} bytes", "shorten or split it")
-                    if line.strip():
-                        yield self._item(number, line)
+                    if line.strip() and (item := self._item(number, line)):
+                        yield item
         except OSError as error:
             reason = f"{self.path} cannot be read: {error.strerror or error}"
             raise Impossible([problem(PATH_KEY, reason, self._fix_path())]) from error
 
-    def _item(self, number: int, line: bytes) -> DataItem:
+    def _item(self, number: int, line: bytes) -> DataItem | None:
         try:
             row = json.loads(line, parse_constant=_no_constant)
             if b"\\u" in line:
@@ -60,26 +58,13 @@ class Jsonl(DataSource):
             self._wrong(number, f"is not JSON ({error})", "write one JSON object a line")
         if not isinstance(row, dict):
             self._wrong(number, f"is {show(row)}, not a JSON object", 'write {"question": …, "answer": …}')
-        question = self._text(number, row, self.question, "question")
-        answer = self._text(number, row, self.answer, "answer")
-        rest = {key: value for key, value in row.items() if key not in (self.question, self.answer)}
-        fields = {key: value for key, value in rest.items() if isinstance(value, (str, int, float))}
-        return DataItem(question, answer, fields, rest)
-
-    def _text(self, number: int, row: dict[str, Any], key: str, option: str) -> str:
-        if key not in row:
-            fix = choose(key, row, extra=f"or add the key, or set data.options.{option}")
-            self._wrong(number, f"has no key {key!r}", fix)
-        value = row[key]
-        if isinstance(value, bool) or not isinstance(value, (str, int, float)):
-            self._wrong(number, f"has {show(value)} as {key!r}", "write text or a number")
-        text = str(value)
-        if option == "question" and not text.strip():
-            self._wrong(number, f"has an empty {key!r}", "write a question, or remove the line")
-        return text
+        return self.row_item(row, self._place(number), PATH_KEY)
 
     def _wrong(self, number: int, reason: str, fix: str) -> NoReturn:
-        raise Impossible([problem(PATH_KEY, f"line {number} of {self.path} {reason}", fix)])
+        self.wrong(PATH_KEY, self._place(number), reason, fix)
+
+    def _place(self, number: int) -> str:
+        return f"line {number} of {self.path}"
 
     def _fix_path(self) -> str:
         folder = Path(self.path).expanduser().parent

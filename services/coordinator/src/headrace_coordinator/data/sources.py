@@ -44,7 +44,10 @@ SOURCES: Registry[DataSource] = Registry(
     "data.options",
     {
         "copy_digits": "headrace_coordinator.data.copy_digits:CopyDigits",
+        "huggingface": "headrace_coordinator.data.huggingface:HuggingFace",
         "jsonl": "headrace_coordinator.data.jsonl:Jsonl",
+        "mixture": "headrace_coordinator.data.mixture:Mixture",
+        "parquet": "headrace_coordinator.data.parquet:Parquet",
         "reasoning_gym": "headrace_coordinator.data.reasoning_gym_source:ReasoningGym",
     },
     _as_plugin,

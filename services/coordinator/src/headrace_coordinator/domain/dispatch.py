@@ -1,64 +1,87 @@
-"""Which rollout makes which sample: order fixed before dispatch, work pulled, a lost instance's work re-issued."""
+"""Which rollout makes which sample: order fixed before dispatch, work pulled, a lost holder's work given again.
+
+Pure rules over the slot ledger, which alone says who has what.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from math import ceil
+
+from headrace_coordinator.domain import events as ev
+from headrace_coordinator.domain.slot_index import DROPPED, Slot, SlotIndex
+from headrace_coordinator.domain.slots import SlotLedger
 
 GroupWork = tuple[int, list[int]]
 """A prompt ordinal with the sample indices to make."""
 
 
-class Dispatcher:
-    """Work of one step. Holders are incarnation ids."""
+class DispatchOrder:
+    """In which order the groups of one step start. Knows nothing of who makes them."""
 
-    def __init__(self, groups: Iterable[GroupWork], expected: Callable[[int], float] | None = None) -> None:
-        """`expected` gives a prompt's expected tokens; the longest start first. Without it: in order."""
-        ordered = sorted(groups)
+    def __init__(self, prompts: Iterable[int], expected: Callable[[int], float] | None = None) -> None:
+        """`expected` gives a prompt's expected tokens; the longest start first. Without it: by ordinal."""
+        self._prompts = sorted(prompts)
         if expected is not None:
-            ordered.sort(key=lambda group: -expected(group[0]))
-        self._queue: list[GroupWork] = ordered
-        self._in_flight: dict[str, set[tuple[int, int]]] = {}
+            self._prompts.sort(key=lambda prompt: -expected(prompt))
+        self._next = 0
 
-    @property
-    def waiting(self) -> bool:
-        """There is work that nobody has."""
-        return bool(self._queue)
+    def waiting(self, index: SlotIndex) -> Iterator[GroupWork]:
+        """Groups with samples that nobody has: those that are made again first, by ordinal."""
+        for prompt in sorted(index.returned):
+            yield prompt, sorted(index.returned[prompt])
+        while self._next < len(self._prompts) and self._prompts[self._next] not in index.fresh:
+            self._next += (
+                1  # A first attempt is made once: what has gone out does not come back to this list.
+            )
+        for place in range(self._next, len(self._prompts)):
+            if samples := index.fresh.get(self._prompts[place]):
+                yield self._prompts[place], sorted(samples)
 
-    def take(self, holder: str, capacity: int, holders: int) -> list[GroupWork]:
-        """Groups for `holder` to start now: its even share of what is left, at most `capacity` at once."""
-        flying = self._in_flight.setdefault(holder, set())
-        everything = sum(len(samples) for _, samples in self._queue)
-        everything += sum(len(other) for other in self._in_flight.values())
-        room = min(capacity, ceil(everything / max(holders, 1))) - len(flying)
-        taken: list[GroupWork] = []
-        while self._queue and (len(self._queue[0][1]) <= room or (not flying and not taken)):
-            prompt, samples = self._queue.pop(0)
-            taken.append((prompt, samples))
-            room -= len(samples)
-        for prompt, samples in taken:
-            flying.update((prompt, sample) for sample in samples)
-        return taken
 
-    def done(self, holder: str, prompt: int, sample: int) -> None:
-        """A sample needs no more work from its holder."""
-        self._in_flight.get(holder, set()).discard((prompt, sample))
+def plan_dispatch(
+    index: SlotIndex, order: DispatchOrder, holder: str, capacity: int, holders: int
+) -> list[GroupWork]:
+    """Groups for `holder` to start now: its even share of what is left, at most `capacity` samples at once."""
+    if not index.waiting:
+        return []
+    holds = len(index.held.get(holder, ()))
+    room = min(capacity, ceil((index.waiting + index.assigned) / max(holders, 1))) - holds
+    planned: list[GroupWork] = []
+    for prompt, samples in order.waiting(index):
+        if len(samples) > room and (holds or planned):
+            break
+        planned.append((prompt, samples))
+        room -= len(samples)
+    return planned
 
-    def lost(self, holder: str) -> list[tuple[int, int]]:
-        """The holder is gone: what it had goes to the front, in order."""
-        flying = sorted(self._in_flight.pop(holder, set()))
-        self.put_back(flying)
-        return flying
 
-    def put_back(self, slots: Iterable[tuple[int, int]]) -> None:
-        """Slots to make again, ahead of everything else."""
-        groups: dict[int, list[int]] = {}
-        for prompt, sample in sorted(slots):
-            groups.setdefault(prompt, []).append(sample)
-        self._queue[:0] = list(groups.items())
+def plan_assign(ledger: SlotLedger, run: str, slots: list[Slot], holder: str, now: float) -> ev.SlotsAssigned:
+    """Gives each of `slots` a fresh attempt number, higher than any ever used in the run."""
+    return ev.SlotsAssigned(
+        at=now,
+        run=run,
+        slots=[
+            (slot.prompt, slot.sample, ledger.last_attempt + 1 + index, holder)
+            for index, slot in enumerate(slots)
+        ],
+    )
 
-    def forget(self, prompt: int) -> None:
-        """A dropped group needs no more work."""
-        self._queue = [group for group in self._queue if group[0] != prompt]
-        for flying in self._in_flight.values():
-            flying -= {slot for slot in flying if slot[0] == prompt}
+
+def plan_return(run: str, slots: Iterable[Slot], now: float, *, failed: bool = False) -> list[ev.Event]:
+    """These slots are to be made again; `failed` when their attempts ended with an error. Nothing for no slot."""
+    keys = [(slot.prompt, slot.sample, slot.attempt) for slot in slots]
+    return [ev.SlotsReturned(at=now, run=run, slots=keys, failed=failed)] if keys else []
+
+
+def accepts(slot: Slot | None, attempt: int, digest: str) -> str:
+    """Empty when a finished attempt may fill its slot, else why not; the same one may be offered again."""
+    if slot is None:
+        return "not a slot of the open step"
+    if slot.attempt != attempt:
+        return f"attempt {attempt} is not the assigned attempt {slot.attempt}"
+    if slot.state == DROPPED:
+        return "the slot is dropped"
+    if slot.digest and slot.digest != digest:
+        return f"attempt {attempt} was already offered with digest {slot.digest}"
+    return ""

@@ -212,6 +212,14 @@ class SlotsFinished(RunEvent, frozen=True, kw_only=True):
     slots: list[tuple[int, int, int, str, int]]
 
 
+class SlotsReturned(RunEvent, frozen=True, kw_only=True):
+    """Attempts ended without a usable trajectory; their slots wait again: (prompt ordinal, sample index, attempt)."""
+
+    slots: list[tuple[int, int, int]]
+    failed: bool = False
+    """The producer made them and they ended with an error."""
+
+
 class GroupsSettled(RunEvent, frozen=True, kw_only=True):
     """All members finished with final rewards: (prompt ordinal, [reward of each sample])."""
 
@@ -353,6 +361,7 @@ AnyEvent = (
     | StepOpened
     | SlotsAssigned
     | SlotsFinished
+    | SlotsReturned
     | GroupsSettled
     | GroupsAccumulated
     | GroupDropped
@@ -373,7 +382,14 @@ AnyEvent = (
 _encoder = msgspec.json.Encoder()
 _decoder: Any = msgspec.json.Decoder(AnyEvent)
 
-LEDGER_EVENTS = (SlotsAssigned, SlotsFinished, GroupsSettled, GroupsAccumulated, NumberBurnt)
+LEDGER_EVENTS = (
+    SlotsAssigned,
+    SlotsFinished,
+    SlotsReturned,
+    GroupsSettled,
+    GroupsAccumulated,
+    NumberBurnt,
+)
 """Run events that only the log needs: too many and too small to show."""
 
 

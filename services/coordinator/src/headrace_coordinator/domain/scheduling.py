@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from headrace_coordinator.domain import events as ev
+from headrace_coordinator.domain.leases import is_gpu
 from headrace_coordinator.domain.places import device_order, devices_seen, machines, named_devices
 from headrace_coordinator.domain.runs import QUEUED, RECOVERING, RUN, Grant, RunState
 from headrace_coordinator.domain.state import InstanceState, State
@@ -212,6 +213,8 @@ class _Planner:
             # What an admitted run has beyond its need stays: its leases may cover it until a step has ended.
             mine = sum(device in own for device in free)
             fair = max(needed, mine if own else len(everything) // self._parts(demand))
+            if all(is_gpu(device) for device in everything):
+                fair = needed  # An engine and a rank compute on one GPU each: more would idle.
             free.sort(key=lambda device: (device not in own, everything.index(device)))
             if len(free) < needed:
                 holders = _held_by(busy[device] for device in everything if device in busy)

@@ -1,41 +1,33 @@
 """The slot ledger of one run as a pure reducer: every slot below the frontier is terminal exactly once (G1).
 
-Holds the open step's slots only; what lies below the frontier is in the certificates.
+Holds the open step's slots only; what lies below the frontier is in the certificates. What is asked of the slots
+again and again, `SlotIndex` answers without a walk over them.
 """
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import msgspec
 
 from headrace_coordinator.domain import events as ev
-
-PENDING, ASSIGNED, FINISHED, SETTLED, ACCUMULATED, DROPPED = (
-    "PENDING",
-    "ASSIGNED",
-    "FINISHED",
-    "SETTLED",
-    "ACCUMULATED",
-    "DROPPED",
+from headrace_coordinator.domain.compact import expand_drops
+from headrace_coordinator.domain.slot_index import (
+    ACCUMULATED,
+    ASSIGNED,
+    DROPPED,
+    FINISHED,
+    OPEN,
+    PENDING,
+    SETTLED,
+    Slot,
+    SlotIndex,
 )
 
 PROGRESS_EVENTS = (ev.SlotsFinished, ev.GroupsSettled, ev.GroupsAccumulated, ev.GroupDropped)
 
 
-class Slot(msgspec.Struct):
-    """One sample of one prompt within the open step."""
-
-    prompt: int
-    sample: int
-    state: str = PENDING
-    attempt: int = 0
-    holder: str = ""
-    digest: str = ""
-    tokens: int = 0
-    reward: float = 0.0
-    reason: str = ""
-
-
-class SlotLedger(msgspec.Struct):
+class SlotLedger(msgspec.Struct, dict=True):
     """Slots of the open step, and the step itself. `step` counts batches: slots below step × B are terminal."""
 
     group_size: int
@@ -49,6 +41,8 @@ class SlotLedger(msgspec.Struct):
     terminal_total: int = 0
     first_step: int = 0
     """Step that the run began with: above 0 for a fork, whose origin did the earlier ones."""
+    last_drop: str = ""
+    """Why the newest dropped slots were dropped, in words for the run's user."""
     progress: int = 0
     """Rises with every event that brings the step forward."""
 
@@ -60,6 +54,11 @@ class SlotLedger(msgspec.Struct):
     def ordinal(self, prompt: int, sample: int) -> int:
         """Position of a slot in the run's order."""
         return prompt * self.group_size + sample
+
+    @cached_property
+    def index(self) -> SlotIndex:
+        """Answers about the open step's slots; no part of a snapshot."""
+        return SlotIndex(self.slots.values())
 
     def slot(self, prompt: int, sample: int) -> Slot | None:
         """A slot of the open step."""
@@ -88,23 +87,31 @@ class SlotLedger(msgspec.Struct):
             case ev.SlotsFinished(slots=slots):
                 for prompt, sample, attempt, digest, tokens in slots:
                     self._finish(prompt, sample, attempt, digest, tokens)
+            case ev.SlotsReturned(slots=slots, failed=failed):
+                for prompt, sample, attempt in slots:
+                    self._return(prompt, sample, attempt, failed)
             case ev.GroupsSettled(groups=groups):
                 for prompt, rewards in groups:
-                    for slot, reward in zip(self.group(prompt), rewards, strict=True):
-                        slot.state, slot.reward = SETTLED, reward
+                    for slot, reward in zip(self._move_group(prompt, SETTLED), rewards, strict=True):
+                        slot.reward = reward
             case ev.GroupsAccumulated(prompts=prompts):
                 for prompt in prompts:
-                    for slot in self.group(prompt):
-                        slot.state = ACCUMULATED
+                    self._move_group(prompt, ACCUMULATED)
             case ev.GroupDropped():
-                for slot in self.group(event.prompt):
-                    slot.state, slot.reason = DROPPED, event.reason
+                for slot in self._move_group(event.prompt, DROPPED):
+                    slot.reason = event.reason
+                self.last_drop = f"{event.reason}: {event.detail}"
             case ev.StepAborted():
                 self.open = False
-            case ev.StepCommitted() | ev.StepSkipped():
+            case ev.StepCommitted():
+                self._close()
+            case ev.StepSkipped(dropped=dropped):
+                self.last_drop = self.last_drop or ", ".join(
+                    {reason for _, _, reason in expand_drops(dropped)}
+                )
                 self._close()
             case ev.VersionRestored(frontier_step=frontier_step):
-                self.step, self.attempt, self.open, self.slots = frontier_step, 0, False, {}
+                self._go_to(frontier_step)
                 if event.source_run:
                     self.first_step = frontier_step
             case ev.CoordinatorStarted(leap=leap):
@@ -119,26 +126,60 @@ class SlotLedger(msgspec.Struct):
                 for sample in range(self.group_size)
             }
         for slot in self.slots.values():
+            slot.failures = 0
             # A quarantined culprit stays out of the replay; everything else may be used again.
             if slot.state in (SETTLED, ACCUMULATED):
                 slot.state = FINISHED
             elif slot.state == ASSIGNED:
-                slot.state = PENDING
+                slot.state, slot.holder = PENDING, ""
+        self._index_anew()
+
+    def _move(self, slot: Slot, state: str, attempt: int, holder: str) -> None:
+        """The one place where a single slot changes its state."""
+        self.index.leave(slot)
+        slot.state, slot.attempt, slot.holder = state, attempt, holder
+        self.index.enter(slot)
+
+    def _move_group(self, prompt: int, state: str) -> list[Slot]:
+        """The one place where a whole group changes its state; its slots."""
+        group, index = self.group(prompt), self.index
+        index.close(prompt)
+        for slot in group:
+            index.leave(slot)
+            slot.state = state
+            index.enter(slot)
+        return group
 
     def _assign(self, prompt: int, sample: int, attempt: int, incarnation: str) -> None:
         self.last_attempt = max(self.last_attempt, attempt)
         if slot := self.slot(prompt, sample):
-            slot.state, slot.attempt, slot.holder, slot.digest = ASSIGNED, attempt, incarnation, ""
+            self._move(slot, ASSIGNED, attempt, incarnation)
+            slot.digest = ""
 
     def _finish(self, prompt: int, sample: int, attempt: int, digest: str, tokens: int) -> None:
         slot = self.slot(prompt, sample)
-        if slot is not None and slot.attempt == attempt:
-            slot.state, slot.digest, slot.tokens = FINISHED, digest, tokens
+        if slot is not None and slot.attempt == attempt and slot.state in OPEN:
+            self._move(slot, FINISHED, attempt, slot.holder)
+            slot.digest, slot.tokens = digest, tokens
+
+    def _return(self, prompt: int, sample: int, attempt: int, failed: bool) -> None:
+        slot = self.slot(prompt, sample)
+        if slot is not None and slot.attempt == attempt and slot.state in OPEN:
+            self._move(slot, PENDING, attempt, "")
+            slot.digest = ""
+            slot.failures += failed
 
     def _close(self) -> None:
         self.dropped_total += sum(slot.state == DROPPED for slot in self.slots.values())
         self.terminal_total += len(self.slots)
-        self.step, self.attempt, self.open, self.slots = self.step + 1, 0, False, {}
+        self._go_to(self.step + 1)
+
+    def _go_to(self, step: int) -> None:
+        self.step, self.attempt, self.open, self.slots = step, 0, False, {}
+        self._index_anew()
+
+    def _index_anew(self) -> None:
+        self.__dict__.pop("index", None)
 
     def unsettled(self) -> list[int]:
         """Prompt ordinals of the open step that are neither accumulated nor dropped."""
@@ -151,39 +192,3 @@ class SlotLedger(msgspec.Struct):
     def members(self, state: str) -> list[Slot]:
         """Slots of the open step in one state, in order."""
         return [slot for _, slot in sorted(self.slots.items()) if slot.state == state]
-
-
-def plan_assign(ledger: SlotLedger, run: str, slots: list[Slot], holder: str, now: float) -> ev.SlotsAssigned:
-    """Gives each of `slots` a fresh attempt number, higher than any ever used in the run."""
-    return ev.SlotsAssigned(
-        at=now,
-        run=run,
-        slots=[
-            (slot.prompt, slot.sample, ledger.last_attempt + 1 + index, holder)
-            for index, slot in enumerate(slots)
-        ],
-    )
-
-
-class Offer(msgspec.Struct, frozen=True):
-    """A finished attempt that a producer offers."""
-
-    prompt: int
-    sample: int
-    attempt: int
-    digest: str
-    tokens: int
-
-
-def accepts(ledger: SlotLedger, offer: Offer) -> str:
-    """Empty when the offer may fill its slot, else why not. A repeated offer with the same digest is fine."""
-    slot = ledger.slot(offer.prompt, offer.sample)
-    if slot is None:
-        return "not a slot of the open step"
-    if slot.attempt != offer.attempt:
-        return f"attempt {offer.attempt} is not the assigned attempt {slot.attempt}"
-    if slot.state == DROPPED:
-        return "the slot is dropped"
-    if slot.digest and slot.digest != offer.digest:
-        return f"attempt {offer.attempt} was already offered with digest {slot.digest}"
-    return ""

@@ -130,6 +130,9 @@ class Checkpointer:
         """Tells of checkpoints that became durable in the background."""
         if not self._in_flight:
             return
+        if self._context.state.lineage.abandoned(self._in_flight):
+            self._in_flight = 0  # A rewind went behind it: nothing may go on from there any more.
+            return
         response = await listed(self._context)
         if any(checkpoint.version.number == self._in_flight for checkpoint in response.checkpoints):
             self._saved(self._name, self._in_flight)

@@ -11,6 +11,7 @@ from headrace.common.v1 import common_pb2 as common
 from headrace.reward.v1 import reward_pb2 as reward
 from headrace.rollout.v1 import rollout_pb2 as rollout
 from headrace.trainer.v1 import trainer_pb2 as trainer
+from headrace_schema.scoring import RewardSection
 
 from headrace_coordinator.domain.state import InstanceState
 from headrace_coordinator.fleet.ports import Port
@@ -257,9 +258,16 @@ class TrainerClient(WorkerClient):
         return self.port.stream("Learn", requests(), timeout)
 
     async def commit(
-        self, step: int, attempt: int, base: int, number: int, set_digest: str, manifest: bytes
+        self,
+        step: int,
+        attempt: int,
+        base: int,
+        number: int,
+        set_digest: str,
+        manifest: bytes,
+        timeout: float = LOAD_S,
     ) -> trainer.CommitStepResponse:
-        """Applies the step."""
+        """Applies the step; an algorithm that learns from its batch more than once does so within this call."""
         request = trainer.CommitStepRequest(
             header=self.header(),
             step=step,
@@ -269,7 +277,9 @@ class TrainerClient(WorkerClient):
             set_digest=set_digest,
             step_manifest=manifest,
         )
-        response: trainer.CommitStepResponse = await self.port.call("CommitStep", request, LOAD_S)
+        response: trainer.CommitStepResponse = await self.port.call(
+            "CommitStep", request, max(LOAD_S, timeout)
+        )
         return response
 
     async def recorded(self, step: int, attempt: int, number: int) -> Published:
@@ -324,10 +334,10 @@ def _published(response: trainer.PublishPolicyResponse) -> Published:
 class RewardClient(WorkerClient):
     """A reward instance."""
 
-    async def open_run(self, config_json: str) -> None:
-        """Loads and tries the scorers."""
-        request = reward.OpenRunRequest(header=self.header(), config_json=config_json)
-        await self.port.call("OpenRun", request, SLOW_S)
+    async def open_run(self, section: RewardSection) -> None:
+        """Loads and tries the scorers, within their own limits."""
+        request = reward.OpenRunRequest(header=self.header(), config_json=section.model_dump_json())
+        await self.port.call("OpenRun", request, section.opening_s + QUICK_S)
 
     def score(
         self, batches: AsyncIterator[Sequence[reward.ScoreItem]], timeout: float

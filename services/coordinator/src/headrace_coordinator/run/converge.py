@@ -17,14 +17,14 @@ from headrace_schema.running import FromCheckpointSection
 
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain.runs import RunState
-from headrace_coordinator.domain.slots import ACCUMULATED
+from headrace_coordinator.domain.slot_index import ACCUMULATED
 from headrace_coordinator.domain.versions import plan_lost_rewind
 from headrace_coordinator.fleet.ports import CallRefused
 from headrace_coordinator.run.checkpointing import listed, missing_steps, read_ledger
 from headrace_coordinator.run.clients import Published, TrainerClient
 from headrace_coordinator.run.concurrency import gather_all
 from headrace_coordinator.run.context import RunContext
-from headrace_coordinator.run.stages.generation import Batch
+from headrace_coordinator.run.stages.settle import Batch
 from headrace_coordinator.run.stages.step_timer import StepTimer
 from headrace_coordinator.run.step import RunFailed, Step
 

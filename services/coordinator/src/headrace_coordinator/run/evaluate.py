@@ -12,6 +12,7 @@ from headrace.rollout.v1 import rollout_pb2 as rollout
 from headrace_schema.views import EvaluationView
 
 from headrace_coordinator.data.items import DataItem
+from headrace_coordinator.domain.estimates import interval, pass_at
 from headrace_coordinator.fleet.ports import CallRefused, InstanceDown
 from headrace_coordinator.run.clients import Published, RolloutClient
 from headrace_coordinator.run.concurrency import gather_all
@@ -34,7 +35,7 @@ async def evaluate(
         context.workers,
         [score_item(items[b.sample.prompt_ordinal], b, sampled(b)[0], evaluation=True) for b in bodies],
     )
-    return _view(published, kind, items, bodies, scores)
+    return _view(context, published, kind, items, bodies, scores)
 
 
 def evaluation_seed(seed: int, ordinal: int) -> int:
@@ -111,6 +112,7 @@ async def _drive(
 
 
 def _view(
+    context: RunContext,
     published: Published,
     kind: str,
     items: Sequence[DataItem],
@@ -134,6 +136,11 @@ def _view(
                     "reward": score.reward,
                 }
             )
+    by_prompt: dict[int, list[float]] = defaultdict(list)
+    for score in scores:
+        by_prompt[score.sample.prompt_ordinal].append(score.reward)
+    low, high = interval([*by_prompt.values()]) or (None, None)
+    passed = pass_at([*by_prompt.values()], context.spec.evaluation.pass_reward)
     return EvaluationView(
         kind=kind,
         step=published.version.ordinal,
@@ -141,5 +148,8 @@ def _view(
         score=sum(score.reward for score in scores) / max(len(scores), 1),
         parts=dict(parts),
         answers=len(bodies),
+        score_low=low,
+        score_high=high,
+        pass_at={str(k): share for k, share in passed.items()},
         examples=examples,
     )

@@ -44,6 +44,7 @@ async def leave(context: RunContext, checkpointer: Checkpointer, outcome: Outcom
     A run that pauses or yields first saves its recorded head, whatever its checkpoint section says.
     """
     reason = outcome.reason
+    await context.workers.lanes.end()
     if outcome.state not in runs.TERMINAL or outcome.state == runs.CANCELLED:
         lost = await _settled(context, checkpointer, save=outcome.state in (runs.PAUSED, runs.QUEUED))
         reason += f"; {lost}" if lost else ""
@@ -64,7 +65,7 @@ async def _settled(context: RunContext, checkpointer: Checkpointer, *, save: boo
         async with asyncio.timeout(LEAVE_S):
             await _abort_step(context)
             if save:
-                await _save_head(context, checkpointer)
+                await save_head(context, checkpointer)
     except Fault as fault:
         log.warning("run %s leaves without its last state: %s", context.run_id, fault)
         if context.state.ledger.open:
@@ -98,8 +99,11 @@ async def _post_aborted(context: RunContext) -> None:
     )
 
 
-async def _save_head(context: RunContext, checkpointer: Checkpointer) -> None:
-    """A durable checkpoint of the recorded head; nothing where the head is saved or there is none."""
+async def save_head(context: RunContext, checkpointer: Checkpointer) -> None:
+    """A durable checkpoint of the recorded head; nothing where the head is saved or there is none.
+
+    Raises RunFailed when it cannot be written.
+    """
     head = context.state.lineage.head
     if not head or context.state.last_checkpoint == head:
         return

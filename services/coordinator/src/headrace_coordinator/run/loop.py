@@ -20,7 +20,7 @@ from headrace_coordinator.run.clients import Published
 from headrace_coordinator.run.context import RunContext
 from headrace_coordinator.run.converge import Misplaced, converge, form_gang
 from headrace_coordinator.run.evaluate import evaluate
-from headrace_coordinator.run.leaving import Outcome, hand_over, leave
+from headrace_coordinator.run.leaving import Outcome, hand_over, leave, save_head
 from headrace_coordinator.run.placement import PlacementError
 from headrace_coordinator.run.stages.step_timer import StepTimer
 from headrace_coordinator.run.step import RunFailed, Step
@@ -54,6 +54,7 @@ class RunLoop:
         self._timer = StepTimer(context.event_log.monotonic)
         self._checkpointer = Checkpointer(context)
         self._steps = 0
+        self._keeps_until = 0.0
 
     async def run(self) -> None:
         """Works until the run pauses, yields or ends, and leaves by the one exit."""
@@ -91,7 +92,9 @@ class RunLoop:
                 return await self._succeed()
             await self._checkpointer.announce()
             if boundary := self._at_boundary():
-                return boundary
+                if boundary.state != runs.QUEUED or await self._can_yield():
+                    return boundary
+                continue  # Saving took the devices for the trainers.
             await self._step()
             if self._checkpointer.due():
                 with self._timer.stage("checkpoint"):
@@ -154,6 +157,12 @@ class RunLoop:
 
     async def _succeed(self) -> Outcome:
         context = self.context
+        tally = context.state.totals.tally
+        if tally.dropped and not tally.trained:
+            raise RunFailed(
+                f"nothing was trained: all {tally.dropped} slots of {context.spec.steps} steps were dropped, "
+                f"the last of them as {context.state.ledger.last_drop}"
+            )
         await context.placement.learn()
         if context.spec.checkpoint.enabled and context.state.lineage.head != context.state.last_checkpoint:
             await self._checkpointer.save(wait=True)
@@ -178,10 +187,20 @@ class RunLoop:
         if self._obey() == runs.STOP_AT_BOUNDARY:
             return Outcome(runs.PAUSED, "paused; resume goes on from here")
         waiting = any(run.state == runs.QUEUED for run in self._event_log.state.active_runs())
-        if not waiting or not self._steps:
+        if not waiting or not self._steps or self._event_log.monotonic() < self._keeps_until:
             return None
         reason = plan_admission(self._event_log.state, self._event_log.now()).yields.get(self.context.run_id)
         return Outcome(runs.QUEUED, reason) if reason else None
+
+    async def _can_yield(self) -> bool:
+        """Whether the head is durable. A run that yielded without would make the same steps again in each turn."""
+        try:
+            await save_head(self.context, self._checkpointer)
+        except RunFailed as failed:
+            self.context.note(f"keeps its instances for another quantum: {failed}")
+            self._keeps_until = self._event_log.monotonic() + self.context.state.quantum_s
+            return False
+        return True
 
     def _stopped_meanwhile(self) -> Outcome | None:
         """A run without a step in hand need not go on to its next boundary to pause, or to be cancelled."""
@@ -253,7 +272,7 @@ class RunLoop:
                     return task.result()
                 if self.context.state.ledger.progress == before:
                     raise WaitTimeout(
-                        f"step {self.context.state.ledger.step} made no progress for {limit:.0f} s"
+                        f"step {self.context.state.ledger.step + 1} made no progress for {limit:.0f} s"
                     )
         finally:
             task.cancel()

@@ -5,13 +5,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import defaultdict
 from collections.abc import Sequence
 from math import ceil
 
 from headrace_schema.running import PlacementSection
 
-from headrace_coordinator.domain.leases import LeaseRequest
+from headrace_coordinator.domain.leases import LeaseRequest, is_gpu
 from headrace_coordinator.domain.places import devices_seen, machines, named_devices
 from headrace_coordinator.fleet.ports import CallRefused, InstanceDown
 from headrace_coordinator.run.clients import Published, WorkerClient
@@ -29,6 +30,7 @@ class Placement:
     def __init__(self, workers: WorkerGroup) -> None:
         self.workers = workers
         self.in_turns = workers.spec.placement.mode == "collocated"
+        self._moving = asyncio.Lock()
 
     def assign(self) -> None:
         """Decides every member's devices; raises `PlacementError`."""
@@ -48,24 +50,35 @@ class Placement:
 
     async def learn(self) -> None:
         """The trainer group holds its devices, awake."""
+        async with self._moving:
+            await self._learn()
+
+    async def generate(self, published: Published) -> None:
+        """The rollouts hold their devices with `published` installed and verified."""
+        async with self._moving:
+            await self._generate(published)
+
+    async def add_rollout(self, published: Published) -> None:
+        """A replacement for lost rollouts, inside a step; trainers that had to make room take their devices again."""
+        async with self._moving:
+            await self.workers.staff_rollouts(1)
+            self.assign()
+            await self._generate(published)
+            if not self.in_turns:
+                await self._learn()
+
+    async def _learn(self) -> None:
         if self.in_turns:
             await self._stand_down_rollouts()
         await self._take(self.workers.trainers, "learn")
         await gather_all(*(member.wake() for member in self.workers.trainers if not member.awake))
 
-    async def generate(self, published: Published) -> None:
-        """The rollouts hold their devices with `published` installed and verified."""
+    async def _generate(self, published: Published) -> None:
         if self.in_turns:
             await self._stand_down_trainers()
         await self._take(self.workers.rollouts, "generate")
         behind = [m for m in self.workers.rollouts if not m.awake or m.installed != published.version.number]
         await gather_all(*(m.install(published) if m.awake else m.wake(published) for m in behind))
-
-    async def add_rollout(self, published: Published) -> None:
-        """A replacement for lost rollouts, inside a step."""
-        await self.workers.staff_rollouts(1)
-        self.assign()
-        await self.generate(published)
 
     async def _stand_down_rollouts(self) -> None:
         held = [member for member in self.workers.rollouts if member.lease_epoch]
@@ -194,7 +207,8 @@ def _seat(members: Sequence[WorkerClient], devices: Sequence[str], seats: int, k
                 "name devices that it sees"
             )
         chunks.remove(own)
-        member.devices = own
+        # An engine and a rank compute on one GPU: what it would not touch, it does not hold.
+        member.devices = own[:1] if is_gpu(own[0]) else own
 
 
 def _chunks(devices: Sequence[str], count: int) -> list[tuple[str, ...]]:

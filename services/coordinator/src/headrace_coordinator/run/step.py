@@ -9,15 +9,16 @@ from headrace_servicekit.rpc.digests import set_digest
 
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain.compact import compact_drops
-from headrace_coordinator.domain.slots import ACCUMULATED, DROPPED, Slot
+from headrace_coordinator.domain.slot_index import ACCUMULATED, DROPPED, Slot
 from headrace_coordinator.fleet.ports import CallRefused, InstanceDown
 from headrace_coordinator.run.clients import Published
 from headrace_coordinator.run.concurrency import gather_all
 from headrace_coordinator.run.context import RunContext
 from headrace_coordinator.run.stages.certificate import certify, settled_lines, step_view
-from headrace_coordinator.run.stages.generation import Batch, Generation
-from headrace_coordinator.run.stages.learning import Learning, LostBodies, members_of
+from headrace_coordinator.run.stages.generation import Generation
+from headrace_coordinator.run.stages.learning import AttemptLost, Learning, LostBodies, members_of
 from headrace_coordinator.run.stages.relay import Relay
+from headrace_coordinator.run.stages.settle import Batch
 from headrace_coordinator.run.stages.step_timer import StepTimer
 
 STEP_ATTEMPTS = 3
@@ -52,7 +53,7 @@ class Step:
             opened = self._open()
             try:
                 batch = await self._gather()
-            except LostBodies as lost:
+            except (LostBodies, AttemptLost) as lost:
                 await self._again(str(lost))
                 continue
             if not self._ledger.members(ACCUMULATED):
@@ -92,7 +93,6 @@ class Step:
 
     async def _gather(self) -> Batch:
         context, ledger = self._context, self._ledger
-        settled: list[int] = []
         # Deterministic runs accumulate in ordinal order, whatever settles first.
         waits = context.spec.deterministic or context.workers.leader.barrier == trainer.BARRIER_BATCH
         streamed = not context.placement.in_turns and not waits
@@ -101,7 +101,7 @@ class Step:
             self._relay,
             self._timer,
             self._published,
-            on_settled=lambda prompt: learning.put(prompt) if streamed else settled.append(prompt),
+            on_settled=lambda prompt: learning.put(prompt) if streamed else None,
             on_complete=lambda: learning.close() if streamed else None,
             draining=lambda: streamed and learning.backlog,
         )
@@ -121,7 +121,7 @@ class Step:
             await generate()
             with self._timer.stage("switch"):
                 await context.placement.learn()
-            for prompt in sorted(settled):
+            for prompt in sorted(ledger.index.settled):
                 learning.put(prompt)
             await learn()
         await self._event_log.flush()
@@ -138,9 +138,10 @@ class Step:
 
     async def _commit(self, opened: ev.StepOpened) -> trainer.CommitStepResponse:
         digest = set_digest(members_of(self._ledger.members(ACCUMULATED)))
+        limit = self._context.spec.limits.step_timeout_s
         with self._timer.stage("learn", self._context.workers.leader.devices):
             return await self._context.workers.leader.commit(
-                opened.step, opened.attempt, opened.base, opened.number, digest, self._manifest()
+                opened.step, opened.attempt, opened.base, opened.number, digest, self._manifest(), limit
             )
 
     def _manifest(self) -> bytes:
@@ -192,7 +193,7 @@ class Step:
         ours = sum(slot.state == ACCUMULATED for slot in slots)
         if response.sequence_count != ours:
             raise RunFailed(
-                f"the trainer counts {response.sequence_count} sequences in step {self._ledger.step}, "
+                f"the trainer counts {response.sequence_count} sequences in step {self._ledger.step + 1}, "
                 f"the ledger {ours}: the certificate cannot attest both"
             )
 
@@ -234,7 +235,8 @@ class Step:
         if ledger.dropped_total > spec.limits.max_drop_rate * judged:
             raise RunFailed(
                 f"limits.max_drop_rate: {ledger.dropped_total} of {ledger.terminal_total} slots were dropped, "
-                f"more than {spec.limits.max_drop_rate:.0%}; see /certificates for the reasons"
+                f"more than {spec.limits.max_drop_rate:.0%}, the last of them as {ledger.last_drop}; "
+                "see /certificates for all reasons"
             )
 
     async def _again(self, reason: str) -> None:

@@ -17,6 +17,7 @@ from headrace_coordinator.fleet.fleet import Fleet
 from headrace_coordinator.fleet.ports import CallRefused, InstanceDown
 from headrace_coordinator.fleet.waits import WaitTimeout
 from headrace_coordinator.run.clients import RewardClient, RolloutClient, TrainerClient, WorkerClient
+from headrace_coordinator.run.stages.lanes import Lanes
 from headrace_coordinator.run.watched_port import WatchedPort
 
 REPLACEMENT_S = 20.0
@@ -39,6 +40,7 @@ class WorkerGroup:
         self.rollouts: list[RolloutClient] = []
         self.trainers: list[TrainerClient] = []
         self.rewards: list[RewardClient] = []
+        self.lanes = Lanes()
         self.warmup_examples: list[dict[str, Any]] = []
         self._directory = directory
 
@@ -115,8 +117,8 @@ class WorkerGroup:
         for state in self._reward_states():
             if state.incarnation not in known:
                 member = RewardClient(self.run, state, self._port(state), self._epoch)
-                config = self.spec.reward.model_dump_json()
-                await self._open(member, lambda member=member, config=config: member.open_run(config))  # type: ignore[misc]
+                with self.fleet.waits.named(self.run, f"{state.instance} to load the scorers"):
+                    await self._open(member, lambda member=member: member.open_run(self.spec.reward))  # type: ignore[misc]
                 self.rewards.append(member)
 
     async def staff_trainers(self) -> None:

@@ -29,7 +29,7 @@ def main() -> None:
     for seed in range(arguments.first, arguments.first + arguments.seeds):
         try:
             outcome = run_world(seed, faults=not arguments.calm)
-        except BaseException:
+        except BaseException:  # any end, Ctrl-C too, is told with the seed that repeats it
             print(f"seed {seed} failed", flush=True)
             raise
         faults += outcome.faults

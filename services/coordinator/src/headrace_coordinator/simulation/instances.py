@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections import defaultdict
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -37,6 +38,7 @@ class Instance:
     coordinator_epoch: int = 0
     held: dict[int, tuple[str, ...]] = field(default_factory=dict)
     deadlines: dict[int, float] = field(default_factory=dict)
+    revocations: dict[int, asyncio.Event] = field(default_factory=lambda: defaultdict(asyncio.Event))
     tasks: dict[asyncio.Future[Any], None] = field(default_factory=dict)
     open_runs: OpenRuns = field(default_factory=OpenRuns)
 
@@ -83,6 +85,12 @@ class Instance:
             yield
         except OpeningRefused as refused:
             raise CallRefused(self.incarnation, refused.reason, refused.message) from refused
+
+    def revoke(self, epoch: int) -> None:
+        """Obeys a revoke: the streams under the lease end in order."""
+        self.held.pop(epoch, None)
+        self.revocations[epoch].set()
+        self.revoked()
 
     def revoked(self) -> None:
         """A lease is to be let go: what is on its devices goes."""

@@ -148,10 +148,7 @@ class Processes:
             self.exclusive()
             fleet.lease_manager.held(instance.incarnation, body.epoch, "")
         elif command == "revoke":
-            instance.held.pop(body[0], None)
-            if isinstance(instance, Rollout):
-                instance.revoke(body[0])
-            instance.revoked()
+            instance.revoke(body[0])
             await asyncio.sleep(self.rng.uniform(0.0, 0.05))
             fleet.lease_manager.released(instance.incarnation, body[0])
         elif command == "drain":

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import zlib
-from collections import defaultdict
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -31,7 +30,6 @@ class Rollout(Instance):
     paused: bool = False
     running: int = 0
     stops: int = 0
-    revocations: dict[int, asyncio.Event] = field(default_factory=lambda: defaultdict(asyncio.Event))
     memory: str = COLD
 
     async def OpenRun(self, request: rollout.OpenRunRequest) -> rollout.OpenRunResponse:
@@ -234,11 +232,6 @@ class Rollout(Instance):
         for key in request.samples:
             self.retention.pop((key.prompt_ordinal, key.sample_index), None)
         return rollout.ReleaseTrajectoriesResponse()
-
-    def revoke(self, epoch: int) -> None:
-        """The streams under a lease end in order, with what they have."""
-        self.revocations[epoch].set()
-        self.stop()
 
     def stop(self) -> None:
         """What runs comes back as partial outputs: a lease was renewed too late, or a drain begins."""

@@ -11,6 +11,7 @@ from typing import ClassVar
 from headrace.common.v1 import common_pb2 as common
 from headrace.trainer.v1 import trainer_pb2 as trainer
 from headrace_servicekit.rpc.digests import digest_bytes, set_digest
+from headrace_servicekit.rpc.streams import until
 
 from headrace_coordinator.fleet.ports import CallRefused
 from headrace_coordinator.simulation.disk import Disk, Stored, Weights
@@ -117,8 +118,11 @@ class Trainer(Instance):
                 member.generation = 0
         self.generation = 0
 
-    def _lead(self) -> None:
-        """A round of the whole gang: refused by a follower, and by a leader that has lost a rank."""
+    def _lead(self, *, governed: bool = False) -> None:
+        """A round of the whole gang: refused by a follower, and by a leader that has lost a rank.
+
+        A governed one begins only where every rank has its lease and its memory.
+        """
         if not self.joined or not self.generation:
             raise self._refuse("NOT_OPEN", "the trainer is in no gang: call JoinGang first")
         if self.joined[1]:
@@ -129,6 +133,9 @@ class Trainer(Instance):
             raise self._refuse(
                 "GANG_LOST", "a rank is gone; form the trainer group anew and restore a checkpoint"
             )
+
+        if governed and (lapsed := [m.joined for m in gang if m.suspended or not m.live_leases()]):
+            raise self._refuse("LEASE_QUIESCED", f"the lease of {lapsed} was not renewed in time")
 
     def _awake(self) -> None:
         if self.suspended:
@@ -163,7 +170,7 @@ class Trainer(Instance):
     async def Restore(self, request: trainer.RestoreRequest) -> trainer.RestoreResponse:
         self.fence(request.header, lease=True)
         self._awake()
-        self._lead()
+        self._lead(governed=True)
         if self.writing is not None:
             await asyncio.wait({self.writing[1]}, timeout=60.0)
         await asyncio.sleep(0.5 * self.pace)
@@ -200,13 +207,36 @@ class Trainer(Instance):
     async def Learn(
         self, requests: AsyncIterator[trainer.LearnRequest]
     ) -> AsyncIterator[trainer.LearnResponse]:
-        async for request in requests:
-            self.fence(request.header, lease=True)
+        first = await anext(aiter(requests), None)
+        if first is None:
+            return
+        self.fence(first.header, lease=True)
+        revoked = self.revocations[first.header.lease_epoch]
+        async for request in until(revoked, _chain(first, requests)):
+            async for outcome in self._learn(request, revoked):
+                yield trainer.LearnResponse(outcomes=[outcome])
+            if not request.groups:
+                yield trainer.LearnResponse()
+        if revoked.is_set():
+            yield trainer.LearnResponse(revoked=True)
+
+    async def _learn(
+        self, request: trainer.LearnRequest, revoked: asyncio.Event
+    ) -> AsyncIterator[trainer.GroupOutcome]:
+        """Learns groups until the lease is revoked. One that lapses inside a group costs the step attempt."""
+        for group in request.groups:
+            if revoked.is_set():
+                return
             self._awake()
-            self._lead()
-            for group in request.groups:
-                await asyncio.sleep(self.rng.uniform(0.05, 0.3))
-                yield trainer.LearnResponse(outcomes=[self._accumulate(request, group)])
+            self.fence(request.header, lease=True)
+            self._lead(governed=True)
+            await asyncio.sleep(self.rng.uniform(0.05, 0.3))
+            if revoked.is_set():
+                return
+            if request.header.lease_epoch not in self.live_leases():
+                self.phase, self.groups = trainer.STEP_PHASE_IDLE, {}
+                raise self._refuse("ATTEMPT_LOST", "the lease lapsed while a group was accumulated")
+            yield self._accumulate(request, group)
 
     def _accumulate(self, request: trainer.LearnRequest, group: trainer.SettledGroup) -> trainer.GroupOutcome:
         if self.phase != trainer.STEP_PHASE_ACCUMULATING or self.attempt != (request.step, request.attempt):
@@ -247,7 +277,7 @@ class Trainer(Instance):
         if set_digest(members) != request.set_digest:
             self.phase, self.groups = trainer.STEP_PHASE_IDLE, {}
             return trainer.CommitStepResponse(result=trainer.COMMIT_RESULT_SET_MISMATCH)
-        self._lead()
+        self._lead(governed=True)
         await asyncio.sleep(self.pace * (0.3 if self.rng.random() < 0.9 else self.rng.uniform(0.3, 20.0)))
         self._lead()
         if self.rng.random() < 0.02:
@@ -400,3 +430,11 @@ class Trainer(Instance):
         self.fence(request.header, lease=True)
         self.suspended = False
         return trainer.WakeResponse()
+
+
+async def _chain(
+    first: trainer.LearnRequest, rest: AsyncIterator[trainer.LearnRequest]
+) -> AsyncIterator[trainer.LearnRequest]:
+    yield first
+    async for request in rest:
+        yield request

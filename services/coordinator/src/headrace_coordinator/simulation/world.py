@@ -317,6 +317,8 @@ class World(Processes):
     def _may_fail(self, run: runs.RunState) -> bool:
         if run.reason.startswith("limits.recoveries: 2 "):
             return True
+        if run.reason.startswith("nothing was trained: "):
+            return not run.totals.tally.trained
         origin = self.users.origins.get(run.id)
         harmed = origin is not None and f"{self.data_dir}/runs/{origin}" in self.disk.harmed
         if run.id in self.users.doomed:

@@ -28,7 +28,7 @@ SNAPSHOT_EVERY = 2000
 RETRY_S = 0.2
 CLAIM_RETRY_S = 1.0
 MOST_LEAPS = 1024
-LINGER_S = 0.02
+LINGER_S = 0.05
 """Events that nothing waits for are appended after so long, together with what came meanwhile."""
 STALL_S = 5.0
 """A wait that ends so much after its deadline shows that this process stood still: it waits again."""
@@ -66,7 +66,7 @@ class EventLog:
         self._durable: list[tuple[int, asyncio.Future[None]]] = []
         self._due = asyncio.Event()
         self._linger: asyncio.TimerHandle | None = None
-        self._waiters: dict[asyncio.Future[None], None] = {}
+        self._waiters: dict[asyncio.Future[None], Callable[[], bool]] = {}
         self._waking = False
 
     # --- start
@@ -293,17 +293,24 @@ class EventLog:
     # --- waiting
 
     def _wake(self) -> None:
-        """Once for all events of a turn of the loop: each waiter looks at the state as it is then."""
+        """Once for all events of a turn of the loop: it is looked for each waiter at the state as it is then."""
         if not self._waking and self._waiters:
             self._waking = True
             asyncio.get_running_loop().call_soon(self._wake_now)
 
     def _wake_now(self) -> None:
         self._waking = False
-        for waiter in self._waiters:  # Who has waited longest looks first.
+        for waiter, predicate in list(self._waiters.items()):  # Who has waited longest looks first.
             if not waiter.done():
+                self._look(waiter, predicate)
+
+    def _look(self, waiter: asyncio.Future[None], predicate: Callable[[], bool]) -> None:
+        """Looks for a waiter: waking its task at every event, to look itself, costs ten times as much."""
+        try:
+            if predicate():
                 waiter.set_result(None)
-        self._waiters.clear()
+        except Exception as error:  # noqa: BLE001 - it is the waiter's to hear
+            waiter.set_exception(error)
 
     def wake(self) -> None:
         """Lets every waiter look again: something volatile (a session, a supervisor) has changed."""
@@ -315,21 +322,23 @@ class EventLog:
             return
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout
-        timer = loop.call_at(deadline + TICK_S, self._wake)
-        try:
-            while not predicate():
-                left = deadline - loop.time()
-                if left < -STALL_S:
-                    # This process stood still: what is waited for could not arrive, and gets its time again.
-                    left, deadline = timeout, loop.time() + timeout
-                    timer = loop.call_at(deadline + TICK_S, self._wake)
-                if left <= 0:
-                    raise WaitTimeout(f"waited {timeout:.0f} s for {what}")
-                waiter: asyncio.Future[None] = loop.create_future()
-                self._waiters[waiter] = None
-                try:
-                    await waiter
-                finally:
-                    self._waiters.pop(waiter, None)
-        finally:
-            timer.cancel()
+        while not predicate():
+            left = deadline - loop.time()
+            if left < -STALL_S:
+                # This process stood still: what is waited for could not arrive, and gets its time again.
+                left, deadline = timeout, loop.time() + timeout
+            if left <= 0:
+                raise WaitTimeout(f"waited {timeout:.0f} s for {what}")
+            waiter: asyncio.Future[None] = loop.create_future()
+            timer = loop.call_at(deadline + TICK_S, _end_wait, waiter)
+            self._waiters[waiter] = predicate
+            try:
+                await waiter
+            finally:
+                timer.cancel()
+                self._waiters.pop(waiter, None)
+
+
+def _end_wait(waiter: asyncio.Future[None]) -> None:
+    if not waiter.done():
+        waiter.set_result(None)

@@ -1,6 +1,6 @@
-"""What an algorithm is: advantages from rewards, and a loss as an unnormalised sum. Knows no model.
+"""What an algorithm is: advantages from outcomes, and a loss as an unnormalised sum. Knows no model.
 
-Shapes: G groups, N samples of a group, K trained tokens of a micro-batch.
+Shapes: B samples, T trained tokens of the longest of them, K trained tokens of a micro-batch, S its sequences.
 """
 
 from __future__ import annotations
@@ -9,7 +9,10 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
 
+import torch
 from torch import Tensor
+
+from headrace_trainer.algorithms.functional import Terms
 
 
 class Barrier(Enum):
@@ -20,22 +23,92 @@ class Barrier(Enum):
 
 
 @dataclass(frozen=True)
-class TokenBatch:
-    """The trained tokens of one micro-batch, flat.
+class Passes:
+    """How often a step's batch is learned from: `epochs` times, in `minibatches` optimizer steps each time.
 
-    `engine_log_probs_K` are what the engine reported; NaN where it reported none.
-    `weights_K` is each token's share of its sequence, from `Algorithm.token_weight`.
+    After the first epoch no further step is made once a minibatch's mean `approx_kl` is above `target_kl`.
+    """
+
+    epochs: int = 1
+    minibatches: int = 1
+    target_kl: float | None = None
+
+    @property
+    def several(self) -> bool:
+        """Whether the policy moves while its batch is learned from, so that ratios differ from 1."""
+        return self.epochs * self.minibatches > 1
+
+
+@dataclass(frozen=True)
+class Outcomes:
+    """What became of the samples that advantages compare, in float64: one group, or a step's whole batch.
+
+    `groups_B` numbers the groups from 0; samples of a group follow each other. `mask_BT` is true where a sample has
+    a t-th trained token (none in a masked answer). `lengths_B` counts the tokens of each answer, trained or not;
+    `longest` is the run's limit of them.
+    """
+
+    rewards_B: Tensor
+    groups_B: Tensor
+    mask_BT: Tensor
+    lengths_B: Tensor
+    longest: int
+
+
+@dataclass(frozen=True)
+class TokenBatch:
+    """The trained tokens of one micro-batch, flat; the tokens of a sequence follow each other.
+
+    `old_log_probs_K` are the trainer's own under the weights at which the step began; where a step is one optimizer
+    step they are `log_probs_K`, detached. `engine_log_probs_K` are what the engine reported; NaN where it reported
+    none. `weights_K` is each token's share of its sequence, from `Algorithm.token_weight`. `sequences_K` numbers the
+    micro-batch's sequences from 0: every trained token of a sequence is in one micro-batch.
     """
 
     log_probs_K: Tensor
+    old_log_probs_K: Tensor
     engine_log_probs_K: Tensor
     advantages_K: Tensor
     weights_K: Tensor
+    sequences_K: Tensor
+
+    def mask(self) -> Tensor:
+        """(S, T) bool: where `padded` has a token."""
+        places_K, count, longest = self._places()
+        mask_ST = torch.zeros(count, longest, dtype=torch.bool, device=places_K.device)
+        mask_ST[self.sequences_K, places_K] = True
+        return mask_ST
+
+    def padded(self, values_K: Tensor) -> Tensor:
+        """(S, T) with a row for each sequence and 0 behind its tokens; differentiable."""
+        places_K, count, longest = self._places()
+        empty_ST = values_K.new_zeros(count, longest)
+        return empty_ST.index_put((self.sequences_K, places_K), values_K)
+
+    def flat(self, values_ST: Tensor) -> Tensor:
+        """(K,) from (S, T): undoes `padded`."""
+        return values_ST[self.sequences_K, self._places()[0]]
+
+    def flat_terms(self, terms: Terms) -> Terms:
+        """(K,) loss and metrics from (S, T) ones."""
+        return Terms(
+            self.flat(terms.loss), {name: self.flat(values_ST) for name, values_ST in terms.metrics.items()}
+        )
+
+    def _places(self) -> tuple[Tensor, int, int]:
+        """Each token's place in its sequence, the number of sequences, the length of the longest."""
+        lengths_S = torch.bincount(self.sequences_K)
+        starts_S = lengths_S.cumsum(0) - lengths_S
+        places_K = torch.arange(len(self.sequences_K), device=lengths_S.device) - starts_S[self.sequences_K]
+        return places_K, len(lengths_S), int(lengths_S.max()) if len(lengths_S) else 0
 
 
 @dataclass(frozen=True)
 class LossSums:
-    """An unnormalised loss, with figures to be added up and divided by the trained tokens at the commit."""
+    """An unnormalised loss, with figures to be added up and divided by the trained tokens at the commit.
+
+    `approx_kl` among the figures, the divergence of the policy from the old one, is what `target_kl` looks at.
+    """
 
     loss: Tensor
     token_sums: dict[str, Tensor] = field(default_factory=dict)
@@ -44,22 +117,34 @@ class LossSums:
 class Algorithm(Protocol):
     """One policy-gradient algorithm.
 
-    The gradient of a step is `sum over micro-batches of d loss / denominator`, with the denominator known
-    only at the commit: so groups may be learned from as they come, in any order and packing.
+    The gradient of an optimizer step is `sum over micro-batches of d loss / denominator`, with the denominator known
+    only at the end: so groups may be learned from as they come, in any order and packing.
     """
 
     @property
     def barrier(self) -> Barrier:
-        """GROUP allows streaming accumulation; BATCH waits for the whole step."""
+        """GROUP allows streaming accumulation; BATCH waits for the whole step, as several passes must."""
 
-    def advantages(self, rewards_GN: Tensor) -> Tensor:
-        """One advantage a sample, (G, N), in the rewards' type."""
+    @property
+    def passes(self) -> Passes:
+        """Optimizer steps of a commit."""
+
+    @property
+    def least_group(self) -> int:
+        """Samples that a group needs at least, so that there is something to compare."""
+
+    @property
+    def every_token(self) -> bool:
+        """Whether the loss has terms beside the advantages', so that tokens without an advantage are computed too."""
+
+    def advantages(self, outcomes: Outcomes) -> Tensor:
+        """One advantage for each trained token, (B, T), in the rewards' type; 0 outside the mask."""
 
     def token_weight(self, tokens: int) -> float:
         """What each of a sequence's `tokens` trained tokens weighs in the sum."""
 
     def denominator(self, tokens: int, sequences: int) -> float:
-        """What the step's sum is divided by, given its trained tokens and sequences that have any."""
+        """What the sum is divided by, given the trained tokens and the sequences that have any."""
 
     def loss(self, batch: TokenBatch) -> LossSums:
         """The loss of a micro-batch, differentiable in `log_probs_K`."""

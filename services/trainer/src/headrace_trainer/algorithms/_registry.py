@@ -6,25 +6,52 @@ from typing import TYPE_CHECKING
 
 from headrace_servicekit.registry import PluginError, Registry
 
-from headrace_trainer.errors import refused
+from headrace_trainer.errors import Refusal, refused
 
 if TYPE_CHECKING:
     from headrace_schema.learning import AlgorithmSection
 
     from headrace_trainer.algorithms._base import Algorithm
 
+_BUILT_IN = (
+    *("cispo", "dapo", "dr_grpo", "gmpo", "grpo", "gspo", "opo"),
+    *("passk_grpo", "reinforce_pp", "reinforce_pp_baseline", "rloo", "sapo"),
+)
+
 ALGORITHMS: Registry[Algorithm] = Registry(
     "headrace.algorithms",
     "algorithm",
     "algorithm.name",
     "algorithm.options",
-    {"grpo": "headrace_trainer.algorithms.plugins:GRPO"},
+    {name: f"headrace_trainer.algorithms.plugins:{name.upper()}" for name in _BUILT_IN},
 )
 
 
 def build_algorithm(section: AlgorithmSection) -> Algorithm:
     """The algorithm that the section names, with its options. Raises Refusal INVALID, naming the key."""
     try:
-        return ALGORITHMS.choose(section.name, section.options).build()
+        algorithm = ALGORITHMS.choose(section.name, section.options).build()
     except PluginError as error:
         raise refused(error) from error
+    _check_batch(section, algorithm)
+    return algorithm
+
+
+def _check_batch(section: AlgorithmSection, algorithm: Algorithm) -> None:
+    minibatches = algorithm.passes.minibatches
+    if section.group_size < algorithm.least_group:
+        raise _unfit(
+            "algorithm.group_size",
+            f"{section.name} compares the samples of a group, and {section.group_size} is too few; use at least "
+            f"{algorithm.least_group}",
+        )
+    if section.prompts_per_step < minibatches:
+        raise _unfit(
+            "algorithm.options.minibatches",
+            f"{minibatches} minibatches of whole groups cannot be made of algorithm.prompts_per_step: "
+            f"{section.prompts_per_step}; use at most {section.prompts_per_step}",
+        )
+
+
+def _unfit(key: str, problem: str) -> Refusal:
+    return Refusal("INVALID", f"{key}: {problem}", "invalid", key=key)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from headrace_servicekit.contract import check_plugin, require
 
-from headrace_trainer.algorithms._base import Algorithm, Barrier, TokenBatch
+from headrace_trainer.algorithms._base import Algorithm, Barrier, Outcomes, TokenBatch
 from headrace_trainer.algorithms._registry import ALGORITHMS
 
 
@@ -19,14 +19,30 @@ def check_algorithm(name: str, options: Mapping[str, Any]) -> Algorithm:
     """
     algorithm = check_plugin(ALGORITHMS, name, options).build()
     require(isinstance(algorithm.barrier, Barrier), "barrier is no Barrier")
-    rewards_GN = torch.tensor([[0.0, 1.0, 0.5], [1.0, 1.0, 1.0]], dtype=torch.float64)
-    advantages_GN = algorithm.advantages(rewards_GN)
-    require(advantages_GN.shape == rewards_GN.shape, "advantages are not one a sample")
-    require(bool(torch.isfinite(advantages_GN).all()), "advantages of finite rewards are not finite")
+    several = algorithm.passes.several
+    require(not several or algorithm.barrier is Barrier.BATCH, "several passes need Barrier.BATCH")
+    outcomes = _outcomes()
+    advantages_BT = algorithm.advantages(outcomes)
+    require(advantages_BT.shape == outcomes.mask_BT.shape, "advantages are not one a trained token")
+    require(bool(torch.isfinite(advantages_BT).all()), "advantages of finite rewards are not finite")
+    require(not advantages_BT[~outcomes.mask_BT].any(), "there are advantages where no token is trained")
     require(algorithm.denominator(0, 0) > 0, "the denominator of an empty step is not positive")
     require(algorithm.token_weight(7) > 0, "a token's weight is not positive")
     _check_sum(algorithm)
     return algorithm
+
+
+def _outcomes() -> Outcomes:
+    """Two groups of three; one answer of the first carries no loss."""
+    lengths_B = torch.tensor([4, 2, 5, 1, 3, 2])
+    trained_B = torch.tensor([4, 0, 5, 1, 3, 2])
+    return Outcomes(
+        rewards_B=torch.tensor([0.0, 1.0, 0.5, 1.0, 1.0, 1.0], dtype=torch.float64),
+        groups_B=torch.tensor([0, 0, 0, 1, 1, 1]),
+        mask_BT=torch.arange(5) < trained_B[:, None],
+        lengths_B=lengths_B,
+        longest=5,
+    )
 
 
 def _check_sum(algorithm: Algorithm) -> None:
@@ -44,10 +60,19 @@ def _loss(algorithm: Algorithm, batches: list[slice]) -> tuple[torch.Tensor, tor
     log_probs_K = torch.tensor([-0.5, -1.0, -2.0, -0.1, -3.0, -1.5], requires_grad=True)
     advantages_K = torch.tensor([1.0, 1.0, -0.5, -0.5, 2.0, 2.0])
     engine_K = log_probs_K.detach() + 0.01
+    old_K = log_probs_K.detach() + torch.tensor([0.05, -0.05, 0.0, 0.1, -0.1, 0.02])
+    sequences_K = torch.tensor([0, 0, 1, 1, 2, 2])
     weights_K = torch.full((6,), algorithm.token_weight(2))
     total = torch.zeros(())
     for part in batches:
-        batch = TokenBatch(log_probs_K[part], engine_K[part], advantages_K[part], weights_K[part])
+        batch = TokenBatch(
+            log_probs_K=log_probs_K[part],
+            old_log_probs_K=old_K[part],
+            engine_log_probs_K=engine_K[part],
+            advantages_K=advantages_K[part],
+            weights_K=weights_K[part],
+            sequences_K=sequences_K[part] - sequences_K[part][0],
+        )
         total = total + algorithm.loss(batch).loss
     (gradient_K,) = torch.autograd.grad(total, log_probs_K)
     return total.detach(), gradient_K

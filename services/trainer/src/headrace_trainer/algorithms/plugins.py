@@ -2,31 +2,199 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, ClassVar, Literal, Self
 
 from headrace_servicekit.registry import Options, Plugin
-from pydantic import Field, PositiveFloat
+from pydantic import Field, PositiveFloat, model_validator
 
 Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum"]
+Count = Annotated[int, Field(ge=1)]
+BelowOne = Annotated[float, Field(ge=0, lt=1)]
+NotNegative = Annotated[float, Field(ge=0)]
 
 
-class GrpoOptions(Options):
-    """`algorithm.options` of grpo."""
+class PolicyOptions(Options):
+    """What every policy-gradient algorithm takes. An option that the others leave without effect is refused."""
 
-    normalize_std: bool = Field(
-        default=True, description="divide group-centred rewards by their standard deviation"
-    )
-    loss_aggregation: Aggregation = Field(
-        default="token-mean", description="what tokens and sequences weigh in the loss"
-    )
+    ratio_options: ClassVar[frozenset[str]] = frozenset()
+    """Options that act on the ratio of new to old policy only."""
+
     importance_cap: PositiveFloat | None = Field(
         default=None,
         description="cap of the truncated importance weight trainer/engine per token; none: no correction",
     )
+    epochs: Count = Field(default=1, description="passes over the step's batch")
+    minibatches: Count = Field(
+        default=1, description="optimizer steps of a pass, each from its share of the groups"
+    )
+    target_kl: PositiveFloat | None = Field(
+        default=None,
+        description="after the first pass, no optimizer step follows a minibatch whose approx_kl is above this",
+    )
+
+    @model_validator(mode="after")
+    def _used(self) -> Self:
+        idle = sorted(self.model_fields_set & self.ratio_options)
+        if self.epochs * self.minibatches == 1 and idle:
+            raise ValueError(
+                f"{idle[0]}: with one optimizer step a commit the ratio to the old policy is 1, and {', '.join(idle)} "
+                "would have no effect; leave it out, or set epochs or minibatches to 2 or more"
+            )
+        if self.epochs == 1 and self.target_kl is not None:
+            raise ValueError(
+                "target_kl: has no effect in the first pass; leave it out, or set epochs to 2 or more"
+            )
+        return self
 
 
-GRPO = Plugin(
-    "headrace_trainer.algorithms.grpo:Grpo",
-    GrpoOptions,
-    "group relative policy optimisation, without a critic",
+class AggregationOptions(PolicyOptions):
+    """Those that leave open what tokens and sequences weigh."""
+
+    loss_aggregation: Aggregation = Field(
+        default="token-mean", description="what tokens and sequences weigh in the loss"
+    )
+
+
+class ClipOptions(PolicyOptions):
+    """Those whose objective clips the ratio of new to old policy on both sides."""
+
+    ratio_options: ClassVar[frozenset[str]] = frozenset({"clip_low", "clip_high", "dual_clip"})
+
+    clip_low: BelowOne = Field(default=0.2, description="the ratio is clipped below 1 - clip_low")
+    clip_high: NotNegative = Field(default=0.2, description="the ratio is clipped above 1 + clip_high")
+    dual_clip: Annotated[float, Field(gt=1)] | None = Field(
+        default=None, description="bound of the ratio where the advantage is negative; none: no bound"
+    )
+
+
+class StdOptions(PolicyOptions):
+    """Those that compare a reward with its group's mean, and may divide by its spread."""
+
+    normalize_std: bool = Field(
+        default=True, description="divide group-centred rewards by their standard deviation"
+    )
+
+
+class PpoOptions(ClipOptions, AggregationOptions):
+    """`algorithm.options` of rloo, opo and reinforce_pp_baseline."""
+
+
+class GrpoOptions(PpoOptions, StdOptions):
+    """`algorithm.options` of grpo and passk_grpo."""
+
+
+class DrGrpoOptions(ClipOptions):
+    """`algorithm.options` of dr_grpo."""
+
+    norm_length: Count = Field(
+        default=1,
+        description="constant that each answer's sum is divided by, such as sampling.max_new_tokens",
+    )
+
+
+class DapoOptions(ClipOptions, StdOptions):
+    """`algorithm.options` of dapo."""
+
+    clip_high: NotNegative = Field(default=0.28, description="the ratio is clipped above 1 + clip_high")
+    overlong_buffer: Count | None = Field(
+        default=None,
+        description="last tokens before sampling.max_new_tokens over which a reward sinks; none: rewards as they are",
+    )
+    overlong_factor: PositiveFloat = Field(
+        default=1.0, description="what the longest answers lose; needs overlong_buffer"
+    )
+
+    @model_validator(mode="after")
+    def _shaped(self) -> Self:
+        if self.overlong_buffer is None and "overlong_factor" in self.model_fields_set:
+            raise ValueError(
+                "overlong_factor: has no effect without overlong_buffer; set that too, or leave it out"
+            )
+        return self
+
+
+class ReinforcePpOptions(PpoOptions):
+    """`algorithm.options` of reinforce_pp."""
+
+    gamma: Annotated[float, Field(gt=0, le=1)] = Field(
+        default=1.0, description="discount of the reward from token to token"
+    )
+
+
+class GspoOptions(GrpoOptions):
+    """`algorithm.options` of gspo."""
+
+    loss_aggregation: Aggregation = Field(
+        default="seq-mean-token-mean", description="what tokens and sequences weigh in the loss"
+    )
+    clip_low: BelowOne = Field(default=3e-4, description="the answer's ratio is clipped below 1 - clip_low")
+    clip_high: NotNegative = Field(
+        default=4e-4, description="the answer's ratio is clipped above 1 + clip_high"
+    )
+
+
+class GmpoOptions(StdOptions):
+    """`algorithm.options` of gmpo."""
+
+    ratio_options: ClassVar[frozenset[str]] = frozenset({"clip_low", "clip_high"})
+
+    clip_low: NotNegative = Field(default=0.4, description="log-ratios are clipped below -clip_low")
+    clip_high: NotNegative = Field(default=0.4, description="log-ratios are clipped above clip_high")
+
+
+class CispoOptions(AggregationOptions, StdOptions):
+    """`algorithm.options` of cispo."""
+
+    ratio_options: ClassVar[frozenset[str]] = frozenset({"clip_low", "clip_high"})
+
+    clip_low: BelowOne | None = Field(
+        default=None, description="a token's weight is at least 1 - clip_low; none: no such bound"
+    )
+    clip_high: NotNegative = Field(default=0.2, description="a token's weight is at most 1 + clip_high")
+
+
+class SapoOptions(AggregationOptions, StdOptions):
+    """`algorithm.options` of sapo."""
+
+    ratio_options: ClassVar[frozenset[str]] = frozenset({"tau_positive", "tau_negative"})
+
+    loss_aggregation: Aggregation = Field(
+        default="seq-mean-token-mean", description="what tokens and sequences weigh in the loss"
+    )
+    tau_positive: PositiveFloat = Field(
+        default=1.0, description="how sharply the gate closes where the advantage is positive"
+    )
+    tau_negative: PositiveFloat = Field(
+        default=1.05, description="how sharply the gate closes where the advantage is negative"
+    )
+
+
+_HERE = "headrace_trainer.algorithms"
+GRPO = Plugin(f"{_HERE}.grpo:Grpo", GrpoOptions, "group relative policy optimisation, without a critic")
+PASSK_GRPO = Plugin(
+    f"{_HERE}.passk_grpo:PassKGrpo", GrpoOptions, "GRPO that rewards the best answer of a group alone"
 )
+DR_GRPO = Plugin(
+    f"{_HERE}.dr_grpo:DrGrpo",
+    DrGrpoOptions,
+    "GRPO without its biases by answer length and by spread of rewards",
+)
+DAPO = Plugin(
+    f"{_HERE}.dapo:Dapo",
+    DapoOptions,
+    "GRPO with clip-higher, token mean and overlong shaping; groups as they come",
+)
+RLOO = Plugin(f"{_HERE}.rloo:Rloo", PpoOptions, "a reward against the mean of its group's others")
+OPO = Plugin(f"{_HERE}.opo:Opo", PpoOptions, "a reward against its group's mean by answer length")
+REINFORCE_PP = Plugin(
+    f"{_HERE}.reinforce_pp:ReinforcePp", ReinforcePpOptions, "returns whitened over the batch, without groups"
+)
+REINFORCE_PP_BASELINE = Plugin(
+    f"{_HERE}.reinforce_pp:ReinforcePpBaseline", PpoOptions, "group-centred rewards whitened over the batch"
+)
+GSPO = Plugin(f"{_HERE}.gspo:Gspo", GspoOptions, "GRPO with one ratio for each answer")
+GMPO = Plugin(f"{_HERE}.gmpo:Gmpo", GmpoOptions, "GRPO with the geometric mean of an answer's clipped ratios")
+CISPO = Plugin(
+    f"{_HERE}.cispo:Cispo", CispoOptions, "GRPO whose clip bounds a token's weight, not its gradient"
+)
+SAPO = Plugin(f"{_HERE}.sapo:Sapo", SapoOptions, "GRPO with a soft gate in place of the clip")

@@ -88,6 +88,12 @@ class Backend(Protocol):
     def commit(self, denominator: float, learning_rate: float) -> CommitReport:
         """Reduces, divides, clips and steps; accumulators are empty afterwards."""
 
+    def hold(self) -> None:
+        """Keeps weights and optimizer state as they are, in host memory, until `end_hold`."""
+
+    def end_hold(self, *, back: bool) -> None:
+        """Forgets what `hold` kept; `back` returns to it first and drops what is accumulated."""
+
     def weight_layout(self) -> list[tuple[str, str, tuple[int, ...]]]:
         """(name, published type, shape) of every weight in canonical order."""
 
@@ -106,3 +112,6 @@ class Backend(Protocol):
 
     def wake(self) -> None:
         """Undoes `suspend`."""
+
+    def release(self) -> None:
+        """Frees what the next forward gathers from the ranks; all ranks do or none, or that would wait for ever."""

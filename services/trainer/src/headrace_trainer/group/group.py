@@ -59,13 +59,14 @@ class Gang:
         dist.all_reduce(votes, dist.ReduceOp.MIN, group=self._figures)
         return bool(votes.item())
 
-    def votes(self, flag: bool) -> list[bool]:
-        """Everyone's flag by rank, on every rank."""
+    def votes(self, *flags: bool) -> list[list[bool]]:
+        """Everyone's flags by rank, on every rank."""
         if self.world_size == 1:
-            return [flag]
-        found = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
-        dist.all_gather(found, torch.tensor([int(flag)], dtype=torch.int64), group=self._figures)
-        return [bool(vote.item()) for vote in found]
+            return [list(flags)]
+        own = torch.tensor(flags, dtype=torch.bool)
+        found = [torch.zeros_like(own) for _ in range(self.world_size)]
+        dist.all_gather(found, own, group=self._figures)
+        return [vote.tolist() for vote in found]
 
     def sum(self, values: Mapping[str, float]) -> dict[str, float]:
         """Adds up values by name over the ranks, in the order of the ranks."""

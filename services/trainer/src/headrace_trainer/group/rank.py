@@ -79,6 +79,10 @@ class Rank:
             return self.backend.commit(header.denominator, header.learning_rate)
         if header.kind == "snapshot":
             return self._snapshot()
+        if header.kind == "hold":
+            self.backend.hold()
+        if header.kind == "end_hold":
+            self.backend.end_hold(back=header.back)
         if header.kind == "restore":
             self._restore(header)
         if header.kind == "publish":

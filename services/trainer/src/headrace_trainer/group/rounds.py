@@ -20,9 +20,21 @@ from headrace_trainer.errors import Quiesced
 from headrace_trainer.group.group import Gang
 from headrace_trainer.learning.samples import Rows
 
-Kind = Literal["restore", "micro", "check", "infer", "publish", "snapshot", "commit", "abort", "leave"]
+Kind = Literal[
+    "restore",
+    "micro",
+    "check",
+    "infer",
+    "hold",
+    "commit",
+    "end_hold",
+    "publish",
+    "snapshot",
+    "abort",
+    "leave",
+]
 
-GOVERNED: frozenset[Kind] = frozenset({"restore", "micro", "check", "infer", "commit"})
+GOVERNED: frozenset[Kind] = frozenset({"restore", "micro", "check", "infer", "hold", "commit"})
 """Rounds that need every rank's lease. The others end or hand out what such a round has made."""
 
 STUCK_EXIT_CODE = 70
@@ -34,7 +46,8 @@ DEADLINE_S = 900.0
 class Round(msgspec.Struct, frozen=True, omit_defaults=True):
     """What all ranks do next.
 
-    `work` has one entry a rank (micro, infer); a rank whose entry is empty runs a zero-weight dummy.
+    `work` has one entry a rank (micro, infer); a rank whose entry is empty runs a zero-weight dummy. `back` is a
+    end_hold's: to what was held.
     """
 
     generation: int
@@ -46,6 +59,7 @@ class Round(msgspec.Struct, frozen=True, omit_defaults=True):
     denominator: float = 1.0
     learning_rate: float = 0.0
     checkpoint: str = ""
+    back: bool = False
 
 
 class RoundLost(RuntimeError):
@@ -61,11 +75,15 @@ class Rounds:
         execute: Callable[[Round], object],
         *,
         holds_lease: Callable[[], bool],
+        release: Callable[[], None],
         deadlines: bool = True,
     ) -> None:
         self.gang = gang
+        self.gave_back = False
+        """This rank has suspended: all ranks `release` before the next governed round, which gathers on all or none."""
         self._execute = execute
         self._holds_lease = holds_lease
+        self._release = release
         self._deadlines = deadlines
         self._number = 0
         # Held while a round runs: membership, suspend and wake act between rounds.
@@ -100,12 +118,15 @@ class Rounds:
 
     def _take_part(self, header: Round) -> object:
         if header.kind in GOVERNED:
-            votes = self.gang.votes(self._holds_lease())
-            if lapsed := [rank for rank, holds in enumerate(votes) if not holds]:
+            votes = self.gang.votes(self._holds_lease(), self.gave_back)
+            if lapsed := [rank for rank, (holds, _) in enumerate(votes) if not holds]:
                 raise Quiesced(
                     f"round {header.number} ({header.kind}) was not begun: the lease of rank "
                     f"{', '.join(map(str, lapsed))} was not renewed in time or is not held; try again once it is"
                 )
+            if any(gave_back for _, gave_back in votes):
+                self._release()
+                self.gave_back = False
         return self._execute(header)
 
     @contextmanager

@@ -5,44 +5,60 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
-from headrace_trainer.backends._base import CommitReport
 from headrace_trainer.learning.samples import GroupRecord
+from headrace_trainer.learning.work import OptimizerStep
 
 
 def step_figures(
-    report: CommitReport, records: Sequence[GroupRecord], *, denominator: float, rate: float, seconds: float
+    steps: Sequence[OptimizerStep], records: Sequence[GroupRecord], *, rate: float, seconds: float
 ) -> dict[str, float]:
-    """All figures of a step.
+    """All figures of a step that was committed with these optimizer steps, of which there is at least one.
 
-    Token figures (entropy, mismatch, the algorithm's own) are means over the tokens that were computed: the
-    groups whose rewards are all equal are not, and where no token was, those figures are absent. The mismatch
-    is over the `log_prob_compared_tokens` of them whose log-prob the engine has told.
+    Loss and norm are means over the optimizer steps. Token figures (entropy, clip_fraction, approx_kl and others of
+    the algorithm's own) are means over the tokens that were computed, in every epoch anew: a group whose rewards are
+    all equal may not be, and where no token was, those figures are absent. The mismatch is between the engine and
+    the weights at which the step began, over the `log_prob_compared_tokens` whose log-prob the engine has told.
     reward_std is over all samples of the step (population).
     """
     rewards = [reward for record in records for reward in record.rewards]
     lengths = [length for record in records for length in record.answer_lengths]
     return {
-        "loss": report.token_sums["loss"] / denominator,
-        "grad_norm": report.grad_norm,
+        "loss": statistics.fmean(step.report.token_sums["loss"] / step.denominator for step in steps),
+        "grad_norm": statistics.fmean(step.report.grad_norm for step in steps),
         "learning_rate": rate,
+        "optimizer_steps": float(len(steps)),
         "reward_mean": statistics.fmean(rewards),
         "reward_std": statistics.pstdev(rewards),
         "groups_all_equal": float(sum(record.all_equal for record in records)),
         "answer_length_mean": statistics.fmean(lengths),
         "learn_seconds": seconds,
-        **_token_means(report),
+        **_token_means(steps),
+        **_mismatch([step for step in steps if step.epoch == 0]),
     }
 
 
-def _token_means(report: CommitReport) -> dict[str, float]:
-    sums = report.token_sums
-    tokens, compared = sums["tokens"], sums["engine_tokens"]
-    found: dict[str, float] = {"log_prob_compared_tokens": compared}
-    if tokens:
-        found["entropy"] = sums["entropy"] / tokens
-        own = {name.removeprefix("own."): value for name, value in sums.items() if name.startswith("own.")}
-        found.update({name: value / tokens for name, value in own.items()})
+def _token_means(steps: Sequence[OptimizerStep]) -> dict[str, float]:
+    sums = _sums(steps)
+    own = {name.removeprefix("own."): value for name, value in sums.items() if name.startswith("own.")}
+    tokens = sums["tokens"]
+    if not tokens:
+        return {}
+    return {"entropy": sums["entropy"] / tokens, **{name: value / tokens for name, value in own.items()}}
+
+
+def _mismatch(first_epoch: Sequence[OptimizerStep]) -> dict[str, float]:
+    sums = _sums(first_epoch)
+    compared = sums["engine_tokens"]
+    found = {"log_prob_compared_tokens": compared}
     if compared:
         found["log_prob_mismatch_mean"] = sums["mismatch"] / compared
-        found["log_prob_mismatch_max"] = report.token_maxima["mismatch"]
+        found["log_prob_mismatch_max"] = max(step.report.token_maxima["mismatch"] for step in first_epoch)
     return found
+
+
+def _sums(steps: Sequence[OptimizerStep]) -> dict[str, float]:
+    total: dict[str, float] = {}
+    for step in steps:
+        for name, value in step.report.token_sums.items():
+            total[name] = total.get(name, 0.0) + value
+    return total

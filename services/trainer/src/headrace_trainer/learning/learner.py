@@ -1,65 +1,37 @@
-"""From settled groups to rounds: validates, computes advantages, packs, and tells what became of each group.
+"""From settled groups to rounds, as they come: packs, accumulates, and tells what became of each group.
 
 Runs on the leader. Knows no wire and no optimizer; the step's rules are `step`'s.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable
 from collections.abc import Sequence as Many
-from dataclasses import dataclass
 
-import torch
 from headrace_schema.openings import TrainerConfig
 
 from headrace_trainer.algorithms._base import Algorithm
-from headrace_trainer.errors import Refusal
 from headrace_trainer.learning import step as steps
-from headrace_trainer.learning.packing import plan_batches, plan_rows
-from headrace_trainer.learning.samples import Disposition, Group, GroupRecord, Member, Rows, Sequence
-
-RunRound = Callable[[list[Rows]], bool]
-"""Runs one micro round with an entry of work for each rank; whether it was finite everywhere."""
-GradientHolds = Callable[[], bool]
-"""Whether the accumulated gradient is finite; when it is not, the accumulators have been emptied."""
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """A group ready for its forward: `sequences` is empty when its gradient is known to be zero."""
-
-    record: GroupRecord
-    sequences: list[Sequence]
+from headrace_trainer.learning.intake import Intake, Prepared, not_finite
+from headrace_trainer.learning.samples import Group, GroupRecord
+from headrace_trainer.learning.work import Finished, OptimizerStep, StepRounds, denominator, plan_rounds
 
 
 class Learner:
-    """Accumulates groups of one run."""
+    """Accumulates the gradients of one run's groups as they come; one optimizer step a commit."""
 
-    def __init__(
-        self,
-        config: TrainerConfig,
-        algorithm: Algorithm,
-        world_size: int,
-        *,
-        shared: bool,
-        run_round: RunRound,
-        gradient_holds: GradientHolds,
-    ) -> None:
+    def __init__(self, config: TrainerConfig, algorithm: Algorithm, rounds: StepRounds) -> None:
         self._config = config
         self._algorithm = algorithm
-        self._world_size = world_size
-        self._shared = shared
-        self._run_round = run_round
-        self._gradient_holds = gradient_holds
+        self._intake = Intake(config, algorithm)
+        self._rounds = rounds
 
     def learn(self, state: steps.StepState, groups: Many[Group]) -> steps.StepState:
         """The state after these groups; each one's record is in `state.groups`. Raises Refusal CONFLICT."""
         fresh: dict[int, Prepared] = {}
         for group in sorted(groups, key=lambda group: group.prompt_ordinal):
-            record = steps.known(state, group) or self._refusal(state, group)
+            record = steps.known(state, group) or self._intake.refusal(state, group)
             if record is None:
-                fresh[group.prompt_ordinal] = self._prepare(state, group)
+                [fresh[group.prompt_ordinal]] = self._intake.prepare(state, [group])
             else:
                 state = steps.learned(state, record)
         alone = [[prepared] for prepared in fresh.values()]
@@ -67,111 +39,47 @@ class Learner:
         apart = self._config.deterministic or state.careful
         for batch in alone if apart else [list(fresh.values())]:
             state = self._accumulate(state, batch)
-            if state.careful and not self._gradient_holds():
+            if state.careful and not self._rounds.holds():
                 state = _quarantined(state, batch[0].record)
         return state
 
-    def _refusal(self, state: steps.StepState, group: Group) -> GroupRecord | None:
-        """The record of a group that must not be accumulated."""
-        keys = tuple(group.keys())
-        if problem := group.problem():
-            return GroupRecord(group.prompt_ordinal, group.digest, keys, Disposition.NONFINITE, problem)
-        try:
-            lag = steps.staleness(state, {number for m in group.members for number in m.versions})
-        except Refusal as refusal:
-            return GroupRecord(group.prompt_ordinal, group.digest, keys, Disposition.STALE, refusal.message)
-        limit = self._config.algorithm.max_staleness
-        if lag > limit:
-            detail = f"the oldest segment lags {lag} steps behind the base; max_staleness is {limit}"
-            return GroupRecord(group.prompt_ordinal, group.digest, keys, Disposition.STALE, detail)
-        return None
+    def finish(self, state: steps.StepState, rate: float) -> Finished:
+        """Applies what is accumulated."""
+        divisor = denominator(self._algorithm, state.accumulated)
+        report = self._rounds.apply(divisor, rate)
+        return Finished([OptimizerStep(report, divisor)], report.finite)
 
-    def _prepare(self, state: steps.StepState, group: Group) -> Prepared:
-        rewards = [member.reward for member in group.members]
-        advantages = self._algorithm.advantages(torch.tensor([rewards], dtype=torch.float64))[0].tolist()
-        trained = [self._trained(member) for member in group.members]
-        lengths = [len(positions) for positions in trained]
-        by_version = Counter(
-            version
-            for member, positions in zip(group.members, trained, strict=True)
-            for version in member.versions[: len(positions)]
-        )
-        sequences = [
-            Sequence(
-                member.tokens,
-                positions,
-                member.engine_log_probs,
-                advantage,
-                self._algorithm.token_weight(len(positions)),
-            )
-            for member, positions, advantage in zip(group.members, trained, advantages, strict=True)
-            if positions
-        ]
-        equal = not any(advantages)
-        record = GroupRecord(
-            prompt_ordinal=group.prompt_ordinal,
-            digest=group.digest,
-            keys=tuple(group.keys()),
-            disposition=Disposition.ACCUMULATED,
-            sequences=len(group.members),
-            trained_sequences=sum(1 for length in lengths if length),
-            tokens=sum(lengths),
-            staleness=steps.staleness(state, set(by_version)),
-            all_equal=equal,
-            tokens_by_version=by_version,
-            rewards=tuple(rewards),
-            answer_lengths=tuple(len(member.trained) for member in group.members),
-        )
-        return Prepared(record, [] if equal else sequences)
-
-    def _trained(self, member: Member) -> list[int]:
-        """Positions that carry loss: none in a masked answer, or a truncated one where those are masked."""
-        hidden = member.masked or (member.truncated and self._config.algorithm.truncated == "mask")
-        return [] if hidden else member.trained
+    def reset(self) -> None:
+        """Forgets the attempt; what is accumulated is the trainer group's."""
 
     def _accumulate(self, state: steps.StepState, batch: list[Prepared]) -> steps.StepState:
         """Learns a batch of groups; those in a non-finite round are tried again, each alone."""
-        inside, outside = self._rounds(batch)
+        inside, outside = self._run(batch)
         for index, prepared in enumerate(batch):
             if index not in outside:
                 state = steps.learned(state, prepared.record)
             elif len(batch) == 1 or index in inside:
                 state = steps.learned(
-                    state, _nonfinite(prepared.record), taint=_taint(index in inside, prepared)
+                    state, not_finite(prepared.record), taint=_taint(index in inside, prepared)
                 )
             else:
                 state = self._accumulate(state, [prepared])
         return state
 
-    def _rounds(self, batch: list[Prepared]) -> tuple[set[int], set[int]]:
+    def _run(self, batch: list[Prepared]) -> tuple[set[int], set[int]]:
         """Runs the batch; which groups have rows inside the accumulators, and which have rows left outside."""
-        budget = self._config.trainer.micro_batch_tokens
-        rows = [
-            (owner, length, [prepared.sequences[index] for index in members])
-            for owner, prepared in enumerate(batch)
-            for length, members in plan_rows(prepared.sequences, budget, shared=self._shared)
-        ]
-        batches = plan_batches([length for _, length, _ in rows], budget)
         inside: set[int] = set()
         outside: set[int] = set()
-        for first in range(0, len(batches), self._world_size):
-            chosen = batches[first : first + self._world_size]
-            work: list[Rows] = [[rows[row][2] for row in micro] for micro in chosen]
-            work += [[] for _ in range(self._world_size - len(work))]
-            owners = {rows[row][0] for micro in chosen for row in micro}
-            (inside if self._run_round(work) else outside).update(owners)
+        groups = [prepared.sequences for prepared in batch]
+        for work, owners in plan_rounds(groups, self._config.trainer.micro_batch_tokens, self._rounds):
+            (inside if self._rounds.micro(work) else outside).update(owners)
         return inside, outside
-
-
-def _nonfinite(record: GroupRecord, what: str = "loss") -> GroupRecord:
-    detail = f"the {what} is not finite under the current weights"
-    return GroupRecord(record.prompt_ordinal, record.digest, record.keys, Disposition.NONFINITE, detail)
 
 
 def _quarantined(state: steps.StepState, record: GroupRecord) -> steps.StepState:
     """Without the group, and without hope for the attempt: what the others had accumulated went with it."""
     taint = f"prompt {record.prompt_ordinal} has a gradient that is not finite"
-    return steps.learned(state, _nonfinite(record, "gradient"), taint=taint)
+    return steps.learned(state, not_finite(record, "gradient"), taint=taint)
 
 
 def _taint(partly_inside: bool, prepared: Prepared) -> str:

@@ -9,6 +9,7 @@ Shapes: R rows, L nodes of the longest row, U distinct (node, next token) pairs,
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -68,7 +69,10 @@ def context(sequence: Sequence) -> list[int]:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """One forward. `mask_R1LL` is None when plain causal attention is right (no row branches)."""
+    """One forward. `mask_R1LL` is None when plain causal attention is right (no row branches).
+
+    `old_log_probs_K` are NaN where they are the forward's own.
+    """
 
     tokens_RL: Tensor
     positions_RL: Tensor
@@ -79,6 +83,8 @@ class MicroBatch:
     advantages_K: Tensor
     weights_K: Tensor
     engine_log_probs_K: Tensor
+    old_log_probs_K: Tensor
+    sequences_K: Tensor
 
     def to(self, device: torch.device) -> MicroBatch:
         """The same on `device`."""
@@ -110,11 +116,11 @@ def pack(rows: Rows, *, shared: bool) -> MicroBatch:
         sources_U=torch.tensor([row * length + node for row, node, _ in pairs], dtype=torch.long),
         targets_U=torch.tensor([token for _, _, token in pairs], dtype=torch.long),
         index_K=torch.tensor(index, dtype=torch.long),
-        advantages_K=_per_token([(len(s.trained), s.advantage) for _, s in sequences]),
-        weights_K=_per_token([(len(s.trained), s.weight) for _, s in sequences]),
-        engine_log_probs_K=torch.tensor(
-            [value for _, s in sequences for value in s.engine_log_probs], dtype=torch.float32
-        ),
+        advantages_K=_of_tokens([s.advantages or [0.0] * len(s.trained) for _, s in sequences]),
+        weights_K=_of_tokens([[s.weight] * len(s.trained) for _, s in sequences]),
+        engine_log_probs_K=_of_tokens([s.engine_log_probs for _, s in sequences]),
+        old_log_probs_K=_of_tokens([s.old_log_probs or [math.nan] * len(s.trained) for _, s in sequences]),
+        sequences_K=torch.repeat_interleave(torch.tensor([len(s.trained) for _, s in sequences])),
     )
 
 
@@ -132,9 +138,8 @@ def _mask(trees: list[PrefixTree], length: int) -> Tensor:
     return torch.from_numpy(mask_RLL)[:, None]
 
 
-def _per_token(parts: list[tuple[int, float]]) -> Tensor:
-    counts, values = zip(*parts, strict=True) if parts else ((), ())
-    return torch.tensor(values, dtype=torch.float32).repeat_interleave(torch.tensor(counts, dtype=torch.long))
+def _of_tokens(parts: list[list[float]]) -> Tensor:
+    return torch.tensor([value for values in parts for value in values], dtype=torch.float32)
 
 
 def plan_rows(sequences: list[Sequence], budget: int, *, shared: bool) -> list[tuple[int, list[int]]]:

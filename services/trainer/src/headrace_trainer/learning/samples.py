@@ -17,14 +17,17 @@ class Sequence(msgspec.Struct, frozen=True, array_like=True):
     """One token sequence as a rank works on it.
 
     `trained` are positions in `tokens`, each ≥ 1; `engine_log_probs` has one value for each of them, NaN
-    where the engine gave none. `advantage` and `weight` apply to each trained token.
+    where the engine gave none. `advantages` has one for each of them too, or none at all where no loss needs them;
+    `old_log_probs` the trainer's own under the base, or none: then they are those of the forward itself.
+    `weight` applies to each trained token.
     """
 
     tokens: list[int]
     trained: list[int]
     engine_log_probs: list[float]
-    advantage: float = 0.0
+    advantages: list[float] = []
     weight: float = 0.0
+    old_log_probs: list[float] = []
 
 
 Rows = list[list[Sequence]]

@@ -81,7 +81,8 @@ class CommitReply:
 class StepState:
     """Everything the reducer remembers. `lineage` maps live version numbers to ordinals.
 
-    An attempt at `suspect_step` has failed for a gradient that was not finite.
+    An attempt at `suspect_step` has failed for a gradient that was not finite; `suspects` are the groups that are to
+    blame, where that was found: digest → what is wrong.
     """
 
     phase: Phase = Phase.EMPTY
@@ -92,6 +93,7 @@ class StepState:
     groups: Mapping[int, GroupRecord] = field(default_factory=dict)
     tainted: str = ""
     suspect_step: int = -1
+    suspects: Mapping[str, str] = field(default_factory=dict)
     closed: tuple[int, int] = (-1, 0)
     last_commit: Commit | None = None
     last_reply: CommitReply | None = None
@@ -273,11 +275,14 @@ def committed(state: StepState, command: Commit, reply: CommitReply) -> StepStat
     )
 
 
-def refused(state: StepState, command: Commit, reply: CommitReply) -> StepState:
+def refused(
+    state: StepState, command: Commit, reply: CommitReply, suspects: Mapping[str, str] | None = None
+) -> StepState:
     """After a mismatch or a non-finite gradient: the attempt is over and the base is still held."""
     suspect = command.step if reply.result is Result.NONFINITE else state.suspect_step
     over = aborted(state, command.step, command.attempt)
-    return replace(over, suspect_step=suspect, last_commit=command, last_reply=reply)
+    known = {**(state.suspects if suspect == state.suspect_step else {}), **(suspects or {})}
+    return replace(over, suspect_step=suspect, suspects=known, last_commit=command, last_reply=reply)
 
 
 def recorded(state: StepState, step: int, attempt: int, number: int) -> StepState:

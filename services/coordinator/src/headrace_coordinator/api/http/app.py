@@ -14,6 +14,7 @@ from headrace_coordinator.api.control import Control
 from headrace_coordinator.api.http.errors import ANSWERS, add_error_handlers
 from headrace_coordinator.api.http.fleet import ScaleRequest, fleet_routes, service_routes
 from headrace_coordinator.api.http.guard import Guard
+from headrace_coordinator.api.http.links import link_routes
 from headrace_coordinator.api.http.overviews import overview_routes
 from headrace_coordinator.api.http.pages import page_routes
 from headrace_coordinator.api.http.runs import run_routes
@@ -45,6 +46,7 @@ def make_app(
     app.include_router(overview_routes(control))
     app.include_router(fleet_routes(control))
     app.include_router(service_routes(control))
+    app.include_router(link_routes(token))
     app.include_router(page_routes())
     app.add_middleware(Guard, token=token)
     add_error_handlers(app)

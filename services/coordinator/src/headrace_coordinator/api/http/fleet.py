@@ -29,7 +29,10 @@ KINDS = ("rollout", "trainer", "simulator", "reward")
 SCALE_BODY: dict[str, Any] = {
     "requestBody": {
         "required": True,
-        "content": {"application/json": {"schema": {"$ref": "#/components/schemas/ScaleRequest"}}},
+        "content": {
+            media_type: {"schema": {"$ref": "#/components/schemas/ScaleRequest"}}
+            for media_type in ("application/json", "application/yaml")
+        },
     }
 }
 

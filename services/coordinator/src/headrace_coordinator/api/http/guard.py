@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from headrace_coordinator.api.http.errors import error_response
 from headrace_coordinator.api.http.pages import is_page
 
-OPEN_PATHS = frozenset({"/healthz"})
+OPEN_PATHS = frozenset({"/healthz", "/open"})  # /open takes a one-time code
 REQUESTS = Counter(
     "headrace_http_requests", "HTTP requests by route and status", ["method", "route", "status"]
 )

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import uuid
 from typing import Annotated, Any, TypeVar
 
 from fastapi import Header, Query, Request, Response
 from headrace_schema.problems import explain, problem
+from headrace_schema.yaml_text import YamlProblem, read_yaml
 from pydantic import BaseModel, BeforeValidator, ValidationError
 from pydantic_core import from_json
 from starlette.requests import ClientDisconnect
@@ -59,23 +61,40 @@ async def known_parameters(request: Request) -> None:
 
 
 async def read_model(request: Request, model: type[Model], what: str) -> Model:
-    """The JSON body as a model; refusals name every key that is wrong."""
+    """The JSON or YAML body as a model; refusals name every key that is wrong."""
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if media_type != "application/json":
+    if media_type not in ("application/json", "application/yaml"):
         given = media_type[:80] or "of no type"
-        message = f"the body must be JSON and is {given}; send Content-Type: application/json"
+        types = "application/json or application/yaml"
+        message = f"the body must be JSON or YAML and is {given}; send Content-Type: {types}"
         raise Refused("UNSUPPORTED_MEDIA_TYPE", message)
     body = await _read(request)
+    data = _from_json(body, what) if media_type == "application/json" else await _from_yaml(body, what)
+    try:
+        return model.model_validate(data)
+    except ValidationError as error:
+        raise invalid(explain(error, model), what) from error
+
+
+def _from_json(body: bytes, what: str) -> Any:
     try:
         data = from_json(body, allow_inf_nan=False)
     except ValueError as error:
         raise invalid([problem("", f"{what} is not JSON: {error}", "send one JSON object")], what) from error
     if not _finite(data):
         raise invalid([problem("", f"{what} holds a number beyond 1e308", "write a finite number")], what)
+    return data
+
+
+async def _from_yaml(body: bytes, what: str) -> Any:
+    """In a thread: PyYAML takes a second for the largest text that it is given."""
     try:
-        return model.model_validate(data)
-    except ValidationError as error:
-        raise invalid(explain(error, model), what) from error
+        return await asyncio.to_thread(read_yaml, body.decode())
+    except UnicodeDecodeError as error:
+        fix = "send UTF-8"
+        raise invalid([problem("", f"{what} is not UTF-8 at byte {error.start}", fix)], what) from error
+    except YamlProblem as error:
+        raise invalid([problem("", f"{what}: {error}", error.fix)], what) from error
 
 
 async def _read(request: Request) -> bytes:

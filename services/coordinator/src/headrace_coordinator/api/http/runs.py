@@ -46,7 +46,10 @@ EventId = Annotated[int, Field(ge=0, le=MAX_EVENT_ID)]
 SPEC_BODY: dict[str, Any] = {
     "requestBody": {
         "required": True,
-        "content": {"application/json": {"schema": {"$ref": "#/components/schemas/RunSpec"}}},
+        "content": {
+            media_type: {"schema": {"$ref": "#/components/schemas/RunSpec"}}
+            for media_type in ("application/json", "application/yaml")
+        },
     }
 }
 EVENT_ANSWER: dict[int | str, dict[str, Any]] = {

@@ -12,11 +12,11 @@ from headrace_servicekit.rpc.digests import set_digest
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain.compact import compact, compact_drops, count_drops
 from headrace_coordinator.domain.runs import RunState
-from headrace_coordinator.domain.slots import ACCUMULATED, DROPPED, Slot
+from headrace_coordinator.domain.slot_index import ACCUMULATED, DROPPED, Slot
 from headrace_coordinator.projections.trajectories import KEPT_A_STEP, Settled, spread
 from headrace_coordinator.run.context import RunContext
-from headrace_coordinator.run.stages.generation import Batch
 from headrace_coordinator.run.stages.learning import members_of
+from headrace_coordinator.run.stages.settle import Batch
 from headrace_coordinator.run.stages.step_timer import StepTimer
 
 
@@ -120,10 +120,10 @@ def settled_lines(
             prompt=context.question(slot.prompt),
             completion=scored.completion,
             reference=context.item(slot.prompt).answer,
-            reward=scored.reward,
+            reward=slot.reward,
             parts=scored.parts,
             finish_reason=common.FinishReason.Name(scored.finish_reason).removeprefix("FINISH_REASON_"),  # type: ignore[arg-type]
-            tokens=scored.tokens,
+            tokens=slot.tokens,
             versions=scored.versions,
             log_probs=[round(value, 4) for value in scored.log_probs],
         )

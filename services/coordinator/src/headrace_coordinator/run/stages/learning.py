@@ -1,4 +1,8 @@
-"""Settled groups to the trainer group's leader, and its acknowledgements into the ledger."""
+"""Settled groups to the trainer group's leader, and its acknowledgements into the ledger.
+
+A lease that lapses or is revoked under the leader is no fault: what it has not acknowledged is sent again on another
+stream, under the lease that it holds then.
+"""
 
 from __future__ import annotations
 
@@ -10,16 +14,18 @@ from headrace.trainer.v1 import trainer_pb2 as trainer
 from headrace_servicekit.rpc.digests import set_digest
 
 from headrace_coordinator.domain import events as ev
-from headrace_coordinator.domain.slots import DROPPED, Slot
+from headrace_coordinator.domain.slot_index import DROPPED, Slot
 from headrace_coordinator.fleet.ports import CallRefused
 from headrace_coordinator.fleet.waits import Notifier
 from headrace_coordinator.run.clients import SlotKey
 from headrace_coordinator.run.concurrency import gather_all
 from headrace_coordinator.run.context import RunContext
-from headrace_coordinator.run.stages.generation import Batch
 from headrace_coordinator.run.stages.relay import Relay, SizedBody
+from headrace_coordinator.run.stages.settle import Batch
 from headrace_coordinator.run.stages.step_timer import StepTimer
 
+LEASE_RETRY_S = 0.2
+"""After so long a leader whose lease was not renewed in time is asked again."""
 GROUPS_A_MESSAGE = 64
 MESSAGE_BYTES = 1 << 20
 """A message is sent once it has so much: gRPC is fastest at this size, and refuses those of 64 MiB."""
@@ -33,6 +39,18 @@ class LostBodies(Exception):
         self.slots = slots
 
 
+class AttemptLost(Exception):
+    """The trainer group had to give up the step attempt: the next one begins with what is settled."""
+
+
+class _LeaseAway(Exception):
+    """The leader's lease has lapsed, or is `revoked`: the stream has ended and nothing is lost."""
+
+    def __init__(self, *, revoked: bool) -> None:
+        super().__init__()
+        self.revoked = revoked
+
+
 class Learning:
     """One step attempt's way from settled groups to accumulated gradients."""
 
@@ -43,15 +61,13 @@ class Learning:
         self._timer = timer
         self._batch = batch
         self._waiting: list[int] = []
-        self._sent: set[int] = set()
         self._closed = False
-        self._ready: asyncio.Queue[trainer.LearnRequest | None] = asyncio.Queue(maxsize=2)
         self._news = Notifier()
 
     @property
     def backlog(self) -> bool:
         """The trainer has groups to work on."""
-        return bool(self._waiting or self._sent)
+        return bool(self._ledger.index.settled)
 
     def put(self, prompt: int) -> None:
         """A group has settled."""
@@ -65,26 +81,48 @@ class Learning:
 
     async def run(self) -> None:
         """Until closed and everything sent is acknowledged."""
-        await gather_all(self._feed(), self._exchange())
+        while True:
+            ready: asyncio.Queue[trainer.LearnRequest | None] = asyncio.Queue(maxsize=2)
+            try:
+                await gather_all(self._feed(ready), self._exchange(ready))
+                return
+            except _LeaseAway as away:
+                self._waiting = sorted(self._ledger.index.settled)  # What was sent has no answer any more.
+                await self._lease_again(revoked=away.revoked)
 
-    async def _exchange(self) -> None:
+    async def _lease_again(self, *, revoked: bool) -> None:
+        """Waits a little for the lease to be renewed; takes another one for one that was revoked."""
+        context, leader = self._context, self._context.workers.leader
+        name = leader.instance.instance
+        if revoked:
+            context.note(f"the lease of {name} was revoked; it goes on under the next one")
+            leader.lost_lease()
+            await context.placement.learn()
+        else:
+            with context.fleet.waits.named(context.run_id, f"the lease of {name} to be renewed"):
+                await asyncio.sleep(LEASE_RETRY_S)
+
+    async def _exchange(self, ready: asyncio.Queue[trainer.LearnRequest | None]) -> None:
         ledger, limit = self._ledger, self._context.spec.limits.step_timeout_s
         leader = self._context.workers.leader
-        async for response in leader.learn(ledger.step, ledger.attempt, self._messages(), limit):
-            now = self._context.event_log.monotonic()
-            seconds = response.metrics.wall_time.ToNanoseconds() / 1e9
-            self._timer.add("learn", (now - seconds, now), leader.devices)
-            self._take(response)
-        if self._sent:
-            raise CallRefused(
-                leader.incarnation, "INTERNAL", f"Learn left {len(self._sent)} groups unanswered"
-            )
+        try:
+            async for response in leader.learn(ledger.step, ledger.attempt, _messages(ready), limit):
+                if response.revoked:
+                    raise _LeaseAway(revoked=True)
+                now = self._context.event_log.monotonic()
+                seconds = response.metrics.wall_time.ToNanoseconds() / 1e9
+                self._timer.add("learn", (now - seconds, now), leader.devices)
+                self._take(response)
+        except CallRefused as refused:
+            if refused.reason == "ATTEMPT_LOST":
+                raise AttemptLost(refused.message) from refused
+            if refused.reason == "LEASE_QUIESCED":
+                raise _LeaseAway(revoked=False) from refused
+            raise
+        if unanswered := len(ledger.index.settled):
+            raise CallRefused(leader.incarnation, "INTERNAL", f"Learn left {unanswered} groups unanswered")
 
-    async def _messages(self) -> AsyncIterator[trainer.LearnRequest]:
-        while (message := await self._ready.get()) is not None:
-            yield message
-
-    async def _feed(self) -> None:
+    async def _feed(self, ready: asyncio.Queue[trainer.LearnRequest | None]) -> None:
         # Not inside `_messages`: an error in a request iterator would only cancel the call.
         while True:
             news = self._news.next()
@@ -92,11 +130,10 @@ class Learning:
                 prompts, self._waiting = self._waiting[:GROUPS_A_MESSAGE], self._waiting[GROUPS_A_MESSAGE:]
                 if self._context.spec.deterministic:
                     prompts.sort()
-                self._sent.update(prompts)
                 for message in self._filled(prompts, await self._bodies(prompts)):
-                    await self._ready.put(message)
+                    await ready.put(message)
             elif self._closed:
-                await self._ready.put(None)
+                await ready.put(None)
                 return
             else:
                 await asyncio.shield(news)
@@ -139,7 +176,6 @@ class Learning:
         accumulated: list[int] = []
         for outcome in response.outcomes:
             prompt = outcome.prompt_ordinal
-            self._sent.discard(prompt)
             if outcome.disposition == trainer.GROUP_DISPOSITION_ACCUMULATED:
                 self._same_group(outcome)
                 accumulated.append(prompt)
@@ -179,6 +215,11 @@ class Learning:
                     detail=detail,
                 )
             )
+
+
+async def _messages(ready: asyncio.Queue[trainer.LearnRequest | None]) -> AsyncIterator[trainer.LearnRequest]:
+    while (message := await ready.get()) is not None:
+        yield message
 
 
 def members_of(slots: list[Slot]) -> list[tuple[int, int, int, str]]:

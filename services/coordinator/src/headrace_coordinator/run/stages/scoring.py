@@ -6,23 +6,20 @@ import asyncio
 import json
 from array import array
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
 
 from headrace.common.v1 import common_pb2 as common
 from headrace.reward.v1 import reward_pb2 as reward
 
 from headrace_coordinator.data.items import DataItem
 from headrace_coordinator.fleet.ports import InstanceDown
-from headrace_coordinator.fleet.waits import Notifier
-from headrace_coordinator.run.clients import RewardClient, SlotKey
+from headrace_coordinator.run.clients import SlotKey
+from headrace_coordinator.run.stages.lanes import Lane, now
 from headrace_coordinator.run.stages.step_timer import StepTimer
 from headrace_coordinator.run.workers import WorkerGroup
 
 SCORER_RETRIES = 2
 BATCH = 512
-IDLE_S = 1.0
-"""A stream without questions ends after so long: an open one would look like a call that hangs."""
 GRACE_S = 60.0
 """Beyond reward.timeout_s for each open question: what an instance may take for everything else."""
 LOOK_S = 5.0
@@ -67,17 +64,6 @@ def first_log_probs(body: common.Trajectory, most: int) -> array[float]:
     return found
 
 
-@dataclass(eq=False)
-class _Lane:
-    """The stream to one instance, and what it was asked."""
-
-    member: RewardClient
-    heard_at: float
-    task: asyncio.Task[None] = field(init=False)
-    asked: dict[SlotKey, reward.ScoreItem] = field(default_factory=dict)
-    over: bool = False
-
-
 class Scoring:
     """Scores what is put in, on every reward instance of the run, until `close`."""
 
@@ -88,8 +74,7 @@ class Scoring:
         self._timer = timer
         self._deliver = deliver
         self._waiting: list[reward.ScoreItem] = []
-        self._lanes: list[_Lane] = []
-        self._news = Notifier()
+        self._lanes = workers.lanes
         self._broken: Counter[SlotKey] = Counter()
         self._closed = False
         self._busy_since: float | None = None
@@ -97,55 +82,60 @@ class Scoring:
     def put(self, item: reward.ScoreItem) -> None:
         """Scores one answer soon, together with whatever else waits."""
         self._waiting.append(item)
-        self._news.beat()
+        self._lanes.news.beat()
 
     def close(self) -> None:
         """No more answers will come."""
         self._closed = True
-        self._news.beat()
+        self._lanes.news.beat()
 
     @property
     def _finished(self) -> bool:
-        return self._closed and not self._waiting and not any(lane.asked for lane in self._lanes)
+        return self._closed and not self._waiting and not any(lane.asked for lane in self._lanes.all)
+
+    @property
+    def _limit_s(self) -> float:
+        return self._workers.spec.limits.step_timeout_s
 
     async def run(self) -> None:
         """Until closed and everything has its result. A lost instance's questions go to another one."""
+        draining = self._workers.fleet.any_draining
+        staying = [member for member in self._workers.rewards if not draining([member])]
+        self._lanes.begin(self, staying, self._limit_s)
         try:
             while not self._finished:
-                news = self._news.next()
+                news = self._lanes.news.next()
                 if self._waiting:
                     await self._open_lanes()
-                futures: set[asyncio.Future[None]] = {news, *(lane.task for lane in self._lanes)}
+                futures: set[asyncio.Future[None]] = {news, *(lane.task for lane in self._lanes.all)}
                 await asyncio.wait(futures, timeout=LOOK_S, return_when=asyncio.FIRST_COMPLETED)
-                for lane in list(self._lanes):
+                for lane in list(self._lanes.all):
                     await self._look_after(lane)
-            await asyncio.gather(*(lane.task for lane in self._lanes))
         finally:
-            for lane in self._lanes:
-                lane.task.cancel()
-            await asyncio.gather(*(lane.task for lane in self._lanes), return_exceptions=True)
+            if self._finished:
+                self._lanes.rest()
+            else:
+                await self._lanes.end()  # What they were asked, nobody wants to know.
 
     async def _open_lanes(self) -> None:
-        if not self._lanes:
+        open_to = {lane.member.incarnation for lane in self._lanes.live}
+        if not open_to:
             await self._workers.staff_rewards()
-        open_to = {lane.member.incarnation for lane in self._lanes}
         for member in self._workers.rewards:
             if member.incarnation not in open_to:
-                lane = _Lane(member, self._now())
-                lane.task = asyncio.ensure_future(self._converse(lane))
-                self._lanes.append(lane)
+                self._lanes.open(member, self._limit_s)
 
-    async def _look_after(self, lane: _Lane) -> None:
+    async def _look_after(self, lane: Lane) -> None:
         """Ends a lane whose instance is gone or silent; takes a lane that has ended out of service."""
         patience = self._workers.spec.reward.timeout_s * len(lane.asked) + GRACE_S
-        silent = bool(lane.asked) and self._now() - lane.heard_at > patience
+        silent = bool(lane.asked) and now() - lane.heard_at > patience
         if silent or not self._workers.fleet.alive(lane.member.incarnation):
             lane.task.cancel()
         elif not lane.task.done():
             return
         lane.over = True
         await asyncio.wait({lane.task})
-        self._lanes.remove(lane)
+        self._lanes.all.remove(lane)
         error = None if lane.task.cancelled() else lane.task.exception()
         if error is not None and not isinstance(error, InstanceDown):
             raise error
@@ -157,38 +147,21 @@ class Scoring:
 
     # --- one lane
 
-    async def _converse(self, lane: _Lane) -> None:
-        limit = self._workers.spec.limits.step_timeout_s
-        try:
-            async for response in lane.member.score(self._questions(lane), limit):
-                lane.heard_at = self._now()
-                self._take(lane, response.results)
-        finally:
-            lane.over = True
-
-    async def _questions(self, lane: _Lane) -> AsyncIterator[Sequence[reward.ScoreItem]]:
-        # gRPC still reads this when the stream is broken: a lane that is over takes nothing more.
-        while not (lane.over or self._finished):
-            news = self._news.next()
-            if items := self._share(lane):
-                if not lane.asked:
-                    lane.heard_at = self._now()
-                if self._busy_since is None:
-                    self._busy_since = self._workers.fleet.event_log.monotonic()
-                lane.asked.update((_slot(item), item) for item in items)
-                yield items
-            elif not (await asyncio.wait({news}, timeout=IDLE_S))[0] and not lane.asked:
-                return
-
-    def _share(self, lane: _Lane) -> list[reward.ScoreItem]:
+    def share(self, lane: Lane) -> list[reward.ScoreItem]:
         """What waits, up to this lane's fair part of everything that is open."""
-        everything = len(self._waiting) + sum(len(each.asked) for each in self._lanes)
-        fair = -(-everything // len(self._lanes))
+        everything = len(self._waiting) + sum(len(each.asked) for each in self._lanes.all)
+        fair = -(-everything // len(self._lanes.live))
         count = max(0, min(BATCH, fair - len(lane.asked)))
         items, self._waiting = self._waiting[:count], self._waiting[count:]
+        if items and not lane.asked:
+            lane.heard_at = now()
+        if items and self._busy_since is None:
+            self._busy_since = self._workers.fleet.event_log.monotonic()
+        lane.asked.update((_slot(item), item) for item in items)
         return items
 
-    def _take(self, lane: _Lane, results: Iterable[reward.ScoreResult]) -> None:
+    def take(self, lane: Lane, results: Iterable[reward.ScoreResult]) -> None:
+        """Final results go on; a broken scorer is asked again."""
         final: list[reward.ScoreResult] = []
         for result in results:
             slot = _slot(result)
@@ -200,16 +173,12 @@ class Scoring:
                 self._waiting.append(item)
             else:
                 final.append(result)
-        if self._busy_since is not None and not any(each.asked for each in self._lanes):
+        if self._busy_since is not None and not any(each.asked for each in self._lanes.all):
             self._timer.add("score", (self._busy_since, self._workers.fleet.event_log.monotonic()))
             self._busy_since = None
         if final:
             self._deliver(final)
-        self._news.beat()
-
-    @staticmethod
-    def _now() -> float:
-        return asyncio.get_running_loop().time()
+        self._lanes.news.beat()
 
 
 def _slot(message: reward.ScoreItem | reward.ScoreResult) -> SlotKey:

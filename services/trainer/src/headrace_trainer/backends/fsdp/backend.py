@@ -24,7 +24,7 @@ from headrace_trainer.allocator import give_back_if_short
 from headrace_trainer.backends._base import CommitReport, MicroReport, StateReader
 from headrace_trainer.backends.fsdp.figures import TokenFigures
 from headrace_trainer.backends.fsdp.fit import check_fit
-from headrace_trainer.backends.fsdp.optimizer import MOMENTS, ShardedAdamW
+from headrace_trainer.backends.fsdp.optimizer import MOMENTS, AdamWState, ShardedAdamW
 from headrace_trainer.backends.fsdp.prefixes import shares_prefixes
 from headrace_trainer.backends.fsdp.sharding import ShardedModel
 from headrace_trainer.backends.fsdp.warmup import SupervisedBatches
@@ -57,6 +57,7 @@ class FsdpBackend:
         """See `Backend`."""
         self._model: ShardedModel | None = None
         self._optimizer: ShardedAdamW | None = None
+        self._held: tuple[dict[str, Tensor], AdamWState] | None = None
         torch.use_deterministic_algorithms(config.deterministic)
 
     def load_initial(self) -> None:
@@ -112,10 +113,9 @@ class FsdpBackend:
         found = TokenFigures()
 
         def loss_of(log_probs_K: Tensor, batch: MicroBatch) -> Tensor:
-            sums = self._algorithm.loss(
-                TokenBatch(log_probs_K, batch.engine_log_probs_K, batch.advantages_K, batch.weights_K)
-            )
-            found.add(sums, log_probs_K, batch.engine_log_probs_K)
+            tokens = _tokens(log_probs_K, batch)
+            sums = self._algorithm.loss(tokens)
+            found.add(sums, tokens)
             return sums.loss
 
         entropy_K = self._backward(rows, loss_of)
@@ -150,6 +150,24 @@ class FsdpBackend:
         maxima = self._gang.maximum(self._figures.maxima())
         self._figures = TokenFigures()
         return CommitReport(math.isfinite(norm), norm, sums, maxima)
+
+    def hold(self) -> None:
+        """See `Backend`."""
+        weights = {name: shard.to("cpu", copy=True) for name, shard in self._sharded.shards().items()}
+        self._held = weights, self._adamw.copy()
+
+    def end_hold(self, *, back: bool) -> None:
+        """See `Backend`."""
+        held, self._held = self._held, None
+        if not back:
+            return
+        self.zero()
+        if held is not None:
+            weights, state = held
+            for name, shard in self._sharded.shards().items():
+                shard.copy_(weights[name])
+            self._adamw.put_back(state)
+            self._sharded.release()  # whole parameters of an earlier forward are of other weights
 
     def reduced_gradient(self, denominator: float) -> dict[str, Tensor]:
         """The step's whole gradient before clipping, by weight; consumes the accumulators. For tests and figures."""
@@ -202,6 +220,10 @@ class FsdpBackend:
         device = self._gang.device
         if device.type != "cpu":
             self.move(lambda tensor: tensor.to(device))
+
+    def release(self) -> None:
+        """See `Backend`."""
+        self._sharded.release()
 
     def move(self, move: Callable[[Tensor], Tensor]) -> None:
         """Takes masters, gradients and moments elsewhere; nothing runs until they are back on the device."""
@@ -281,6 +303,18 @@ class FsdpBackend:
         if self._optimizer is None:
             raise Refusal("NOT_OPEN", "no weights are loaded; call Restore first")
         return self._optimizer
+
+
+def _tokens(log_probs_K: Tensor, batch: MicroBatch) -> TokenBatch:
+    own_K, old_K = log_probs_K.detach(), batch.old_log_probs_K
+    return TokenBatch(
+        log_probs_K=log_probs_K,
+        old_log_probs_K=torch.where(old_K.isnan(), own_K, old_K),
+        engine_log_probs_K=batch.engine_log_probs_K,
+        advantages_K=batch.advantages_K,
+        weights_K=batch.weights_K,
+        sequences_K=batch.sequences_K,
+    )
 
 
 def _float(model: PreTrainedModel) -> PreTrainedModel:

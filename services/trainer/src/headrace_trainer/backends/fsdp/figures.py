@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from headrace_trainer.algorithms._base import LossSums
+from headrace_trainer.algorithms._base import LossSums, TokenBatch
 
 
 class TokenFigures:
@@ -17,11 +17,11 @@ class TokenFigures:
         self._own: dict[str, float] = {}
         self._mismatch_max = 0.0
 
-    def add(self, sums: LossSums, log_probs_K: Tensor, engine_log_probs_K: Tensor) -> None:
-        """Adds a micro-batch. Tokens without an engine log-prob are left out of the mismatch."""
-        difference_K = (log_probs_K.detach() - engine_log_probs_K).abs()
+    def add(self, sums: LossSums, batch: TokenBatch) -> None:
+        """Adds a micro-batch. The mismatch is that of the old log-probs; tokens without an engine one are left out."""
+        difference_K = (batch.old_log_probs_K - batch.engine_log_probs_K).abs()
         known_K = torch.isfinite(difference_K)
-        self._sums["tokens"] += float(log_probs_K.numel())
+        self._sums["tokens"] += float(batch.log_probs_K.numel())
         self._sums["engine_tokens"] += float(known_K.sum())
         self._sums["loss"] += float(sums.loss.detach())
         if known_K.any():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,6 +11,14 @@ from headrace_schema.learning import OptimizerSection
 from torch import Tensor, nn
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True)
+class AdamWState:
+    """A copy of moments and counters: weight → kind → tensor; weights that have taken no step have none."""
+
+    tensors: dict[str, dict[str, Tensor]]
+    steps: int
 
 
 class ShardedAdamW:
@@ -65,6 +74,22 @@ class ShardedAdamW:
             own = {kind: moments[kind][name].to(shard.device, torch.float32).clone() for kind in MOMENTS}
             counter = torch.tensor(float(steps), dtype=torch.float32, device=shard.device)
             self._adamw.state[shard] = {"step": counter, **own}
+
+    def copy(self) -> AdamWState:
+        """The state of the moment, in host memory."""
+        state = {
+            name: {key: value.to("cpu", copy=True) for key, value in self._adamw.state[shard].items()}
+            for name, shard in self._shards.items()
+            if self._adamw.state.get(shard)
+        }
+        return AdamWState(state, self.steps)
+
+    def put_back(self, state: AdamWState) -> None:
+        """Undoes the steps since `copy`."""
+        self.steps = state.steps
+        for name, shard in self._shards.items():
+            for key, value in self._adamw.state.get(shard, {}).items():
+                value.copy_(state.tensors[name][key]) if name in state.tensors else value.zero_()
 
     def move(self, move: Callable[[Tensor], Tensor], shards: dict[str, Tensor]) -> None:
         """Takes the moments elsewhere, and these shards for the parameters: the model has moved too."""

@@ -1,0 +1,85 @@
+"""Plans without a fleet: files to the planner's plain data, and its answer. Prints nothing.
+
+The one place of the command that calls the coordinator's planner, a pure library, where it is installed.
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from headrace_cli.errors import EXIT_MISTAKE, CommandError, mistake, refused
+
+PROFILE_FIX = "give --profile FILE; examples/plans has two to start from"
+
+
+def explain_file(
+    file: Path, sets: list[str], devices: int | None, cluster: Path | None, profile: Path | None
+) -> dict[str, Any]:
+    """The planner's explanation for a spec file; CommandError (exit code 2) names every key that is wrong."""
+    if find_spec("headrace_coordinator") is None:
+        raise mistake(
+            "headrace plan", "headrace-coordinator is not installed", "pip install 'headrace[local]'"
+        )
+    if devices is not None and cluster is not None:
+        raise mistake("--devices", "is given beside --cluster", "give one of them")
+    document = _read(file, sets)
+    request = _of_run_spec(document) if "model" in document else document
+    if profile is not None:
+        request["profile"] = _read(profile)
+    elif isinstance(request.get("profile"), str):
+        request["profile"] = _read(file.parent / request["profile"])
+    elif "profile" not in request:
+        raise mistake("profile", "there is no measured profile of this model", PROFILE_FIX)
+    if cluster is not None:
+        request["cluster"] = _read(cluster)
+    if devices is not None:
+        given = request.get("cluster")
+        kinds = given if isinstance(given, dict) else {}
+        gpu = kinds.get("gpu")
+        request["cluster"] = {**kinds, "gpu": {**(gpu if isinstance(gpu, dict) else {}), "count": devices}}
+    elif "cluster" not in request:
+        raise mistake("cluster", "no devices are named", "give --devices N or --cluster FILE")
+    return _explained(request)
+
+
+def _read(file: Path, sets: list[str] | None = None) -> dict[str, Any]:
+    from headrace.client import HeadraceError, load_spec
+
+    try:
+        return load_spec(file, sets or [])
+    except HeadraceError as error:
+        raise refused(error) from error
+
+
+def _of_run_spec(spec: dict[str, Any]) -> dict[str, Any]:
+    """What a run spec says of its workflow: the batch and the groups."""
+    from headrace_schema.spec import RunSpec
+
+    from headrace_cli.dry_run import check_schema
+
+    check_schema(spec)
+    run = RunSpec.model_validate(spec)
+    return {
+        "workflow": {"name": run.workflow, "barrier": "group", "group_size": run.algorithm.group_size},
+        "items": run.slots_per_step,
+    }
+
+
+def _explained(request: dict[str, Any]) -> dict[str, Any]:
+    from headrace.client.errors import Problem
+    from headrace_coordinator.planner import PlanError
+    from headrace_coordinator.planner.documents import PlanRequest
+    from headrace_coordinator.planner.explaining import explain
+    from headrace_schema.problems import explain_value
+
+    wrong = [Problem(item.key, item.problem, item.fix) for item in explain_value(PlanRequest, request)]
+    if not wrong:
+        try:
+            return explain(PlanRequest.model_validate(request))
+        except PlanError as error:
+            wrong = [Problem(item.key, item.problem, item.fix) for item in error.mistakes]
+    first = f"{wrong[0].key}: {wrong[0].problem}; {wrong[0].fix}"
+    words = first if len(wrong) == 1 else f"{len(wrong)} problems"
+    raise CommandError(f"no plan: {words}", reason="INVALID", exit_code=EXIT_MISTAKE, problems=wrong)

@@ -1,0 +1,101 @@
+"""A plan as text: tree, Gantt chart, bottleneck, alternatives. Reads the planner's explanation and no service."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+NARROWEST, SCALE_MARKS = 60, 4
+
+
+def plan_lines(plan: dict[str, Any], width: int) -> Iterator[str]:
+    """The explanation in lines of at most `width` columns (60 or more)."""
+    width = max(NARROWEST, width)
+    devices = ", ".join(f"{count} {kind}" for kind, count in plan["devices"].items())
+    head = f"{plan['workflow']} on {devices}: {plan['mode']}, {seconds(plan['step_s'])} a step, "
+    yield from _wrapped(head + f"{plan['items_per_s']:.3g} trajectories/s", width)
+    if plan["profile"]:
+        yield from _wrapped(f"profile: {plan['profile'].strip()}", width)
+    yield from _wrapped(f"({plan['note']})", width)
+    yield ""
+    for line in plan["tree_text"]:
+        yield from _wrapped(line, width)
+    yield ""
+    yield from gantt(plan["timeline"], plan["step_s"], width)
+    yield ""
+    worst = plan["bottleneck"]
+    text = f"bottleneck: {worst['stage']}, at work {worst['busy_share']:.0%} of the step; "
+    text += f"devices idle {plan['idle_share']:.0%}, switching {seconds(plan['switch_s'])}, "
+    text += (
+        f"weight sync {seconds(plan['sync_s'])}; no plan can take less than {seconds(plan['lower_bound_s'])}"
+    )
+    yield from _wrapped(text, width)
+    yield ""
+    for other in plan["alternatives"]:
+        time = seconds(other["step_s"]) if other["step_s"] is not None else "-"
+        yield from _wrapped(f"{other['mode']}: {time}; {other['why']}", width)
+    for more in plan["more_devices"]:
+        devices = ", ".join(f"{count} {kind}" for kind, count in more["devices"].items())
+        yield from _wrapped(f"with {devices}: {seconds(more['step_s'])}, {more['faster']:.0%} faster", width)
+    if any(plan["fit_errors"].values()):
+        fits = ", ".join(f"{stage} {error:.1%}" for stage, error in plan["fit_errors"].items() if error)
+        yield from _wrapped(f"worst error of the profile's fits: {fits}", width)
+
+
+def seconds(value: float) -> str:
+    """Seconds with three digits.
+
+    >>> seconds(1061.3), seconds(3.14159), seconds(0.0)
+    ('1061 s', '3.14 s', '0 s')
+    """
+    return f"{value:.0f} s" if value >= 100 or value == 0 else f"{value:.3g} s"
+
+
+def gantt(timeline: list[dict[str, Any]], step_s: float, width: int) -> Iterator[str]:
+    """A chart with one row for each stage; full blocks where it is mostly at work, light ones where it mostly waits.
+
+    Rows are at most `width` columns wide; the last line is the scale in seconds.
+    """
+    names = [f"{bar['stage']} {bar['kind']} {_devices(bar)}" for bar in timeline]
+    label = max(len(name) for name in names)
+    room = max(10, width - label - 2)
+    for name, bar in zip(names, timeline, strict=True):
+        begin = min(room - 1, round(bar["begin"] / step_s * room))
+        end = min(room, max(begin + 1, round(bar["end"] / step_s * room)))
+        span = bar["end"] - bar["begin"]
+        busy = max(1, round((end - begin) * (bar["busy"] / span if span else 1.0)))
+        filled = "".join("█" if _busy(index, busy, end - begin) else "░" for index in range(end - begin))
+        yield f"{name:<{label}} │{' ' * begin}{filled}".rstrip()
+    yield f"{'':<{label}} └{_scale(step_s, room)}"
+
+
+def _devices(bar: dict[str, Any]) -> str:
+    last = bar["first"] + bar["count"] - 1
+    return f"{bar['first']}-{last}" if bar["count"] > 1 else str(bar["first"])
+
+
+def _busy(index: int, busy: int, span: int) -> bool:
+    """Whether column `index` is one of `busy` columns spread evenly over `span`."""
+    return (index + 1) * busy // span > index * busy // span
+
+
+def _scale(step_s: float, room: int) -> str:
+    line = ["─"] * room
+    for mark in range(SCALE_MARKS + 1):
+        text = seconds(step_s * mark / SCALE_MARKS)
+        at = min(room - len(text), round(room * mark / SCALE_MARKS))
+        line[at : at + len(text)] = text
+    return "".join(line)
+
+
+def _wrapped(text: str, width: int) -> Iterator[str]:
+    """Text in lines of at most `width` columns; later lines are indented."""
+    indent = " " * (len(text) - len(text.lstrip()) + 2)
+    line = text[: len(text) - len(text.lstrip())]
+    empty = True
+    for word in text.split():
+        if not empty and len(line) + 1 + len(word) > width:
+            yield line
+            line, empty = indent, True
+        line, empty = (line + word if empty else f"{line} {word}"), False
+    yield line

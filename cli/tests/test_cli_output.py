@@ -1,0 +1,120 @@
+"""What the command line prints where: versions, errors for programs, narrow terminals, logs."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import time
+
+import pytest
+from headrace.client import Instance, Leases
+from headrace_cli.output import console, error_console
+from headrace_cli.show.fleet import devices_table, instances_table
+from headrace_cli.show.listing import runs_list
+from rich.console import Console
+
+RUN_ID = "a-run-with-a-name-of-forty-characters-x-1a2b3c"
+
+
+def drawn(table, width):
+    file = io.StringIO()
+    Console(file=file, width=width, color_system=None).print(table)
+    return file.getvalue().splitlines()
+
+
+def test_version(headrace):
+    result = headrace("--version")
+    assert result.returncode == 0 and re.fullmatch(r"headrace \d+\.\d+\.\d+\n", result.stdout)
+
+
+def test_completion_is_offered(headrace):
+    assert "--install-completion" in headrace("--help").stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["run", "get", "--json"], "Missing argument"),
+        (["run", "list", "--no-such-option", "--json"], "No such option"),
+        (["up", "--rollout", "-1", "--json"], "--rollout"),
+        (["run", "get", "r-9", "--json"], "no /v1/runs/r-9"),
+    ],
+)
+def test_each_error_is_json_on_standard_output_when_asked(headrace, arguments, words):
+    result = headrace(*arguments)
+    (line,) = result.stdout.splitlines()
+    assert result.returncode == 2 and words in json.loads(line)["error"]["message"]
+
+
+@pytest.mark.parametrize("make", [console, error_console])
+def test_no_color_leaves_no_escape(make, monkeypatch):
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    made = make.__wrapped__()
+    with made.capture() as said:
+        made.print("[bold]x[/] [dim red]y[/]")
+    assert said.get() == "x y\n"
+
+
+def instance(name):
+    fields = {"state": "READY", "address": "127.0.0.1:45678", "devices": ["h/cpu:0"], "kind": name[:-2]}
+    return Instance.from_json({"name": name, "resident_memory_bytes": 2**30, **fields})
+
+
+def test_a_fleet_fits_60_columns():
+    lines = drawn(instances_table([instance("rollout-0"), instance("simulator-0")], "http://h:1", 60), 60)
+    assert sum("READY" in line for line in lines) == 3 and len(lines) == 7, lines
+    device = {"name": "a-host-with-a-long-name/cpu:0", "state": "LEASED", "holder": "trainer-0", "reason": ""}
+    lines = drawn(devices_table(Leases.from_json({"leases": [], "devices": [device]}), 60), 60)
+    assert any("cpu:0" in line and "LEASED" in line and "trainer-0" in line for line in lines), lines
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 160])
+def test_a_runs_id_is_in_one_piece(scripted_run, width):
+    from headrace.client import Run
+
+    run = scripted_run()
+    run.submitted_at, run.spec = time.time(), {"name": "x"}
+    view = run.view() | {"id": RUN_ID, "waiting_for": ["a lease on " + "host/cpu:0, " * 20]}
+    assert any(RUN_ID in line for line in drawn(runs_list([Run.from_json(view)], width), width))
+
+
+@pytest.fixture
+def long_run(coordinator, scripted_run):
+    run = scripted_run(steps=100, step_s=0.0001)
+    run.submitted_at = time.time() - 10
+    slots = [[n, 0, n + 1, "i-1"] for n in range(500)]
+    events = [
+        {
+            "id": 1,
+            "type": "slots_assigned",
+            "time": 0.0,
+            "run": "runs/r-1",
+            "data": {"step": 1, "slots": slots},
+        },
+        {"id": 2, "type": "noted", "time": 0.0, "run": "runs/r-1", "data": {"text": "trainer-0 is slow"}},
+    ]
+    stream = "".join(f"id: {event['id']}\ndata: {json.dumps(event)}\n\n" for event in events)
+    instances = [
+        {"name": "instances/rollout-0", "incarnation": "i-1"},
+        {"name": "trainer-0", "incarnation": "i-2"},
+    ]
+    coordinator.routes |= {
+        "GET /v1/runs/r-1/events": (200, stream),
+        "GET /v1/instances": (200, {"instances": instances}),
+    }
+    return run
+
+
+def test_lines_of_a_log_are_short_and_can_be_of_one_instance(headrace, long_run):
+    lines = headrace("run", "logs", "r-1").stdout.splitlines()
+    assert len(lines) == 2 and max(map(len, lines)) < 120 and "slots=(500 entries)" in lines[0]
+    for name, words in (("rollout-0", "slots_assigned"), ("trainer-0", "is slow")):
+        (line,) = headrace("run", "logs", "r-1", "--instance", name).stdout.splitlines()
+        assert words in line
+
+
+def test_a_watch_on_a_pipe_prints_every_step(headrace, long_run):
+    said = headrace("run", "watch", "r-1").stdout
+    assert [f"step {number}/100 " in said for number in range(1, 101)] == [True] * 100

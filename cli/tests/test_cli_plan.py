@@ -1,0 +1,99 @@
+"""`headrace plan`: without a fleet, for people and for programs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from headrace_cli.errors import CommandError
+from headrace_cli.planning import explain_file
+from headrace_cli.show.plan import gantt, plan_lines, seconds
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+PLANS = EXAMPLES / "plans"
+
+
+@pytest.mark.parametrize(
+    ("name", "devices"), [("reasoning", 8), ("reasoning", 64), ("embodied", 8), ("embodied", 1024)]
+)
+def test_examples_are_planned_and_the_plan_is_the_best(name, devices):
+    plan = explain_file(PLANS / f"{name}.yaml", [], devices, None, None)
+    assert json.loads(json.dumps(plan)) == plan
+    assert plan["devices"] == {"gpu": devices}
+    assert plan["lower_bound_s"] <= plan["step_s"]
+    assert all(more["step_s"] <= plan["step_s"] for more in plan["more_devices"])
+    assert all(other["step_s"] is None or other["step_s"] >= plan["step_s"] for other in plan["alternatives"])
+    assert max(bar["first"] + bar["count"] for bar in plan["timeline"]) <= devices
+    assert max(bar["end"] for bar in plan["timeline"]) <= plan["step_s"] * (1 + 1e-9)
+    assert 0 <= plan["idle_share"] < 1
+
+
+def test_a_neighbours_memory_makes_collocated_training_slow():
+    """The published collocated run trains for 474 s beside policy and simulator, and for 190.5 s beside less."""
+    plan = explain_file(PLANS / "embodied.yaml", [], 16, None, None)
+    times = {other["mode"]: other["step_s"] for other in plan["alternatives"]}
+    assert times["collocated, resident"] == pytest.approx(711.7, rel=0.05)
+    assert plan["step_s"] < 0.7 * times["collocated, resident"]
+
+
+def test_json_is_one_document_without_a_fleet(headrace):
+    done = headrace("plan", str(PLANS / "embodied.yaml"), "--json", HEADRACE_URL="")
+    assert done.returncode == 0, done.stderr
+    (line,) = done.stdout.splitlines()
+    assert json.loads(line)["note"].startswith("a prediction")
+
+
+@pytest.mark.parametrize("width", [60, 120])
+def test_the_text_fits_the_terminal(width):
+    plan = explain_file(PLANS / "reasoning.yaml", [], 16, None, None)
+    lines = list(plan_lines(plan, width))
+    assert max(map(len, lines)) <= width
+    for words in ("bottleneck: ", "collocated, resident: ", "with 32 gpu: ", "a prediction", "█"):
+        assert any(words in line for line in lines), words
+
+
+def test_a_run_spec_is_planned_with_a_profile_and_refused_without(headrace):
+    spec = EXAMPLES / "smollm2.yaml"
+    bare = headrace("plan", str(spec), "--devices", "8")
+    assert bare.returncode == 2 and "profile" in bare.stderr and "--profile FILE" in bare.stderr
+    plan = explain_file(spec, [], 8, None, PLANS / "profile_reasoning_7b_h100.yaml")
+    assert plan["items"] == 32 and plan["workflow"] == "reasoning"
+
+
+def test_a_cluster_file_and_overrides(headrace, tmp_path):
+    cluster = tmp_path / "cluster.yaml"
+    cluster.write_text(yaml.safe_dump({"gpu": {"count": 4, "memory_gib": 141}}))
+    plan = explain_file(PLANS / "embodied.yaml", ["items=64"], None, cluster, None)
+    assert plan["devices"] == {"gpu": 4} and plan["items"] == 64
+    both = headrace("plan", str(PLANS / "embodied.yaml"), "--cluster", str(cluster), "--devices", "8")
+    assert both.returncode == 2 and "--devices" in both.stderr
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ("workflow.nme=x", "workflow.nme"),
+        ("items=0", "items"),
+        ("cluster.gpu.memory_gib=20", "stages.learn"),
+        ("workflow.critic=true", "stages.infer_critic"),
+    ],
+)
+def test_mistakes_name_the_key(change, words):
+    with pytest.raises(CommandError) as refused:
+        explain_file(PLANS / "reasoning.yaml", [change], 8, None, None)
+    assert refused.value.exit_code == 2
+    assert words in refused.value.message and words in {item.key for item in refused.value.problems}
+
+
+def test_a_chart_shows_when_and_how_much():
+    bars = [
+        {"stage": "generate", "kind": "gpu", "first": 0, "count": 4, "begin": 0.0, "end": 5.0, "busy": 5.0},
+        {"stage": "learn", "kind": "gpu", "first": 4, "count": 1, "begin": 5.0, "end": 10.0, "busy": 2.5},
+    ]
+    first, second, scale = gantt(bars, 10.0, 60)
+    assert first.startswith("generate gpu 0-3 │█") and "░" not in first
+    assert second.index("░") >= len(first) - 1
+    assert abs(second.count("█") - second.count("░")) <= 1
+    assert scale.endswith("10 s") and seconds(5.0) in scale

@@ -1,0 +1,60 @@
+"""Every example of an algorithm is a spec that a fleet takes: by its keys, by the options' schemas, by the plug-in."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from headrace.client.specs import load_spec
+from headrace_coordinator.api.admission import FleetView, check
+from headrace_schema.spec import RunSpec
+from headrace_trainer.algorithms import ALGORITHMS, build_algorithm
+from pydantic import ValidationError
+
+FOLDER = Path(__file__).resolve().parents[2] / "examples" / "algorithms"
+FLEET = FleetView(
+    capabilities={
+        "trainer": {
+            "backends": frozenset({"fsdp"}),
+            "algorithms": frozenset(ALGORITHMS.names()),
+            "algorithm_options": frozenset(ALGORITHMS.capabilities(pytest.fail)),
+        },
+        "rollout": {"engines": frozenset({"transformers"})},
+        "reward": {"scorers": frozenset({"exact"})},
+    },
+    instances={"trainer": 1, "rollout": 1, "reward": 1},
+    devices=["host/cpu:0"],
+)
+
+
+def spec_of(name, tiny_model, **overrides):
+    overrides = {key.replace("__", "."): value for key, value in overrides.items()}
+    return load_spec(FOLDER / f"{name}.yaml", {"model.path": str(tiny_model), **overrides})
+
+
+def test_every_algorithm_has_an_example():
+    assert sorted(path.stem for path in FOLDER.glob("*.yaml")) == ALGORITHMS.names()
+
+
+@pytest.mark.parametrize("name", ALGORITHMS.names())
+def test_a_fleet_takes_the_example(name, tiny_model):
+    spec = RunSpec.model_validate(spec_of(name, tiny_model))
+    assert check(spec, FLEET) == []
+    assert spec.algorithm.name == name and spec.name == name.replace("_", "-")
+    assert build_algorithm(spec.algorithm).passes.several
+
+
+def test_a_wrong_option_of_an_example_is_named(tiny_model):
+    spec = RunSpec.model_validate(spec_of("gspo", tiny_model, algorithm__options__gamma=0.9))
+    assert [found.key for found in check(spec, FLEET)] == ["algorithm.options.gamma"]
+
+
+@pytest.mark.parametrize("name", [name for name in ALGORITHMS.names() if name != "reinforce_pp"])
+def test_a_group_of_one_is_refused_where_groups_are_compared(name, tiny_model):
+    with pytest.raises(ValidationError, match=r"compares the samples of a group"):
+        RunSpec.model_validate(spec_of(name, tiny_model, algorithm__group_size=1))
+
+
+def test_a_group_of_one_is_taken_where_they_are_not(tiny_model):
+    spec = RunSpec.model_validate(spec_of("reinforce_pp", tiny_model, algorithm__group_size=1))
+    assert check(spec, FLEET) == [] and build_algorithm(spec.algorithm)

@@ -1,0 +1,76 @@
+"""Items of several sources in one run, in chosen shares."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice
+from typing import Annotated, Any
+
+from headrace_schema.problems import Impossible, problem
+from pydantic import BaseModel, ConfigDict, Field
+
+from headrace_coordinator.data.items import DataItem
+from headrace_coordinator.data.sources import DataSource, open_source
+
+
+class Part(BaseModel):
+    """One source of a mixture."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    source: str = Field(description="name of a data source")
+    options: dict[str, Any] = Field(default_factory=dict, description="options of that source")
+    items: Annotated[int, Field(strict=True, ge=0)] = Field(
+        default=0, description="most items of it, the first ones; 0: all"
+    )
+
+
+class Mixture(DataSource):
+    """Items of all parts; each counts once an epoch, so `items` of the parts are their shares.
+
+    Every item has the template field `part`, the place of its source in the list, from 0.
+    """
+
+    parts: Annotated[tuple[Part, ...], Field(min_length=1, description="the sources")]
+
+    def fingerprint(self) -> str:
+        """The parts' fingerprints."""
+        return "|".join(source.fingerprint() for source in self._sources())
+
+    def items(self) -> Iterator[DataItem]:
+        """Yields the parts' items one part after the other; `Impossible` names the part's option."""
+        for place, (part, source) in enumerate(zip(self.parts, self._sources(), strict=True)):
+            found = 0
+            try:
+                for item in islice(source.items(), part.items or None):
+                    found += 1
+                    yield DataItem(item.question, item.answer, {**item.fields, "part": place}, item.metadata)
+            except Impossible as error:
+                raise _below(place, error) from error
+            if found < part.items:
+                reason = f"the source has {found} items, not {part.items}"
+                key = f"data.options.parts[{place}].items"
+                raise Impossible([problem(key, reason, f"the nearest valid value is {found}")])
+
+    def _sources(self) -> list[DataSource]:
+        found = []
+        for place, part in enumerate(self.parts):
+            if part.source == "mixture":
+                key = f"data.options.parts[{place}].source"
+                raise Impossible([problem(key, "a mixture cannot hold a mixture", "list its parts here")])
+            try:
+                found.append(open_source(part.source, part.options))
+            except Impossible as error:
+                raise _below(place, error) from error
+        return found
+
+
+def _below(place: int, error: Impossible) -> Impossible:
+    """The same problems under the part's keys: data.options.path → data.options.parts[0].options.path."""
+    where = f"data.options.parts[{place}]"
+    return Impossible(
+        [
+            problem(each.key.replace("data.", f"{where}.", 1), each.problem, each.fix)
+            for each in error.problems
+        ]
+    )

@@ -1,0 +1,46 @@
+"""What an evaluation's scores say of the model: mean, its interval of confidence, pass@k. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import comb, sqrt
+from statistics import fmean, stdev
+
+Z95 = 1.959964
+"""Standard deviations of a normal distribution between its 2.5% and 97.5% quantiles, halved."""
+
+
+def interval(scores: Sequence[Sequence[float]]) -> tuple[float, float] | None:
+    """95% interval of the mean score; `scores` has the answers' scores, prompt by prompt.
+
+    Prompts are what is drawn at random, so answers of one prompt count as one draw. One 0-or-1 score a prompt gives
+    Wilson's interval (Wilson 1927), which is right near 0 and 1 too; otherwise the normal one of the prompts' means.
+    None for fewer than two prompts.
+    """
+    means = [fmean(each) for each in scores if each]
+    count = len(means)
+    if count < 2:
+        return None
+    mean = fmean(means)
+    if all(len(each) == 1 and each[0] in (0.0, 1.0) for each in scores):
+        centre = (mean + Z95**2 / (2 * count)) / (1 + Z95**2 / count)
+        half = Z95 / (1 + Z95**2 / count) * sqrt(mean * (1 - mean) / count + Z95**2 / (4 * count**2))
+        return max(0.0, centre - half), min(1.0, centre + half)
+    half = Z95 * stdev(means) / sqrt(count)
+    return mean - half, mean + half
+
+
+def pass_at(scores: Sequence[Sequence[float]], threshold: float) -> dict[int, float]:
+    """k → pass@k for k of 1, 2, 4, … and all answers of a prompt: the chance that one of k passes.
+
+    The unbiased estimate of Chen et al. 2021 (arXiv 2107.03374), equation 1: 1 - C(n - c, k) / C(n, k) for one with
+    c of n answers at or above `threshold`. Empty unless every prompt has the same number of answers.
+    """
+    sizes = {len(each) for each in scores}
+    if len(sizes) != 1 or (total := sizes.pop()) == 0:
+        return {}
+    passed = [sum(score >= threshold for score in each) for each in scores]
+    wanted = {2**power for power in range(total.bit_length()) if 2**power <= total} | {total}
+    return {
+        k: fmean(1.0 - comb(total - count, k) / comb(total, k) for count in passed) for k in sorted(wanted)
+    }

@@ -1,0 +1,86 @@
+"""One slot of the open step, its states, and an index of where the step's slots stand. Knows no event."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import msgspec
+
+PENDING, ASSIGNED, FINISHED, SETTLED, ACCUMULATED, DROPPED = (
+    "PENDING",
+    "ASSIGNED",
+    "FINISHED",
+    "SETTLED",
+    "ACCUMULATED",
+    "DROPPED",
+)
+
+OPEN = frozenset({PENDING, ASSIGNED, FINISHED})
+"""States of a slot whose group is neither settled nor dropped."""
+
+
+class Slot(msgspec.Struct):
+    """One sample of one prompt within the open step."""
+
+    prompt: int
+    sample: int
+    state: str = PENDING
+    attempt: int = 0
+    holder: str = ""
+    digest: str = ""
+    tokens: int = 0
+    reward: float = 0.0
+    reason: str = ""
+    failures: int = 0
+    """Attempts of this attempt at the step that ended with an error."""
+
+
+class SlotIndex:
+    """Where the slots of an open step stand, by prompt and by holder. Made from the slots; the ledger keeps it so."""
+
+    def __init__(self, slots: Iterable[Slot]) -> None:
+        self.fresh: dict[int, set[int]] = {}
+        """Samples that wait for their first attempt, by prompt."""
+        self.returned: dict[int, set[int]] = {}
+        """Samples that wait for another attempt, by prompt."""
+        self.held: dict[str, set[tuple[int, int]]] = {}
+        """Assigned (prompt, sample)s, by holder."""
+        self.waiting = self.assigned = 0
+        """Slots that nobody has, and slots that somebody has."""
+        self.open: set[int] = set()
+        """Prompts whose group is neither settled nor dropped."""
+        self.settled: set[int] = set()
+        """Prompts whose group is settled, and not yet accumulated or dropped."""
+        for slot in slots:
+            self.enter(slot)
+
+    def enter(self, slot: Slot) -> None:
+        """A slot has come to its state."""
+        if slot.state == PENDING:
+            wanted = self.returned if slot.attempt else self.fresh
+            wanted.setdefault(slot.prompt, set()).add(slot.sample)
+            self.waiting += 1
+        elif slot.state == ASSIGNED:
+            self.held.setdefault(slot.holder, set()).add((slot.prompt, slot.sample))
+            self.assigned += 1
+        if slot.state in OPEN:
+            self.open.add(slot.prompt)
+        elif slot.state == SETTLED:
+            self.settled.add(slot.prompt)
+
+    def leave(self, slot: Slot) -> None:
+        """A slot is about to leave its state."""
+        if slot.state == PENDING:
+            wanted = self.returned if slot.attempt else self.fresh
+            wanted[slot.prompt].discard(slot.sample)
+            if not wanted[slot.prompt]:
+                del wanted[slot.prompt]
+            self.waiting -= 1
+        elif slot.state == ASSIGNED:
+            self.held[slot.holder].discard((slot.prompt, slot.sample))
+            self.assigned -= 1
+
+    def close(self, prompt: int) -> None:
+        """All slots of a group are about to enter one state."""
+        self.open.discard(prompt)
+        self.settled.discard(prompt)

@@ -1,0 +1,56 @@
+"""The planner: from a workflow, profiles and devices to the fastest plan tree and its predicted seconds.
+
+A pure library over plain data: no I/O, no torch, no grpc, no store. Stages measured in one mode predict another one;
+here the 30B mixture of experts of the published file at 32 GPUs: collocated it generated for 732 s and learned for
+263 s; what if each side has 16 GPUs of its own and finished trajectories are streamed?
+
+>>> shape = Lengths.from_quantiles({0.5: 60, 0.9: 111, 0.95: 127, 1: 260})
+>>> lengths = shape.scaled(mean=9300, limit=20480)
+>>> generate = Profile("generate", fixed_s=160, item_s=1, lengths=lengths).measured_as(732, items=1536, devices=32)
+>>> learn = Profile("learn", item_s=1, scaling_loss=0.14).measured_as(263, items=1536, devices=32)
+>>> workflow = Workflow("moe", ("generate", "learn"), (Edge("generate", "learn", Granularity.GROUP),), group_size=16)
+>>> tree = Split(Leaf("generate", "gpu", 16), Leaf("learn", "gpu", 16), chunks=32)
+>>> round(predict(tree, workflow, [generate, learn], {"gpu": DeviceKind(32)}, items=1536))
+879
+>>> best = plan(workflow, [generate, learn], {"gpu": DeviceKind(32)}, items=1536)
+>>> best.seconds <= 880
+True
+"""
+
+from headrace_coordinator.planner.costs import DeviceKind, Sync, Workload
+from headrace_coordinator.planner.errors import Mistake, PlanError
+from headrace_coordinator.planner.fitting import Point, fit
+from headrace_coordinator.planner.graph import Edge, Granularity, Workflow, embodied, reasoning
+from headrace_coordinator.planner.lengths import Lengths
+from headrace_coordinator.planner.planning import Plan, lower_bound, plan, predict
+from headrace_coordinator.planner.profiles import Memory, Profile
+from headrace_coordinator.planner.search import Shapes
+from headrace_coordinator.planner.tree import Cycle, Leaf, Node, Share, Split
+
+__all__ = [
+    "Cycle",
+    "DeviceKind",
+    "Edge",
+    "Granularity",
+    "Leaf",
+    "Lengths",
+    "Memory",
+    "Mistake",
+    "Node",
+    "Plan",
+    "PlanError",
+    "Point",
+    "Profile",
+    "Shapes",
+    "Share",
+    "Split",
+    "Sync",
+    "Workflow",
+    "Workload",
+    "embodied",
+    "fit",
+    "lower_bound",
+    "plan",
+    "predict",
+    "reasoning",
+]

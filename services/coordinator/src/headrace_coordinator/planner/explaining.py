@@ -1,0 +1,155 @@
+"""A plan as plain data that explains itself: tree, timeline, bottleneck, alternatives, more devices.
+
+The one presenter of plans: the command and the HTTP API show what it returns.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from headrace_coordinator.planner.costs import NO_SYNC, DeviceKind, Evaluation
+from headrace_coordinator.planner.documents import PlanRequest
+from headrace_coordinator.planner.errors import PlanError
+from headrace_coordinator.planner.planning import Plan, lower_bound, plan
+from headrace_coordinator.planner.search import CHUNKS, Shapes
+from headrace_coordinator.planner.timeline import Bar, bars
+from headrace_coordinator.planner.tree import Cycle, Node, Share, Split, draw, to_data
+
+ALTERNATIVES = {
+    "collocated, resident": Shapes(offloaded=False, split=False),
+    "collocated, offloaded": Shapes(resident=False, split=False),
+    "disaggregated, sequential": Shapes(False, False, chunks=(1,)),
+    "disaggregated, pipelined": Shapes(False, False, chunks=CHUNKS),
+}
+NOTE = "a prediction from the profile; runs are not placed by plans yet"
+
+
+def explain(request: PlanRequest) -> dict[str, Any]:
+    """The best plan of a request and why it is the best; every value is JSON. PlanError names what is wrong."""
+    workflow, profiles, sync = request.workflow.made(), request.profile.made(), request.profile.sync.made()
+    cluster = request.kinds()
+
+    def planned(devices: Mapping[str, DeviceKind], shapes: Shapes = Shapes()) -> Plan:  # noqa: B008
+        return plan(workflow, profiles, devices, request.items, sync, shapes)
+
+    best = planned(cluster)
+    return {
+        "workflow": workflow.name,
+        "items": request.items,
+        "profile": request.profile.about,
+        "fit_errors": {profile.stage: round(profile.error, 4) for profile in profiles},
+        "devices": {kind: section.count for kind, section in cluster.items()},
+        "mode": mode(best.tree),
+        **described(best),
+        "lower_bound_s": lower_bound(best.workload),
+        "alternatives": [_alternative(name, best, planned, cluster) for name in ALTERNATIVES],
+        "more_devices": [_more(best, planned, cluster, factor) for factor in (1.25, 2.0)],
+        "note": NOTE,
+    }
+
+
+def described(made: Plan) -> dict[str, Any]:
+    """A plan's tree, seconds, throughput, timeline and bottleneck."""
+    evaluation = Evaluation(made.workload)
+    laid = bars(evaluation, made.tree)
+    worst = bottleneck(laid)
+    return {
+        "step_s": made.seconds,
+        "items_per_s": made.workload.items / made.seconds,
+        "tree": to_data(made.tree),
+        "tree_text": draw(made.tree),
+        "timeline": [vars(bar) for bar in laid],
+        "bottleneck": {"stage": worst.stage, "busy_share": min(1.0, worst.busy / made.seconds)},
+        "idle_share": idle_share(made, laid),
+        "switch_s": switch_seconds(made),
+        "sync_s": _without(made, sync=True),
+    }
+
+
+def bottleneck(laid: list[Bar]) -> Bar:
+    """The stage that is at work for the longest."""
+    return max(laid, key=lambda bar: (bar.busy, bar.stage))
+
+
+def idle_share(made: Plan, laid: list[Bar]) -> float:
+    """Share of all device-seconds of a step in which no stage is at work. A stage's tail counts as work."""
+    total = sum(device.count for device in made.workload.devices.values()) * made.seconds
+    return max(0.0, 1 - sum(bar.busy * bar.count for bar in laid) / total)
+
+
+def switch_seconds(made: Plan) -> float:
+    """Seconds of a step that loading and offloading take on the critical path."""
+    return _without(made, sync=False)
+
+
+def _without(made: Plan, sync: bool) -> float:
+    work = made.workload
+    if sync:
+        other = replace(work, sync=replace(NO_SYNC, link_bytes_per_s=work.sync.link_bytes_per_s))
+    else:
+        free = {
+            stage: replace(profile, load_s=0.0, offload_s=0.0) for stage, profile in work.profiles.items()
+        }
+        other = replace(work, profiles=free)
+    return max(0.0, Evaluation(work).seconds(made.tree) - Evaluation(other).seconds(made.tree))
+
+
+def mode(tree: Node) -> str:
+    """What people call a tree: collocated, disaggregated or hybrid, and how."""
+    kinds = _shapes(tree)
+    splits = {name for name in kinds if name.startswith("split")}
+    shares = kinds - splits
+    if splits and shares:
+        return "hybrid"
+    if splits:
+        return "disaggregated, pipelined" if "split, chunks" in splits else "disaggregated, sequential"
+    return "collocated, offloaded" if "offloaded" in shares else "collocated, resident"
+
+
+def _shapes(tree: Node) -> set[str]:
+    match tree:
+        case Share(children, resident):
+            return {"resident" if resident else "offloaded"}.union(*(_shapes(child) for child in children))
+        case Split(first, second, chunks):
+            return {"split, chunks" if chunks > 1 else "split"} | _shapes(first) | _shapes(second)
+        case Cycle(_, _, batches, shared):
+            return {"resident"} if shared else {"split, chunks" if batches > 1 else "split"}
+        case _:
+            return set()
+
+
+def _alternative(name: str, best: Plan, planned: Any, cluster: Mapping[str, DeviceKind]) -> dict[str, Any]:
+    try:
+        made = planned(cluster, ALTERNATIVES[name])
+    except PlanError as error:
+        return {"mode": name, "step_s": None, "why": f"not possible: {error}"}
+    if made.seconds <= best.seconds * (1 + 1e-9):
+        return {"mode": name, "step_s": made.seconds, "why": "as fast: it is the plan, or equals it"}
+    return {"mode": name, "step_s": made.seconds, "why": _why(made, best)}
+
+
+def _why(made: Plan, best: Plan) -> str:
+    ours, theirs = described(best), described(made)
+    stage, share = theirs["bottleneck"]["stage"], theirs["bottleneck"]["busy_share"]
+    reasons = [f"{made.seconds / best.seconds - 1:+.0%}", f"{stage} is busy {share:.0%} of the step"]
+    if theirs["idle_share"] > ours["idle_share"] + 0.01:
+        reasons.append(f"devices idle {theirs['idle_share']:.0%} of it (the plan: {ours['idle_share']:.0%})")
+    for name, key in (("switching", "switch_s"), ("weight sync", "sync_s")):
+        if theirs[key] > ours[key] + 0.005 * best.seconds:
+            reasons.append(f"{name} takes {theirs[key]:.1f} s (the plan: {ours[key]:.1f})")
+    return "; ".join(reasons)
+
+
+def _more(best: Plan, planned: Any, cluster: Mapping[str, DeviceKind], factor: float) -> dict[str, Any]:
+    larger = {
+        kind: replace(device, count=math.ceil(device.count * factor)) for kind, device in cluster.items()
+    }
+    made = planned(larger)
+    return {
+        "devices": {kind: device.count for kind, device in larger.items()},
+        "step_s": made.seconds,
+        "faster": best.seconds / made.seconds - 1,
+    }

@@ -1,0 +1,119 @@
+"""Rewards in, whole groups out: a group settles once every member is finished with a final reward, or is dropped."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from math import isfinite
+
+from headrace.reward.v1 import reward_pb2 as reward
+
+from headrace_coordinator.domain import events as ev
+from headrace_coordinator.domain.slot_index import FINISHED
+from headrace_coordinator.fleet.waits import Notifier
+from headrace_coordinator.run.clients import SlotKey
+from headrace_coordinator.run.context import RunContext
+from headrace_coordinator.run.stages.relay import Relay
+
+
+@dataclass
+class Scored:
+    """What the ledger does not have of a finished trajectory; its reward is None until a scorer gave it."""
+
+    completion: str
+    finish_reason: int
+    oldest: int
+    versions: list[tuple[int, int]]
+    log_probs: array[float]
+    reward: float | None = None
+    parts: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass
+class Batch:
+    """What a step attempt has gathered so far."""
+
+    scored: dict[SlotKey, Scored] = field(default_factory=dict)
+    refused: int = 0
+    """Chunks and results for slots that wait for something else."""
+
+
+class Settle:
+    """Ends the open groups of one step attempt."""
+
+    def __init__(
+        self,
+        context: RunContext,
+        relay: Relay,
+        batch: Batch,
+        news: Notifier,
+        on_settled: Callable[[int], None],
+        on_complete: Callable[[], None],
+    ) -> None:
+        self._context = context
+        self._ledger = context.state.ledger
+        self._relay = relay
+        self._batch = batch
+        self._news = news
+        self._on_settled = on_settled
+        self._on_complete = on_complete
+
+    def take_scores(self, results: Iterable[reward.ScoreResult]) -> None:
+        """Final results, in any order."""
+        touched: dict[int, None] = {}
+        for result in results:
+            key = (result.sample.prompt_ordinal, result.sample.sample_index)
+            slot, scored = self._ledger.slot(*key), self._batch.scored.get(key)
+            if slot is None or scored is None or slot.attempt != result.attempt or slot.state != FINISHED:
+                self._batch.refused += 1
+            elif result.status == reward.SCORE_STATUS_SCORER_BROKEN:
+                self.drop(key[0], "GROUP_INCOMPLETE", f"a scorer is broken: {result.detail}")
+            elif not isfinite(result.reward):
+                self.drop(key[0], "GROUP_INCOMPLETE", f"a scorer's reward is {result.reward}")
+            else:
+                scored.reward, scored.parts = result.reward, dict(result.parts)
+                touched[key[0]] = None
+        self._settle([(prompt, rewards) for prompt in touched if (rewards := self._rewards(prompt))])
+
+    def _rewards(self, prompt: int) -> list[float]:
+        """Final rewards of a whole group, by sample; empty while one is missing or the group is dropped."""
+        rewards: list[float] = []
+        for slot in self._ledger.group(prompt):
+            scored = self._batch.scored.get((prompt, slot.sample))
+            if slot.state != FINISHED or scored is None or scored.reward is None:
+                return []
+            rewards.append(scored.reward)
+        return rewards
+
+    def _settle(self, groups: list[tuple[int, list[float]]]) -> None:
+        if not groups:
+            return
+        now, run = self._context.event_log.now(), self._context.run_id
+        self._context.event_log.post(ev.GroupsSettled(at=now, run=run, groups=groups))
+        for prompt, _ in groups:
+            self._on_settled(prompt)
+        self._ended()
+
+    def drop(self, prompt: int, reason: str, detail: str) -> None:
+        """The group will not be trained; nothing for one that is no longer open."""
+        if prompt not in self._ledger.index.open:
+            return
+        self._context.event_log.post(
+            ev.GroupDropped(
+                at=self._context.event_log.now(),
+                run=self._context.run_id,
+                step=self._ledger.step,
+                prompt=prompt,
+                reason=reason,
+                detail=detail,
+            )
+        )
+        self._relay.drop((prompt, sample) for sample in range(self._ledger.group_size))
+        self._ended()
+
+    def _ended(self) -> None:
+        """The last group says so at once: streams still have to end before the stage returns."""
+        if not self._ledger.index.open:
+            self._on_complete()
+        self._news.beat()

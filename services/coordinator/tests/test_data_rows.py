@@ -1,0 +1,274 @@
+"""Sources of rows: the forms of well-known data sets, filters, Parquet, Hugging Face data sets, mixtures."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import ClassVar
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from headrace_coordinator.data.contract import check_source
+from headrace_coordinator.data.sources import open_source
+from headrace_schema.problems import Impossible
+
+GPQA = {
+    "Question": "Which is a noble gas?",
+    "Correct Answer": "neon ",
+    **{f"Incorrect Answer {number}": name for number, name in enumerate(("iron", "oxygen", "sodium"), 1)},
+}
+
+
+def items_of(name, /, **options):
+    return list(open_source(name, options).items())
+
+
+def refusal(name, /, **options) -> str:
+    with pytest.raises(Impossible) as caught:
+        items_of(name, **options)
+    return str(caught.value)
+
+
+@pytest.fixture
+def lines(tmp_path):
+    """Writes rows as JSON lines; returns the path."""
+
+    def write(*rows, name="rows.jsonl"):
+        path = tmp_path / name
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return str(path)
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("form", "row", "question", "answer"),
+    [
+        ("gsm8k", {"question": "How many?", "answer": "3 * 24 = 72\n#### 1,072"}, "How many?", "1072"),
+        ("math", {"problem": "Find $x$.", "answer": "\\frac{1}{2}"}, "Find $x$.", "\\frac{1}{2}"),
+        (
+            "math",
+            {"problem": "Find $x$.", "solution": "No \\boxed{1}, but \\boxed{\\frac{1}{2}}."},
+            "Find $x$.",
+            "\\frac{1}{2}",
+        ),
+        ("aime", {"problem": "Find n.", "answer": "033"}, "Find n.", "33"),
+        ("aime", {"Problem": "Find n.", "Answer": 204}, "Find n.", "204"),
+        ("aime", {"question": "Find n.", "answer": "70.0"}, "Find n.", "70"),
+    ],
+)
+def test_rows_of_well_known_forms_become_items(lines, form, row, question, answer):
+    (item,) = items_of("jsonl", path=lines(row), form=form)
+    assert (item.question, item.answer) == (question, answer)
+
+
+def test_gpqa_has_four_choices_in_an_order_of_the_question(lines):
+    rows = [{**GPQA, "Question": f"Which is noble, {number}?"} for number in range(40)]
+    items = items_of("jsonl", path=lines(*rows), form="gpqa")
+    assert {item.answer for item in items} == set("ABCD"), "the right choice is not always at one place"
+    for item in items:
+        assert item.fields[item.answer] == "neon" and f"{item.answer}) neon" in item.question
+    assert items == items_of("jsonl", path=lines(*rows), form="gpqa")
+
+
+@pytest.mark.parametrize(
+    ("form", "row", "words"),
+    [
+        ("gsm8k", {"question": "?", "answer": "72"}, "has no '####'"),
+        ("math", {"problem": "?", "solution": "It is 2."}, "has no \\boxed{…}"),
+        ("math", {"problem": "?", "solution": "\\boxed{2"}, "has no \\boxed{…}"),
+        ("math", {"question": "?", "answer": "2"}, "has no key 'problem'"),
+        ("aime", {"problem": "?", "answer": "1000"}, "integers from 0 to 999"),
+        ("gpqa", {**GPQA, "Incorrect Answer 2": "neon"}, "two equal choices"),
+        ("gpqa", {"Question": "?"}, "has no key 'Correct Answer'"),
+        ("gsm", {"question": "?", "answer": "2"}, "data.options.form"),
+    ],
+)
+def test_a_row_that_lacks_its_form_is_named(lines, form, row, words):
+    found = refusal("jsonl", path=lines(row), form=form)
+    assert words in found and (form == "gsm" or "line 1 of" in found)
+
+
+def test_long_questions_and_rows_beyond_a_pass_rate_are_left_out(lines):
+    path = lines(
+        *({"question": f"{rate}?", "answer": "x", "pass_rate": rate} for rate in (0, 0.2, 0.9, 1.0)),
+        {"question": "long" * 9, "answer": "x", "pass_rate": 0.5},
+    )
+    kept = items_of("jsonl", path=path, longest_question=10, pass_rate={"at_least": 0.1, "at_most": 0.9})
+    assert [item.question for item in kept] == ["0.2?", "0.9?"]
+    bad = lines({"question": "?", "answer": "x", "pass_rate": "often"}, name="bad.jsonl")
+    assert "line 1" in (found := refusal("jsonl", path=bad, pass_rate={})) and "from 0 to 1" in found
+    assert "above at_most" in refusal("jsonl", path=path, pass_rate={"at_least": 0.9, "at_most": 0.1})
+
+
+@pytest.fixture
+def tables(tmp_path):
+    """A folder of two Parquet files, three rows in all."""
+    folder = tmp_path / "tables"
+    folder.mkdir()
+    for name, rows in (
+        ("b", [{"question": "3", "answer": "c"}]),
+        ("a", [{"question": q, "answer": q} for q in "12"]),
+    ):
+        pq.write_table(pa.Table.from_pylist(rows), folder / f"{name}.parquet")
+    return folder
+
+
+def test_parquet_reads_a_file_or_a_folder_in_the_order_of_names(tables):
+    assert [item.question for item in items_of("parquet", path=str(tables))] == ["1", "2", "3"]
+    assert [item.answer for item in items_of("parquet", path=str(tables / "b.parquet"))] == ["c"]
+    before = check_source("parquet", {"path": str(tables)}).fingerprint()
+    pq.write_table(pa.Table.from_pylist([{"question": "9", "answer": "9"}]), tables / "b.parquet")
+    assert open_source("parquet", {"path": str(tables)}).fingerprint() != before
+
+
+def test_a_wrong_parquet_file_is_named(tables, tmp_path, monkeypatch):
+    (tables / "c.parquet").write_bytes(b"PAR1 no")
+    assert "c.parquet is no Parquet file" in refusal("parquet", path=str(tables))
+    assert "no .parquet file" in refusal("parquet", path=str(tmp_path))
+    assert "data.options.path" in refusal("parquet", path=str(tmp_path / "none.parquet"))
+    assert "row 1 of" in refusal("parquet", path=str(tables / "a.parquet"), question="q")
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
+    assert "headrace-coordinator[datasets]" in refusal("parquet", path=str(tables))
+
+
+@pytest.fixture
+def cached(tmp_path, monkeypatch):
+    """The `datasets` package with a cache of the test's own."""
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    return datasets
+
+
+def test_a_local_data_set_is_read_by_split(tmp_path, cached):
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    for split, count in (("train", 3), ("test", 2)):
+        rows = [{"question": f"{split} {n}", "answer": f"#### {n}"} for n in range(count)]
+        (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = items_of("huggingface", dataset=str(folder), split="test", form="gsm8k")
+    assert [(item.question, item.answer) for item in found] == [("test 0", "0"), ("test 1", "1")]
+    assert len(items_of("huggingface", dataset=str(folder), split="train[:2]")) == 2
+    unknown = refusal("huggingface", dataset=str(folder), split="tset")
+    assert "data.options.split" in unknown and "did you mean test?" in unknown
+    assert "data.options.name" in refusal("huggingface", dataset=str(folder), name="other")
+    assert "row 0 of" in refusal("huggingface", dataset=str(folder), question="q")
+
+
+class Hub(BaseHTTPRequestHandler):
+    """The few answers of a hub that a data set of one file needs."""
+
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    files: ClassVar = {"README.md": b"# toy\n", "train.jsonl": b'{"question": "2+2", "answer": "#### 4"}\n'}
+
+    def do_GET(self):
+        path = self.path.partition("?")[0]
+        if path.startswith("/api/datasets/team/toy"):
+            tree = [
+                {"type": "file", "path": n, "size": len(b), "oid": n.encode().hex()}
+                for n, b in self.files.items()
+            ]
+            if "/tree/" in path:
+                return self._answer(json.dumps(tree))
+            siblings = [{"rfilename": name} for name in self.files]
+            return self._answer(
+                json.dumps({"id": "team/toy", "sha": self.commit, "siblings": siblings, "tags": []})
+            )
+        name = path.rpartition("/")[2]
+        if path.startswith("/datasets/team/toy/resolve/") and name in self.files:
+            return self._answer(self.files[name])
+        missing = "EntryNotFound" if "/team/toy/" in path else "RepoNotFound"
+        return self._answer("{}", status=404, **{"X-Error-Code": missing})
+
+    do_HEAD = do_GET
+
+    def do_POST(self):
+        wanted = self.rfile.read(int(self.headers["Content-Length"])).decode()
+        found = [
+            {"type": "file", "path": n, "size": len(b), "oid": n.encode().hex()}
+            for n, b in self.files.items()
+            if n in wanted
+        ]
+        self._answer(json.dumps(found))
+
+    def _answer(self, body, status=200, **headers):
+        data = body.encode() if isinstance(body, str) else body
+        self.send_response(status)
+        etag = f'"{hash(data) & 0xFFFFFFFF:08x}"'
+        for name, value in {"ETag": etag, "X-Repo-Commit": self.commit, **headers}.items():
+            self.send_header(name, value)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(data)
+
+    def log_message(self, *arguments):
+        pass
+
+
+def test_a_data_set_comes_from_the_hub_that_hf_endpoint_names(tmp_path):
+    """In a process of its own: the library reads HF_ENDPOINT when it is imported."""
+    hub = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    threading.Thread(target=hub.serve_forever, daemon=True).start()
+    code = (
+        "import sys; from headrace_coordinator.data.sources import open_source\n"
+        "from headrace_schema.problems import Impossible\n"
+        "try:\n"
+        "    options = {'dataset': sys.argv[1], 'form': 'gsm8k'}\n"
+        "    print([(i.question, i.answer) for i in open_source('huggingface', options).items()])\n"
+        "except Impossible as error:\n"
+        "    print(error)\n"
+    )
+    environment = {
+        **os.environ,
+        "HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}",
+        "HF_HOME": str(tmp_path),
+        "HF_HUB_DISABLE_XET": "1",
+    }
+    try:
+        told = [
+            subprocess.run(
+                [sys.executable, "-c", code, name],
+                env=environment,
+                capture_output=True,
+                text=True,
+                timeout=120,
+            )
+            for name in ("team/toy", "team/none")
+        ]
+    finally:
+        hub.shutdown()
+        hub.server_close()
+    assert "[('2+2', '4')]" in told[0].stdout, told[0].stderr[-2000:]
+    assert "data.options.dataset" in told[1].stdout and "team/none" in told[1].stdout, told[1]
+
+
+def test_a_mixture_has_the_items_of_its_parts_in_their_shares(lines):
+    path = lines(*({"question": f"q{n}", "answer": "x"} for n in range(5)))
+    parts = [
+        {"source": "copy_digits", "options": {"digits": 2}, "items": 7},
+        {"source": "jsonl", "options": {"path": path}},
+    ]
+    items = items_of("mixture", parts=parts)
+    assert [item.fields["part"] for item in items] == [0] * 7 + [1] * 5
+    assert items[0].fields["digits"] == "00"
+    check_source("mixture", {"parts": parts})
+
+
+@pytest.mark.parametrize(
+    ("part", "words"),
+    [
+        ({"source": "jsonl", "options": {"path": "/none"}}, "data.options.parts[0].options.path"),
+        ({"source": "jsonk", "options": {}}, "data.options.parts[0].source"),
+        ({"source": "copy_digits", "options": {"digit": 1}}, "data.options.parts[0].options.digit"),
+        ({"source": "copy_digits", "options": {"digits": 1}, "items": 11}, "the nearest valid value is 10"),
+        ({"source": "mixture", "options": {"parts": []}}, "cannot hold a mixture"),
+    ],
+)
+def test_a_wrong_part_is_named_by_its_place(part, words):
+    assert words in refusal("mixture", parts=[part])
+    assert "data.options.parts" in refusal("mixture", parts=[])

@@ -1,0 +1,77 @@
+"""The dashboard's one-time links, and which token the HTTP API asks for."""
+
+import argparse
+import stat
+
+import httpx
+import pytest
+from headrace_coordinator.__main__ import parse
+from headrace_coordinator.api.http import links, make_app
+from headrace_coordinator.serving import Refusal, _http_token
+
+BEARER = {"Authorization": "Bearer s3 cret"}
+
+
+@pytest.fixture
+async def guarded(fake_control, tmp_path):
+    """A client without the token of an API that asks for one."""
+    transport = httpx.ASGITransport(make_app(fake_control, runs_directory=tmp_path, token="s3 cret"))
+    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8470") as client:
+        yield client
+
+
+async def test_a_link_gives_the_token_once(guarded):
+    assert (await guarded.post("/v1/links")).status_code == 401
+    made = (await guarded.post("/v1/links", headers=BEARER)).json()
+    followed = await guarded.get(made["path"])
+    assert (followed.status_code, followed.headers["location"]) == (303, "/#token=s3%20cret")
+    assert followed.headers["cache-control"] == "no-store"
+    again = await guarded.get(made["path"])
+    assert (again.status_code, "location" in again.headers) == (401, False)
+    assert "headrace open" in again.json()["message"]
+
+
+async def test_a_link_expires_and_cannot_be_guessed(guarded, monkeypatch):
+    monkeypatch.setattr(links, "LIFE_S", -1.0)
+    made = (await guarded.post("/v1/links", headers=BEARER)).json()
+    for path in (made["path"], "/open", "/open?code=", "/open?code=%C3%A9"):
+        assert (await guarded.get(path)).status_code == 401
+
+
+async def test_old_links_make_room(guarded):
+    paths = [
+        (await guarded.post("/v1/links", headers=BEARER)).json()["path"] for _ in range(links.MAX_LINKS + 1)
+    ]
+    assert [(await guarded.get(path)).status_code for path in (paths[0], paths[1], paths[-1])] == [
+        401,
+        303,
+        303,
+    ]
+
+
+async def test_without_a_token_a_link_is_the_plain_address(api):
+    assert (await api.post("/v1/links")).json()["path"] == "/"
+
+
+def asked(tmp_path, *flags) -> argparse.Namespace:
+    return parse(["--data-dir", str(tmp_path / "data"), *flags])
+
+
+def test_a_token_is_made_where_no_file_is_named(tmp_path):
+    token = _http_token(asked(tmp_path))
+    file = tmp_path / "data" / "http-token"
+    assert token == file.read_text() and len(token) >= 32
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert _http_token(asked(tmp_path)) == token
+    assert _http_token(asked(tmp_path, "--http", "0.0.0.0:1")) == token
+
+
+def test_no_token_is_for_the_loopback_alone(tmp_path):
+    assert _http_token(asked(tmp_path, "--no-token")) is None
+    with pytest.raises(Refusal, match="run code here"):
+        _http_token(asked(tmp_path, "--no-token", "--http", "0.0.0.0:8470"))
+
+
+def test_a_named_file_that_is_missing_is_a_sentence(tmp_path):
+    with pytest.raises(Refusal, match="nowhere"):
+        _http_token(asked(tmp_path, "--http-token-file", str(tmp_path / "nowhere")))

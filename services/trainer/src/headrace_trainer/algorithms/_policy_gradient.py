@@ -1,0 +1,114 @@
+"""What the built-in algorithms share: passes, aggregation, correction, figures. Each adds advantages and a loss."""
+
+from __future__ import annotations
+
+from typing import Generic, TypedDict, TypeVar
+
+from torch import Tensor
+
+from headrace_trainer.algorithms import _aggregation
+from headrace_trainer.algorithms._base import Barrier, LossSums, Outcomes, Passes, TokenBatch
+from headrace_trainer.algorithms.functional import (
+    Terms,
+    dr_grpo_advantages,
+    grpo_advantages,
+    kl_estimate,
+    ppo_terms,
+    truncated_importance_weights,
+)
+from headrace_trainer.algorithms.plugins import Aggregation, ClipOptions, PolicyOptions, StdOptions
+
+Chosen = TypeVar("Chosen", bound=PolicyOptions)
+Clipped = TypeVar("Clipped", bound=ClipOptions)
+SHOWN = ("clip_fraction", "dual_clip_fraction")
+"""Metrics of a loss that become figures of a step."""
+
+
+class PolicyGradient(Generic[Chosen]):
+    """A loss that is a weighted sum over tokens. Subclasses give `advantages` and `terms`."""
+
+    least_group = 1
+    every_token = False
+    compares = Barrier.GROUP
+    """What the advantages need."""
+
+    def __init__(self, options: Chosen) -> None:
+        self.options = options
+
+    @property
+    def barrier(self) -> Barrier:
+        """What the advantages need, and the whole batch for several passes."""
+        return Barrier.BATCH if self.passes.several else self.compares
+
+    @property
+    def passes(self) -> Passes:
+        """By `epochs`, `minibatches` and `target_kl`."""
+        return Passes(self.options.epochs, self.options.minibatches, self.options.target_kl)
+
+    @property
+    def aggregation(self) -> Aggregation:
+        """By `loss_aggregation`, where there is such an option."""
+        chosen: Aggregation = getattr(self.options, "loss_aggregation", "token-mean")
+        return chosen
+
+    def token_weight(self, tokens: int) -> float:
+        """By `aggregation`."""
+        return _aggregation.token_weight(self.aggregation, tokens)
+
+    def denominator(self, tokens: int, sequences: int) -> float:
+        """By `aggregation`."""
+        return _aggregation.denominator(self.aggregation, tokens, sequences)
+
+    def advantages(self, outcomes: Outcomes) -> Tensor:
+        """(B, T), see `Algorithm.advantages`."""
+        raise NotImplementedError
+
+    def terms(self, batch: TokenBatch) -> Terms:
+        """Loss of each token, (K,), before weights and correction, with metrics of the same shape."""
+        raise NotImplementedError
+
+    def loss(self, batch: TokenBatch) -> LossSums:
+        """Weighted sum of the terms, importance-corrected when `importance_cap` is set."""
+        terms = self.terms(batch)
+        # Of KL(old || new), whose samples these are; k3 is never negative, so a mean near 0 means that nothing moved.
+        moved_K = kl_estimate(batch.old_log_probs_K, batch.log_probs_K.detach(), "k3")
+        figures = {name: terms.metrics[name].sum() for name in SHOWN if name in terms.metrics}
+        loss = (terms.loss * self.correction(batch) * batch.weights_K).sum()
+        return LossSums(loss, {**figures, "approx_kl": moved_K.sum()})
+
+    def correction(self, batch: TokenBatch) -> Tensor | float:
+        """Weight of each token for the engine's other numerics, (K,)."""
+        cap = self.options.importance_cap
+        if cap is None:
+            return 1.0
+        weights_K = truncated_importance_weights(batch.old_log_probs_K, batch.engine_log_probs_K, high=cap)
+        # A token without an engine log-prob has nothing to be corrected for.
+        return weights_K.nan_to_num(nan=1.0)
+
+
+class ClippedPolicyGradient(PolicyGradient[Clipped]):
+    """PPO's clipped objective, token by token."""
+
+    def terms(self, batch: TokenBatch) -> Terms:
+        """By the clip's options."""
+        return ppo_terms(batch.log_probs_K, batch.old_log_probs_K, batch.advantages_K, **bounds(self.options))
+
+
+class Bounds(TypedDict):
+    """Of a clipped objective, as the functions take them."""
+
+    clip_low: float
+    clip_high: float
+    dual_clip: float | None
+
+
+def bounds(options: ClipOptions) -> Bounds:
+    """Those of the options."""
+    return Bounds(clip_low=options.clip_low, clip_high=options.clip_high, dual_clip=options.dual_clip)
+
+
+def group_relative(outcomes: Outcomes, options: StdOptions) -> Tensor:
+    """GRPO's advantages, (B, T): see `grpo_advantages`."""
+    compare = grpo_advantages if options.normalize_std else dr_grpo_advantages
+    found_BT: Tensor = compare(outcomes.rewards_B, outcomes.groups_B, outcomes.mask_BT)
+    return found_BT

@@ -1,0 +1,34 @@
+"""DAPO (arXiv 2503.14476): clip-higher, mean over tokens, overlong shaping.
+
+Its dynamic sampling is not here: it needs a step that takes further prompts in place of the groups that it drops,
+which the coordinator does not do. A group of equal rewards is learned from as in GRPO: with a gradient of zero.
+Overlong filtering is `algorithm.truncated: mask`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import Tensor
+
+from headrace_trainer.algorithms._base import Outcomes
+from headrace_trainer.algorithms._policy_gradient import ClippedPolicyGradient, group_relative
+from headrace_trainer.algorithms.functional import overlong_penalty
+from headrace_trainer.algorithms.plugins import DapoOptions
+
+
+class Dapo(ClippedPolicyGradient[DapoOptions]):
+    """GRPO's advantages of shaped rewards."""
+
+    least_group = 2
+
+    def advantages(self, outcomes: Outcomes) -> Tensor:
+        """GRPO's, of rewards that sink over the last `overlong_buffer` tokens before the limit."""
+        buffer = self.options.overlong_buffer
+        if buffer is not None:
+            buffer = min(buffer, outcomes.longest)
+            penalty_B = overlong_penalty(
+                outcomes.lengths_B, outcomes.longest, buffer, factor=self.options.overlong_factor
+            )
+            outcomes = replace(outcomes, rewards_B=outcomes.rewards_B + penalty_B)
+        return group_relative(outcomes, self.options)

@@ -1,0 +1,43 @@
+"""GMPO (arXiv 2507.20673): the geometric mean of an answer's clipped token ratios, times its advantage."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from headrace_trainer.algorithms._base import Outcomes, TokenBatch
+from headrace_trainer.algorithms._policy_gradient import PolicyGradient, group_relative
+from headrace_trainer.algorithms.functional import Terms, gmpo_terms
+from headrace_trainer.algorithms.plugins import Aggregation, GmpoOptions
+
+
+class Gmpo(PolicyGradient[GmpoOptions]):
+    """GRPO's advantages; a mean over answers, whose tokens share their answer's loss equally."""
+
+    least_group = 2
+
+    @property
+    def aggregation(self) -> Aggregation:
+        """Of terms that add up to an answer's loss."""
+        return "seq-mean-token-sum"
+
+    def advantages(self, outcomes: Outcomes) -> Tensor:
+        """GRPO's."""
+        return group_relative(outcomes, self.options)
+
+    def terms(self, batch: TokenBatch) -> Terms:
+        """The answer's loss, in equal parts; the correction is a part of its ratio."""
+        weights = super().correction(batch)
+        found = gmpo_terms(
+            batch.padded(batch.log_probs_K),
+            batch.padded(batch.old_log_probs_K),
+            batch.padded(batch.advantages_K),
+            batch.mask(),
+            clip_low=self.options.clip_low,
+            clip_high=self.options.clip_high,
+            weights=batch.padded(weights) if isinstance(weights, Tensor) else None,
+        )
+        return batch.flat_terms(found)
+
+    def correction(self, batch: TokenBatch) -> Tensor | float:
+        """None beside that of `terms`."""
+        return 1.0

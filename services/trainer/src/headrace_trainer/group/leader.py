@@ -1,0 +1,77 @@
+"""The rounds of a step as the leader's learner asks for them: see `StepRounds`. Knows no groups and no wire."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Many
+
+from headrace_trainer.backends._base import CommitReport
+from headrace_trainer.group.rank import Rank, commit_report, is_finite
+from headrace_trainer.learning.samples import Rows, Sequence
+from headrace_trainer.learning.work import plan_rounds
+
+
+class LeaderRounds:
+    """`lead` announces a round and does the leader's part of it."""
+
+    def __init__(self, lead: Callable[..., object], rank: Rank) -> None:
+        self._lead = lead
+        self._rank = rank
+        self.attempt = (0, 0)
+        """Step and attempt that are open, for whoever reads of a stuck round."""
+        self.micro_rounds = 0
+        """How many have run."""
+
+    @property
+    def world_size(self) -> int:
+        """See `StepRounds`."""
+        return self._rank.gang.world_size
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """See `StepRounds`."""
+        return self._rank.backend.shares_prefixes
+
+    def micro(self, work: list[Rows]) -> bool:
+        """See `StepRounds`."""
+        finite = is_finite(self._step("micro", work=work))
+        self.micro_rounds += 1
+        return finite
+
+    def holds(self) -> bool:
+        """See `StepRounds`."""
+        if is_finite(self._lead("check")):
+            return True
+        self.drop()
+        return False
+
+    def infer(self, groups: Many[list[Sequence]]) -> list[list[list[float]]]:
+        """See `StepRounds`."""
+        found: dict[int, list[float]] = {}
+        for work, _ in plan_rounds(groups, self._rank.config.trainer.micro_batch_tokens, self):
+            results = self._lead("infer", work=work)
+            assert isinstance(results, list)
+            for rows, values in zip(work, results, strict=True):
+                own = [id(sequence) for row in rows for sequence in row]
+                found.update(zip(own, values, strict=True))
+        return [[found.get(id(sequence), []) for sequence in group] for group in groups]
+
+    def apply(self, denominator: float, rate: float) -> CommitReport:
+        """See `StepRounds`."""
+        return commit_report(self._step("commit", denominator=denominator, learning_rate=rate))
+
+    def hold(self) -> None:
+        """See `StepRounds`."""
+        self._step("hold")
+
+    def end_hold(self, *, back: bool) -> None:
+        """See `StepRounds`."""
+        self._step("end_hold", back=back)
+
+    def drop(self) -> None:
+        """See `StepRounds`."""
+        self._lead("abort")
+
+    def _step(self, kind: str, **fields: object) -> object:
+        step, attempt = self.attempt
+        return self._lead(kind, step=step, attempt=attempt, **fields)

@@ -1,0 +1,157 @@
+"""Every built-in algorithm: the contract, its functions, its options, and what it makes of a batch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from headrace_schema.learning import AlgorithmSection
+from headrace_trainer.algorithms import ALGORITHMS, build_algorithm, functional
+from headrace_trainer.algorithms._base import Barrier, Outcomes, TokenBatch
+from headrace_trainer.algorithms.contract import check_algorithm
+from headrace_trainer.errors import Refusal
+
+NAMES = ALGORITHMS.names()
+BATCH = {"reinforce_pp", "reinforce_pp_baseline"}
+LENGTHS = [3, 0, 5, 4, 2, 1]
+REWARDS = [1.0, 0.0, 0.5, 0.0, 1.0, 0.25]
+
+
+def outcomes(longest=5):
+    return Outcomes(
+        rewards_B=torch.tensor(REWARDS, dtype=torch.float64),
+        groups_B=torch.tensor([0, 0, 0, 1, 1, 1]),
+        mask_BT=torch.arange(5) < torch.tensor(LENGTHS)[:, None],
+        lengths_B=torch.tensor([3, 4, 5, 4, 2, 1]),
+        longest=longest,
+    )
+
+
+def build(name, **options):
+    return build_algorithm(AlgorithmSection(name=name, options=options))
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"epochs": 2, "minibatches": 2, "importance_cap": 2.0}], ids=["one", "passes"]
+)
+@pytest.mark.parametrize("name", NAMES)
+def test_the_contract_holds(name, options):
+    waits = options or name in BATCH
+    assert check_algorithm(name, options).barrier is (Barrier.BATCH if waits else Barrier.GROUP)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "reinforce_pp"])
+def test_a_group_of_one_is_refused(name):
+    with pytest.raises(Refusal, match=r"algorithm\.group_size"):
+        build_algorithm(AlgorithmSection(name=name, group_size=1))
+
+
+def test_reinforce_pp_takes_groups_of_one():
+    assert build_algorithm(AlgorithmSection(name="reinforce_pp", group_size=1)).least_group == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "key"),
+    [
+        ("dr_grpo", {"normalize_std": True}, "normalize_std"),
+        ("dapo", {"loss_aggregation": "token-mean"}, "loss_aggregation"),
+        ("dapo", {"overlong_factor": 2.0}, "overlong_factor"),
+        ("grpo", {"overlong_buffer": 4}, "overlong_buffer"),
+        ("gmpo", {"epochs": 2, "dual_clip": 3.0}, "dual_clip"),
+        ("sapo", {"epochs": 2, "clip_low": 0.2}, "clip_low"),
+        ("sapo", {"tau_positive": 2.0}, "tau_positive"),
+        ("rloo", {"gamma": 0.9}, "gamma"),
+        ("gspo", {"clip_high": 1e-3}, "clip_high"),
+    ],
+)
+def test_an_option_without_effect_is_refused_by_name(name, options, key):
+    with pytest.raises(Refusal) as caught:
+        build(name, **options)
+    assert caught.value.metadata["key"] == f"algorithm.options.{key}"
+
+
+@pytest.mark.parametrize(
+    ("name", "function"),
+    [
+        ("grpo", functional.grpo_advantages),
+        ("dr_grpo", functional.dr_grpo_advantages),
+        ("rloo", functional.rloo_advantages),
+        ("opo", functional.opo_advantages),
+        ("passk_grpo", functional.passk_grpo_advantages),
+        ("reinforce_pp_baseline", functional.reinforce_plus_plus_baseline_advantages),
+        ("reinforce_pp", lambda r, g, m: functional.reinforce_plus_plus_advantages(r, m).advantages),
+    ],
+)
+def test_advantages_are_those_of_the_function(name, function):
+    given = outcomes()
+    expected_BT = function(given.rewards_B, given.groups_B, given.mask_BT)
+    torch.testing.assert_close(build(name).advantages(given), expected_BT)
+
+
+def test_dapo_shapes_the_rewards_of_long_answers():
+    given = outcomes(longest=5)
+    plain_BT = build("dapo").advantages(given)
+    shaped_BT = build("dapo", overlong_buffer=2, overlong_factor=0.5).advantages(given)
+    rewards_B = given.rewards_B - torch.tensor([0.0, 0.25, 0.5, 0.25, 0.0, 0.0])
+    torch.testing.assert_close(
+        shaped_BT, functional.grpo_advantages(rewards_B, given.groups_B, given.mask_BT)
+    )
+    torch.testing.assert_close(plain_BT, build("grpo").advantages(given))
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "loss"),
+    [
+        ("grpo", {"loss_aggregation": "seq-mean-token-mean"}, ("ppo_loss", "seq-mean-token-mean", {})),
+        ("dapo", {}, ("ppo_loss", "token-mean", {"clip_high": 0.28})),
+        ("dr_grpo", {"norm_length": 5}, ("ppo_loss", "seq-mean-token-sum-norm", {"norm_length": 5})),
+        (
+            "gspo",
+            {"clip_low": 0.1, "clip_high": 0.1},
+            ("gspo_loss", "seq-mean-token-mean", {"clip_low": 0.1, "clip_high": 0.1}),
+        ),
+        ("cispo", {}, ("cispo_loss", "token-mean", {})),
+        ("sapo", {}, ("sapo_loss", "seq-mean-token-mean", {})),
+        ("gmpo", {}, ("gmpo_loss", None, {})),
+    ],
+)
+@pytest.mark.parametrize("cap", [None, 1.5])
+def test_a_step_streamed_in_micro_batches_is_the_function_s_loss_of_the_batch(name, options, loss, cap):
+    """In value and gradient, though each micro-batch knows neither the others nor the totals."""
+    algorithm = build(name, epochs=2, **options, **({"importance_cap": cap} if cap else {}))
+    given = outcomes()
+    generator = torch.Generator().manual_seed(3)
+    mask_BT = given.mask_BT
+    log_probs_BT = (-torch.rand(6, 5, generator=generator)).requires_grad_()
+    old_BT = log_probs_BT.detach() + 0.3 * torch.randn(6, 5, generator=generator)
+    engine_BT = old_BT + 0.3 * torch.randn(6, 5, generator=generator)
+    advantages_BT = algorithm.advantages(given).float()
+    total = 0.0
+    for rows in ([0, 2], [3], [4, 5]):
+        flat = mask_BT[rows]
+        lengths = [LENGTHS[row] for row in rows]
+        batch = TokenBatch(
+            log_probs_K=log_probs_BT[rows][flat],
+            old_log_probs_K=old_BT[rows][flat],
+            engine_log_probs_K=engine_BT[rows][flat],
+            advantages_K=advantages_BT[rows][flat],
+            weights_K=torch.tensor([algorithm.token_weight(n) for n in lengths for _ in range(n)]),
+            sequences_K=torch.repeat_interleave(torch.tensor(lengths)),
+        )
+        total = total + algorithm.loss(batch).loss
+    total = total / algorithm.denominator(sum(LENGTHS), sum(1 for n in LENGTHS if n))
+    function, aggregation, more = loss
+    weights_BT = cap and functional.truncated_importance_weights(old_BT, engine_BT, mask_BT, high=cap)
+    whole_BT = log_probs_BT.detach().clone().requires_grad_()
+    expected = getattr(functional, function)(
+        whole_BT,
+        old_BT,
+        advantages_BT,
+        mask_BT,
+        weights=weights_BT,
+        **more,
+        **({"aggregation": aggregation} if aggregation else {}),
+    )
+    torch.testing.assert_close(total, expected.loss)
+    total.backward()
+    expected.loss.backward()
+    torch.testing.assert_close(log_probs_BT.grad, whole_BT.grad)
