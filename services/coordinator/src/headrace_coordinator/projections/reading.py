@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import re
 from collections.abc import Callable
 from functools import lru_cache
@@ -17,7 +18,8 @@ from headrace_coordinator.projections.trajectories import NAME, Slot, full_files
 
 PAGE_SIZE = 50
 SCANS_KEPT = 12
-"""Files whose lines are known by heart. One that grows is read again; a rotated one never is."""
+"""Files whose lines are remembered. One that grows is read again; a rotated one is not."""
+LISTS_KEPT = 4
 Order = Literal["oldest", "newest", "best", "worst"]
 ORDERS: tuple[str, ...] = get_args(Order)
 
@@ -28,6 +30,15 @@ class PageTokenError(ValueError):
 
 class _Rewarded(Slot, frozen=True):
     reward: float | None
+
+
+class _File(NamedTuple):
+    """A file as it is now: what is remembered of it holds while none of this changes."""
+
+    number: int
+    path: Path
+    inode: int
+    size: int
 
 
 class _Line(NamedTuple):
@@ -73,13 +84,12 @@ def read_trajectories(
 
     A token stays valid while the file grows and is rotated; PageTokenError when it is none.
     """
-    files = {number_of(path): path for path in full_files(directory)}
-    files[max(files, default=0) + 1] = directory / NAME
-    lines = _SORTS[order](_live_lines(files, step, prompt))
+    files = _files(directory)
+    lines = _ordered(tuple(files.values()), step, prompt, order)
     page: list[TrajectoryView] = []
     last = ""
     for line in lines[_start(lines, page_token, order) :]:
-        view = _view(files[line.file], line)
+        view = _view(files[line.file].path, line)
         if view is None:
             continue
         if len(page) == page_size:
@@ -98,9 +108,9 @@ def _start(lines: list[_Line], token: str, order: Order) -> int:
         raise PageTokenError(token)
     place = int(found[1]), int(found[2])
     if order == "oldest":
-        return sum(_by_place(line) <= place for line in lines)
+        return bisect.bisect_right(lines, place, key=_by_place)
     if order == "newest":
-        return sum(_by_place(line) >= place for line in lines)
+        return bisect.bisect_right(lines, (-place[0], -place[1]), key=lambda line: (-line.file, -line.end))
     for index, line in enumerate(lines):
         if _by_place(line) == place:
             return index + 1
@@ -116,33 +126,44 @@ def _view(path: Path, line: _Line) -> TrajectoryView | None:
         return None
 
 
-def _live_lines(files: dict[int, Path], step: int | None, prompt: int | None) -> list[_Line]:
+def _files(directory: Path) -> dict[int, _File]:
+    """The files that there are, by number, oldest first."""
+    paths = {number_of(path): path for path in full_files(directory)}
+    paths[max(paths, default=0) + 1] = directory / NAME
+    found: dict[int, _File] = {}
+    for number, path in paths.items():
+        try:
+            status = path.stat()
+        except FileNotFoundError:
+            continue
+        found[number] = _File(number, path, status.st_ino, status.st_size)
+    return found
+
+
+@lru_cache(LISTS_KEPT)
+def _ordered(files: tuple[_File, ...], step: int | None, prompt: int | None, order: Order) -> list[_Line]:
+    return _SORTS[order](_live_lines(files, step, prompt))
+
+
+def _live_lines(files: tuple[_File, ...], step: int | None, prompt: int | None) -> list[_Line]:
     """The lines to show, oldest first. A later line replaces its slot's earlier one; a later version its step's."""
     versions: dict[int, int] = {}
     slots: dict[tuple[int, int, int], _Line] = {}
-    for number, path in files.items():
-        for end, length, slot in _slots(path):
+    for file in files:
+        for end, length, slot in _scan(file):
             versions[slot.step] = slot.version
             if (step is None or slot.step == step) and (prompt is None or slot.prompt_ordinal == prompt):
                 key = slot.step, slot.prompt_ordinal, slot.sample_index
-                slots[key] = _Line(number, end, length, slot)
+                slots[key] = _Line(file.number, end, length, slot)
     live = [line for line in slots.values() if line.slot.version == versions[line.slot.step]]
     return sorted(live, key=_by_place)
 
 
-def _slots(path: Path) -> list[tuple[int, int, _Rewarded]]:
-    try:
-        status = path.stat()
-    except FileNotFoundError:
-        return []
-    return _scan(path, status.st_ino, status.st_size)
-
-
 @lru_cache(SCANS_KEPT)
-def _scan(path: Path, inode: int, size: int) -> list[tuple[int, int, _Rewarded]]:
-    """(end, length, slot) of each whole line of a file that is as large as that."""
+def _scan(file: _File) -> list[tuple[int, int, _Rewarded]]:
+    """(end, length, slot) of each whole line."""
     found: list[tuple[int, int, _Rewarded]] = []
-    for end, line in read_lines(path):
+    for end, line in read_lines(file.path):
         try:
             found.append((end, len(line), _decode(line)))
         except msgspec.DecodeError:
