@@ -38,7 +38,7 @@ def test_a_refused_grant_is_told_with_its_reason_and_not_held():
     state, effects = run(
         leases.SessionOpened(0, TTL), leases.Granted(lease(7)), leases.Acquired(7, "no memory")
     )
-    assert effects[1:] == [leases.Forget(7), leases.TellHeld(7, "no memory")]
+    assert effects[1:] == [leases.Drop(7), leases.TellHeld(7, "no memory")]
     assert not state.holdings
 
 
@@ -80,21 +80,19 @@ def test_a_stale_epoch_is_forgotten_at_once_and_given_up():
     state, effects = run(
         leases.HeartbeatSent(1, 5.0), leases.HeartbeatAcked(1, at=6.0, stale=(7, 99)), state=held()
     )
-    assert effects == [leases.Forget(7), leases.GiveUp(7, 0.0)]
+    assert effects == [leases.Drop(7), leases.Release(7, 0.0)]
     state, effects = run(leases.LetGo(7, leases.Memory(1234, 99)), state=state)
-    assert (
-        effects == [leases.Forget(7), leases.TellReleased(7, leases.Memory(1234, 99))] and not state.holdings
-    )
+    assert effects == [leases.Drop(7), leases.TellReleased(7, leases.Memory(1234, 99))] and not state.holdings
 
 
 def test_a_stale_epoch_of_register_is_given_up():
     _, effects = run(leases.SessionOpened(9.0, TTL, stale_epochs=(7,)), state=held())
-    assert effects == [leases.Forget(7), leases.GiveUp(7, 0.0)]
+    assert effects == [leases.Drop(7), leases.Release(7, 0.0)]
 
 
 def test_a_revoked_lease_stays_valid_and_renewed_until_it_is_let_go():
     state, effects = run(leases.Revoked(7, 3.0), leases.Revoked(7, 3.0), state=held())
-    assert effects == [leases.GiveUp(7, 3.0)] and state.epochs() == [7]
+    assert effects == [leases.Release(7, 3.0)] and state.epochs() == [7]
     _, effects = run(
         leases.HeartbeatSent(1, 9.0), leases.HeartbeatAcked(1, at=9.5, renewed=(7,)), state=state
     )
@@ -105,7 +103,7 @@ def test_a_revoke_during_the_grant_waits_for_it_and_never_says_held():
     state, effects = run(leases.SessionOpened(0, TTL), leases.Granted(lease(7)), leases.Revoked(7, 2.0))
     assert effects == [leases.Acquire(lease(7))]
     _, effects = run(leases.Acquired(7), leases.LetGo(7, leases.Memory(5)), state=state)
-    assert effects == [leases.GiveUp(7, 2.0), leases.Forget(7), leases.TellReleased(7, leases.Memory(5))]
+    assert effects == [leases.Release(7, 2.0), leases.Drop(7), leases.TellReleased(7, leases.Memory(5))]
 
 
 def test_repeated_commands_get_the_same_answers():
@@ -115,7 +113,7 @@ def test_repeated_commands_get_the_same_answers():
     _, effects = run(leases.Revoked(7, 0), leases.Granted(lease(7)), state=state)
     assert effects == [
         leases.TellReleased(7, leases.Memory(42)),
-        leases.TellHeld(7, "this lease was already let go"),
+        leases.TellHeld(7, "this lease was already released"),
     ]
 
 
@@ -152,11 +150,11 @@ class World:
             match effect:
                 case leases.Hold(epoch, deadline):
                     self.deadlines[epoch] = deadline
-                case leases.Forget(epoch):
+                case leases.Drop(epoch):
                     self.deadlines.pop(epoch, None)
                 case leases.Acquire(granted):
                     self.feed(leases.Acquired(granted.epoch))
-                case leases.GiveUp(epoch, _):
+                case leases.Release(epoch, _):
                     self.feed(leases.LetGo(epoch, leases.Memory()))
 
     def reconnect(self):

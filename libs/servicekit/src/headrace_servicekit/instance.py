@@ -128,7 +128,7 @@ class Instance:
         return self.address
 
     async def stop(self, grace_s: float = GRACE_S) -> None:
-        """Lets go of all leases and says so, finishes calls in flight, and removes shared files."""
+        """Releases all leases and says so, finishes calls in flight, and removes shared files."""
         if self._last_call is not None:
             self._last_call.cancel()
         await self._holder.release_all(grace_s)

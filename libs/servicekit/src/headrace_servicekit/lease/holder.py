@@ -102,7 +102,7 @@ class LeaseHolder:
             self.handle(leases.Tick(self._now()))
 
     async def release_all(self, notice_s: float) -> None:
-        """Lets go of every lease, each within the notice; waits that long for the callbacks."""
+        """Releases every lease, each within the notice; waits that long for the callbacks."""
         for epoch in self.state.epochs():
             self.handle(leases.Revoked(epoch, notice_s))
         if self._tasks:
@@ -114,13 +114,13 @@ class LeaseHolder:
                 self._spawn(self._acquire(lease), f"acquire lease {lease.epoch}")
             case leases.Hold(epoch, deadline):
                 self._fence.grant(epoch, deadline)
-            case leases.Forget(epoch):
+            case leases.Drop(epoch):
                 self._fence.release(epoch)
             case leases.Quiesce(epoch):
                 _logger.warning("lease not renewed in time: quiesced", extra={"lease_epoch": epoch})
                 self._spawn(self._quiesce(epoch), f"quiesce lease {epoch}")
-            case leases.GiveUp(epoch, notice_s):
-                self._spawn(self._give_up(epoch, notice_s), f"give up lease {epoch}")
+            case leases.Release(epoch, notice_s):
+                self._spawn(self._release(epoch, notice_s), f"release lease {epoch}")
             case leases.TellHeld(epoch, refusal):
                 self.tell(
                     fleet_pb2.SessionRequest(lease_held=fleet_pb2.LeaseHeld(epoch=epoch, refusal=refusal))
@@ -151,7 +151,7 @@ class LeaseHolder:
         if error is not None:
             _logger.error("on_quiesce failed", extra={"lease_epoch": epoch}, exc_info=error)
 
-    async def _give_up(self, epoch: int, notice_s: float) -> None:
+    async def _release(self, epoch: int, notice_s: float) -> None:
         started, freed = self._now(), asyncio.ensure_future(self._callbacks().on_revoke(epoch, notice_s))
         await asyncio.wait({freed})
         error = freed.exception()
@@ -159,12 +159,12 @@ class LeaseHolder:
             # Whether the device is free is unknown now; the end of this process will prove it.
             _logger.error("on_revoke failed", extra={"lease_epoch": epoch}, exc_info=error)
             self._fence.release(epoch)
-            self._on_failure(f"lease {epoch} could not be let go: {error}")
+            self._on_failure(f"lease {epoch} could not be released: {error}")
             return
         late = self._now() - started - notice_s
         if notice_s > 0 and late > 0:
             _logger.warning(
-                "lease let go after its notice", extra={"lease_epoch": epoch, "late_s": round(late, 3)}
+                "lease released after its notice", extra={"lease_epoch": epoch, "late_s": round(late, 3)}
             )
         self.handle(leases.LetGo(epoch, freed.result()))
 

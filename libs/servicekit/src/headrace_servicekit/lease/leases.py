@@ -31,7 +31,7 @@ class Phase(Enum):
     QUIESCED = "quiesced"
     """The own deadline has passed: nothing new starts, memory is kept, a renewal brings it back."""
     LEAVING = "leaving"
-    """Being let go; valid until it is."""
+    """Being released; valid until it is."""
 
 
 @dataclass(frozen=True)
@@ -172,7 +172,7 @@ class Quiesce:
 
 
 @dataclass(frozen=True)
-class GiveUp:
+class Release:
     """Reach a safe point within the notice, give the resources back, then say LetGo."""
 
     epoch: int
@@ -180,7 +180,7 @@ class GiveUp:
 
 
 @dataclass(frozen=True)
-class Forget:
+class Drop:
     """The fence refuses the lease from now on."""
 
     epoch: int
@@ -196,13 +196,13 @@ class TellHeld:
 
 @dataclass(frozen=True)
 class TellReleased:
-    """Tell the coordinator that the lease is let go."""
+    """Tell the coordinator that the lease is released."""
 
     epoch: int
     memory: Memory
 
 
-Effect = Acquire | Hold | Quiesce | GiveUp | Forget | TellHeld | TellReleased
+Effect = Acquire | Hold | Quiesce | Release | Drop | TellHeld | TellReleased
 Step = tuple[LeaseState, list[Effect]]
 
 
@@ -234,7 +234,7 @@ def _granted(state: LeaseState, lease: common_pb2.Lease) -> Step:
         repeated = known.phase in (Phase.HELD, Phase.QUIESCED)
         return state, [TellHeld(lease.epoch)] if repeated else []
     if lease.epoch in state.released:
-        return state, [TellHeld(lease.epoch, "this lease was already let go")]
+        return state, [TellHeld(lease.epoch, "this lease was already released")]
     holding = Holding(lease, Phase.ACQUIRING, state.anchor + _usable(state, lease))
     return _with(state, holding), [Acquire(lease)]
 
@@ -244,10 +244,10 @@ def _acquired(state: LeaseState, event: Acquired) -> Step:
     if holding is None or holding.phase is not Phase.ACQUIRING:
         return state, []
     if event.refusal:
-        return _without(state, event.epoch), [Forget(event.epoch), TellHeld(event.epoch, event.refusal)]
+        return _without(state, event.epoch), [Drop(event.epoch), TellHeld(event.epoch, event.refusal)]
     if holding.leave_notice_s is not None:
         leaving = replace(holding, phase=Phase.LEAVING)
-        return _with(state, leaving), [GiveUp(event.epoch, holding.leave_notice_s)]
+        return _with(state, leaving), [Release(event.epoch, holding.leave_notice_s)]
     held = replace(holding, phase=Phase.HELD)
     return _with(state, held), [Hold(event.epoch, held.deadline), TellHeld(event.epoch)]
 
@@ -281,7 +281,7 @@ def _stale(state: LeaseState, epochs: Iterable[int]) -> Step:
     effects: list[Effect] = []
     for epoch in epochs:
         if epoch in state.holdings:
-            effects.append(Forget(epoch))
+            effects.append(Drop(epoch))
             state, more = _revoked(state, epoch, 0.0)
             effects += more
     return state, effects
@@ -295,7 +295,7 @@ def _revoked(state: LeaseState, epoch: int, notice_s: float) -> Step:
         return state, []
     if holding.phase is Phase.ACQUIRING:
         return _with(state, replace(holding, leave_notice_s=notice_s)), []
-    return _with(state, replace(holding, phase=Phase.LEAVING)), [GiveUp(epoch, notice_s)]
+    return _with(state, replace(holding, phase=Phase.LEAVING)), [Release(epoch, notice_s)]
 
 
 def _let_go(state: LeaseState, event: LetGo) -> Step:
@@ -303,7 +303,7 @@ def _let_go(state: LeaseState, event: LetGo) -> Step:
         return state, []
     remembered = dict(list(state.released.items())[-_REMEMBERED + 1 :])
     state = replace(_without(state, event.epoch), released={**remembered, event.epoch: event.memory})
-    return state, [Forget(event.epoch), TellReleased(event.epoch, event.memory)]
+    return state, [Drop(event.epoch), TellReleased(event.epoch, event.memory)]
 
 
 def _tick(state: LeaseState, now: float) -> Step:

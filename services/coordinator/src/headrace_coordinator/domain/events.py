@@ -85,7 +85,7 @@ class LeaseHeld(Event, frozen=True, kw_only=True):
 
 
 class LeaseRevoking(Event, frozen=True, kw_only=True):
-    """The holder was asked to let go; by when is known to the lease manager, on its own clock."""
+    """The holder was asked to release it; by when is known to the lease manager, on its own clock."""
 
     epoch: int
 

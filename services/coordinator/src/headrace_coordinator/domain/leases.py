@@ -13,7 +13,7 @@ import msgspec
 from headrace_coordinator.domain import events as ev
 
 KEPT_BYTES = 256 * 2**20
-"""What a process may still use of a GPU that it has let go of: small buffers of its libraries."""
+"""What a process may still use of a GPU that it has released: small buffers of its libraries."""
 GRANTED, HELD, REVOKING = "GRANTED", "HELD", "REVOKING"
 
 
@@ -177,7 +177,7 @@ def is_gpu(device: str) -> bool:
 
 
 def plan_revoke(table: LeaseTable, epoch: int, now: float) -> list[ev.Event]:
-    """Asks a holder to let go."""
+    """Asks a holder to release."""
     lease = table.leases.get(epoch)
     if lease is None or lease.state == REVOKING:
         return []

@@ -23,7 +23,7 @@ from headrace_coordinator.fleet.waits import Waits, WaitTimeout
 from headrace_coordinator.store.event_log import EventLog
 
 DRAIN_S = 10.0
-"""Grace of a process that is let go."""
+"""Grace of a process that is no longer wanted."""
 log = logging.getLogger(__name__)
 MISSED_BEATS = 2
 RESTART_S = 20.0

@@ -80,7 +80,7 @@ class LeaseManager:
             self._event_log.post(*leases.plan_held(table, epoch, incarnation, now))
 
     def released(self, incarnation: str, epoch: int, used_bytes: int = 0) -> None:
-        """The holder has let go, and measured what it still uses on the devices."""
+        """The holder has released it, and measured what it still uses on the devices."""
         table, now = self._event_log.state.table, self._event_log.now()
         self._post_ends(leases.plan_release(table, epoch, incarnation, "released", now, used=used_bytes))
 

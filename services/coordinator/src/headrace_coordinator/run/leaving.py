@@ -109,7 +109,7 @@ async def save_head(context: RunContext, checkpointer: Checkpointer) -> None:
         return
     if not context.workers.trainers:
         await context.workers.staff_trainers()
-    await context.placement.learn()
+    await context.placement.hand_devices_to_trainers()
     await checkpointer.save(wait=True)
     if context.state.last_checkpoint != head:
         raise RunFailed("the checkpoint could not be written; see the run's events")

@@ -107,7 +107,7 @@ class RunLoop:
             self._move(runs.RECOVERING, "the coordinator restarted")
         await context.workers.staff()
         context.placement.assign()
-        await context.placement.learn()
+        await context.placement.hand_devices_to_trainers()
         await form_gang(context)
         self._published = await converge(context)
         if context.state.origin_checkpoint and not context.state.last_checkpoint:
@@ -123,7 +123,7 @@ class RunLoop:
         await self.context.workers.staff_rollouts()
         self.context.placement.assign()
         with self._timer.stage("switch" if self.context.placement.in_turns else "sync"):
-            await self.context.placement.generate(self._published)
+            await self.context.placement.hand_devices_to_rollouts(self._published)
 
     async def _step(self) -> None:
         assert self._published is not None
@@ -163,7 +163,7 @@ class RunLoop:
                 f"nothing was trained: all {tally.dropped} slots of {context.spec.steps} steps were dropped, "
                 f"the last of them as {context.state.ledger.last_drop}"
             )
-        await context.placement.learn()
+        await context.placement.hand_devices_to_trainers()
         if context.spec.checkpoint.enabled and context.state.lineage.head != context.state.last_checkpoint:
             await self._checkpointer.save(wait=True)
         if context.spec.export:

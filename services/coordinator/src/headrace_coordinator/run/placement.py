@@ -48,12 +48,12 @@ class Placement:
                 seats = max(len(group), min(ceil(wanted / len(groups)), len(devices_of[kind, machine])))
                 _seat(group, devices_of[kind, machine], seats, f"placement.{kind}")
 
-    async def learn(self) -> None:
+    async def hand_devices_to_trainers(self) -> None:
         """The trainer group holds its devices, awake."""
         async with self._moving:
             await self._learn()
 
-    async def generate(self, published: Published) -> None:
+    async def hand_devices_to_rollouts(self, published: Published) -> None:
         """The rollouts hold their devices with `published` installed and verified."""
         async with self._moving:
             await self._generate(published)

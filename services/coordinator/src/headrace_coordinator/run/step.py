@@ -120,7 +120,7 @@ class Step:
         else:
             await generate()
             with self._timer.stage("switch"):
-                await context.placement.learn()
+                await context.placement.hand_devices_to_trainers()
             for prompt in sorted(ledger.index.settled):
                 learning.put(prompt)
             await learn()
@@ -242,7 +242,7 @@ class Step:
     async def _again(self, reason: str) -> None:
         await self._abort(reason)
         with self._timer.stage("switch"):
-            await self._context.placement.generate(self._published)
+            await self._context.placement.hand_devices_to_rollouts(self._published)
 
     async def _abort(self, reason: str) -> None:
         opened = (self._ledger.step, self._ledger.attempt)

@@ -93,7 +93,7 @@ class Instance:
         self.revoked()
 
     def revoked(self) -> None:
-        """A lease is to be let go: what is on its devices goes."""
+        """A lease is to be released: what is on its devices goes."""
 
     def granted(self) -> None:
         """A lease is held anew."""

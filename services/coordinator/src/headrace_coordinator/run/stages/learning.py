@@ -97,7 +97,7 @@ class Learning:
         if revoked:
             context.note(f"the lease of {name} was revoked; it goes on under the next one")
             leader.lost_lease()
-            await context.placement.learn()
+            await context.placement.hand_devices_to_trainers()
         else:
             with context.fleet.waits.named(context.run_id, f"the lease of {name} to be renewed"):
                 await asyncio.sleep(LEASE_RETRY_S)
