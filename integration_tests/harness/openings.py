@@ -18,11 +18,11 @@ from headrace.reward.v1 import reward_pb2, reward_pb2_grpc
 from headrace.rollout.v1 import rollout_pb2, rollout_pb2_grpc
 from headrace.trainer.v1 import trainer_pb2, trainer_pb2_grpc
 from headrace_coordinator.fleet.ports import CallRefused
-from headrace_coordinator.simulation.instances import Instance
-from headrace_coordinator.simulation.network import SimulatedPort
-from headrace_coordinator.simulation.reward import Reward
-from headrace_coordinator.simulation.rollout import Rollout
-from headrace_coordinator.simulation.trainer import Trainer
+from headrace_coordinator.simulation.fleet.instances import Instance
+from headrace_coordinator.simulation.fleet.network import SimulatedPort
+from headrace_coordinator.simulation.fleet.reward import Reward
+from headrace_coordinator.simulation.fleet.rollout import Rollout
+from headrace_coordinator.simulation.fleet.trainer import Trainer
 from headrace_servicekit.rpc.errors import message_of, reason_of
 
 from harness.alone import CALL_S, Service, channel_to

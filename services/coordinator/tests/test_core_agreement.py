@@ -5,8 +5,8 @@ import contextlib
 
 import pytest
 from headrace_coordinator.domain import events as ev
-from headrace_coordinator.simulation.judge import Violation
-from headrace_coordinator.simulation.trainer import Trainer
+from headrace_coordinator.simulation.fleet.trainer import Trainer
+from headrace_coordinator.simulation.judging.judge import Violation
 from headrace_coordinator.simulation.virtual_time import run_virtual
 from headrace_coordinator.simulation.world import World
 

@@ -8,8 +8,8 @@ from headrace.reward.v1 import reward_pb2 as reward
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain import runs
 from headrace_coordinator.domain.scheduling import PATIENCE_QUANTA
-from headrace_coordinator.simulation.judge import Violation
-from headrace_coordinator.simulation.reward import Reward
+from headrace_coordinator.simulation.fleet.reward import Reward
+from headrace_coordinator.simulation.judging.judge import Violation
 from headrace_coordinator.simulation.virtual_time import run_virtual
 from headrace_coordinator.simulation.world import World
 

@@ -6,10 +6,10 @@ import pytest
 from headrace.trainer.v1.trainer_pb2 import STEP_PHASE_ACCUMULATING
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.run.context import RunContext
-from headrace_coordinator.simulation.disk import Disk
-from headrace_coordinator.simulation.judge import Violation
-from headrace_coordinator.simulation.rollout import Rollout
-from headrace_coordinator.simulation.trainer import Trainer
+from headrace_coordinator.simulation.fleet.disk import Disk
+from headrace_coordinator.simulation.fleet.rollout import Rollout
+from headrace_coordinator.simulation.fleet.trainer import Trainer
+from headrace_coordinator.simulation.judging.judge import Violation
 from headrace_coordinator.simulation.virtual_time import run_virtual
 from headrace_coordinator.simulation.world import World, run_world
 

@@ -8,7 +8,7 @@ import logging
 import time
 from collections import Counter
 
-from headrace_coordinator.simulation.replay import NEVER, REACHABLE, Pair
+from headrace_coordinator.simulation.judging.replay import NEVER, REACHABLE, Pair
 from headrace_coordinator.simulation.world import run_world
 
 COVERED_FROM = 200

@@ -7,9 +7,9 @@ import random
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from headrace_coordinator.simulation.judge import Violation
-from headrace_coordinator.simulation.processes import SETTINGS
-from headrace_coordinator.simulation.rollout import Rollout
+from headrace_coordinator.simulation.fleet.processes import SETTINGS
+from headrace_coordinator.simulation.fleet.rollout import Rollout
+from headrace_coordinator.simulation.judging.judge import Violation
 
 if TYPE_CHECKING:
     from headrace_coordinator.simulation.world import World

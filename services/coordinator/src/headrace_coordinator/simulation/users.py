@@ -13,7 +13,7 @@ from headrace_schema.spec import RunSpec
 from headrace_coordinator.api.control import Refused
 from headrace_coordinator.api.coordinator import Coordinator
 from headrace_coordinator.domain import runs
-from headrace_coordinator.simulation.judge import Violation
+from headrace_coordinator.simulation.judging.judge import Violation
 from headrace_coordinator.simulation.specs import forked, unreadable
 
 if TYPE_CHECKING:

@@ -18,14 +18,14 @@ from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain import runs
 from headrace_coordinator.domain.totals import Tally
 from headrace_coordinator.fleet.fleet import Fleet
-from headrace_coordinator.simulation.disk import Stored, Weights
 from headrace_coordinator.simulation.faults import WALL_S, Faults
-from headrace_coordinator.simulation.judge import Violation, judge
-from headrace_coordinator.simulation.log import RecordingStore
-from headrace_coordinator.simulation.processes import SETTINGS, Processes
-from headrace_coordinator.simulation.replay import Pair, Replay, nothing_held
+from headrace_coordinator.simulation.fleet.disk import Stored, Weights
+from headrace_coordinator.simulation.fleet.processes import SETTINGS, Processes
+from headrace_coordinator.simulation.fleet.trainer import Trainer
+from headrace_coordinator.simulation.judging.judge import Violation, judge
+from headrace_coordinator.simulation.judging.log import RecordingStore
+from headrace_coordinator.simulation.judging.replay import Pair, Replay, nothing_held
 from headrace_coordinator.simulation.specs import random_spec
-from headrace_coordinator.simulation.trainer import Trainer
 from headrace_coordinator.simulation.users import Users
 from headrace_coordinator.simulation.virtual_time import run_virtual
 from headrace_coordinator.store.event_log import EventLog

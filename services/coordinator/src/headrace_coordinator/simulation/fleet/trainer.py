@@ -14,8 +14,8 @@ from headrace_servicekit.rpc.digests import digest_bytes, set_digest
 from headrace_servicekit.rpc.streams import until
 
 from headrace_coordinator.fleet.ports import CallRefused
-from headrace_coordinator.simulation.disk import Disk, Stored, Weights
-from headrace_coordinator.simulation.instances import Instance
+from headrace_coordinator.simulation.fleet.disk import Disk, Stored, Weights
+from headrace_coordinator.simulation.fleet.instances import Instance
 from headrace_coordinator.simulation.specs import UNREADABLE
 
 PIECE_BYTES = 1 << 20

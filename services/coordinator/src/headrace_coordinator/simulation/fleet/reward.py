@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from headrace.reward.v1 import reward_pb2 as reward
 
-from headrace_coordinator.simulation.instances import Instance, nothing
+from headrace_coordinator.simulation.fleet.instances import Instance, nothing
 
 
 @dataclass

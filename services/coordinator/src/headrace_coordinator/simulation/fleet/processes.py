@@ -11,14 +11,14 @@ from typing import Any
 from headrace_coordinator.domain.state import InstanceState
 from headrace_coordinator.fleet.fleet import Fleet, FleetSettings, Supervisor, open_reports
 from headrace_coordinator.fleet.ports import InstanceDown
-from headrace_coordinator.simulation.disk import Disk
-from headrace_coordinator.simulation.instances import Instance
-from headrace_coordinator.simulation.judge import Violation
-from headrace_coordinator.simulation.network import SimulatedPort
-from headrace_coordinator.simulation.reward import Reward
-from headrace_coordinator.simulation.rollout import Rollout
+from headrace_coordinator.simulation.fleet.disk import Disk
+from headrace_coordinator.simulation.fleet.instances import Instance
+from headrace_coordinator.simulation.fleet.network import SimulatedPort
+from headrace_coordinator.simulation.fleet.reward import Reward
+from headrace_coordinator.simulation.fleet.rollout import Rollout
+from headrace_coordinator.simulation.fleet.trainer import Gangs, Trainer
+from headrace_coordinator.simulation.judging.judge import Violation
 from headrace_coordinator.simulation.specs import DEVICES_A_HOST
-from headrace_coordinator.simulation.trainer import Gangs, Trainer
 
 SETTINGS = FleetSettings()
 CLASSES: dict[str, type[Instance]] = {"rollout": Rollout, "trainer": Trainer, "reward": Reward}

@@ -13,7 +13,7 @@ from headrace.rollout.v1 import rollout_pb2 as rollout
 from headrace_servicekit.rpc.digests import trajectory_digest
 
 from headrace_coordinator.fleet.ports import CallRefused
-from headrace_coordinator.simulation.instances import Instance
+from headrace_coordinator.simulation.fleet.instances import Instance
 
 COLD, SUSPENDED, WEIGHTS, AWAKE = "COLD", "SUSPENDED", "WEIGHTS", "AWAKE"
 """Of the engine's memory: nothing was taken yet, released, room for weights alone, all."""

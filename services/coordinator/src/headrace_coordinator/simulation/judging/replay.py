@@ -10,7 +10,7 @@ from headrace_coordinator.domain import runs
 from headrace_coordinator.domain.leases import LeaseTable
 from headrace_coordinator.domain.scheduling import plan_admission
 from headrace_coordinator.domain.state import State
-from headrace_coordinator.simulation.judge import Violation
+from headrace_coordinator.simulation.judging.judge import Violation
 
 Pair = tuple[str, str]
 NEVER = {(runs.CANCELLING, other) for other in (runs.RUN, runs.PAUSE, runs.PAUSE_NOW)} | {

@@ -8,7 +8,7 @@ from headrace_coordinator.api.audit import audit, live_steps
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain import runs
 from headrace_coordinator.domain.totals import Tally, step_dropped, step_index, step_trained
-from headrace_coordinator.simulation.disk import Stored, Weights
+from headrace_coordinator.simulation.fleet.disk import Stored, Weights
 from headrace_coordinator.store.history import Item
 
 

@@ -1,0 +1,1 @@
+"""The imaginary instances of a world: their processes, network and disk."""

@@ -1,0 +1,1 @@
+"""What must hold of a world, read from its log."""
