@@ -36,7 +36,7 @@ def held(fleet, spec_of, gate):
 
 
 def test_a_run_is_submitted_in_the_form_and_its_curves_move(fleet, spec_of, open_page):
-    page = open_page(f"{fleet.url}/#/submit")
+    page = open_page(f"{fleet.url}/#token={fleet.token}&/submit")
     page.get_by_role("button", name="Edit as JSON").click()
     wrong = spec_of(name="formed", steps=-3)
     page.locator("#json").fill(json.dumps(wrong))
@@ -62,7 +62,7 @@ def test_a_run_is_submitted_in_the_form_and_its_curves_move(fleet, spec_of, open
 
 
 def test_a_run_is_paused_resumed_and_reloaded_and_a_lost_rollout_is_named(fleet, held, gate, open_page):
-    page = open_page(f"{fleet.url}/#/runs/{held.id}")
+    page = open_page(f"{fleet.url}/#token={fleet.token}&/runs/{held.id}")
     button(page, "Pause now").click()
     says(page, "PAUSED")
     gate.hold_after(BATCH + 3)
@@ -93,7 +93,7 @@ def test_a_run_is_paused_resumed_and_reloaded_and_a_lost_rollout_is_named(fleet,
 
 
 def test_a_page_goes_on_without_gap_or_repeat_when_the_coordinator_was_away(fleet, held, gate, open_page):
-    page = open_page(f"{fleet.url}/#/runs/{held.id}")
+    page = open_page(f"{fleet.url}/#token={fleet.token}&/runs/{held.id}")
     wait_for(lambda: plotted_step(page) == 2, "step 2 in the plot")
     killed = fleet.kill("coordinator")
     page.get_by_text("Reconnecting…").wait_for()

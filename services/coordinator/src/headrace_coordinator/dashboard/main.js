@@ -65,7 +65,7 @@ function askToken() {
     class: "panel narrow",
     onsubmit: (event) => { event.preventDefault(); setToken(input.value.trim()); show(); },
   }, h("h1", {}, "This coordinator needs a token"),
-  h("p", {}, "Give the API token of the fleet. It stays in this tab, until the tab is closed."),
+  h("p", {}, "Give the API token of the fleet: a local one has it in ", h("code", {}, "http-token"), " in its data directory. It stays in this tab, until the tab is closed."),
   h("label", { for: "token" }, "Token"), input, h("button", { type: "submit", class: "main" }, "Go on"));
   main.replaceChildren(form);
   input.focus();
