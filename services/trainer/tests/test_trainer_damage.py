@@ -45,9 +45,9 @@ def remove_field(path: Path) -> None:
 
 
 @pytest.fixture
-async def saved(client):
-    """A trainer whose run has two checkpoints."""
-    version = (await client.open()).version
+async def saved(client, make_config):
+    """A trainer whose run has two checkpoints; deterministic, so that weights do not hang on what arrives together."""
+    version = (await client.open(make_config(deterministic=True))).version
     for _ in range(2):
         version = await client.train(version, 1)
         await client.save(version.number, ledger=b"ledger of %d" % version.number)
@@ -330,7 +330,7 @@ async def test_a_fork_goes_on_as_the_other_run_would_have(saved, make_config):
     straight = await saved.train(saved.held, 1)
     await saved.close_run()
     source, saved.directory = str(saved.directory), saved.directory.with_name("fork")
-    await saved.open_run(make_config())
+    await saved.open_run(make_config(deterministic=True))
     await saved.join(2)
     restored = await saved.restore("lineage-1/step-2", 3, source)
     assert (await saved.train(restored.version, 1)).digest == straight.digest
