@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import doctest
+import importlib
 from dataclasses import replace
 
 import pytest
@@ -145,3 +147,11 @@ def test_only_valid_sizes_are_used():
     profile = Profile("a", item_s=1.0, sizes=(1, 2, 4, 8))
     assert profile.seconds(64, 7) == profile.seconds(64, 4) == 16
     assert Profile("a", item_s=1.0, replica_devices=2).seconds(64, 5) == 64 / 2
+
+
+@pytest.mark.parametrize(
+    "module", ["", ".divisions", ".fitting", ".lengths", ".planning", ".profiles", ".tree"]
+)
+def test_the_documented_examples_hold(module):
+    found = doctest.testmod(importlib.import_module(f"headrace_coordinator.planner{module}"))
+    assert found.attempted and not found.failed
