@@ -202,3 +202,13 @@ def test_the_contract_finds_a_loss_that_is_no_sum(monkeypatch):
     monkeypatch.setattr("headrace_trainer.algorithms.plugins.GRPO", plugin)
     with pytest.raises(AssertionError, match="no unnormalised sum"):
         check_algorithm("grpo", {})
+
+
+def test_the_page_lists_every_algorithm_with_its_options():
+    page = (Path(__file__).parents[3] / "docs" / "algorithms.md").read_text()
+    rows = {line.split("`")[1]: line for line in page.splitlines() if line.startswith("| `")}
+    for name in ALGORITHMS.names():
+        plugin = ALGORITHMS.find(name)
+        assert plugin.description in rows[name]
+        missing = [key for key in plugin.options.model_fields if f"`{key}`" not in page]
+        assert not missing, f"{name} has options that the page does not name: {missing}"
