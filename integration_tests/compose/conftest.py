@@ -91,11 +91,15 @@ def fleet(engine: None, torch_wheels: Path) -> Iterator[ComposeFleet]:
 @pytest.fixture(autouse=True)
 def no_run_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
     """Ends the runs that a failed test left: they would keep the instances from the next one."""
-    client = request.getfixturevalue("fleet").client if "fleet" in request.fixturenames else None
+    composed: ComposeFleet | None = (
+        request.getfixturevalue("fleet") if "fleet" in request.fixturenames else None
+    )
     yield
-    for left in client.list() if client else ():
+    for left in (
+        composed.client.list() if composed else ()
+    ):  # asked of the client of now: `up` makes another one
         if not left.ended:
-            client.cancel(left.id)
+            composed.client.cancel(left.id)
 
 
 @pytest.fixture
