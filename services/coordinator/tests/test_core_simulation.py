@@ -225,3 +225,20 @@ def test_a_lease_that_leaves_a_trainer_while_it_learns_is_no_recovery(monkeypatc
     outcome = run_virtual(world.live())
     assert outcome.state == "SUCCEEDED" and len(trouble) == 3 and len(opened) > 8 + 1
     assert outcome.recoveries == 0
+
+
+def test_a_lease_that_lapses_as_a_rollout_is_asked_is_no_recovery(monkeypatch):
+    """The stream is refused at its opening; the next heartbeat renews the lease, and another stream is opened."""
+    lapsed, generate = [], Rollout.Generate
+
+    def lapses(self, requests):
+        if len(lapsed) < 3 and self.live_leases():
+            lapsed.append(list(self.live_leases()))
+            self.deadlines |= dict.fromkeys(self.live_leases(), 0.0)
+        return generate(self, requests)
+
+    monkeypatch.setattr(Rollout, "Generate", lapses)
+    world = World(3, faults=False)
+    outcome = run_virtual(world.live())
+    assert outcome.state == "SUCCEEDED" and len(lapsed) == 3
+    assert outcome.recoveries == 0

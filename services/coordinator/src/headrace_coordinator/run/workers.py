@@ -20,6 +20,8 @@ from headrace_coordinator.run.clients import RewardClient, RolloutClient, Traine
 from headrace_coordinator.run.stages.lanes import Lanes
 from headrace_coordinator.run.watched_port import WatchedPort
 
+LEASE_RETRY_S = 0.2
+"""After so long a member whose lease was not renewed in time is asked again."""
 REPLACEMENT_S = 20.0
 """A run that lacks an instance for longer releases everything and queues: two runs never wait for each other."""
 BUSY_S = 60.0
@@ -69,6 +71,11 @@ class WorkerGroup:
     @property
     def _state(self) -> RunState:
         return self.fleet.event_log.state.runs[self.run]
+
+    async def renewal(self, member: WorkerClient) -> None:
+        """Waits a little for the next heartbeat of a member whose lease was not renewed in time."""
+        with self.fleet.waits.named(self.run, f"the lease of {member.instance.instance} to be renewed"):
+            await asyncio.sleep(LEASE_RETRY_S)
 
     def usable(self, member: WorkerClient) -> bool:
         """A member that lives, is awake and whose lease nobody takes back; one whose lease is over must wake again."""

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from headrace.rollout.v1 import rollout_pb2 as rollout
 
-from headrace_coordinator.fleet.ports import InstanceDown
+from headrace_coordinator.fleet.ports import CallRefused, InstanceDown
 from headrace_coordinator.fleet.waits import Notifier
 from headrace_coordinator.run.clients import Published, RolloutClient
 from headrace_coordinator.run.concurrency import gather_all
@@ -109,6 +109,11 @@ class Generation:
         except InstanceDown as fault:
             why = str(fault)
             await self._context.lost(member, why)
+        except CallRefused as refused:
+            if refused.reason != "LEASE_QUIESCED":
+                raise
+            why = "its lease was not renewed in time"
+            await self._workers.renewal(member)
         finally:
             # However a stream ends, samples that it did not finish are made again, and not handed to it once more:
             # gRPC still reads `assignments` when the stream is broken.

@@ -24,8 +24,6 @@ from headrace_coordinator.run.stages.relay import Relay, SizedBody
 from headrace_coordinator.run.stages.settle import Batch
 from headrace_coordinator.run.stages.step_timer import StepTimer
 
-LEASE_RETRY_S = 0.2
-"""After so long a leader whose lease was not renewed in time is asked again."""
 GROUPS_A_MESSAGE = 64
 MESSAGE_BYTES = 1 << 20
 """A message is sent once it has so much: gRPC is fastest at this size, and refuses those of 64 MiB."""
@@ -93,14 +91,14 @@ class Learning:
     async def _lease_again(self, *, revoked: bool) -> None:
         """Waits a little for the lease to be renewed; takes another one for one that was revoked."""
         context, leader = self._context, self._context.workers.leader
-        name = leader.instance.instance
         if revoked:
-            context.note(f"the lease of {name} was revoked; it goes on under the next one")
+            context.note(
+                f"the lease of {leader.instance.instance} was revoked; it goes on under the next one"
+            )
             leader.lost_lease()
             await context.placement.hand_devices_to_trainers()
         else:
-            with context.fleet.waits.named(context.run_id, f"the lease of {name} to be renewed"):
-                await asyncio.sleep(LEASE_RETRY_S)
+            await context.workers.renewal(leader)
 
     async def _exchange(self, ready: asyncio.Queue[trainer.LearnRequest | None]) -> None:
         ledger, limit = self._ledger, self._context.spec.limits.step_timeout_s
