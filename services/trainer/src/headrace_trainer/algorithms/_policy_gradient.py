@@ -6,7 +6,6 @@ from typing import Generic, TypedDict, TypeVar
 
 from torch import Tensor
 
-from headrace_trainer.algorithms import _aggregation
 from headrace_trainer.algorithms._base import Barrier, LossSums, Outcomes, Passes, TokenBatch
 from headrace_trainer.algorithms.functional import (
     Terms,
@@ -52,12 +51,12 @@ class PolicyGradient(Generic[Chosen]):
         return chosen
 
     def token_weight(self, tokens: int) -> float:
-        """By `aggregation`."""
-        return _aggregation.token_weight(self.aggregation, tokens)
+        """Weight of each token of a sequence with `tokens` trained tokens, by `aggregation` (verl's names)."""
+        return 1.0 / tokens if self.aggregation == "seq-mean-token-mean" else 1.0
 
     def denominator(self, tokens: int, sequences: int) -> float:
-        """By `aggregation`."""
-        return _aggregation.denominator(self.aggregation, tokens, sequences)
+        """What the weighted sum is divided by; at least 1, so that an empty step has a zero gradient."""
+        return float(max(1, tokens if self.aggregation == "token-mean" else sequences))
 
     def advantages(self, outcomes: Outcomes) -> Tensor:
         """(B, T), see `Algorithm.advantages`."""
