@@ -78,10 +78,9 @@ LINT = [
 
 _UNITS = [_tests(name, f"{folder}/tests", shares=True) for name, folder in UNITS.items()]
 
-# Parts that share the machine come first: those that mostly wait (compose, packaging) beside those that compute, long
-# ones before short ones, so that both lanes end together. What starts and kills whole fleets comes after, alone.
+# Parts that share the machine come first, long ones before short ones, so that both lanes end together. What starts
+# and kills whole fleets comes after, alone; and so do containers, whose images keep the disk busy for everybody.
 TEST = [
-    _tests("compose", "integration_tests/compose", timeout_s=1200, shares=True),
     _script("simulation", "-m", "headrace_coordinator.simulation", "--seeds", "200", timeout_s=900),
     *_UNITS[:2],
     _tests("packaging", "integration_tests/packaging", timeout_s=1200, shares=True),
@@ -91,6 +90,7 @@ TEST = [
     _tests("flows", "integration_tests/flows", timeout_s=1200),
     _tests("browser", "integration_tests/browser", timeout_s=600),
     _tests("faults", "integration_tests/faults", timeout_s=1500),
+    _tests("compose", "integration_tests/compose", timeout_s=1200),
 ]
 
 NIGHTLY = [
