@@ -13,7 +13,7 @@ from headrace_coordinator.simulation.judging.judge import Violation
 from headrace_coordinator.simulation.virtual_time import run_virtual
 from headrace_coordinator.simulation.world import World, run_world
 
-FAILED_ONCE = [216, 218, 10252]
+FAILED_ONCE = [216, 218, 10252, 30527]
 """Seeds beyond the chunks that found a bug; within them 4, 6, 14, 36, 37, 52, 110 and 114 did (docs/bugs.md)."""
 
 CHUNK = 25

@@ -27,11 +27,16 @@ def judge(
         raise Violation("G3: a trained token is staler than max_staleness")
     if run.totals.tally != counts:
         raise Violation(f"G6: the run shows {run.totals.tally}, its history says {counts}")
-    if run.lineage.head:
+    if run.lineage.head and not (weights is None and _ended_unsaved(run)):
         _check_weights(history, weights, origin)
     _check_membership(run, history)
     _check_versions(run, history)
     return counts
+
+
+def _ended_unsaved(run: runs.RunState) -> bool:
+    """It was cancelled, or failed, with a head that was never on the disk: that went with its trainer."""
+    return run.state in (runs.CANCELLED, runs.FAILED) and run.last_checkpoint != run.lineage.head
 
 
 def _check_weights(history: Sequence[Item], weights: Weights | None, origin: Stored | None) -> None:
