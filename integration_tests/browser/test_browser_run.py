@@ -92,6 +92,28 @@ def test_a_run_is_paused_resumed_and_reloaded_and_a_lost_rollout_is_named(fleet,
     assert certificates.count() == 6
 
 
+def test_a_step_that_is_committed_while_the_curves_are_loaded_again_is_plotted(fleet, held, gate, open_page):
+    page = open_page(f"{fleet.url}/#token={fleet.token}&/runs/{held.id}")
+    wait_for(lambda: plotted_step(page) == 2, "step 2 in the plot")
+    late = []
+
+    def answer_late(route):
+        answer = route.fetch()
+        if not late:
+            late.append(route.request.url)
+            gate.hold_after(BATCH + 3)
+            fleet.reach(held, 3)
+            page.locator(".events li", has_text="Step 3").first.wait_for()
+        route.fulfill(response=answer)
+
+    page.route("**/curves*", answer_late)
+    button(page, "Pause now").click()
+    says(page, "PAUSED")
+    button(page, "Resume").click()
+    wait_for(lambda: plotted_step(page) == 3, "step 3 in the plot")
+    gate.open()
+
+
 def test_a_page_goes_on_without_gap_or_repeat_when_the_coordinator_was_away(fleet, held, gate, open_page):
     page = open_page(f"{fleet.url}/#token={fleet.token}&/runs/{held.id}")
     wait_for(lambda: plotted_step(page) == 2, "step 2 in the plot")

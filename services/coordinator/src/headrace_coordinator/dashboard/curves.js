@@ -29,14 +29,31 @@ export class Curves {
     this.evaluations = [];
     this.total = 0;
     this.event = 0;
+    this.loading = null;
+    this.meanwhile = [];
   }
 
-  async load() {
-    Object.assign(this, await get(`${this.path}/curves`, this.signal, { points: POINTS }));
+  // Loads everything; calls while a load is under way share it. Throws what `get` throws.
+  load() {
+    this.loading ??= this.loadAll().finally(() => { this.loading = null; });
+    return this.loading;
+  }
+
+  // The answer may be older than events that came while it was on its way: those are taken again.
+  async loadAll() {
+    do {
+      this.meanwhile = [];
+      Object.assign(this, await get(`${this.path}/curves`, this.signal, { points: POINTS }));
+    } while (this.meanwhile.some((event) => event.id > this.event && this.apply(event) === "again"));
   }
 
   // Whether the event changed anything; "again" when everything must be loaded again.
   take(event) {
+    if (this.loading) this.meanwhile.push(event);
+    return this.apply(event);
+  }
+
+  apply(event) {
     if (event.type === "version_restored" && this.steps.length) return "again";
     if (event.type === "evaluated") {
       const { step, kind, score } = event.data.view;

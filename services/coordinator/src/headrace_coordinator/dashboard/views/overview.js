@@ -42,21 +42,31 @@ export async function overview(root, context) {
   await curves.load();
   let drawn = draw(plots, curves, context.signal);
   let queued = false;
+  let stale = false; // A load is owed: what is drawn ends before a rewind, and later steps would not fit.
 
-  async function redraw(again) {
-    if (again) await curves.load();
+  async function redraw() {
+    if (stale) {
+      await curves.load();
+      stale = false;
+    }
     if (drawn.names !== names(curves)) drawn = draw(plots, curves, context.signal);
     else drawn.update();
   }
 
-  context.onEvent((event) => {
-    const change = curves.take(event);
-    if (!change || (queued && change !== "again")) return;
+  function soon(ms = 100) {
+    if (queued) return;
     queued = true;
     setTimeout(() => {
       queued = false;
-      if (!context.signal.aborted) redraw(change === "again").catch(() => {}); // The next step draws again.
-    }, change === "again" ? 500 : 100);
+      if (context.signal.aborted) return;
+      redraw().catch(() => soon(2000));
+    }, stale ? Math.max(ms, 500) : ms);
+  }
+
+  context.onEvent((event) => {
+    const change = curves.take(event);
+    stale ||= change === "again";
+    if (change) soon();
   });
   await log.load();
   try {
