@@ -13,7 +13,7 @@ from headrace_coordinator.simulation.judging.judge import Violation
 from headrace_coordinator.simulation.virtual_time import run_virtual
 from headrace_coordinator.simulation.world import World, run_world
 
-FAILED_ONCE = [216, 218, 10252, 30527]
+FAILED_ONCE = [216, 218, 10252, 30527, 60144]
 """Seeds beyond the chunks that found a bug; within them 4, 6, 14, 36, 37, 52, 110 and 114 did (docs/bugs.md)."""
 
 CHUNK = 25
@@ -155,8 +155,8 @@ def test_a_damaged_checkpoint_is_told_of_and_the_one_before_is_restored(monkeypa
     harmed, second = [], asyncio.Event()
     save = Disk.save
 
-    def saved(self, stored, keep):
-        save(self, stored, keep)
+    def saved(self, stored, *kept):
+        save(self, stored, *kept)
         if len(self.checkpoints) == 2:
             second.set()
 
