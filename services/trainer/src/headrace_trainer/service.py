@@ -439,7 +439,9 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):  # type: ignore[
         session = self._session()
         while True:
             try:
-                return await self._compute(session.save, request.number, bytes(request.ledger))
+                return await self._compute(
+                    session.save, request.number, bytes(request.ledger), list(request.retained_checkpoints)
+                )
             except ServiceError as error:
                 if not (request.wait and error.reason == "BUSY"):
                     raise

@@ -386,16 +386,18 @@ class PublishPolicyResponse(_message.Message):
     def __init__(self, version: _Optional[_Union[_common_pb2.PolicyVersion, _Mapping]] = ..., manifest: _Optional[_Union[_common_pb2.WeightManifest, _Mapping]] = ..., source: _Optional[_Union[_common_pb2.WeightSource, _Mapping]] = ..., publish_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class SaveCheckpointRequest(_message.Message):
-    __slots__ = ("header", "number", "wait", "ledger")
+    __slots__ = ("header", "number", "wait", "ledger", "retained_checkpoints")
     HEADER_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     WAIT_FIELD_NUMBER: _ClassVar[int]
     LEDGER_FIELD_NUMBER: _ClassVar[int]
+    RETAINED_CHECKPOINTS_FIELD_NUMBER: _ClassVar[int]
     header: _common_pb2.CommandHeader
     number: int
     wait: bool
     ledger: bytes
-    def __init__(self, header: _Optional[_Union[_common_pb2.CommandHeader, _Mapping]] = ..., number: _Optional[int] = ..., wait: _Optional[bool] = ..., ledger: _Optional[bytes] = ...) -> None: ...
+    retained_checkpoints: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, header: _Optional[_Union[_common_pb2.CommandHeader, _Mapping]] = ..., number: _Optional[int] = ..., wait: _Optional[bool] = ..., ledger: _Optional[bytes] = ..., retained_checkpoints: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Checkpoint(_message.Message):
     __slots__ = ("name", "version", "ledger", "size_bytes", "store_id")

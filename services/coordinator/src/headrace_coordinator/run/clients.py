@@ -303,9 +303,13 @@ class TrainerClient(WorkerClient):
         response: trainer.PublishPolicyResponse = await self.port.call("PublishPolicy", request, SLOW_S)
         return _published(response)
 
-    async def save(self, number: int, ledger: bytes, wait: bool) -> trainer.SaveCheckpointResponse:
-        """Starts a checkpoint, or waits until it is durable."""
-        request = trainer.SaveCheckpointRequest(header=self.header(), number=number, wait=wait, ledger=ledger)
+    async def save(
+        self, number: int, ledger: bytes, wait: bool, retained: Iterable[str] = ()
+    ) -> trainer.SaveCheckpointResponse:
+        """Starts a checkpoint, or waits until it is durable; checkpoints named in `retained` are not deleted."""
+        request = trainer.SaveCheckpointRequest(
+            header=self.header(), number=number, wait=wait, ledger=ledger, retained_checkpoints=retained
+        )
         response: trainer.SaveCheckpointResponse = await self.port.call("SaveCheckpoint", request, LOAD_S)
         return response
 

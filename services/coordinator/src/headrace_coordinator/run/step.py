@@ -16,7 +16,13 @@ from headrace_coordinator.run.concurrency import gather_all
 from headrace_coordinator.run.context import RunContext
 from headrace_coordinator.run.stages.certificate import certify, settled_lines, step_view
 from headrace_coordinator.run.stages.generation import Generation
-from headrace_coordinator.run.stages.learning import AttemptLost, Learning, LostBodies, members_of
+from headrace_coordinator.run.stages.learning import (
+    AttemptLost,
+    Learning,
+    LostBodies,
+    members_of,
+    under_lease,
+)
 from headrace_coordinator.run.stages.relay import Relay
 from headrace_coordinator.run.stages.settle import Batch
 from headrace_coordinator.run.stages.step_timer import StepTimer
@@ -58,15 +64,23 @@ class Step:
                 continue
             if not self._ledger.members(ACCUMULATED):
                 return await self._skip("every group was dropped")
-            decision = asyncio.ensure_future(self._decide(opened, batch))
-            self._context.decision = decision
-            response, published = await asyncio.shield(decision)
+            response, published = await under_lease(
+                self._context,
+                lambda: self._decision(opened, batch),  # noqa: B023 - awaited here
+            )
             if published is not None:
                 return published
             nonfinite += response.result == trainer.COMMIT_RESULT_NONFINITE
             await self._again(trainer.CommitResult.Name(response.result))
             if nonfinite >= STEP_ATTEMPTS:
                 return await self._skip("NONFINITE")
+
+    async def _decision(
+        self, opened: ev.StepOpened, batch: Batch
+    ) -> tuple[trainer.CommitStepResponse, Published | None]:
+        decision = asyncio.ensure_future(self._decide(opened, batch))
+        self._context.decision = decision
+        return await asyncio.shield(decision)
 
     async def _decide(
         self, opened: ev.StepOpened, batch: Batch
@@ -132,8 +146,10 @@ class Step:
     async def _begin(self) -> None:
         ledger, lineage = self._ledger, self._context.state.lineage
         await self._event_log.flush()
-        await self._context.workers.leader.begin(
-            ledger.step, ledger.attempt, lineage.head, lineage.last_number
+        leader = self._context.workers.leader
+        await under_lease(
+            self._context,
+            lambda: leader.begin(ledger.step, ledger.attempt, lineage.head, lineage.last_number),
         )
 
     async def _commit(self, opened: ev.StepOpened) -> trainer.CommitStepResponse:

@@ -110,10 +110,13 @@ class Generation:
             why = str(fault)
             await self._context.lost(member, why)
         except CallRefused as refused:
-            if refused.reason != "LEASE_QUIESCED":
+            if revoked := self._workers.lease_ended(member, refused):
+                member.lost_lease()
+            elif refused.reason == "LEASE_QUIESCED":
+                why = "its lease was not renewed in time"
+                await self._workers.renewal(member)
+            else:
                 raise
-            why = "its lease was not renewed in time"
-            await self._workers.renewal(member)
         finally:
             # However a stream ends, samples that it did not finish are made again, and not handed to it once more:
             # gRPC still reads `assignments` when the stream is broken.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -15,6 +15,8 @@ from headrace_coordinator.store.history.segments import Line, Place, Segments
 Item = tuple[int, ev.Event]
 KINDS = ("steps", "restores", "evaluations", "checkpoints")
 PAGE = 64
+CHECKPOINTS = 256
+"""The newest ones, among which a checkpoint is looked for by its step."""
 Step = ev.StepCommitted | ev.StepSkipped
 
 
@@ -171,6 +173,12 @@ class RunFiles:
                     if (event := _event(line)) is not None:
                         yield position, event
                     position += 1
+
+    def checkpoints_of(self, steps: Container[int]) -> set[str]:
+        """Names of the newest checkpoints of these steps; some may be deleted."""
+        end = len(self.checkpoints)
+        found = (self.event(record) for record in self.checkpoints.read(max(0, end - CHECKPOINTS), end))
+        return {each.name for each in found if isinstance(each, ev.CheckpointSaved) and each.step in steps}
 
     def kept(self, frontier_step: int) -> tuple[Tally, Record | None]:
         """The tally over live steps below `frontier_step`, and the last one of them that made a version."""
