@@ -77,10 +77,14 @@ class OpenRunRequest(_message.Message):
     def __init__(self, header: _Optional[_Union[_common_pb2.CommandHeader, _Mapping]] = ..., config_json: _Optional[str] = ..., run_directory: _Optional[str] = ...) -> None: ...
 
 class OpenRunResponse(_message.Message):
-    __slots__ = ("barrier",)
+    __slots__ = ("barrier", "drop_equal", "max_refill")
     BARRIER_FIELD_NUMBER: _ClassVar[int]
+    DROP_EQUAL_FIELD_NUMBER: _ClassVar[int]
+    MAX_REFILL_FIELD_NUMBER: _ClassVar[int]
     barrier: Barrier
-    def __init__(self, barrier: _Optional[_Union[Barrier, str]] = ...) -> None: ...
+    drop_equal: bool
+    max_refill: int
+    def __init__(self, barrier: _Optional[_Union[Barrier, str]] = ..., drop_equal: _Optional[bool] = ..., max_refill: _Optional[int] = ...) -> None: ...
 
 class CloseRunRequest(_message.Message):
     __slots__ = ("header",)

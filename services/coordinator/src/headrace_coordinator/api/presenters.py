@@ -53,6 +53,7 @@ def run_view(run: RunState, waiting_for: list[str], place: int | None = None) ->
         counts=CountsView(
             trained=tally.trained,
             dropped=tally.dropped,
+            filtered=tally.filtered,
             duplicates=tally.duplicates,
             max_staleness=tally.max_staleness,
             frontier=run.ledger.frontier,

@@ -31,6 +31,7 @@ async def ledger_of(event_log: EventLog, run_id: str) -> bytes:
         "last_number": run.lineage.last_number,
         "last_attempt": run.ledger.last_attempt,
         "frontier_step": run.ledger.step,
+        "frontier_prompt": run.ledger.next_prompt,
         "version": head.number if head else 0,
     }
     since = run.checkpoints[0][1] if run.checkpoints else 0

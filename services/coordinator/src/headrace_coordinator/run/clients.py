@@ -181,6 +181,8 @@ class TrainerClient(WorkerClient):
 
     rank: int = 0
     barrier: int = field(default=trainer.BARRIER_GROUP)
+    drop_equal: bool = False
+    max_refill: int = 0
 
     async def open_run(self, config_json: str, directory: str) -> None:
         """Model, optimizer and algorithm."""
@@ -189,6 +191,7 @@ class TrainerClient(WorkerClient):
         )
         response: trainer.OpenRunResponse = await self.port.call("OpenRun", request, SLOW_S)
         self.barrier = response.barrier
+        self.drop_equal, self.max_refill = response.drop_equal, response.max_refill
 
     async def join(self, generation: int, world: int, rendezvous: str, timeout: float) -> None:
         """Meets the other ranks."""

@@ -178,6 +178,7 @@ async def _restore(context: RunContext) -> None:
             digest=response.version.digest,
             checkpoint=source.name,
             frontier_step=source.frontier_step,
+            frontier_prompt=source.ledger.get("frontier_prompt"),
             source_run=source.run,
             warmup_steps=response.warmup_steps,
             figures=dict(response.figures),

@@ -8,7 +8,7 @@ from headrace.trainer.v1 import trainer_pb2 as trainer
 from headrace_servicekit.rpc.digests import set_digest
 
 from headrace_coordinator.domain import events as ev
-from headrace_coordinator.domain.compact import compact_drops
+from headrace_coordinator.domain.compact import Drops, compact_drops
 from headrace_coordinator.domain.slot_index import ACCUMULATED, DROPPED, Slot
 from headrace_coordinator.fleet.ports import CallRefused, InstanceDown
 from headrace_coordinator.run.clients import Published
@@ -162,10 +162,15 @@ class Step:
 
     def _manifest(self) -> bytes:
         dropped = compact_drops((s.prompt, s.sample, s.reason) for s in self._ledger.members(DROPPED))
-        return ev.encode(
-            ev.StepSkipped(
-                at=self._event_log.now(), run=self._context.run_id, step=self._ledger.step, dropped=dropped
-            )
+        return ev.encode(self._skipped(dropped))
+
+    def _skipped(self, dropped: Drops) -> ev.StepSkipped:
+        return ev.StepSkipped(
+            at=self._event_log.now(),
+            run=self._context.run_id,
+            step=self._ledger.step,
+            dropped=dropped,
+            refilled=self._ledger.refilled,
         )
 
     async def record(
@@ -278,11 +283,7 @@ class Step:
         dropped = compact_drops((slot.prompt, slot.sample, slot.reason or why) for slot in slots)
         if self._ledger.open:
             await self._abort(why)
-        await self._event_log.commit(
-            ev.StepSkipped(
-                at=self._event_log.now(), run=self._context.run_id, step=self._ledger.step, dropped=dropped
-            )
-        )
+        await self._event_log.commit(self._skipped(dropped))
         await self._end_retention(slots)
         self._check_drop_rate()
         self._timer.restart()

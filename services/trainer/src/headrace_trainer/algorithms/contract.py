@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from headrace_servicekit.contract import check_plugin, require
 
-from headrace_trainer.algorithms._base import Algorithm, Barrier, Outcomes, TokenBatch
+from headrace_trainer.algorithms._base import Algorithm, Barrier, Outcomes, Refill, TokenBatch
 from headrace_trainer.algorithms._registry import ALGORITHMS
 
 
@@ -19,6 +19,7 @@ def check_algorithm(name: str, options: Mapping[str, Any]) -> Algorithm:
     """
     algorithm = check_plugin(ALGORITHMS, name, options).build()
     require(isinstance(algorithm.barrier, Barrier), "barrier is no Barrier")
+    require(isinstance(algorithm.refill, Refill), "refill is no Refill")
     several = algorithm.passes.several
     require(not several or algorithm.barrier is Barrier.BATCH, "several passes need Barrier.BATCH")
     outcomes = _outcomes()
