@@ -5,6 +5,7 @@ Shapes: B samples, T trained tokens of the longest of them, K trained tokens of 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
@@ -13,6 +14,11 @@ import torch
 from torch import Tensor
 
 from headrace_trainer.algorithms.functional import Terms
+
+OLD_LOG_PROBS = "old_log_probs"
+"""Column: the trainer's own log-probs under the weights at which the step began."""
+REFERENCE_LOG_PROBS = "reference_log_probs"
+"""Column: log-probs under the frozen reference model."""
 
 
 class Barrier(Enum):
@@ -45,7 +51,7 @@ class Outcomes:
 
     `groups_B` numbers the groups from 0; samples of a group follow each other. `mask_BT` is true where a sample has
     a t-th trained token (none in a masked answer). `lengths_B` counts the tokens of each answer, trained or not;
-    `longest` is the run's limit of them.
+    `longest` is the run's limit of them. `columns_BT` are the algorithm's `columns`, 0 outside the mask.
     """
 
     rewards_B: Tensor
@@ -53,6 +59,7 @@ class Outcomes:
     mask_BT: Tensor
     lengths_B: Tensor
     longest: int
+    columns_BT: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -62,7 +69,8 @@ class TokenBatch:
     `old_log_probs_K` are the trainer's own under the weights at which the step began; where a step is one optimizer
     step they are `log_probs_K`, detached. `engine_log_probs_K` are what the engine reported; NaN where it reported
     none. `weights_K` is each token's share of its sequence, from `Algorithm.token_weight`. `sequences_K` numbers the
-    micro-batch's sequences from 0: every trained token of a sequence is in one micro-batch.
+    micro-batch's sequences from 0: every trained token of a sequence is in one micro-batch. `columns_K` are the
+    algorithm's `columns`.
     """
 
     log_probs_K: Tensor
@@ -71,6 +79,7 @@ class TokenBatch:
     advantages_K: Tensor
     weights_K: Tensor
     sequences_K: Tensor
+    columns_K: Mapping[str, Tensor] = field(default_factory=dict)
 
     def mask(self) -> Tensor:
         """(S, T) bool: where `padded` has a token."""
@@ -136,6 +145,13 @@ class Algorithm(Protocol):
     @property
     def every_token(self) -> bool:
         """Whether the loss has terms beside the advantages', so that tokens without an advantage are computed too."""
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Names of what the infer pass computes for each trained token, once, before advantages and first forward.
+
+        With several passes OLD_LOG_PROBS is among them. Where there are columns, they are of every trained token.
+        """
 
     def advantages(self, outcomes: Outcomes) -> Tensor:
         """One advantage for each trained token, (B, T), in the rewards' type; 0 outside the mask."""

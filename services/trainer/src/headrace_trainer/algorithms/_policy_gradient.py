@@ -6,7 +6,14 @@ from typing import Generic, TypedDict, TypeVar
 
 from torch import Tensor
 
-from headrace_trainer.algorithms._base import Barrier, LossSums, Outcomes, Passes, TokenBatch
+from headrace_trainer.algorithms._base import (
+    OLD_LOG_PROBS,
+    Barrier,
+    LossSums,
+    Outcomes,
+    Passes,
+    TokenBatch,
+)
 from headrace_trainer.algorithms.functional import (
     Terms,
     dr_grpo_advantages,
@@ -43,6 +50,11 @@ class PolicyGradient(Generic[Chosen]):
     def passes(self) -> Passes:
         """By `epochs`, `minibatches` and `target_kl`."""
         return Passes(self.options.epochs, self.options.minibatches, self.options.target_kl)
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Old log-probs for several passes."""
+        return (OLD_LOG_PROBS,) if self.passes.several else ()
 
     @property
     def aggregation(self) -> Aggregation:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from torch import Tensor
 
-from headrace_trainer.learning.samples import Rows
+from headrace_trainer.learning.samples import Columns, Rows
 
 WeightSink = Callable[[str, Tensor], None]
 
@@ -82,8 +83,11 @@ class Backend(Protocol):
     def gradient_is_finite(self) -> bool:
         """Whether what is accumulated so far has a finite norm over all ranks. Costs a reduction."""
 
-    def infer(self, rows: Rows) -> list[list[float]]:
-        """Log-probs of the trained tokens, a list for each sequence, in order; no rows: a dummy."""
+    def infer(self, rows: Rows, columns: Many[str]) -> list[Columns]:
+        """The named columns of the trained tokens for each sequence, in order; no rows: a dummy.
+
+        OLD_LOG_PROBS are those under the weights of the moment. Raises Refusal INVALID for a column it cannot make.
+        """
 
     def commit(self, denominator: float, learning_rate: float) -> CommitReport:
         """Reduces, divides, clips and steps; accumulators are empty afterwards."""

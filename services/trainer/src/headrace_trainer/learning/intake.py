@@ -5,6 +5,7 @@ Knows no rounds and no optimizer.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
@@ -13,10 +14,26 @@ import torch
 from headrace_schema.openings import TrainerConfig
 from torch import Tensor
 
-from headrace_trainer.algorithms._base import Algorithm, Outcomes
+from headrace_trainer.algorithms._base import OLD_LOG_PROBS, Algorithm, Outcomes
 from headrace_trainer.errors import Refusal
 from headrace_trainer.learning import step as steps
-from headrace_trainer.learning.samples import Disposition, Group, GroupRecord, Member, Sequence
+from headrace_trainer.learning.samples import Columns, Disposition, Group, GroupRecord, Member, Sequence
+
+
+@dataclass(frozen=True)
+class Inferred:
+    """A group with the columns of each member; those of a member that carries no loss are empty."""
+
+    group: Group
+    columns: tuple[Columns, ...]
+
+    def problem(self) -> str:
+        """What is not finite among the columns; empty where all is."""
+        for columns in self.columns:
+            for name, values in columns.items():
+                if not all(math.isfinite(value) for value in values):
+                    return f"{name} column"
+        return ""
 
 
 @dataclass(frozen=True)
@@ -48,17 +65,15 @@ class Intake:
             return refused(group, Disposition.STALE, detail)
         return None
 
-    def prepare(self, state: steps.StepState, groups: Many[Group]) -> list[Prepared]:
+    def prepare(self, state: steps.StepState, batch: Many[Inferred]) -> list[Prepared]:
         """Groups whose advantages are computed together: each alone, or a step's whole batch."""
-        members = [member for group in groups for member in group.members]
-        advantages = iter(self._algorithm.advantages(self._outcomes(groups)).tolist())
-        values = [next(advantages)[: len(self.trained(member))] for member in members]
+        advantages = iter(self._algorithm.advantages(self._outcomes(batch)).tolist())
         found = []
-        for group in groups:
-            own, values = values[: len(group.members)], values[len(group.members) :]
+        for inferred in batch:
+            own = [next(advantages)[: len(self.trained(member))] for member in inferred.group.members]
             needed = self._algorithm.every_token or any(any(each) for each in own)
-            sequences = self.sequences(group, own) if needed else []
-            found.append(Prepared(self.record(state, group), sequences))
+            sequences = self._sequences(inferred, own) if needed else []
+            found.append(Prepared(self.record(state, inferred.group), sequences))
         return found
 
     def record(self, state: steps.StepState, group: Group) -> GroupRecord:
@@ -90,8 +105,8 @@ class Intake:
         hidden = member.masked or (member.truncated and self._config.algorithm.truncated == "mask")
         return [] if hidden else member.trained
 
-    def _outcomes(self, groups: Many[Group]) -> Outcomes:
-        members = [(index, member) for index, group in enumerate(groups) for member in group.members]
+    def _outcomes(self, batch: Many[Inferred]) -> Outcomes:
+        members = [(index, member) for index, each in enumerate(batch) for member in each.group.members]
         trained_B = torch.tensor([len(self.trained(member)) for _, member in members])
         places_T = torch.arange(int(trained_B.max()))
         return Outcomes(
@@ -100,9 +115,25 @@ class Intake:
             mask_BT=places_T < trained_B[:, None],
             lengths_B=torch.tensor([len(member.trained) for _, member in members]),
             longest=self._config.sampling.max_new_tokens,
+            columns_BT=self._columns([own for each in batch for own in each.columns], places_T.numel()),
         )
 
-    def sequences(self, group: Group, advantages: Many[list[float]]) -> list[Sequence]:
+    def _columns(self, columns: Many[Columns], longest: int) -> dict[str, Tensor]:
+        """(B, T) by name, 0 where a sample has no token."""
+        return {
+            name: _double([_padded(own.get(name, []), longest) for own in columns])
+            for name in self._algorithm.columns
+        }
+
+    def bare(self, group: Group) -> list[Sequence]:
+        """Those of the group's members that carry loss, as the infer pass reads them."""
+        return [
+            Sequence(member.tokens, positions, member.engine_log_probs)
+            for member in group.members
+            if (positions := self.trained(member))
+        ]
+
+    def _sequences(self, inferred: Inferred, advantages: Many[list[float]]) -> list[Sequence]:
         """Those of the group's members that carry loss, with an entry of advantages for every member."""
         return [
             Sequence(
@@ -111,10 +142,17 @@ class Intake:
                 member.engine_log_probs,
                 own,
                 self._algorithm.token_weight(len(positions)),
+                self._kept(columns),
             )
-            for member, own in zip(group.members, advantages, strict=True)
+            for member, own, columns in zip(inferred.group.members, advantages, inferred.columns, strict=True)
             if (positions := self.trained(member))
         ]
+
+    def _kept(self, columns: Columns) -> Columns:
+        """The columns that the loss gets: in one pass the old log-probs are the forward's own, so the ratio is 1."""
+        if self._algorithm.passes.several:
+            return columns
+        return {name: values for name, values in columns.items() if name != OLD_LOG_PROBS}
 
 
 def refused(group: Group, disposition: Disposition, detail: str) -> GroupRecord:
@@ -128,5 +166,9 @@ def not_finite(record: GroupRecord, what: str = "loss") -> GroupRecord:
     return GroupRecord(record.prompt_ordinal, record.digest, record.keys, Disposition.NONFINITE, detail)
 
 
-def _double(values: list[float]) -> Tensor:
+def _padded(values: list[float], longest: int) -> list[float]:
+    return values + [0.0] * (longest - len(values))
+
+
+def _double(values: list[float] | list[list[float]]) -> Tensor:
     return torch.tensor(values, dtype=torch.float64)

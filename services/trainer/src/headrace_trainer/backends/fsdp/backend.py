@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Many
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from headrace_schema.openings import TrainerConfig
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from headrace_trainer.algorithms._base import Algorithm, TokenBatch
+from headrace_trainer.algorithms._base import OLD_LOG_PROBS, Algorithm, TokenBatch
 from headrace_trainer.allocator import give_back_if_short
 from headrace_trainer.backends._base import CommitReport, MicroReport, StateReader
 from headrace_trainer.backends.fsdp.figures import TokenFigures
@@ -29,13 +30,10 @@ from headrace_trainer.backends.fsdp.prefixes import shares_prefixes
 from headrace_trainer.backends.fsdp.sharding import ShardedModel
 from headrace_trainer.backends.fsdp.warmup import SupervisedBatches
 from headrace_trainer.backends.plugins import FsdpOptions
-from headrace_trainer.errors import Refusal
+from headrace_trainer.errors import Refusal, invalid
 from headrace_trainer.group.group import Gang
 from headrace_trainer.learning.packing import MicroBatch, pack
-from headrace_trainer.learning.samples import Rows, Sequence
-
-# A rank without work still takes part in every collective of the round.
-DUMMY: Rows = [[Sequence(tokens=[0, 0], trained=[1], engine_log_probs=[math.nan])]]
+from headrace_trainer.learning.samples import Columns, Rows, Sequence
 
 LossOf = Callable[[Tensor, MicroBatch], Tensor]
 
@@ -50,6 +48,9 @@ class FsdpBackend:
         self._options = options or FsdpOptions()
         self._algorithm = algorithm
         self._gang = gang
+        # A rank without work still takes part in every collective of the round.
+        nothing = {name: [0.0] for name in algorithm.columns}
+        self._dummy: Rows = [[Sequence([0, 0], [1], [math.nan], columns=nothing)]]
         self._dtype = DTYPES[config.model.dtype]
         self._figures = TokenFigures()
         self._dirty = False
@@ -133,15 +134,15 @@ class FsdpBackend:
             self._dirty = False
         return math.isfinite(self._global_norm(self._sharded.gradients()))
 
-    def infer(self, rows: Rows) -> list[list[float]]:
+    def infer(self, rows: Rows, columns: Many[str]) -> list[Columns]:
         """See `Backend`."""
-        batch = self._pack(rows or DUMMY)
-        with torch.no_grad():
-            log_probs_K, _ = self._sharded.policy(
-                batch, self._temperature(), torch.zeros((), device=self._gang.device)
-            )
-        values = iter(log_probs_K.tolist())
-        return [[next(values) for _ in sequence.trained] for row in rows for sequence in row]
+        batch = self._pack(rows or self._dummy)
+        found: list[Columns] = [{} for row in rows for _ in row]
+        for name in columns:
+            values = iter(self._column(name, batch).tolist())
+            for own, sequence in zip(found, (s for row in rows for s in row), strict=True):
+                own[name] = [next(values) for _ in sequence.trained]
+        return found
 
     def commit(self, denominator: float, learning_rate: float) -> CommitReport:
         """See `Backend`."""
@@ -253,7 +254,7 @@ class FsdpBackend:
 
     def _backward(self, rows: Rows, loss_of: LossOf) -> Tensor | None:
         """Accumulates the loss gradient; the tokens' entropies, or None when any rank is not finite."""
-        batch = self._pack(rows or DUMMY)
+        batch = self._pack(rows or self._dummy)
         log_probs_K, entropy_K = self._sharded.policy(
             batch, self._temperature(), torch.zeros((), device=self._gang.device)
         )
@@ -286,6 +287,17 @@ class FsdpBackend:
         own = torch.stack(norms).double().square().sum().item()
         return math.sqrt(self._gang.sum({"square": own})["square"])
 
+    def _column(self, name: str, batch: MicroBatch) -> Tensor:
+        """A column of the infer pass, (K,)."""
+        if name != OLD_LOG_PROBS:
+            raise invalid(f"the fsdp backend cannot infer {name}")
+        with torch.no_grad():
+            log_probs_K, _ = self._sharded.policy(
+                batch, self._temperature(), torch.zeros((), device=self._gang.device)
+            )
+        found_K: Tensor = log_probs_K
+        return found_K
+
     def _pack(self, rows: Rows) -> MicroBatch:
         return pack(rows, shared=self.shares_prefixes).to(self._gang.device)
 
@@ -306,7 +318,8 @@ class FsdpBackend:
 
 
 def _tokens(log_probs_K: Tensor, batch: MicroBatch) -> TokenBatch:
-    own_K, old_K = log_probs_K.detach(), batch.old_log_probs_K
+    own_K = log_probs_K.detach()
+    old_K = batch.columns_K.get(OLD_LOG_PROBS, torch.full_like(own_K, math.nan))
     return TokenBatch(
         log_probs_K=log_probs_K,
         old_log_probs_K=torch.where(old_K.isnan(), own_K, old_K),
@@ -314,6 +327,7 @@ def _tokens(log_probs_K: Tensor, batch: MicroBatch) -> TokenBatch:
         advantages_K=batch.advantages_K,
         weights_K=batch.weights_K,
         sequences_K=batch.sequences_K,
+        columns_K=batch.columns_K,
     )
 
 
