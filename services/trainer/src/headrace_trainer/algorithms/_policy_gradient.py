@@ -9,12 +9,14 @@ from torch import Tensor
 from headrace_trainer.algorithms._base import (
     OLD_LOG_PROBS,
     Barrier,
+    CriticPlan,
     LossSums,
     Outcomes,
     Passes,
     TokenBatch,
 )
 from headrace_trainer.algorithms.functional import (
+    Advantages,
     Terms,
     dr_grpo_advantages,
     grpo_advantages,
@@ -57,6 +59,11 @@ class PolicyGradient(Generic[Chosen]):
         return (OLD_LOG_PROBS,) if self.passes.several else ()
 
     @property
+    def critic(self) -> CriticPlan | None:
+        """None, unless a subclass has one."""
+        return None
+
+    @property
     def aggregation(self) -> Aggregation:
         """By `loss_aggregation`, where there is such an option."""
         chosen: Aggregation = getattr(self.options, "loss_aggregation", "token-mean")
@@ -70,7 +77,7 @@ class PolicyGradient(Generic[Chosen]):
         """What the weighted sum is divided by; at least 1, so that an empty step has a zero gradient."""
         return float(max(1, tokens if self.aggregation == "token-mean" else sequences))
 
-    def advantages(self, outcomes: Outcomes) -> Tensor:
+    def advantages(self, outcomes: Outcomes) -> Tensor | Advantages:
         """(B, T), see `Algorithm.advantages`."""
         raise NotImplementedError
 
