@@ -25,7 +25,6 @@ DISTS = {
 ENVIRONMENTS = ROOT / ".cache" / "packaging"
 INSTALL_S = 540
 RUN_S = 180
-PINS = ("base.txt", "trackers.txt")
 
 
 def clean_environment():
@@ -53,11 +52,10 @@ class Environment:
         assert done.returncode == 0, f"pip {arguments}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
         return done.stdout
 
-    def install(self, *dists):
+    def install(self, *dists, pins="base.txt"):
         """Installs dists from their wheels and what they need from the registry: "headrace-reward[math]"."""
         wheels = [f"{self._wheels[name]}{bracket}{extras}" for name, bracket, extras in map(_split, dists)]
-        pinned = [part for name in PINS for part in ("-c", ROOT / "constraints" / name)]
-        self.pip("install", "-q", *pinned, *wheels)
+        self.pip("install", "-q", "-c", ROOT / "constraints" / pins, *wheels)
 
     def headrace_dists(self):
         """Names of the installed dists of this repository."""

@@ -20,9 +20,8 @@ OPTIONS = {
 def installed(make_environment):
     environment = make_environment("trackers")
     extras = ",".join(OPTIONS)
-    environment.install(
-        "headrace-proto", "headrace-servicekit", "headrace-schema", f"headrace-coordinator[{extras}]"
-    )
+    dists = ("headrace-proto", "headrace-servicekit", "headrace-schema", f"headrace-coordinator[{extras}]")
+    environment.install(*dists, pins="trackers.txt")
     return environment
 
 

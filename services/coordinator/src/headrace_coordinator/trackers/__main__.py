@@ -33,6 +33,7 @@ class Follower:
         self._metrics = directory / "metrics.jsonl"
         self._place = directory / "trackers" / f"{name}.json"
         self._offset = self._sent_before()
+        self._place.parent.mkdir(exist_ok=True)
 
     def _sent_before(self) -> int:
         try:
