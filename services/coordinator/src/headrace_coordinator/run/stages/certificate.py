@@ -13,7 +13,7 @@ from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain.compact import compact, compact_drops, count_drops
 from headrace_coordinator.domain.runs import RunState
 from headrace_coordinator.domain.slot_index import ACCUMULATED, DROPPED, FILTERED, Slot
-from headrace_coordinator.projections.trajectories import KEPT_A_STEP, Settled, spread
+from headrace_coordinator.projections.trajectories import Settled, spread
 from headrace_coordinator.run.context import RunContext
 from headrace_coordinator.run.stages.learning import members_of
 from headrace_coordinator.run.stages.settle import Batch
@@ -131,5 +131,5 @@ def settled_lines(
             versions=scored.versions,
             log_probs=[round(value, 4) for value in scored.log_probs],
         )
-        for slot, scored in spread(found, KEPT_A_STEP)
+        for slot, scored in spread(found, context.spec.tracking.trajectories_per_step)
     ]
