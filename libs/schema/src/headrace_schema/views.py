@@ -262,6 +262,7 @@ class LeaseView(Resource):
     stage: str
     devices: list[str]
     expires_in_s: float
+    since: float = Field(default=0.0, description="when it was granted, in seconds since the epoch")
 
 
 class DeviceView(Resource):

@@ -177,6 +177,7 @@ def lease_views(fleet: Fleet) -> list[LeaseView]:
             stage=lease.stage,
             devices=lease.devices,
             expires_in_s=fleet.lease_manager.expires_in(lease.epoch),
+            since=lease.since,
         )
         for lease in state.table.leases.values()
     ]

@@ -182,7 +182,7 @@ class Step:
         self._same_counts(response, slots)
         self._first_step_agrees(certificate)
         view = step_view(context, certificate, response, slots, self._timer)
-        self._timer.restart()
+        context.keep_time("step", certificate.ordinal, self._timer)
         await self._event_log.commit(
             ev.StepCommitted(
                 at=self._event_log.now(),
@@ -286,5 +286,5 @@ class Step:
         await self._event_log.commit(self._skipped(dropped))
         await self._end_retention(slots)
         self._check_drop_rate()
-        self._timer.restart()
+        self._context.keep_time("skipped", self._ledger.step, self._timer)
         return self._published

@@ -51,6 +51,9 @@ class Quiet:
     def trajectories(self, views: object) -> None:
         """See `Projection.trajectories`."""
 
+    def timeline(self, part: object) -> None:
+        """See `Projection.timeline`."""
+
     def close(self) -> None:
         """See `Projection.close`."""
 

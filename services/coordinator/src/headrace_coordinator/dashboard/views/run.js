@@ -5,11 +5,12 @@ import { chip, confirmed, facts, h } from "../dom.js";
 import { clock, duration, number } from "../format.js";
 import { progress } from "./runs.js";
 import { overview } from "./overview.js";
+import { timeline } from "./timeline.js";
 import { trajectories } from "./trajectories.js";
 import { proof } from "./proof.js";
 import { specTab } from "./spec.js";
 
-const TABS = { overview: ["Overview", overview], trajectories: ["Trajectories", trajectories], proof: ["Proof", proof], spec: ["Spec", specTab] };
+const TABS = { overview: ["Overview", overview], timeline: ["Timeline", timeline], trajectories: ["Trajectories", trajectories], proof: ["Proof", proof], spec: ["Spec", specTab] };
 const ENDED = ["SUCCEEDED", "FAILED", "CANCELLED"];
 
 export async function show(root, place, signal) {
