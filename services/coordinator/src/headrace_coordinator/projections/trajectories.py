@@ -114,6 +114,11 @@ def _keys(path: Path) -> set[Key]:
     return found
 
 
+def is_spread(place: int, count: int, room: int) -> bool:
+    """Whether `spread` gives `room` of `count` views the one at `place`; beyond `count` it goes on alike."""
+    return count <= room or (room > 0 and -(-place * room // count) * count // room == place)
+
+
 def spread(views: list[T], room: int) -> list[T]:
     """`room` of the views at even distances: neither the first prompts nor the shortest answers win."""
     if room <= 0 or len(views) <= room:
