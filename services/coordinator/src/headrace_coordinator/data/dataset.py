@@ -36,6 +36,7 @@ class Dataset:
         ranked = sorted(kept, key=lambda item: _rank(f"heldout {section.heldout_seed}", item))
         self._heldout = ranked[: section.heldout]
         self._train = sorted(ranked[section.heldout :], key=lambda item: item.key)
+        self._places = {item.key: place for place, item in enumerate(self._train)}
         self._seed = seed
         self._orders: dict[tuple[int, int], list[DataItem]] = {}
         self._parts = _parts(self._train, weights)
@@ -61,19 +62,34 @@ class Dataset:
         """Distinct items of the training part."""
         return len(self._train)
 
-    def train_item(self, prompt_ordinal: int) -> DataItem:
+    def train_item(self, prompt_ordinal: int, attempt: int = 0) -> DataItem:
         """The item of a prompt ordinal (from 0): every epoch is a permutation of the training part.
 
         With weights, of the part of the source whose turn it is: each block of sum(weights) ordinals has a part as
         often as its weight says, in an order of its own. So an ordinal alone says which item it is, and a resumed run
-        goes on exactly where it was.
+        goes on exactly where it was. Above 0, `attempt` numbers other items of the same part, to take in its place.
         """
         number, place = divmod(prompt_ordinal, sum(self._weights))
         turns = _turns(self._seed, number, self._weights)
         part = turns[place]
+        if attempt:
+            return self._parts[part][
+                self._draw(f"instead {prompt_ordinal} {attempt}") % len(self._parts[part])
+            ]
         drawn = number * self._weights[part] + turns[:place].count(part)
         epoch, position = divmod(drawn, len(self._parts[part]))
         return self._order(part, epoch)[position]
+
+    def chance(self, prompt_ordinal: int, attempt: int) -> float:
+        """A number in [0, 1) that is the same for ever."""
+        return self._draw(f"chance {prompt_ordinal} {attempt}") / 2**128
+
+    def place(self, item: DataItem) -> int:
+        """Where a training item stands among them: the same in every process that reads the same items."""
+        return self._places[item.key]
+
+    def _draw(self, purpose: str) -> int:
+        return int.from_bytes(_hash(f"{purpose} {self._seed}"), "big")
 
     def heldout_items(self) -> list[DataItem]:
         """The held-out items, always in the same order."""
