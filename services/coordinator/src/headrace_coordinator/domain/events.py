@@ -243,6 +243,12 @@ class GroupDropped(RunEvent, frozen=True, kw_only=True):
     prompt: int
     reason: str
     detail: str
+    reward: float = 0.0
+    """Every member's, where the group is FILTERED."""
+
+
+Observed = tuple[int, int, int]
+"""Place of a data item among those that are trained, answers to it that passed, answers."""
 
 
 class StepRefilled(RunEvent, frozen=True, kw_only=True):
@@ -280,6 +286,8 @@ class StepCommitted(RunEvent, frozen=True, kw_only=True):
 
     certificate: Certificate
     view: dict[str, Any]
+    observed: list[Observed] = []
+    """By group, for a run with a curriculum."""
 
 
 class StepSkipped(RunEvent, frozen=True, kw_only=True):
@@ -288,6 +296,7 @@ class StepSkipped(RunEvent, frozen=True, kw_only=True):
     step: int
     dropped: Drops
     refilled: int = 0
+    observed: list[Observed] = []
 
 
 class StepAborted(RunEvent, frozen=True, kw_only=True):

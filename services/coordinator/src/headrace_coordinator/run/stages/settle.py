@@ -91,7 +91,7 @@ class Settle:
         """Drops the group when its rewards are all equal and the algorithm keeps no such group."""
         if not self._context.workers.leader.drop_equal or min(rewards) < max(rewards):
             return False
-        self.drop(prompt, FILTERED, f"all {len(rewards)} rewards are {rewards[0]:g}")
+        self.drop(prompt, FILTERED, f"all {len(rewards)} rewards are {rewards[0]:g}", rewards[0])
         return True
 
     def refill(self) -> None:
@@ -120,7 +120,7 @@ class Settle:
             self._on_settled(prompt)
         self._ended()
 
-    def drop(self, prompt: int, reason: str, detail: str) -> None:
+    def drop(self, prompt: int, reason: str, detail: str, reward: float = 0.0) -> None:
         """The group will not be trained; nothing for one that is no longer open."""
         if prompt not in self._ledger.index.open:
             return
@@ -132,6 +132,7 @@ class Settle:
                 prompt=prompt,
                 reason=reason,
                 detail=detail,
+                reward=reward,
             )
         )
         self._relay.drop((prompt, sample) for sample in range(self._ledger.group_size))
