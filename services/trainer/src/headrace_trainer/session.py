@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,7 +21,7 @@ from headrace_servicekit.rpc.digests import set_digest
 from headrace_servicekit.weights import StoredWeights, WeightStore
 from torch import Tensor
 
-from headrace_trainer.algorithms._base import Barrier
+from headrace_trainer.algorithms._base import OLD_LOG_PROBS, Barrier
 from headrace_trainer.allocator import resident_bytes
 from headrace_trainer.checkpoints.directory import CheckpointDirectory, Snapshot
 from headrace_trainer.checkpoints.reader import CheckpointReader
@@ -37,7 +37,7 @@ from headrace_trainer.learning.batch import BatchLearner
 from headrace_trainer.learning.figures import step_figures
 from headrace_trainer.learning.learner import Learner
 from headrace_trainer.learning.samples import Disposition, Group, GroupRecord, Sequence
-from headrace_trainer.learning.schedules import learning_rate
+from headrace_trainer.learning.schedules import step_rates
 from headrace_trainer.publishing import Publisher
 
 _EXPORT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
@@ -140,7 +140,7 @@ class Session:
         if fresh:
             self._leader.attempt = command.step, command.attempt
             self._drop_accumulators()
-            self._learn_seconds, self._witnesses = 0.0, []
+            self._learn_seconds, self._leader.infer_seconds, self._witnesses = 0.0, 0.0, []
         self.state = state
 
     def learn(self, items: Many[LearnItem]) -> list[list[GroupRecord] | Refusal]:
@@ -240,14 +240,16 @@ class Session:
     def infer(self, sequences: list[Sequence]) -> list[list[float]]:
         """Log-probs of the trained tokens under the current weights, a list for each sequence."""
         steps.held_version(self.state)
-        return self._leader.infer([sequences])[0]
+        [found] = self._leader.infer([sequences], [OLD_LOG_PROBS])
+        return [own[OLD_LOG_PROBS] for own in found]
 
     # Durability
 
-    def save(self, number: int, ledger: bytes) -> tuple[Write, float]:
+    def save(self, number: int, ledger: bytes, retained: Collection[str] = ()) -> tuple[Write, float]:
         """Begins to write the held and recorded version; with the seconds that training stood still.
 
-        A version that is being written, or is on disk, is not written again. Raises Refusal BUSY while
+        A version that is being written, or is on disk, is not written again. Checkpoints named in `retained` are
+        not deleted for it. Raises Refusal BUSY while
         another one is being written.
         """
         if self.saver is not None and (write := self.saver.written(number)) is not None:
@@ -258,7 +260,7 @@ class Session:
         saver.check_idle()
         started = time.monotonic()
         snapshot = self._snapshot(version, ledger)
-        return saver.start(snapshot), time.monotonic() - started
+        return saver.start(snapshot, retained), time.monotonic() - started
 
     @property
     def last_failure(self) -> str:
@@ -333,7 +335,8 @@ class Session:
         started = time.monotonic()
         records = self.state.accumulated
         counts = steps.totals(self.state)
-        rate = learning_rate(config.optimizer, command.step, config.steps)
+        critic = self._rank.algorithm.critic
+        rate, self._leader.critic_rate = step_rates(config.optimizer, critic, command.step, config.steps)
         compared = self._compared(records)
         failpoint_sync("trainer.commit.before_optimizer")
         assert self._learner is not None
@@ -346,6 +349,8 @@ class Session:
         version = steps.Version(command.next_number, command.base_number, ordinal, digest)
         seconds = self._learn_seconds + time.monotonic() - started
         figures = step_figures(finished.steps, records, rate=rate, seconds=seconds)
+        if self._rank.algorithm.columns:
+            figures["infer_seconds"] = self._leader.infer_seconds
         return replace(counts, version=version, figures={**figures, **compared})
 
     def _keep_witnesses(self, groups: dict[int, Group]) -> None:

@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from headrace_modelkit.critic import check_critic, critic_section
 from headrace_modelkit.devices import free_bytes, used_bytes
 from headrace_modelkit.errors import ModelNotReadable
 from headrace_modelkit.loading import load_architecture
@@ -24,7 +25,7 @@ from headrace_servicekit.logs import get_logger
 from headrace_servicekit.weights import WeightStore
 
 from headrace_trainer.algorithms import build_algorithm
-from headrace_trainer.algorithms._base import Barrier
+from headrace_trainer.algorithms._base import Algorithm
 from headrace_trainer.backends import choose_backend
 from headrace_trainer.checkpoints.directory import CheckpointDirectory
 from headrace_trainer.checkpoints.forks import foreign_checkpoints
@@ -94,18 +95,21 @@ class Trainer:
                 "NOT_OPEN", f"{run} is not open here ({self._run or 'no run is'}): call OpenRun first"
             )
 
-    def open_run(self, run: str, config: TrainerConfig, directory: Path) -> Barrier:
-        """Prepares for a run; the barrier of its algorithm. Raises Refusal INVALID or MODEL_NOT_READABLE."""
+    def open_run(self, run: str, config: TrainerConfig, directory: Path) -> Algorithm:
+        """Prepares for a run; its algorithm. Raises Refusal INVALID or MODEL_NOT_READABLE."""
         choose_backend(config.trainer)
         algorithm = build_algorithm(config.algorithm)
         try:
             architecture = load_architecture(config.model)
+            if (critic := algorithm.critic) is not None and critic.path is not None:
+                section = critic_section(config.model, critic.path)
+                check_critic(config.model, section, "algorithm.options.critic_path")
         except ModelNotReadable as error:
             raise invalid(str(error), "MODEL_NOT_READABLE") from error
         self._run, self._config, self._directory = run, config, directory
         self.vocabulary_size = int(architecture.get_text_config().vocab_size)
         self._assemble()
-        return algorithm.barrier
+        return algorithm
 
     def close_run(self) -> None:
         """Forgets the run and what it held, and leaves its trainer group. Repeated calls do nothing."""

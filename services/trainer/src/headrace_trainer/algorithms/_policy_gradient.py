@@ -6,8 +6,18 @@ from typing import Generic, TypedDict, TypeVar
 
 from torch import Tensor
 
-from headrace_trainer.algorithms._base import Barrier, LossSums, Outcomes, Passes, TokenBatch
+from headrace_trainer.algorithms._base import (
+    OLD_LOG_PROBS,
+    Barrier,
+    CriticPlan,
+    LossSums,
+    Outcomes,
+    Passes,
+    Refill,
+    TokenBatch,
+)
 from headrace_trainer.algorithms.functional import (
+    Advantages,
     Terms,
     dr_grpo_advantages,
     grpo_advantages,
@@ -15,7 +25,13 @@ from headrace_trainer.algorithms.functional import (
     ppo_terms,
     truncated_importance_weights,
 )
-from headrace_trainer.algorithms.plugins import Aggregation, ClipOptions, PolicyOptions, StdOptions
+from headrace_trainer.algorithms.plugins import (
+    Aggregation,
+    ClipOptions,
+    GroupOptions,
+    PolicyOptions,
+    StdOptions,
+)
 
 Chosen = TypeVar("Chosen", bound=PolicyOptions)
 Clipped = TypeVar("Clipped", bound=ClipOptions)
@@ -45,6 +61,24 @@ class PolicyGradient(Generic[Chosen]):
         return Passes(self.options.epochs, self.options.minibatches, self.options.target_kl)
 
     @property
+    def refill(self) -> Refill:
+        """By `drop_equal` and `max_refill`, where there are such options."""
+        options = self.options
+        return (
+            Refill(options.drop_equal, options.max_refill) if isinstance(options, GroupOptions) else Refill()
+        )
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Old log-probs for several passes."""
+        return (OLD_LOG_PROBS,) if self.passes.several else ()
+
+    @property
+    def critic(self) -> CriticPlan | None:
+        """None, unless a subclass has one."""
+        return None
+
+    @property
     def aggregation(self) -> Aggregation:
         """By `loss_aggregation`, where there is such an option."""
         chosen: Aggregation = getattr(self.options, "loss_aggregation", "token-mean")
@@ -58,7 +92,7 @@ class PolicyGradient(Generic[Chosen]):
         """What the weighted sum is divided by; at least 1, so that an empty step has a zero gradient."""
         return float(max(1, tokens if self.aggregation == "token-mean" else sequences))
 
-    def advantages(self, outcomes: Outcomes) -> Tensor:
+    def advantages(self, outcomes: Outcomes) -> Tensor | Advantages:
         """(B, T), see `Algorithm.advantages`."""
         raise NotImplementedError
 

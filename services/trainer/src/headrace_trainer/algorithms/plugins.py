@@ -11,6 +11,8 @@ Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum"]
 Count = Annotated[int, Field(ge=1)]
 BelowOne = Annotated[float, Field(ge=0, lt=1)]
 NotNegative = Annotated[float, Field(ge=0)]
+Refills = Annotated[int, Field(ge=0, le=100)]
+REFILLS = "a step takes further groups in place of dropped ones, up to this many times prompts_per_step"
 
 
 class PolicyOptions(Options):
@@ -67,7 +69,16 @@ class ClipOptions(PolicyOptions):
     )
 
 
-class StdOptions(PolicyOptions):
+class GroupOptions(PolicyOptions):
+    """Those that compare the samples of a group, and learn nothing of it where all rewards are equal."""
+
+    drop_equal: bool = Field(
+        default=False, description="drop a group whose rewards are all equal; it counts as no failure"
+    )
+    max_refill: Refills = Field(default=0, description=REFILLS)
+
+
+class StdOptions(GroupOptions):
     """Those that compare a reward with its group's mean, and may divide by its spread."""
 
     normalize_std: bool = Field(
@@ -76,6 +87,10 @@ class StdOptions(PolicyOptions):
 
 
 class PpoOptions(ClipOptions, AggregationOptions):
+    """Those with PPO's clip whose aggregation is open."""
+
+
+class GroupPpoOptions(PpoOptions, GroupOptions):
     """`algorithm.options` of rloo, opo and reinforce_pp_baseline."""
 
 
@@ -83,7 +98,7 @@ class GrpoOptions(PpoOptions, StdOptions):
     """`algorithm.options` of grpo and passk_grpo."""
 
 
-class DrGrpoOptions(ClipOptions):
+class DrGrpoOptions(ClipOptions, GroupOptions):
     """`algorithm.options` of dr_grpo."""
 
     norm_length: Count = Field(
@@ -96,6 +111,10 @@ class DapoOptions(ClipOptions, StdOptions):
     """`algorithm.options` of dapo."""
 
     clip_high: NotNegative = Field(default=0.28, description="the ratio is clipped above 1 + clip_high")
+    drop_equal: bool = Field(
+        default=True, description="drop a group whose rewards are all equal; it counts as no failure"
+    )
+    max_refill: Refills = Field(default=3, description=REFILLS)
     overlong_buffer: Count | None = Field(
         default=None,
         description="last tokens before sampling.max_new_tokens over which a reward sinks; none: rewards as they are",
@@ -119,6 +138,53 @@ class ReinforcePpOptions(PpoOptions):
     gamma: Annotated[float, Field(gt=0, le=1)] = Field(
         default=1.0, description="discount of the reward from token to token"
     )
+
+
+class ActorCriticOptions(PpoOptions):
+    """`algorithm.options` of ppo."""
+
+    ratio_options: ClassVar[frozenset[str]] = PpoOptions.ratio_options | {"value_clip"}
+
+    gamma: Annotated[float, Field(gt=0, le=1)] = Field(
+        default=1.0, description="discount of the reward from token to token"
+    )
+    lam: Annotated[float, Field(ge=0, le=1)] = Field(
+        default=1.0, description="GAE's lambda: 1 trusts the rewards, 0 the next token's value"
+    )
+    whiten: bool = Field(default=True, description="whiten advantages over the batch's trained tokens")
+    critic: Literal["head", "model"] = Field(
+        default="head", description="a value head on the policy's last hidden states, or a model of its own"
+    )
+    critic_path: str | None = Field(
+        default=None, description="model that a critic of its own begins as; none: same as policy"
+    )
+    critic_lr: Annotated[float, Field(gt=0, le=10)] | None = Field(
+        default=None, description="learning rate of the critic's own weights; none: optimizer.lr"
+    )
+    critic_warmup_steps: Annotated[int, Field(ge=0)] = Field(
+        default=0, description="first steps of the run in which the critic's own weights learn alone"
+    )
+    value_coefficient: PositiveFloat = Field(
+        default=0.5, description="weight of the value loss beside the policy's"
+    )
+    value_clip: PositiveFloat | None = Field(
+        default=0.2, description="values are clipped to this distance from the old ones; none: no clipping"
+    )
+    value_huber: PositiveFloat | None = Field(
+        default=None, description="beyond this error the value loss is linear; none: squared everywhere"
+    )
+    bootstrap_truncated: bool = Field(
+        default=False,
+        description="an answer cut by the length limit goes on, by the critic's value of its end",
+    )
+
+    @model_validator(mode="after")
+    def _has_model(self) -> Self:
+        if self.critic == "head" and self.critic_path is not None:
+            raise ValueError(
+                "critic_path: a value head reads the policy's own hidden states; leave it out, or set critic: model"
+            )
+        return self
 
 
 class GspoOptions(GrpoOptions):
@@ -182,15 +248,22 @@ DR_GRPO = Plugin(
 DAPO = Plugin(
     f"{_HERE}.dapo:Dapo",
     DapoOptions,
-    "GRPO with clip-higher, token mean and overlong shaping; groups as they come",
+    "GRPO with clip-higher, token mean, dynamic sampling and overlong shaping",
 )
-RLOO = Plugin(f"{_HERE}.rloo:Rloo", PpoOptions, "a reward against the mean of its group's others")
-OPO = Plugin(f"{_HERE}.opo:Opo", PpoOptions, "a reward against its group's mean by answer length")
+RLOO = Plugin(f"{_HERE}.rloo:Rloo", GroupPpoOptions, "a reward against the mean of its group's others")
+OPO = Plugin(f"{_HERE}.opo:Opo", GroupPpoOptions, "a reward against its group's mean by answer length")
 REINFORCE_PP = Plugin(
     f"{_HERE}.reinforce_pp:ReinforcePp", ReinforcePpOptions, "returns whitened over the batch, without groups"
 )
 REINFORCE_PP_BASELINE = Plugin(
-    f"{_HERE}.reinforce_pp:ReinforcePpBaseline", PpoOptions, "group-centred rewards whitened over the batch"
+    f"{_HERE}.reinforce_pp:ReinforcePpBaseline",
+    GroupPpoOptions,
+    "group-centred rewards whitened over the batch",
+)
+PPO = Plugin(
+    f"{_HERE}.ppo:Ppo",
+    ActorCriticOptions,
+    "generalised advantages of a critic: a value head or a model of its own",
 )
 GSPO = Plugin(f"{_HERE}.gspo:Gspo", GspoOptions, "GRPO with one ratio for each answer")
 GMPO = Plugin(f"{_HERE}.gmpo:Gmpo", GmpoOptions, "GRPO with the geometric mean of an answer's clipped ratios")

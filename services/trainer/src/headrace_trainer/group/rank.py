@@ -21,6 +21,7 @@ from headrace_trainer.backends._base import Backend, CommitReport, StateReader
 from headrace_trainer.errors import Refusal, invalid
 from headrace_trainer.group.group import Gang
 from headrace_trainer.group.rounds import Round
+from headrace_trainer.learning.samples import Columns
 
 
 @dataclass
@@ -76,7 +77,7 @@ class Rank:
         if header.kind == "infer":
             return self._infer(header)
         if header.kind == "commit":
-            return self.backend.commit(header.denominator, header.learning_rate)
+            return self.backend.commit(header.denominator, header.learning_rate, header.critic_rate)
         if header.kind == "snapshot":
             return self._snapshot()
         if header.kind == "hold":
@@ -110,10 +111,10 @@ class Rank:
         self._backend = backend
         self.restored = header.number
 
-    def _infer(self, header: Round) -> list[list[list[float]]]:
-        found = self.backend.infer(header.work[self.gang.rank])
+    def _infer(self, header: Round) -> list[list[Columns]]:
+        found = self.backend.infer(header.work[self.gang.rank], header.columns)
         bodies = self.gang.gather(msgspec.msgpack.encode(found))
-        return [msgspec.msgpack.decode(body, type=list[list[float]]) for body in bodies]
+        return [msgspec.msgpack.decode(body, type=list[Columns]) for body in bodies]
 
     def _collect(self) -> None:
         """Gathers every weight; the leader's `collect` takes them, the others only take part."""
