@@ -70,7 +70,7 @@ class TokenBatch:
     step they are `log_probs_K`, detached. `engine_log_probs_K` are what the engine reported; NaN where it reported
     none. `weights_K` is each token's share of its sequence, from `Algorithm.token_weight`. `sequences_K` numbers the
     micro-batch's sequences from 0: every trained token of a sequence is in one micro-batch. `columns_K` are the
-    algorithm's `columns`.
+    algorithm's `columns`. `entropy_K` are the entropies of the distributions that the tokens were drawn from.
     """
 
     log_probs_K: Tensor
@@ -80,6 +80,7 @@ class TokenBatch:
     weights_K: Tensor
     sequences_K: Tensor
     columns_K: Mapping[str, Tensor] = field(default_factory=dict)
+    entropy_K: Tensor | None = None
 
     def mask(self) -> Tensor:
         """(S, T) bool: where `padded` has a token."""
@@ -153,6 +154,10 @@ class Algorithm(Protocol):
         With several passes OLD_LOG_PROBS is among them. Where there are columns, they are of every trained token.
         """
 
+    @property
+    def needs_teacher(self) -> bool:
+        """Whether the reference must be another model than the policy: `trainer.reference`."""
+
     def advantages(self, outcomes: Outcomes) -> Tensor:
         """One advantage for each trained token, (B, T), in the rewards' type; 0 outside the mask."""
 
@@ -163,4 +168,13 @@ class Algorithm(Protocol):
         """What the sum is divided by, given the trained tokens and the sequences that have any."""
 
     def loss(self, batch: TokenBatch) -> LossSums:
-        """The loss of a micro-batch, differentiable in `log_probs_K`."""
+        """The loss of a micro-batch, differentiable in `log_probs_K` and `entropy_K`."""
+
+    def observe(self, figures: Mapping[str, float], sequences: int) -> None:
+        """Hears of a committed step, on the leader: its figures, and the samples that it was learned from."""
+
+    def state(self) -> dict[str, float]:
+        """What `observe` has changed, for checkpoints and for the other ranks; empty where nothing ever changes."""
+
+    def load_state(self, state: Mapping[str, float]) -> None:
+        """Goes on from a `state`; from an empty one as at the start."""

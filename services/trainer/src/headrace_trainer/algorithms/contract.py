@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from headrace_servicekit.contract import check_plugin, require
+from torch import Tensor
 
 from headrace_trainer.algorithms._base import Algorithm, Barrier, Outcomes, TokenBatch
 from headrace_trainer.algorithms._registry import ALGORITHMS
@@ -22,6 +24,8 @@ def check_algorithm(name: str, options: Mapping[str, Any]) -> Algorithm:
     several = algorithm.passes.several
     require(not several or algorithm.barrier is Barrier.BATCH, "several passes need Barrier.BATCH")
     outcomes = _outcomes()
+    columns_BT = {name: _column(outcomes.mask_BT) for name in algorithm.columns}
+    outcomes = replace(outcomes, columns_BT=columns_BT)
     advantages_BT = algorithm.advantages(outcomes)
     require(advantages_BT.shape == outcomes.mask_BT.shape, "advantages are not one a trained token")
     require(bool(torch.isfinite(advantages_BT).all()), "advantages of finite rewards are not finite")
@@ -45,6 +49,10 @@ def _outcomes() -> Outcomes:
     )
 
 
+def _column(mask_BT: Tensor) -> Tensor:
+    return torch.linspace(-1.0, -0.1, mask_BT.numel(), dtype=torch.float64).view(mask_BT.shape) * mask_BT
+
+
 def _check_sum(algorithm: Algorithm) -> None:
     whole, whole_K = _loss(algorithm, [slice(0, 6)])
     parts, parts_K = _loss(algorithm, [slice(0, 2), slice(2, 6)])
@@ -63,6 +71,8 @@ def _loss(algorithm: Algorithm, batches: list[slice]) -> tuple[torch.Tensor, tor
     old_K = log_probs_K.detach() + torch.tensor([0.05, -0.05, 0.0, 0.1, -0.1, 0.02])
     sequences_K = torch.tensor([0, 0, 1, 1, 2, 2])
     weights_K = torch.full((6,), algorithm.token_weight(2))
+    columns_K = {name: torch.linspace(-1.0, -0.1, 6) for name in algorithm.columns}
+    entropy_K = log_probs_K.square()
     total = torch.zeros(())
     for part in batches:
         batch = TokenBatch(
@@ -72,6 +82,8 @@ def _loss(algorithm: Algorithm, batches: list[slice]) -> tuple[torch.Tensor, tor
             advantages_K=advantages_K[part],
             weights_K=weights_K[part],
             sequences_K=sequences_K[part] - sequences_K[part][0],
+            columns_K={name: column_K[part] for name, column_K in columns_K.items()},
+            entropy_K=entropy_K[part],
         )
         total = total + algorithm.loss(batch).loss
     (gradient_K,) = torch.autograd.grad(total, log_probs_K)

@@ -20,13 +20,14 @@ from headrace_schema.openings import TrainerConfig
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from headrace_trainer.algorithms._base import OLD_LOG_PROBS, Algorithm, TokenBatch
+from headrace_trainer.algorithms._base import OLD_LOG_PROBS, REFERENCE_LOG_PROBS, Algorithm, TokenBatch
 from headrace_trainer.allocator import give_back_if_short
-from headrace_trainer.backends._base import CommitReport, MicroReport, StateReader
+from headrace_trainer.backends._base import CommitReport, MicroReport, ReferenceFacts, StateReader
 from headrace_trainer.backends.fsdp.figures import TokenFigures
 from headrace_trainer.backends.fsdp.fit import check_fit
 from headrace_trainer.backends.fsdp.optimizer import MOMENTS, AdamWState, ShardedAdamW
 from headrace_trainer.backends.fsdp.prefixes import shares_prefixes
+from headrace_trainer.backends.fsdp.reference import Reference
 from headrace_trainer.backends.fsdp.sharding import ShardedModel
 from headrace_trainer.backends.fsdp.warmup import SupervisedBatches
 from headrace_trainer.backends.plugins import FsdpOptions
@@ -35,7 +36,7 @@ from headrace_trainer.group.group import Gang
 from headrace_trainer.learning.packing import MicroBatch, pack
 from headrace_trainer.learning.samples import Columns, Rows, Sequence
 
-LossOf = Callable[[Tensor, MicroBatch], Tensor]
+LossOf = Callable[[Tensor, Tensor, MicroBatch], Tensor]
 
 
 class FsdpBackend:
@@ -54,12 +55,17 @@ class FsdpBackend:
         self._dtype = DTYPES[config.model.dtype]
         self._figures = TokenFigures()
         self._dirty = False
-        self.shares_prefixes = False
-        """See `Backend`."""
+        self._policy_shares_prefixes = False
+        self._reference: Reference | None = None
         self._model: ShardedModel | None = None
         self._optimizer: ShardedAdamW | None = None
         self._held: tuple[dict[str, Tensor], AdamWState] | None = None
         torch.use_deterministic_algorithms(config.deterministic)
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """See `Backend`: both models must follow a tree's mask."""
+        return self._policy_shares_prefixes and (self._reference is None or self._reference.shares_prefixes)
 
     def load_initial(self) -> None:
         """See `Backend`."""
@@ -96,10 +102,33 @@ class FsdpBackend:
             rounds = int(self._gang.maximum({"rounds": float(len(work))})["rounds"])
             for index in range(rounds):
                 rows = work[index] if index < len(work) else []
-                self._backward(rows, lambda log_probs_K, batch: -(log_probs_K * batch.weights_K).sum())
+                self._backward(rows, lambda log_probs_K, _, batch: -(log_probs_K * batch.weights_K).sum())
             self._apply(optimizer, self._gang.sum({"tokens": float(tokens)})["tokens"], warmup.lr)
         self.zero()
         return warmup.steps
+
+    def load_reference(self) -> None:
+        """See `Backend`."""
+        if REFERENCE_LOG_PROBS not in self._algorithm.columns:
+            return
+        warmed = None
+        if self._config.trainer.reference is None and self._config.trainer.warmup.steps:
+            if self._model is None:  # A checkpoint is about to be loaded: the warm-up is made again.
+                torch.manual_seed(self._config.seed)
+                self.load_initial()
+                self.warm_up()
+            warmed = dict(self._sharded.weights())
+        self._reference = Reference(self._config, self._gang, warmed)
+
+    @property
+    def reference(self) -> ReferenceFacts | None:
+        """See `Backend`."""
+        return self._reference.facts if self._reference is not None else None
+
+    @property
+    def reference_bytes(self) -> int:
+        """See `Backend`."""
+        return self._reference.size_bytes if self._reference is not None else 0
 
     def zero(self) -> None:
         """See `Backend`."""
@@ -113,8 +142,8 @@ class FsdpBackend:
         """See `Backend`."""
         found = TokenFigures()
 
-        def loss_of(log_probs_K: Tensor, batch: MicroBatch) -> Tensor:
-            tokens = _tokens(log_probs_K, batch)
+        def loss_of(log_probs_K: Tensor, entropy_K: Tensor, batch: MicroBatch) -> Tensor:
+            tokens = _tokens(log_probs_K, entropy_K, batch)
             sums = self._algorithm.loss(tokens)
             found.add(sums, tokens)
             return sums.loss
@@ -212,6 +241,7 @@ class FsdpBackend:
             self._sharded.release()
             return give_back_if_short()
         before = used_bytes(device)
+        self._park()
         self.move(lambda tensor: tensor.to("cpu"))
         torch.cuda.empty_cache()
         return before - used_bytes(device)
@@ -240,7 +270,7 @@ class FsdpBackend:
             untyped: Any = model
             untyped.gradient_checkpointing_enable({"use_reentrant": False})
             model.train()  # transformers checkpoints in training mode only; modelkit has turned dropout off
-        self.shares_prefixes = shares_prefixes(self._config, model.config)
+        self._policy_shares_prefixes = shares_prefixes(self._config, model.config)
         self._model = ShardedModel(
             model, self._gang, self._dtype, reshard=self._options.reshard_micro_batches
         )
@@ -254,11 +284,12 @@ class FsdpBackend:
 
     def _backward(self, rows: Rows, loss_of: LossOf) -> Tensor | None:
         """Accumulates the loss gradient; the tokens' entropies, or None when any rank is not finite."""
+        self._park()
         batch = self._pack(rows or self._dummy)
         log_probs_K, entropy_K = self._sharded.policy(
             batch, self._temperature(), torch.zeros((), device=self._gang.device)
         )
-        loss = loss_of(log_probs_K, batch)
+        loss = loss_of(log_probs_K, entropy_K, batch)
         finite = bool(torch.isfinite(loss)) and bool(torch.isfinite(log_probs_K).all())
         if not self._gang.all_true(finite):
             return None
@@ -289,6 +320,10 @@ class FsdpBackend:
 
     def _column(self, name: str, batch: MicroBatch) -> Tensor:
         """A column of the infer pass, (K,)."""
+        if name == REFERENCE_LOG_PROBS:
+            if self._reference is None:
+                raise invalid("the run has no reference model: no option of its algorithm needs one")
+            return self._reference.log_probs(batch)
         if name != OLD_LOG_PROBS:
             raise invalid(f"the fsdp backend cannot infer {name}")
         with torch.no_grad():
@@ -297,6 +332,10 @@ class FsdpBackend:
             )
         found_K: Tensor = log_probs_K
         return found_K
+
+    def _park(self) -> None:
+        if self._reference is not None:
+            self._reference.park()
 
     def _pack(self, rows: Rows) -> MicroBatch:
         return pack(rows, shared=self.shares_prefixes).to(self._gang.device)
@@ -317,7 +356,7 @@ class FsdpBackend:
         return self._optimizer
 
 
-def _tokens(log_probs_K: Tensor, batch: MicroBatch) -> TokenBatch:
+def _tokens(log_probs_K: Tensor, entropy_K: Tensor, batch: MicroBatch) -> TokenBatch:
     own_K = log_probs_K.detach()
     old_K = batch.columns_K.get(OLD_LOG_PROBS, torch.full_like(own_K, math.nan))
     return TokenBatch(
@@ -328,6 +367,7 @@ def _tokens(log_probs_K: Tensor, batch: MicroBatch) -> TokenBatch:
         weights_K=batch.weights_K,
         sequences_K=batch.sequences_K,
         columns_K=batch.columns_K,
+        entropy_K=entropy_K,
     )
 
 

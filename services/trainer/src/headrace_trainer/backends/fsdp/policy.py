@@ -23,7 +23,7 @@ class Policy(nn.Module):
         self.model = model
 
     def forward(self, batch: MicroBatch | None, temperature: float, anchor: Tensor) -> tuple[Tensor, Tensor]:
-        """(log-probs, entropies) of the K trained tokens, fp32; entropies carry no gradient.
+        """(log-probs, entropies) of the K trained tokens, fp32, both differentiable.
 
         Without a batch returns the anchor itself: a backward through it runs no layer and only lets
         fully_shard finish what earlier backwards have accumulated.
@@ -43,7 +43,7 @@ class Policy(nn.Module):
         head = Head.of(self.model)
         log_probs_U, entropy_U = hidden_log_probs(head, hidden_UD, batch.targets_U, temperature, entropy=True)
         assert entropy_U is not None
-        return log_probs_U[batch.index_K], entropy_U[batch.index_K].detach()
+        return log_probs_U[batch.index_K], entropy_U[batch.index_K]
 
     def _gather_in_fp32(self) -> None:
         """fully_shard reduces a module's gradients together and in one type: the head's is fp32, so all of them are.
