@@ -11,7 +11,7 @@ from headrace_trainer.algorithms.contract import check_algorithm
 from headrace_trainer.errors import Refusal
 
 NAMES = ALGORITHMS.names()
-BATCH = {"reinforce_pp", "reinforce_pp_baseline"}
+BATCH = {"ppo", "reinforce_pp", "reinforce_pp_baseline"}
 LENGTHS = [3, 0, 5, 4, 2, 1]
 REWARDS = [1.0, 0.0, 0.5, 0.0, 1.0, 0.25]
 
@@ -39,14 +39,15 @@ def test_the_contract_holds(name, options):
     assert check_algorithm(name, options).barrier is (Barrier.BATCH if waits else Barrier.GROUP)
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "reinforce_pp"])
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in {"ppo", "reinforce_pp"}])
 def test_a_group_of_one_is_refused(name):
     with pytest.raises(Refusal, match=r"algorithm\.group_size"):
         build_algorithm(AlgorithmSection(name=name, group_size=1))
 
 
-def test_reinforce_pp_takes_groups_of_one():
-    assert build_algorithm(AlgorithmSection(name="reinforce_pp", group_size=1)).least_group == 1
+@pytest.mark.parametrize("name", ["ppo", "reinforce_pp"])
+def test_algorithms_without_groups_take_groups_of_one(name):
+    assert build_algorithm(AlgorithmSection(name=name, group_size=1)).least_group == 1
 
 
 @pytest.mark.parametrize(
@@ -61,6 +62,9 @@ def test_reinforce_pp_takes_groups_of_one():
         ("sapo", {"tau_positive": 2.0}, "tau_positive"),
         ("rloo", {"gamma": 0.9}, "gamma"),
         ("gspo", {"clip_high": 1e-3}, "clip_high"),
+        ("grpo", {"critic": "head"}, "critic"),
+        ("ppo", {"value_clip": 0.1}, "value_clip"),
+        ("ppo", {"critic_path": "somewhere"}, "critic_path"),
     ],
 )
 def test_an_option_without_effect_is_refused_by_name(name, options, key):

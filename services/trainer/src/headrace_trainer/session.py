@@ -37,7 +37,7 @@ from headrace_trainer.learning.batch import BatchLearner
 from headrace_trainer.learning.figures import step_figures
 from headrace_trainer.learning.learner import Learner
 from headrace_trainer.learning.samples import Disposition, Group, GroupRecord, Sequence
-from headrace_trainer.learning.schedules import learning_rate
+from headrace_trainer.learning.schedules import step_rates
 from headrace_trainer.publishing import Publisher
 
 _EXPORT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
@@ -358,7 +358,8 @@ class Session:
         started = time.monotonic()
         records = self.state.accumulated
         counts = steps.totals(self.state)
-        rate = learning_rate(config.optimizer, command.step, config.steps)
+        critic = self._rank.algorithm.critic
+        rate, self._leader.critic_rate = step_rates(config.optimizer, critic, command.step, config.steps)
         compared = self._compared(records)
         failpoint_sync("trainer.commit.before_optimizer")
         assert self._learner is not None

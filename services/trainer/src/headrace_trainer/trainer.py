@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from headrace_modelkit.critic import check_critic, critic_section
 from headrace_modelkit.devices import free_bytes, used_bytes
 from headrace_modelkit.errors import ModelNotReadable
 from headrace_modelkit.loading import load_architecture
@@ -100,6 +101,9 @@ class Trainer:
         algorithm = build_algorithm(config.algorithm)
         try:
             architecture = load_architecture(config.model)
+            if (critic := algorithm.critic) is not None and critic.path is not None:
+                section = critic_section(config.model, critic.path)
+                check_critic(config.model, section, "algorithm.options.critic_path")
         except ModelNotReadable as error:
             raise invalid(str(error), "MODEL_NOT_READABLE") from error
         vocabulary = int(architecture.get_text_config().vocab_size)

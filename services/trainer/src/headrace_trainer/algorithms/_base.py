@@ -13,12 +13,16 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from headrace_trainer.algorithms.functional import Terms
+from headrace_trainer.algorithms.functional import Advantages, Terms, place_outcomes
 
 OLD_LOG_PROBS = "old_log_probs"
 """Column: the trainer's own log-probs under the weights at which the step began."""
 REFERENCE_LOG_PROBS = "reference_log_probs"
 """Column: log-probs under the frozen reference model."""
+VALUES = "values"
+"""Column: the critic's value of what was read before each token, under the weights at which the step began."""
+RETURNS = "returns"
+"""What values are compared with: the returns of `Advantages`, as a column of a loss. Never inferred."""
 
 
 class Barrier(Enum):
@@ -46,12 +50,30 @@ class Passes:
 
 
 @dataclass(frozen=True)
+class CriticPlan:
+    """The critic that an algorithm wants, whose own weights learn at a rate of their own (None: the policy's).
+
+    A value head on the policy, or, with `own_model`, on a model of its own that begins as `path` (None: as the policy
+    begins). In the run's first `warmup_steps` it learns alone. `bootstraps`: values of where answers were cut are
+    wanted, as `Outcomes.bootstrap_values_B`.
+    """
+
+    own_model: bool = False
+    path: str | None = None
+    learning_rate: float | None = None
+    warmup_steps: int = 0
+    bootstraps: bool = False
+
+
+@dataclass(frozen=True)
 class Outcomes:
     """What became of the samples that advantages compare, in float64: one group, or a step's whole batch.
 
     `groups_B` numbers the groups from 0; samples of a group follow each other. `mask_BT` is true where a sample has
     a t-th trained token (none in a masked answer). `lengths_B` counts the tokens of each answer, trained or not;
     `longest` is the run's limit of them. `columns_BT` are the algorithm's `columns`, 0 outside the mask.
+    `token_rewards_BT` come on top of the outcomes. `bootstrap_values_B` is the critic's value behind the last token of
+    a sample that was cut, 0 of one that ended; None where the critic does not bootstrap.
     """
 
     rewards_B: Tensor
@@ -60,6 +82,13 @@ class Outcomes:
     lengths_B: Tensor
     longest: int
     columns_BT: Mapping[str, Tensor] = field(default_factory=dict)
+    token_rewards_BT: Tensor | None = None
+    bootstrap_values_B: Tensor | None = None
+
+    def rewards_BT(self) -> Tensor:
+        """(B, T) rewards of tokens: the outcome at the last trained one, and what single tokens have earned."""
+        placed_BT: Tensor = place_outcomes(self.rewards_B, self.mask_BT)
+        return placed_BT if self.token_rewards_BT is None else placed_BT + self.token_rewards_BT
 
 
 @dataclass(frozen=True)
@@ -70,7 +99,9 @@ class TokenBatch:
     step they are `log_probs_K`, detached. `engine_log_probs_K` are what the engine reported; NaN where it reported
     none. `weights_K` is each token's share of its sequence, from `Algorithm.token_weight`. `sequences_K` numbers the
     micro-batch's sequences from 0: every trained token of a sequence is in one micro-batch. `columns_K` are the
-    algorithm's `columns`. `entropy_K` are the entropies of the distributions that the tokens were drawn from.
+    algorithm's `columns`, and RETURNS where its advantages came with them. `entropy_K` are the entropies of the
+    distributions that the tokens were drawn from, `values_K` its critic's values (None without a critic); both are
+    differentiable.
     """
 
     log_probs_K: Tensor
@@ -81,6 +112,7 @@ class TokenBatch:
     sequences_K: Tensor
     columns_K: Mapping[str, Tensor] = field(default_factory=dict)
     entropy_K: Tensor | None = None
+    values_K: Tensor | None = None
 
     def mask(self) -> Tensor:
         """(S, T) bool: where `padded` has a token."""
@@ -158,8 +190,15 @@ class Algorithm(Protocol):
     def needs_teacher(self) -> bool:
         """Whether the reference must be another model than the policy: `trainer.reference`."""
 
-    def advantages(self, outcomes: Outcomes) -> Tensor:
-        """One advantage for each trained token, (B, T), in the rewards' type; 0 outside the mask."""
+    @property
+    def critic(self) -> CriticPlan | None:
+        """The critic whose values `columns` and the loss may name; most have none."""
+
+    def advantages(self, outcomes: Outcomes) -> Tensor | Advantages:
+        """One advantage for each trained token, (B, T), in the rewards' type; 0 outside the mask.
+
+        With the returns where a value loss needs those.
+        """
 
     def token_weight(self, tokens: int) -> float:
         """What each of a sequence's `tokens` trained tokens weighs in the sum."""
@@ -168,7 +207,7 @@ class Algorithm(Protocol):
         """What the sum is divided by, given the trained tokens and the sequences that have any."""
 
     def loss(self, batch: TokenBatch) -> LossSums:
-        """The loss of a micro-batch, differentiable in `log_probs_K` and `entropy_K`."""
+        """The loss of a micro-batch, differentiable in `log_probs_K`, `entropy_K` and `values_K`."""
 
     def observe(self, figures: Mapping[str, float], sequences: int) -> None:
         """Hears of a committed step, on the leader: its figures, and the samples that it was learned from."""

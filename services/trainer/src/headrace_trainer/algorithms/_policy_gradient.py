@@ -11,6 +11,7 @@ from headrace_trainer.algorithms._base import (
     OLD_LOG_PROBS,
     REFERENCE_LOG_PROBS,
     Barrier,
+    CriticPlan,
     LossSums,
     Outcomes,
     Passes,
@@ -18,6 +19,7 @@ from headrace_trainer.algorithms._base import (
 )
 from headrace_trainer.algorithms.functional import (
     AdaptiveKLController,
+    Advantages,
     FixedKLController,
     Terms,
     dr_grpo_advantages,
@@ -73,6 +75,11 @@ class PolicyGradient(Generic[Chosen]):
         return tuple(names)
 
     @property
+    def critic(self) -> CriticPlan | None:
+        """None, unless a subclass has one."""
+        return None
+
+    @property
     def aggregation(self) -> Aggregation:
         """By `loss_aggregation`, where there is such an option."""
         chosen: Aggregation = getattr(self.options, "loss_aggregation", "token-mean")
@@ -86,7 +93,7 @@ class PolicyGradient(Generic[Chosen]):
         """What the weighted sum is divided by; at least 1, so that an empty step has a zero gradient."""
         return float(max(1, tokens if self.aggregation == "token-mean" else sequences))
 
-    def advantages(self, outcomes: Outcomes) -> Tensor:
+    def advantages(self, outcomes: Outcomes) -> Tensor | Advantages:
         """(B, T), see `Algorithm.advantages`."""
         raise NotImplementedError
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 _BUILT_IN = (
     *("cispo", "dapo", "dr_grpo", "gmpo", "grpo", "gspo", "opo"),
-    *("passk_grpo", "reinforce_pp", "reinforce_pp_baseline", "rloo", "sapo"),
+    *("passk_grpo", "ppo", "reinforce_pp", "reinforce_pp_baseline", "rloo", "sapo"),
 )
 
 ALGORITHMS: Registry[Algorithm] = Registry(

@@ -134,7 +134,7 @@ class KlRewardOptions(PolicyOptions):
 
 
 class RewardedOptions(PpoOptions, KlRewardOptions):
-    """`algorithm.options` of rloo and reinforce_pp_baseline."""
+    """`algorithm.options` of rloo and reinforce_pp_baseline; those of ppo and reinforce_pp begin with them."""
 
 
 class DrGrpoOptions(ClipOptions):
@@ -173,6 +173,53 @@ class ReinforcePpOptions(RewardedOptions):
     gamma: Annotated[float, Field(gt=0, le=1)] = Field(
         default=1.0, description="discount of the reward from token to token"
     )
+
+
+class ActorCriticOptions(RewardedOptions):
+    """`algorithm.options` of ppo."""
+
+    ratio_options: ClassVar[frozenset[str]] = RewardedOptions.ratio_options | {"value_clip"}
+
+    gamma: Annotated[float, Field(gt=0, le=1)] = Field(
+        default=1.0, description="discount of the reward from token to token"
+    )
+    lam: Annotated[float, Field(ge=0, le=1)] = Field(
+        default=1.0, description="GAE's lambda: 1 trusts the rewards, 0 the next token's value"
+    )
+    whiten: bool = Field(default=True, description="whiten advantages over the batch's trained tokens")
+    critic: Literal["head", "model"] = Field(
+        default="head", description="a value head on the policy's last hidden states, or a model of its own"
+    )
+    critic_path: str | None = Field(
+        default=None, description="model that a critic of its own begins as; none: same as policy"
+    )
+    critic_lr: Annotated[float, Field(gt=0, le=10)] | None = Field(
+        default=None, description="learning rate of the critic's own weights; none: optimizer.lr"
+    )
+    critic_warmup_steps: Annotated[int, Field(ge=0)] = Field(
+        default=0, description="first steps of the run in which the critic's own weights learn alone"
+    )
+    value_coefficient: PositiveFloat = Field(
+        default=0.5, description="weight of the value loss beside the policy's"
+    )
+    value_clip: PositiveFloat | None = Field(
+        default=0.2, description="values are clipped to this distance from the old ones; none: no clipping"
+    )
+    value_huber: PositiveFloat | None = Field(
+        default=None, description="beyond this error the value loss is linear; none: squared everywhere"
+    )
+    bootstrap_truncated: bool = Field(
+        default=False,
+        description="an answer cut by the length limit goes on, by the critic's value of its end",
+    )
+
+    @model_validator(mode="after")
+    def _has_model(self) -> Self:
+        if self.critic == "head" and self.critic_path is not None:
+            raise ValueError(
+                "critic_path: a value head reads the policy's own hidden states; leave it out, or set critic: model"
+            )
+        return self
 
 
 class GspoOptions(GrpoOptions):
@@ -247,6 +294,11 @@ REINFORCE_PP_BASELINE = Plugin(
     f"{_HERE}.reinforce_pp:ReinforcePpBaseline",
     RewardedOptions,
     "group-centred rewards whitened over the batch",
+)
+PPO = Plugin(
+    f"{_HERE}.ppo:Ppo",
+    ActorCriticOptions,
+    "generalised advantages of a critic: a value head or a model of its own",
 )
 GSPO = Plugin(f"{_HERE}.gspo:Gspo", GspoOptions, "GRPO with one ratio for each answer")
 GMPO = Plugin(f"{_HERE}.gmpo:Gmpo", GmpoOptions, "GRPO with the geometric mean of an answer's clipped ratios")

@@ -12,6 +12,8 @@ from torch import Tensor
 from headrace_trainer.learning.samples import Columns, Rows
 
 WeightSink = Callable[[str, Tensor], None]
+CRITIC_KIND = "critic"
+"""Kind of the entries of `Backend.moments` that are weights of the critic: no rollout engine gets them."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +25,9 @@ class MicroReport:
 
 @dataclass(frozen=True)
 class CommitReport:
-    """One optimizer step. `grad_norm` is global, before clipping; when it is not finite nothing changed.
+    """One optimizer step. `grad_norm` is global, before clipping; `critic_grad_norm` is of the critic's own weights.
+
+    When one of them is not finite nothing changed.
 
     `token_sums` and `token_maxima` are figures over all ranks since the last `zero`, with the number of
     tokens they are over under "tokens".
@@ -33,6 +37,7 @@ class CommitReport:
     grad_norm: float
     token_sums: dict[str, float] = field(default_factory=dict)
     token_maxima: dict[str, float] = field(default_factory=dict)
+    critic_grad_norm: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -51,6 +56,12 @@ class StateReader(Protocol):
 
     def moment(self, kind: str, name: str) -> Tensor:
         """fp32 optimizer moment, kind exp_avg or exp_avg_sq."""
+
+    def critic_weight(self, name: str) -> Tensor:
+        """fp32 weight of the critic, or a buffer in its own type."""
+
+    def critic_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape of every weight and buffer of the critic by name; empty without one."""
 
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
         """Shape of every weight and buffer by name."""
@@ -110,7 +121,7 @@ class Backend(Protocol):
         OLD_LOG_PROBS are those under the weights of the moment. Raises Refusal INVALID for a column it cannot make.
         """
 
-    def commit(self, denominator: float, learning_rate: float) -> CommitReport:
+    def commit(self, denominator: float, learning_rate: float, critic_rate: float = 0.0) -> CommitReport:
         """Reduces, divides, clips and steps; accumulators are empty afterwards."""
 
     def hold(self) -> None:
@@ -126,7 +137,7 @@ class Backend(Protocol):
         """Full weights by name; gathered one at a time, so every rank must exhaust it."""
 
     def moments(self) -> Iterator[tuple[str, Tensor]]:
-        """Full optimizer moments, named kind/weight; every rank must exhaust it."""
+        """Full optimizer moments, named kind/weight, and the critic's weights; every rank must exhaust it."""
 
     @property
     def optimizer_steps(self) -> int:

@@ -20,6 +20,8 @@ class LeaderRounds:
         self._rank = rank
         self.attempt = (0, 0)
         """Step and attempt that are open, for whoever reads of a stuck round."""
+        self.critic_rate = 0.0
+        """Learning rate of the critic's own weights in the open step."""
         self.micro_rounds = 0
         """How many have run."""
         self.infer_seconds = 0.0
@@ -64,7 +66,9 @@ class LeaderRounds:
 
     def apply(self, denominator: float, rate: float) -> CommitReport:
         """See `StepRounds`."""
-        return commit_report(self._step("commit", denominator=denominator, learning_rate=rate))
+        return commit_report(
+            self._step("commit", denominator=denominator, learning_rate=rate, critic_rate=self.critic_rate)
+        )
 
     def hold(self) -> None:
         """See `StepRounds`."""

@@ -79,7 +79,7 @@ class Rank:
         if header.kind == "infer":
             return self._infer(header)
         if header.kind == "commit":
-            return self.backend.commit(header.denominator, header.learning_rate)
+            return self.backend.commit(header.denominator, header.learning_rate, header.critic_rate)
         if header.kind == "snapshot":
             return self._snapshot()
         if header.kind == "hold":

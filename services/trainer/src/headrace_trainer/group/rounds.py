@@ -59,6 +59,7 @@ class Round(msgspec.Struct, frozen=True, omit_defaults=True):
     work: list[Rows] = msgspec.field(default_factory=list)
     denominator: float = 1.0
     learning_rate: float = 0.0
+    critic_rate: float = 0.0
     checkpoint: str = ""
     back: bool = False
     algorithm_state: dict[str, float] = msgspec.field(default_factory=dict)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from collections.abc import Sequence as Many
 
-from headrace_trainer.algorithms._base import Algorithm
+from headrace_trainer.algorithms._base import VALUES, Algorithm
 from headrace_trainer.learning.intake import Inferred, Intake
-from headrace_trainer.learning.samples import Group
+from headrace_trainer.learning.samples import Columns, Group
 from headrace_trainer.learning.work import StepRounds
 
 
@@ -25,10 +25,21 @@ class InferPass:
     def __call__(self, groups: Many[Group]) -> Iterator[Inferred]:
         """These groups, in order, with their columns; without any round where the algorithm needs none."""
         if not (self._names and groups):
-            yield from (Inferred(group, ({},) * len(group.members)) for group in groups)
+            for group in groups:
+                nothing = len(group.members)
+                yield Inferred(group, ({},) * nothing, (0.0,) * nothing)
             return
         bare = [self._intake.bare(group) for group in groups]
         for group, found in zip(groups, self._rounds.infer(bare, self._names), strict=True):
-            columns = iter(found)
-            members = group.members
-            yield Inferred(group, tuple(next(columns) if self._intake.trained(m) else {} for m in members))
+            yield self._inferred(group, iter(found))
+
+    def _inferred(self, group: Group, found: Iterator[Columns]) -> Inferred:
+        columns: list[Columns] = []
+        following: list[float] = []
+        for member in group.members:
+            own = next(found) if self._intake.trained(member) else {}
+            following.append(own[VALUES][-1] if self._intake.bootstraps(member) else 0.0)
+            if self._intake.bootstraps(member):
+                own = {name: values[:-1] for name, values in own.items()}
+            columns.append(own)
+        return Inferred(group, tuple(columns), tuple(following))

@@ -14,7 +14,8 @@ import torch
 from headrace_schema.openings import TrainerConfig
 from torch import Tensor
 
-from headrace_trainer.algorithms._base import OLD_LOG_PROBS, Algorithm, Outcomes
+from headrace_trainer.algorithms._base import OLD_LOG_PROBS, RETURNS, Algorithm, Outcomes
+from headrace_trainer.algorithms.functional import Advantages
 from headrace_trainer.errors import Refusal
 from headrace_trainer.learning import step as steps
 from headrace_trainer.learning.samples import Columns, Disposition, Group, GroupRecord, Member, Sequence
@@ -22,10 +23,14 @@ from headrace_trainer.learning.samples import Columns, Disposition, Group, Group
 
 @dataclass(frozen=True)
 class Inferred:
-    """A group with the columns of each member; those of a member that carries no loss are empty."""
+    """A group with the columns of each member; those of a member that carries no loss are empty.
+
+    `following` has a value for each member: of where it was cut, where the critic bootstraps, else 0.
+    """
 
     group: Group
     columns: tuple[Columns, ...]
+    following: tuple[float, ...]
 
     def problem(self) -> str:
         """What is not finite among the columns; empty where all is."""
@@ -33,7 +38,7 @@ class Inferred:
             for name, values in columns.items():
                 if not all(math.isfinite(value) for value in values):
                     return f"{name} column"
-        return ""
+        return "" if all(math.isfinite(value) for value in self.following) else "value of a cut answer's end"
 
 
 @dataclass(frozen=True)
@@ -67,12 +72,17 @@ class Intake:
 
     def prepare(self, state: steps.StepState, batch: Many[Inferred]) -> list[Prepared]:
         """Groups whose advantages are computed together: each alone, or a step's whole batch."""
-        advantages = iter(self._algorithm.advantages(self._outcomes(batch)).tolist())
+        computed = self._algorithm.advantages(self._outcomes(batch))
+        advantages_BT, returns_BT = computed if isinstance(computed, Advantages) else (computed, None)
+        advantages = iter(advantages_BT.tolist())
+        returns = None if returns_BT is None else iter(returns_BT.tolist())
         found = []
         for inferred in batch:
-            own = [next(advantages)[: len(self.trained(member))] for member in inferred.group.members]
+            lengths = [len(self.trained(member)) for member in inferred.group.members]
+            own = [next(advantages)[:length] for length in lengths]
+            targets = [{RETURNS: next(returns)[:length]} if returns else {} for length in lengths]
             needed = self._algorithm.every_token or any(any(each) for each in own)
-            sequences = self._sequences(inferred, own) if needed else []
+            sequences = self._sequences(inferred, own, targets) if needed else []
             found.append(Prepared(self.record(state, inferred.group), sequences))
         return found
 
@@ -116,7 +126,14 @@ class Intake:
             lengths_B=torch.tensor([len(member.trained) for _, member in members]),
             longest=self._config.sampling.max_new_tokens,
             columns_BT=self._columns([own for each in batch for own in each.columns], places_T.numel()),
+            bootstrap_values_B=self._following(batch),
         )
+
+    def _following(self, batch: Many[Inferred]) -> Tensor | None:
+        critic = self._algorithm.critic
+        if critic is None or not critic.bootstraps:
+            return None
+        return _double([value for each in batch for value in each.following])
 
     def _columns(self, columns: Many[Columns], longest: int) -> dict[str, Tensor]:
         """(B, T) by name, 0 where a sample has no token."""
@@ -128,13 +145,23 @@ class Intake:
     def bare(self, group: Group) -> list[Sequence]:
         """Those of the group's members that carry loss, as the infer pass reads them."""
         return [
-            Sequence(member.tokens, positions, member.engine_log_probs)
+            _with_end(member, positions)
+            if self.bootstraps(member)
+            else Sequence(member.tokens, positions, member.engine_log_probs)
             for member in group.members
             if (positions := self.trained(member))
         ]
 
-    def _sequences(self, inferred: Inferred, advantages: Many[list[float]]) -> list[Sequence]:
-        """Those of the group's members that carry loss, with an entry of advantages for every member."""
+    def bootstraps(self, member: Member) -> bool:
+        """Whether the infer pass reads a member to its end: its columns are one longer, by the value of the end."""
+        critic = self._algorithm.critic
+        return critic is not None and critic.bootstraps and member.truncated and bool(self.trained(member))
+
+    def _sequences(
+        self, inferred: Inferred, advantages: Many[list[float]], targets: Many[Columns]
+    ) -> list[Sequence]:
+        """Those of the group's members that carry loss, with an entry of advantages and targets for every member."""
+        given = zip(inferred.group.members, advantages, inferred.columns, targets, strict=True)
         return [
             Sequence(
                 member.tokens,
@@ -142,9 +169,9 @@ class Intake:
                 member.engine_log_probs,
                 own,
                 self._algorithm.token_weight(len(positions)),
-                self._kept(columns),
+                {**self._kept(columns), **more},
             )
-            for member, own, columns in zip(inferred.group.members, advantages, inferred.columns, strict=True)
+            for member, own, columns, more in given
             if (positions := self.trained(member))
         ]
 
@@ -153,6 +180,12 @@ class Intake:
         if self._algorithm.passes.several:
             return columns
         return {name: values for name, values in columns.items() if name != OLD_LOG_PROBS}
+
+
+def _with_end(member: Member, positions: list[int]) -> Sequence:
+    """Reads one token further than is trained: which token would follow the end does not matter to its value."""
+    end = len(member.tokens)
+    return Sequence([*member.tokens, 0], [*positions, end], [*member.engine_log_probs, math.nan])
 
 
 def refused(group: Group, disposition: Disposition, detail: str) -> GroupRecord:

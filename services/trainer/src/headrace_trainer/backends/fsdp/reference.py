@@ -37,7 +37,7 @@ class Reference:
             load_weights(model, warmed)
         for _, tensor in state_tensors(model):
             gang.share(tensor.data)
-        self.shares_prefixes = shares_prefixes(config.model_copy(update={"model": section}), model.config)
+        self.shares_prefixes = shares_prefixes(config.model_copy(update={"model": section}), [model.config])
         # Resharded after every layer: a whole copy would stand beside the policy's.
         self._model = ShardedModel(model, gang, DTYPES[section.dtype], reshard=True)
         self._away = False
