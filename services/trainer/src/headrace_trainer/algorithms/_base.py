@@ -72,6 +72,7 @@ class Outcomes:
     `groups_B` numbers the groups from 0; samples of a group follow each other. `mask_BT` is true where a sample has
     a t-th trained token (none in a masked answer). `lengths_B` counts the tokens of each answer, trained or not;
     `longest` is the run's limit of them. `columns_BT` are the algorithm's `columns`, 0 outside the mask.
+    `draw` seeds what is drawn by chance: another in each step.
     `token_rewards_BT` come on top of the outcomes. `bootstrap_values_B` is the critic's value behind the last token of
     a sample that was cut, 0 of one that ended; None where the critic does not bootstrap.
     """
@@ -84,6 +85,7 @@ class Outcomes:
     columns_BT: Mapping[str, Tensor] = field(default_factory=dict)
     token_rewards_BT: Tensor | None = None
     bootstrap_values_B: Tensor | None = None
+    draw: int = 0
 
     def rewards_BT(self) -> Tensor:
         """(B, T) rewards of tokens: the outcome at the last trained one, and what single tokens have earned."""

@@ -270,6 +270,44 @@ class SapoOptions(AggregationOptions, StdOptions):
     )
 
 
+class GpgOptions(AggregationOptions):
+    """`algorithm.options` of gpg."""
+
+    alpha: PositiveFloat | None = Field(
+        default=None,
+        description="scale of advantages; none: samples of the step over those whose reward is not 0",
+    )
+
+
+class ClipCovOptions(GrpoOptions):
+    """`algorithm.options` of clip_cov."""
+
+    cov_fraction: Annotated[float, Field(gt=0, le=1)] = Field(
+        default=2e-4, description="share of the step's tokens that are drawn, at least one token"
+    )
+    cov_low: float = Field(default=1.0, description="tokens are drawn from those of higher covariance")
+    cov_high: float = Field(default=5.0, description="tokens are drawn from those of lower covariance")
+
+    @model_validator(mode="after")
+    def _bounds(self) -> Self:
+        if self.cov_low >= self.cov_high:
+            raise ValueError(f"cov_low: {self.cov_low} is not below cov_high: {self.cov_high}")
+        return self
+
+
+class KlCovOptions(AggregationOptions, StdOptions):
+    """`algorithm.options` of kl_cov."""
+
+    ratio_options: ClassVar[frozenset[str]] = frozenset({"cov_fraction", "cov_coef"})
+
+    cov_fraction: Annotated[float, Field(gt=0, le=1)] = Field(
+        default=2e-4, description="share of the step's tokens that pay, those of highest covariance"
+    )
+    cov_coef: NotNegative = Field(
+        default=1.0, description="what such a token pays for its distance from the old policy"
+    )
+
+
 _HERE = "headrace_trainer.algorithms"
 GRPO = Plugin(f"{_HERE}.grpo:Grpo", GrpoOptions, "group relative policy optimisation, without a critic")
 PASSK_GRPO = Plugin(
@@ -306,3 +344,14 @@ CISPO = Plugin(
     f"{_HERE}.cispo:Cispo", CispoOptions, "GRPO whose clip bounds a token's weight, not its gradient"
 )
 SAPO = Plugin(f"{_HERE}.sapo:Sapo", SapoOptions, "GRPO with a soft gate in place of the clip")
+GPG = Plugin(f"{_HERE}.gpg:Gpg", GpgOptions, "group-centred rewards without a ratio and a clip")
+REINFORCE = Plugin(f"{_HERE}.reinforce:Reinforce", RewardedOptions, "raw rewards, without a baseline")
+DISTILL = Plugin(
+    f"{_HERE}.distill:Distill", PpoOptions, "on-policy distillation from the teacher trainer.reference"
+)
+CLIP_COV = Plugin(f"{_HERE}.clip_cov:ClipCov", ClipCovOptions, "GRPO without a few tokens of high covariance")
+KL_COV = Plugin(
+    f"{_HERE}.clip_cov:KlCov",
+    KlCovOptions,
+    "GRPO whose tokens of highest covariance stay near the old policy",
+)

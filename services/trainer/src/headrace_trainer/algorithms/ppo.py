@@ -45,7 +45,10 @@ class Ppo(ClippedPolicyGradient[ActorCriticOptions]):
         )
 
     def advantages(self, outcomes: Outcomes) -> Advantages:
-        """See `gae_advantages`; the outcome is the reward of the last trained token, and each token's KL comes off. Whitened with n - 1 (verl)."""
+        """See `gae_advantages`; the outcome is the reward of the last trained token; KL rewards go to every one.
+
+        Whitened with n - 1 (verl).
+        """
         chosen = self.options
         rewards_BT = outcomes.rewards_BT()
         if chosen.kl_reward_coef:
