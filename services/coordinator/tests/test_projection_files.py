@@ -11,6 +11,7 @@ import pytest
 from headrace_coordinator.projections import RunProjection, read_trajectories
 from headrace_coordinator.projections.reading import PageTokenError
 from headrace_coordinator.projections.trajectories import Settled
+from headrace_schema.tracking import TrackingSection
 from headrace_schema.views import EvaluationView, StepView
 
 
@@ -121,7 +122,7 @@ def test_a_torn_line_is_closed_off_and_its_step_written_again(tmp_path):
 
 
 def test_a_step_keeps_a_spread_sample(tmp_path):
-    projection = RunProjection(tmp_path, trajectories_per_step=4)
+    projection = RunProjection(tmp_path, TrackingSection(trajectories_per_step=4))
     projection.trajectories([trajectory_view(0, ordinal) for ordinal in range(16)])
     projection.trajectories([trajectory_view(0, ordinal) for ordinal in range(16, 20)])
     projection.trajectories([trajectory_view(1, ordinal) for ordinal in range(2)])

@@ -17,6 +17,7 @@ from headrace_schema.views import DeviceView, InstanceView, KeyProblemView
 from headrace_servicekit.registry import read_capabilities
 
 from headrace_coordinator.data import Dataset
+from headrace_coordinator.trackers import tracker_problems
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
 WEIGHT_SUFFIXES = (".safetensors", ".gguf")
@@ -62,6 +63,7 @@ def check(spec: RunSpec, fleet: FleetView) -> list[KeyProblemView]:
         *_devices(spec, fleet),
         *_model(spec),
         *_data(spec),
+        *tracker_problems(spec.tracking),
     ]
 
 

@@ -11,7 +11,6 @@ import msgspec
 from headrace_coordinator.projections.lines import LineFile, read_lines
 
 NAME = "trajectories.jsonl"
-KEPT_A_STEP = 64
 LOG_PROBS_KEPT = 1024
 """Tokens of an answer whose log-prob is kept."""
 T = TypeVar("T")

@@ -17,9 +17,11 @@ from headrace_coordinator.data.prompts import PromptContent
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain.runs import RunState
 from headrace_coordinator.fleet.fleet import Fleet
+from headrace_coordinator.projections.timeline import Hold, Kind, Part, Span
 from headrace_coordinator.projections.trajectories import Settled
 from headrace_coordinator.run.clients import WorkerClient
 from headrace_coordinator.run.placement import Placement
+from headrace_coordinator.run.stages.step_timer import StepTimer
 from headrace_coordinator.run.workers import WorkerGroup
 from headrace_coordinator.store.event_log import EventLog
 
@@ -40,6 +42,9 @@ class Projection(Protocol):
 
     def trajectories(self, views: list[Settled]) -> None:
         """Settled trajectories of one step."""
+
+    def timeline(self, part: Part) -> None:
+        """What was done since the last part, and who held what."""
 
     def close(self) -> None:
         """The run is over."""
@@ -108,6 +113,37 @@ class RunContext:
         return [
             {"chat": content.chat, "text": content.text, "prefill": content.prefill, "answer": item.answer}
             for item, content in ((item, self.dataset.prompt(item)) for item in items)
+        ]
+
+    # --- what is shown
+
+    def keep_time(self, kind: Kind, step: int, timer: StepTimer) -> None:
+        """Adds what the timer has to the timeline, with the leases that ended; the timer begins anew."""
+        clock = self.event_log.now() - self.event_log.monotonic()
+        self.projection.timeline(
+            Part(
+                kind=kind,
+                step=step,
+                start=timer.started + clock,
+                end=self.event_log.now(),
+                work=[Span(stage, on, start + clock, end + clock) for stage, on, start, end in timer.spans()],
+                holds=self._ended_holds(),
+            )
+        )
+        timer.restart()
+
+    def _ended_holds(self) -> list[Hold]:
+        return [
+            Hold(
+                lease.epoch,
+                self.fleet.readable(lease.incarnation),
+                lease.stage,
+                lease.devices,
+                lease.since,
+                end,
+                cause,
+            )
+            for lease, end, cause in self.fleet.lease_manager.take_ended(self.run_id)
         ]
 
     # --- small conversions

@@ -8,7 +8,7 @@ from headrace.trainer.v1 import trainer_pb2 as trainer
 from headrace_servicekit.rpc.digests import set_digest
 
 from headrace_coordinator.domain import events as ev
-from headrace_coordinator.domain.compact import compact_drops
+from headrace_coordinator.domain.compact import Drops, compact_drops
 from headrace_coordinator.domain.slot_index import ACCUMULATED, DROPPED, Slot
 from headrace_coordinator.fleet.ports import CallRefused, InstanceDown
 from headrace_coordinator.run.clients import Published
@@ -16,7 +16,13 @@ from headrace_coordinator.run.concurrency import gather_all
 from headrace_coordinator.run.context import RunContext
 from headrace_coordinator.run.stages.certificate import certify, settled_lines, step_view
 from headrace_coordinator.run.stages.generation import Generation
-from headrace_coordinator.run.stages.learning import AttemptLost, Learning, LostBodies, members_of
+from headrace_coordinator.run.stages.learning import (
+    AttemptLost,
+    Learning,
+    LostBodies,
+    members_of,
+    under_lease,
+)
 from headrace_coordinator.run.stages.relay import Relay
 from headrace_coordinator.run.stages.settle import Batch
 from headrace_coordinator.run.stages.step_timer import StepTimer
@@ -60,15 +66,23 @@ class Step:
                 continue
             if not self._ledger.members(ACCUMULATED):
                 return await self._skip("every group was dropped")
-            decision = asyncio.ensure_future(self._decide(opened, batch))
-            self._context.decision = decision
-            response, published = await asyncio.shield(decision)
+            response, published = await under_lease(
+                self._context,
+                lambda: self._decision(opened, batch),  # noqa: B023 - awaited here
+            )
             if published is not None:
                 return published
             nonfinite += response.result == trainer.COMMIT_RESULT_NONFINITE
             await self._again(trainer.CommitResult.Name(response.result))
             if nonfinite >= STEP_ATTEMPTS:
                 return await self._skip("NONFINITE")
+
+    async def _decision(
+        self, opened: ev.StepOpened, batch: Batch
+    ) -> tuple[trainer.CommitStepResponse, Published | None]:
+        decision = asyncio.ensure_future(self._decide(opened, batch))
+        self._context.decision = decision
+        return await asyncio.shield(decision)
 
     async def _decide(
         self, opened: ev.StepOpened, batch: Batch
@@ -134,8 +148,10 @@ class Step:
     async def _begin(self) -> None:
         ledger, lineage = self._ledger, self._context.state.lineage
         await self._event_log.flush()
-        await self._context.workers.leader.begin(
-            ledger.step, ledger.attempt, lineage.head, lineage.last_number
+        leader = self._context.workers.leader
+        await under_lease(
+            self._context,
+            lambda: leader.begin(ledger.step, ledger.attempt, lineage.head, lineage.last_number),
         )
 
     async def _commit(self, opened: ev.StepOpened) -> trainer.CommitStepResponse:
@@ -148,10 +164,15 @@ class Step:
 
     def _manifest(self) -> bytes:
         dropped = compact_drops((s.prompt, s.sample, s.reason) for s in self._ledger.members(DROPPED))
-        return ev.encode(
-            ev.StepSkipped(
-                at=self._event_log.now(), run=self._context.run_id, step=self._ledger.step, dropped=dropped
-            )
+        return ev.encode(self._skipped(dropped))
+
+    def _skipped(self, dropped: Drops) -> ev.StepSkipped:
+        return ev.StepSkipped(
+            at=self._event_log.now(),
+            run=self._context.run_id,
+            step=self._ledger.step,
+            dropped=dropped,
+            refilled=self._ledger.refilled,
         )
 
     async def record(
@@ -164,7 +185,7 @@ class Step:
         self._first_step_agrees(certificate)
         self._first_kl_is_zero(certificate.ordinal, response.figures.get("reference_kl"))
         view = step_view(context, certificate, response, slots, self._timer)
-        self._timer.restart()
+        context.keep_time("step", certificate.ordinal, self._timer)
         await self._event_log.commit(
             ev.StepCommitted(
                 at=self._event_log.now(),
@@ -278,12 +299,8 @@ class Step:
         dropped = compact_drops((slot.prompt, slot.sample, slot.reason or why) for slot in slots)
         if self._ledger.open:
             await self._abort(why)
-        await self._event_log.commit(
-            ev.StepSkipped(
-                at=self._event_log.now(), run=self._context.run_id, step=self._ledger.step, dropped=dropped
-            )
-        )
+        await self._event_log.commit(self._skipped(dropped))
         await self._end_retention(slots)
         self._check_drop_rate()
-        self._timer.restart()
+        self._context.keep_time("skipped", self._ledger.step, self._timer)
         return self._published

@@ -9,6 +9,12 @@ from headrace_schema.spec import RunSpec
 UNREADABLE = "unreadable"
 DEVICES_A_HOST = 6
 """Enough for the largest spec side by side: three rollouts and three trainers."""
+REFILLS: list[dict[str, int | bool]] = [
+    *[{}] * 3,
+    *({"drop_equal": True, "max_refill": most} for most in (0, 1, 3)),
+    {"max_refill": 1},
+]
+"""Options of the imaginary algorithm, which are what its trainer answers."""
 
 
 def random_spec(rng: random.Random, seed: int, name: str = "simulated") -> RunSpec:
@@ -26,6 +32,7 @@ def random_spec(rng: random.Random, seed: int, name: str = "simulated") -> RunSp
             "algorithm": {
                 "group_size": rng.randint(2, 4),
                 "prompts_per_step": ranks * rng.choice([1, 2]) if ranks > 1 else rng.choice([2, 4]),
+                "options": random.Random(f"{seed}/refill").choice(REFILLS),
             },
             "rollout": {"instances": rng.choice([1, 1, 2, 3])},
             "trainer": {"ranks": ranks},

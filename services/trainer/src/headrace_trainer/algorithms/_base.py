@@ -50,6 +50,18 @@ class Passes:
 
 
 @dataclass(frozen=True)
+class Refill:
+    """Which groups a step does without, and how many it takes in their place.
+
+    With `drop_equal`, a group whose rewards are all equal is not learned from. A step takes further groups in place of
+    those and of failed ones, up to `most` times its own number.
+    """
+
+    drop_equal: bool = False
+    most: int = 0
+
+
+@dataclass(frozen=True)
 class CriticPlan:
     """The critic that an algorithm wants, whose own weights learn at a rate of their own (None: the policy's).
 
@@ -176,6 +188,10 @@ class Algorithm(Protocol):
     @property
     def least_group(self) -> int:
         """Samples that a group needs at least, so that there is something to compare."""
+
+    @property
+    def refill(self) -> Refill:
+        """Which groups a step replaces; `Refill()` for none. Rewards are judged as the scorers gave them."""
 
     @property
     def every_token(self) -> bool:

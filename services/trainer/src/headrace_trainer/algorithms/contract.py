@@ -10,7 +10,15 @@ import torch
 from headrace_servicekit.contract import check_plugin, require
 from torch import Tensor
 
-from headrace_trainer.algorithms._base import RETURNS, VALUES, Algorithm, Barrier, Outcomes, TokenBatch
+from headrace_trainer.algorithms._base import (
+    RETURNS,
+    VALUES,
+    Algorithm,
+    Barrier,
+    Outcomes,
+    Refill,
+    TokenBatch,
+)
 from headrace_trainer.algorithms._registry import ALGORITHMS
 from headrace_trainer.algorithms.functional import Advantages
 
@@ -22,6 +30,7 @@ def check_algorithm(name: str, options: Mapping[str, Any]) -> Algorithm:
     """
     algorithm = check_plugin(ALGORITHMS, name, options).build()
     require(isinstance(algorithm.barrier, Barrier), "barrier is no Barrier")
+    require(isinstance(algorithm.refill, Refill), "refill is no Refill")
     several = algorithm.passes.several
     require(not several or algorithm.barrier is Barrier.BATCH, "several passes need Barrier.BATCH")
     outcomes = _outcomes()

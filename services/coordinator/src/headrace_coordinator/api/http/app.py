@@ -45,7 +45,7 @@ def make_app(
         generate_unique_id_function=lambda route: route.name,
     )
     app.include_router(run_routes(control, runs_directory, heartbeat_s))
-    app.include_router(overview_routes(control))
+    app.include_router(overview_routes(control, runs_directory))
     app.include_router(fleet_routes(control))
     app.include_router(service_routes(control))
     app.include_router(link_routes(token))

@@ -10,7 +10,8 @@ from math import isfinite
 from headrace.reward.v1 import reward_pb2 as reward
 
 from headrace_coordinator.domain import events as ev
-from headrace_coordinator.domain.slot_index import FINISHED
+from headrace_coordinator.domain.dispatch import plan_refill
+from headrace_coordinator.domain.slot_index import FILTERED, FINISHED
 from headrace_coordinator.fleet.waits import Notifier
 from headrace_coordinator.run.clients import SlotKey
 from headrace_coordinator.run.context import RunContext
@@ -74,7 +75,22 @@ class Settle:
             else:
                 scored.reward, scored.parts = result.reward, dict(result.parts)
                 touched[key[0]] = None
-        self._settle([(prompt, rewards) for prompt in touched if (rewards := self._rewards(prompt))])
+        complete = [(prompt, rewards) for prompt in touched if (rewards := self._rewards(prompt))]
+        self._settle([group for group in complete if not self._filtered(*group)])
+
+    def _filtered(self, prompt: int, rewards: list[float]) -> bool:
+        """Drops the group when its rewards are all equal and the algorithm keeps no such group."""
+        if not self._context.workers.leader.drop_equal or min(rewards) < max(rewards):
+            return False
+        self.drop(prompt, FILTERED, f"all {len(rewards)} rewards are {rewards[0]:g}")
+        return True
+
+    def refill(self) -> None:
+        """Opens the next groups in place of those that were dropped, if the algorithm asks for it."""
+        context, ledger = self._context, self._ledger
+        limit = context.workers.leader.max_refill * ledger.prompts_per_step
+        now, whole = context.event_log.now(), context.spec.deterministic
+        context.event_log.post(*plan_refill(ledger, context.run_id, limit, now, whole=whole))
 
     def _rewards(self, prompt: int) -> list[float]:
         """Final rewards of a whole group, by sample; empty while one is missing or the group is dropped."""
@@ -114,6 +130,7 @@ class Settle:
 
     def _ended(self) -> None:
         """The last group says so at once: streams still have to end before the stage returns."""
+        self.refill()
         if not self._ledger.index.open:
             self._on_complete()
         self._news.beat()
