@@ -32,6 +32,8 @@ PROJECT_AFTER_S = 0.001
 """So that both calls are on their way before the views are made."""
 MISMATCH_BOUND = {"float32": 1e-3, "bfloat16": 0.1}
 """Mean |engine − trainer| log-prob that rounding explains, by the type of the forward pass."""
+FIRST_KL_BOUND = {"float32": 1e-5, "bfloat16": 1e-2}
+"""Mean KL between two computations of one model that rounding explains."""
 
 
 class RunFailed(Exception):
@@ -185,6 +187,7 @@ class Step:
         self.observed = context.observed(slots)
         self._same_counts(response, slots)
         self._first_step_agrees(certificate)
+        self._first_kl_is_zero(certificate.ordinal, response.figures.get("reference_kl"))
         view = step_view(context, certificate, response, slots, self._timer)
         context.keep_time("step", certificate.ordinal, self._timer)
         await self._event_log.commit(
@@ -244,6 +247,19 @@ class Step:
             f"engine and trainer agree: mean |log-prob difference| {found:.2g} over "
             f"{certificate.log_prob_compared_tokens} tokens, bound {bound}"
         )
+
+    def _first_kl_is_zero(self, ordinal: int, found: float | None) -> None:
+        """A run's first step begins at its reference, unless that is another model or the run is a fork."""
+        spec = self._context.spec
+        if ordinal != 1 or found is None or spec.trainer.reference or spec.from_checkpoint:
+            return
+        bound = FIRST_KL_BOUND[spec.model.dtype]
+        if not found <= bound:
+            raise RunFailed(
+                f"the KL to the reference is {found:.3g} in the first step, above {bound} for {spec.model.dtype}: the "
+                "reference is not the run's initial policy"
+            )
+        self._context.note(f"the policy begins at its reference: KL {found:.2g}, bound {bound}")
 
     async def _end_retention(self, slots: list[Slot]) -> None:
         keys = [(slot.prompt, slot.sample) for slot in slots]
