@@ -23,6 +23,7 @@ from headrace_coordinator.fleet.fleet import Fleet
 from headrace_coordinator.fleet.waits import WaitTimeout
 from headrace_coordinator.run.context import Projection, RunContext
 from headrace_coordinator.run.loop import RunLoop
+from headrace_coordinator.run.suite_loop import SuiteLoop
 from headrace_coordinator.store.event_log import EventLog
 
 log = logging.getLogger(__name__)
@@ -122,7 +123,8 @@ class Scheduler:
         projection = self._make_projection(Path(run.directory))
         try:
             projection.spec(run.spec)
-            await RunLoop(RunContext(self._event_log, self._fleet, run.id, dataset, projection)).run()
+            loop = RunLoop if run.evaluation is None else SuiteLoop
+            await loop(RunContext(self._event_log, self._fleet, run.id, dataset, projection)).run()
         finally:
             projection.close()
 
