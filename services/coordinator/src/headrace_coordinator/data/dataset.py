@@ -95,6 +95,11 @@ class Dataset:
         """The held-out items, always in the same order."""
         return list(self._heldout)
 
+    def asked(self, limit: int | None = None) -> list[DataItem]:
+        """Items of a suite: the held-out ones, else all, always in the same order; `limit`: only the first ones."""
+        ranked = self._heldout or sorted(self._train, key=lambda item: _rank("suite", item))
+        return ranked[:limit]
+
     def prompt(self, item: DataItem, prefill: str | None = None) -> PromptContent:
         """The prompt of an item; `prefill`, a template, stands in for data.prompt.prefill."""
         return self._prompter.render(item, prefill)

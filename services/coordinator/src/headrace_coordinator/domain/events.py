@@ -114,6 +114,8 @@ class RunSubmitted(RunEvent, frozen=True, kw_only=True):
 
     spec: dict[str, Any]
     directory: str
+    evaluation: dict[str, Any] | None = None
+    """What an evaluation of a suite asks; None for a run that trains."""
 
 
 class RunIntentChanged(RunEvent, frozen=True, kw_only=True):
@@ -137,6 +139,7 @@ class RunArchived(Event, frozen=True, kw_only=True):
     run: str
     state: str
     created_at: float
+    evaluation: bool = False
 
 
 class RunAdmitted(RunEvent, frozen=True, kw_only=True):
@@ -313,6 +316,19 @@ class Evaluated(RunEvent, frozen=True, kw_only=True):
     view: dict[str, Any]
 
 
+class EvaluationProgressed(RunEvent, frozen=True, kw_only=True):
+    """So many answers of an evaluation of a suite are scored and written; `digest` is that of the weights."""
+
+    answers: int
+    digest: str
+
+
+class SuiteEvaluated(RunEvent, frozen=True, kw_only=True):
+    """What an evaluation of a suite found."""
+
+    result: dict[str, Any]
+
+
 class CheckpointSaved(RunEvent, frozen=True, kw_only=True):
     """A checkpoint is durable; steps below `step` are in it."""
 
@@ -391,6 +407,8 @@ AnyEvent = (
     | StepSkipped
     | StepAborted
     | Evaluated
+    | EvaluationProgressed
+    | SuiteEvaluated
     | CheckpointSaved
     | CheckpointFailed
     | CheckpointSetAside

@@ -44,6 +44,7 @@ class Settled(Slot, frozen=True, omit_defaults=True):
     tokens: int
     versions: list[tuple[int, int]] = []
     log_probs: list[float] = []
+    detail: str = ""
 
 
 encode_line = msgspec.json.Encoder().encode
