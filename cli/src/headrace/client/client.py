@@ -115,7 +115,7 @@ class Client:
         return answer
 
     def list(self) -> Sequence[Run]:
-        """All runs, newest first."""
+        """All runs, newest first, without their specs."""
         return [Run.from_json(item) for item in self._transport.pages("/v1/runs", "runs")]
 
     def get(self, run: str) -> Run:

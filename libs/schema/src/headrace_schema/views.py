@@ -104,7 +104,9 @@ class RunView(Resource):
     first_step: int = Field(
         default=0, description="steps below it are in the checkpoint that it was forked from"
     )
-    spec: dict[str, Any]
+    spec: dict[str, Any] = Field(
+        description="what was submitted, with every default; {} in lists unless asked for"
+    )
 
     @property
     def ended(self) -> bool:

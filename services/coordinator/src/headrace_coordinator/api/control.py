@@ -52,8 +52,13 @@ class Control(Protocol):
     async def submit(self, spec: RunSpec, idempotency_key: str) -> RunView:
         """Queues a run. The same key with the same spec returns the same run; with another spec: CONFLICT."""
 
-    def runs(self, size: int, after: str = "") -> Page[RunView, str]:
-        """Runs behind run `after`, newest first; ValueError when it is not a run of the list."""
+    def runs(
+        self, size: int, after: str = "", states: frozenset[str] = frozenset(), oldest_first: bool = False
+    ) -> Page[RunView, str]:
+        """Runs behind run `after`, newest first, in one of the `states`, or in any when there are none.
+
+        ValueError when there is no run `after`; its own state does not matter, so that a page stays valid.
+        """
 
     async def summaries(
         self, size: int, after: str, states: frozenset[str], search: str
