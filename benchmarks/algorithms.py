@@ -17,7 +17,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +35,16 @@ Found = dict[str, Any]
 """Figures of one run, and `rewards`: the mean reward of each step."""
 
 
-def run(name: str, seed: int, steps: int, model: Path) -> Found:
+def run(name: str, seed: int, steps: int, model: Path, overrides: Sequence[str] = ()) -> Found:
     """One run; raises subprocess.CalledProcessError when it failed."""
     command = [sys.executable, "-m", "headrace_cli", "debug", str(EXAMPLES / f"{name}.yaml"), "--json"]
-    for override in (f"seed={seed}", f"steps={steps}", f"model.path={model}", "checkpoint.enabled=false"):
+    for override in (
+        f"seed={seed}",
+        f"steps={steps}",
+        f"model.path={model}",
+        "checkpoint.enabled=false",
+        *overrides,
+    ):
         command += ["--set", override]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=LIMIT_S, check=True)
     return figures(json.loads(line) for line in done.stdout.splitlines() if line.startswith("{"))
@@ -50,16 +56,25 @@ def figures(events: Iterable[dict[str, Any]]) -> Found:
     steps = [event["view"]["figures"] for event in seen if event["type"] == "step_committed"]
     scores = [event["view"]["score"] for event in seen if event["type"] == "evaluated"]
     rewards = [step["reward_mean"] for step in steps]
+    views = [event["view"] for event in seen if event["type"] == "step_committed"]
     return {
         "steps": float(len(steps)),
         "reward_first": statistics.fmean(rewards[:LAST]),
         "reward_last": statistics.fmean(rewards[-LAST:]),
         "heldout_before": scores[0],
         "heldout_after": scores[-1],
+        "tokens_a_slot_first": _tokens(views[:LAST]),
+        "tokens_a_slot_last": _tokens(views[-LAST:]),
+        "filtered_slots": sum(view["filtered"] for view in views),
+        "refilled_groups": sum(view["refilled"] for view in views),
         "optimizer_steps": sum(step["optimizer_steps"] for step in steps),
         **{name: statistics.fmean(own) for name in TOKEN_FIGURES if (own := _own(steps, name))},
         "rewards": rewards,
     }
+
+
+def _tokens(views: list[dict[str, Any]]) -> float:
+    return float(sum(view["tokens"] for view in views) / max(sum(view["trained"] for view in views), 1))
 
 
 def _own(steps: list[dict[str, float]], name: str) -> list[float]:
@@ -98,6 +113,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--algorithms", nargs="*", choices=known, default=known)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="of every run's spec")
     parser.add_argument("--record", type=Path, help="JSON file that runs are added to, and not repeated")
     parser.add_argument("--draw", type=Path, help="SVG file for the curves")
     return parser.parse_args()
@@ -117,7 +133,7 @@ def main() -> None:
             if str(seed) in runs.get(name, {}):
                 continue
             say(f"{name}, seed {seed}: {machine()}")
-            found = run(name, seed, options.steps, model)
+            found = run(name, seed, options.steps, model, options.set)
             check(name, found)
             runs.setdefault(name, {})[str(seed)] = found
             if options.record is not None:

@@ -26,7 +26,9 @@ ROW = {
 
 
 def test_there_are_recipes():
-    assert {"qwen-1.5b-grpo", "qwen-7b-grpo", "qwen3-30b-a3b-grpo", "qwen-7b-ppo"} <= {file.stem for file in RECIPES}
+    assert {"qwen-1.5b-grpo", "qwen-7b-grpo", "qwen3-30b-a3b-grpo", "qwen-7b-ppo"} <= {
+        file.stem for file in RECIPES
+    }
 
 
 @pytest.mark.parametrize("file", RECIPES, ids=lambda file: file.stem)

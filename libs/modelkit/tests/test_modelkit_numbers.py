@@ -235,3 +235,14 @@ def test_the_gradient_of_a_heads_bias_equals_the_definition(chunk_elements):
         torch.autograd.grad(found.sum(), inputs), torch.autograd.grad(expected, inputs), strict=True
     ):
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_entropy_that_no_loss_uses_changes_no_bit_of_the_gradient(chunk_elements):
+    weight, hidden = torch.randn(V, 4).requires_grad_(), torch.randn(7, 4).requires_grad_()
+    gradients = []
+    for entropy in (False, True):
+        found, _ = hidden_log_probs(
+            Head(weight, None, 1.0, None), hidden, torch.arange(7), 1.0, entropy=entropy
+        )
+        gradients.append(torch.autograd.grad(found.sum(), [hidden, weight]))
+    assert all(one.equal(other) for one, other in zip(*gradients, strict=True))

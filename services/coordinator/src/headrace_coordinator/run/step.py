@@ -32,6 +32,8 @@ PROJECT_AFTER_S = 0.001
 """So that both calls are on their way before the views are made."""
 MISMATCH_BOUND = {"float32": 1e-3, "bfloat16": 0.1}
 """Mean |engine − trainer| log-prob that rounding explains, by the type of the forward pass."""
+FIRST_KL_BOUND = {"float32": 1e-5, "bfloat16": 1e-2}
+"""Mean KL between two computations of one model that rounding explains."""
 
 
 class RunFailed(Exception):
@@ -48,6 +50,8 @@ class Step:
         self._published = published
         self._timer = timer
         self._relay = Relay(context.spec.limits.in_flight_bytes)
+        self.observed: list[ev.Observed] = []
+        """What the step, once it has ended, says of its items' pass rates."""
 
     async def run(self) -> Published:
         """Until the step is committed and recorded, or skipped; the version that the next one begins with.
@@ -171,6 +175,7 @@ class Step:
             step=self._ledger.step,
             dropped=dropped,
             refilled=self._ledger.refilled,
+            observed=self.observed,
         )
 
     async def record(
@@ -179,8 +184,10 @@ class Step:
         """Version + TRAINED + certificate as one event; only then may the trainer publish and go on."""
         context, slots = self._context, [slot for _, slot in sorted(self._ledger.slots.items())]
         certificate = certify(context.state, opened, response, slots)
+        self.observed = context.observed(slots)
         self._same_counts(response, slots)
         self._first_step_agrees(certificate)
+        self._first_kl_is_zero(certificate.ordinal, response.figures.get("reference_kl"))
         view = step_view(context, certificate, response, slots, self._timer)
         context.keep_time("step", certificate.ordinal, self._timer)
         await self._event_log.commit(
@@ -189,6 +196,7 @@ class Step:
                 run=context.run_id,
                 certificate=certificate,
                 view=view.model_dump(mode="json"),
+                observed=self.observed,
             )
         )
         leader = context.workers.leader
@@ -240,6 +248,19 @@ class Step:
             f"{certificate.log_prob_compared_tokens} tokens, bound {bound}"
         )
 
+    def _first_kl_is_zero(self, ordinal: int, found: float | None) -> None:
+        """A run's first step begins at its reference, unless that is another model or the run is a fork."""
+        spec = self._context.spec
+        if ordinal != 1 or found is None or spec.trainer.reference or spec.from_checkpoint:
+            return
+        bound = FIRST_KL_BOUND[spec.model.dtype]
+        if not found <= bound:
+            raise RunFailed(
+                f"the KL to the reference is {found:.3g} in the first step, above {bound} for {spec.model.dtype}: the "
+                "reference is not the run's initial policy"
+            )
+        self._context.note(f"the policy begins at its reference: KL {found:.2g}, bound {bound}")
+
     async def _end_retention(self, slots: list[Slot]) -> None:
         keys = [(slot.prompt, slot.sample) for slot in slots]
         for member in self._context.workers.rollouts:
@@ -281,6 +302,7 @@ class Step:
     async def _skip(self, why: str) -> Published:
         slots = [slot for _, slot in sorted(self._ledger.slots.items())]
         dropped = compact_drops((slot.prompt, slot.sample, slot.reason or why) for slot in slots)
+        self.observed = self._context.observed(slots)
         if self._ledger.open:
             await self._abort(why)
         await self._event_log.commit(self._skipped(dropped))

@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from headrace_trainer.algorithms._base import Algorithm
 
 _BUILT_IN = (
-    *("cispo", "dapo", "dr_grpo", "gmpo", "grpo", "gspo", "opo"),
+    *("cispo", "clip_cov", "dapo", "distill", "gpg", "kl_cov", "reinforce"),
+    *("dr_grpo", "gmpo", "grpo", "gspo", "opo"),
     *("passk_grpo", "ppo", "reinforce_pp", "reinforce_pp_baseline", "rloo", "sapo"),
 )
 

@@ -45,10 +45,16 @@ class Ppo(ClippedPolicyGradient[ActorCriticOptions]):
         )
 
     def advantages(self, outcomes: Outcomes) -> Advantages:
-        """See `gae_advantages`; the outcome is the reward of the last trained token. Whitened with n - 1 (verl)."""
+        """See `gae_advantages`; the outcome is the reward of the last trained token; KL rewards go to every one.
+
+        Whitened with n - 1 (verl).
+        """
         chosen = self.options
+        rewards_BT = outcomes.rewards_BT()
+        if chosen.kl_reward_coef:
+            rewards_BT = rewards_BT + self.kl_rewards(outcomes)
         found: Advantages = gae_advantages(
-            outcomes.rewards_BT(),
+            rewards_BT,
             outcomes.columns_BT[VALUES],
             outcomes.mask_BT,
             gamma=chosen.gamma,
