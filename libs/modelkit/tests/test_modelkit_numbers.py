@@ -191,3 +191,50 @@ def test_the_gradient_of_a_heads_bias_equals_the_definition(chunk_elements):
         torch.autograd.grad(found.sum(), inputs), torch.autograd.grad(expected, inputs), strict=True
     ):
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("log_prob_upstream", [True, False], ids=["with log-probs", "alone"])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_the_gradient_of_the_entropy_equals_the_definition(chunk_elements, temperature, log_prob_upstream):
+    generator = torch.Generator().manual_seed(0)
+    weight, bias, hidden = (
+        torch.randn(*s, generator=generator).requires_grad_() for s in ((V, 4), (V,), (7, 4))
+    )
+    tokens = torch.arange(7)
+    of_log_prob, of_entropy = torch.randn(2, 7, generator=generator)
+    log_probs = (5.0 * torch.tanh(2.0 * (hidden @ weight.T + bias) / 5.0) / temperature).log_softmax(-1)
+    expected = -((log_probs.exp() * log_probs).sum(-1) * of_entropy).sum()
+    found, entropy = hidden_log_probs(Head(weight, bias, 2.0, 5.0), hidden, tokens, temperature, entropy=True)
+    loss = (entropy * of_entropy).sum()
+    if log_prob_upstream:
+        expected = expected + (log_probs.gather(-1, tokens[:, None])[:, 0] * of_log_prob).sum()
+        loss = loss + (found * of_log_prob).sum()
+    inputs = [hidden, weight, bias]
+    for mine, theirs in zip(
+        torch.autograd.grad(loss, inputs), torch.autograd.grad(expected, inputs), strict=True
+    ):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_entropy_that_no_loss_uses_changes_no_bit_of_the_gradient(chunk_elements):
+    weight, hidden = torch.randn(V, 4).requires_grad_(), torch.randn(7, 4).requires_grad_()
+    gradients = []
+    for entropy in (False, True):
+        found, _ = hidden_log_probs(
+            Head(weight, None, 1.0, None), hidden, torch.arange(7), 1.0, entropy=entropy
+        )
+        gradients.append(torch.autograd.grad(found.sum(), [hidden, weight]))
+    assert all(one.equal(other) for one, other in zip(*gradients, strict=True))
+
+
+def test_a_token_of_probability_zero_leaves_the_gradient_of_the_entropy_finite():
+    """A padded vocabulary has logits of -inf by its bias."""
+    bias = torch.tensor([0.0] * (V - 1) + [float("-inf")])
+    weight, hidden = torch.randn(V, 4).requires_grad_(), torch.randn(7, 4).requires_grad_()
+    head = Head(weight, bias, 1.0, None)
+    _, entropy = hidden_log_probs(head, hidden, torch.arange(7), 1.0, entropy=True)
+    found = torch.autograd.grad(entropy.sum(), [hidden, weight])
+    log_probs = (hidden @ weight[:-1].T).log_softmax(-1)
+    expected = torch.autograd.grad(-(log_probs.exp() * log_probs).sum(), [hidden, weight])
+    for mine, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)

@@ -18,6 +18,8 @@ from transformers import PreTrainedModel
 
 # fp32 elements of one chunk of logits: 64 MiB.
 CHUNK_ELEMENTS = 16 * 1024 * 1024
+# Of probability 0, and finite: a logit of -inf would make 0 * inf of an entropy's gradient.
+LOG_PROB_FLOOR = -1e4
 
 
 def token_log_probs(logits_BTV: Tensor, tokens_BT: Tensor, temperature: float) -> Tensor:
@@ -89,11 +91,29 @@ class Head:
         return self._shaped(self._products(hidden_ND))
 
     def gradient(
-        self, products_NV: Tensor, tokens_N: Tensor, upstream_N: Tensor, temperature: float
+        self,
+        products_NV: Tensor,
+        tokens_N: Tensor,
+        upstream_N: Tensor | None,
+        entropy_upstream_N: Tensor | None,
+        temperature: float,
     ) -> Tensor:
-        """fp32 (N, V) gradient of the tokens' log-probs at the matrix product, times `upstream_N`."""
+        """fp32 (N, V) gradient at the matrix product: of the tokens' log-probs and entropies, times the upstreams.
+
+        With p the probabilities and H the entropy, dH/dlogits = -p (log p + H). None: there is no such upstream.
+        """
         shaped_NV = self._shaped(products_NV)
-        found_NV = scale(shaped_NV, temperature).softmax(-1).mul_(-upstream_N[:, None])
+        scaled_NV = scale(shaped_NV, temperature)
+        if upstream_N is None:
+            upstream_N = products_NV.new_zeros(len(products_NV), dtype=torch.float32)
+        if entropy_upstream_N is None:
+            found_NV = scaled_NV.softmax(-1).mul_(-upstream_N[:, None])
+        else:
+            log_probs_NV = scaled_NV.log_softmax(-1).clamp_(min=LOG_PROB_FLOOR)
+            probs_NV = log_probs_NV.exp()
+            entropy_N = -torch.linalg.vecdot(probs_NV, log_probs_NV)
+            found_NV = log_probs_NV.add_(entropy_N[:, None]).mul_(entropy_upstream_N[:, None])
+            found_NV.add_(upstream_N[:, None]).mul_(probs_NV).neg_()
         found_NV.scatter_add_(-1, tokens_N[:, None], upstream_N[:, None])
         if temperature not in (0.0, 1.0):
             found_NV /= temperature
@@ -122,9 +142,10 @@ def hidden_log_probs(
 ) -> tuple[Tensor, Tensor | None]:
     """fp32 (N,) log-probs, and entropies when asked, straight from hidden states.
 
-    The logits exist one chunk at a time, in both passes. Differentiable in hidden states and head, but for the
-    entropies, which carry no gradient. The gradient of a head's parameter is fp32 whatever the parameter's type
-    (it is a sum over chunks, and micro-batches are added to it), so its `grad_dtype` is set here.
+    The logits exist one chunk at a time, in both passes. Log-probs and entropies are differentiable in hidden states
+    and head; entropies that no loss uses cost the backward pass nothing. The gradient of a head's parameter is fp32
+    whatever the parameter's type (it is a sum over chunks, and micro-batches are added to it), so its `grad_dtype`
+    is set here.
     """
     for parameter in (head.weight_VD, head.bias_V):
         if parameter is not None:
@@ -172,12 +193,16 @@ class _HiddenLogProbs(torch.autograd.Function):
             )
         ctx.save_for_backward(hidden_ND, weight_VD, bias_V, tokens_N, kept_NV)
         ctx.head, ctx.temperature = replace(head, weight_VD=weight_VD.new_empty(0), bias_V=None), temperature
-        ctx.mark_non_differentiable(entropy_N)
+        ctx.set_materialize_grads(False)  # None for an output that no loss uses
+        if not entropy:
+            ctx.mark_non_differentiable(entropy_N)
         return found_N, entropy_N
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, upstream_N: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(
+        ctx: Any, upstream_N: Tensor | None, entropy_upstream_N: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
         hidden_ND, weight_VD, bias_V, tokens_N, kept_NV = ctx.saved_tensors
         wide = replace(ctx.head, weight_VD=weight_VD, bias_V=bias_V).widened()
         of_hidden_ND = torch.empty_like(hidden_ND)
@@ -185,13 +210,18 @@ class _HiddenLogProbs(torch.autograd.Function):
         of_bias_V = wide.weight_VD.new_zeros(len(weight_VD)) if ctx.needs_input_grad[2] else None
         for part in _parts(hidden_ND, weight_VD):
             products_NV = wide._products(hidden_ND[part]) if kept_NV is None else kept_NV
-            found_NV = wide.gradient(products_NV, tokens_N[part], upstream_N[part], ctx.temperature)
+            upstreams = (_part(upstream_N, part), _part(entropy_upstream_N, part))
+            found_NV = wide.gradient(products_NV, tokens_N[part], *upstreams, ctx.temperature)
             of_hidden_ND[part] = found_NV @ wide.weight_VD
             if of_weight_VD is not None:
                 of_weight_VD.addmm_(found_NV.T, hidden_ND[part].float())
             if of_bias_V is not None:
                 of_bias_V += found_NV.sum(0)
         return of_hidden_ND, of_weight_VD, of_bias_V, None, None, None, None
+
+
+def _part(values_N: Tensor | None, part: slice) -> Tensor | None:
+    return None if values_N is None else values_N[part]
 
 
 def _parts(hidden_ND: Tensor, weight_VD: Tensor) -> Iterator[slice]:

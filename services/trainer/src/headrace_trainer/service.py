@@ -249,7 +249,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):  # type: ignore[
     async def Infer(self, request: trainer_pb2.InferRequest, context: Context) -> trainer_pb2.InferResponse:
         self._check(request.header, lease=True)
         check_enum("kind", trainer_pb2.InferKind, request.kind)
-        if request.kind != trainer_pb2.INFER_KIND_LOG_PROBS:
+        if (column := wire.COLUMNS.get(request.kind)) is None:
             kind = trainer_pb2.InferKind.Name(request.kind)
             raise ServiceError(
                 grpc.StatusCode.UNIMPLEMENTED, "UNIMPLEMENTED", f"{kind} is not served; ask for LOG_PROBS"
@@ -261,7 +261,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):  # type: ignore[
                 wire.read_sequence(trajectory, sampling, vocabulary) for trajectory in request.trajectories
             ]
         values, version = await self._obey(
-            request.header, lambda session: (session.infer(sequences), session.state.version)
+            request.header, lambda session: (session.infer(sequences, column), session.state.version)
         )
         return trainer_pb2.InferResponse(
             sequences=[trainer_pb2.InferredSequence(values=own) for own in values],

@@ -26,7 +26,7 @@ from headrace_trainer.allocator import resident_bytes
 from headrace_trainer.checkpoints.directory import CheckpointDirectory, Snapshot
 from headrace_trainer.checkpoints.reader import CheckpointReader
 from headrace_trainer.checkpoints.saver import Saver, Write
-from headrace_trainer.checkpoints.tree import Origin
+from headrace_trainer.checkpoints.tree import Origin, Saved
 from headrace_trainer.errors import Quiesced, Refusal, conflict, invalid
 from headrace_trainer.group.leader import LeaderRounds
 from headrace_trainer.group.rank import Copies, Rank
@@ -115,6 +115,8 @@ class Session:
         except Quiesced:
             self.state, self._manifest = before
             raise
+        self._check_reference(saved)
+        self._rank.algorithm.load_state(saved.algorithm_state if saved else {})
         if reader is not None:
             torch.set_rng_state(reader.random_state())
         self._assemble()
@@ -129,10 +131,30 @@ class Session:
             "resident_bytes": float(resident_bytes()),
             "shared_prefix": float(self._rank.backend.shares_prefixes),
         }
+        if self._rank.backend.reference is not None:
+            figures["reference_bytes"] = float(self._rank.backend.reference_bytes)
         reply = Restored(version, self._rank.warmup_steps, figures)
         self._last_restore = (origin, reply)
         self._claim_lineage()
         return reply
+
+    def _check_reference(self, saved: Saved | None) -> None:
+        """Raises Refusal CHECKPOINT_MISMATCH when the checkpoint's run was compared with another reference."""
+        found = self._rank.backend.reference
+        if (
+            saved is None
+            or saved.reference is None
+            or found is None
+            or found.digest == saved.reference.digest
+        ):
+            return
+        raise Refusal(
+            "CHECKPOINT_MISMATCH",
+            f"trainer.reference: {saved.name} was made with the reference {saved.reference.name} (digest "
+            f"{saved.reference.digest}), and this run has {found.name} (digest {found.digest}); give the same "
+            "reference, or begin a run without from_checkpoint",
+            key="trainer.reference",
+        )
 
     def begin(self, command: steps.Begin) -> None:
         """Opens a step attempt with zeroed accumulators."""
@@ -237,11 +259,11 @@ class Session:
 
     # Figures of given sequences
 
-    def infer(self, sequences: list[Sequence]) -> list[list[float]]:
-        """Log-probs of the trained tokens under the current weights, a list for each sequence."""
+    def infer(self, sequences: list[Sequence], column: str = OLD_LOG_PROBS) -> list[list[float]]:
+        """A column of the trained tokens, by default log-probs under the current weights, for each sequence."""
         steps.held_version(self.state)
-        [found] = self._leader.infer([sequences], [OLD_LOG_PROBS])
-        return [own[OLD_LOG_PROBS] for own in found]
+        [found] = self._leader.infer([sequences], [column])
+        return [own[column] for own in found]
 
     # Durability
 
@@ -279,6 +301,8 @@ class Session:
             ledger=ledger,
             step_manifest=self._manifest,
             origin=self._origin,
+            reference=self._rank.backend.reference,
+            algorithm_state=self._rank.algorithm.state(),
         )
 
     def export(self, name: str) -> tuple[Path, steps.Version]:
@@ -350,6 +374,10 @@ class Session:
         figures = step_figures(finished.steps, records, rate=rate, seconds=seconds)
         if self._rank.algorithm.columns:
             figures["infer_seconds"] = self._leader.infer_seconds
+        figures |= {
+            name: value for name, value in self._rank.algorithm.state().items() if name == "kl_coefficient"
+        }
+        self._rank.algorithm.observe(figures, counts.sequences)
         return replace(counts, version=version, figures={**figures, **compared})
 
     def _keep_witnesses(self, groups: dict[int, Group]) -> None:
@@ -360,7 +388,8 @@ class Session:
 
     def _compared(self, records: Many[GroupRecord]) -> dict[str, float]:
         """Figures of a comparison with the engine for a step whose micro-batches made none: none had a gradient."""
-        if not self._witnesses or any(record.tokens and not record.all_equal for record in records):
+        every = self._rank.algorithm.every_token
+        if not self._witnesses or any(r.tokens and (every or not r.all_equal) for r in records):
             return {}
         return agreement(self._witnesses, self.infer(self._witnesses))
 

@@ -25,7 +25,7 @@ from headrace_servicekit.logs import get_logger
 from headrace_servicekit.weights import WeightStore
 
 from headrace_trainer.algorithms import build_algorithm
-from headrace_trainer.algorithms._base import Barrier
+from headrace_trainer.algorithms._base import REFERENCE_LOG_PROBS, Algorithm, Barrier
 from headrace_trainer.backends import choose_backend
 from headrace_trainer.checkpoints.directory import CheckpointDirectory
 from headrace_trainer.checkpoints.forks import foreign_checkpoints
@@ -106,8 +106,10 @@ class Trainer:
                 check_critic(config.model, section, "algorithm.options.critic_path")
         except ModelNotReadable as error:
             raise invalid(str(error), "MODEL_NOT_READABLE") from error
+        vocabulary = int(architecture.get_text_config().vocab_size)
+        _check_reference(config, algorithm, vocabulary)
         self._run, self._config, self._directory = run, config, directory
-        self.vocabulary_size = int(architecture.get_text_config().vocab_size)
+        self.vocabulary_size = vocabulary
         self._assemble()
         return algorithm.barrier
 
@@ -289,6 +291,30 @@ class Trainer:
         if device.type == "cuda":
             return Memory(free_bytes(device), used_bytes(device))
         return host_memory()
+
+
+def _check_reference(config: TrainerConfig, algorithm: Algorithm, vocabulary: int) -> None:
+    """Raises Refusal INVALID or MODEL_NOT_READABLE for a reference that is not used, or that does not fit."""
+    section, key, name = config.trainer.reference, "trainer.reference", config.algorithm.name
+    if section is None:
+        if algorithm.needs_teacher:
+            raise invalid(f"{key}: {name} learns from a teacher; give its path", key=key)
+        return
+    if REFERENCE_LOG_PROBS not in algorithm.columns:
+        raise invalid(
+            f"{key}: no option of {name} uses it; set kl_loss_coef above 0, or leave it out", key=key
+        )
+    try:
+        own = int(load_architecture(section).get_text_config().vocab_size)
+    except ModelNotReadable as error:
+        text = str(error).replace("model.path", f"{key}.path", 1)
+        raise invalid(text, "MODEL_NOT_READABLE", key=f"{key}.path") from error
+    if own < vocabulary:
+        raise invalid(
+            f"{key}.path: its vocabulary of {own} tokens is smaller than the policy's of {vocabulary}; give a model "
+            "with the same tokenizer",
+            key=f"{key}.path",
+        )
 
 
 def _release(rank: Rank) -> None:

@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from headrace_trainer.algorithms.functional import Advantages, Terms, place_outcomes
+from headrace_trainer.algorithms.functional import Advantages, Terms
 
 OLD_LOG_PROBS = "old_log_probs"
 """Column: the trainer's own log-probs under the weights at which the step began."""
@@ -72,8 +72,8 @@ class Outcomes:
     `groups_B` numbers the groups from 0; samples of a group follow each other. `mask_BT` is true where a sample has
     a t-th trained token (none in a masked answer). `lengths_B` counts the tokens of each answer, trained or not;
     `longest` is the run's limit of them. `columns_BT` are the algorithm's `columns`, 0 outside the mask.
-    `token_rewards_BT` come on top of the outcomes. `bootstrap_values_B` is the critic's value behind the last token of
-    a sample that was cut, 0 of one that ended; None where the critic does not bootstrap.
+    `bootstrap_values_B` is the critic's value behind the last token of a sample that was cut, 0 of one that ended;
+    None where the critic does not bootstrap.
     """
 
     rewards_B: Tensor
@@ -82,13 +82,7 @@ class Outcomes:
     lengths_B: Tensor
     longest: int
     columns_BT: Mapping[str, Tensor] = field(default_factory=dict)
-    token_rewards_BT: Tensor | None = None
     bootstrap_values_B: Tensor | None = None
-
-    def rewards_BT(self) -> Tensor:
-        """(B, T) rewards of tokens: the outcome at the last trained one, and what single tokens have earned."""
-        placed_BT: Tensor = place_outcomes(self.rewards_B, self.mask_BT)
-        return placed_BT if self.token_rewards_BT is None else placed_BT + self.token_rewards_BT
 
 
 @dataclass(frozen=True)
@@ -99,8 +93,8 @@ class TokenBatch:
     step they are `log_probs_K`, detached. `engine_log_probs_K` are what the engine reported; NaN where it reported
     none. `weights_K` is each token's share of its sequence, from `Algorithm.token_weight`. `sequences_K` numbers the
     micro-batch's sequences from 0: every trained token of a sequence is in one micro-batch. `columns_K` are the
-    algorithm's `columns`, and RETURNS where its advantages came with them. `values_K` are its critic's now,
-    differentiable; None without a critic.
+    algorithm's `columns`, and RETURNS where its advantages came with them. `entropy_K` are the entropies of the
+    distributions that the tokens were drawn from. `values_K` are the critic's of the moment; None without one.
     """
 
     log_probs_K: Tensor
@@ -110,6 +104,7 @@ class TokenBatch:
     weights_K: Tensor
     sequences_K: Tensor
     columns_K: Mapping[str, Tensor] = field(default_factory=dict)
+    entropy_K: Tensor | None = None
     values_K: Tensor | None = None
 
     def mask(self) -> Tensor:
@@ -185,6 +180,10 @@ class Algorithm(Protocol):
         """
 
     @property
+    def needs_teacher(self) -> bool:
+        """Whether the reference must be another model than the policy: `trainer.reference`."""
+
+    @property
     def critic(self) -> CriticPlan | None:
         """The critic whose values `columns` and the loss may name; most have none."""
 
@@ -201,4 +200,13 @@ class Algorithm(Protocol):
         """What the sum is divided by, given the trained tokens and the sequences that have any."""
 
     def loss(self, batch: TokenBatch) -> LossSums:
-        """The loss of a micro-batch, differentiable in `log_probs_K` and `values_K`."""
+        """The loss of a micro-batch, differentiable in `log_probs_K`, `entropy_K` and `values_K`."""
+
+    def observe(self, figures: Mapping[str, float], sequences: int) -> None:
+        """Hears of a committed step, on the leader: its figures, and the samples that it was learned from."""
+
+    def state(self) -> dict[str, float]:
+        """What `observe` has changed, for checkpoints and for the other ranks; empty where nothing ever changes."""
+
+    def load_state(self, state: Mapping[str, float]) -> None:
+        """Goes on from a `state`; from an empty one as at the start."""

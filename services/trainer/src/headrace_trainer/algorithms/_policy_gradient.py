@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Generic, TypedDict, TypeVar
 
 from torch import Tensor
 
 from headrace_trainer.algorithms._base import (
     OLD_LOG_PROBS,
+    REFERENCE_LOG_PROBS,
     Barrier,
     CriticPlan,
     LossSums,
@@ -16,7 +18,9 @@ from headrace_trainer.algorithms._base import (
     TokenBatch,
 )
 from headrace_trainer.algorithms.functional import (
+    AdaptiveKLController,
     Advantages,
+    FixedKLController,
     Terms,
     dr_grpo_advantages,
     grpo_advantages,
@@ -36,12 +40,18 @@ class PolicyGradient(Generic[Chosen]):
     """A loss that is a weighted sum over tokens. Subclasses give `advantages` and `terms`."""
 
     least_group = 1
-    every_token = False
+    needs_teacher = False
     compares = Barrier.GROUP
     """What the advantages need."""
 
     def __init__(self, options: Chosen) -> None:
         self.options = options
+        self._controller = self._at_start()
+
+    @property
+    def every_token(self) -> bool:
+        """Where the loss has a KL or an entropy term."""
+        return bool(self.options.kl_loss_coef or self.options.entropy_coef)
 
     @property
     def barrier(self) -> Barrier:
@@ -55,8 +65,14 @@ class PolicyGradient(Generic[Chosen]):
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """Old log-probs for several passes."""
-        return (OLD_LOG_PROBS,) if self.passes.several else ()
+        """Old log-probs for several passes and for KL rewards; the reference's for a KL term."""
+        rewarded = bool(self.options.kl_reward)
+        names = []
+        if self.passes.several or rewarded:
+            names.append(OLD_LOG_PROBS)
+        if rewarded or self.options.kl_loss_coef:
+            names.append(REFERENCE_LOG_PROBS)
+        return tuple(names)
 
     @property
     def critic(self) -> CriticPlan | None:
@@ -92,7 +108,54 @@ class PolicyGradient(Generic[Chosen]):
         moved_K = kl_estimate(batch.old_log_probs_K, batch.log_probs_K.detach(), "k3")
         figures = {name: terms.metrics[name].sum() for name in SHOWN if name in terms.metrics}
         loss = (terms.loss * self.correction(batch) * batch.weights_K).sum()
+        if REFERENCE_LOG_PROBS in self.columns:
+            reference_K = batch.columns_K[REFERENCE_LOG_PROBS]
+            figures["reference_kl"] = kl_estimate(batch.old_log_probs_K, reference_K, "k3").sum()
+            if self.options.kl_loss_coef:
+                kl_K = kl_estimate(batch.log_probs_K, reference_K, self.options.kl_estimator)
+                loss = loss + self._coefficient(self.options.kl_loss_coef) * (kl_K * batch.weights_K).sum()
+        if self.options.entropy_coef:
+            assert batch.entropy_K is not None
+            loss = loss - self.options.entropy_coef * (batch.entropy_K * batch.weights_K).sum()
         return LossSums(loss, {**figures, "approx_kl": moved_K.sum()})
+
+    def kl_rewards(self, outcomes: Outcomes) -> Tensor:
+        """What each token's reward loses for the old policy's KL to the reference: -coefficient * kl, (B, T)."""
+        columns_BT = outcomes.columns_BT
+        kl_BT: Tensor = kl_estimate(
+            columns_BT[OLD_LOG_PROBS],
+            columns_BT[REFERENCE_LOG_PROBS],
+            self.options.kl_estimator,
+            outcomes.mask_BT,
+        )
+        return -self._coefficient(self.options.kl_reward) * kl_BT
+
+    def observe(self, figures: Mapping[str, float], sequences: int) -> None:
+        """Steers the KL's coefficient by the step's `reference_kl`, with `kl_target`."""
+        if (found := figures.get("reference_kl")) is not None:
+            self._controller.update(found, sequences)
+
+    def state(self) -> dict[str, float]:
+        """The KL's coefficient, with `kl_target`."""
+        if self.options.kl_target is None:
+            return {}
+        return {"kl_coefficient": self._controller.value, "kl_coefficient_first": self._at_start().value}
+
+    def load_state(self, state: Mapping[str, float]) -> None:
+        """Goes on with a saved coefficient, unless it began as another than the options' own."""
+        self._controller = self._at_start()
+        if self.options.kl_target is not None and state.get("kl_coefficient_first") == self._controller.value:
+            self._controller.value = state["kl_coefficient"]
+
+    def _at_start(self) -> FixedKLController | AdaptiveKLController:
+        value, target = self.options.kl_loss_coef or self.options.kl_reward, self.options.kl_target
+        if target is None:
+            return FixedKLController(value)
+        return AdaptiveKLController(value, target, self.options.kl_horizon)
+
+    def _coefficient(self, fixed: float) -> float:
+        """The coefficient of the moment of a term whose option is `fixed`."""
+        return fixed if self.options.kl_target is None else self._controller.value
 
     def correction(self, batch: TokenBatch) -> Tensor | float:
         """Weight of each token for the engine's other numerics, (K,)."""

@@ -80,7 +80,8 @@ def _loss(algorithm: Algorithm, batches: list[slice]) -> tuple[Tensor, Tensor]:
     sequences_K = torch.tensor([0, 0, 1, 1, 2, 2])
     weights_K = torch.full((6,), algorithm.token_weight(2))
     values_K = torch.tensor([0.1, 0.2, -0.3, 0.4, 0.0, 0.6], requires_grad=True)
-    columns = {name: torch.linspace(-1.0, -0.1, 6) for name in (*algorithm.columns, RETURNS)}
+    columns_K = {name: torch.linspace(-1.0, -0.1, 6) for name in (*algorithm.columns, RETURNS)}
+    entropy_K = log_probs_K.square()
     total = torch.zeros(())
     for part in batches:
         batch = TokenBatch(
@@ -90,7 +91,8 @@ def _loss(algorithm: Algorithm, batches: list[slice]) -> tuple[Tensor, Tensor]:
             advantages_K=advantages_K[part],
             weights_K=weights_K[part],
             sequences_K=sequences_K[part] - sequences_K[part][0],
-            columns_K={name: column_K[part] for name, column_K in columns.items()},
+            columns_K={name: column_K[part] for name, column_K in columns_K.items()},
+            entropy_K=entropy_K[part],
             values_K=None if algorithm.critic is None else values_K[part],
         )
         total = total + algorithm.loss(batch).loss

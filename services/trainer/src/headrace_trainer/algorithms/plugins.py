@@ -8,6 +8,7 @@ from headrace_servicekit.registry import Options, Plugin
 from pydantic import Field, PositiveFloat, model_validator
 
 Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum"]
+Estimator = Literal["k1", "k2", "k3", "abs", "k1+", "k3+", "abs+"]
 Count = Annotated[int, Field(ge=1)]
 BelowOne = Annotated[float, Field(ge=0, lt=1)]
 NotNegative = Annotated[float, Field(ge=0)]
@@ -31,6 +32,47 @@ class PolicyOptions(Options):
         default=None,
         description="after the first pass, no optimizer step follows a minibatch whose approx_kl is above this",
     )
+    kl_loss_coef: NotNegative = Field(
+        default=0.0, description="weight of the KL to the reference model in the loss; 0: no such term"
+    )
+    kl_estimator: Estimator = Field(
+        default="k3", description="estimate of that KL; with + it has the gradient of k2"
+    )
+    kl_target: PositiveFloat | None = Field(
+        default=None, description="KL to the reference that the coefficient is steered to; none: it is fixed"
+    )
+    kl_horizon: PositiveFloat = Field(
+        default=10_000.0, description="samples over which the coefficient is steered; needs kl_target"
+    )
+    entropy_coef: NotNegative = Field(
+        default=0.0, description="weight of the entropy bonus in the loss; 0: no such term"
+    )
+
+    @property
+    def kl_reward(self) -> float:
+        """Weight of the KL in the rewards, where there is such an option."""
+        found: float = getattr(self, "kl_reward_coef", 0.0)
+        return found
+
+    @model_validator(mode="after")
+    def _kl_used(self) -> Self:
+        wanted = [key for key in ("kl_loss_coef", "kl_reward_coef") if getattr(self, key, 0.0)]
+        keys = " or ".join(key for key in ("kl_loss_coef", "kl_reward_coef") if hasattr(self, key))
+        for key in ("kl_estimator", "kl_target"):
+            if key in self.model_fields_set and not wanted:
+                raise ValueError(
+                    f"{key}: has no effect without a KL term; set {keys} above 0, or leave it out"
+                )
+        if "kl_horizon" in self.model_fields_set and self.kl_target is None:
+            raise ValueError("kl_horizon: has no effect without kl_target; set that too, or leave it out")
+        if self.kl_target is not None and len(wanted) > 1:
+            raise ValueError("kl_target: steers one coefficient; set kl_loss_coef or kl_reward_coef to 0")
+        if wanted == ["kl_reward_coef"] and self.kl_estimator.endswith("+"):
+            raise ValueError(
+                f"kl_estimator: {self.kl_estimator} differs in its gradient alone, and a reward has none; use "
+                f"{self.kl_estimator.removesuffix('+')}"
+            )
+        return self
 
     @model_validator(mode="after")
     def _used(self) -> Self:
@@ -76,11 +118,23 @@ class StdOptions(PolicyOptions):
 
 
 class PpoOptions(ClipOptions, AggregationOptions):
-    """`algorithm.options` of rloo, opo and reinforce_pp_baseline."""
+    """`algorithm.options` of opo."""
 
 
 class GrpoOptions(PpoOptions, StdOptions):
     """`algorithm.options` of grpo and passk_grpo."""
+
+
+class KlRewardOptions(PolicyOptions):
+    """Those whose rewards may lose the KL to the reference, token by token."""
+
+    kl_reward_coef: NotNegative = Field(
+        default=0.0, description="what a token's reward loses for its KL to the reference model; 0: nothing"
+    )
+
+
+class RewardedOptions(PpoOptions, KlRewardOptions):
+    """`algorithm.options` of rloo and reinforce_pp_baseline."""
 
 
 class DrGrpoOptions(ClipOptions):
@@ -113,7 +167,7 @@ class DapoOptions(ClipOptions, StdOptions):
         return self
 
 
-class ReinforcePpOptions(PpoOptions):
+class ReinforcePpOptions(RewardedOptions):
     """`algorithm.options` of reinforce_pp."""
 
     gamma: Annotated[float, Field(gt=0, le=1)] = Field(
@@ -121,10 +175,10 @@ class ReinforcePpOptions(PpoOptions):
     )
 
 
-class ActorCriticOptions(PpoOptions):
+class ActorCriticOptions(RewardedOptions):
     """`algorithm.options` of ppo."""
 
-    ratio_options: ClassVar[frozenset[str]] = PpoOptions.ratio_options | {"value_clip"}
+    ratio_options: ClassVar[frozenset[str]] = RewardedOptions.ratio_options | {"value_clip"}
 
     gamma: Annotated[float, Field(gt=0, le=1)] = Field(
         default=1.0, description="discount of the reward from token to token"
@@ -231,13 +285,15 @@ DAPO = Plugin(
     DapoOptions,
     "GRPO with clip-higher, token mean and overlong shaping; groups as they come",
 )
-RLOO = Plugin(f"{_HERE}.rloo:Rloo", PpoOptions, "a reward against the mean of its group's others")
+RLOO = Plugin(f"{_HERE}.rloo:Rloo", RewardedOptions, "a reward against the mean of its group's others")
 OPO = Plugin(f"{_HERE}.opo:Opo", PpoOptions, "a reward against its group's mean by answer length")
 REINFORCE_PP = Plugin(
     f"{_HERE}.reinforce_pp:ReinforcePp", ReinforcePpOptions, "returns whitened over the batch, without groups"
 )
 REINFORCE_PP_BASELINE = Plugin(
-    f"{_HERE}.reinforce_pp:ReinforcePpBaseline", PpoOptions, "group-centred rewards whitened over the batch"
+    f"{_HERE}.reinforce_pp:ReinforcePpBaseline",
+    RewardedOptions,
+    "group-centred rewards whitened over the batch",
 )
 PPO = Plugin(
     f"{_HERE}.ppo:Ppo",

@@ -40,6 +40,14 @@ class CommitReport:
     critic_grad_norm: float = 0.0
 
 
+@dataclass(frozen=True)
+class ReferenceFacts:
+    """Which reference model it is: by name for people, and the digest of its weights."""
+
+    name: str
+    digest: str
+
+
 class StateReader(Protocol):
     """Named full tensors of a checkpoint."""
 
@@ -81,6 +89,19 @@ class Backend(Protocol):
 
     def load_state(self, reader: StateReader | None) -> None:
         """A checkpoint's weights and optimizer state; rank 0 reads, the others pass None."""
+
+    def load_reference(self) -> None:
+        """The frozen reference model, where the algorithm's columns name it: after the initial model and its warm-up,
+        or before a checkpoint's state.
+        """
+
+    @property
+    def reference(self) -> ReferenceFacts | None:
+        """The reference that is loaded."""
+
+    @property
+    def reference_bytes(self) -> int:
+        """Bytes of this rank's part of it, in host memory between uses."""
 
     def warm_up(self) -> int:
         """Supervised steps on reference answers, how many; the optimizer is empty again afterwards."""

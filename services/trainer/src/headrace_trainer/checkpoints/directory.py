@@ -19,6 +19,7 @@ from headrace_servicekit.failpoints import failpoint_sync
 from headrace_servicekit.logs import get_logger
 from torch import Tensor
 
+from headrace_trainer.backends._base import ReferenceFacts
 from headrace_trainer.checkpoints.asides import Asides
 from headrace_trainer.checkpoints.files import (
     digest_bytes,
@@ -60,6 +61,8 @@ class Snapshot:
     ledger: bytes
     step_manifest: bytes = b""
     origin: Origin = field(default_factory=Origin)
+    reference: ReferenceFacts | None = None
+    algorithm_state: Mapping[str, float] = field(default_factory=dict)
 
 
 class CheckpointDirectory:
@@ -260,4 +263,6 @@ def _state(snapshot: Snapshot, files: Mapping[str, Mapping[str, object]]) -> dic
         "base": snapshot.origin.checkpoint,
         "base_run": snapshot.origin.run,
         "files": files,
+        **({"reference": vars(snapshot.reference)} if snapshot.reference else {}),
+        **({"algorithm_state": dict(snapshot.algorithm_state)} if snapshot.algorithm_state else {}),
     }

@@ -39,7 +39,7 @@ class LeaderRounds:
 
     def micro(self, work: list[Rows]) -> bool:
         """See `StepRounds`."""
-        finite = is_finite(self._step("micro", work=work))
+        finite = is_finite(self._step("micro", work=work, algorithm_state=self._rank.algorithm.state()))
         self.micro_rounds += 1
         return finite
 

@@ -71,6 +71,8 @@ class Rank:
     def execute(self, header: Round) -> object:
         """Does this rank's part of a round; what it returns matters on the leader only."""
         if header.kind == "micro":
+            if not self.gang.leads:
+                self.algorithm.load_state(header.algorithm_state)
             return self.backend.micro(header.work[self.gang.rank]).finite
         if header.kind == "check":
             return self.backend.gradient_is_finite()
@@ -98,12 +100,14 @@ class Rank:
         self.warmup_steps = 0
         try:
             if header.checkpoint:
+                backend.load_reference()
                 backend.load_state(self.reader)
             else:
                 torch.manual_seed(self.config.seed)
                 backend.load_initial()
                 if self.config.trainer.warmup.steps:
                     self.warmup_steps = backend.warm_up()
+                backend.load_reference()
         except ModelNotReadable as error:
             raise invalid(str(error), "MODEL_NOT_READABLE") from error
         finally:

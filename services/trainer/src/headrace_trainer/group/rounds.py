@@ -47,7 +47,8 @@ class Round(msgspec.Struct, frozen=True, omit_defaults=True):
     """What all ranks do next.
 
     `work` has one entry a rank (micro, infer); a rank whose entry is empty runs a zero-weight dummy. `columns` says
-    what an infer computes; `back` is an end_hold's: to what was held.
+    what an infer computes; `algorithm_state` is `Algorithm.state`, for a micro; `back` is an end_hold's: to what was
+    held.
     """
 
     generation: int
@@ -61,6 +62,7 @@ class Round(msgspec.Struct, frozen=True, omit_defaults=True):
     critic_rate: float = 0.0
     checkpoint: str = ""
     back: bool = False
+    algorithm_state: dict[str, float] = msgspec.field(default_factory=dict)
     columns: list[str] = msgspec.field(default_factory=list)
 
 

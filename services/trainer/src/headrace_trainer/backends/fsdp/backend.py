@@ -21,13 +21,27 @@ from headrace_schema.openings import TrainerConfig
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from headrace_trainer.algorithms._base import OLD_LOG_PROBS, RETURNS, VALUES, Algorithm, TokenBatch
+from headrace_trainer.algorithms._base import (
+    OLD_LOG_PROBS,
+    REFERENCE_LOG_PROBS,
+    RETURNS,
+    VALUES,
+    Algorithm,
+    TokenBatch,
+)
 from headrace_trainer.allocator import give_back_if_short
-from headrace_trainer.backends._base import CRITIC_KIND, CommitReport, MicroReport, StateReader
+from headrace_trainer.backends._base import (
+    CRITIC_KIND,
+    CommitReport,
+    MicroReport,
+    ReferenceFacts,
+    StateReader,
+)
 from headrace_trainer.backends.fsdp.figures import TokenFigures
 from headrace_trainer.backends.fsdp.fit import check_fit
 from headrace_trainer.backends.fsdp.optimizer import MOMENTS, AdamWState, ShardedAdamW
 from headrace_trainer.backends.fsdp.prefixes import shares_prefixes
+from headrace_trainer.backends.fsdp.reference import Reference
 from headrace_trainer.backends.fsdp.sharding import CRITIC, ShardedModel
 from headrace_trainer.backends.fsdp.warmup import SupervisedBatches
 from headrace_trainer.backends.plugins import FsdpOptions
@@ -36,7 +50,7 @@ from headrace_trainer.group.group import Gang
 from headrace_trainer.learning.packing import MicroBatch, pack
 from headrace_trainer.learning.samples import Columns, Rows, Sequence
 
-LossOf = Callable[[Tensor, Tensor | None, MicroBatch], Tensor]
+LossOf = Callable[[Tensor, Tensor, Tensor | None, MicroBatch], Tensor]
 
 
 class FsdpBackend:
@@ -55,12 +69,17 @@ class FsdpBackend:
         self._dtype = DTYPES[config.model.dtype]
         self._figures = TokenFigures()
         self._dirty = False
-        self.shares_prefixes = False
-        """See `Backend`."""
+        self._policy_shares_prefixes = False
+        self._reference: Reference | None = None
         self._model: ShardedModel | None = None
         self._optimizer: ShardedAdamW | None = None
         self._held: tuple[dict[str, Tensor], AdamWState] | None = None
         torch.use_deterministic_algorithms(config.deterministic)
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """See `Backend`: both models must follow a tree's mask."""
+        return self._policy_shares_prefixes and (self._reference is None or self._reference.shares_prefixes)
 
     def load_initial(self) -> None:
         """See `Backend`."""
@@ -120,6 +139,29 @@ class FsdpBackend:
                 shards[name].copy_(policy[name.removeprefix(f"{CRITIC}body.")])
         self._sharded.release()
 
+    def load_reference(self) -> None:
+        """See `Backend`."""
+        if REFERENCE_LOG_PROBS not in self._algorithm.columns:
+            return
+        warmed = None
+        if self._config.trainer.reference is None and self._config.trainer.warmup.steps:
+            if self._model is None:  # A checkpoint is about to be loaded: the warm-up is made again.
+                torch.manual_seed(self._config.seed)
+                self.load_initial()
+                self.warm_up()
+            warmed = dict(self._sharded.weights())
+        self._reference = Reference(self._config, self._gang, warmed)
+
+    @property
+    def reference(self) -> ReferenceFacts | None:
+        """See `Backend`."""
+        return self._reference.facts if self._reference is not None else None
+
+    @property
+    def reference_bytes(self) -> int:
+        """See `Backend`."""
+        return self._reference.size_bytes if self._reference is not None else 0
+
     def zero(self) -> None:
         """See `Backend`."""
         if self._dirty:
@@ -132,8 +174,10 @@ class FsdpBackend:
         """See `Backend`."""
         found = TokenFigures()
 
-        def loss_of(log_probs_K: Tensor, values_K: Tensor | None, batch: MicroBatch) -> Tensor:
-            tokens = _tokens(log_probs_K, values_K, batch)
+        def loss_of(
+            log_probs_K: Tensor, entropy_K: Tensor, values_K: Tensor | None, batch: MicroBatch
+        ) -> Tensor:
+            tokens = _tokens(log_probs_K, entropy_K, values_K, batch)
             sums = self._algorithm.loss(tokens)
             found.add(sums, tokens)
             return sums.loss
@@ -238,6 +282,7 @@ class FsdpBackend:
             self._sharded.release()
             return give_back_if_short()
         before = used_bytes(device)
+        self._park()
         self.move(lambda tensor: tensor.to("cpu"))
         torch.cuda.empty_cache()
         return before - used_bytes(device)
@@ -277,7 +322,7 @@ class FsdpBackend:
                 untyped: Any = body
                 untyped.gradient_checkpointing_enable({"use_reentrant": False})
                 body.train()  # transformers checkpoints in training mode only; modelkit has turned dropout off
-        self.shares_prefixes = shares_prefixes(self._config, [body.config for body in bodies])
+        self._policy_shares_prefixes = shares_prefixes(self._config, [body.config for body in bodies])
         self._model = ShardedModel(
             model, self._gang, self._dtype, reshard=self._options.reshard_micro_batches, critic=critic
         )
@@ -299,9 +344,10 @@ class FsdpBackend:
 
     def _backward(self, rows: Rows, loss_of: LossOf, *, values: bool = False) -> Tensor | None:
         """Accumulates the loss gradient; the tokens' entropies, or None when any rank is not finite."""
+        self._park()
         batch = self._pack(rows or self._dummy)
         log_probs_K, entropy_K, values_K = self._forward(batch, values=values)
-        loss = loss_of(log_probs_K, values_K, batch)
+        loss = loss_of(log_probs_K, entropy_K, values_K, batch)
         finite = bool(torch.isfinite(loss)) and bool(torch.isfinite(log_probs_K).all())
         if not self._gang.all_true(finite):
             return None
@@ -344,14 +390,26 @@ class FsdpBackend:
         return math.sqrt(self._gang.sum({"square": own})["square"])
 
     def _columns(self, names: Many[str], batch: MicroBatch) -> dict[str, Tensor]:
-        """Columns of the infer pass, (K,)."""
-        known = {OLD_LOG_PROBS, VALUES} if self._algorithm.critic else {OLD_LOG_PROBS}
-        if unknown := sorted(set(names) - known):
-            raise invalid(f"the fsdp backend cannot infer {unknown[0]} for this algorithm")
+        """Columns of the infer pass, (K,); the policy and its critic read the batch once for all of theirs."""
+        if VALUES in names and self._algorithm.critic is None:
+            raise invalid("the run has no critic: its algorithm needs none")
+        found: dict[str, Tensor] = {}
+        if REFERENCE_LOG_PROBS in names:
+            if self._reference is None:
+                raise invalid("the run has no reference model: no option of its algorithm needs one")
+            found[REFERENCE_LOG_PROBS] = self._reference.log_probs(batch)
+        if set(names) == set(found):
+            return found
         with torch.no_grad():
             log_probs_K, _, values_K = self._forward(batch, values=VALUES in names)
-        computed = {OLD_LOG_PROBS: log_probs_K, VALUES: values_K}
-        return {name: found_K for name in names if (found_K := computed[name]) is not None}
+        found[OLD_LOG_PROBS] = log_probs_K
+        if values_K is not None:
+            found[VALUES] = values_K
+        return {name: found[name] for name in names}
+
+    def _park(self) -> None:
+        if self._reference is not None:
+            self._reference.park()
 
     def _pack(self, rows: Rows) -> MicroBatch:
         return pack(rows, shared=self.shares_prefixes).to(self._gang.device)
@@ -372,11 +430,11 @@ class FsdpBackend:
         return self._optimizer
 
 
-def _supervised(log_probs_K: Tensor, _: Tensor | None, batch: MicroBatch) -> Tensor:
+def _supervised(log_probs_K: Tensor, _: Tensor, __: Tensor | None, batch: MicroBatch) -> Tensor:
     return -(log_probs_K * batch.weights_K).sum()
 
 
-def _tokens(log_probs_K: Tensor, values_K: Tensor | None, batch: MicroBatch) -> TokenBatch:
+def _tokens(log_probs_K: Tensor, entropy_K: Tensor, values_K: Tensor | None, batch: MicroBatch) -> TokenBatch:
     own_K = log_probs_K.detach()
     old_K = batch.columns_K.get(OLD_LOG_PROBS, torch.full_like(own_K, math.nan))
     return TokenBatch(
@@ -387,6 +445,7 @@ def _tokens(log_probs_K: Tensor, values_K: Tensor | None, batch: MicroBatch) -> 
         weights_K=batch.weights_K,
         sequences_K=batch.sequences_K,
         columns_K=batch.columns_K,
+        entropy_K=entropy_K,
         values_K=values_K,
     )
 

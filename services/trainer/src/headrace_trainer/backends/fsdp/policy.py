@@ -27,7 +27,7 @@ class Policy(nn.Module):
     def forward(
         self, batch: MicroBatch | None, temperature: float, anchor: Tensor, *, values: bool = False
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """(log-probs, entropies, values) of the K trained tokens, fp32; entropies carry no gradient.
+        """(log-probs, entropies, values) of the K trained tokens, fp32, all differentiable.
 
         The value of a token is the critic's, of what the policy has read when it samples that token; none unless
         `values` asks for them.
@@ -45,7 +45,7 @@ class Policy(nn.Module):
         assert entropy_U is not None
         index_K = batch.index_K
         values_K = self._values(batch, hidden_UD)[index_K] if values else None
-        return log_probs_U[index_K], entropy_U[index_K].detach(), values_K
+        return log_probs_U[index_K], entropy_U[index_K], values_K
 
     def _values(self, batch: MicroBatch, hidden_UD: Tensor) -> Tensor:
         assert self.critic is not None
