@@ -36,7 +36,7 @@ from headrace_servicekit.rpc.requests import (
 from headrace_servicekit.weights.store import StoredWeights
 
 from headrace_trainer import wire
-from headrace_trainer.algorithms._base import Barrier
+from headrace_trainer.algorithms._base import Algorithm, Barrier
 from headrace_trainer.checkpoints.directory import CheckpointDirectory
 from headrace_trainer.checkpoints.saver import Write
 from headrace_trainer.errors import Refusal
@@ -86,13 +86,17 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):  # type: ignore[
         config = parse_config(TrainerConfig, request.config_json, "config_json of the trainer")
         directory = _check_path("run_directory", request.run_directory)
 
-        async def build() -> Barrier:
-            barrier = await self._compute(self._trainer.open_run, header.run, config, directory)
+        async def build() -> Algorithm:
+            algorithm = await self._compute(self._trainer.open_run, header.run, config, directory)
             self._queue = self._new_queue(config.trainer.micro_batch_tokens * config.trainer.ranks)
-            return barrier
+            return algorithm
 
-        barrier = await self._instance.open_run(header, (config, directory), build, self._end_run)
-        return trainer_pb2.OpenRunResponse(barrier=_BARRIERS[barrier])
+        algorithm = await self._instance.open_run(header, (config, directory), build, self._end_run)
+        return trainer_pb2.OpenRunResponse(
+            barrier=_BARRIERS[algorithm.barrier],
+            drop_equal=algorithm.refill.drop_equal,
+            max_refill=algorithm.refill.most,
+        )
 
     async def CloseRun(
         self, request: trainer_pb2.CloseRunRequest, context: Context
@@ -439,7 +443,9 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):  # type: ignore[
         session = self._session()
         while True:
             try:
-                return await self._compute(session.save, request.number, bytes(request.ledger))
+                return await self._compute(
+                    session.save, request.number, bytes(request.ledger), list(request.retained_checkpoints)
+                )
             except ServiceError as error:
                 if not (request.wait and error.reason == "BUSY"):
                     raise

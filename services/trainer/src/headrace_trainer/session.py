@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -267,10 +267,11 @@ class Session:
 
     # Durability
 
-    def save(self, number: int, ledger: bytes) -> tuple[Write, float]:
+    def save(self, number: int, ledger: bytes, retained: Collection[str] = ()) -> tuple[Write, float]:
         """Begins to write the held and recorded version; with the seconds that training stood still.
 
-        A version that is being written, or is on disk, is not written again. Raises Refusal BUSY while
+        A version that is being written, or is on disk, is not written again. Checkpoints named in `retained` are
+        not deleted for it. Raises Refusal BUSY while
         another one is being written.
         """
         if self.saver is not None and (write := self.saver.written(number)) is not None:
@@ -281,7 +282,7 @@ class Session:
         saver.check_idle()
         started = time.monotonic()
         snapshot = self._snapshot(version, ledger)
-        return saver.start(snapshot), time.monotonic() - started
+        return saver.start(snapshot, retained), time.monotonic() - started
 
     @property
     def last_failure(self) -> str:

@@ -25,7 +25,7 @@ from headrace_servicekit.logs import get_logger
 from headrace_servicekit.weights import WeightStore
 
 from headrace_trainer.algorithms import build_algorithm
-from headrace_trainer.algorithms._base import REFERENCE_LOG_PROBS, Algorithm, Barrier
+from headrace_trainer.algorithms._base import REFERENCE_LOG_PROBS, Algorithm
 from headrace_trainer.backends import choose_backend
 from headrace_trainer.checkpoints.directory import CheckpointDirectory
 from headrace_trainer.checkpoints.forks import foreign_checkpoints
@@ -95,8 +95,8 @@ class Trainer:
                 "NOT_OPEN", f"{run} is not open here ({self._run or 'no run is'}): call OpenRun first"
             )
 
-    def open_run(self, run: str, config: TrainerConfig, directory: Path) -> Barrier:
-        """Prepares for a run; the barrier of its algorithm. Raises Refusal INVALID or MODEL_NOT_READABLE."""
+    def open_run(self, run: str, config: TrainerConfig, directory: Path) -> Algorithm:
+        """Prepares for a run; its algorithm. Raises Refusal INVALID or MODEL_NOT_READABLE."""
         choose_backend(config.trainer)
         algorithm = build_algorithm(config.algorithm)
         try:
@@ -111,7 +111,7 @@ class Trainer:
         self._run, self._config, self._directory = run, config, directory
         self.vocabulary_size = vocabulary
         self._assemble()
-        return algorithm.barrier
+        return algorithm
 
     def close_run(self) -> None:
         """Forgets the run and what it held, and leaves its trainer group. Repeated calls do nothing."""

@@ -50,6 +50,18 @@ class Passes:
 
 
 @dataclass(frozen=True)
+class Refill:
+    """Which groups a step does without, and how many it takes in their place.
+
+    With `drop_equal`, a group whose rewards are all equal is not learned from. A step takes further groups in place of
+    those and of failed ones, up to `most` times its own number.
+    """
+
+    drop_equal: bool = False
+    most: int = 0
+
+
+@dataclass(frozen=True)
 class CriticPlan:
     """The critic that an algorithm wants, whose own weights learn at a rate of their own (None: the policy's).
 
@@ -72,8 +84,8 @@ class Outcomes:
     `groups_B` numbers the groups from 0; samples of a group follow each other. `mask_BT` is true where a sample has
     a t-th trained token (none in a masked answer). `lengths_B` counts the tokens of each answer, trained or not;
     `longest` is the run's limit of them. `columns_BT` are the algorithm's `columns`, 0 outside the mask.
-    `bootstrap_values_B` is the critic's value behind the last token of a sample that was cut, 0 of one that ended;
-    None where the critic does not bootstrap.
+    `draw` seeds what is drawn by chance: another in each step. `bootstrap_values_B` is the critic's value behind the
+    last token of a sample that was cut, 0 of one that ended; None where the critic does not bootstrap.
     """
 
     rewards_B: Tensor
@@ -83,6 +95,7 @@ class Outcomes:
     longest: int
     columns_BT: Mapping[str, Tensor] = field(default_factory=dict)
     bootstrap_values_B: Tensor | None = None
+    draw: int = 0
 
 
 @dataclass(frozen=True)
@@ -94,7 +107,8 @@ class TokenBatch:
     none. `weights_K` is each token's share of its sequence, from `Algorithm.token_weight`. `sequences_K` numbers the
     micro-batch's sequences from 0: every trained token of a sequence is in one micro-batch. `columns_K` are the
     algorithm's `columns`, and RETURNS where its advantages came with them. `entropy_K` are the entropies of the
-    distributions that the tokens were drawn from. `values_K` are the critic's of the moment; None without one.
+    distributions that the tokens were drawn from, `values_K` its critic's values (None without a critic); both are
+    differentiable.
     """
 
     log_probs_K: Tensor
@@ -167,6 +181,10 @@ class Algorithm(Protocol):
     @property
     def least_group(self) -> int:
         """Samples that a group needs at least, so that there is something to compare."""
+
+    @property
+    def refill(self) -> Refill:
+        """Which groups a step replaces; `Refill()` for none. Rewards are judged as the scorers gave them."""
 
     @property
     def every_token(self) -> bool:

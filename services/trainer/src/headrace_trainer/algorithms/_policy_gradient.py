@@ -15,6 +15,7 @@ from headrace_trainer.algorithms._base import (
     LossSums,
     Outcomes,
     Passes,
+    Refill,
     TokenBatch,
 )
 from headrace_trainer.algorithms.functional import (
@@ -28,7 +29,13 @@ from headrace_trainer.algorithms.functional import (
     ppo_terms,
     truncated_importance_weights,
 )
-from headrace_trainer.algorithms.plugins import Aggregation, ClipOptions, PolicyOptions, StdOptions
+from headrace_trainer.algorithms.plugins import (
+    Aggregation,
+    ClipOptions,
+    GroupOptions,
+    PolicyOptions,
+    StdOptions,
+)
 
 Chosen = TypeVar("Chosen", bound=PolicyOptions)
 Clipped = TypeVar("Clipped", bound=ClipOptions)
@@ -62,6 +69,14 @@ class PolicyGradient(Generic[Chosen]):
     def passes(self) -> Passes:
         """By `epochs`, `minibatches` and `target_kl`."""
         return Passes(self.options.epochs, self.options.minibatches, self.options.target_kl)
+
+    @property
+    def refill(self) -> Refill:
+        """By `drop_equal` and `max_refill`, where there are such options."""
+        options = self.options
+        return (
+            Refill(options.drop_equal, options.max_refill) if isinstance(options, GroupOptions) else Refill()
+        )
 
     @property
     def columns(self) -> tuple[str, ...]:

@@ -10,7 +10,15 @@ import torch
 from headrace_servicekit.contract import check_plugin, require
 from torch import Tensor
 
-from headrace_trainer.algorithms._base import RETURNS, VALUES, Algorithm, Barrier, Outcomes, TokenBatch
+from headrace_trainer.algorithms._base import (
+    RETURNS,
+    VALUES,
+    Algorithm,
+    Barrier,
+    Outcomes,
+    Refill,
+    TokenBatch,
+)
 from headrace_trainer.algorithms._registry import ALGORITHMS
 from headrace_trainer.algorithms.functional import Advantages
 
@@ -22,6 +30,7 @@ def check_algorithm(name: str, options: Mapping[str, Any]) -> Algorithm:
     """
     algorithm = check_plugin(ALGORITHMS, name, options).build()
     require(isinstance(algorithm.barrier, Barrier), "barrier is no Barrier")
+    require(isinstance(algorithm.refill, Refill), "refill is no Refill")
     several = algorithm.passes.several
     require(not several or algorithm.barrier is Barrier.BATCH, "several passes need Barrier.BATCH")
     outcomes = _outcomes()
@@ -79,9 +88,9 @@ def _loss(algorithm: Algorithm, batches: list[slice]) -> tuple[Tensor, Tensor]:
     old_K = log_probs_K.detach() + torch.tensor([0.05, -0.05, 0.0, 0.1, -0.1, 0.02])
     sequences_K = torch.tensor([0, 0, 1, 1, 2, 2])
     weights_K = torch.full((6,), algorithm.token_weight(2))
-    values_K = torch.tensor([0.1, 0.2, -0.3, 0.4, 0.0, 0.6], requires_grad=True)
-    columns_K = {name: torch.linspace(-1.0, -0.1, 6) for name in (*algorithm.columns, RETURNS)}
     entropy_K = log_probs_K.square()
+    values_K = torch.tensor([0.1, 0.2, -0.3, 0.4, 0.0, 0.6], requires_grad=True)
+    columns = {name: torch.linspace(-1.0, -0.1, 6) for name in (*algorithm.columns, RETURNS)}
     total = torch.zeros(())
     for part in batches:
         batch = TokenBatch(
@@ -91,7 +100,7 @@ def _loss(algorithm: Algorithm, batches: list[slice]) -> tuple[Tensor, Tensor]:
             advantages_K=advantages_K[part],
             weights_K=weights_K[part],
             sequences_K=sequences_K[part] - sequences_K[part][0],
-            columns_K={name: column_K[part] for name, column_K in columns_K.items()},
+            columns_K={name: column_K[part] for name, column_K in columns.items()},
             entropy_K=entropy_K[part],
             values_K=None if algorithm.critic is None else values_K[part],
         )

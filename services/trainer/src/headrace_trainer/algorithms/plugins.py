@@ -12,6 +12,8 @@ Estimator = Literal["k1", "k2", "k3", "abs", "k1+", "k3+", "abs+"]
 Count = Annotated[int, Field(ge=1)]
 BelowOne = Annotated[float, Field(ge=0, lt=1)]
 NotNegative = Annotated[float, Field(ge=0)]
+Refills = Annotated[int, Field(ge=0, le=100)]
+REFILLS = "a step takes further groups in place of dropped ones, up to this many times prompts_per_step"
 
 
 class PolicyOptions(Options):
@@ -109,7 +111,16 @@ class ClipOptions(PolicyOptions):
     )
 
 
-class StdOptions(PolicyOptions):
+class GroupOptions(PolicyOptions):
+    """Those that compare the samples of a group, and learn nothing of it where all rewards are equal."""
+
+    drop_equal: bool = Field(
+        default=False, description="drop a group whose rewards are all equal; it counts as no failure"
+    )
+    max_refill: Refills = Field(default=0, description=REFILLS)
+
+
+class StdOptions(GroupOptions):
     """Those that compare a reward with its group's mean, and may divide by its spread."""
 
     normalize_std: bool = Field(
@@ -118,6 +129,10 @@ class StdOptions(PolicyOptions):
 
 
 class PpoOptions(ClipOptions, AggregationOptions):
+    """Those with PPO's clip whose aggregation is open; `algorithm.options` of distill."""
+
+
+class GroupPpoOptions(PpoOptions, GroupOptions):
     """`algorithm.options` of opo."""
 
 
@@ -134,10 +149,14 @@ class KlRewardOptions(PolicyOptions):
 
 
 class RewardedOptions(PpoOptions, KlRewardOptions):
+    """`algorithm.options` of reinforce; those of ppo and reinforce_pp begin with them."""
+
+
+class GroupRewardedOptions(RewardedOptions, GroupOptions):
     """`algorithm.options` of rloo and reinforce_pp_baseline."""
 
 
-class DrGrpoOptions(ClipOptions):
+class DrGrpoOptions(ClipOptions, GroupOptions):
     """`algorithm.options` of dr_grpo."""
 
     norm_length: Count = Field(
@@ -150,6 +169,10 @@ class DapoOptions(ClipOptions, StdOptions):
     """`algorithm.options` of dapo."""
 
     clip_high: NotNegative = Field(default=0.28, description="the ratio is clipped above 1 + clip_high")
+    drop_equal: bool = Field(
+        default=True, description="drop a group whose rewards are all equal; it counts as no failure"
+    )
+    max_refill: Refills = Field(default=3, description=REFILLS)
     overlong_buffer: Count | None = Field(
         default=None,
         description="last tokens before sampling.max_new_tokens over which a reward sinks; none: rewards as they are",
@@ -270,6 +293,44 @@ class SapoOptions(AggregationOptions, StdOptions):
     )
 
 
+class GpgOptions(AggregationOptions, GroupOptions):
+    """`algorithm.options` of gpg."""
+
+    alpha: PositiveFloat | None = Field(
+        default=None,
+        description="scale of advantages; none: samples of the step over those whose reward is not 0",
+    )
+
+
+class ClipCovOptions(GrpoOptions):
+    """`algorithm.options` of clip_cov."""
+
+    cov_fraction: Annotated[float, Field(gt=0, le=1)] = Field(
+        default=2e-4, description="share of the step's tokens that are drawn, at least one token"
+    )
+    cov_low: float = Field(default=1.0, description="tokens are drawn from those of higher covariance")
+    cov_high: float = Field(default=5.0, description="tokens are drawn from those of lower covariance")
+
+    @model_validator(mode="after")
+    def _bounds(self) -> Self:
+        if self.cov_low >= self.cov_high:
+            raise ValueError(f"cov_low: {self.cov_low} is not below cov_high: {self.cov_high}")
+        return self
+
+
+class KlCovOptions(AggregationOptions, StdOptions):
+    """`algorithm.options` of kl_cov."""
+
+    ratio_options: ClassVar[frozenset[str]] = frozenset({"cov_fraction", "cov_coef"})
+
+    cov_fraction: Annotated[float, Field(gt=0, le=1)] = Field(
+        default=2e-4, description="share of the step's tokens that pay, those of highest covariance"
+    )
+    cov_coef: NotNegative = Field(
+        default=1.0, description="what such a token pays for its distance from the old policy"
+    )
+
+
 _HERE = "headrace_trainer.algorithms"
 GRPO = Plugin(f"{_HERE}.grpo:Grpo", GrpoOptions, "group relative policy optimisation, without a critic")
 PASSK_GRPO = Plugin(
@@ -283,16 +344,16 @@ DR_GRPO = Plugin(
 DAPO = Plugin(
     f"{_HERE}.dapo:Dapo",
     DapoOptions,
-    "GRPO with clip-higher, token mean and overlong shaping; groups as they come",
+    "GRPO with clip-higher, token mean, dynamic sampling and overlong shaping",
 )
-RLOO = Plugin(f"{_HERE}.rloo:Rloo", RewardedOptions, "a reward against the mean of its group's others")
-OPO = Plugin(f"{_HERE}.opo:Opo", PpoOptions, "a reward against its group's mean by answer length")
+RLOO = Plugin(f"{_HERE}.rloo:Rloo", GroupRewardedOptions, "a reward against the mean of its group's others")
+OPO = Plugin(f"{_HERE}.opo:Opo", GroupPpoOptions, "a reward against its group's mean by answer length")
 REINFORCE_PP = Plugin(
     f"{_HERE}.reinforce_pp:ReinforcePp", ReinforcePpOptions, "returns whitened over the batch, without groups"
 )
 REINFORCE_PP_BASELINE = Plugin(
     f"{_HERE}.reinforce_pp:ReinforcePpBaseline",
-    RewardedOptions,
+    GroupRewardedOptions,
     "group-centred rewards whitened over the batch",
 )
 PPO = Plugin(
@@ -306,3 +367,14 @@ CISPO = Plugin(
     f"{_HERE}.cispo:Cispo", CispoOptions, "GRPO whose clip bounds a token's weight, not its gradient"
 )
 SAPO = Plugin(f"{_HERE}.sapo:Sapo", SapoOptions, "GRPO with a soft gate in place of the clip")
+GPG = Plugin(f"{_HERE}.gpg:Gpg", GpgOptions, "group-centred rewards without a ratio and a clip")
+REINFORCE = Plugin(f"{_HERE}.reinforce:Reinforce", RewardedOptions, "raw rewards, without a baseline")
+DISTILL = Plugin(
+    f"{_HERE}.distill:Distill", PpoOptions, "on-policy distillation from the teacher trainer.reference"
+)
+CLIP_COV = Plugin(f"{_HERE}.clip_cov:ClipCov", ClipCovOptions, "GRPO without a few tokens of high covariance")
+KL_COV = Plugin(
+    f"{_HERE}.clip_cov:KlCov",
+    KlCovOptions,
+    "GRPO whose tokens of highest covariance stay near the old policy",
+)

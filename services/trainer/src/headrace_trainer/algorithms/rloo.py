@@ -7,10 +7,10 @@ from torch import Tensor
 from headrace_trainer.algorithms._base import Outcomes
 from headrace_trainer.algorithms._policy_gradient import ClippedPolicyGradient
 from headrace_trainer.algorithms.functional import rloo_advantages
-from headrace_trainer.algorithms.plugins import RewardedOptions
+from headrace_trainer.algorithms.plugins import GroupRewardedOptions
 
 
-class Rloo(ClippedPolicyGradient[RewardedOptions]):
+class Rloo(ClippedPolicyGradient[GroupRewardedOptions]):
     """See `rloo_advantages`."""
 
     least_group = 2

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import shutil
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -176,16 +176,16 @@ class CheckpointDirectory:
         except Damaged as error:
             raise OSError(f"it is not as it was written: {error}") from error
 
-    def prune(self, lineage: int, keep: int) -> None:
-        """Deletes all but the `keep` newest intact live checkpoints, and everything of dead lineages.
+    def prune(self, lineage: int, keep: int, retained: Collection[str] = ()) -> None:
+        """Deletes all but the `keep` newest intact live checkpoints, the `retained` ones and damaged live ones.
 
-        Damaged live ones stay, to be set aside. Only the holder of the newest lineage may; called by another it
+        Damaged ones are to be set aside. Only the holder of the newest lineage may; called by another it
         does nothing.
         """
         if lineage != max(self._tree.lineages(), default=0):
             return
         saved, damaged = self._scan()
-        kept = {found.name for found in saved[:keep]} | damaged.keys() | self.asides.stuck.keys()
+        kept = {*(found.name for found in saved[:keep]), *damaged, *self.asides.stuck, *retained}
         for directory in self.root.glob("lineage-*/step-*"):
             name = f"{directory.parent.name}/{directory.name}"
             if NAME.fullmatch(name) and name not in kept:

@@ -6,6 +6,7 @@ Knows no rounds and no optimizer.
 from __future__ import annotations
 
 import math
+import random
 from collections import Counter
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
@@ -72,7 +73,7 @@ class Intake:
 
     def prepare(self, state: steps.StepState, batch: Many[Inferred]) -> list[Prepared]:
         """Groups whose advantages are computed together: each alone, or a step's whole batch."""
-        computed = self._algorithm.advantages(self._outcomes(batch))
+        computed = self._algorithm.advantages(self._outcomes(state, batch))
         advantages_BT, returns_BT = computed if isinstance(computed, Advantages) else (computed, None)
         advantages = iter(advantages_BT.tolist())
         returns = None if returns_BT is None else iter(returns_BT.tolist())
@@ -115,7 +116,7 @@ class Intake:
         hidden = member.masked or (member.truncated and self._config.algorithm.truncated == "mask")
         return [] if hidden else member.trained
 
-    def _outcomes(self, batch: Many[Inferred]) -> Outcomes:
+    def _outcomes(self, state: steps.StepState, batch: Many[Inferred]) -> Outcomes:
         members = [(index, member) for index, each in enumerate(batch) for member in each.group.members]
         trained_B = torch.tensor([len(self.trained(member)) for _, member in members])
         places_T = torch.arange(int(trained_B.max()))
@@ -125,6 +126,9 @@ class Intake:
             mask_BT=places_T < trained_B[:, None],
             lengths_B=torch.tensor([len(member.trained) for _, member in members]),
             longest=self._config.sampling.max_new_tokens,
+            draw=random.Random(
+                f"{self._config.seed}/draw/{state.begun.step if state.begun else 0}"
+            ).getrandbits(48),
             columns_BT=self._columns([own for each in batch for own in each.columns], places_T.numel()),
             bootstrap_values_B=self._following(batch),
         )

@@ -50,7 +50,9 @@ from headrace_trainer.group.group import Gang
 from headrace_trainer.learning.packing import MicroBatch, pack
 from headrace_trainer.learning.samples import Columns, Rows, Sequence
 
-LossOf = Callable[[Tensor, Tensor, Tensor | None, MicroBatch], Tensor]
+Forward = tuple[Tensor, Tensor, Tensor | None]
+"""Log-probs, entropies and values of the trained tokens."""
+LossOf = Callable[[Forward, MicroBatch], Tensor]
 
 
 class FsdpBackend:
@@ -174,10 +176,8 @@ class FsdpBackend:
         """See `Backend`."""
         found = TokenFigures()
 
-        def loss_of(
-            log_probs_K: Tensor, entropy_K: Tensor, values_K: Tensor | None, batch: MicroBatch
-        ) -> Tensor:
-            tokens = _tokens(log_probs_K, entropy_K, values_K, batch)
+        def loss_of(found_K: Forward, batch: MicroBatch) -> Tensor:
+            tokens = _tokens(found_K, batch)
             sums = self._algorithm.loss(tokens)
             found.add(sums, tokens)
             return sums.loss
@@ -335,19 +335,18 @@ class FsdpBackend:
         critic = frozenset(self._sharded.critic_names)
         return ShardedAdamW(config, self._sharded.shards(), decays=decays, critic=critic)
 
-    def _forward(self, batch: MicroBatch, *, values: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+    def _forward(self, batch: MicroBatch, *, values: bool) -> Forward:
         anchor = torch.zeros((), device=self._gang.device)
-        found: tuple[Tensor, Tensor, Tensor | None] = self._sharded.policy(
-            batch, self._temperature(), anchor, values=values
-        )
+        found: Forward = self._sharded.policy(batch, self._temperature(), anchor, values=values)
         return found
 
     def _backward(self, rows: Rows, loss_of: LossOf, *, values: bool = False) -> Tensor | None:
         """Accumulates the loss gradient; the tokens' entropies, or None when any rank is not finite."""
         self._park()
         batch = self._pack(rows or self._dummy)
-        log_probs_K, entropy_K, values_K = self._forward(batch, values=values)
-        loss = loss_of(log_probs_K, entropy_K, values_K, batch)
+        found_K = self._forward(batch, values=values)
+        log_probs_K, entropy_K, _ = found_K
+        loss = loss_of(found_K, batch)
         finite = bool(torch.isfinite(loss)) and bool(torch.isfinite(log_probs_K).all())
         if not self._gang.all_true(finite):
             return None
@@ -390,22 +389,20 @@ class FsdpBackend:
         return math.sqrt(self._gang.sum({"square": own})["square"])
 
     def _columns(self, names: Many[str], batch: MicroBatch) -> dict[str, Tensor]:
-        """Columns of the infer pass, (K,); the policy and its critic read the batch once for all of theirs."""
-        if VALUES in names and self._algorithm.critic is None:
+        """Columns of the infer pass, (K,)."""
+        known = {OLD_LOG_PROBS, VALUES} if self._algorithm.critic else {OLD_LOG_PROBS}
+        if REFERENCE_LOG_PROBS in names and self._reference is None:
+            raise invalid("the run has no reference model: no option of its algorithm needs one")
+        if VALUES in names and VALUES not in known:
             raise invalid("the run has no critic: its algorithm needs none")
-        found: dict[str, Tensor] = {}
-        if REFERENCE_LOG_PROBS in names:
-            if self._reference is None:
-                raise invalid("the run has no reference model: no option of its algorithm needs one")
-            found[REFERENCE_LOG_PROBS] = self._reference.log_probs(batch)
-        if set(names) == set(found):
-            return found
-        with torch.no_grad():
-            log_probs_K, _, values_K = self._forward(batch, values=VALUES in names)
-        found[OLD_LOG_PROBS] = log_probs_K
-        if values_K is not None:
-            found[VALUES] = values_K
-        return {name: found[name] for name in names}
+        computed: dict[str, Tensor | None] = {}
+        if known.intersection(names):
+            with torch.no_grad():
+                log_probs_K, _, values_K = self._forward(batch, values=VALUES in names)
+            computed = {OLD_LOG_PROBS: log_probs_K, VALUES: values_K}
+        if self._reference is not None and REFERENCE_LOG_PROBS in names:
+            computed[REFERENCE_LOG_PROBS] = self._reference.log_probs(batch)
+        return {name: found_K for name in names if (found_K := computed[name]) is not None}
 
     def _park(self) -> None:
         if self._reference is not None:
@@ -430,11 +427,12 @@ class FsdpBackend:
         return self._optimizer
 
 
-def _supervised(log_probs_K: Tensor, _: Tensor, __: Tensor | None, batch: MicroBatch) -> Tensor:
-    return -(log_probs_K * batch.weights_K).sum()
+def _supervised(found_K: Forward, batch: MicroBatch) -> Tensor:
+    return -(found_K[0] * batch.weights_K).sum()
 
 
-def _tokens(log_probs_K: Tensor, entropy_K: Tensor, values_K: Tensor | None, batch: MicroBatch) -> TokenBatch:
+def _tokens(found_K: Forward, batch: MicroBatch) -> TokenBatch:
+    log_probs_K, entropy_K, values_K = found_K
     own_K = log_probs_K.detach()
     old_K = batch.columns_K.get(OLD_LOG_PROBS, torch.full_like(own_K, math.nan))
     return TokenBatch(

@@ -8,7 +8,8 @@ from __future__ import annotations
 from typing import Any
 
 from headrace_modelkit.critic import Critic
-from headrace_modelkit.logprobs import Head, gather_in_fp32, hidden_log_probs
+from headrace_modelkit.hidden import gather_in_fp32, hidden_log_probs
+from headrace_modelkit.logprobs import Head
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
