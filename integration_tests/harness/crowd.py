@@ -216,7 +216,10 @@ def write_timeline(directory: Path, steps: int) -> None:
             Span("sync", gpus, at + 4.5, at + 4.8),
         ]
         holds = [
-            *(Hold(4 * step + n, f"rollout-{n}", "generate", [gpu], at, at + 2.6, "released") for n, gpu in enumerate(gpus)),
+            *(
+                Hold(4 * step + n, f"rollout-{n}", "generate", [gpu], at, at + 2.6, "released")
+                for n, gpu in enumerate(gpus)
+            ),
             Hold(4 * step + 2, "trainer-0", "learn", gpus, at + 2.6, at + 5, "released"),
         ]  # fmt: skip
         file.append(Part(kind="step", step=step, start=at, end=at + 5, work=work, holds=holds))

@@ -8,11 +8,13 @@ from headrace.reward.v1 import reward_pb2 as reward
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain import runs
 from headrace_coordinator.domain.scheduling import PATIENCE_QUANTA
+from headrace_coordinator.projections.trajectories import KEPT_A_STEP
+from headrace_coordinator.run.stages.receive import Receive
 from headrace_coordinator.simulation.fleet.reward import Reward
 from headrace_coordinator.simulation.fleet.trainer import Trainer
 from headrace_coordinator.simulation.judging.judge import Violation
 from headrace_coordinator.simulation.virtual_time import run_virtual
-from headrace_coordinator.simulation.world import World
+from headrace_coordinator.simulation.world import Quiet, World
 
 ENOUGH_S = 600.0
 
@@ -270,6 +272,28 @@ def test_a_fork_goes_on_from_its_origins_checkpoint():
     assert len(forks) == 1 and forks[0].frontier_step > 0
     fork = scene.replay.runs[forks[0].run]
     assert fork.ledger.first_step == forks[0].frontier_step and fork.checkpoints
+
+
+def test_of_a_large_step_only_what_is_shown_is_kept(monkeypatch):
+    """Texts and log-probs of 10⁵ answers would be hundreds of megabytes until their step is committed."""
+    shown, made, lines = [], [], []
+
+    def spied(receive, taken):
+        found = of_answer(receive, taken)
+        made.append(taken.slot)
+        shown.extend([found] if found else [])
+        return found
+
+    async def play(scene):
+        await asyncio.sleep(0.0)
+
+    of_answer = Receive._shown
+    monkeypatch.setattr(Receive, "_shown", spied)
+    monkeypatch.setattr(Quiet, "trajectories", lambda self, views: lines.append(len(views)))
+    scene = Scene(play, steps=2, algorithm={"group_size": 8, "prompts_per_step": 20})
+    assert set(ends(scene).values()) == {"SUCCEEDED"}
+    assert len(made) >= 2 * 160 and len(shown) <= len(made) * KEPT_A_STEP / 160
+    assert len(lines) == 2 and all(0 < count <= KEPT_A_STEP for count in lines) and max(lines) > 40
 
 
 def fork_of(spec, run, step=None, **changes):

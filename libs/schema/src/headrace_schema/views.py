@@ -6,6 +6,7 @@ from typing import Any
 
 from pydantic import Field
 
+from headrace_schema.evaluations import SuiteEvaluationView
 from headrace_schema.resource import Resource
 
 ENDED_STATES = frozenset({"SUCCEEDED", "FAILED", "CANCELLED"})
@@ -90,7 +91,9 @@ class RunView(Resource):
     place: int | None = Field(
         default=None, description="place in the queue, from 1; null for a run that is not waiting"
     )
-    step: int = Field(description="committed steps of the live lineage")
+    step: int = Field(
+        description="committed steps of the live lineage; of an evaluation: answers that are scored"
+    )
     steps: int
     created_at: float = Field(description="seconds since the epoch")
     started_at: float | None
@@ -110,6 +113,9 @@ class RunView(Resource):
     )
     first_step: int = Field(
         default=0, description="steps below it are in the checkpoint that it was forked from"
+    )
+    suite: SuiteEvaluationView | None = Field(
+        default=None, description="what it evaluates; null for a run that trains"
     )
     spec: dict[str, Any]
 
@@ -190,6 +196,7 @@ class TrajectoryView(Resource):
     log_probs: list[float | None] = Field(
         default=[], description="the engine's log-prob of each sampled token in nats, of the first 1024"
     )
+    detail: str = Field(default="", description="what made a scorer fail, in an evaluation; empty: nothing")
 
 
 class TrajectoryListView(Resource):

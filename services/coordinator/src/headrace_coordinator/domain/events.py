@@ -114,6 +114,8 @@ class RunSubmitted(RunEvent, frozen=True, kw_only=True):
 
     spec: dict[str, Any]
     directory: str
+    evaluation: dict[str, Any] | None = None
+    """What an evaluation of a suite asks; None for a run that trains."""
 
 
 class RunIntentChanged(RunEvent, frozen=True, kw_only=True):
@@ -137,6 +139,7 @@ class RunArchived(Event, frozen=True, kw_only=True):
     run: str
     state: str
     created_at: float
+    evaluation: bool = False
 
 
 class RunAdmitted(RunEvent, frozen=True, kw_only=True):
@@ -243,6 +246,12 @@ class GroupDropped(RunEvent, frozen=True, kw_only=True):
     prompt: int
     reason: str
     detail: str
+    reward: float = 0.0
+    """Every member's, where the group is FILTERED."""
+
+
+Observed = tuple[int, int, int]
+"""Place of a data item among those that are trained, answers to it that passed, answers."""
 
 
 class StepRefilled(RunEvent, frozen=True, kw_only=True):
@@ -280,6 +289,8 @@ class StepCommitted(RunEvent, frozen=True, kw_only=True):
 
     certificate: Certificate
     view: dict[str, Any]
+    observed: list[Observed] = []
+    """By group, for a run with a curriculum."""
 
 
 class StepSkipped(RunEvent, frozen=True, kw_only=True):
@@ -288,6 +299,7 @@ class StepSkipped(RunEvent, frozen=True, kw_only=True):
     step: int
     dropped: Drops
     refilled: int = 0
+    observed: list[Observed] = []
 
 
 class StepAborted(RunEvent, frozen=True, kw_only=True):
@@ -302,6 +314,19 @@ class Evaluated(RunEvent, frozen=True, kw_only=True):
     """Held-out items were evaluated."""
 
     view: dict[str, Any]
+
+
+class EvaluationProgressed(RunEvent, frozen=True, kw_only=True):
+    """So many answers of an evaluation of a suite are scored and written; `digest` is that of the weights."""
+
+    answers: int
+    digest: str
+
+
+class SuiteEvaluated(RunEvent, frozen=True, kw_only=True):
+    """What an evaluation of a suite found."""
+
+    result: dict[str, Any]
 
 
 class CheckpointSaved(RunEvent, frozen=True, kw_only=True):
@@ -382,6 +407,8 @@ AnyEvent = (
     | StepSkipped
     | StepAborted
     | Evaluated
+    | EvaluationProgressed
+    | SuiteEvaluated
     | CheckpointSaved
     | CheckpointFailed
     | CheckpointSetAside

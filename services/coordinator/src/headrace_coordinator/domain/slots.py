@@ -164,7 +164,7 @@ class SlotLedger(msgspec.Struct, dict=True):
     def _drop(self, event: ev.GroupDropped) -> None:
         unsettled = event.prompt in self.index.open
         for slot in self._move_group(event.prompt, DROPPED):
-            slot.reason = event.reason
+            slot.reason, slot.reward = event.reason, event.reward
         self.lacking += unsettled
         if event.reason != FILTERED or not self.last_drop:
             self.last_drop = f"{event.reason}: {event.detail}"

@@ -49,6 +49,8 @@ class Published:
     version: common.PolicyVersion
     manifest: common.WeightManifest
     source: common.WeightSource
+    files: rollout.PolicyFiles | None = None
+    """Read from disk in place of manifest and source; the version's digest may be empty until it was read."""
 
 
 @dataclass
@@ -100,6 +102,8 @@ class RolloutClient(WorkerClient):
     """A rollout instance."""
 
     max_concurrency: int = 1
+    digest: str = ""
+    """Of the installed weights."""
 
     async def open_run(self, config_json: str) -> None:
         """Model architecture, tokenizer and engine."""
@@ -109,14 +113,15 @@ class RolloutClient(WorkerClient):
 
     async def install(self, published: Published) -> rollout.InstallPolicyResponse:
         """Compare-and-set to a version."""
-        request = rollout.InstallPolicyRequest(
-            header=self.header(),
-            version=published.version,
-            manifest=published.manifest,
-            sources=[published.source],
-        )
-        response: rollout.InstallPolicyResponse = await self.port.call("InstallPolicy", request, SLOW_S)
-        self.installed = published.version.number
+        request = rollout.InstallPolicyRequest(header=self.header(), version=published.version)
+        if published.files is not None:
+            request.files.CopyFrom(published.files)
+        else:
+            request.manifest.CopyFrom(published.manifest)
+            request.sources.append(published.source)
+        limit = SLOW_S if published.files is None else LOAD_S
+        response: rollout.InstallPolicyResponse = await self.port.call("InstallPolicy", request, limit)
+        self.installed, self.digest = published.version.number, response.version.digest
         return response
 
     def generate(

@@ -50,6 +50,8 @@ class Step:
         self._published = published
         self._timer = timer
         self._relay = Relay(context.spec.limits.in_flight_bytes)
+        self.observed: list[ev.Observed] = []
+        """What the step, once it has ended, says of its items' pass rates."""
 
     async def run(self) -> Published:
         """Until the step is committed and recorded, or skipped; the version that the next one begins with.
@@ -173,6 +175,7 @@ class Step:
             step=self._ledger.step,
             dropped=dropped,
             refilled=self._ledger.refilled,
+            observed=self.observed,
         )
 
     async def record(
@@ -181,6 +184,7 @@ class Step:
         """Version + TRAINED + certificate as one event; only then may the trainer publish and go on."""
         context, slots = self._context, [slot for _, slot in sorted(self._ledger.slots.items())]
         certificate = certify(context.state, opened, response, slots)
+        self.observed = context.observed(slots)
         self._same_counts(response, slots)
         self._first_step_agrees(certificate)
         self._first_kl_is_zero(certificate.ordinal, response.figures.get("reference_kl"))
@@ -192,6 +196,7 @@ class Step:
                 run=context.run_id,
                 certificate=certificate,
                 view=view.model_dump(mode="json"),
+                observed=self.observed,
             )
         )
         leader = context.workers.leader
@@ -297,6 +302,7 @@ class Step:
     async def _skip(self, why: str) -> Published:
         slots = [slot for _, slot in sorted(self._ledger.slots.items())]
         dropped = compact_drops((slot.prompt, slot.sample, slot.reason or why) for slot in slots)
+        self.observed = self._context.observed(slots)
         if self._ledger.open:
             await self._abort(why)
         await self._event_log.commit(self._skipped(dropped))

@@ -110,9 +110,11 @@ def settled_lines(
 ) -> list[Settled]:
     """The step's trained trajectories as text: as many as are kept of a step."""
     found = [
-        (slot, scored)
+        (slot, scored.shown)
         for slot in slots
-        if slot.state == ACCUMULATED and (scored := batch.scored.get((slot.prompt, slot.sample)))
+        if slot.state == ACCUMULATED
+        and (scored := batch.scored.get((slot.prompt, slot.sample)))
+        and scored.shown
     ]
     return [
         Settled(
@@ -122,14 +124,14 @@ def settled_lines(
             sample_index=slot.sample,
             attempt=slot.attempt,
             prompt=context.question(slot.prompt),
-            completion=scored.completion,
+            completion=shown.completion,
             reference=context.item(slot.prompt).answer,
             reward=slot.reward,
-            parts=scored.parts,
-            finish_reason=common.FinishReason.Name(scored.finish_reason).removeprefix("FINISH_REASON_"),  # type: ignore[arg-type]
+            parts=shown.parts,
+            finish_reason=common.FinishReason.Name(shown.finish_reason).removeprefix("FINISH_REASON_"),  # type: ignore[arg-type]
             tokens=slot.tokens,
-            versions=scored.versions,
-            log_probs=[round(value, 4) for value in scored.log_probs],
+            versions=shown.versions,
+            log_probs=[round(value, 4) for value in shown.log_probs],
         )
-        for slot, scored in spread(found, context.spec.tracking.trajectories_per_step)
+        for slot, shown in spread(found, context.spec.tracking.trajectories_per_step)
     ]

@@ -18,17 +18,24 @@ from headrace_coordinator.run.context import RunContext
 from headrace_coordinator.run.stages.relay import Relay
 
 
-@dataclass
-class Scored:
-    """What the ledger does not have of a finished trajectory; its reward is None until a scorer gave it."""
+@dataclass(slots=True)
+class Shown:
+    """What people see of a trajectory beside its slot."""
 
     completion: str
     finish_reason: int
-    oldest: int
     versions: list[tuple[int, int]]
     log_probs: array[float]
-    reward: float | None = None
     parts: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Scored:
+    """What the ledger does not have of a finished trajectory; its reward is None until a scorer gave it."""
+
+    oldest: int
+    shown: Shown | None
+    reward: float | None = None
 
 
 @dataclass
@@ -73,7 +80,9 @@ class Settle:
             elif not isfinite(result.reward):
                 self.drop(key[0], "GROUP_INCOMPLETE", f"a scorer's reward is {result.reward}")
             else:
-                scored.reward, scored.parts = result.reward, dict(result.parts)
+                scored.reward = result.reward
+                if scored.shown:
+                    scored.shown.parts = dict(result.parts)
                 touched[key[0]] = None
         complete = [(prompt, rewards) for prompt in touched if (rewards := self._rewards(prompt))]
         self._settle([group for group in complete if not self._filtered(*group)])
@@ -82,7 +91,7 @@ class Settle:
         """Drops the group when its rewards are all equal and the algorithm keeps no such group."""
         if not self._context.workers.leader.drop_equal or min(rewards) < max(rewards):
             return False
-        self.drop(prompt, FILTERED, f"all {len(rewards)} rewards are {rewards[0]:g}")
+        self.drop(prompt, FILTERED, f"all {len(rewards)} rewards are {rewards[0]:g}", rewards[0])
         return True
 
     def refill(self) -> None:
@@ -111,7 +120,7 @@ class Settle:
             self._on_settled(prompt)
         self._ended()
 
-    def drop(self, prompt: int, reason: str, detail: str) -> None:
+    def drop(self, prompt: int, reason: str, detail: str, reward: float = 0.0) -> None:
         """The group will not be trained; nothing for one that is no longer open."""
         if prompt not in self._ledger.index.open:
             return
@@ -123,6 +132,7 @@ class Settle:
                 prompt=prompt,
                 reason=reason,
                 detail=detail,
+                reward=reward,
             )
         )
         self._relay.drop((prompt, sample) for sample in range(self._ledger.group_size))
