@@ -97,12 +97,15 @@ class Reads:
             [run.state for run in state.runs.values()] + [run.state for run in state.ended.values()]
         )
 
-    def runs(self, size: int, after: str = "") -> Page[RunView, str]:
+    def runs(
+        self, size: int, after: str = "", states: frozenset[str] = frozenset(), oldest_first: bool = False
+    ) -> Page[RunView, str]:
         """See `Control.runs`."""
-        names = self._newest_first()
-        start = names.index(after) + 1 if after else 0
-        shown = names[start : start + size]
-        return [self.run(name) for name in shown], shown[-1] if start + size < len(names) else None
+        names = self._newest_first()[:: -1 if oldest_first else 1]
+        behind = names[names.index(after) + 1 if after else 0 :]
+        found = list(islice((name for name in behind if self._matches(name, states, "")), size + 1))
+        shown = found[:size]
+        return [self.run(name) for name in shown], shown[-1] if len(found) > size else None
 
     async def summaries(
         self, size: int, after: str, states: frozenset[str], search: str
