@@ -28,7 +28,7 @@ EXAMPLES = Path(__file__).resolve().parents[1] / "examples" / "algorithms"
 LIMIT_S = 3600
 LAST = 10
 """Steps at the end, and at the beginning, whose rewards are averaged."""
-TOKEN_FIGURES = ("clip_fraction", "approx_kl", "entropy")
+TOKEN_FIGURES = ("clip_fraction", "approx_kl", "entropy", "value_loss", "explained_variance")
 TITLED = ("ppo", "grpo", "dapo", "reinforce_pp", "rloo", "gspo")
 """What is drawn first; others follow."""
 Found = dict[str, Any]
