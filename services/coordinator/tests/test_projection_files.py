@@ -10,7 +10,8 @@ import textwrap
 import pytest
 from headrace_coordinator.projections import RunProjection, read_trajectories
 from headrace_coordinator.projections.reading import PageTokenError
-from headrace_coordinator.projections.trajectories import Settled
+from headrace_coordinator.projections.trajectories import Settled, is_spread, spread
+from headrace_schema.tracking import TrackingSection
 from headrace_schema.views import EvaluationView, StepView
 
 
@@ -120,8 +121,15 @@ def test_a_torn_line_is_closed_off_and_its_step_written_again(tmp_path):
     assert len(read_trajectories(tmp_path).trajectories) == 1
 
 
+@pytest.mark.parametrize(("count", "room"), [(1, 64), (64, 64), (65, 64), (128, 64), (1000, 64), (7, 3)])
+def test_what_a_spread_keeps_is_known_before_it_is_there(count, room):
+    assert [place for place in range(count) if is_spread(place, count, room)] == spread(
+        list(range(count)), room
+    )
+
+
 def test_a_step_keeps_a_spread_sample(tmp_path):
-    projection = RunProjection(tmp_path, trajectories_per_step=4)
+    projection = RunProjection(tmp_path, TrackingSection(trajectories_per_step=4))
     projection.trajectories([trajectory_view(0, ordinal) for ordinal in range(16)])
     projection.trajectories([trajectory_view(0, ordinal) for ordinal in range(16, 20)])
     projection.trajectories([trajectory_view(1, ordinal) for ordinal in range(2)])

@@ -28,6 +28,7 @@ from headrace_schema.running import (
 )
 from headrace_schema.scoring import RewardSection
 from headrace_schema.spec_rules import impossible_combinations
+from headrace_schema.tracking import TrackingSection
 
 
 class RunSpec(Section):
@@ -54,6 +55,7 @@ class RunSpec(Section):
     placement: PlacementSection = PlacementSection()
     evaluation: EvaluationSection = EvaluationSection()
     checkpoint: CheckpointSection = CheckpointSection()
+    tracking: TrackingSection = TrackingSection()
     scheduling: SchedulingSection = SchedulingSection()
     limits: LimitsSection = LimitsSection()
     from_checkpoint: FromCheckpointSection | None = Field(

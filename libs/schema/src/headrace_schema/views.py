@@ -58,6 +58,10 @@ class StepView(Resource):
     devices: dict[str, dict[str, float]] = Field(description="seconds by device and stage")
     trained: int
     dropped: int
+    filtered: int = Field(
+        default=0, description="dropped slots whose group the algorithm does not keep: FILTERED"
+    )
+    refilled: int = Field(default=0, description="groups that the step took in place of dropped ones")
     max_staleness: int
     figures: dict[str, float] = Field(description="the trainer's figures: loss, grad_norm, learning_rate, …")
 
@@ -67,6 +71,9 @@ class CountsView(Resource):
 
     trained: int
     dropped: int
+    filtered: int = Field(
+        default=0, description="dropped slots whose group the algorithm does not keep: FILTERED"
+    )
     duplicates: int
     max_staleness: int
     frontier: int = Field(description="slots below it are terminal exactly once")
@@ -153,11 +160,12 @@ class CertificateView(Resource):
     )
     log_prob_compared_tokens: int = Field(default=0, description="tokens that the mismatch is over")
     drop_rate_by_length: dict[str, float] = Field(
-        description="share dropped by bucket of answer length in tokens"
+        description="share dropped, FILTERED ones apart, by bucket of answer length in tokens"
     )
     drop_rate_by_pass_rate: dict[str, float] = Field(
-        description="share dropped by bucket of the prompt's pass rate"
+        description="share dropped, FILTERED ones apart, by bucket of the prompt's pass rate"
     )
+    refilled: int = Field(default=0, description="groups that the step took in place of dropped ones")
 
 
 class CertificateListView(Resource):
@@ -261,6 +269,7 @@ class LeaseView(Resource):
     stage: str
     devices: list[str]
     expires_in_s: float
+    since: float = Field(default=0.0, description="when it was granted, in seconds since the epoch")
 
 
 class DeviceView(Resource):

@@ -17,6 +17,7 @@ from headrace_schema.views import DeviceView, InstanceView, KeyProblemView
 from headrace_servicekit.registry import read_capabilities
 
 from headrace_coordinator.data import Dataset
+from headrace_coordinator.trackers import tracker_problems
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
 LEARNING = ("trainer.", "algorithm.", "optimizer.")
@@ -67,6 +68,7 @@ def check(spec: RunSpec, fleet: FleetView, *, trains: bool = True) -> list[KeyPr
         *_devices(spec, fleet),
         *_model(spec),
         *_data(spec),
+        *tracker_problems(spec.tracking),
     ]
     return [each for each in found if trains or not each.key.startswith(LEARNING)]
 

@@ -54,6 +54,7 @@ def run_view(run: RunState, waiting_for: list[str], place: int | None = None) ->
         counts=CountsView(
             trained=tally.trained,
             dropped=tally.dropped,
+            filtered=tally.filtered,
             duplicates=tally.duplicates,
             max_staleness=tally.max_staleness,
             frontier=run.ledger.frontier,
@@ -216,6 +217,7 @@ def lease_views(fleet: Fleet) -> list[LeaseView]:
             stage=lease.stage,
             devices=lease.devices,
             expires_in_s=fleet.lease_manager.expires_in(lease.epoch),
+            since=lease.since,
         )
         for lease in state.table.leases.values()
     ]

@@ -218,7 +218,7 @@ class RunState(msgspec.Struct):
         ledger = self.ledger
         ledger.apply(event)
         self.lineage.apply(event)
-        self.totals.apply(event, ledger.group_size * ledger.prompts_per_step, ledger.group_size)
+        self.totals.apply(event, ledger.shape)
         match event:
             case ev.RunIntentChanged():
                 self.intent, self.intent_author = event.intent, event.author

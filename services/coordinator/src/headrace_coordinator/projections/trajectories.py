@@ -11,7 +11,6 @@ import msgspec
 from headrace_coordinator.projections.lines import LineFile, read_lines
 
 NAME = "trajectories.jsonl"
-KEPT_A_STEP = 64
 LOG_PROBS_KEPT = 1024
 """Tokens of an answer whose log-prob is kept."""
 T = TypeVar("T")
@@ -114,6 +113,11 @@ def _keys(path: Path) -> set[Key]:
         except msgspec.DecodeError:
             continue  # A torn line; the LineFile has closed it off.
     return found
+
+
+def is_spread(place: int, count: int, room: int) -> bool:
+    """Whether `spread` gives `room` of `count` views the one at `place`; beyond `count` it goes on alike."""
+    return count <= room or (room > 0 and -(-place * room // count) * count // room == place)
 
 
 def spread(views: list[T], room: int) -> list[T]:

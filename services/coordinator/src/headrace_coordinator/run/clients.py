@@ -186,6 +186,8 @@ class TrainerClient(WorkerClient):
 
     rank: int = 0
     barrier: int = field(default=trainer.BARRIER_GROUP)
+    drop_equal: bool = False
+    max_refill: int = 0
 
     async def open_run(self, config_json: str, directory: str) -> None:
         """Model, optimizer and algorithm."""
@@ -194,6 +196,7 @@ class TrainerClient(WorkerClient):
         )
         response: trainer.OpenRunResponse = await self.port.call("OpenRun", request, SLOW_S)
         self.barrier = response.barrier
+        self.drop_equal, self.max_refill = response.drop_equal, response.max_refill
 
     async def join(self, generation: int, world: int, rendezvous: str, timeout: float) -> None:
         """Meets the other ranks."""
@@ -308,9 +311,13 @@ class TrainerClient(WorkerClient):
         response: trainer.PublishPolicyResponse = await self.port.call("PublishPolicy", request, SLOW_S)
         return _published(response)
 
-    async def save(self, number: int, ledger: bytes, wait: bool) -> trainer.SaveCheckpointResponse:
-        """Starts a checkpoint, or waits until it is durable."""
-        request = trainer.SaveCheckpointRequest(header=self.header(), number=number, wait=wait, ledger=ledger)
+    async def save(
+        self, number: int, ledger: bytes, wait: bool, retained: Iterable[str] = ()
+    ) -> trainer.SaveCheckpointResponse:
+        """Starts a checkpoint, or waits until it is durable; checkpoints named in `retained` are not deleted."""
+        request = trainer.SaveCheckpointRequest(
+            header=self.header(), number=number, wait=wait, ledger=ledger, retained_checkpoints=retained
+        )
         response: trainer.SaveCheckpointResponse = await self.port.call("SaveCheckpoint", request, LOAD_S)
         return response
 

@@ -48,7 +48,7 @@ def make_app(
     )
     app.include_router(run_routes(control, runs_directory, heartbeat_s))
     app.include_router(evaluation_routes(control))
-    app.include_router(overview_routes(control))
+    app.include_router(overview_routes(control, runs_directory))
     app.include_router(fleet_routes(control))
     app.include_router(service_routes(control))
     app.include_router(link_routes(token))
