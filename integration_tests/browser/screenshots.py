@@ -14,14 +14,14 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 sys.path += [str(path) for path in (HERE.parents[1] / ".envs/browser").glob("lib/python3.*/site-packages")]
 
-from harness.crowd import Crowd, CrowdServer, write_trajectories  # noqa: E402
+from harness.crowd import Crowd, CrowdServer, write_timeline, write_trajectories  # noqa: E402
 from playwright.sync_api import sync_playwright  # noqa: E402
 
 FEW = [("reason-a1", "RUNNING"), ("reason-b2", "QUEUED"), ("reason-c3", "FAILED"), ("reason-d4", "SUCCEEDED")]
 STATES = {
     "empty": ([], ["#/runs", "#/submit"]),
     "live": (FEW, ["#/runs/reason-a1", "#/fleet"]),
-    "ended": (FEW, ["#/runs/reason-d4", "#/runs/reason-d4/proof"]),
+    "ended": (FEW, ["#/runs/reason-d4", "#/runs/reason-d4/timeline", "#/runs/reason-d4/proof"]),
     "failed": (FEW, ["#/runs/reason-c3", "#/compare?runs=reason-c3,reason-d4"]),
     "many": (
         [(f"reason-{n}", "SUCCEEDED") for n in range(10_000)],
@@ -37,6 +37,7 @@ def main(directory: Path) -> None:
     arguments = ["--disable-gpu", "--disable-dev-shm-usage"] + ["--no-sandbox"] * (os.geteuid() == 0)
     with sync_playwright() as playwright, tempfile.TemporaryDirectory() as folder:
         write_trajectories(Path(folder) / "reason-0", 1563, 64, "The answer is 42.")
+        write_timeline(Path(folder) / "reason-d4", 120)
         browser = playwright.chromium.launch(executable_path=program, args=arguments)
         for state, (runs, paths) in STATES.items():
             with CrowdServer(Crowd(runs), Path(folder)) as server:

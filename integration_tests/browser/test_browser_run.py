@@ -85,6 +85,11 @@ def test_a_run_is_paused_resumed_and_reloaded_and_a_lost_rollout_is_named(fleet,
     page.get_by_role("button", name="Its group side by side").first.click()
     page.locator(".side article").first.wait_for()
     assert page.locator(".side article").count() == 4
+    page.get_by_role("link", name="Timeline").click()
+    page.get_by_text("As a table").click()
+    lanes = page.get_by_role("region", name="Seconds by device and stage").locator("tbody tr")
+    holders = " ".join(lanes.locator("td").all_text_contents())
+    assert "rollout-0" in holders and "trainer-0" in holders
     page.get_by_role("link", name="Proof").click()
     page.get_by_text("No slot is trained or dropped twice.").wait_for()
     certificates = page.get_by_role("region", name="Certificates").locator("tbody tr:not(.rewind)")

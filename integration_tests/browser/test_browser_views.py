@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from harness.crowd import Crowd, CrowdServer, write_trajectories
+from harness.crowd import Crowd, CrowdServer, write_timeline, write_trajectories
 from harness.waiting import wait_for
 
 AXE = Path(__file__).parent / "vendor" / "axe.min.js"
@@ -16,6 +16,7 @@ MANY = 10_000
 VIEWS = {
     "runs": ("#/runs", ".runs tbody tr"),
     "run": ("#/runs/live-1", ".chart"),
+    "timeline": ("#/runs/done-1/timeline", ".lanes"),
     "trajectories": ("#/runs/done-1/trajectories", ".trajectory"),
     "proof": ("#/runs/done-1/proof", "table"),
     "spec": ("#/runs/done-1/spec", "pre"),
@@ -29,6 +30,7 @@ VIEWS = {
 def crowd(tmp_path_factory):
     directory = tmp_path_factory.mktemp("runs")
     write_trajectories(directory / "done-1", 12, 64, HOSTILE)
+    write_timeline(directory / "done-1", 120)
     write_trajectories(directory / "many-0", 1563, 64, "The answer is 42.")
     many = [(f"many-{number}", "SUCCEEDED") for number in range(MANY)]
     with CrowdServer(Crowd([*RUNS, *many]), directory) as server:
@@ -149,6 +151,32 @@ def test_the_first_paint_is_quick_and_the_keyboard_reaches_everything(crowd, ope
     page.get_by_role("dialog").wait_for()
     page.keyboard.press("Escape")
     page.get_by_role("dialog").wait_for(state="hidden")
+
+
+def test_a_timeline_is_walked_zoomed_and_read_as_a_table(crowd, open_page):
+    page = opened(open_page, crowd, "timeline")
+    page.get_by_text("Steps 101 to 120").wait_for()
+    page.locator(".lanes").focus()
+    told = page.locator(".told")
+    for keys, said in (
+        (["ArrowRight"], "gpu:0: rollout-0 held it to generate for 2.6 s"),
+        (["ArrowRight"], "gpu:0: generate, step 101: 2.2 s"),
+        (["ArrowDown"], "gpu:1: generate, step 101: 2 s"),
+        (["ArrowDown", "ArrowRight"], "no device: switch, step 101: 0.3 s"),
+    ):
+        for key in keys:
+            page.keyboard.press(key)
+        assert said in told.text_content()
+    before = page.locator(".lanes").evaluate("canvas => canvas.toDataURL()")
+    page.get_by_role("button", name="Zoom in").click()
+    assert page.locator(".lanes").evaluate("canvas => canvas.toDataURL()") != before
+    page.get_by_text("As a table").click()
+    row = page.get_by_role("region", name="Seconds by device and stage").locator("tbody tr").first
+    assert row.locator("td").all_text_contents()[0] == "rollout-0 52 s, trainer-0 48 s"
+    page.get_by_role("button", name="Older steps").click()
+    page.get_by_text("Steps 81 to 100").wait_for()
+    page.goto(f"{crowd.url}/#/runs/queued-1/timeline")
+    page.get_by_text("Nobody has held a device for this run yet.").wait_for()
 
 
 def test_without_any_run_the_page_says_what_to_do(open_page, tmp_path):

@@ -17,6 +17,7 @@ import uvicorn
 from headrace_coordinator.api.control import Control, Refused
 from headrace_coordinator.api.http import make_app
 from headrace_coordinator.api.overviews import summary
+from headrace_coordinator.projections.timeline import Hold, Part, Span, TimelineFile
 from headrace_coordinator.projections.trajectories import Settled, TrajectoryFile
 from headrace_schema.overviews import CurvesView, RunSummaryView, ScorePointView
 from headrace_schema.views import (
@@ -199,6 +200,29 @@ def write_trajectories(directory: Path, steps: int, per_step: int, text: str) ->
     for step in range(1, steps + 1):
         first = (step - 1) * per_step // 4
         file.append([settled(step, first + n // 4, n % 4, text) for n in range(per_step)])
+
+
+def write_timeline(directory: Path, steps: int) -> None:
+    """Steps in which two GPUs generate, then learn; the scorers work beside them."""
+    directory.mkdir(parents=True, exist_ok=True)
+    file, gpus = TimelineFile(directory), ["box/gpu:0", "box/gpu:1"]
+    for step in range(1, steps + 1):
+        at = NOW + 5 * step
+        work = [
+            *(Span("generate", [gpu], at + 0.2, at + 2.4 - n / 5) for n, gpu in enumerate(gpus)),
+            Span("score", [], at + 1.2, at + 2.5),
+            Span("switch", [], at + 2.5, at + 2.8),
+            Span("learn", gpus, at + 2.8, at + 4.5),
+            Span("sync", gpus, at + 4.5, at + 4.8),
+        ]
+        holds = [
+            *(
+                Hold(4 * step + n, f"rollout-{n}", "generate", [gpu], at, at + 2.6, "released")
+                for n, gpu in enumerate(gpus)
+            ),
+            Hold(4 * step + 2, "trainer-0", "learn", gpus, at + 2.6, at + 5, "released"),
+        ]  # fmt: skip
+        file.append(Part(kind="step", step=step, start=at, end=at + 5, work=work, holds=holds))
 
 
 class CrowdServer:

@@ -377,7 +377,8 @@ def test_the_description_resolves_and_names_the_routes_of_the_architecture():
     routes = {f"{method} {path}" for path, methods in document["paths"].items() for method in methods}
     assert "post /v1/runs/{run_id}:pause" in routes
     assert "post /v1/plans" in routes
-    assert not [route for route in routes if route.endswith("/plan") or "timeline" in route]
+    assert "get /v1/runs/{run_id}/timeline" in routes
+    assert not [route for route in routes if route.endswith("/plan")]
 
 
 def test_the_api_starts_at_once_and_without_heavy_packages():
@@ -430,3 +431,11 @@ async def test_a_link_is_not_used_up_by_its_preview(fake_control, tmp_path):
 async def test_405_names_the_methods_that_there_are(api, method, path, allowed):
     answer = await api.request(method, path)
     assert (answer.status_code, answer.headers["allow"]) == (405, allowed)
+
+
+async def test_a_timeline_has_the_leases_that_the_run_holds_now(api, spec_json):
+    run = (await api.post("/v1/runs", json=spec_json)).json()["id"]
+    found = (await api.get(f"/v1/runs/{run}/timeline")).json()
+    assert found == {"parts": [], "work": [], "holds": [], "older": False}
+    assert (await api.get(f"/v1/runs/{run}/timeline?steps=0")).status_code == 422
+    assert (await api.get("/v1/runs/nobody/timeline")).status_code == 404

@@ -10,7 +10,7 @@ import textwrap
 import pytest
 from headrace_coordinator.projections import RunProjection, read_trajectories
 from headrace_coordinator.projections.reading import PageTokenError
-from headrace_coordinator.projections.trajectories import Settled
+from headrace_coordinator.projections.trajectories import Settled, is_spread, spread
 from headrace_schema.tracking import TrackingSection
 from headrace_schema.views import EvaluationView, StepView
 
@@ -119,6 +119,13 @@ def test_a_torn_line_is_closed_off_and_its_step_written_again(tmp_path):
     projection.close()
     assert json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[1])["step"] == 0
     assert len(read_trajectories(tmp_path).trajectories) == 1
+
+
+@pytest.mark.parametrize(("count", "room"), [(1, 64), (64, 64), (65, 64), (128, 64), (1000, 64), (7, 3)])
+def test_what_a_spread_keeps_is_known_before_it_is_there(count, room):
+    assert [place for place in range(count) if is_spread(place, count, room)] == spread(
+        list(range(count)), room
+    )
 
 
 def test_a_step_keeps_a_spread_sample(tmp_path):

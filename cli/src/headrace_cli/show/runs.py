@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 STAGES = ("generate", "score", "learn", "sync", "switch", "protocol")
 BRIEF_CHARACTERS = 40
+FILTERED = "FILTERED"
 STEP_COLUMNS = ("step", "reward", "held-out", "tokens/s", "staleness", "wall s", *STAGES)
 LEFT_OUT_FIRST = ("switch", "protocol", "staleness", "sync", "score", "tokens/s", "held-out")
 """Columns that a narrow terminal does without, in this order."""
@@ -22,7 +23,11 @@ WIDE_COLUMNS = 112
 
 def run_table(run: Run) -> Table:
     """Everything about one run that fits a screen."""
-    counts = run.counts
+    counts, last = run.counts, run.last_step
+    filtered = f" ({counts.filtered} of them filtered)" if counts.filtered else ""
+    refilled = (
+        f"{last.trained} slots trained, {last.refilled} groups refilled" if last and last.refilled else ""
+    )
     rows: list[tuple[object, object]] = [
         ("run", run.id),
         ("name", run.spec.get("name", "")),
@@ -35,7 +40,11 @@ def run_table(run: Run) -> Table:
         ("forked from", origin(run)),
         ("policy", f"version {run.policy.number}, digest {run.policy.digest[:16]}" if run.policy else ""),
         ("held-out", heldout_change(run) + (confidence(heldout(run)[-1]) if heldout(run) else "")),
-        ("slots", f"{counts.trained} trained, {counts.dropped} dropped, {counts.duplicates} duplicates"),
+        (
+            "slots",
+            f"{counts.trained} trained, {counts.dropped} dropped{filtered}, {counts.duplicates} duplicates",
+        ),
+        ("last step", refilled),
         ("staleness", f"at most {counts.max_staleness} steps"),
         ("recoveries", run.recoveries or ""),
         ("warm-up", f"{run.warmup_steps} supervised steps" if run.warmup_steps else ""),
@@ -138,6 +147,8 @@ def certificates_table(certificates: Sequence[Certificate]) -> Table:
             "yes" if item.live else "abandoned",
             len(item.trained),
             len(item.dropped),
+            sum(reason == FILTERED for _, _, reason in item.dropped),
+            item.refilled,
             item.tokens,
             item.max_staleness,
             "not compared" if item.log_prob_mismatch_mean is None else f"{item.log_prob_mismatch_mean:.2g}",
@@ -152,6 +163,8 @@ def certificates_table(certificates: Sequence[Certificate]) -> Table:
         "live",
         ">trained",
         ">dropped",
+        ">filtered",
+        ">refilled",
         ">tokens",
         ">staleness",
         ">mismatch",

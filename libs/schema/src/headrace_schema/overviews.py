@@ -62,3 +62,43 @@ class EventListView(Resource):
 
     events: list[EventView]
     next_page_token: str = ""
+
+
+class TimelinePartView(Resource):
+    """A step, an evaluation or the end of a run's time on its devices."""
+
+    kind: str = Field(description="prepare, step, skipped, evaluation or leave")
+    step: int = Field(description="the step, counted from 1; of an evaluation the step that it follows")
+    start: float = Field(description="seconds since the epoch")
+    end: float
+
+
+class WorkView(Resource):
+    """What was done, on which devices."""
+
+    stage: str = Field(description="generate, score, learn, sync, switch, checkpoint or evaluate")
+    devices: list[str] = Field(description="empty for work that needs none")
+    start: float
+    end: float
+    step: int
+
+
+class HoldView(Resource):
+    """One lease from its grant to its end."""
+
+    epoch: int
+    instance: str
+    stage: str
+    devices: list[str]
+    start: float
+    end: float | None = Field(description="null while it is held")
+    cause: str = Field(description="why it ended; empty while it is held")
+
+
+class TimelineView(Resource):
+    """Who held which device when, and what was done there."""
+
+    parts: list[TimelinePartView] = Field(description="oldest first")
+    work: list[WorkView]
+    holds: list[HoldView] = Field(description="leases that overlap the parts, oldest first")
+    older: bool = Field(description="whether there are parts before the first one")

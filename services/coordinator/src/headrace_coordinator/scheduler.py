@@ -25,6 +25,7 @@ from headrace_coordinator.fleet.fleet import Fleet
 from headrace_coordinator.fleet.waits import WaitTimeout
 from headrace_coordinator.run.context import Projection, RunContext
 from headrace_coordinator.run.loop import RunLoop
+from headrace_coordinator.run.suite_loop import SuiteLoop
 from headrace_coordinator.store.event_log import EventLog
 from headrace_coordinator.trackers.processes import Trackers
 
@@ -129,7 +130,8 @@ class Scheduler:
         try:
             projection.spec(run.spec)
             self._trackers.begin(spec.tracking, directory, partial(self._note, context))
-            await RunLoop(context).run()
+            loop = RunLoop if run.evaluation is None else SuiteLoop
+            await loop(context).run()
         finally:
             projection.close()
             self._trackers.end(directory, run.state if run.state in runs.TERMINAL else "")

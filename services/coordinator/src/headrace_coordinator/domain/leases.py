@@ -27,6 +27,7 @@ class Lease(msgspec.Struct):
     devices: list[str]
     state: str = GRANTED
     host: str = ""
+    since: float = 0.0
 
 
 class Quarantine(msgspec.Struct):
@@ -86,6 +87,7 @@ class LeaseTable(msgspec.Struct):
                     event.stage,
                     list(event.devices),
                     host=event.host,
+                    since=event.at,
                 )
             case ev.LeaseHeld():
                 if (lease := self.leases.get(event.epoch)) and lease.state == GRANTED:

@@ -6,15 +6,21 @@ The rules are `domain.leases`; who is alive and how a command reaches a process 
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 from headrace_coordinator.domain import events as ev
-from headrace_coordinator.domain import leases
-from headrace_coordinator.domain.leases import Blocked, LeaseRequest
+from headrace_coordinator.domain import leases, runs
+from headrace_coordinator.domain.leases import Blocked, Lease, LeaseRequest
 from headrace_coordinator.fleet.ports import InstanceDown
 from headrace_coordinator.fleet.waits import Waits, WaitTimeout
 from headrace_coordinator.store.event_log import EventLog
+
+ENDED_KEPT = 256
+"""Ended leases of a run that are remembered until its timeline takes them."""
+EndedLease = tuple[Lease, float, str]
+"""A lease, when it ended in seconds since the epoch, and why."""
 
 
 class Holders(Protocol):
@@ -41,6 +47,7 @@ class LeaseManager:
         self._renewed_at: dict[int, float] = {}
         self._let_go_by: dict[int, float] = {}
         self._expiry_from = event_log.monotonic() + ttl
+        self._ended: dict[str, deque[EndedLease]] = {}
 
     # --- from the holders
 
@@ -90,11 +97,25 @@ class LeaseManager:
 
     def _post_ends(self, events: Sequence[ev.Event]) -> None:
         for event in events:
+            self._note_end(event)
             self._renewed_at.pop(event.epoch, None)  # type: ignore[attr-defined]
             self._let_go_by.pop(event.epoch, None)  # type: ignore[attr-defined]
         self._event_log.post(*events)
 
+    def _note_end(self, event: ev.Event) -> None:
+        if isinstance(event, ev.LeaseEnded) and (
+            lease := self._event_log.state.table.leases.get(event.epoch)
+        ):
+            run = self._event_log.state.runs.get(lease.run)
+            if run is not None and run.state not in runs.TERMINAL:
+                ended = self._ended.setdefault(lease.run, deque(maxlen=ENDED_KEPT))
+                ended.append((lease, event.at, event.cause))
+
     # --- for a run
+
+    def take_ended(self, run: str) -> list[EndedLease]:
+        """The run's leases that ended since the last call, oldest first: the newest ENDED_KEPT of them."""
+        return list(self._ended.pop(run, ()))
 
     async def acquire(self, requests: Sequence[LeaseRequest], timeout: float) -> list[int]:
         """Leases for all requests or none, held by their holders; returns their epochs.

@@ -2,5 +2,6 @@
 
 from headrace_coordinator.projections.projection import RunProjection
 from headrace_coordinator.projections.reading import read_trajectories
+from headrace_coordinator.projections.timeline import read_timeline
 
-__all__ = ["RunProjection", "read_trajectories"]
+__all__ = ["RunProjection", "read_timeline", "read_trajectories"]

@@ -1,4 +1,4 @@
-"""The files of one run: metrics.jsonl, trajectories.jsonl, tensorboard/ and run.json.
+"""The files of one run: metrics.jsonl, trajectories.jsonl, timeline.jsonl, tensorboard/ and run.json.
 
 They are derived, so they never hold a run up: a thread writes them, a full queue drops and counts, and a disk
 that fails is logged once and counted. Repeating what was projected before a restart adds nothing.
@@ -22,6 +22,7 @@ from headrace_schema.views import EvaluationView, StepView
 from headrace_coordinator.projections.lines import LineFile, read_lines, write_whole
 from headrace_coordinator.projections.scalars import evaluation_scalars, step_scalars
 from headrace_coordinator.projections.tensorboard import EventFile
+from headrace_coordinator.projections.timeline import Part, TimelineFile
 from headrace_coordinator.projections.trajectories import Settled, TrajectoryFile
 
 log = logging.getLogger(__name__)
@@ -56,6 +57,7 @@ class RunProjection:
         self._closed = False
         self._metrics: LineFile | None = None
         self._trajectories: TrajectoryFile | None = None
+        self._timeline: TimelineFile | None = None
         self._board = EventFile(directory / "tensorboard")
         self._seen: dict[_Line, None] = {}
         self._thread = threading.Thread(target=self._work, name=f"projection-{directory.name}", daemon=True)
@@ -78,6 +80,10 @@ class RunProjection:
     def trajectories(self, views: list[Settled]) -> None:
         """Adds settled trajectories, of which a sample is kept."""
         self._put(lambda: self._write_trajectories(views))
+
+    def timeline(self, part: Part) -> None:
+        """Adds a part of the timeline."""
+        self._put(lambda: self._write_timeline(part))
 
     def flush(self, timeout: float = 10.0) -> bool:
         """Waits until everything so far is written or has failed; false when that takes too long."""
@@ -142,6 +148,12 @@ class RunProjection:
             self.directory.mkdir(parents=True, exist_ok=True)
             self._trajectories = TrajectoryFile(self.directory, *self._limits)
         self._trajectories.append(views)
+
+    def _write_timeline(self, part: Part) -> None:
+        if self._timeline is None:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            self._timeline = TimelineFile(self.directory)
+        self._timeline.append(part)
 
 
 def _open_metrics(path: Path) -> tuple[LineFile, dict[_Line, None]]:

@@ -44,6 +44,7 @@ class Settled(Slot, frozen=True, omit_defaults=True):
     tokens: int
     versions: list[tuple[int, int]] = []
     log_probs: list[float] = []
+    detail: str = ""
 
 
 encode_line = msgspec.json.Encoder().encode
@@ -112,6 +113,11 @@ def _keys(path: Path) -> set[Key]:
         except msgspec.DecodeError:
             continue  # A torn line; the LineFile has closed it off.
     return found
+
+
+def is_spread(place: int, count: int, room: int) -> bool:
+    """Whether `spread` gives `room` of `count` views the one at `place`; beyond `count` it goes on alike."""
+    return count <= room or (room > 0 and -(-place * room // count) * count // room == place)
 
 
 def spread(views: list[T], room: int) -> list[T]:

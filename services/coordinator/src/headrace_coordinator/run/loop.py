@@ -59,6 +59,7 @@ class RunLoop:
     async def run(self) -> None:
         """Works until the run pauses, yields or ends, and leaves by the one exit."""
         await leave(self.context, self._checkpointer, await self._work())
+        self.context.keep_time("leave", self.context.state.ledger.step, self._timer)
 
     async def _work(self) -> Outcome:
         while True:
@@ -109,13 +110,15 @@ class RunLoop:
         context.placement.assign()
         await context.placement.hand_devices_to_trainers()
         await form_gang(context)
+        await context.recall()  # A commit that is recorded now has the items of the steps before it.
         self._published = await converge(context)
+        await context.recall()
         if context.state.origin_checkpoint and not context.state.last_checkpoint:
             await self._checkpointer.save(wait=True)  # Its origin may prune what it began with.
         context.agreement_due = True
         if context.state.state in (runs.PLANNING, runs.RECOVERING):
             self._move(runs.RUNNING, "training")
-        self._timer.restart()
+        context.keep_time("prepare", context.state.ledger.step, self._timer)
 
     async def _generate_ready(self) -> None:
         """The rollouts hold their devices with the base version installed."""
@@ -129,6 +132,8 @@ class RunLoop:
         assert self._published is not None
         step = Step(self.context, self._published, self._timer)
         self._published = await self._while_it_progresses(step.run())
+        if self.context.curriculum:
+            self.context.curriculum.observe(step.observed)
         self._steps += 1
 
     async def _evaluate_if_due(self) -> None:
@@ -143,14 +148,16 @@ class RunLoop:
             kinds.insert(0, ("baseline_prefill", section.baseline_prefill))
         for kind, prefill in kinds:
             if runs.evaluation_key(kind, ordinal) not in context.state.evaluated:
-                view = await evaluate(context, self._published, kind, prefill)
+                devices = {device for member in context.workers.rollouts for device in member.devices}
+                with self._timer.stage("evaluate", sorted(devices)):
+                    view = await evaluate(context, self._published, kind, prefill)
                 await self._event_log.commit(
                     ev.Evaluated(
                         at=self._event_log.now(), run=context.run_id, view=view.model_dump(mode="json")
                     )
                 )
                 context.projection.evaluation(view)
-                self._timer.restart()
+                context.keep_time("evaluation", ordinal, self._timer)
 
     def _finished(self) -> bool:
         return self.context.state.ledger.step >= self.context.spec.steps

@@ -51,6 +51,9 @@ class Quiet:
     def trajectories(self, views: object) -> None:
         """See `Projection.trajectories`."""
 
+    def timeline(self, part: object) -> None:
+        """See `Projection.timeline`."""
+
     def close(self) -> None:
         """See `Projection.close`."""
 
@@ -69,6 +72,8 @@ class Outcome:
     requests: Counter[str] = field(default_factory=Counter)
     pairs: Counter[Pair] = field(default_factory=Counter)
     states: dict[str, str] = field(default_factory=dict)
+    refilled: int = 0
+    """Groups that steps took in place of dropped ones."""
 
 
 class World(Processes):
@@ -295,6 +300,7 @@ class World(Processes):
             self.users.counts,
             replay.pairs,
             {name: run.state for name, run in replay.runs.items()},
+            replay.refilled,
         )
 
     async def _judge_run(self, run: runs.RunState) -> Tally:

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+from pathlib import Path
 from typing import Annotated
 
 from fastapi import APIRouter, Depends, Query, Response
-from headrace_schema.overviews import CurvesView, EventListView, RunSummaryListView
+from headrace_schema.overviews import (
+    CurvesView,
+    EventListView,
+    HoldView,
+    RunSummaryListView,
+    TimelineView,
+)
 
 from headrace_coordinator.api.control import Control
 from headrace_coordinator.api.http.pagination import foreign_token, place_of, token_of
@@ -17,6 +25,7 @@ from headrace_coordinator.api.http.requests import (
     known_states,
     view_response,
 )
+from headrace_coordinator.projections import read_timeline
 
 MAX_EVENT_ID = 2**63 - 1
 Points = Annotated[int, Query(ge=2, le=2000, description="most steps; more are thinned out evenly")]
@@ -25,8 +34,8 @@ Search = Annotated[
 ]
 
 
-def overview_routes(control: Control) -> APIRouter:
-    """The routes."""
+def overview_routes(control: Control, runs_directory: Path) -> APIRouter:
+    """The routes; timelines are read from `runs_directory`/RUN."""
     routes = APIRouter(prefix="/v1", tags=["runs"], dependencies=[Depends(known_parameters)])
 
     @routes.get("/run-summaries", response_model=RunSummaryListView)
@@ -56,5 +65,30 @@ def overview_routes(control: Control) -> APIRouter:
         before = place_of(page_token) if page_token else MAX_EVENT_ID
         shown, place = await control.newest_events(run_id, page_size, before)
         return view_response(EventListView(events=shown, next_page_token=token_of(place)))
+
+    @routes.get("/runs/{run_id}/timeline", response_model=TimelineView)
+    async def get_timeline(
+        run_id: str,
+        steps: Annotated[int, Query(ge=1, le=200, description="most steps, the newest ones")] = 20,
+        before: Annotated[
+            float | None, Query(ge=0, description="only what began before, in seconds since the epoch")
+        ] = None,
+    ) -> Response:
+        """Who held which device when, and what was done there: of the newest steps."""
+        directory = runs_directory / control.run(run_id).id
+        live = [
+            HoldView(
+                epoch=lease.epoch,
+                instance=lease.instance,
+                stage=lease.stage,
+                devices=lease.devices,
+                start=lease.since,
+                end=None,
+                cause="",
+            )
+            for lease in control.leases()
+            if lease.run == run_id
+        ]
+        return view_response(await asyncio.to_thread(read_timeline, directory, steps, before, live))
 
     return routes

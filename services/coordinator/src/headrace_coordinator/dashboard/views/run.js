@@ -5,11 +5,12 @@ import { chip, confirmed, facts, h } from "../dom.js";
 import { clock, duration, number } from "../format.js";
 import { progress } from "./runs.js";
 import { overview } from "./overview.js";
+import { timeline } from "./timeline.js";
 import { trajectories } from "./trajectories.js";
 import { proof } from "./proof.js";
 import { specTab } from "./spec.js";
 
-const TABS = { overview: ["Overview", overview], trajectories: ["Trajectories", trajectories], proof: ["Proof", proof], spec: ["Spec", specTab] };
+const TABS = { overview: ["Overview", overview], timeline: ["Timeline", timeline], trajectories: ["Trajectories", trajectories], proof: ["Proof", proof], spec: ["Spec", specTab] };
 const ENDED = ["SUCCEEDED", "FAILED", "CANCELLED"];
 
 export async function show(root, place, signal) {
@@ -106,7 +107,7 @@ function runHeader(element, path, signal) {
       ["Score", best.length > 1 ? `${number(best[0].score)} → ${number(best.at(-1).score)}` : number(best[0]?.score)],
       ["Version", run.policy ? `${run.policy.number}` : "–"],
       ["Trained", run.counts.trained.toLocaleString("en")],
-      ["Dropped", run.counts.dropped.toLocaleString("en")],
+      ["Dropped", run.counts.dropped.toLocaleString("en") + (run.counts.filtered ? `, of equal rewards ${run.counts.filtered.toLocaleString("en")}` : "")],
       ["Worst staleness", `${run.counts.max_staleness}`],
       ["Recoveries", `${run.recoveries}`],
       ["Started", clock(run.started_at)],

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 
 Interval = tuple[float, float]
+NO_DEVICE = ""
+SPANS_KEPT = 32
 
 
 class StepTimer:
@@ -34,7 +37,7 @@ class StepTimer:
     def add(self, name: str, interval: Interval, devices: Iterable[str] = ()) -> None:
         """Adds an interval that was measured elsewhere."""
         self._stages[name].append(interval)
-        for device in devices:
+        for device in tuple(devices) or (NO_DEVICE,):
             self._devices[device][name].append(interval)
 
     @property
@@ -54,7 +57,25 @@ class StepTimer:
         return {
             device: {name: covered(intervals) for name, intervals in stages.items()}
             for device, stages in self._devices.items()
+            if device != NO_DEVICE
         }
+
+    @property
+    def started(self) -> float:
+        """When it began, on its clock."""
+        return self._started
+
+    def spans(self) -> list[tuple[str, list[str], float, float]]:
+        """(stage, devices, start, end) on its clock, in order; at most SPANS_KEPT of a stage on a device.
+
+        Devices that worked at the same time share a span; work that needs no device has none.
+        """
+        found: dict[tuple[float, float, str], list[str]] = defaultdict(list)
+        for device, stages in sorted(self._devices.items()):
+            for name, intervals in stages.items():
+                for start, stop in joined(intervals, SPANS_KEPT):
+                    found[start, stop, name] += [] if device == NO_DEVICE else [device]
+        return [(name, devices, start, stop) for (start, stop, name), devices in sorted(found.items())]
 
 
 def covered(intervals: Iterable[Interval]) -> float:
@@ -64,3 +85,18 @@ def covered(intervals: Iterable[Interval]) -> float:
         total += max(0.0, stop - max(start, end))
         end = max(end, stop)
     return total
+
+
+def joined(intervals: Iterable[Interval], most: int) -> list[Interval]:
+    """The union of intervals as at most `most` ones: the smallest gaps are closed."""
+    union: list[Interval] = []
+    for start, stop in sorted(intervals):
+        if union and start <= union[-1][1]:
+            union[-1] = union[-1][0], max(stop, union[-1][1])
+        else:
+            union.append((start, stop))
+    while len(union) > most:
+        gaps = [right[0] - left[1] for left, right in pairwise(union)]
+        at = gaps.index(min(gaps))
+        union[at : at + 2] = [(union[at][0], union[at + 1][1])]
+    return union

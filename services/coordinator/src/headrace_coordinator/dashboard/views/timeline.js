@@ -1,0 +1,113 @@
+// A run's timeline: a lane for each device, who held it above, what was done there below, coloured by stage.
+
+import { get } from "../api.js";
+import { empty, h, table } from "../dom.js";
+import { clock, duration, number, plural } from "../format.js";
+import { Lanes } from "../lanes.js";
+
+const COLOURS = { generate: "--c1", learn: "--c2", evaluate: "--c3", sync: "--c4", score: "--c6", checkpoint: "--c7", switch: "--c8" };
+const COUNTS = [5, 20, 50, 200];
+const NOWHERE = "no device";
+
+export async function timeline(root, context) {
+  const told = h("p", { class: "muted told", role: "status" });
+  const lanes = new Lanes("Devices over time. Left and Right go from span to span, Up and Down from device to device, plus and minus zoom, Home shows all.", (text) => { told.textContent = text; }, context.signal);
+  const count = h("select", { id: "steps", onchange: () => load() }, COUNTS.map((each) => h("option", { value: each }, `${each} steps`)));
+  count.value = innerWidth < 720 ? "5" : "20"; // as many as can be told apart
+  const button = (text, onclick) => h("button", { type: "button", onclick }, text);
+  const older = button("Older steps", () => { before = shown.parts[0]?.start ?? null; load(); });
+  const newest = button("Newest steps", () => { before = null; load(); });
+  const about = h("p", { class: "muted" });
+  const legend = h("ul", { class: "legend" });
+  const sums = h("details", { class: "sums" }, h("summary", {}, "As a table"));
+  const nothing = empty("Nobody has held a device for this run yet. Its lanes appear with the first lease.");
+  const panel = h("section", { class: "panel" }, about,
+    h("div", { class: "row" }, h("span", { class: "pair" }, h("label", { for: "steps" }, "Show"), count), older, newest,
+      button("Zoom in", () => lanes.zoom(2)), button("Zoom out", () => lanes.zoom(0.5)), button("Earlier", () => lanes.move(-0.5)), button("Later", () => lanes.move(0.5)), button("All", () => lanes.all())),
+    legend, lanes.element, told, sums);
+  root.append(panel, nothing);
+  let before = null;
+  let shown = { parts: [], work: [], holds: [] };
+
+  async function load() {
+    shown = await get(`${context.path}/timeline`, context.signal, { steps: count.value, before });
+    const start = shown.parts[0]?.start ?? shown.holds[0]?.start ?? 0;
+    const end = before === null ? Math.max(shown.parts.at(-1)?.end ?? 0, shown.holds.some((each) => each.end === null) ? Date.now() / 1000 : 0, start + 0.1) : shown.parts.at(-1)?.end ?? start + 0.1;
+    const found = lanesOf(shown, start, end);
+    panel.hidden = !found.length;
+    nothing.hidden = Boolean(found.length);
+    if (!found.length) return;
+    const steps = shown.parts.filter((part) => part.kind === "step");
+    about.textContent = `${steps.length ? `Steps ${steps[0].step} to ${steps.at(-1).step}, ` : ""}${duration(end - start)} from ${clock(start)}. Above in each lane: who holds the device; below: what is done there.`;
+    older.disabled = !shown.older;
+    newest.disabled = before === null;
+    const stages = [...new Set(found.flatMap((lane) => [...lane.holds, ...lane.work].map((span) => span.stage)))].sort();
+    legend.replaceChildren(...stages.map((stage) => h("li", {}, h("i", { vars: { "--mark": `var(${colourOf(stage)})` } }), stage)));
+    sums.replaceChildren(sums.firstChild, table("Seconds by device and stage", ["Device", "Held by", ...stages, "At work"], rows(found, stages, start, end))[0]);
+    lanes.set(found, start, end);
+  }
+
+  let asked = false;
+  context.onEvent((event) => {
+    if (asked || before !== null || !["step_committed", "evaluated", "run_released", "run_state_changed"].includes(event.type)) return;
+    asked = true;
+    setTimeout(() => { asked = false; if (!context.signal.aborted) load().catch(() => {}); }, 1000); // The next event asks again.
+  });
+  await load();
+  const { events } = await get(`${context.path}/newest-events`, context.signal, { page_size: 1 });
+  await context.follow(events[0]?.id ?? 0);
+}
+
+function colourOf(stage) {
+  return COLOURS[stage] ?? "--c5";
+}
+
+function lanesOf(shown, start, end) {
+  const lanes = new Map();
+  const hosts = new Set([...shown.holds, ...shown.work].flatMap((each) => each.devices).map((device) => device.slice(0, device.lastIndexOf("/"))));
+  const lane = (device) => {
+    if (!lanes.has(device)) lanes.set(device, { device, name: device === NOWHERE ? NOWHERE : hosts.size > 1 ? device.slice(-24) : device.slice(device.lastIndexOf("/") + 1), holds: [], work: [] });
+    return lanes.get(device);
+  };
+  for (const each of shown.holds) {
+    const until = each.end ?? end;
+    const text = `${each.instance} held ${each.devices.length > 1 ? `${each.devices.length} devices` : "it"} to ${each.stage} for ${duration(until - each.start)}, lease ${each.epoch}${each.end === null ? ", and still does" : `: ${each.cause}`}`;
+    for (const device of each.devices) put(lane(device).holds, each, until, each.instance, text);
+  }
+  for (const each of shown.work) {
+    const text = `${each.stage}, step ${each.step}: ${duration(each.end - each.start)}, ${duration(each.start - start)} after the beginning`;
+    for (const device of each.devices.length ? each.devices : [NOWHERE]) put(lane(device).work, each, each.end, `${each.stage} ${each.step}`, text);
+  }
+  const last = (name) => (name === NOWHERE ? 1 : 0);
+  return [...lanes.values()].sort((a, b) => last(a.device) - last(b.device) || a.device.localeCompare(b.device, "en", { numeric: true }))
+    .map((each) => ({ ...each, ...named(each) }));
+
+  function put(list, each, until, label, text) {
+    list.push({ start: Math.max(each.start, start), end: Math.min(until, end), stage: each.stage, colour: colourOf(each.stage), label, text, holder: each.instance });
+  }
+  function named(each) {
+    const say = (span) => ({ ...span, text: `${each.name}: ${span.text}` });
+    return { holds: each.holds.map(say), work: each.work.map(say) };
+  }
+}
+
+// Length of the union of spans, in seconds.
+function covered(spans) {
+  let total = 0;
+  let end = -Infinity;
+  for (const span of [...spans].sort((a, b) => a.start - b.start)) {
+    total += Math.max(0, span.end - Math.max(span.start, end));
+    end = Math.max(end, span.end);
+  }
+  return total;
+}
+
+function rows(found, stages, start, end) {
+  return found.map((lane) => {
+    const holders = [...new Set(lane.holds.map((span) => span.holder))];
+    const held = holders.map((name) => `${name} ${duration(covered(lane.holds.filter((span) => span.holder === name)))}`);
+    return h("tr", {}, h("th", { scope: "row" }, lane.name), h("td", {}, held.slice(0, 4).join(", ") + (held.length > 4 ? ` and ${plural(held.length - 4, "other")}` : "") || "–"),
+      stages.map((stage) => h("td", {}, number(covered(lane.work.filter((span) => span.stage === stage)), 1))),
+      h("td", {}, `${number((100 * covered(lane.work)) / (end - start), 0)}%`));
+  });
+}

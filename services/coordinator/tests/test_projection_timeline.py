@@ -1,0 +1,139 @@
+"""The timeline: who held which device when, bounded on disk and in an answer."""
+
+import asyncio
+
+from headrace_coordinator.domain import events as ev
+from headrace_coordinator.domain import runs
+from headrace_coordinator.domain.runs import RunState
+from headrace_coordinator.domain.slots import SlotLedger
+from headrace_coordinator.domain.versions import Lineage
+from headrace_coordinator.fleet.fleet import Fleet, FleetSettings
+from headrace_coordinator.fleet.lease_manager import ENDED_KEPT
+from headrace_coordinator.projections import RunProjection, read_timeline
+from headrace_coordinator.projections import timeline as under_test
+from headrace_coordinator.projections.timeline import Hold, Part, Span, TimelineFile
+from headrace_coordinator.run.stages.step_timer import SPANS_KEPT, StepTimer, joined
+from headrace_coordinator.store.event_log import EventLog
+from headrace_coordinator.store.memory_store import MemoryStore
+from headrace_schema.overviews import HoldView
+
+
+def part(step, *holds, work=1):
+    """A step of ten seconds."""
+    spans = [Span("generate", ["h/gpu:0"], 10.0 * step + n / 100, 10.0 * step + 6) for n in range(work)]
+    return Part(
+        kind="step", step=step, start=10.0 * step, end=10.0 * step + 10, work=spans, holds=list(holds)
+    )
+
+
+def hold(epoch, start, end):
+    return Hold(epoch, "rollout-0", "generate", ["h/gpu:0"], start, end, "released")
+
+
+def test_spans_name_stage_and_devices_and_join_what_overlaps():
+    timer = StepTimer(lambda: 9.0)
+    timer.add("generate", (0.0, 2.0), ["h/cpu:0", "h/cpu:1"])
+    timer.add("learn", (2.0, 3.0), ["h/cpu:1"])
+    timer.add("learn", (2.5, 4.0), ["h/cpu:1"])
+    timer.add("score", (1.0, 2.5))
+    assert timer.spans() == [
+        ("generate", ["h/cpu:0", "h/cpu:1"], 0.0, 2.0),
+        ("score", [], 1.0, 2.5),
+        ("learn", ["h/cpu:1"], 2.0, 4.0),
+    ]
+    assert timer.devices() == {"h/cpu:0": {"generate": 2.0}, "h/cpu:1": {"generate": 2.0, "learn": 2.0}}
+
+
+def test_many_spans_close_their_smallest_gaps():
+    assert joined([(0, 1), (5, 6), (6.5, 7), (1, 2)], 2) == [(0, 2), (5, 7)]
+    timer = StepTimer(lambda: 1e6)
+    for n in range(1000):
+        timer.add("learn", (float(n), n + 0.5), ["h/cpu:0"])
+    assert len(timer.spans()) == SPANS_KEPT
+    assert timer.spans()[-1][3] == 999.5
+
+
+def test_the_newest_steps_are_read_with_the_holds_that_overlap_them(tmp_path):
+    projection = RunProjection(tmp_path)
+    for line in (part(1, hold(1, 1.0, 19.0)), part(2), part(3, hold(2, 19.0, 35.0)), part(4)):
+        projection.timeline(line)
+    projection.close()
+    live = HoldView(epoch=3, instance="t", stage="learn", devices=["h/gpu:0"], start=36.0, end=None, cause="")
+    found = read_timeline(tmp_path, 2, live=[live])
+    assert [each.step for each in found.parts] == [3, 4]
+    assert [(each.epoch, each.end) for each in found.holds] == [(2, 35.0), (3, None)]
+    assert [(each.step, each.stage, each.devices) for each in found.work] == [
+        (3, "generate", ["h/gpu:0"]),
+        (4, "generate", ["h/gpu:0"]),
+    ]
+    assert found.older
+    before = read_timeline(tmp_path, 2, before=found.parts[0].start, live=[live])
+    assert [each.step for each in before.parts] == [1, 2]
+    assert [each.epoch for each in before.holds] == [1, 2], "a hold that goes on over the page's end is shown"
+    assert not before.older
+
+
+def test_without_a_file_the_live_holds_are_shown(tmp_path):
+    live = HoldView(epoch=3, instance="t", stage="learn", devices=["h/gpu:0"], start=36.0, end=None, cause="")
+    found = read_timeline(tmp_path, 2, live=[live])
+    assert (found.parts, found.work, [each.epoch for each in found.holds]) == ([], [], [3])
+
+
+def test_the_file_is_bounded_and_a_torn_line_is_left_out(tmp_path):
+    file = TimelineFile(tmp_path, file_bytes=2000)
+    for step in range(1, 101):
+        file.append(part(step))
+    assert sum(path.stat().st_size for path in tmp_path.iterdir()) < 5000
+    newest = tmp_path / under_test.NAME
+    newest.write_bytes(newest.read_bytes()[:-9])
+    TimelineFile(tmp_path, file_bytes=10_000).append(part(101))
+    assert [each.step for each in read_timeline(tmp_path, 2).parts] == [99, 101]
+
+
+def test_an_answer_is_bounded(tmp_path, monkeypatch):
+    monkeypatch.setattr(under_test, "MOST_SPANS", 100)
+    file = TimelineFile(tmp_path)
+    for step in range(1, 9):
+        file.append(part(step, work=30))
+    found = read_timeline(tmp_path, 200)
+    assert [each.step for each in found.parts] == [6, 7, 8]
+    assert found.older
+
+
+def run_of(name, state):
+    return RunState(
+        id=name,
+        spec={},
+        directory="",
+        state=state,
+        created_at=0.0,
+        ledger=SlotLedger(1, 1),
+        lineage=Lineage(),
+    )
+
+
+async def test_ended_leases_wait_for_the_timeline_of_a_run_that_goes_on(monkeypatch):
+    event_log = EventLog(MemoryStore(), lambda: 50.0, lambda: 0.0)
+    await event_log.open("test", None)
+    fleet = Fleet(event_log, lambda kind, address, incarnation: None, FleetSettings())
+    event_log.state.runs |= {"r": run_of("r", runs.RUNNING), "over": run_of("over", runs.SUCCEEDED)}
+    desk = fleet.lease_manager
+    for epoch in range(1, ENDED_KEPT + 4):
+        run = "over" if epoch == 1 else "r"
+        event_log.post(
+            ev.LeaseGranted(at=7, epoch=epoch, incarnation="a", run=run, stage="learn", devices=["h/cpu:0"])
+        )
+        desk.released("a", epoch)
+    await asyncio.sleep(0)
+    ended = desk.take_ended("r")
+    assert len(ended) == ENDED_KEPT
+    lease, end, cause = ended[-1]
+    assert (lease.epoch, lease.since, lease.devices, end, cause) == (
+        ENDED_KEPT + 3,
+        7,
+        ["h/cpu:0"],
+        50.0,
+        "released",
+    )
+    assert desk.take_ended("r") == []
+    assert desk.take_ended("over") == []
