@@ -28,7 +28,8 @@ curl -H "Authorization: Bearer $(cat .headrace/http-token)" http://127.0.0.1:847
 
 A refusal is an `ErrorView`: a `reason`, a `message`, and `problems`, each with a key, what is wrong and the fix. Lists
 are pages (`page_size`, `page_token`). Writes take an `Idempotency-Key`: the same key and body give the same answer. GET
-answers HEAD too; a 405 names the methods of the path in `Allow`. `GET /openapi.json` is the whole description.
+answers HEAD too; a 405 names the methods of the path in `Allow`. `GET /openapi.json` is the whole
+description; `/docs` shows it in the browser and sends requests.
 """
 GRPC_HEAD = """# gRPC API
 
