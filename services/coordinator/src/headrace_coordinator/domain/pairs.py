@@ -54,4 +54,4 @@ def mcnemar(wins: int, losses: int) -> float:
     """Two-sided p-value of the exact McNemar test: the binomial test of wins among wins and losses at 1/2."""
     total = wins + losses
     tail = sum(comb(total, k) for k in range(min(wins, losses) + 1))
-    return min(1.0, 2 * tail / 2**total)
+    return min(1.0, 2 * tail / (1 << total))

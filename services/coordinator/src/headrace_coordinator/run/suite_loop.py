@@ -25,7 +25,7 @@ from headrace_coordinator.run.clients import Published
 from headrace_coordinator.run.context import RunContext
 from headrace_coordinator.run.leaving import Outcome
 from headrace_coordinator.run.loop import RunLoop
-from headrace_coordinator.run.stages.scoring import sampled, score_all, score_item, version_spans
+from headrace_coordinator.run.stages.scoring import sampled, score_all, score_item
 from headrace_coordinator.run.step import RunFailed
 from headrace_coordinator.run.suite_figures import result_of
 from headrace_coordinator.suites import open_suite
@@ -184,6 +184,7 @@ class SuiteLoop(RunLoop):
         """A transcript; raises `RunFailed` where no scorer could judge the answer."""
         if score.status == reward.SCORE_STATUS_SCORER_BROKEN:
             raise RunFailed(f"reward.scorers: a scorer is broken: {score.detail}")
+        tokens, versions = sampled(body)
         item, failed = self._items[body.sample.prompt_ordinal], score.status != reward.SCORE_STATUS_OK
         return Settled(
             step=0,
@@ -197,7 +198,7 @@ class SuiteLoop(RunLoop):
             reward=score.reward,
             parts=dict(score.parts),
             finish_reason=common.FinishReason.Name(body.finish_reason).removeprefix("FINISH_REASON_"),
-            tokens=sampled(body)[0],
-            versions=version_spans(body),
+            tokens=tokens,
+            versions=versions,
             detail=(score.detail or "a scorer failed") if failed else "",
         )
