@@ -1,6 +1,6 @@
-"""The files of the dashboard and of /docs: read once, served with a policy under which nothing but them runs. Knows no run.
+"""The files of the dashboard and of /docs: read once, served with a policy under which nothing else runs.
 
-They hold no data, so they need no token; what they show they ask of the API, with the user's token.
+Knows no run. They hold no data, so they need no token; what they show they ask of the API, with the user's token.
 """
 
 from __future__ import annotations
