@@ -5,6 +5,8 @@ import contextlib
 
 import pytest
 from headrace.reward.v1 import reward_pb2 as reward
+from headrace_coordinator.api import coordinator
+from headrace_coordinator.api.control import Refused
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain import runs
 from headrace_coordinator.domain.scheduling import PATIENCE_QUANTA
@@ -322,6 +324,30 @@ def test_the_checkpoint_that_a_queued_fork_names_outlives_retention():
     during, after, name = seen
     assert during[-1] == name and len(during) == 2
     assert name not in after
+
+
+def test_a_fork_whose_checkpoint_is_deleted_while_its_scorers_are_tried_is_refused(monkeypatch):
+    refused = []
+
+    async def play(scene):
+        a = await scene.first()
+        await scene.until(lambda: scene.log(ev.CheckpointSaved))
+        first = scene.log(ev.CheckpointSaved)[0]
+
+        async def trial(*_):
+            await scene.until(lambda: scene.log(ev.CheckpointSaved)[-1] != first)
+            await asyncio.sleep(1.0)
+            return []
+
+        monkeypatch.setattr(coordinator, "try_scorers", trial)
+        try:
+            await scene.coordinator.submit(fork_of(scene.specs[0], a, first.step), "fork")
+        except Refused as error:
+            refused.extend(problem.key for problem in error.problems)
+
+    scene = Scene(play, steps=8, checkpoint={"interval_steps": 1, "keep": 1})
+    assert set(ends(scene).values()) == {"SUCCEEDED"}
+    assert refused == ["from_checkpoint.step"]
 
 
 def test_a_fork_begins_with_another_checkpoint_when_the_newest_is_pruned_under_it(monkeypatch):

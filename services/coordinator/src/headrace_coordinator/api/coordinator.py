@@ -87,7 +87,9 @@ class Coordinator(Reads):
             with contextlib.suppress(WaitTimeout):
                 await self.event_log.wait_until(lambda: not misfits(), RESTART_S, "instances to be restarted")
         problems = [*misfits(), *await self.fork_problems(spec)]
-        return problems or await try_scorers(spec, self.fleet, self.reconciler.trials)
+        problems = problems or await try_scorers(spec, self.fleet, self.reconciler.trials)
+        # A trial may take a minute, in which a fork's origin goes on and deletes checkpoints.
+        return problems or await self.fork_problems(spec)
 
     async def submit(self, spec: RunSpec, idempotency_key: str) -> RunView:
         """See `Control.submit`."""
