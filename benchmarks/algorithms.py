@@ -28,7 +28,7 @@ EXAMPLES = Path(__file__).resolve().parents[1] / "examples" / "algorithms"
 LIMIT_S = 3600
 LAST = 10
 """Steps at the end, and at the beginning, whose rewards are averaged."""
-TOKEN_FIGURES = ("clip_fraction", "approx_kl", "entropy", "reference_kl")
+TOKEN_FIGURES = ("clip_fraction", "approx_kl", "entropy", "reference_kl", "value_loss", "explained_variance")
 TEACHER_STEPS = 300
 """Supervised steps that make the teacher of `distill`."""
 TITLED = ("ppo", "grpo", "dapo", "reinforce_pp", "rloo", "gspo")
