@@ -12,7 +12,7 @@ from headrace_coordinator.domain.slots import SlotLedger
 from headrace_coordinator.domain.versions import Lineage, plan_lost_rewind
 from headrace_coordinator.simulation.virtual_time import run_virtual
 from headrace_coordinator.simulation.world import World
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 GROUPS, SIZE = 3, 2
@@ -49,6 +49,7 @@ def committed(ledger, number, parent, attempt=1):
     return ev.StepCommitted(at=0, run="r", certificate=certificate, view={})
 
 
+@settings(deadline=None)
 @given(st.sets(st.integers(0, 11), max_size=8), st.randoms(use_true_random=False), st.booleans())
 def test_the_members_are_the_first_groups_that_are_kept_in_whatever_order_they_end(unkept, order, whole):
     ledger = opened_ledger()

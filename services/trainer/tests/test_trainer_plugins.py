@@ -8,7 +8,7 @@ import pytest
 import torch
 from headrace_schema.learning import AlgorithmSection
 from headrace_trainer.algorithms import ALGORITHMS, build_algorithm, functional
-from headrace_trainer.algorithms._base import Barrier, Outcomes, TokenBatch
+from headrace_trainer.algorithms._base import Barrier, Outcomes, Refill, TokenBatch
 from headrace_trainer.algorithms.contract import check_algorithm
 from headrace_trainer.errors import Refusal
 
@@ -46,6 +46,15 @@ def test_the_contract_holds(name, options):
 def test_a_group_of_one_is_refused(name):
     with pytest.raises(Refusal, match=r"algorithm\.group_size"):
         build_algorithm(AlgorithmSection(name=name, group_size=1))
+
+
+def test_only_dapo_samples_dynamically_unless_asked():
+    assert {name: build(name).refill for name in NAMES if build(name).refill != Refill()} == {
+        "dapo": Refill(True, 3)
+    }
+    assert build("rloo", drop_equal=True, max_refill=2).refill == Refill(drop_equal=True, most=2)
+    with pytest.raises(Refusal, match=r"algorithm\.options\.drop_equal"):
+        build("reinforce_pp", drop_equal=True)
 
 
 @pytest.mark.parametrize("name", ALONE)
