@@ -61,7 +61,9 @@ class _HiddenLogProbs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         tiling = _Tiling.of(hidden_ND, weight_VD)
         chosen_N = hidden_ND.new_zeros(len(hidden_ND), dtype=torch.float32)
-        totals, means, kept_NV = [], [], None
+        totals: list[Tensor] = []
+        means: list[Tensor] = []
+        kept_NV: Tensor | None = None
         for part, columns in tiling.parts(head):
             totals.append(torch.empty_like(chosen_N))
             means.append(torch.zeros_like(chosen_N))
@@ -73,10 +75,11 @@ class _HiddenLogProbs(torch.autograd.Function):
                 totals[-1][rows], means[-1][rows] = _summary(scaled_NC, entropy)
                 kept_NV = products_NC if tiling.alone and any(ctx.needs_input_grad) else None
         total_N = torch.stack(totals).logsumexp(0)
-        entropy_N = total_N.clone() if entropy else torch.zeros_like(total_N)
-        for of_tile_N, mean_N in zip(totals, means, strict=True) if entropy else ():
+        entropy_N = torch.zeros_like(total_N)
+        if entropy:
+            shares_JN = (torch.stack(totals) - total_N).exp()
             # A tile without weight has no mean.
-            entropy_N -= ((of_tile_N - total_N).exp() * mean_N).nan_to_num(nan=0.0)
+            entropy_N = total_N - (shares_JN * torch.stack(means)).nan_to_num(nan=0.0).sum(0)
         ctx.save_for_backward(hidden_ND, weight_VD, bias_V, tokens_N, total_N, entropy_N, kept_NV)
         ctx.head, ctx.temperature = replace(head, weight_VD=weight_VD.new_empty(0), bias_V=None), temperature
         ctx.set_materialize_grads(False)
