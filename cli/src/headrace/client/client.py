@@ -163,7 +163,7 @@ class Client:
         )
 
     def list(self) -> Sequence[Run]:
-        """All runs, newest first."""
+        """All runs, newest first, without their specs."""
         return [Run.from_json(item) for item in self._transport.pages("/v1/runs", "runs")]
 
     def get(self, run: str) -> Run:

@@ -16,7 +16,8 @@ STAGES = ("generate", "score", "learn", "sync", "switch", "protocol")
 BRIEF_CHARACTERS = 40
 FILTERED = "FILTERED"
 STEP_COLUMNS = ("step", "reward", "held-out", "tokens/s", "staleness", "wall s", *STAGES)
-WIDE_ONLY = frozenset({"staleness", "switch"})
+LEFT_OUT_FIRST = ("switch", "protocol", "staleness", "sync", "score", "tokens/s", "held-out")
+"""Columns that a narrow terminal does without, in this order."""
 WIDE_COLUMNS = 112
 
 
@@ -71,11 +72,16 @@ def sentence(run: Run) -> str:
 
 
 def steps_table(steps: Sequence[Step], evaluations: Sequence[Evaluation], width: int) -> Table:
-    """One line a step; held-out where that version was evaluated. Fits terminals of 80 columns."""
+    """One line a step; held-out where that version was evaluated. As many columns as fit the width."""
     scores = {item.step: item.score for item in evaluations}
     narrow = width < WIDE_COLUMNS
-    columns = [column for column in STEP_COLUMNS if not (narrow and column in WIDE_ONLY)]
-    rows = [[_step_cell(item, column, scores) for column in columns] for item in steps]
+    cells = {column: [_step_cell(item, column, scores) for item in steps] for column in STEP_COLUMNS}
+    needs = {column: max(map(len, (column, *cells[column]))) + (1 if narrow else 3) for column in cells}
+    columns = [column for column in STEP_COLUMNS if column != "held-out" or scores]
+    for column in LEFT_OUT_FIRST:
+        if column in columns and sum(needs[each] for each in columns) >= width:
+            columns.remove(column)
+    rows = list(zip(*(cells[column] for column in columns), strict=True))
     return table([f">{column}" for column in columns], rows, narrow=narrow)
 
 

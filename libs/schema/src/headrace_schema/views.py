@@ -117,7 +117,9 @@ class RunView(Resource):
     suite: SuiteEvaluationView | None = Field(
         default=None, description="what it evaluates; null for a run that trains"
     )
-    spec: dict[str, Any]
+    spec: dict[str, Any] = Field(
+        description="what was submitted, with every default; {} in lists unless asked for"
+    )
 
     @property
     def ended(self) -> bool:

@@ -69,8 +69,13 @@ class Control(Protocol):
     async def compare_evaluations(self, first: str, second: str) -> ComparisonView:
         """Second minus first, item by item. INVALID for evaluations that cannot be compared, with the reason."""
 
-    def runs(self, size: int, after: str = "") -> Page[RunView, str]:
-        """Runs behind run `after`, newest first; ValueError when it is not a run of the list."""
+    def runs(
+        self, size: int, after: str = "", states: frozenset[str] = frozenset(), oldest_first: bool = False
+    ) -> Page[RunView, str]:
+        """Runs behind run `after`, newest first, in one of the `states`, or in any when there are none.
+
+        ValueError when there is no run `after`; its own state does not matter, so that a page stays valid.
+        """
 
     async def summaries(
         self, size: int, after: str, states: frozenset[str], search: str

@@ -97,12 +97,15 @@ class Reads:
             [run.state for run in state.runs.values()] + [run.state for run in state.ended.values()]
         )
 
-    def runs(self, size: int, after: str = "") -> Page[RunView, str]:
+    def runs(
+        self, size: int, after: str = "", states: frozenset[str] = frozenset(), oldest_first: bool = False
+    ) -> Page[RunView, str]:
         """See `Control.runs`."""
-        names = self._newest_first()
-        start = names.index(after) + 1 if after else 0
-        shown = names[start : start + size]
-        return [self.run(name) for name in shown], shown[-1] if start + size < len(names) else None
+        names = self._newest_first()[:: -1 if oldest_first else 1]
+        behind = names[names.index(after) + 1 if after else 0 :]
+        found = list(islice((name for name in behind if self._matches(name, states, "")), size + 1))
+        shown = found[:size]
+        return [self.run(name) for name in shown], shown[-1] if len(found) > size else None
 
     async def summaries(
         self, size: int, after: str, states: frozenset[str], search: str
@@ -163,7 +166,9 @@ class Reads:
         if origin not in names:
             return [unknown_origin(origin, names[:200])]
         steps = [checkpoint.step for checkpoint in await self.checkpoints(origin)]
-        return check_fork(spec, self.run(origin), steps)
+        live = self.event_log.state.runs.get(origin)
+        saving = live is not None and live.state not in runs.TERMINAL and live.last_checkpoint > 0
+        return check_fork(spec, self.run(origin), steps, saving=saving)
 
     # --- evaluations of suites
 

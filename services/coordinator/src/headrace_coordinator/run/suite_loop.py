@@ -184,8 +184,8 @@ class SuiteLoop(RunLoop):
         """A transcript; raises `RunFailed` where no scorer could judge the answer."""
         if score.status == reward.SCORE_STATUS_SCORER_BROKEN:
             raise RunFailed(f"reward.scorers: a scorer is broken: {score.detail}")
+        tokens, versions = sampled(body)
         item, failed = self._items[body.sample.prompt_ordinal], score.status != reward.SCORE_STATUS_OK
-        tokens, spans = sampled(body)
         return Settled(
             step=0,
             version=VERSION,
@@ -199,6 +199,6 @@ class SuiteLoop(RunLoop):
             parts=dict(score.parts),
             finish_reason=common.FinishReason.Name(body.finish_reason).removeprefix("FINISH_REASON_"),
             tokens=tokens,
-            versions=spans,
+            versions=versions,
             detail=(score.detail or "a scorer failed") if failed else "",
         )

@@ -70,7 +70,7 @@ def _facts(config: TrainerConfig, path: str, model: PreTrainedModel) -> Referenc
     digest = xxhash.xxh3_128()
     for name, tensor in state_tensors(model):
         digest.update(name.encode())
-        digest.update(tensor.detach().contiguous().flatten().view(torch.uint8).numpy())
+        digest.update(memoryview(tensor.detach().contiguous().flatten().view(torch.uint8).numpy()))  # type: ignore[arg-type]
     warmup = config.trainer.warmup
     if config.trainer.reference is not None or not warmup.steps:
         return ReferenceFacts(path, digest.hexdigest())
