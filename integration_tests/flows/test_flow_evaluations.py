@@ -71,6 +71,17 @@ def test_two_checkpoints_are_compared_item_by_item(fleet, trained):
         fleet.client.compare(trained.id, first.id)
 
 
+def test_the_example_runs_from_the_command_line(fleet, tiny_model):
+    found = fleet.json(
+        *("eval", "examples/eval/tiny.yaml", "--set", f"model.path={tiny_model}", "--set", "suite.limit=4")
+    )
+    assert (found["state"], found["answers"]) == ("SUCCEEDED", 16)
+    assert [each["mode"] for each in found["result"]["modes"]] == ["avg@4", "pass@4", "maj@4"]
+    assert found["id"] in {each["id"] for each in fleet.json("eval", "list")["evaluations"]}
+    same = fleet.json("eval", "compare", found["id"], found["id"])["differences"]
+    assert all((each["difference"], each["wins"], each["losses"]) == (0.0, 0, 0) for each in same)
+
+
 def test_it_survives_a_killed_rollout_and_coordinator_with_the_same_answers(fleet, tiny_model, gate):
     sampled = evaluation(
         model={"path": str(tiny_model), "dtype": "float32"},

@@ -305,3 +305,39 @@ def test_whatever_happens_nothing_is_granted_twice_and_order_of_dicts_means_noth
             usable = [who for who in run.grant.instances if who in state.instances]
             assert run.grant.devices or not usable
             assert not (set(plan.yields) & {run.id}) or now - run.admitted_at >= run.quantum_s
+
+
+def evaluate(state, run, at=0.0, **fields):
+    asked = {"spec": {"samples": 2, "suite": {"name": "items"}}, "model": "m", "items": 3}
+    state.apply(ev.RunSubmitted(at=at, run=run, spec=spec(**fields), directory=f"/{run}", evaluation=asked))
+    return state.runs[run]
+
+
+def test_an_evaluation_needs_no_trainer_and_starts_with_one_rollout():
+    state = fleet(rollouts=1, trainers=0)
+    evaluate(state, "e", rollouts=2)
+    admit_all(state, 0.0)
+    grant = state.runs["e"].grant
+    assert (grant.rollouts, grant.trainers, len(grant.devices)) == (["rollout-0#1"], [], CORES)
+
+
+def test_an_evaluation_runs_beside_a_run_that_has_the_trainer():
+    state = fleet(rollouts=2, trainers=2)
+    submit(state, "a", trainers=1), evaluate(state, "e", at=1.0)
+    admit_all(state, 1.0)
+    assert holders(state) == ["a", "e"]
+    assert not set(state.runs["a"].grant.devices) & set(state.runs["e"].grant.devices)
+
+
+def test_an_evaluation_counts_answers_over_a_restart_and_forgets_recoveries_when_it_goes_on():
+    state = fleet()
+    run = evaluate(state, "e")
+    state.apply(ev.RunRecovering(at=1.0, run="e", reason="a rollout is lost"))
+    assert run.recoveries_in_a_row == 1 and run.evaluation.total == 6
+    state.apply(ev.EvaluationProgressed(at=2.0, run="e", answers=0, digest="d"))
+    assert run.recoveries_in_a_row == 1, "the weights alone are no progress"
+    state.apply(ev.EvaluationProgressed(at=3.0, run="e", answers=4, digest="d"))
+    again = restore(snapshot(state)).runs["e"]
+    assert (again.recoveries_in_a_row, again.evaluation.answers, again.evaluation.digest) == (0, 4, "d")
+    state.apply(ev.RunArchived(at=4.0, run="e", state="SUCCEEDED", created_at=0.0, evaluation=True))
+    assert restore(snapshot(state)).ended["e"].evaluation
