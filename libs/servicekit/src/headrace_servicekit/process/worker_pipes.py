@@ -65,6 +65,9 @@ def become_worker() -> tuple[BinaryIO, BinaryIO]:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     memory = int(os.environ.pop(MEMORY_VARIABLE, "0"))
     if memory:
-        resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+        # Under a tighter limit of the user's (`ulimit -v`), that one holds: it cannot be raised.
+        _, most = resource.getrlimit(resource.RLIMIT_AS)
+        limit = memory if most == resource.RLIM_INFINITY else min(memory, most)
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     die_with_parent(int(os.environ.pop(PARENT_VARIABLE)))
     return os.fdopen(reader, "rb"), os.fdopen(writer, "wb")

@@ -1,0 +1,32 @@
+"""The memory limit of a worker beside a limit that its user has set."""
+
+import os
+import resource
+import subprocess
+import sys
+
+import pytest
+from headrace_servicekit.process.worker_pipes import MEMORY_VARIABLE, PARENT_VARIABLE
+
+LIMITS = """
+import resource
+from headrace_servicekit.process.worker_pipes import become_worker
+_, writer = become_worker()
+writer.write(b"%d" % resource.getrlimit(resource.RLIMIT_AS)[0])
+writer.flush()
+"""
+GIB = 1 << 30
+
+
+@pytest.mark.parametrize(("users", "wanted", "holds"), [(4, 8, 4), (8, 4, 4)])
+def test_the_tighter_limit_holds(users, wanted, holds):
+    names = {PARENT_VARIABLE: str(os.getpid()), MEMORY_VARIABLE: str(wanted * GIB)}
+    done = subprocess.run(
+        ["sh", "-c", f"ulimit -v {users * GIB // 1024}; exec {sys.executable} -c '{LIMITS}'"],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        timeout=100,
+        env={**os.environ, **names},
+    )
+    assert (done.returncode, done.stdout) == (0, str(holds * GIB).encode()), done.stderr.decode()
+    assert resource.getrlimit(resource.RLIMIT_AS)[0] != holds * GIB, "of the worker alone"
