@@ -332,3 +332,16 @@ def test_log_probs_and_versions_of_a_trajectory_are_kept(tmp_path):
     projection.close()
     (view,) = read_trajectories(tmp_path).trajectories
     assert (view.versions, view.log_probs) == ([(3, 1), (4, 1)], [-0.5, None])
+
+
+def test_whole_groups_are_kept_of_a_step(tmp_path):
+    projection = RunProjection(tmp_path, 9)
+    projection.trajectories([trajectory_view(0, group, sample) for group in range(8) for sample in range(4)])
+    projection.trajectories([trajectory_view(1, group, sample) for group in range(2) for sample in range(4)])
+    projection.trajectories([trajectory_view(2, 0, sample) for sample in range(18)])
+    projection.close()
+    kept: dict[tuple[int, int], list[int]] = {}
+    for line in lines(tmp_path / "trajectories.jsonl"):
+        kept.setdefault((line["step"], line["prompt_ordinal"]), []).append(line["sample_index"])
+    whole = [0, 1, 2, 3]
+    assert kept == {(0, 0): whole, (0, 4): whole, (1, 0): whole, (1, 1): whole, (2, 0): list(range(0, 18, 2))}

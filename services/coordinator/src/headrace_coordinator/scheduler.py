@@ -28,7 +28,8 @@ from headrace_coordinator.store.event_log import EventLog
 log = logging.getLogger(__name__)
 LOOK_S = 5.0
 """Quanta and patience end without an event: the queue is looked at again after so long."""
-MakeProjection = Callable[[Path], Projection]
+MakeProjection = Callable[[Path, int], Projection]
+"""Of a run's directory and the trajectories of a step that are stored."""
 OpenDataset = Callable[[RunSpec], Awaitable[Dataset]]
 
 
@@ -119,7 +120,7 @@ class Scheduler:
         dataset = await self._open_dataset(spec)
         if not await self._same_data(run, dataset):
             return
-        projection = self._make_projection(Path(run.directory))
+        projection = self._make_projection(Path(run.directory), spec.stored_trajectories)
         try:
             projection.spec(run.spec)
             await RunLoop(RunContext(self._event_log, self._fleet, run.id, dataset, projection)).run()

@@ -43,8 +43,8 @@ class RunProjection:
     def __init__(
         self,
         directory: Path,
-        *,
         trajectories_per_step: int = KEPT_A_STEP,
+        *,
         trajectory_file_bytes: int = 16 * 1024 * 1024,
         trajectory_files: int = 4,
     ) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence as Many
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from headrace_schema.openings import TrainerConfig
@@ -58,7 +58,8 @@ class Intake:
             own, values = values[: len(group.members)], values[len(group.members) :]
             needed = self._algorithm.every_token or any(any(each) for each in own)
             sequences = self.sequences(group, own) if needed else []
-            found.append(Prepared(self.record(state, group), sequences))
+            record = replace(self.record(state, group), advantages=tuple(map(_mean, own)))
+            found.append(Prepared(record, sequences))
         return found
 
     def record(self, state: steps.StepState, group: Group) -> GroupRecord:
@@ -130,3 +131,8 @@ def not_finite(record: GroupRecord, what: str = "loss") -> GroupRecord:
 
 def _double(values: list[float]) -> Tensor:
     return torch.tensor(values, dtype=torch.float64)
+
+
+def _mean(values: list[float]) -> float:
+    """0 for a member that carries no loss."""
+    return sum(values) / len(values) if values else 0.0

@@ -13,7 +13,7 @@ from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain.compact import compact, compact_drops, count_drops
 from headrace_coordinator.domain.runs import RunState
 from headrace_coordinator.domain.slot_index import ACCUMULATED, DROPPED, Slot
-from headrace_coordinator.projections.trajectories import KEPT_A_STEP, Settled, spread
+from headrace_coordinator.projections.trajectories import Settled, whole_groups
 from headrace_coordinator.run.context import RunContext
 from headrace_coordinator.run.stages.learning import members_of
 from headrace_coordinator.run.stages.settle import Batch
@@ -110,6 +110,7 @@ def settled_lines(
         for slot in slots
         if slot.state == ACCUMULATED and (scored := batch.scored.get((slot.prompt, slot.sample)))
     ]
+    kept = whole_groups(found, context.spec.stored_trajectories, lambda pair: pair[0].prompt)
     return [
         Settled(
             step=certificate.ordinal,
@@ -126,6 +127,8 @@ def settled_lines(
             tokens=slot.tokens,
             versions=scored.versions,
             log_probs=[round(value, 4) for value in scored.log_probs],
+            text_bytes=scored.text_bytes.tolist(),
+            advantage=scored.advantage,
         )
-        for slot, scored in spread(found, KEPT_A_STEP)
+        for slot, scored in kept
     ]

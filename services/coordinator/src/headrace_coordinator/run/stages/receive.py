@@ -24,6 +24,7 @@ from headrace_coordinator.run.stages.relay import Relay
 from headrace_coordinator.run.stages.scoring import (
     Scoring,
     first_log_probs,
+    first_text_bytes,
     sampled,
     score_item,
     version_spans,
@@ -184,6 +185,7 @@ class Receive:
             oldest=min(taken.policies, default=self._published.version.number),
             versions=version_spans(body),
             log_probs=first_log_probs(body, LOG_PROBS_KEPT),
+            text_bytes=first_text_bytes(body, LOG_PROBS_KEPT),
         )
         self._relay.put((slot.prompt, slot.sample), body, taken.size)
         self._scoring.put(score_item(self._context.item(slot.prompt), body, taken.tokens, evaluation=False))
