@@ -11,6 +11,12 @@ from _harness import say
 
 ROOT = Path(__file__).parents[1] / ".headrace" / "peers"
 INSTALL_S = 1800.0
+PEERS = (
+    ["torch==2.13.0"],  # first, so that the others do not bring CUDA's
+    ["trl==1.16.0", "transformers==5.23.0", "accelerate==1.15.0", "datasets==5.2.0", "pydantic==2.14.3"],
+    ["--no-deps", "verl==0.9.1"],  # one file of it is used, which needs torch alone
+)
+"""TRL, and verl's kernels: the environment `trl`."""
 
 
 def environment(name: str, steps: Sequence[Sequence[str]]) -> Path:

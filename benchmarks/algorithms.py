@@ -1,7 +1,12 @@
 """What the tiny model learns under each algorithm, over seeds: `python benchmarks/algorithms.py --seeds 0 1 2`.
 
 Runs `examples/algorithms/NAME.yaml` (two passes of two minibatches) by `headrace debug`, all services in one process,
-one run after the other, and reads rewards, clip fractions and held-out scores off its events.
+one run after the other, and reads rewards, clip fractions and held-out scores off its events. A run that made one
+optimizer step a version, or whose clip never had work, ends the script: at ratio 1 most algorithms are the same.
+
+`--record FILE` adds each run to a JSON file as it ends and skips those that the file has, so that an interrupted
+measurement goes on; `--draw FILE` writes the curves of all recorded runs as an SVG, and the table of `docs/results.md`
+to standard error.
 """
 
 from __future__ import annotations
@@ -12,41 +17,64 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from _curves import draw
+from _harness import emit, machine, say
+
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples" / "algorithms"
-LIMIT_S = 1800
+LIMIT_S = 3600
 LAST = 10
 """Steps at the end, and at the beginning, whose rewards are averaged."""
 TOKEN_FIGURES = ("clip_fraction", "approx_kl", "entropy")
+TITLED = ("ppo", "grpo", "dapo", "reinforce_pp", "rloo", "gspo")
+"""What is drawn first; others follow."""
+Found = dict[str, Any]
+"""Figures of one run, and `rewards`: the mean reward of each step."""
 
 
-def run(name: str, seed: int, steps: int, model: Path) -> dict[str, float]:
-    """Figures of one run; raises subprocess.CalledProcessError when it failed."""
+def run(name: str, seed: int, steps: int, model: Path, overrides: Sequence[str] = ()) -> Found:
+    """One run; raises subprocess.CalledProcessError when it failed."""
     command = [sys.executable, "-m", "headrace_cli", "debug", str(EXAMPLES / f"{name}.yaml"), "--json"]
-    for override in (f"seed={seed}", f"steps={steps}", f"model.path={model}", "checkpoint.enabled=false"):
+    for override in (
+        f"seed={seed}",
+        f"steps={steps}",
+        f"model.path={model}",
+        "checkpoint.enabled=false",
+        *overrides,
+    ):
         command += ["--set", override]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=LIMIT_S, check=True)
     return figures(json.loads(line) for line in done.stdout.splitlines() if line.startswith("{"))
 
 
-def figures(events: Iterable[dict[str, Any]]) -> dict[str, float]:
-    """What a run's events say: rewards of the first and the last steps, clip fraction, held-out scores."""
+def figures(events: Iterable[dict[str, Any]]) -> Found:
+    """What a run's events say: rewards, clip fraction, held-out scores."""
     seen = list(events)
     steps = [event["view"]["figures"] for event in seen if event["type"] == "step_committed"]
     scores = [event["view"]["score"] for event in seen if event["type"] == "evaluated"]
     rewards = [step["reward_mean"] for step in steps]
+    views = [event["view"] for event in seen if event["type"] == "step_committed"]
     return {
         "steps": float(len(steps)),
         "reward_first": statistics.fmean(rewards[:LAST]),
         "reward_last": statistics.fmean(rewards[-LAST:]),
         "heldout_before": scores[0],
         "heldout_after": scores[-1],
+        "tokens_a_slot_first": _tokens(views[:LAST]),
+        "tokens_a_slot_last": _tokens(views[-LAST:]),
+        "filtered_slots": sum(view["filtered"] for view in views),
+        "refilled_groups": sum(view["refilled"] for view in views),
         "optimizer_steps": sum(step["optimizer_steps"] for step in steps),
         **{name: statistics.fmean(own) for name in TOKEN_FIGURES if (own := _own(steps, name))},
+        "rewards": rewards,
     }
+
+
+def _tokens(views: list[dict[str, Any]]) -> float:
+    return float(sum(view["tokens"] for view in views) / max(sum(view["trained"] for view in views), 1))
 
 
 def _own(steps: list[dict[str, float]], name: str) -> list[float]:
@@ -54,24 +82,78 @@ def _own(steps: list[dict[str, float]], name: str) -> list[float]:
     return [step[name] for step in steps if name in step]
 
 
-def main() -> None:
-    """Command line."""
+def check(name: str, found: Found) -> None:
+    """Raises RuntimeError for a run in which the ratio to the old policy could not matter."""
+    if found["optimizer_steps"] <= found["steps"]:
+        raise RuntimeError(
+            f"{name} made {found['optimizer_steps']:g} optimizer steps in {found['steps']:g} steps: "
+            "set epochs and minibatches to 2 or more"
+        )
+    if "clip_fraction" in found and not found["clip_fraction"] > 0:
+        raise RuntimeError(f"{name} clipped nothing: raise optimizer.lr, or narrow its clip")
+
+
+def table(runs: dict[str, dict[str, Found]]) -> Iterable[str]:
+    """The runs as rows of Markdown."""
+    yield "| algorithm | seed | reward, first ten steps | last ten | held-out before | after | clip fraction |"
+    yield "| --- | --- | --- | --- | --- | --- | --- |"
+    for name, seeds in runs.items():
+        for seed, found in sorted(seeds.items()):
+            keys = ("reward_first", "reward_last", "heldout_before", "heldout_after")
+            clip = f"{found['clip_fraction']:.3f}" if "clip_fraction" in found else "none"
+            yield f"| `{name}` | {seed} | {' | '.join(f'{found[key]:.3f}' for key in keys)} | {clip} |"
+
+
+def parse() -> argparse.Namespace:
+    """The options."""
     known = sorted(path.stem for path in EXAMPLES.glob("*.yaml"))
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--algorithms", nargs="+", choices=known, default=known)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--algorithms", nargs="*", choices=known, default=known)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=100)
-    arguments = parser.parse_args()
-    found: dict[str, float] = {}
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="of every run's spec")
+    parser.add_argument("--record", type=Path, help="JSON file that runs are added to, and not repeated")
+    parser.add_argument("--draw", type=Path, help="SVG file for the curves")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Command line."""
+    options = parse()
+    runs: dict[str, dict[str, Found]] = {}
+    if options.record is not None and options.record.exists():
+        runs = json.loads(options.record.read_text(encoding="utf-8"))
+    wanted = [(name, seed) for seed in options.seeds for name in options.algorithms]
     with tempfile.TemporaryDirectory() as directory:
         model = Path(directory) / "tiny"
         subprocess.run([sys.executable, "-m", "headrace_modelkit.presets.tiny", str(model)], check=True)
-        for name in arguments.algorithms:
-            for seed in arguments.seeds:
-                line = run(name, seed, arguments.steps, model)
-                print(f"{name}, seed {seed}: {json.dumps(line)}", file=sys.stderr, flush=True)
-                found |= {f"{name}_{key}_seed_{seed}": value for key, value in line.items()}
-    print(json.dumps({"benchmark": "algorithms", "figures": found}))
+        for name, seed in wanted:
+            if str(seed) in runs.get(name, {}):
+                continue
+            say(f"{name}, seed {seed}: {machine()}")
+            found = run(name, seed, options.steps, model, options.set)
+            check(name, found)
+            runs.setdefault(name, {})[str(seed)] = found
+            if options.record is not None:
+                options.record.write_text(json.dumps(runs) + "\n", encoding="utf-8")
+    runs = {name: runs[name] for name in (*TITLED, *sorted(set(runs) - set(TITLED))) if name in runs}
+    if options.draw is not None:
+        curves = {
+            name: {int(seed): found["rewards"] for seed, found in seeds.items()}
+            for name, seeds in runs.items()
+        }
+        options.draw.write_text(draw(curves), encoding="utf-8")
+    say("\n".join(table(runs)))
+    flat = {
+        f"{name}_{key}_seed_{seed}": value
+        for name, seeds in runs.items()
+        for seed, found in seeds.items()
+        for key, value in found.items()
+        if key != "rewards"
+    }
+    emit("algorithms", flat)
 
 
 if __name__ == "__main__":

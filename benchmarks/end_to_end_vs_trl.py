@@ -27,16 +27,12 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from _environments import environment
+from _environments import PEERS, environment
 from _harness import Fleet, emit, machine, say, table
 
 REPOSITORY = Path(__file__).parents[1]
 MODELS = REPOSITORY / ".headrace" / "models"
 PEER = Path(__file__).parent / "peers" / "trl_grpo.py"
-PACKAGES = (
-    ["torch==2.13.0"],  # first, so that the others do not bring CUDA's
-    ["trl==1.16.0", "transformers==5.23.0", "accelerate==1.15.0", "datasets==5.2.0", "pydantic==2.14.3"],
-)
 DEVICES = "cpu:0,cpu:1"
 TURN_S, LOOK_S = 900.0, 1.0
 WARM_UP_STEPS = 1
@@ -94,7 +90,7 @@ def main() -> None:
     parser.add_argument("--mode", choices=("collocated", "disaggregated"), help="default: the faster one")
     parser.add_argument("--peer", type=json.loads, default={}, help="other settings of TRL, as JSON")
     options = parser.parse_args()
-    python = environment("trl", PACKAGES)
+    python = environment("trl", PEERS)
     figures: dict[str, float | None] = {}
     for workload in (item for item in WORKLOADS if item.preset in options.preset):
         found = list(measure(workload, python, options))

@@ -60,7 +60,8 @@ def _script(name: str, *arguments: str, timeout_s: int = 300) -> Part:
 
 
 def _tests(name: str, folder: str, *options: str, timeout_s: int = 600, shares: bool = False) -> Part:
-    return Part(name, (sys.executable, "-m", "pytest", folder, *options), timeout_s, folder, shares)
+    slowest = ("--durations=10", "--durations-min=5")
+    return Part(name, (sys.executable, "-m", "pytest", folder, *slowest, *options), timeout_s, folder, shares)
 
 
 LINT = [

@@ -203,6 +203,9 @@ def fleet(tmp_path: Path, free_port: int) -> Iterator[Fleet]:
     assert made.processes() == []
 
 
+ANSWER = {"reward": 1.0, "prompt": "2 + 2 =", "completion": "four"}
+
+
 class ScriptedRun:
     """A run that advances by itself on a scripted coordinator: a step every `step_s` seconds."""
 
@@ -223,6 +226,7 @@ class ScriptedRun:
             f"GET {path}/metrics": lambda got: (200, {"steps": [self.step(n + 1) for n in range(self.done)]}),
             f"GET {path}/certificates": lambda got: (200, {"certificates": self.certificates()}),
             f"GET {path}/events": lambda got: (200, self.events(int(got.headers.get("last-event-id", 0)))),
+            f"GET {path}/trajectories": lambda got: (200, {"trajectories": [ANSWER | {"step": self.done}]}),
             "GET /v1/leases": lambda got: (200, self.leases()),
         }
 

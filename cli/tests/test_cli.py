@@ -458,6 +458,7 @@ def test_a_terminal_gets_a_picture(coordinator, scripted_run, spec_file):
     text = shown.decode()
     for words in ("step 6/6", "held-out 0.350 → 0.750", "trainer-0: learn", "waits for lease on host/cpu:0"):
         assert words in text
+    assert "2 + 2 = → four" in text
 
 
 def test_a_named_data_directory_without_a_fleet_never_means_another_fleet(tmp_path, monkeypatch):

@@ -5,7 +5,10 @@ import os
 import subprocess
 import sys
 
+import pytest
 import yaml
+
+pytestmark = pytest.mark.timeout(400)
 
 SPEC = {
     "name": "debugged",
@@ -27,7 +30,7 @@ def score(prompt, completion, reference, metadata):
 def test_the_reward_runs_in_the_process_of_the_command(tmp_path):
     model, seen = tmp_path / "model", tmp_path / "seen"
     subprocess.run(
-        [sys.executable, "-m", "headrace_modelkit.presets.tiny", str(model)], check=True, timeout=100
+        [sys.executable, "-m", "headrace_modelkit.presets.tiny", str(model)], check=True, timeout=300
     )
     (tmp_path / "mine.py").write_text(REWARD.format(seen=str(seen)))
     spec = {**SPEC, "reward": {"scorers": [{"name": f"{tmp_path}/mine.py:score"}]}}
@@ -37,11 +40,39 @@ def test_the_reward_runs_in_the_process_of_the_command(tmp_path):
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
     )
-    output, _ = process.communicate(timeout=110)
+    output, _ = process.communicate(timeout=300)
     events = [json.loads(line) for line in output.splitlines() if line.startswith('{"type"')]
     assert process.returncode == 0
     assert [e["state"] for e in events if e["type"] == "run_state_changed"][-1] == "SUCCEEDED"
     assert int(seen.read_text()) == process.pid
+
+
+def test_a_breakpoint_stops_at_an_answer_and_quitting_it_ends_the_run_as_interrupted(tmp_path):
+    model = tmp_path / "model"
+    subprocess.run(
+        [sys.executable, "-m", "headrace_modelkit.presets.tiny", str(model)], check=True, timeout=300
+    )
+    (tmp_path / "mine.py").write_text(
+        "def score(prompt, completion, reference, metadata):\n    breakpoint()\n    return 1.0\n"
+    )
+    spec = {**SPEC, "reward": {"scorers": [{"name": f"{tmp_path}/mine.py:score"}]}}
+    spec["model"] = {**SPEC["model"], "path": str(model)}
+    (tmp_path / "spec.yaml").write_text(yaml.safe_dump(spec))
+    ended = subprocess.run(
+        [sys.executable, "-m", "headrace_cli", "debug", str(tmp_path / "spec.yaml")],
+        input="p ('asked', prompt)\nc\nq\n",
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert ended.returncode == 130
+    assert ended.stdout.count("(Pdb)") == 3
+    assert "('asked', '')" not in ended.stdout and "('asked', '" in ended.stdout
+    # What happens meanwhile is shown when the debugger goes on, and never behind its prompt.
+    prompts = [line for line in ended.stdout.splitlines() if line.startswith("(Pdb)")]
+    assert not any("run_" in line or "slots" in line for line in prompts)
+    assert "Traceback" not in ended.stderr
 
 
 def test_a_wrong_key_is_exit_code_2_and_names_it(tmp_path):

@@ -8,7 +8,7 @@ from itertools import chain, repeat
 
 import pytest
 import yaml
-from headrace.client import Run
+from headrace.client import Run, Step, Trajectory
 from headrace_cli.output import console
 from headrace_cli.show.live import picture
 from headrace_cli.show.runs import confidence
@@ -137,6 +137,35 @@ def test_the_picture_says_why_a_run_does_not_run():
     shown = drawn.file.getvalue()
     for words in (YIELDED, "place 2 in the queue", f"waits for {HELD}"):
         assert words in shown
+
+
+def a_step(number: int, reward: float) -> Step:
+    figures = {
+        "reward_std": 0.5,
+        "loss": 0.0123456,
+        "entropy": 1.5,
+        "grad_norm": 0.25,
+        "clip_fraction": 0.125,
+    }
+    return Step.from_json(
+        {"step": number, "reward_mean": reward, "tokens_per_s": 1550.0, "figures": figures, "wall_s": 2.0}
+    )
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_the_picture_has_the_learning_figures_and_a_sample_and_fits(width):
+    drawn = Console(width=width, file=io.StringIO())
+    answer = {"step": 3, "reward": 1.0, "prompt": "2 + 2 =", "completion": "the answer is 4 " * 20}
+    steps = [a_step(number, reward) for number, reward in ((1, 0.0), (2, 0.5), (3, 1.0))]
+    snapshot = Snapshot(Run.from_json(view(state="RUNNING")), steps, sample=Trajectory.from_json(answer))
+    drawn.print(picture(snapshot, width), soft_wrap=True)
+    shown = drawn.file.getvalue()
+    wide = [line for line in shown.splitlines() if "entropy" not in line]  # that line wraps on a terminal
+    assert max(map(len, wide)) <= width
+    for words in ("reward 1.000 ± 0.500 ▁▅█", "loss 0.01235", "entropy 1.5", "gradient norm 0.25"):
+        assert words in shown
+    assert "clip fraction 0.125" in shown and "step 3, reward 1.000: " in shown
+    assert ("switch" in shown) == (width == 120) and "learn" in shown
 
 
 def test_an_evaluation_is_shown_with_its_interval_and_pass_at_k():

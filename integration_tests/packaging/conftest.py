@@ -24,6 +24,7 @@ DISTS = {
 }
 ENVIRONMENTS = ROOT / ".cache" / "packaging"
 INSTALL_S = 540
+RUN_S = 180
 
 
 def clean_environment():
@@ -51,25 +52,26 @@ class Environment:
         assert done.returncode == 0, f"pip {arguments}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
         return done.stdout
 
-    def install(self, *dists):
+    def install(self, *dists, pins="base.txt"):
         """Installs dists from their wheels and what they need from the registry: "headrace-reward[math]"."""
         wheels = [f"{self._wheels[name]}{bracket}{extras}" for name, bracket, extras in map(_split, dists)]
-        self.pip("install", "-q", "-c", ROOT / "constraints" / "base.txt", *wheels)
+        self.pip("install", "-q", "-c", ROOT / "constraints" / pins, *wheels)
 
     def headrace_dists(self):
         """Names of the installed dists of this repository."""
         lines = self.pip("freeze").splitlines()
         return {line.partition(" ")[0].partition("=")[0] for line in lines if line.startswith("headrace")}
 
-    def run(self, *arguments):
-        """Output of this environment's Python; fails the test when it does."""
+    def run(self, *arguments, given="", variables=None):
+        """Output of this environment's Python on the input `given`; fails the test when it does."""
         done = subprocess.run(
             [self.python, *arguments],
             capture_output=True,
             text=True,
-            timeout=180,
-            env=clean_environment(),
+            timeout=RUN_S,
+            env=clean_environment() | (variables or {}),
             cwd=self.directory,
+            input=given,
         )
         assert done.returncode == 0, f"{arguments}\n{done.stdout}\n{done.stderr}"
         return done.stdout

@@ -12,8 +12,11 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from headrace_cli.debugger import breakpoints
 
 if TYPE_CHECKING:
     from headrace_coordinator.api.coordinator import Coordinator
@@ -128,4 +131,5 @@ async def _tasks(kernel: EventLog, fleet: Fleet, coordinator: Coordinator) -> As
 def run_debug(spec: dict[str, Any], say: Callable[[str, dict[str, Any]], None]) -> str:
     """Blocking form of `debug`; torch gets every core of the process."""
     os.environ.setdefault("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))))
-    return asyncio.run(debug(spec, say))
+    with breakpoints() as prompt:
+        return asyncio.run(debug(spec, lambda kind, data: prompt.show(partial(say, kind, data))))

@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import pytest
 import torch
+from headrace_modelkit import hidden as hidden_module
 from headrace_modelkit import logprobs
-from headrace_modelkit.logprobs import Head, hidden_log_probs, token_entropy, token_log_probs
+from headrace_modelkit.hidden import hidden_log_probs
+from headrace_modelkit.logprobs import Head, token_entropy, token_log_probs
 from headrace_modelkit.presets.tiny import tiny_model
 from headrace_modelkit.weights import copy_out, load_weights, share_weights, state_tensors, weight_layout
 
 B, T, V = 3, 5, 11
 
 
-@pytest.fixture(params=[1 << 24, 2 * V], ids=["whole", "in chunks of two rows"])
+@pytest.fixture(
+    params=[(1 << 24, 1, 99), (2 * V, 1, 99), (2 * V, 22, 4), (16, 2, 4)],
+    ids=["whole", "in chunks of two rows", "in tiles of one row", "in tiles of two rows"],
+)
 def chunk_elements(request, monkeypatch):
-    monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", request.param)
+    elements, tiles, columns = request.param
+    monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", elements)
+    monkeypatch.setattr(hidden_module, "TILES_IN_CHUNK", tiles)
+    monkeypatch.setattr(hidden_module, "TILE_COLUMNS", columns)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.5, 1.0])
@@ -70,6 +78,41 @@ def test_hidden_log_probs_are_differentiable_in_hidden_states_and_head(chunk_ele
         torch.autograd.grad(found.sum(), inputs), torch.autograd.grad(expected, inputs), strict=True
     ):
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("used", ["both", "entropy", "log-probs"])
+def test_the_entropy_is_differentiable_in_hidden_states_and_head(chunk_elements, used):
+    generator = torch.Generator().manual_seed(0)
+    weight, bias, hidden = (
+        torch.randn(*s, generator=generator, dtype=torch.float64) for s in ((V, 4), (V,), (7, 4))
+    )
+    upstream, tokens = torch.randn(2, 7, generator=generator), torch.arange(7)
+    upstream *= torch.tensor([[used != "entropy"], [used != "log-probs"]])
+    wide = [tensor.clone().requires_grad_() for tensor in (hidden, weight, bias)]
+    full = (5.0 * torch.tanh(2.0 * (wide[0] @ wide[1].T + wide[2]) / 5.0) / 0.7).log_softmax(-1)
+    expected = (full.gather(-1, tokens[:, None])[:, 0], -(full.exp() * full).sum(-1))
+    (expected[0] * upstream[0] + expected[1] * upstream[1]).sum().backward()
+    mine = [tensor.float().requires_grad_() for tensor in (hidden, weight, bias)]
+    found = hidden_log_probs(Head(mine[1], mine[2], 2.0, 5.0), mine[0], tokens, 0.7, entropy=True)
+    terms = [found[index] * upstream[index] for index in (0, 1) if upstream[index].any()]
+    torch.stack(terms).sum().backward()
+    torch.testing.assert_close(torch.stack(found), torch.stack(expected).float(), rtol=1e-5, atol=1e-5)
+    for one, other in zip(mine, wide, strict=True):
+        torch.testing.assert_close(one.grad, other.grad.float(), rtol=1e-4, atol=1e-5)
+
+
+def test_a_word_that_the_bias_forbids_has_no_part_in_the_entropy(chunk_elements):
+    weight, bias, hidden = torch.randn(V, 4), torch.zeros(V), torch.randn(7, 4, requires_grad=True)
+    bias[5:] = -torch.inf
+    _, found = hidden_log_probs(
+        Head(weight, bias, 1.0, None), hidden, torch.arange(5).repeat(2)[:7], 1.0, entropy=True
+    )
+    short = (hidden.detach() @ weight[:5].T).requires_grad_()
+    expected = -(short.log_softmax(-1).exp() * short.log_softmax(-1)).sum(-1)
+    torch.testing.assert_close(found, expected)
+    (mine,) = torch.autograd.grad(found.sum(), hidden)
+    (theirs,) = torch.autograd.grad(expected.sum(), short)
+    torch.testing.assert_close(mine, theirs @ weight[:5], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -159,6 +202,7 @@ def test_weights_of_another_model_are_not_shared():
 def test_the_gradient_of_a_bf16_head_adds_up_in_fp32(monkeypatch, chunks, tied_elsewhere):
     rows, vocabulary = 128 * 4, 97
     monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", -(-rows // chunks) * vocabulary)
+    monkeypatch.setattr(hidden_module, "TILES_IN_CHUNK", 1)
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(vocabulary, 32, generator=generator).bfloat16().requires_grad_()
     hidden = torch.randn(rows, 32, generator=generator).bfloat16().requires_grad_()
@@ -191,3 +235,14 @@ def test_the_gradient_of_a_heads_bias_equals_the_definition(chunk_elements):
         torch.autograd.grad(found.sum(), inputs), torch.autograd.grad(expected, inputs), strict=True
     ):
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_entropy_that_no_loss_uses_changes_no_bit_of_the_gradient(chunk_elements):
+    weight, hidden = torch.randn(V, 4).requires_grad_(), torch.randn(7, 4).requires_grad_()
+    gradients = []
+    for entropy in (False, True):
+        found, _ = hidden_log_probs(
+            Head(weight, None, 1.0, None), hidden, torch.arange(7), 1.0, entropy=entropy
+        )
+        gradients.append(torch.autograd.grad(found.sum(), [hidden, weight]))
+    assert all(one.equal(other) for one, other in zip(*gradients, strict=True))

@@ -87,8 +87,11 @@ class FakeControl:
         async with self.news:
             self.news.notify_all()
 
-    def runs(self, size: int, after: str = "") -> Page[RunView, str]:
-        names = list(reversed(self.records))
+    def runs(
+        self, size: int, after: str = "", states: frozenset[str] = frozenset(), oldest_first: bool = False
+    ) -> Page[RunView, str]:
+        every = list(self.records) if oldest_first else list(reversed(self.records))
+        names = [name for name in every if not states or self.records[name].state in states or name == after]
         start = names.index(after) + 1 if after else 0
         shown = names[start : start + size]
         return [self.run(name) for name in shown], shown[-1] if start + size < len(names) else None

@@ -70,3 +70,10 @@ def test_the_check_is_made_again_after_a_resume(live):
 
     run, _ = live(lambda _, restores: GOOD if restores == 1 else BAD, kills_a_trainer)
     assert run.recoveries and run.state == "FAILED" and "engine and trainer disagree" in run.reason
+
+
+@pytest.mark.parametrize(("kl", "state"), [(1e-7, "SUCCEEDED"), (0.5, "FAILED"), (float("nan"), "FAILED")])
+def test_the_first_kl_to_the_reference_is_zero_or_the_run_fails(live, kl, state):
+    run, certificates = live(lambda ordinal, _: {**GOOD, "reference_kl": kl if ordinal == 1 else 0.7})
+    assert run.state == state
+    assert state == "SUCCEEDED" or ("KL to the reference" in run.reason and not certificates)

@@ -170,9 +170,9 @@ async def test_what_a_crash_left_of_the_files_is_made_whole_from_the_store(opene
         case "garbage":
             segment.write_bytes(data[:-3000] + b"\x00" * 3000)
         case "no index":
-            (directory / "steps.index").unlink()
+            (directory / "steps.2.index").unlink()
         case "short index":
-            with (directory / "steps.index").open("ab") as file:
+            with (directory / "steps.2.index").open("ab") as file:
                 file.truncate(500)
                 file.write(b"torn")
     two = await opened()

@@ -32,7 +32,7 @@ from headrace_coordinator.domain.state import (
     restore,
     snapshot,
 )
-from headrace_coordinator.domain.totals import EVALUATIONS_SHOWN, Totals, step_dropped, step_trained
+from headrace_coordinator.domain.totals import EVALUATIONS_SHOWN, Shape, Totals, step_dropped, step_trained
 from headrace_coordinator.domain.versions import Lineage, plan_lost_rewind
 from headrace_coordinator.run.stages.step_timer import StepTimer, covered
 from hypothesis import given, settings
@@ -342,7 +342,7 @@ def history(*events):
 
 def test_audit_finds_a_slot_trained_twice_and_one_that_is_missing():
     run = run_state()
-    run.ledger.step = 2
+    run.ledger.step, run.ledger.next_prompt = 2, 4
     twice = [(0, 0, 1), (0, 1, 1), (1, 0, 1), (1, 1, 1)]
     found = audit(
         run, history(committed(2, 1, 1, 0, twice), committed(3, 2, 2, 1, [*twice[:1], (2, 0, 1), (3, 0, 1)]))
@@ -352,7 +352,7 @@ def test_audit_finds_a_slot_trained_twice_and_one_that_is_missing():
 
 def test_audit_forgets_what_a_rewind_abandoned():
     run = run_state()
-    run.ledger.step = 1
+    run.ledger.step, run.ledger.next_prompt = 1, 2
     slots = [(p, s, 1) for p in (0, 1) for s in (0, 1)]
     found = audit(
         run, history(committed(2, 1, 1, 0, slots), restored(5, frontier=0), committed(6, 5, 1, 0, slots))
@@ -374,7 +374,7 @@ def test_running_totals_count_as_an_audit_of_the_whole_history():
     for length, (_, event) in enumerate(events):
         run.apply(event)
         if length == 2:
-            run.ledger.step = 1
+            run.ledger.step, run.ledger.next_prompt = 1, 2
         assert run.totals.tally == audit(run, events[: length + 1]), length
     tally = run.totals.tally
     assert (tally.trained, tally.dropped, tally.duplicates, tally.missing) == (6, 4, 1, 3)
@@ -384,9 +384,9 @@ def test_a_rewind_leaves_the_figures_of_what_is_live():
     totals = Totals()
     for step in range(4):
         view = {"kind": "heldout", "step": step, "version": step + 2}
-        totals.apply(ev.Evaluated(at=0, run="r", view=view), 4, 2)
+        totals.apply(ev.Evaluated(at=0, run="r", view=view), Shape(0, 4, 2))
     kept = ev.Kept(counts=(8, 0, 0, 0, 0), last_step={"step": 2})
-    totals.apply(msgspec.structs.replace(restored(9, 3, ordinal=2, frontier=2), kept=kept), 4, 2)
+    totals.apply(msgspec.structs.replace(restored(9, 3, ordinal=2, frontier=2), kept=kept), Shape(0, 4, 2))
     assert [view["step"] for view in totals.evaluations] == [0, 1, 2]
     assert (totals.tally.steps, totals.tally.trained, totals.last_step) == (2, 8, {"step": 2})
 
@@ -394,7 +394,7 @@ def test_a_rewind_leaves_the_figures_of_what_is_live():
 def test_a_run_shows_its_first_evaluation_and_the_newest_ones():
     totals = Totals()
     for step in range(100):
-        totals.apply(ev.Evaluated(at=0, run="r", view={"kind": "heldout", "step": step}), 4, 2)
+        totals.apply(ev.Evaluated(at=0, run="r", view={"kind": "heldout", "step": step}), Shape(0, 4, 2))
     shown = [view["step"] for view in totals.evaluations]
     assert shown == [0, *range(100 - EVALUATIONS_SHOWN + 1, 100)]
 

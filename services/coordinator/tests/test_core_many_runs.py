@@ -8,10 +8,13 @@ from headrace.reward.v1 import reward_pb2 as reward
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain import runs
 from headrace_coordinator.domain.scheduling import PATIENCE_QUANTA
+from headrace_coordinator.projections.trajectories import KEPT_A_STEP
+from headrace_coordinator.run.stages.receive import Receive
 from headrace_coordinator.simulation.fleet.reward import Reward
+from headrace_coordinator.simulation.fleet.trainer import Trainer
 from headrace_coordinator.simulation.judging.judge import Violation
 from headrace_coordinator.simulation.virtual_time import run_virtual
-from headrace_coordinator.simulation.world import World
+from headrace_coordinator.simulation.world import Quiet, World
 
 ENOUGH_S = 600.0
 
@@ -269,6 +272,84 @@ def test_a_fork_goes_on_from_its_origins_checkpoint():
     assert len(forks) == 1 and forks[0].frontier_step > 0
     fork = scene.replay.runs[forks[0].run]
     assert fork.ledger.first_step == forks[0].frontier_step and fork.checkpoints
+
+
+def test_of_a_large_step_only_what_is_shown_is_kept(monkeypatch):
+    """Texts and log-probs of 10⁵ answers would be hundreds of megabytes until their step is committed."""
+    shown, made, lines = [], [], []
+
+    def spied(receive, taken):
+        found = of_answer(receive, taken)
+        made.append(taken.slot)
+        shown.extend([found] if found else [])
+        return found
+
+    async def play(scene):
+        await asyncio.sleep(0.0)
+
+    of_answer = Receive._shown
+    monkeypatch.setattr(Receive, "_shown", spied)
+    monkeypatch.setattr(Quiet, "trajectories", lambda self, views: lines.append(len(views)))
+    scene = Scene(play, steps=2, algorithm={"group_size": 8, "prompts_per_step": 20})
+    assert set(ends(scene).values()) == {"SUCCEEDED"}
+    assert len(made) >= 2 * 160 and len(shown) <= len(made) * KEPT_A_STEP / 160
+    assert len(lines) == 2 and all(0 < count <= KEPT_A_STEP for count in lines) and max(lines) > 40
+
+
+def fork_of(spec, run, step=None, **changes):
+    fields = spec.model_dump(mode="json") | {"from_checkpoint": {"run": run, "step": step}} | changes
+    return type(spec).model_validate(fields)
+
+
+def test_the_checkpoint_that_a_queued_fork_names_outlives_retention():
+    """Its origin goes on meanwhile, on the only trainer, and keeps one checkpoint."""
+    seen = []
+
+    async def play(scene):
+        a = await scene.first()
+        await scene.until(lambda: scene.log(ev.CheckpointSaved))
+        saved = scene.log(ev.CheckpointSaved)[0]
+        fork = await scene.users.submit(fork_of(scene.specs[0], a, saved.step), "fork")
+        scene.users.origins[fork] = a
+        directory = scene.coordinator.event_log.state.runs[a].directory
+        await scene.until(lambda: scene.state(fork) == "RUNNING")
+        seen.append([c.name for c in scene.disk.listed(directory)])
+        await scene.until(lambda: scene.state(fork) == "SUCCEEDED")
+        seen.append([c.name for c in scene.disk.listed(directory)])
+        seen.append(saved.name)
+
+    scene = Scene(play, steps=12, checkpoint={"interval_steps": 1, "keep": 1}, scheduling={"quantum_s": 8.0})
+    assert set(ends(scene).values()) == {"SUCCEEDED"}
+    during, after, name = seen
+    assert during[-1] == name and len(during) == 2
+    assert name not in after
+
+
+def test_a_fork_begins_with_another_checkpoint_when_the_newest_is_pruned_under_it(monkeypatch):
+    """Its origin saves the next one between the fork's listing and its Restore."""
+    pruned = []
+
+    async def late(self, request):
+        if request.source_run_directory and not pruned:
+            pruned.append(request.checkpoint)
+            self.disk.find(request.source_run_directory, request.checkpoint).pruned = True
+        return await restore(self, request)
+
+    async def play(scene):
+        a = await scene.first()
+        await scene.until(lambda: len(scene.log(ev.CheckpointSaved)) > 1)
+        await scene.users.intend(a, runs.PAUSE)
+        await scene.until(lambda: scene.state(a) == "PAUSED")
+        scene.users.origins[await scene.users.submit(fork_of(scene.specs[0], a), "fork")] = a
+        await scene.until(lambda: pruned)
+        await scene.users.intend(a, runs.RUN)
+
+    restore = Trainer.Restore
+    monkeypatch.setattr(Trainer, "Restore", late)
+    scene = Scene(play, steps=8, checkpoint={"interval_steps": 1, "keep": 3})
+    assert set(ends(scene).values()) == {"SUCCEEDED"}
+    begun = [event.checkpoint for event in scene.log(ev.VersionRestored) if event.source_run]
+    assert len(begun) == 1 and begun != pruned
 
 
 @pytest.mark.parametrize("seed", range(8))

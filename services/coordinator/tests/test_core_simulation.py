@@ -13,7 +13,7 @@ from headrace_coordinator.simulation.judging.judge import Violation
 from headrace_coordinator.simulation.virtual_time import run_virtual
 from headrace_coordinator.simulation.world import World, run_world
 
-FAILED_ONCE = [216, 218, 10252, 30527]
+FAILED_ONCE = [216, 218, 10252, 30527, 60144]
 """Seeds beyond the chunks that found a bug; within them 4, 6, 14, 36, 37, 52, 110 and 114 did (docs/bugs.md)."""
 
 CHUNK = 25
@@ -155,8 +155,8 @@ def test_a_damaged_checkpoint_is_told_of_and_the_one_before_is_restored(monkeypa
     harmed, second = [], asyncio.Event()
     save = Disk.save
 
-    def saved(self, stored, keep):
-        save(self, stored, keep)
+    def saved(self, stored, *kept):
+        save(self, stored, *kept)
         if len(self.checkpoints) == 2:
             second.set()
 
@@ -227,15 +227,47 @@ def test_a_lease_that_leaves_a_trainer_while_it_learns_is_no_recovery(monkeypatc
     assert outcome.recoveries == 0
 
 
-def test_a_lease_that_lapses_as_a_rollout_is_asked_is_no_recovery(monkeypatch):
-    """The stream is refused at its opening; the next heartbeat renews the lease, and another stream is opened."""
+@pytest.mark.parametrize("method", ["BeginStep", "Learn", "CommitStep"])
+@pytest.mark.parametrize("mode", ["disaggregated", "collocated"])
+def test_a_lease_that_is_revoked_before_a_command_arrives_is_no_recovery(monkeypatch, mode, method):
+    """Refused whole: the trainer keeps what it has accumulated, and is told again under its next lease."""
+    revoked, obeyed = [], getattr(Trainer, method)
+
+    async def revokes(trainer):
+        if len(revoked) < 3 and trainer.live_leases():
+            revoked.append(list(trainer.live_leases()))
+            await _revokes(world._fleet(), revoked[-1])
+
+    async def late(self, request):
+        await revokes(self)
+        return await obeyed(self, request)
+
+    async def late_stream(self, requests):
+        await revokes(self)
+        async for response in obeyed(self, requests):
+            yield response
+
+    monkeypatch.setattr(Trainer, method, late_stream if method == "Learn" else late)
+    world = _placed(World(3, faults=False), mode)
+    outcome = run_virtual(world.live())
+    assert outcome.state == "SUCCEEDED" and len(revoked) == 3
+    assert outcome.recoveries == 0
+
+
+@pytest.mark.parametrize("away", ["revoked", "lapsed"])
+def test_a_lease_that_is_away_as_a_rollout_is_asked_is_no_recovery(monkeypatch, away):
+    """The stream is refused at its opening; another one is opened once the lease is renewed, or under the next."""
     lapsed, generate = [], Rollout.Generate
 
-    def lapses(self, requests):
+    async def lapses(self, requests):
         if len(lapsed) < 3 and self.live_leases():
             lapsed.append(list(self.live_leases()))
-            self.deadlines |= dict.fromkeys(self.live_leases(), 0.0)
-        return generate(self, requests)
+            if away == "revoked":
+                await _revokes(world._fleet(), lapsed[-1])
+            else:
+                self.deadlines |= dict.fromkeys(lapsed[-1], 0.0)
+        async for response in generate(self, requests):
+            yield response
 
     monkeypatch.setattr(Rollout, "Generate", lapses)
     world = World(3, faults=False)

@@ -207,3 +207,44 @@ def test_a_changed_file_changes_the_digest(tmp_path):
     second = Dataset.open(section, 0)
     assert second.train_item(0).answer == "22"
     assert first.digest != second.digest
+
+
+def mixture(*weights: int | None) -> DataSection:
+    parts = [
+        {"source": "copy_digits", "options": {"digits": place + 1}, **({"weight": weight} if weight else {})}
+        for place, weight in enumerate(weights)
+    ]
+    return DataSection(source="mixture", options={"parts": parts}, heldout=20)
+
+
+def drawn(data: Dataset, count: int, first: int = 0) -> list[DataItem]:
+    return [data.train_item(ordinal) for ordinal in range(first, first + count)]
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.integers(1, 7), st.integers(1, 7), st.integers(0, 500), st.integers(0, 2**63 - 1))
+def test_weights_set_the_parts_shares_in_every_block_whatever_their_sizes(one, two, block, seed):
+    data, size = Dataset.open(mixture(one, two), seed), one + two
+    parts = [item.fields["part"] for item in drawn(data, size, block * size)]
+    assert (parts.count(0), parts.count(1)) == (one, two)
+
+
+def test_each_part_goes_through_its_items_before_one_comes_again():
+    data = Dataset.open(mixture(1, 3), 5)
+    own = {
+        part: [i.key for i in epoch(data, 0) + epoch(data, 1) if i.fields["part"] == part] for part in (0, 1)
+    }
+    small = len(set(own[0]))
+    assert small <= 10 and len(set(own[0][:small])) == small == len(set(own[0][small : 2 * small]))
+    assert len(set(own[1])) > 70 and len(set(own[1][:70])) == 70
+
+
+def test_a_weighted_mixture_goes_on_where_it_was_in_another_process():
+    """A new data set knows nothing of what was drawn: the ordinal alone says which item comes."""
+    first = drawn(Dataset.open(mixture(2, 3), 9), 200)
+    assert drawn(Dataset.open(mixture(2, 3), 9), 63, 137) == first[137:]
+    assert len({tuple(i.fields["part"] for i in first[n : n + 5]) for n in range(0, 200, 5)}) > 5
+
+
+def test_weights_are_for_every_part_or_none():
+    assert "data.options: parts[1].weight: give every part a weight, or none" in refusal(mixture(2, None))

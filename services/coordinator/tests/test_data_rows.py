@@ -58,6 +58,7 @@ def lines(tmp_path):
         ("aime", {"problem": "Find n.", "answer": "033"}, "Find n.", "33"),
         ("aime", {"Problem": "Find n.", "Answer": 204}, "Find n.", "204"),
         ("aime", {"question": "Find n.", "answer": "70.0"}, "Find n.", "70"),
+        ("plain", {"question": "Find n.", "answer": ["\\boxed{7}"]}, "Find n.", "\\boxed{7}"),
     ],
 )
 def test_rows_of_well_known_forms_become_items(lines, form, row, question, answer):

@@ -179,6 +179,23 @@ async def test_lists_come_in_pages(api, spec_json, run_id):
             assert await walk(api, path, key, size) == whole
 
 
+async def test_runs_by_state_in_either_order_with_specs_only_when_asked_for(api, spec_json, run_id):
+    made = [(await api.post("/v1/runs", json=spec_json)).json()["id"] for _ in range(3)]
+    await api.post(f"/v1/runs/{made[1]}:cancel")
+
+    async def ids(query):
+        return [run["id"] for run in (await api.get(f"/v1/runs?{query}")).json()["runs"]]
+
+    assert await ids("state=CANCELLED") == [made[1]]
+    assert await ids("state=QUEUED&state=CANCELLED&order=oldest") == [run_id, *made]
+    # A page goes on behind a run that has left the state meanwhile.
+    assert await ids(f"state=QUEUED&page_token={made[1]}") == [made[0], run_id]
+    assert {len(run["spec"]) for run in (await api.get("/v1/runs")).json()["runs"]} == {0}
+    assert all(run["spec"]["name"] == "sums" for run in (await api.get("/v1/runs?full")).json()["runs"])
+    for query, key in (("state=SLEEPING", "state"), ("order=best", "order")):
+        assert key in problems(await api.get(f"/v1/runs?{query}"))
+
+
 async def test_a_new_run_shifts_no_page(api, spec_json, run_id):
     for _ in range(3):
         await api.post("/v1/runs", json=spec_json)

@@ -10,7 +10,8 @@ import textwrap
 import pytest
 from headrace_coordinator.projections import RunProjection, read_trajectories
 from headrace_coordinator.projections.reading import PageTokenError
-from headrace_coordinator.projections.trajectories import Settled
+from headrace_coordinator.projections.trajectories import Settled, is_kept, whole_groups
+from headrace_schema.tracking import TrackingSection
 from headrace_schema.views import EvaluationView, StepView
 
 
@@ -121,7 +122,7 @@ def test_a_torn_line_is_closed_off_and_its_step_written_again(tmp_path):
 
 
 def test_a_step_keeps_a_spread_sample(tmp_path):
-    projection = RunProjection(tmp_path, trajectories_per_step=4)
+    projection = RunProjection(tmp_path, TrackingSection(trajectories_per_step=4))
     projection.trajectories([trajectory_view(0, ordinal) for ordinal in range(16)])
     projection.trajectories([trajectory_view(0, ordinal) for ordinal in range(16, 20)])
     projection.trajectories([trajectory_view(1, ordinal) for ordinal in range(2)])
@@ -335,7 +336,7 @@ def test_log_probs_and_versions_of_a_trajectory_are_kept(tmp_path):
 
 
 def test_whole_groups_are_kept_of_a_step(tmp_path):
-    projection = RunProjection(tmp_path, 9)
+    projection = RunProjection(tmp_path, TrackingSection(trajectories_per_step=9))
     projection.trajectories([trajectory_view(0, group, sample) for group in range(8) for sample in range(4)])
     projection.trajectories([trajectory_view(1, group, sample) for group in range(2) for sample in range(4)])
     projection.trajectories([trajectory_view(2, 0, sample) for sample in range(18)])
@@ -345,3 +346,14 @@ def test_whole_groups_are_kept_of_a_step(tmp_path):
         kept.setdefault((line["step"], line["prompt_ordinal"]), []).append(line["sample_index"])
     whole = [0, 1, 2, 3]
     assert kept == {(0, 0): whole, (0, 4): whole, (1, 0): whole, (1, 1): whole, (2, 0): list(range(0, 18, 2))}
+
+
+@pytest.mark.parametrize(
+    ("groups", "size", "room"), [(8, 4, 9), (8, 4, 64), (3, 5, 15), (4, 16, 6), (7, 3, 0)]
+)
+def test_what_is_kept_of_the_slots_is_what_whole_groups_choose(groups, size, room):
+    slots = [(place // size, place) for place in range(groups * size)]
+    chosen = whole_groups(slots, room, lambda slot: slot[0])
+    assert [place for _, place in slots if is_kept(place, groups, size, room)] == [
+        place for _, place in chosen
+    ]

@@ -47,6 +47,16 @@ def test_last_number_compares_values_not_texts():
     assert score("last_number", "10,000", "#### 10000") == 1
 
 
+def test_capture_compares_the_last_choice_of_the_answer():
+    pattern = r"[Aa]nswer:\s*\(?([A-D])\b"
+    assert score("capture", "Answer: A? No. Answer: (B)", "B", pattern=pattern) == 1
+    assert score("capture", "Answer: B, then Answer: A", "B", pattern=pattern) == 0
+    assert score("capture", "I choose B", "B", pattern=pattern) == 0
+    assert score("capture", "answer: b", "B", pattern=pattern, ignore_case=True) == 1
+    with pytest.raises(ScorerError, match="2 groups"):
+        score("capture", "B", "B", pattern="(A)|(B)")
+
+
 def test_last_number_cannot_judge_without_a_reference():
     with pytest.raises(ValueError, match="holds no number"):
         score("last_number", "6", "six")

@@ -36,7 +36,16 @@ async def test_lists_scorers_page_by_page(reward):
         token = page.next_page_token
         if not token:
             break
-    assert names == ["exact", "format", "last_number", "length", "math_verify", "reasoning_gym", "regex"]
+    assert names == [
+        "capture",
+        "exact",
+        "format",
+        "last_number",
+        "length",
+        "math_verify",
+        "reasoning_gym",
+        "regex",
+    ]
 
 
 async def test_registers_scorer_names_as_capability(instance):

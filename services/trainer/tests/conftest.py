@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -392,9 +392,13 @@ class TrainerClient:
             for entry in entries
         }
 
-    async def save(self, number: int, *, wait: bool = True, ledger: bytes = b"ledger") -> Any:
+    async def save(
+        self, number: int, *, wait: bool = True, ledger: bytes = b"ledger", retained: Collection[str] = ()
+    ) -> Any:
         return await self.stub.SaveCheckpoint(
-            trainer_pb2.SaveCheckpointRequest(header=self.header(), number=number, wait=wait, ledger=ledger)
+            trainer_pb2.SaveCheckpointRequest(
+                header=self.header(), number=number, wait=wait, ledger=ledger, retained_checkpoints=retained
+            )
         )
 
     async def checkpoints(self, source: str = "") -> Any:

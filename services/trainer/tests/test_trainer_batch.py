@@ -42,9 +42,9 @@ class RecordedRounds:
     def holds(self):
         return True
 
-    def infer(self, groups):
+    def infer(self, groups, columns):
         self._see("infer", len(groups))
-        return [[[-1.0] * len(s.trained) for s in group] for group in groups]
+        return [[{name: [-1.0] * len(s.trained) for name in columns} for s in group] for group in groups]
 
     def apply(self, denominator, rate):
         self._see("apply", denominator)
@@ -109,7 +109,7 @@ def test_every_epoch_learns_from_every_group_once_in_minibatches(make_learner, m
     assert minibatches[0] | minibatches[1] == every and minibatches[2] | minibatches[3] == every
     assert rounds.rounds[1] == ("hold",) and rounds.rounds[-1] == ("release", False)
     sequences = [s for kind, *what in rounds.rounds if kind == "micro" for row in what[0][0] for s in row]
-    assert all(s.old_log_probs == [-1.0] * len(s.trained) for s in sequences)
+    assert all(s.columns["old_log_probs"] == [-1.0] * len(s.trained) for s in sequences)
 
 
 def test_an_optimizer_step_is_divided_by_its_minibatch(make_learner, make_group):
@@ -175,9 +175,12 @@ def test_a_loss_that_is_not_finite_gives_the_base_back_and_names_its_groups(make
 
 def test_a_log_prob_that_is_not_finite_keeps_its_group_outside(make_learner, make_group):
     rounds = RecordedRounds()
-    rounds.infer = lambda groups: [[[float("nan")] * len(s.trained) for s in group] for group in groups]
+    rounds.infer = lambda groups, _: [
+        [{"old_log_probs": [float("nan")] * len(s.trained)} for s in group] for group in groups
+    ]
     state = make_learner(rounds).learn(begun(), [make_group(0, version=5)])
-    assert state.groups[0].disposition is Disposition.NONFINITE and "log-prob" in state.groups[0].detail
+    assert state.groups[0].disposition is Disposition.NONFINITE
+    assert "the old_log_probs column is not finite" in state.groups[0].detail
 
 
 @pytest.mark.parametrize("lapse_at", [3, 5])

@@ -408,3 +408,14 @@ async def test_a_fork_of_another_optimizer_is_refused_with_the_key(forked):
     (directory / "state.json").write_bytes(seal(body))
     reason, message = await refusal(forked.restore("lineage-1/step-2", 7, str(forked.source)))
     assert reason == "CHECKPOINT_MISMATCH" and message.startswith("optimizer: ") and "momentum" in message
+
+
+async def test_a_checkpoint_that_another_run_begins_with_is_not_pruned(client, make_config):
+    version = (await client.open(make_config(checkpoint={"keep": 1}))).version
+    for retained in ([], [], ["lineage-1/step-2"]):
+        version = await client.train(version, 1)
+        await client.save(version.number, retained=retained)
+    assert await names(client) == ["lineage-1/step-3", "lineage-1/step-2"]
+    version = await client.train(version, 1)
+    await client.save(version.number)
+    assert await names(client) == ["lineage-1/step-4"]

@@ -68,7 +68,7 @@ def test_every_tensor_of_a_backend_says_where_it_lies(make_backend, accumulate, 
         accumulate(backend, [sequences(1)], 48)
         assert backend.gradient_is_finite()
         backend.commit(7.0, 1e-3)
-        backend.infer([[sequences(2)[0]]])
+        backend.infer([[sequences(2)[0]]], ["old_log_probs"])
         backend.load_state(Reader(backend))
         backend._sharded.scatter(next(iter(backend._sharded.parameters)), None)
         accumulate(backend, [sequences(3)], 48)

@@ -140,3 +140,55 @@ def test_deterministic_packs_one_group_at_a_time_in_order(opened, make_learner, 
     learner.learn(opened, groups)
     starts = [work[0][0][0].tokens[:9] for work in rounds]
     assert starts == [groups[index].members[0].tokens[:9] for index in (1, 2, 0)]
+
+
+def test_columns_are_inferred_once_for_each_group_and_reach_advantages_and_loss(
+    opened, make_learner, make_group, monkeypatch
+):
+    monkeypatch.setattr(Grpo, "columns", ("old_log_probs", "reference_log_probs"))
+    learner, rounds = make_learner()
+    asked, seen = [], []
+
+    def infer(groups, columns):
+        asked.append(([len(group) for group in groups], tuple(columns)))
+        return [[{name: [float(len(name))] * len(s.trained) for name in columns} for s in g] for g in groups]
+
+    def advantages(self, outcomes):
+        seen.append(outcomes)
+        return outcomes.mask_BT.double()
+
+    learner._rounds.infer = infer
+    monkeypatch.setattr(Grpo, "advantages", advantages)
+    masked = make_group(0, version=5)
+    masked = replace(masked, members=(replace(masked.members[0], masked=True), *masked.members[1:]))
+    state = learner.learn(opened, [masked, make_group(1, version=5)])
+    learner.learn(state, [masked])
+    assert asked == [([3, 4], ("old_log_probs", "reference_log_probs"))]
+    reference_BT = seen[0].columns_BT["reference_log_probs"]
+    assert reference_BT.equal(19.0 * seen[0].mask_BT) and not reference_BT[0].any()
+    sequences = [s for work in rounds for rows in work for row in rows for s in row]
+    assert len(sequences) == 7
+    for sequence in sequences:
+        # One pass: the old log-probs are the forward's own, so that the ratio is exactly 1.
+        assert sequence.columns == {"reference_log_probs": [19.0] * len(sequence.trained)}
+
+
+def test_a_column_that_is_not_finite_keeps_its_group_alone_outside(
+    opened, make_learner, make_group, monkeypatch
+):
+    monkeypatch.setattr(Grpo, "columns", ("reference_log_probs",))
+    learner, rounds = make_learner()
+    bad = make_group(0, version=5)
+    learner._rounds.infer = lambda groups, _: [
+        [
+            {
+                "reference_log_probs": [float("inf" if s.tokens == bad.members[2].tokens else 1)]
+                * len(s.trained)
+            }
+            for s in group
+        ]
+        for group in groups
+    ]
+    state = learner.learn(opened, [bad, make_group(1, version=5)])
+    assert dispositions(state) == {0: Disposition.NONFINITE, 1: Disposition.ACCUMULATED} and not state.tainted
+    assert len([s for work in rounds for rows in work for row in rows for s in row]) == 4

@@ -86,33 +86,35 @@ def test_infer_gives_the_model_s_log_probs(make_backend, sequences):
     backend = make_backend(sampling={"temperature": 0.8})
     group = sequences(1)
     model = load_model(ModelSection.model_validate(backend._config.model.model_dump()))
-    for sequence, found in zip(group, backend.infer([group]), strict=True):
+    for sequence, found in zip(group, backend.infer([group], ["old_log_probs"]), strict=True):
         with torch.no_grad():
             logits_TV = model(torch.tensor([sequence.tokens])).logits[0] / 0.8
         expected_TV = logits_TV.log_softmax(-1)
         expected = [
             float(expected_TV[position - 1, sequence.tokens[position]]) for position in sequence.trained
         ]
-        torch.testing.assert_close(torch.tensor(found), torch.tensor(expected))
+        torch.testing.assert_close(torch.tensor(found["old_log_probs"]), torch.tensor(expected))
 
 
 def test_a_packed_token_knows_its_sequence_and_its_old_log_prob():
-    told = Sequence([5, 6, 7], [1, 2], [0.0, 0.0], [1.0, 2.0], 1.0, [-0.5, -0.25])
+    told = Sequence([5, 6, 7], [1, 2], [0.0, 0.0], [1.0, 2.0], 1.0, {"old_log_probs": [-0.5, -0.25]})
     untold = Sequence([5, 8], [1], [0.0], [3.0], 1.0)
     batch = pack([[untold, told], [untold]], shared=True)
     assert batch.sequences_K.tolist() == [0, 1, 1, 2]
     assert batch.advantages_K.tolist() == [3.0, 1.0, 2.0, 3.0]
-    assert batch.old_log_probs_K.nan_to_num(nan=9.0).tolist() == [9.0, -0.5, -0.25, 9.0]
+    assert batch.columns_K["old_log_probs"].nan_to_num(nan=9.0).tolist() == [9.0, -0.5, -0.25, 9.0]
 
 
 def test_old_log_probs_let_the_clip_take_effect(make_backend, sequences):
     """Below the clip's bound a negative advantage gives no gradient; at the policy's own log-probs it does."""
     backend = make_backend()
     group = [msgspec.structs.replace(s, advantages=[-1.0] * len(s.trained)) for s in sequences(1)]
-    own = backend.infer([group])
+    own = backend.infer([group], ["old_log_probs"])
     for shift, clipped in ((0.0, 0.0), (1.0, 1.0)):
         moved = [
-            msgspec.structs.replace(s, old_log_probs=[value + shift for value in values])
+            msgspec.structs.replace(
+                s, columns={"old_log_probs": [v + shift for v in values["old_log_probs"]]}
+            )
             for s, values in zip(group, own, strict=True)
         ]
         assert backend.micro([moved]).finite

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from headrace_schema.learning import AlgorithmSection
@@ -11,7 +13,8 @@ from headrace_trainer.algorithms.contract import check_algorithm
 from headrace_trainer.errors import Refusal
 
 NAMES = ALGORITHMS.names()
-BATCH = {"reinforce_pp", "reinforce_pp_baseline"}
+BATCH = {"clip_cov", "gpg", "kl_cov", "ppo", "reinforce_pp", "reinforce_pp_baseline"}
+ALONE = ["distill", "ppo", "reinforce", "reinforce_pp"]
 LENGTHS = [3, 0, 5, 4, 2, 1]
 REWARDS = [1.0, 0.0, 0.5, 0.0, 1.0, 0.25]
 
@@ -39,14 +42,15 @@ def test_the_contract_holds(name, options):
     assert check_algorithm(name, options).barrier is (Barrier.BATCH if waits else Barrier.GROUP)
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "reinforce_pp"])
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in ALONE])
 def test_a_group_of_one_is_refused(name):
     with pytest.raises(Refusal, match=r"algorithm\.group_size"):
         build_algorithm(AlgorithmSection(name=name, group_size=1))
 
 
-def test_reinforce_pp_takes_groups_of_one():
-    assert build_algorithm(AlgorithmSection(name="reinforce_pp", group_size=1)).least_group == 1
+@pytest.mark.parametrize("name", ALONE)
+def test_algorithms_without_groups_take_groups_of_one(name):
+    assert build_algorithm(AlgorithmSection(name=name, group_size=1)).least_group == 1
 
 
 @pytest.mark.parametrize(
@@ -61,6 +65,19 @@ def test_reinforce_pp_takes_groups_of_one():
         ("sapo", {"tau_positive": 2.0}, "tau_positive"),
         ("rloo", {"gamma": 0.9}, "gamma"),
         ("gspo", {"clip_high": 1e-3}, "clip_high"),
+        ("grpo", {"critic": "head"}, "critic"),
+        ("ppo", {"value_clip": 0.1}, "value_clip"),
+        ("grpo", {"kl_estimator": "k1"}, "kl_estimator"),
+        ("grpo", {"kl_target": 0.1}, "kl_target"),
+        ("grpo", {"kl_loss_coef": 0.1, "kl_horizon": 100}, "kl_horizon"),
+        ("grpo", {"kl_reward_coef": 0.1}, "kl_reward_coef"),
+        ("rloo", {"kl_reward_coef": 0.1, "kl_estimator": "k3+"}, "kl_estimator"),
+        ("rloo", {"kl_reward_coef": 0.1, "kl_loss_coef": 0.1, "kl_target": 0.1}, "kl_target"),
+        ("gpg", {"epochs": 2, "clip_low": 0.1}, "clip_low"),
+        ("clip_cov", {"cov_low": 6.0}, "cov_low"),
+        ("kl_cov", {"cov_coef": 0.5}, "cov_coef"),
+        ("distill", {"normalize_std": True}, "normalize_std"),
+        ("ppo", {"critic_path": "somewhere"}, "critic_path"),
     ],
 )
 def test_an_option_without_effect_is_refused_by_name(name, options, key):
@@ -155,3 +172,107 @@ def test_a_step_streamed_in_micro_batches_is_the_function_s_loss_of_the_batch(na
     total.backward()
     expected.loss.backward()
     torch.testing.assert_close(log_probs_BT.grad, whole_BT.grad)
+
+
+@pytest.mark.parametrize(
+    "options", [{"kl_loss_coef": 0.1, "entropy_coef": 0.01}, {"kl_loss_coef": 0.1, "epochs": 2}]
+)
+@pytest.mark.parametrize("name", NAMES)
+def test_the_contract_holds_with_kl_and_entropy(name, options):
+    algorithm = check_algorithm(name, options)
+    assert algorithm.every_token and "reference_log_probs" in algorithm.columns
+
+
+def with_columns(given, **columns):
+    generator = torch.Generator().manual_seed(7)
+    names = ("old_log_probs", "reference_log_probs")
+    made = {
+        name: -torch.rand(6, 5, generator=generator, dtype=torch.float64) * given.mask_BT for name in names
+    }
+    return replace(given, columns_BT={**made, **columns})
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k3"])
+def test_kl_rewards_are_those_of_the_functions(estimator):
+    given = with_columns(outcomes())
+    options = {"kl_reward_coef": 0.2, "kl_estimator": estimator}
+    old_BT, reference_BT = given.columns_BT.values()
+    mask_BT = given.mask_BT
+    kl_BT = functional.kl_estimate(old_BT, reference_BT, estimator, mask_BT)
+    penalised_BT = functional.kl_penalised_rewards(given.rewards_B, kl_BT, 0.2, mask_BT)
+    centred_B = functional.dr_grpo_advantages(given.rewards_B, given.groups_B)
+    whitened = functional.reinforce_plus_plus_advantages
+    expected = {
+        "reinforce_pp": whitened(penalised_BT, mask_BT).advantages,
+        "reinforce_pp_baseline": whitened(
+            functional.kl_penalised_rewards(centred_B, kl_BT, 0.2, mask_BT), mask_BT
+        ).advantages,
+        "rloo": functional.rloo_advantages(given.rewards_B - 0.2 * kl_BT.sum(1), given.groups_B, mask_BT),
+        "reinforce": functional.discounted_returns(penalised_BT, mask_BT),
+    }
+    for name, advantages_BT in expected.items():
+        algorithm = build(name, **options)
+        torch.testing.assert_close(algorithm.advantages(given), advantages_BT)
+        assert (
+            set(algorithm.columns) == {"old_log_probs", "reference_log_probs"} and not algorithm.every_token
+        )
+
+
+def test_distillation_goes_towards_the_teacher_whatever_the_rewards():
+    given = with_columns(outcomes())
+    old_BT, teacher_BT = given.columns_BT.values()
+    algorithm = build("distill")
+    assert algorithm.needs_teacher and not build("grpo", kl_loss_coef=0.1).needs_teacher
+    torch.testing.assert_close(algorithm.advantages(given), (teacher_BT - old_BT) * given.mask_BT)
+    torch.testing.assert_close(
+        algorithm.advantages(replace(given, rewards_B=0 * given.rewards_B)),
+        (teacher_BT - old_BT) * given.mask_BT,
+    )
+
+
+def test_gpg_scales_by_the_batch_or_by_alpha():
+    given = outcomes()
+    assert build("gpg", alpha=2.0).barrier is Barrier.GROUP
+    for alpha, factor in ((None, 6 / 4), (2.0, 2.0)):
+        expected_BT = factor * functional.dr_grpo_advantages(given.rewards_B, given.groups_B, given.mask_BT)
+        torch.testing.assert_close(build("gpg", alpha=alpha).advantages(given), expected_BT)
+
+
+def test_clip_cov_holds_back_as_many_tokens_as_verl_of_the_same_candidates():
+    given = replace(with_columns(outcomes()), draw=5)
+    plain_BT = build("grpo").advantages(given)
+    options = {"cov_fraction": 0.2, "cov_low": 0.0, "cov_high": 9.0}
+    found_BT = build("clip_cov", **options).advantages(given)
+    held_BT = (found_BT == 0) & (plain_BT != 0)
+    cov_BT = functional.token_covariances(given.columns_BT["old_log_probs"], plain_BT, given.mask_BT)
+    assert int(held_BT.sum()) == int(0.2 * sum(LENGTHS)) and bool((cov_BT[held_BT] > 0).all())
+    assert found_BT[~held_BT].equal(plain_BT[~held_BT])
+    again_BT = build("clip_cov", **options).advantages(given)
+    other_BT = build("clip_cov", **options).advantages(replace(given, draw=6))
+    assert again_BT.equal(found_BT) and not other_BT.equal(found_BT)
+
+
+def test_kl_cov_is_the_function_s_loss_where_covariances_are_the_batch_s():
+    given = with_columns(outcomes())
+    mask_BT, old_BT = given.mask_BT, given.columns_BT["old_log_probs"]
+    algorithm = build("kl_cov", epochs=2, cov_fraction=0.2, cov_coef=0.7)
+    advantages_BT, paying_BT = algorithm.advantages(given)
+    new_BT = (old_BT + 0.1).requires_grad_()  # a shift of all log-probs leaves their covariances alone
+    batch = TokenBatch(
+        log_probs_K=new_BT[mask_BT],
+        old_log_probs_K=old_BT[mask_BT],
+        engine_log_probs_K=old_BT[mask_BT],
+        advantages_K=advantages_BT[mask_BT],
+        weights_K=torch.ones(15, dtype=torch.float64),
+        sequences_K=torch.repeat_interleave(torch.tensor(LENGTHS)),
+        columns_K={"returns": paying_BT[mask_BT]},
+    )
+    whole_BT = new_BT.detach().clone().requires_grad_()
+    expected = functional.kl_cov_loss(
+        whole_BT, old_BT, advantages_BT, mask_BT, cov_fraction=0.2, kl_coefficient=0.7
+    )
+    total = algorithm.loss(batch).loss / 15
+    torch.testing.assert_close(total, expected.loss)
+    total.backward()
+    expected.loss.backward()
+    torch.testing.assert_close(new_BT.grad, whole_BT.grad)

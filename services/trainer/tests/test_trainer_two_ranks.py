@@ -121,10 +121,24 @@ async def test_a_rank_alone_gives_up_at_its_deadline(client, make_config):
     assert time.monotonic() - started < 20
 
 
-@pytest.mark.parametrize("options", [{}, {"epochs": 2, "minibatches": 2}], ids=["one pass", "passes"])
-async def test_two_ranks_equal_one(pair, client, make_config, make_settled, settled_digest, options):
+PASSES = {"epochs": 2, "minibatches": 2}
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "options"),
+    [
+        ("grpo", {}),
+        ("grpo", PASSES),
+        ("ppo", {**PASSES, "critic_lr": 1e-3}),
+        ("ppo", {**PASSES, "critic": "model"}),
+    ],
+    ids=["one pass", "passes", "value head", "critic"],
+)
+async def test_two_ranks_equal_one(
+    pair, client, make_config, make_settled, settled_digest, algorithm, options
+):
     leader, follower, _ = pair
-    config = make_config(**SETTINGS, algorithm={"options": options})
+    config = make_config(**SETTINGS, algorithm={"name": algorithm, "options": options})
     await form(leader, follower, config)
     restored, followed = await asyncio.gather(leader.restore("", 1), follower.restore("", 1))
     assert restored.warmup_steps == followed.warmup_steps == 3
@@ -136,6 +150,10 @@ async def test_two_ranks_equal_one(pair, client, make_config, make_settled, sett
         for name in ("loss", "grad_norm", "entropy", "log_prob_mismatch_mean", "log_prob_mismatch_max"):
             assert ours.figures[name] == pytest.approx(reference.figures[name], rel=1e-4, abs=1e-6), name
         assert ours.token_count == reference.token_count
+        assert ours.figures.keys() == reference.figures.keys()
+        if algorithm == "ppo":
+            for name in ("value_loss", "explained_variance", "critic_grad_norm"):
+                assert ours.figures[name] == pytest.approx(reference.figures[name], rel=1e-3, abs=1e-5), name
     np.testing.assert_allclose(await weights(leader, 4), await weights(client, 4), atol=1e-5)
 
     trajectory = make_settled(0, version=restored.version).members[1].trajectory

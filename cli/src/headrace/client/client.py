@@ -10,7 +10,18 @@ from typing import Any, Self
 
 import httpx
 from headrace.client.errors import HeadraceError
-from headrace.client.models import Certificate, Checkpoint, Event, Instance, Leases, Run, Step, Trajectory
+from headrace.client.models import (
+    Certificate,
+    Checkpoint,
+    Comparison,
+    EvaluationRun,
+    Event,
+    Instance,
+    Leases,
+    Run,
+    Step,
+    Trajectory,
+)
 from headrace.client.specs import Overrides, Spec, fork_spec, load_spec
 from headrace.client.sse import messages
 from headrace.client.tokens import find_token
@@ -114,8 +125,45 @@ class Client:
         )
         return answer
 
+    def evaluate(
+        self, spec: Spec, overrides: Overrides = (), *, idempotency_key: str | None = None
+    ) -> EvaluationRun:
+        """Queues an evaluation of a model or a checkpoint on a suite, from a dictionary or a YAML file.
+
+        It is a run too: `pause`, `resume`, `cancel`, `events` and `trajectories` take its id.
+        """
+        body = load_spec(spec, overrides)
+        answer = self._transport.post(
+            "/v1/evaluations", body, idempotency_key=idempotency_key, answer_s=checking_s(body)
+        )
+        return EvaluationRun.from_json(answer)
+
+    def check_evaluation(self, spec: Spec, overrides: Overrides = ()) -> dict[str, Any]:
+        """Checks an evaluation's spec against suites and fleet without queueing it; returns the answer."""
+        body = load_spec(spec, overrides)
+        answer: dict[str, Any] = self._transport.post(
+            "/v1/evaluations", body, dry_run="true", answer_s=checking_s(body)
+        )
+        return answer
+
+    def evaluations(self) -> Sequence[EvaluationRun]:
+        """All evaluations, newest first."""
+        pages = self._transport.pages("/v1/evaluations", "evaluations")
+        return [EvaluationRun.from_json(item) for item in pages]
+
+    def evaluation(self, evaluation: str) -> EvaluationRun:
+        """One evaluation."""
+        name = evaluation.removeprefix("evaluations/")
+        return EvaluationRun.from_json(self._transport.get(f"/v1/evaluations/{name}"))
+
+    def compare(self, first: str, second: str) -> Comparison:
+        """Second minus first, item by item: two evaluations of the same items."""
+        return Comparison.from_json(
+            self._transport.get("/v1/evaluations:compare", first=first, second=second)
+        )
+
     def list(self) -> Sequence[Run]:
-        """All runs, newest first."""
+        """All runs, newest first, without their specs."""
         return [Run.from_json(item) for item in self._transport.pages("/v1/runs", "runs")]
 
     def get(self, run: str) -> Run:

@@ -1,5 +1,7 @@
 """The coordinator's resources under the client's names. They are read with `from_json`, which is lenient."""
 
+from headrace_schema.evaluations import ComparisonView as Comparison
+from headrace_schema.evaluations import EvaluationRunView as EvaluationRun
 from headrace_schema.views import CertificateView as Certificate
 from headrace_schema.views import CheckpointView as Checkpoint
 from headrace_schema.views import CountsView as Counts
@@ -17,9 +19,11 @@ from headrace_schema.views import TrajectoryView as Trajectory
 __all__ = [
     "Certificate",
     "Checkpoint",
+    "Comparison",
     "Counts",
     "Device",
     "Evaluation",
+    "EvaluationRun",
     "Event",
     "Instance",
     "Lease",

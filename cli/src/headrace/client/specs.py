@@ -72,6 +72,11 @@ def _make_absolute(spec: dict[str, Any], folder: Path) -> None:
     _absolute(spec.get("model"), "path", folder)
     data = spec.get("data")
     _absolute(data.get("options") if isinstance(data, dict) else None, "path", folder)
+    suite = spec.get("suite")
+    options = suite.get("options") if isinstance(suite, dict) else None
+    _absolute(options, "path", folder)
+    _absolute(options, "dataset", folder)
+    _absolute(options.get("options") if isinstance(options, dict) else None, "path", folder)
     reward = spec.get("reward")
     for section in ("scorers", "evaluation"):
         scorers = reward.get(section) if isinstance(reward, dict) else None

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import pairwise
+from math import isfinite
+from statistics import fmean
 from typing import TYPE_CHECKING
 
 from rich.console import Group, RenderableType
@@ -16,14 +20,27 @@ from headrace_cli.show.runs import heldout, steps_table
 from headrace_cli.watching import Snapshot
 
 if TYPE_CHECKING:
+    from headrace.client import Step, Trajectory
     from rich.console import Console
 
 STEP_ROWS = 12
+SPARK_WIDTH = 60
+BLOCKS = "▁▂▃▄▅▆▇█"
+FIGURES = {
+    "loss": "loss",
+    "entropy": "entropy",
+    "grad_norm": "gradient norm",
+    "answer_length_mean": "answer length",
+    "clip_fraction": "clip fraction",
+}
+"""Figures of the trainer that the live view shows, with their labels."""
 BAR_WIDTH = 24
 
 
 class LiveReporter:
     """Draws in place; notes appear above the picture."""
+
+    wants_sample = True
 
     def __init__(self, console: Console) -> None:
         self._live = Live(console=console, refresh_per_second=6, transient=False, vertical_overflow="crop")
@@ -50,6 +67,9 @@ def picture(snapshot: Snapshot, width: int) -> RenderableType:
     parts: list[RenderableType] = [_head(snapshot)]
     if snapshot.steps:
         parts.append(steps_table(snapshot.steps[-STEP_ROWS:], heldout(snapshot.run), width))
+        parts += figures(snapshot.steps, width)
+    if snapshot.sample:
+        parts.append(_sample_line(snapshot.sample, width))
     parts += _devices(snapshot)
     parts += [
         Text(f"waits for {item}", style="yellow")
@@ -57,6 +77,37 @@ def picture(snapshot: Snapshot, width: int) -> RenderableType:
         if not snapshot.run.ended
     ]
     return Group(*parts)
+
+
+def figures(steps: Sequence[Step], width: int) -> list[Text]:
+    """The rewards of all steps as a sparkline, and the newest step's learning figures."""
+    newest = steps[-1]
+    room = max(8, min(SPARK_WIDTH, width - 24))
+    spread = newest.figures.get("reward_std")
+    reward = f"reward {newest.reward_mean:.3f}" + (f" ± {spread:.3f}" if spread is not None else "")
+    found = [(label, newest.figures.get(name)) for name, label in FIGURES.items()]
+    learning = ", ".join(f"{label} {value:.4g}" for label, value in found if value is not None)
+    line = Text(f"{reward} {sparkline([step.reward_mean for step in steps], room)}", style="green")
+    return [line, Text(learning)] if learning else [line]
+
+
+def sparkline(values: Sequence[float], width: int) -> str:
+    """One block a value, from the least to the greatest; means of neighbours where there are more than `width`."""
+    count = min(width, len(values))
+    bounds = [index * len(values) // count for index in range(count + 1)]
+    means = [fmean(values[start:end]) for start, end in pairwise(bounds)]
+    finite = [value for value in means if isfinite(value)]
+    low, high = min(finite, default=0.0), max(finite, default=0.0)
+    scale = (len(BLOCKS) - 1) / (high - low) if high > low else 0.0
+    return "".join(BLOCKS[round((value - low) * scale)] if isfinite(value) else " " for value in means)
+
+
+def _sample_line(sample: Trajectory, width: int) -> Text:
+    """An answer in one line."""
+    words = f"step {sample.step}, reward {sample.reward:.3f}: "
+    text = " ".join(f"{sample.prompt} → {sample.completion}".split())
+    room = max(20, width - len(words))
+    return Text(words + (text if len(text) <= room else "…" + text[1 - room :]), style="dim", no_wrap=True)
 
 
 def _head(snapshot: Snapshot) -> Group:

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 class PlainReporter:
     """Prints what is new, once."""
 
+    wants_sample = False
+
     def __init__(self, console: Console) -> None:
         self._console = console
         self._state = ""

@@ -14,14 +14,20 @@ if TYPE_CHECKING:
 
 STAGES = ("generate", "score", "learn", "sync", "switch", "protocol")
 BRIEF_CHARACTERS = 40
+FILTERED = "FILTERED"
 STEP_COLUMNS = ("step", "reward", "held-out", "tokens/s", "staleness", "wall s", *STAGES)
-WIDE_ONLY = frozenset({"staleness", "switch"})
+LEFT_OUT_FIRST = ("switch", "protocol", "staleness", "sync", "score", "tokens/s", "held-out")
+"""Columns that a narrow terminal does without, in this order."""
 WIDE_COLUMNS = 112
 
 
 def run_table(run: Run) -> Table:
     """Everything about one run that fits a screen."""
-    counts = run.counts
+    counts, last = run.counts, run.last_step
+    filtered = f" ({counts.filtered} of them filtered)" if counts.filtered else ""
+    refilled = (
+        f"{last.trained} slots trained, {last.refilled} groups refilled" if last and last.refilled else ""
+    )
     rows: list[tuple[object, object]] = [
         ("run", run.id),
         ("name", run.spec.get("name", "")),
@@ -34,7 +40,11 @@ def run_table(run: Run) -> Table:
         ("forked from", origin(run)),
         ("policy", f"version {run.policy.number}, digest {run.policy.digest[:16]}" if run.policy else ""),
         ("held-out", heldout_change(run) + (confidence(heldout(run)[-1]) if heldout(run) else "")),
-        ("slots", f"{counts.trained} trained, {counts.dropped} dropped, {counts.duplicates} duplicates"),
+        (
+            "slots",
+            f"{counts.trained} trained, {counts.dropped} dropped{filtered}, {counts.duplicates} duplicates",
+        ),
+        ("last step", refilled),
         ("staleness", f"at most {counts.max_staleness} steps"),
         ("recoveries", run.recoveries or ""),
         ("warm-up", f"{run.warmup_steps} supervised steps" if run.warmup_steps else ""),
@@ -62,11 +72,16 @@ def sentence(run: Run) -> str:
 
 
 def steps_table(steps: Sequence[Step], evaluations: Sequence[Evaluation], width: int) -> Table:
-    """One line a step; held-out where that version was evaluated. Fits terminals of 80 columns."""
+    """One line a step; held-out where that version was evaluated. As many columns as fit the width."""
     scores = {item.step: item.score for item in evaluations}
     narrow = width < WIDE_COLUMNS
-    columns = [column for column in STEP_COLUMNS if not (narrow and column in WIDE_ONLY)]
-    rows = [[_step_cell(item, column, scores) for column in columns] for item in steps]
+    cells = {column: [_step_cell(item, column, scores) for item in steps] for column in STEP_COLUMNS}
+    needs = {column: max(map(len, (column, *cells[column]))) + (1 if narrow else 3) for column in cells}
+    columns = [column for column in STEP_COLUMNS if column != "held-out" or scores]
+    for column in LEFT_OUT_FIRST:
+        if column in columns and sum(needs[each] for each in columns) >= width:
+            columns.remove(column)
+    rows = list(zip(*(cells[column] for column in columns), strict=True))
     return table([f">{column}" for column in columns], rows, narrow=narrow)
 
 
@@ -132,6 +147,8 @@ def certificates_table(certificates: Sequence[Certificate]) -> Table:
             "yes" if item.live else "abandoned",
             len(item.trained),
             len(item.dropped),
+            sum(reason == FILTERED for _, _, reason in item.dropped),
+            item.refilled,
             item.tokens,
             item.max_staleness,
             "not compared" if item.log_prob_mismatch_mean is None else f"{item.log_prob_mismatch_mean:.2g}",
@@ -146,6 +163,8 @@ def certificates_table(certificates: Sequence[Certificate]) -> Table:
         "live",
         ">trained",
         ">dropped",
+        ">filtered",
+        ">refilled",
         ">tokens",
         ">staleness",
         ">mismatch",

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -86,22 +86,10 @@ class Head:
 
     def logits(self, hidden_ND: Tensor) -> Tensor:
         """fp32 (N, V). Products of bf16 hidden states stay in bf16 units and are summed in fp32."""
-        return self._shaped(self._products(hidden_ND))
+        return self.shaped(self.products(hidden_ND))
 
-    def gradient(
-        self, products_NV: Tensor, tokens_N: Tensor, upstream_N: Tensor, temperature: float
-    ) -> Tensor:
-        """fp32 (N, V) gradient of the tokens' log-probs at the matrix product, times `upstream_N`."""
-        shaped_NV = self._shaped(products_NV)
-        found_NV = scale(shaped_NV, temperature).softmax(-1).mul_(-upstream_N[:, None])
-        found_NV.scatter_add_(-1, tokens_N[:, None], upstream_N[:, None])
-        if temperature not in (0.0, 1.0):
-            found_NV /= temperature
-        if self.softcap is not None:
-            found_NV *= 1.0 - (shaped_NV / self.softcap).square()
-        return found_NV.mul_(self.multiplier)
-
-    def _products(self, hidden_ND: Tensor) -> Tensor:
+    def products(self, hidden_ND: Tensor) -> Tensor:
+        """fp32 (N, V): the matrix product alone."""
         with _exact_products(hidden_ND):
             return F.linear(
                 hidden_ND.float(),
@@ -109,95 +97,21 @@ class Head:
                 None if self.bias_V is None else self.bias_V.float(),
             )
 
-    def _shaped(self, logits_NV: Tensor) -> Tensor:
+    def shaped(self, logits_NV: Tensor) -> Tensor:
+        """Logits of what `products` gave."""
         if self.multiplier != 1.0:
             logits_NV = logits_NV * self.multiplier
         if self.softcap is not None:
             logits_NV = self.softcap * torch.tanh(logits_NV / self.softcap)
         return logits_NV
 
-
-def hidden_log_probs(
-    head: Head, hidden_ND: Tensor, tokens_N: Tensor, temperature: float, *, entropy: bool = False
-) -> tuple[Tensor, Tensor | None]:
-    """fp32 (N,) log-probs, and entropies when asked, straight from hidden states.
-
-    The logits exist one chunk at a time, in both passes. Differentiable in hidden states and head, but for the
-    entropies, which carry no gradient. The gradient of a head's parameter is fp32 whatever the parameter's type
-    (it is a sum over chunks, and micro-batches are added to it), so its `grad_dtype` is set here.
-    """
-    for parameter in (head.weight_VD, head.bias_V):
-        if parameter is not None:
-            gather_in_fp32(parameter)
-    function: Any = _HiddenLogProbs
-    found_N, entropy_N = function.apply(
-        hidden_ND, head.weight_VD, head.bias_V, tokens_N, head, temperature, entropy
-    )
-    return found_N, (entropy_N if entropy else None)
-
-
-def gather_in_fp32(parameter: Tensor) -> None:
-    """Lets a parameter's gradient be fp32, unless it has one of its own type already."""
-    if parameter.requires_grad and parameter.is_leaf and parameter.grad is None:
-        parameter.grad_dtype = torch.float32
-
-
-class _HiddenLogProbs(torch.autograd.Function):
-    """See `hidden_log_probs`. One function over all chunks, because autograd adds up in the parameter's type."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        hidden_ND: Tensor,
-        weight_VD: Tensor,
-        bias_V: Tensor | None,
-        tokens_N: Tensor,
-        head: Head,
-        temperature: float,
-        entropy: bool,
-    ) -> tuple[Tensor, Tensor]:
-        wide = head.widened()
-        found_N = hidden_ND.new_empty(hidden_ND.shape[0], dtype=torch.float32)
-        entropy_N = torch.zeros_like(found_N)
-        kept_NV = None
-        for part in _parts(hidden_ND, weight_VD):
-            products_NV = wide._products(hidden_ND[part])
-            scaled_NV = scale(wide._shaped(products_NV), temperature)
-            found_N[part] = scaled_NV.gather(-1, tokens_N[part, None])[:, 0] - scaled_NV.logsumexp(-1)
-            if entropy:
-                entropy_N[part] = _entropy(scaled_NV)
-            # A lone chunk may stay; of several each is computed again in the backward pass.
-            kept_NV = (
-                products_NV if len(products_NV) == len(hidden_ND) and any(ctx.needs_input_grad) else None
-            )
-        ctx.save_for_backward(hidden_ND, weight_VD, bias_V, tokens_N, kept_NV)
-        ctx.head, ctx.temperature = replace(head, weight_VD=weight_VD.new_empty(0), bias_V=None), temperature
-        ctx.mark_non_differentiable(entropy_N)
-        return found_N, entropy_N
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, upstream_N: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        hidden_ND, weight_VD, bias_V, tokens_N, kept_NV = ctx.saved_tensors
-        wide = replace(ctx.head, weight_VD=weight_VD, bias_V=bias_V).widened()
-        of_hidden_ND = torch.empty_like(hidden_ND)
-        of_weight_VD = torch.zeros_like(wide.weight_VD) if ctx.needs_input_grad[1] else None
-        of_bias_V = wide.weight_VD.new_zeros(len(weight_VD)) if ctx.needs_input_grad[2] else None
-        for part in _parts(hidden_ND, weight_VD):
-            products_NV = wide._products(hidden_ND[part]) if kept_NV is None else kept_NV
-            found_NV = wide.gradient(products_NV, tokens_N[part], upstream_N[part], ctx.temperature)
-            of_hidden_ND[part] = found_NV @ wide.weight_VD
-            if of_weight_VD is not None:
-                of_weight_VD.addmm_(found_NV.T, hidden_ND[part].float())
-            if of_bias_V is not None:
-                of_bias_V += found_NV.sum(0)
-        return of_hidden_ND, of_weight_VD, of_bias_V, None, None, None, None
-
-
-def _parts(hidden_ND: Tensor, weight_VD: Tensor) -> Iterator[slice]:
-    size = max(1, CHUNK_ELEMENTS // weight_VD.shape[0])
-    for start in range(0, hidden_ND.shape[0], size):
-        yield slice(start, start + size)
+    def through_shape(self, gradient_NV: Tensor, shaped_NV: Tensor, temperature: float) -> Tensor:
+        """Turns the gradient at scaled logits, in place, into that at the matrix product; logits as `shaped`."""
+        if temperature not in (0.0, 1.0):
+            gradient_NV /= temperature
+        if self.softcap is not None:
+            gradient_NV *= 1.0 - (shaped_NV / self.softcap).square()
+        return gradient_NV.mul_(self.multiplier) if self.multiplier != 1.0 else gradient_NV
 
 
 def _entropy(scaled_NV: Tensor) -> Tensor:

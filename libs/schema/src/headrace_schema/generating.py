@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, PositiveFloat
+from pydantic import Field, PositiveFloat, model_validator
 
 from headrace_schema.base import Count, CountOrZero, Section, Seed, Tokens
 
@@ -38,6 +38,28 @@ class PromptSection(Section):
     )
 
 
+class CurriculumSection(Section):
+    """Which prompts are worth their samples: those whose last group passed about so often."""
+
+    min_pass_rate: Annotated[float, Field(ge=0, le=1)] = Field(
+        default=0.0, description="lowest share of passed answers in an item's last group"
+    )
+    max_pass_rate: Annotated[float, Field(ge=0, le=1)] = Field(
+        default=1.0, description="highest share of passed answers in an item's last group"
+    )
+    revisit: Annotated[float, Field(ge=0, le=1)] = Field(
+        default=0.1, description="share of items outside the window that are drawn all the same"
+    )
+
+    @model_validator(mode="after")
+    def _window(self) -> Self:
+        if self.min_pass_rate > self.max_pass_rate:
+            raise ValueError(
+                f"min_pass_rate: {self.min_pass_rate} is above max_pass_rate: {self.max_pass_rate}; swap them"
+            )
+        return self
+
+
 class DataSection(Section):
     """Where prompts come from."""
 
@@ -52,6 +74,9 @@ class DataSection(Section):
     )
     exclude: list[str] = Field(
         default_factory=list, description="questions kept out of both parts (few-shot examples)"
+    )
+    curriculum: CurriculumSection | None = Field(
+        default=None, description="prefer prompts by their observed pass rate; none: every item once an epoch"
     )
 
 

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, PositiveFloat
 
 from headrace_schema.base import Count, CountOrZero, Rate, Section
+from headrace_schema.generating import ModelSection
 
 
 class AlgorithmSection(Section):
@@ -70,6 +71,11 @@ class TrainerSection(Section):
         default=None,
         description="compute a group's common beginning once, exactly; default: where the model's attention can, "
         "true: refuse another model",
+    )
+    reference: ModelSection | None = Field(
+        default=None,
+        description="frozen model that KL terms compare with, or the teacher of distillation; default: the run's "
+        "initial policy",
     )
     backend_options: dict[str, Any] = Field(default_factory=dict, description="options of the backend")
     warmup: WarmupSection = WarmupSection()

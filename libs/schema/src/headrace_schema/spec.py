@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from headrace_schema.base import Count, CountOrZero, Section, Seed
+from headrace_schema.base import Count, Section, Seed
 from headrace_schema.generating import (
     DataSection,
     EvaluationSection,
@@ -28,6 +28,7 @@ from headrace_schema.running import (
 )
 from headrace_schema.scoring import RewardSection
 from headrace_schema.spec_rules import impossible_combinations
+from headrace_schema.tracking import TrackingSection
 
 
 class RunSpec(Section):
@@ -43,10 +44,6 @@ class RunSpec(Section):
         default=False, description="same seed, same final weights, also over crashes; slower"
     )
     export: bool = Field(default=True, description="write the final weights as a Hugging Face directory")
-    stored_trajectories: Annotated[CountOrZero, Field(le=4096)] = Field(
-        default=64,
-        description="trained trajectories of a step that are stored as text for people, in whole groups; 0: none",
-    )
     model: ModelSection
     data: DataSection
     sampling: SamplingSection = SamplingSection()
@@ -58,6 +55,7 @@ class RunSpec(Section):
     placement: PlacementSection = PlacementSection()
     evaluation: EvaluationSection = EvaluationSection()
     checkpoint: CheckpointSection = CheckpointSection()
+    tracking: TrackingSection = TrackingSection()
     scheduling: SchedulingSection = SchedulingSection()
     limits: LimitsSection = LimitsSection()
     from_checkpoint: FromCheckpointSection | None = Field(

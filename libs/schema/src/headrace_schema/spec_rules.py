@@ -21,16 +21,20 @@ HIGH_RATE = 0.01
 
 GROUP_RELATIVE = frozenset(
     {
-        *("cispo", "dapo", "dr_grpo", "gmpo", "grpo", "gspo", "opo"),
+        *("cispo", "clip_cov", "dapo", "dr_grpo", "gmpo", "gpg", "grpo", "gspo", "kl_cov", "opo"),
         *("passk_grpo", "reinforce_pp_baseline", "rloo", "sapo"),
     }
 )
 """Built-in algorithms for which a group of one has nothing to compare; a trainer checks the others as a run opens."""
 
 
+KL_OPTIONS = ("kl_loss_coef", "kl_reward_coef")
+"""Options of built-in algorithms that need a reference model."""
+
+
 def impossible_combinations(spec: RunSpec) -> Iterator[KeyProblemView]:
     """Every problem of a spec whose single values are valid."""
-    for rule in (_size, _batch, _prompt, _sampling, _placement, _evaluation, _reward):
+    for rule in (_size, _batch, _reference, _prompt, _sampling, _placement, _evaluation, _reward):
         yield from rule(spec)
 
 
@@ -85,6 +89,16 @@ def _batch(spec: RunSpec) -> Iterator[KeyProblemView]:
             f"the warm-up of {schedule.warmup_steps} steps does not end within the schedule's {total}",
             f"the nearest valid value is {total}",
         )
+
+
+def _reference(spec: RunSpec) -> Iterator[KeyProblemView]:
+    """Of built-in algorithms; a trainer checks the others as a run opens."""
+    algorithm, given = spec.algorithm, spec.trainer.reference is not None
+    if algorithm.name == "distill" and not given:
+        yield problem("trainer.reference", "distill learns from a teacher", "give the teacher's path")
+    if algorithm.name in GROUP_RELATIVE and given and not any(map(algorithm.options.get, KL_OPTIONS)):
+        reason = f"no option of {algorithm.name} uses it"
+        yield problem("trainer.reference", reason, "set algorithm.options.kl_loss_coef above 0, or remove it")
 
 
 def _prompt(spec: RunSpec) -> Iterator[KeyProblemView]:

@@ -6,6 +6,7 @@ from typing import Any
 
 from pydantic import Field
 
+from headrace_schema.evaluations import SuiteEvaluationView
 from headrace_schema.resource import Resource
 
 ENDED_STATES = frozenset({"SUCCEEDED", "FAILED", "CANCELLED"})
@@ -57,6 +58,10 @@ class StepView(Resource):
     devices: dict[str, dict[str, float]] = Field(description="seconds by device and stage")
     trained: int
     dropped: int
+    filtered: int = Field(
+        default=0, description="dropped slots whose group the algorithm does not keep: FILTERED"
+    )
+    refilled: int = Field(default=0, description="groups that the step took in place of dropped ones")
     max_staleness: int
     figures: dict[str, float] = Field(description="the trainer's figures: loss, grad_norm, learning_rate, …")
 
@@ -66,6 +71,9 @@ class CountsView(Resource):
 
     trained: int
     dropped: int
+    filtered: int = Field(
+        default=0, description="dropped slots whose group the algorithm does not keep: FILTERED"
+    )
     duplicates: int
     max_staleness: int
     frontier: int = Field(description="slots below it are terminal exactly once")
@@ -83,7 +91,9 @@ class RunView(Resource):
     place: int | None = Field(
         default=None, description="place in the queue, from 1; null for a run that is not waiting"
     )
-    step: int = Field(description="committed steps of the live lineage")
+    step: int = Field(
+        description="committed steps of the live lineage; of an evaluation: answers that are scored"
+    )
     steps: int
     created_at: float = Field(description="seconds since the epoch")
     started_at: float | None
@@ -104,7 +114,12 @@ class RunView(Resource):
     first_step: int = Field(
         default=0, description="steps below it are in the checkpoint that it was forked from"
     )
-    spec: dict[str, Any]
+    suite: SuiteEvaluationView | None = Field(
+        default=None, description="what it evaluates; null for a run that trains"
+    )
+    spec: dict[str, Any] = Field(
+        description="what was submitted, with every default; {} in lists unless asked for"
+    )
 
     @property
     def ended(self) -> bool:
@@ -147,11 +162,12 @@ class CertificateView(Resource):
     )
     log_prob_compared_tokens: int = Field(default=0, description="tokens that the mismatch is over")
     drop_rate_by_length: dict[str, float] = Field(
-        description="share dropped by bucket of answer length in tokens"
+        description="share dropped, FILTERED ones apart, by bucket of answer length in tokens"
     )
     drop_rate_by_pass_rate: dict[str, float] = Field(
-        description="share dropped by bucket of the prompt's pass rate"
+        description="share dropped, FILTERED ones apart, by bucket of the prompt's pass rate"
     )
+    refilled: int = Field(default=0, description="groups that the step took in place of dropped ones")
 
 
 class CertificateListView(Resource):
@@ -191,6 +207,7 @@ class TrajectoryView(Resource):
         default=None,
         description="mean advantage over its trained tokens; null where the trainer did not report it",
     )
+    detail: str = Field(default="", description="what made a scorer fail, in an evaluation; empty: nothing")
 
 
 class TrajectoryListView(Resource):

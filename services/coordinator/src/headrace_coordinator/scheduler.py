@@ -9,10 +9,12 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 
 from headrace_schema.problems import Impossible
 from headrace_schema.spec import RunSpec
+from headrace_schema.tracking import TrackingSection
 
 from headrace_coordinator.data.dataset import Dataset
 from headrace_coordinator.domain import events as ev
@@ -23,13 +25,14 @@ from headrace_coordinator.fleet.fleet import Fleet
 from headrace_coordinator.fleet.waits import WaitTimeout
 from headrace_coordinator.run.context import Projection, RunContext
 from headrace_coordinator.run.loop import RunLoop
+from headrace_coordinator.run.suite_loop import SuiteLoop
 from headrace_coordinator.store.event_log import EventLog
+from headrace_coordinator.trackers.processes import Trackers
 
 log = logging.getLogger(__name__)
 LOOK_S = 5.0
 """Quanta and patience end without an event: the queue is looked at again after so long."""
-MakeProjection = Callable[[Path, int], Projection]
-"""Of a run's directory and the trajectories of a step that are stored."""
+MakeProjection = Callable[[Path, TrackingSection], Projection]
 OpenDataset = Callable[[RunSpec], Awaitable[Dataset]]
 
 
@@ -46,6 +49,7 @@ class Scheduler:
         self._fleet = fleet
         self._make_projection = make_projection
         self._open_dataset = open_dataset
+        self._trackers = Trackers()
 
     async def run(self) -> None:
         """Admits and starts whatever may start, for ever."""
@@ -120,12 +124,24 @@ class Scheduler:
         dataset = await self._open_dataset(spec)
         if not await self._same_data(run, dataset):
             return
-        projection = self._make_projection(Path(run.directory), spec.stored_trajectories)
+        directory = Path(run.directory)
+        projection = self._make_projection(directory, spec.tracking)
+        context = RunContext(self._event_log, self._fleet, run.id, dataset, projection)
         try:
             projection.spec(run.spec)
-            await RunLoop(RunContext(self._event_log, self._fleet, run.id, dataset, projection)).run()
+            self._trackers.begin(spec.tracking, directory, partial(self._note, context))
+            loop = RunLoop if run.evaluation is None else SuiteLoop
+            await loop(context).run()
         finally:
             projection.close()
+            self._trackers.end(directory, run.state if run.state in runs.TERMINAL else "")
+
+    def _note(self, context: RunContext, text: str) -> None:
+        """Tells the run's user, unless the run has ended so long ago that its events are closed."""
+        if context.run_id in self._event_log.state.runs:
+            context.note(text)
+        else:
+            log.warning("run %s: %s", context.run_id, text)
 
     async def _abandon(self, run: RunState, reason: str) -> None:
         """Ends a run whose loop cannot: its leases end, and the reconciler closes what its instances report."""
@@ -163,3 +179,4 @@ class Scheduler:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        await self._trackers.stop()

@@ -19,14 +19,16 @@ class InlinePool:
         self._loaded: dict[str, list[judge.LoadedScorer]] = {}
 
     async def open(self) -> dict[str, list[str]]:
-        """Loads and probes the scorers; returns their code digests. Raises OpenFault."""
+        """Loads the scorers; returns their code digests. Raises OpenFault.
+
+        They are not tried on a blank answer: a breakpoint() in one should first stop at an answer of the policy.
+        """
         directory = Path(self._opening["directory"])
         for name, entries in self._opening["sets"].items():
             self._loaded[name] = []
             for index, entry in enumerate(entries):
                 try:
                     each = judge.load(entry["name"], entry["options"], entry["part"], directory)
-                    judge.probe(each)
                 except ScorerError as error:
                     raise OpenFault(name, index, error.field, error.message) from error
                 self._loaded[name].append(each)

@@ -158,8 +158,10 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         """Takes, verifies and swaps a version; what is installed already moves no byte."""
         self._instance.fence.check(request.header, lease=True)
         run, version = self._opened(request.header), request.version
-        if version.number < 1 or not version.digest:
+        if version.number < 1 or not (version.digest or request.HasField("files")):
             raise invalid("version: give a number from 1 and the manifest's digest")
+        if request.HasField("files"):
+            return await self._install_files(run, request)
         policy = Policy(version.number, version.digest)
         started = time.perf_counter()
         async with self._changing:
@@ -186,6 +188,30 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
             transfer_time=_duration(transfer_s),
             pause_time=_duration(pause_s),
             fallbacks=received.fallbacks,
+        )
+
+    async def _install_files(
+        self, run: OpenedRun, request: rollout_pb2.InstallPolicyRequest
+    ) -> rollout_pb2.InstallPolicyResponse:
+        """Reads, casts and swaps weights that no trainer has published."""
+        from headrace_rollout.policy_files import read_policy
+
+        version, checkpoint, started = request.version, request.files.checkpoint, time.perf_counter()
+        async with self._changing:
+            installed = run.engine.policy
+            if installed is not None and installed.number == version.number:
+                version.digest = installed.digest
+                return rollout_pb2.InstallPolicyResponse(version=version)
+            manifest, body = await asyncio.to_thread(
+                read_policy, run.config.model, checkpoint, version.digest
+            )
+            read_s = time.perf_counter() - started
+            version.digest = manifest.digest
+            policy, authority = Policy(version.number, version.digest), self._authority(request.header)
+            with refusals():
+                pause_s = await _install(run, policy, manifest, body, authority)
+        return rollout_pb2.InstallPolicyResponse(
+            version=version, transfer_time=_duration(read_s), pause_time=_duration(pause_s)
         )
 
     async def Pause(self, request: rollout_pb2.PauseRequest, context: Context) -> rollout_pb2.PauseResponse:

@@ -30,9 +30,9 @@ class Quiesced(Refusal):
         super().__init__("LEASE_QUIESCED", message)
 
 
-def invalid(message: str, reason: str = "INVALID") -> Refusal:
+def invalid(message: str, reason: str = "INVALID", **metadata: str) -> Refusal:
     """A request whose content is wrong, whatever the state."""
-    return Refusal(reason, message, "invalid")
+    return Refusal(reason, message, "invalid", **metadata)
 
 
 def refused(error: PluginError) -> Refusal:

@@ -36,7 +36,7 @@ from headrace_servicekit.rpc.requests import (
 from headrace_servicekit.weights.store import StoredWeights
 
 from headrace_trainer import wire
-from headrace_trainer.algorithms._base import Barrier
+from headrace_trainer.algorithms._base import Algorithm, Barrier
 from headrace_trainer.checkpoints.directory import CheckpointDirectory
 from headrace_trainer.checkpoints.saver import Write
 from headrace_trainer.errors import Refusal
@@ -86,13 +86,17 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):  # type: ignore[
         config = parse_config(TrainerConfig, request.config_json, "config_json of the trainer")
         directory = _check_path("run_directory", request.run_directory)
 
-        async def build() -> Barrier:
-            barrier = await self._compute(self._trainer.open_run, header.run, config, directory)
+        async def build() -> Algorithm:
+            algorithm = await self._compute(self._trainer.open_run, header.run, config, directory)
             self._queue = self._new_queue(config.trainer.micro_batch_tokens * config.trainer.ranks)
-            return barrier
+            return algorithm
 
-        barrier = await self._instance.open_run(header, (config, directory), build, self._end_run)
-        return trainer_pb2.OpenRunResponse(barrier=_BARRIERS[barrier])
+        algorithm = await self._instance.open_run(header, (config, directory), build, self._end_run)
+        return trainer_pb2.OpenRunResponse(
+            barrier=_BARRIERS[algorithm.barrier],
+            drop_equal=algorithm.refill.drop_equal,
+            max_refill=algorithm.refill.most,
+        )
 
     async def CloseRun(
         self, request: trainer_pb2.CloseRunRequest, context: Context
@@ -249,7 +253,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):  # type: ignore[
     async def Infer(self, request: trainer_pb2.InferRequest, context: Context) -> trainer_pb2.InferResponse:
         self._check(request.header, lease=True)
         check_enum("kind", trainer_pb2.InferKind, request.kind)
-        if request.kind != trainer_pb2.INFER_KIND_LOG_PROBS:
+        if (column := wire.COLUMNS.get(request.kind)) is None:
             kind = trainer_pb2.InferKind.Name(request.kind)
             raise ServiceError(
                 grpc.StatusCode.UNIMPLEMENTED, "UNIMPLEMENTED", f"{kind} is not served; ask for LOG_PROBS"
@@ -261,7 +265,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):  # type: ignore[
                 wire.read_sequence(trajectory, sampling, vocabulary) for trajectory in request.trajectories
             ]
         values, version = await self._obey(
-            request.header, lambda session: (session.infer(sequences), session.state.version)
+            request.header, lambda session: (session.infer(sequences, column), session.state.version)
         )
         return trainer_pb2.InferResponse(
             sequences=[trainer_pb2.InferredSequence(values=own) for own in values],
@@ -439,7 +443,9 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):  # type: ignore[
         session = self._session()
         while True:
             try:
-                return await self._compute(session.save, request.number, bytes(request.ledger))
+                return await self._compute(
+                    session.save, request.number, bytes(request.ledger), list(request.retained_checkpoints)
+                )
             except ServiceError as error:
                 if not (request.wait and error.reason == "BUSY"):
                     raise

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,12 +21,12 @@ from headrace_servicekit.rpc.digests import set_digest
 from headrace_servicekit.weights import StoredWeights, WeightStore
 from torch import Tensor
 
-from headrace_trainer.algorithms._base import Barrier
+from headrace_trainer.algorithms._base import OLD_LOG_PROBS, Barrier
 from headrace_trainer.allocator import resident_bytes
 from headrace_trainer.checkpoints.directory import CheckpointDirectory, Snapshot
 from headrace_trainer.checkpoints.reader import CheckpointReader
 from headrace_trainer.checkpoints.saver import Saver, Write
-from headrace_trainer.checkpoints.tree import Origin
+from headrace_trainer.checkpoints.tree import Origin, Saved
 from headrace_trainer.errors import Quiesced, Refusal, conflict, invalid
 from headrace_trainer.group.leader import LeaderRounds
 from headrace_trainer.group.rank import Copies, Rank
@@ -37,7 +37,7 @@ from headrace_trainer.learning.batch import BatchLearner
 from headrace_trainer.learning.figures import step_figures
 from headrace_trainer.learning.learner import Learner
 from headrace_trainer.learning.samples import Disposition, Group, GroupRecord, Sequence
-from headrace_trainer.learning.schedules import learning_rate
+from headrace_trainer.learning.schedules import step_rates
 from headrace_trainer.publishing import Publisher
 
 _EXPORT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
@@ -115,6 +115,8 @@ class Session:
         except Quiesced:
             self.state, self._manifest = before
             raise
+        self._check_reference(saved)
+        self._rank.algorithm.load_state(saved.algorithm_state if saved else {})
         if reader is not None:
             torch.set_rng_state(reader.random_state())
         self._assemble()
@@ -129,10 +131,30 @@ class Session:
             "resident_bytes": float(resident_bytes()),
             "shared_prefix": float(self._rank.backend.shares_prefixes),
         }
+        if self._rank.backend.reference is not None:
+            figures["reference_bytes"] = float(self._rank.backend.reference_bytes)
         reply = Restored(version, self._rank.warmup_steps, figures)
         self._last_restore = (origin, reply)
         self._claim_lineage()
         return reply
+
+    def _check_reference(self, saved: Saved | None) -> None:
+        """Raises Refusal CHECKPOINT_MISMATCH when the checkpoint's run was compared with another reference."""
+        found = self._rank.backend.reference
+        if (
+            saved is None
+            or saved.reference is None
+            or found is None
+            or found.digest == saved.reference.digest
+        ):
+            return
+        raise Refusal(
+            "CHECKPOINT_MISMATCH",
+            f"trainer.reference: {saved.name} was made with the reference {saved.reference.name} (digest "
+            f"{saved.reference.digest}), and this run has {found.name} (digest {found.digest}); give the same "
+            "reference, or begin a run without from_checkpoint",
+            key="trainer.reference",
+        )
 
     def begin(self, command: steps.Begin) -> None:
         """Opens a step attempt with zeroed accumulators."""
@@ -140,7 +162,7 @@ class Session:
         if fresh:
             self._leader.attempt = command.step, command.attempt
             self._drop_accumulators()
-            self._learn_seconds, self._witnesses = 0.0, []
+            self._learn_seconds, self._leader.infer_seconds, self._witnesses = 0.0, 0.0, []
         self.state = state
 
     def learn(self, items: Many[LearnItem]) -> list[list[GroupRecord] | Refusal]:
@@ -237,17 +259,19 @@ class Session:
 
     # Figures of given sequences
 
-    def infer(self, sequences: list[Sequence]) -> list[list[float]]:
-        """Log-probs of the trained tokens under the current weights, a list for each sequence."""
+    def infer(self, sequences: list[Sequence], column: str = OLD_LOG_PROBS) -> list[list[float]]:
+        """A column of the trained tokens, by default log-probs under the current weights, for each sequence."""
         steps.held_version(self.state)
-        return self._leader.infer([sequences])[0]
+        [found] = self._leader.infer([sequences], [column])
+        return [own[column] for own in found]
 
     # Durability
 
-    def save(self, number: int, ledger: bytes) -> tuple[Write, float]:
+    def save(self, number: int, ledger: bytes, retained: Collection[str] = ()) -> tuple[Write, float]:
         """Begins to write the held and recorded version; with the seconds that training stood still.
 
-        A version that is being written, or is on disk, is not written again. Raises Refusal BUSY while
+        A version that is being written, or is on disk, is not written again. Checkpoints named in `retained` are
+        not deleted for it. Raises Refusal BUSY while
         another one is being written.
         """
         if self.saver is not None and (write := self.saver.written(number)) is not None:
@@ -258,7 +282,7 @@ class Session:
         saver.check_idle()
         started = time.monotonic()
         snapshot = self._snapshot(version, ledger)
-        return saver.start(snapshot), time.monotonic() - started
+        return saver.start(snapshot, retained), time.monotonic() - started
 
     @property
     def last_failure(self) -> str:
@@ -278,6 +302,8 @@ class Session:
             ledger=ledger,
             step_manifest=self._manifest,
             origin=self._origin,
+            reference=self._rank.backend.reference,
+            algorithm_state=self._rank.algorithm.state(),
         )
 
     def export(self, name: str) -> tuple[Path, steps.Version]:
@@ -333,7 +359,8 @@ class Session:
         started = time.monotonic()
         records = self.state.accumulated
         counts = steps.totals(self.state)
-        rate = learning_rate(config.optimizer, command.step, config.steps)
+        critic = self._rank.algorithm.critic
+        rate, self._leader.critic_rate = step_rates(config.optimizer, critic, command.step, config.steps)
         compared = self._compared(records)
         failpoint_sync("trainer.commit.before_optimizer")
         assert self._learner is not None
@@ -346,6 +373,12 @@ class Session:
         version = steps.Version(command.next_number, command.base_number, ordinal, digest)
         seconds = self._learn_seconds + time.monotonic() - started
         figures = step_figures(finished.steps, records, rate=rate, seconds=seconds)
+        if self._rank.algorithm.columns:
+            figures["infer_seconds"] = self._leader.infer_seconds
+        figures |= {
+            name: value for name, value in self._rank.algorithm.state().items() if name == "kl_coefficient"
+        }
+        self._rank.algorithm.observe(figures, counts.sequences)
         return replace(counts, version=version, figures={**figures, **compared})
 
     def _keep_witnesses(self, groups: dict[int, Group]) -> None:
@@ -356,7 +389,8 @@ class Session:
 
     def _compared(self, records: Many[GroupRecord]) -> dict[str, float]:
         """Figures of a comparison with the engine for a step whose micro-batches made none: none had a gradient."""
-        if not self._witnesses or any(record.tokens and not record.all_equal for record in records):
+        every = self._rank.algorithm.every_token
+        if not self._witnesses or any(r.tokens and (every or not r.all_equal) for r in records):
             return {}
         return agreement(self._witnesses, self.infer(self._witnesses))
 

@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from headrace_modelkit.critic import check_critic, critic_section
 from headrace_modelkit.devices import free_bytes, used_bytes
 from headrace_modelkit.errors import ModelNotReadable
 from headrace_modelkit.loading import load_architecture
@@ -24,7 +25,7 @@ from headrace_servicekit.logs import get_logger
 from headrace_servicekit.weights import WeightStore
 
 from headrace_trainer.algorithms import build_algorithm
-from headrace_trainer.algorithms._base import Barrier
+from headrace_trainer.algorithms._base import REFERENCE_LOG_PROBS, Algorithm
 from headrace_trainer.backends import choose_backend
 from headrace_trainer.checkpoints.directory import CheckpointDirectory
 from headrace_trainer.checkpoints.forks import foreign_checkpoints
@@ -94,18 +95,23 @@ class Trainer:
                 "NOT_OPEN", f"{run} is not open here ({self._run or 'no run is'}): call OpenRun first"
             )
 
-    def open_run(self, run: str, config: TrainerConfig, directory: Path) -> Barrier:
-        """Prepares for a run; the barrier of its algorithm. Raises Refusal INVALID or MODEL_NOT_READABLE."""
+    def open_run(self, run: str, config: TrainerConfig, directory: Path) -> Algorithm:
+        """Prepares for a run; its algorithm. Raises Refusal INVALID or MODEL_NOT_READABLE."""
         choose_backend(config.trainer)
         algorithm = build_algorithm(config.algorithm)
         try:
             architecture = load_architecture(config.model)
+            if (critic := algorithm.critic) is not None and critic.path is not None:
+                section = critic_section(config.model, critic.path)
+                check_critic(config.model, section, "algorithm.options.critic_path")
         except ModelNotReadable as error:
             raise invalid(str(error), "MODEL_NOT_READABLE") from error
+        vocabulary = int(architecture.get_text_config().vocab_size)
+        _check_reference(config, algorithm, vocabulary)
         self._run, self._config, self._directory = run, config, directory
-        self.vocabulary_size = int(architecture.get_text_config().vocab_size)
+        self.vocabulary_size = vocabulary
         self._assemble()
-        return algorithm.barrier
+        return algorithm
 
     def close_run(self) -> None:
         """Forgets the run and what it held, and leaves its trainer group. Repeated calls do nothing."""
@@ -285,6 +291,30 @@ class Trainer:
         if device.type == "cuda":
             return Memory(free_bytes(device), used_bytes(device))
         return host_memory()
+
+
+def _check_reference(config: TrainerConfig, algorithm: Algorithm, vocabulary: int) -> None:
+    """Raises Refusal INVALID or MODEL_NOT_READABLE for a reference that is not used, or that does not fit."""
+    section, key, name = config.trainer.reference, "trainer.reference", config.algorithm.name
+    if section is None:
+        if algorithm.needs_teacher:
+            raise invalid(f"{key}: {name} learns from a teacher; give its path", key=key)
+        return
+    if REFERENCE_LOG_PROBS not in algorithm.columns:
+        raise invalid(
+            f"{key}: no option of {name} uses it; set kl_loss_coef above 0, or leave it out", key=key
+        )
+    try:
+        own = int(load_architecture(section).get_text_config().vocab_size)
+    except ModelNotReadable as error:
+        text = str(error).replace("model.path", f"{key}.path", 1)
+        raise invalid(text, "MODEL_NOT_READABLE", key=f"{key}.path") from error
+    if own < vocabulary:
+        raise invalid(
+            f"{key}.path: its vocabulary of {own} tokens is smaller than the policy's of {vocabulary}; give a model "
+            "with the same tokenizer",
+            key=f"{key}.path",
+        )
 
 
 def _release(rank: Rank) -> None:

@@ -23,9 +23,15 @@ def die_with_parent(parent_pid: int) -> None:
 
 
 async def start_child(
-    command: Sequence[str], *, environment: Mapping[str, str], output: int
+    command: Sequence[str],
+    *,
+    environment: Mapping[str, str],
+    output: int,
+    input: int = asyncio.subprocess.DEVNULL,
 ) -> asyncio.subprocess.Process:
     """Starts a command that dies with this process; its outputs go to the file descriptor `output`.
+
+    `input` is asyncio.subprocess.PIPE where this process writes to the child's standard input.
 
     A tiny Python program starts the command, and not a function between fork and exec: that one would run
     while gRPC's threads hold locks that nobody in the child releases.
@@ -34,7 +40,7 @@ async def start_child(
     return await asyncio.create_subprocess_exec(
         *wrapper,
         *command,
-        stdin=asyncio.subprocess.DEVNULL,
+        stdin=input,
         stdout=output,
         stderr=output,
         env=dict(environment),

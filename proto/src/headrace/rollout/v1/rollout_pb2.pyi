@@ -211,16 +211,24 @@ class ScoredSequence(_message.Message):
     def __init__(self, log_probs: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class InstallPolicyRequest(_message.Message):
-    __slots__ = ("header", "version", "manifest", "sources")
+    __slots__ = ("header", "version", "manifest", "sources", "files")
     HEADER_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     MANIFEST_FIELD_NUMBER: _ClassVar[int]
     SOURCES_FIELD_NUMBER: _ClassVar[int]
+    FILES_FIELD_NUMBER: _ClassVar[int]
     header: _common_pb2.CommandHeader
     version: _common_pb2.PolicyVersion
     manifest: _common_pb2.WeightManifest
     sources: _containers.RepeatedCompositeFieldContainer[_common_pb2.WeightSource]
-    def __init__(self, header: _Optional[_Union[_common_pb2.CommandHeader, _Mapping]] = ..., version: _Optional[_Union[_common_pb2.PolicyVersion, _Mapping]] = ..., manifest: _Optional[_Union[_common_pb2.WeightManifest, _Mapping]] = ..., sources: _Optional[_Iterable[_Union[_common_pb2.WeightSource, _Mapping]]] = ...) -> None: ...
+    files: PolicyFiles
+    def __init__(self, header: _Optional[_Union[_common_pb2.CommandHeader, _Mapping]] = ..., version: _Optional[_Union[_common_pb2.PolicyVersion, _Mapping]] = ..., manifest: _Optional[_Union[_common_pb2.WeightManifest, _Mapping]] = ..., sources: _Optional[_Iterable[_Union[_common_pb2.WeightSource, _Mapping]]] = ..., files: _Optional[_Union[PolicyFiles, _Mapping]] = ...) -> None: ...
+
+class PolicyFiles(_message.Message):
+    __slots__ = ("checkpoint",)
+    CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
+    checkpoint: str
+    def __init__(self, checkpoint: _Optional[str] = ...) -> None: ...
 
 class InstallPolicyResponse(_message.Message):
     __slots__ = ("version", "transport", "bytes_moved", "transfer_time", "pause_time", "fallbacks")

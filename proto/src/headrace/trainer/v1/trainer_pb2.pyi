@@ -77,10 +77,14 @@ class OpenRunRequest(_message.Message):
     def __init__(self, header: _Optional[_Union[_common_pb2.CommandHeader, _Mapping]] = ..., config_json: _Optional[str] = ..., run_directory: _Optional[str] = ...) -> None: ...
 
 class OpenRunResponse(_message.Message):
-    __slots__ = ("barrier",)
+    __slots__ = ("barrier", "drop_equal", "max_refill")
     BARRIER_FIELD_NUMBER: _ClassVar[int]
+    DROP_EQUAL_FIELD_NUMBER: _ClassVar[int]
+    MAX_REFILL_FIELD_NUMBER: _ClassVar[int]
     barrier: Barrier
-    def __init__(self, barrier: _Optional[_Union[Barrier, str]] = ...) -> None: ...
+    drop_equal: bool
+    max_refill: int
+    def __init__(self, barrier: _Optional[_Union[Barrier, str]] = ..., drop_equal: _Optional[bool] = ..., max_refill: _Optional[int] = ...) -> None: ...
 
 class CloseRunRequest(_message.Message):
     __slots__ = ("header",)
@@ -388,16 +392,18 @@ class PublishPolicyResponse(_message.Message):
     def __init__(self, version: _Optional[_Union[_common_pb2.PolicyVersion, _Mapping]] = ..., manifest: _Optional[_Union[_common_pb2.WeightManifest, _Mapping]] = ..., source: _Optional[_Union[_common_pb2.WeightSource, _Mapping]] = ..., publish_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class SaveCheckpointRequest(_message.Message):
-    __slots__ = ("header", "number", "wait", "ledger")
+    __slots__ = ("header", "number", "wait", "ledger", "retained_checkpoints")
     HEADER_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     WAIT_FIELD_NUMBER: _ClassVar[int]
     LEDGER_FIELD_NUMBER: _ClassVar[int]
+    RETAINED_CHECKPOINTS_FIELD_NUMBER: _ClassVar[int]
     header: _common_pb2.CommandHeader
     number: int
     wait: bool
     ledger: bytes
-    def __init__(self, header: _Optional[_Union[_common_pb2.CommandHeader, _Mapping]] = ..., number: _Optional[int] = ..., wait: _Optional[bool] = ..., ledger: _Optional[bytes] = ...) -> None: ...
+    retained_checkpoints: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, header: _Optional[_Union[_common_pb2.CommandHeader, _Mapping]] = ..., number: _Optional[int] = ..., wait: _Optional[bool] = ..., ledger: _Optional[bytes] = ..., retained_checkpoints: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Checkpoint(_message.Message):
     __slots__ = ("name", "version", "ledger", "size_bytes", "store_id")

@@ -17,8 +17,11 @@ from headrace_schema.views import DeviceView, InstanceView, KeyProblemView
 from headrace_servicekit.registry import read_capabilities
 
 from headrace_coordinator.data import Dataset
+from headrace_coordinator.trackers import tracker_problems
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
+LEARNING = ("trainer.", "algorithm.", "optimizer.")
+"""Sections that a run reads only where it trains."""
 WEIGHT_SUFFIXES = (".safetensors", ".gguf")
 
 
@@ -53,16 +56,21 @@ class FleetView:
         return self.capabilities.get(kind, {}).get(facet, frozenset())
 
 
-def check(spec: RunSpec, fleet: FleetView) -> list[KeyProblemView]:
-    """Every problem of a spec on this fleet, with the nearest valid value; empty when the run could start."""
-    return [
+def check(spec: RunSpec, fleet: FleetView, *, trains: bool = True) -> list[KeyProblemView]:
+    """Every problem of a spec on this fleet, with the nearest valid value; empty when the run could start.
+
+    A run that does not train needs no trainer.
+    """
+    found = [
         *_names(spec, fleet),
         *_options(spec, fleet),
         *_instances(spec, fleet),
         *_devices(spec, fleet),
         *_model(spec),
         *_data(spec),
+        *tracker_problems(spec.tracking),
     ]
+    return [each for each in found if trains or not each.key.startswith(LEARNING)]
 
 
 def _names(spec: RunSpec, fleet: FleetView) -> Iterator[KeyProblemView]:

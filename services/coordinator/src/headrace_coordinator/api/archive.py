@@ -55,7 +55,11 @@ class Archive:
                 await asyncio.sleep(RETRY_S)  # `synced` shows a disk that refuses, at the next attempt.
                 continue
             archived = ev.RunArchived(
-                at=self._event_log.now(), run=run.id, state=run.state, created_at=run.created_at
+                at=self._event_log.now(),
+                run=run.id,
+                state=run.state,
+                created_at=run.created_at,
+                evaluation=run.evaluation is not None,
             )
             await self._event_log.commit(archived)
             self._event_log.history.forget(run.id)

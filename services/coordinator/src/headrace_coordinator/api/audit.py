@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain.runs import RunState
+from headrace_coordinator.domain.slot_index import FILTERED
 from headrace_coordinator.domain.totals import Tally, step_dropped, step_index, step_trained
 
 Step = ev.StepCommitted | ev.StepSkipped
@@ -31,9 +32,10 @@ def audit(run: RunState, history: Iterable[tuple[int, ev.Event]]) -> Tally:
         slots.update((prompt, sample) for prompt, sample, _ in (*trained, *dropped))
         found.trained += len(trained)
         found.dropped += len(dropped)
+        found.filtered += sum(reason == FILTERED for _, _, reason in dropped)
         if isinstance(step, ev.StepCommitted):
             found.max_staleness = max(found.max_staleness, step.certificate.max_staleness)
-    own = range(ledger.first_step * ledger.group_size * ledger.prompts_per_step, ledger.frontier)
+    own = range(ledger.shape.first_slot, ledger.frontier)
     ended = sum(
         sample < ledger.group_size and ledger.ordinal(prompt, sample) in own for prompt, sample in slots
     )

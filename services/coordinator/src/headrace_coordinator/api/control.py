@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from typing import Protocol, TypeVar
 
+from headrace_schema.evaluating import EvaluationSpec
+from headrace_schema.evaluations import ComparisonView, EvaluationRunView
 from headrace_schema.overviews import CurvesView, RunSummaryView
 from headrace_schema.spec import RunSpec
 from headrace_schema.views import (
@@ -52,8 +54,28 @@ class Control(Protocol):
     async def submit(self, spec: RunSpec, idempotency_key: str) -> RunView:
         """Queues a run. The same key with the same spec returns the same run; with another spec: CONFLICT."""
 
-    def runs(self, size: int, after: str = "") -> Page[RunView, str]:
-        """Runs behind run `after`, newest first; ValueError when it is not a run of the list."""
+    async def check_evaluation(self, asked: EvaluationSpec) -> list[KeyProblemView]:
+        """What does not fit of an evaluation: its suite, its checkpoint, the fleet; empty when it could start."""
+
+    async def submit_evaluation(self, asked: EvaluationSpec, idempotency_key: str) -> EvaluationRunView:
+        """Queues an evaluation, as `submit` queues a run."""
+
+    def suite_evaluations(self, size: int, after: str = "") -> Page[EvaluationRunView, str]:
+        """Evaluations behind evaluation `after`, newest first; ValueError when it is not one of the list."""
+
+    def suite_evaluation(self, evaluation_id: str) -> EvaluationRunView:
+        """One evaluation; NOT_FOUND names the nearest id, or says that it is a run that trains."""
+
+    async def compare_evaluations(self, first: str, second: str) -> ComparisonView:
+        """Second minus first, item by item. INVALID for evaluations that cannot be compared, with the reason."""
+
+    def runs(
+        self, size: int, after: str = "", states: frozenset[str] = frozenset(), oldest_first: bool = False
+    ) -> Page[RunView, str]:
+        """Runs behind run `after`, newest first, in one of the `states`, or in any when there are none.
+
+        ValueError when there is no run `after`; its own state does not matter, so that a page stays valid.
+        """
 
     async def summaries(
         self, size: int, after: str, states: frozenset[str], search: str

@@ -11,24 +11,31 @@ import uuid
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
+import msgspec
+from headrace_schema.evaluating import EvaluationSpec
+from headrace_schema.evaluations import EvaluationRunView
+from headrace_schema.problems import Impossible
 from headrace_schema.spec import RunSpec
 from headrace_schema.views import KeyProblemView, RunView
 
 from headrace_coordinator.api import presenters as present
 from headrace_coordinator.api.admission import FleetView, check
 from headrace_coordinator.api.control import Refused
+from headrace_coordinator.api.evaluations import Prepared, in_users_keys, prepare
 from headrace_coordinator.api.reads import Reads
 from headrace_coordinator.api.scaling import Scaling
 from headrace_coordinator.api.scorer_check import try_scorers
 from headrace_coordinator.data.dataset import Dataset
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain import runs
+from headrace_coordinator.domain.runs import SuiteEvaluation
 from headrace_coordinator.fleet.fleet import RESTART_S, Fleet
 from headrace_coordinator.fleet.reconciler import Reconciler
 from headrace_coordinator.fleet.waits import WaitTimeout
 from headrace_coordinator.projections import RunProjection
 from headrace_coordinator.scheduler import MakeProjection, OpenDataset, Scheduler
 from headrace_coordinator.store.event_log import EventLog
+from headrace_coordinator.suites import open_suite
 
 log = logging.getLogger(__name__)
 INTENT_SHOWN_S = 2.0
@@ -70,16 +77,17 @@ class Coordinator(Reads):
 
     async def check(self, spec: RunSpec) -> list[KeyProblemView]:
         """See `Control.check`. An instance that is just being restarted is waited for."""
-        if self._misfits(spec) and self.fleet.restarting():
-            with contextlib.suppress(WaitTimeout):
-                await self.event_log.wait_until(
-                    lambda: not self._misfits(spec), RESTART_S, "instances to be restarted"
-                )
-        problems = [*self._misfits(spec), *await self.fork_problems(spec)]
-        return problems or await try_scorers(spec, self.fleet, self.reconciler.trials)
+        return await self._check(spec, trains=True)
 
-    def _misfits(self, spec: RunSpec) -> list[KeyProblemView]:
-        return check(spec, FleetView.of(present.instance_views(self.fleet)))
+    async def _check(self, spec: RunSpec, *, trains: bool) -> list[KeyProblemView]:
+        def misfits() -> list[KeyProblemView]:
+            return check(spec, FleetView.of(present.instance_views(self.fleet)), trains=trains)
+
+        if misfits() and self.fleet.restarting():
+            with contextlib.suppress(WaitTimeout):
+                await self.event_log.wait_until(lambda: not misfits(), RESTART_S, "instances to be restarted")
+        problems = [*misfits(), *await self.fork_problems(spec)]
+        return problems or await try_scorers(spec, self.fleet, self.reconciler.trials)
 
     async def submit(self, spec: RunSpec, idempotency_key: str) -> RunView:
         """See `Control.submit`."""
@@ -89,18 +97,51 @@ class Coordinator(Reads):
                 return self.run(known)
             if problems := await self.check(spec):
                 raise Refused("INVALID", "the fleet cannot run this spec", problems)
-            run_id = f"{spec.name}-{self._new_id()}"
-            now = self.event_log.now()
-            await self.event_log.commit(
-                ev.RunSubmitted(
-                    at=now,
-                    run=run_id,
-                    spec=spec.model_dump(mode="json"),
-                    directory=str(self._data_dir / "runs" / run_id),
-                ),
-                ev.KeyUsed(at=now, key=idempotency_key, body=body, resource=run_id),
-            )
-        return self.run(run_id)
+            return self.run(await self._queue_run(spec, idempotency_key, body))
+
+    async def _queue_run(
+        self, spec: RunSpec, key: str, body: str, evaluation: SuiteEvaluation | None = None
+    ) -> str:
+        run_id, now = f"{spec.name}-{self._new_id()}", self.event_log.now()
+        submitted = ev.RunSubmitted(
+            at=now,
+            run=run_id,
+            spec=spec.model_dump(mode="json"),
+            directory=str(self._data_dir / "runs" / run_id),
+            evaluation=None if evaluation is None else msgspec.to_builtins(evaluation),
+        )
+        await self.event_log.commit(submitted, ev.KeyUsed(at=now, key=key, body=body, resource=run_id))
+        return run_id
+
+    async def check_evaluation(self, asked: EvaluationSpec) -> list[KeyProblemView]:
+        """See `Control.check_evaluation`."""
+        try:
+            await self._prepare(asked)
+        except Impossible as error:
+            return error.problems
+        return []
+
+    async def submit_evaluation(self, asked: EvaluationSpec, idempotency_key: str) -> EvaluationRunView:
+        """See `Control.submit_evaluation`."""
+        body = _digest(["evaluation", asked.model_dump(mode="json")])
+        async with self._write(idempotency_key):
+            run_id = self._known(idempotency_key, body)
+            if not run_id:
+                try:
+                    prepared = await self._prepare(asked)
+                except Impossible as error:
+                    message = "the fleet cannot make this evaluation"
+                    raise Refused("INVALID", message, error.problems) from error
+                run_id = await self._queue_run(prepared.spec, idempotency_key, body, prepared.evaluation)
+        return self.suite_evaluation(run_id)
+
+    async def _prepare(self, asked: EvaluationSpec) -> Prepared:
+        """The run of an evaluation; raises `Impossible`."""
+        prepared = await prepare(asked, *await self.checkpoint_of(asked))
+        if problems := await self._check(prepared.spec, trains=False):
+            suite = open_suite(asked.suite.name, asked.suite.options)
+            raise Impossible(in_users_keys(problems, suite))
+        return prepared
 
     @contextlib.asynccontextmanager
     async def _write(self, key: str) -> AsyncIterator[None]:

@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 import msgspec
+from headrace_schema.evaluations import EvaluationRunView, SuiteEvaluationView, SuiteResultView
 from headrace_schema.views import (
     CertificateView,
     CountsView,
@@ -22,7 +23,7 @@ from headrace_schema.views import (
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain.compact import expand, expand_drops
 from headrace_coordinator.domain.leases import LeaseTable
-from headrace_coordinator.domain.runs import RunState
+from headrace_coordinator.domain.runs import RunState, SuiteEvaluation
 from headrace_coordinator.domain.versions import Version
 from headrace_coordinator.fleet.fleet import Fleet
 from headrace_coordinator.store.history import Item
@@ -30,7 +31,7 @@ from headrace_coordinator.store.history import Item
 
 def run_view(run: RunState, waiting_for: list[str], place: int | None = None) -> RunView:
     """One run, from its running figures."""
-    totals, tally, base = run.totals, run.totals.tally, run.lineage.base
+    totals, tally, base, asked = run.totals, run.totals.tally, run.lineage.base, run.evaluation
     return RunView(
         name=f"runs/{run.id}",
         id=run.id,
@@ -39,8 +40,8 @@ def run_view(run: RunState, waiting_for: list[str], place: int | None = None) ->
         intent=run.intent,
         priority=run.priority,
         place=place,
-        step=run.ledger.step,
-        steps=run.steps_total,
+        step=run.ledger.step if asked is None else asked.answers,
+        steps=run.steps_total if asked is None else asked.total,
         created_at=run.created_at,
         started_at=run.started_at or None,
         finished_at=run.finished_at or None,
@@ -53,6 +54,7 @@ def run_view(run: RunState, waiting_for: list[str], place: int | None = None) ->
         counts=CountsView(
             trained=tally.trained,
             dropped=tally.dropped,
+            filtered=tally.filtered,
             duplicates=tally.duplicates,
             max_staleness=tally.max_staleness,
             frontier=run.ledger.frontier,
@@ -62,7 +64,46 @@ def run_view(run: RunState, waiting_for: list[str], place: int | None = None) ->
         export_path=run.export_path,
         forked_from=(run.spec.get("from_checkpoint") or {}).get("run", ""),
         first_step=run.ledger.first_step,
+        suite=None if asked is None else suite_view(asked, run.dataset_digest),
         spec=run.spec,
+    )
+
+
+def suite_view(evaluation: SuiteEvaluation, data_digest: str) -> SuiteEvaluationView:
+    """What an evaluation asks and has found."""
+    result = evaluation.result
+    return SuiteEvaluationView(
+        suite=evaluation.spec["suite"]["name"],
+        model=evaluation.model,
+        checkpoint_run=evaluation.checkpoint_run,
+        checkpoint_step=evaluation.checkpoint_step,
+        weights_digest=evaluation.digest,
+        data_digest=data_digest,
+        items=evaluation.items,
+        samples=evaluation.spec["samples"],
+        answers=evaluation.answers,
+        answers_total=evaluation.total,
+        versions=evaluation.versions,
+        result=None if result is None else SuiteResultView.model_validate(result),
+        spec=evaluation.spec,
+    )
+
+
+def evaluation_run_view(run: RunView) -> EvaluationRunView:
+    """A run that evaluates, as an evaluation."""
+    assert run.suite is not None
+    return EvaluationRunView(
+        **dict(run.suite),
+        name=f"evaluations/{run.id}",
+        id=run.id,
+        state=run.state,
+        reason=run.reason,
+        place=run.place,
+        created_at=run.created_at,
+        started_at=run.started_at,
+        finished_at=run.finished_at,
+        waiting_for=run.waiting_for,
+        recoveries=run.recoveries,
     )
 
 

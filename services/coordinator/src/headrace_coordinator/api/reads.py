@@ -12,8 +12,10 @@ from itertools import islice
 from pathlib import Path
 from typing import TypeVar
 
+from headrace_schema.evaluating import EvaluationSpec
+from headrace_schema.evaluations import ComparisonView, EvaluationRunView
 from headrace_schema.overviews import CurvesView, RunSummaryView
-from headrace_schema.problems import nearest
+from headrace_schema.problems import Impossible, nearest
 from headrace_schema.spec import RunSpec
 from headrace_schema.views import (
     CertificateView,
@@ -32,7 +34,9 @@ from headrace_schema.views import (
 from headrace_coordinator.api import overviews as over
 from headrace_coordinator.api import presenters as present
 from headrace_coordinator.api.archive import Archive
+from headrace_coordinator.api.comparing import compare
 from headrace_coordinator.api.control import Page, Refused
+from headrace_coordinator.api.evaluations import origin_of
 from headrace_coordinator.api.forks import check_fork, unknown_origin
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain import runs
@@ -93,12 +97,15 @@ class Reads:
             [run.state for run in state.runs.values()] + [run.state for run in state.ended.values()]
         )
 
-    def runs(self, size: int, after: str = "") -> Page[RunView, str]:
+    def runs(
+        self, size: int, after: str = "", states: frozenset[str] = frozenset(), oldest_first: bool = False
+    ) -> Page[RunView, str]:
         """See `Control.runs`."""
-        names = self._newest_first()
-        start = names.index(after) + 1 if after else 0
-        shown = names[start : start + size]
-        return [self.run(name) for name in shown], shown[-1] if start + size < len(names) else None
+        names = self._newest_first()[:: -1 if oldest_first else 1]
+        behind = names[names.index(after) + 1 if after else 0 :]
+        found = list(islice((name for name in behind if self._matches(name, states, "")), size + 1))
+        shown = found[:size]
+        return [self.run(name) for name in shown], shown[-1] if len(found) > size else None
 
     async def summaries(
         self, size: int, after: str, states: frozenset[str], search: str
@@ -160,6 +167,47 @@ class Reads:
             return [unknown_origin(origin, names[:200])]
         steps = [checkpoint.step for checkpoint in await self.checkpoints(origin)]
         return check_fork(spec, self.run(origin), steps)
+
+    # --- evaluations of suites
+
+    def suite_evaluations(self, size: int, after: str = "") -> Page[EvaluationRunView, str]:
+        """See `Control.suite_evaluations`."""
+        state = self.event_log.state
+        names = [
+            name
+            for name in self._newest_first()
+            if (
+                state.runs[name].evaluation is not None
+                if name in state.runs
+                else state.ended[name].evaluation
+            )
+        ]
+        start = names.index(after) + 1 if after else 0
+        shown = names[start : start + size]
+        views = [present.evaluation_run_view(self.run(name)) for name in shown]
+        return views, shown[-1] if start + size < len(names) else None
+
+    def suite_evaluation(self, evaluation_id: str) -> EvaluationRunView:
+        """See `Control.suite_evaluation`."""
+        run = self.run(evaluation_id)
+        if run.suite is None:
+            raise Refused("NOT_FOUND", f"{run.id} is a run that trains; see /v1/runs/{run.id}")
+        return present.evaluation_run_view(run)
+
+    async def compare_evaluations(self, first: str, second: str) -> ComparisonView:
+        """See `Control.compare_evaluations`."""
+        return await asyncio.to_thread(compare, self.run(first), self.run(second))
+
+    async def checkpoint_of(self, asked: EvaluationSpec) -> tuple[RunView | None, CheckpointView | None]:
+        """The run and the checkpoint that are evaluated, if any; raises `Impossible`."""
+        if asked.checkpoint is None:
+            return None, None
+        name, names = asked.checkpoint.run, self._newest_first()
+        if name not in names:
+            unknown = unknown_origin(name, names[:200])
+            raise Impossible([unknown.model_copy(update={"key": "checkpoint.run"})])
+        origin = self.run(name)
+        return origin, origin_of(asked, origin, await self.checkpoints(name))
 
     # --- events
 

@@ -14,6 +14,8 @@ function scalars(view) {
     "speed/tokens": view.tokens,
     "slots/trained": view.trained,
     "slots/dropped": view.dropped,
+    "slots/filtered": view.filtered ?? 0,
+    "slots/refilled_groups": view.refilled ?? 0,
   };
   for (const [stage, seconds] of Object.entries(view.stage_s)) found[`stage_seconds/${stage}`] = seconds;
   for (const [name, value] of Object.entries(view.figures)) found[`trainer/${name}`] = value;

@@ -69,5 +69,6 @@ export function eventText(event) {
 }
 
 export function isGrave(event) {
+  if (event.type === "group_dropped" && event.data.reason === "FILTERED") return false;
   return GRAVE.has(event.type) || (event.type === "version_restored" && Boolean(event.data.checkpoint));
 }

@@ -24,7 +24,9 @@ class Dataset:
     depends on the items and `heldout_seed` alone: runs with other seeds are judged on the same items.
     """
 
-    def __init__(self, section: DataSection, items: Sequence[DataItem], seed: int) -> None:
+    def __init__(
+        self, section: DataSection, items: Sequence[DataItem], seed: int, weights: Sequence[int] = ()
+    ) -> None:
         excluded = {squeezed(text) for text in section.exclude}
         distinct: dict[str, DataItem] = {}
         for item in items:
@@ -34,8 +36,11 @@ class Dataset:
         ranked = sorted(kept, key=lambda item: _rank(f"heldout {section.heldout_seed}", item))
         self._heldout = ranked[: section.heldout]
         self._train = sorted(ranked[section.heldout :], key=lambda item: item.key)
+        self._places = {item.key: place for place, item in enumerate(self._train)}
         self._seed = seed
-        self._orders: dict[int, list[DataItem]] = {}
+        self._orders: dict[tuple[int, int], list[DataItem]] = {}
+        self._parts = _parts(self._train, weights)
+        self._weights = tuple(weights) or (1,)
         self._prompter = Prompter(section.prompt, known_fields(kept))
         self.digest = _digest(self._heldout, self._train)
 
@@ -50,21 +55,50 @@ class Dataset:
         items = _items(type(source), source.model_dump_json(), source.fingerprint())
         if isinstance(items, Impossible):
             raise Impossible(items.problems)
-        return cls(section, items, seed)
+        return cls(section, items, seed, source.weights())
 
     @property
     def train_size(self) -> int:
         """Distinct items of the training part."""
         return len(self._train)
 
-    def train_item(self, prompt_ordinal: int) -> DataItem:
-        """The item of a prompt ordinal (from 0): every epoch is a permutation of the training part."""
-        epoch, position = divmod(prompt_ordinal, len(self._train))
-        return self._order(epoch)[position]
+    def train_item(self, prompt_ordinal: int, attempt: int = 0) -> DataItem:
+        """The item of a prompt ordinal (from 0): every epoch is a permutation of the training part.
+
+        With weights, of the part of the source whose turn it is: each block of sum(weights) ordinals has a part as
+        often as its weight says, in an order of its own. So an ordinal alone says which item it is, and a resumed run
+        goes on exactly where it was. Above 0, `attempt` numbers other items of the same part, to take in its place.
+        """
+        number, place = divmod(prompt_ordinal, sum(self._weights))
+        turns = _turns(self._seed, number, self._weights)
+        part = turns[place]
+        if attempt:
+            return self._parts[part][
+                self._draw(f"instead {prompt_ordinal} {attempt}") % len(self._parts[part])
+            ]
+        drawn = number * self._weights[part] + turns[:place].count(part)
+        epoch, position = divmod(drawn, len(self._parts[part]))
+        return self._order(part, epoch)[position]
+
+    def chance(self, prompt_ordinal: int, attempt: int) -> float:
+        """A number in [0, 1) that is the same for ever."""
+        return self._draw(f"chance {prompt_ordinal} {attempt}") / 2**128
+
+    def place(self, item: DataItem) -> int:
+        """Where a training item stands among them: the same in every process that reads the same items."""
+        return self._places[item.key]
+
+    def _draw(self, purpose: str) -> int:
+        return int.from_bytes(_hash(f"{purpose} {self._seed}"), "big")
 
     def heldout_items(self) -> list[DataItem]:
         """The held-out items, always in the same order."""
         return list(self._heldout)
+
+    def asked(self, limit: int | None = None) -> list[DataItem]:
+        """Items of a suite: the held-out ones, else all, always in the same order; `limit`: only the first ones."""
+        ranked = self._heldout or sorted(self._train, key=lambda item: _rank("suite", item))
+        return ranked[:limit]
 
     def prompt(self, item: DataItem, prefill: str | None = None) -> PromptContent:
         """The prompt of an item; `prefill`, a template, stands in for data.prompt.prefill."""
@@ -78,14 +112,15 @@ class Dataset:
         """Training items without an answer, which a supervised warm-up cannot use."""
         return sum(not item.answer for item in self._train)
 
-    def _order(self, epoch: int) -> list[DataItem]:
-        if epoch not in self._orders:
-            while len(self._orders) >= ORDERS_KEPT:
-                del self._orders[min(self._orders)]
+    def _order(self, part: int, epoch: int) -> list[DataItem]:
+        if (part, epoch) not in self._orders:
+            mine = sorted(kept for kept in self._orders if kept[0] == part)
+            for kept in mine[: len(mine) + 1 - ORDERS_KEPT]:
+                del self._orders[kept]
             # A sort by keyed hashes rather than a shuffle: it is the same in every Python for ever.
             purpose = f"train {self._seed} {epoch}"
-            self._orders[epoch] = sorted(self._train, key=lambda item: _rank(purpose, item))
-        return self._orders[epoch]
+            self._orders[part, epoch] = sorted(self._parts[part], key=lambda item: _rank(purpose, item))
+        return self._orders[part, epoch]
 
 
 def known_fields(items: Sequence[DataItem]) -> set[str]:
@@ -122,10 +157,35 @@ def _enough(section: DataSection, kept: int, excluded: int) -> None:
         raise Impossible([problem("data.heldout", reason, f"the nearest valid value is {kept - 1}")])
 
 
+def _parts(train: list[DataItem], weights: Sequence[int]) -> list[list[DataItem]]:
+    """Training items by source, where the sources have weights; else one part with all."""
+    if not weights:
+        return [train]
+    parts = [[item for item in train if item.fields["part"] == part] for part in range(len(weights))]
+    if empty := [part for part, items in enumerate(parts) if not items]:
+        key = f"data.options.parts[{empty[0]}]"
+        reason = (
+            "no item of it is left to train on (held out, excluded, or the same as one of a part before it)"
+        )
+        raise Impossible([problem(key, reason, "give it more items, or leave it out")])
+    return parts
+
+
+@lru_cache(maxsize=64)
+def _turns(seed: int, number: int, weights: tuple[int, ...]) -> tuple[int, ...]:
+    """The part of each ordinal of a block."""
+    parts = [part for part, weight in enumerate(weights) for _ in range(weight)]
+    places = sorted(range(len(parts)), key=lambda place: _hash(f"block {seed} {number} {place}"))
+    return tuple(parts[place] for place in places)
+
+
+def _hash(purpose: str) -> bytes:
+    return hashlib.blake2b(purpose.encode(), digest_size=16).digest()
+
+
 def _rank(purpose: str, item: DataItem) -> tuple[bytes, str]:
     key = item.key
-    digest = hashlib.blake2b(f"{purpose}\0{key}".encode(), digest_size=16)
-    return digest.digest(), key
+    return _hash(f"{purpose}\0{key}"), key
 
 
 def _digest(heldout: Sequence[DataItem], train: Sequence[DataItem]) -> str:

@@ -104,10 +104,12 @@ def _item(row: Row, question_key: str, answer_key: str, read_answer: Callable[[s
 
 
 def text_of(row: Row, key: str) -> str:
-    """The text or number under a key; raises `BadRow` for anything else."""
+    """The text or number under a key, also as a list of one; raises `BadRow` for anything else."""
     if key not in row:
         raise BadRow(f"has no key {key!r}", choose(key, row, extra="or name another key in data.options"))
     value = row[key]
+    if isinstance(value, (list, tuple)) and len(value) == 1:
+        value = value[0]
     if isinstance(value, bool) or not isinstance(value, (str, int, float)):
         raise BadRow(f"has {show(value)} as {key!r}", "write text or a number")
     return str(value)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import unicodedata
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 
@@ -24,6 +26,11 @@ class DataItem:
     def key(self) -> str:
         """The canonical question: items with the same key are one item."""
         return canonical(self.question)
+
+    @cached_property
+    def metadata_json(self) -> str:
+        """`metadata` as the scorers of each of its answers get it; empty without any."""
+        return json.dumps(self.metadata) if self.metadata else ""
 
     def names(self) -> set[str]:
         """Everything `data.exclude` may call this item by, without spaces: its question, its expression."""

@@ -1,13 +1,13 @@
-"""Items of several sources in one run, in chosen shares."""
+"""Items of several sources in one run, in shares by number of items or by weight."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import islice
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
 from headrace_schema.problems import Impossible, problem
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from headrace_coordinator.data.items import DataItem
 from headrace_coordinator.data.sources import DataSource, open_source
@@ -23,15 +23,30 @@ class Part(BaseModel):
     items: Annotated[int, Field(strict=True, ge=0)] = Field(
         default=0, description="most items of it, the first ones; 0: all"
     )
+    weight: Annotated[int, Field(strict=True, ge=1, le=1000)] | None = Field(
+        default=None,
+        description="prompts of it among as many as all weights add up to; none: items are its share",
+    )
 
 
 class Mixture(DataSource):
-    """Items of all parts; each counts once an epoch, so `items` of the parts are their shares.
+    """Items of all parts. Their shares are their weights, or, as each item counts once an epoch, their `items`.
 
     Every item has the template field `part`, the place of its source in the list, from 0.
     """
 
     parts: Annotated[tuple[Part, ...], Field(min_length=1, description="the sources")]
+
+    @model_validator(mode="after")
+    def _weighted(self) -> Self:
+        without = [place for place, part in enumerate(self.parts) if part.weight is None]
+        if without and len(without) < len(self.parts):
+            raise ValueError(f"parts[{without[0]}].weight: give every part a weight, or none")
+        return self
+
+    def weights(self) -> tuple[int, ...]:
+        """The parts' weights."""
+        return tuple(part.weight for part in self.parts if part.weight is not None)
 
     def fingerprint(self) -> str:
         """The parts' fingerprints."""

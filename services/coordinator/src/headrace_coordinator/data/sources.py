@@ -26,6 +26,10 @@ class DataSource(BaseModel, ABC):
     def items(self) -> Iterator[DataItem]:
         """Yields the items, the same ones in every process; `Impossible` names the option that is wrong."""
 
+    def weights(self) -> tuple[int, ...]:
+        """How many of each sum(weights) successive prompts are of part 0, 1, … (field `part`); empty: as items are."""
+        return ()
+
     def fingerprint(self) -> str:
         """Differs when `items` may yield something else, such as a file's time and size."""
         return ""

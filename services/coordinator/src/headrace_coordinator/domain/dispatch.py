@@ -21,10 +21,21 @@ class DispatchOrder:
 
     def __init__(self, prompts: Iterable[int], expected: Callable[[int], float] | None = None) -> None:
         """`expected` gives a prompt's expected tokens; the longest start first. Without it: by ordinal."""
-        self._prompts = sorted(prompts)
-        if expected is not None:
-            self._prompts.sort(key=lambda prompt: -expected(prompt))
+        self._prompts: list[int] = []
+        self._expected = expected
         self._next = 0
+        self._end = 0
+        self.reach(prompts)
+
+    def reach(self, prompts: Iterable[int]) -> None:
+        """Adds those of `prompts` that are beyond all that it has, behind what waits."""
+        added = sorted(prompt for prompt in prompts if prompt >= self._end)
+        if not added:
+            return
+        self._end = added[-1] + 1
+        if (expected := self._expected) is not None:
+            added.sort(key=lambda prompt: -expected(prompt))
+        self._prompts += added
 
     def waiting(self, index: SlotIndex) -> Iterator[GroupWork]:
         """Groups with samples that nobody has: those that are made again first, by ordinal."""
@@ -72,6 +83,19 @@ def plan_return(run: str, slots: Iterable[Slot], now: float, *, failed: bool = F
     """These slots are to be made again; `failed` when their attempts ended with an error. Nothing for no slot."""
     keys = [(slot.prompt, slot.sample, slot.attempt) for slot in slots]
     return [ev.SlotsReturned(at=now, run=run, slots=keys, failed=failed)] if keys else []
+
+
+def plan_refill(ledger: SlotLedger, run: str, limit: int, now: float, *, whole: bool) -> list[ev.Event]:
+    """The next groups in place of those that were dropped before they settled, at most `limit` of them in a step.
+
+    Each such group has one other in its place, whenever it was dropped: the step's groups end with the one that
+    completes it, so which they are follows from what became of each, not from when. `whole` waits until no group is
+    open, so that the times at which groups start do not depend on the order in which others end either.
+    """
+    groups = min(ledger.lacking, limit - ledger.refilled)
+    if groups <= 0 or (whole and ledger.index.open):
+        return []
+    return [ev.StepRefilled(at=now, run=run, step=ledger.step, groups=groups)]
 
 
 def accepts(slot: Slot | None, attempt: int, digest: str) -> str:

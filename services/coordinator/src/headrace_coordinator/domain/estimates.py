@@ -44,3 +44,31 @@ def pass_at(scores: Sequence[Sequence[float]], threshold: float) -> dict[int, fl
     return {
         k: fmean(1.0 - comb(total - count, k) / comb(total, k) for count in passed) for k in sorted(wanted)
     }
+
+
+def item_values(
+    mode: str, rewards: Sequence[Sequence[float]], choices: Sequence[Sequence[str]], threshold: float
+) -> list[float]:
+    """The figure of each item in a mode (greedy, avg@K, pass@K, maj@K), whose mean is the evaluation's.
+
+    `rewards` and `choices` have an item's answers in order: what each is worth, and what was extracted from it ("":
+    nothing). avg and maj take the first K, pass all of them.
+    """
+    kind, _, number = mode.partition("@")
+    k = int(number or 1)
+    if kind == "pass":
+        passed = [(len(each), sum(reward >= threshold for reward in each)) for each in rewards]
+        return [1.0 - comb(total - count, k) / comb(total, k) for total, count in passed]
+    if kind == "maj":
+        return [_majority(own[:k], chosen[:k]) for own, chosen in zip(rewards, choices, strict=True)]
+    return [fmean(each[:k]) for each in rewards]
+
+
+def _majority(rewards: Sequence[float], choices: Sequence[str]) -> float:
+    """Mean reward of the most frequent choice, of the earliest one of several; an answer without one abstains."""
+    votes: dict[str, list[float]] = {}
+    for reward, choice in zip(rewards, choices, strict=True):
+        if choice:
+            votes.setdefault(choice, []).append(reward)
+    winner = max(votes.values(), key=len, default=list(rewards))
+    return fmean(winner)

@@ -114,6 +114,8 @@ class RunSubmitted(RunEvent, frozen=True, kw_only=True):
 
     spec: dict[str, Any]
     directory: str
+    evaluation: dict[str, Any] | None = None
+    """What an evaluation of a suite asks; None for a run that trains."""
 
 
 class RunIntentChanged(RunEvent, frozen=True, kw_only=True):
@@ -137,6 +139,7 @@ class RunArchived(Event, frozen=True, kw_only=True):
     run: str
     state: str
     created_at: float
+    evaluation: bool = False
 
 
 class RunAdmitted(RunEvent, frozen=True, kw_only=True):
@@ -167,8 +170,8 @@ class NumberBurnt(RunEvent, frozen=True, kw_only=True):
 class Kept(msgspec.Struct, frozen=True, kw_only=True):
     """What a rewind leaves of a run's figures, as its history has them before the first step that is made again."""
 
-    counts: tuple[int, int, int, int, int] = (0, 0, 0, 0, 0)
-    """Trained, dropped, duplicates, missing, worst staleness."""
+    counts: tuple[int, ...] = ()
+    """Trained, dropped, duplicates, missing, worst staleness, filtered; a missing one is 0."""
     last_step: dict[str, Any] | None = None
 
 
@@ -184,6 +187,8 @@ class VersionRestored(RunEvent, frozen=True, kw_only=True):
     digest: str
     checkpoint: str
     frontier_step: int
+    frontier_prompt: int | None = None
+    """Prompt ordinal that `frontier_step` begins with; none: no step before it took more groups than its own."""
     source_run: str = ""
     """The run that made the checkpoint, where it is another one: a fork."""
     warmup_steps: int = 0
@@ -241,6 +246,19 @@ class GroupDropped(RunEvent, frozen=True, kw_only=True):
     prompt: int
     reason: str
     detail: str
+    reward: float = 0.0
+    """Every member's, where the group is FILTERED."""
+
+
+Observed = tuple[int, int, int]
+"""Place of a data item among those that are trained, answers to it that passed, answers."""
+
+
+class StepRefilled(RunEvent, frozen=True, kw_only=True):
+    """The open step takes so many of the next groups, in place of those that were dropped before they settled."""
+
+    step: int
+    groups: int
 
 
 class Certificate(msgspec.Struct, frozen=True, kw_only=True):
@@ -262,6 +280,8 @@ class Certificate(msgspec.Struct, frozen=True, kw_only=True):
     drop_rate_by_length: dict[str, float]
     drop_rate_by_pass_rate: dict[str, float]
     log_prob_compared_tokens: int = 0
+    refilled: int = 0
+    """Groups that the step took in place of dropped ones."""
 
 
 class StepCommitted(RunEvent, frozen=True, kw_only=True):
@@ -269,6 +289,8 @@ class StepCommitted(RunEvent, frozen=True, kw_only=True):
 
     certificate: Certificate
     view: dict[str, Any]
+    observed: list[Observed] = []
+    """By group, for a run with a curriculum."""
 
 
 class StepSkipped(RunEvent, frozen=True, kw_only=True):
@@ -276,6 +298,8 @@ class StepSkipped(RunEvent, frozen=True, kw_only=True):
 
     step: int
     dropped: Drops
+    refilled: int = 0
+    observed: list[Observed] = []
 
 
 class StepAborted(RunEvent, frozen=True, kw_only=True):
@@ -290,6 +314,19 @@ class Evaluated(RunEvent, frozen=True, kw_only=True):
     """Held-out items were evaluated."""
 
     view: dict[str, Any]
+
+
+class EvaluationProgressed(RunEvent, frozen=True, kw_only=True):
+    """So many answers of an evaluation of a suite are scored and written; `digest` is that of the weights."""
+
+    answers: int
+    digest: str
+
+
+class SuiteEvaluated(RunEvent, frozen=True, kw_only=True):
+    """What an evaluation of a suite found."""
+
+    result: dict[str, Any]
 
 
 class CheckpointSaved(RunEvent, frozen=True, kw_only=True):
@@ -365,10 +402,13 @@ AnyEvent = (
     | GroupsSettled
     | GroupsAccumulated
     | GroupDropped
+    | StepRefilled
     | StepCommitted
     | StepSkipped
     | StepAborted
     | Evaluated
+    | EvaluationProgressed
+    | SuiteEvaluated
     | CheckpointSaved
     | CheckpointFailed
     | CheckpointSetAside
@@ -388,6 +428,7 @@ LEDGER_EVENTS = (
     SlotsReturned,
     GroupsSettled,
     GroupsAccumulated,
+    StepRefilled,
     NumberBurnt,
 )
 """Run events that only the log needs: too many and too small to show."""

@@ -120,6 +120,29 @@ class Grant(msgspec.Struct):
         return [*self.rollouts, *self.trainers]
 
 
+class SuiteEvaluation(msgspec.Struct):
+    """What a run that evaluates asks, how far it is, and what it found."""
+
+    spec: dict[str, Any]
+    model: str
+    items: int
+    versions: dict[str, str] = {}
+    checkpoint_run: str = ""
+    checkpoint_step: int | None = None
+    checkpoint_directory: str = ""
+    """Of the checkpoint itself; empty: the model's own weights."""
+    digest: str = ""
+    """Of the weights; empty: not read yet."""
+    answers: int = 0
+    result: dict[str, Any] | None = None
+
+    @property
+    def total(self) -> int:
+        """Answers to make."""
+        samples: int = self.spec["samples"]
+        return self.items * samples
+
+
 class RunState(msgspec.Struct):
     """One run."""
 
@@ -160,6 +183,8 @@ class RunState(msgspec.Struct):
     dataset_digest: str = ""
     totals: Totals = msgspec.field(default_factory=Totals)
     checkpoints: list[tuple[str, int]] = []
+    evaluation: SuiteEvaluation | None = None
+    """None for a run that trains."""
 
     def share(self, now: float) -> float:
         """Device-seconds used, over the run's weight; a newcomer starts level with those that run."""
@@ -193,7 +218,7 @@ class RunState(msgspec.Struct):
         ledger = self.ledger
         ledger.apply(event)
         self.lineage.apply(event)
-        self.totals.apply(event, ledger.group_size * ledger.prompts_per_step, ledger.group_size)
+        self.totals.apply(event, ledger.shape)
         match event:
             case ev.RunIntentChanged():
                 self.intent, self.intent_author = event.intent, event.author
@@ -223,6 +248,10 @@ class RunState(msgspec.Struct):
                 self.last_checkpoint, self.last_checkpoint_at = event.number, event.at
                 self.checkpoints.append((event.name, event.number))
                 del self.checkpoints[: -self._section("checkpoint", "keep", 1)]
+            case ev.EvaluationProgressed() if self.evaluation:
+                self.evaluation.answers, self.evaluation.digest = event.answers, event.digest
+            case ev.SuiteEvaluated() if self.evaluation:
+                self.evaluation.result = event.result
             case ev.DatasetOpened(digest=digest):
                 self.dataset_digest = digest
             case ev.ModelExported(path=path):
@@ -245,6 +274,8 @@ class RunState(msgspec.Struct):
                 reached = self.ledger.step + 1
                 if reached - self.high_step > self.rewound_steps:
                     self.high_step, self.rewound_steps, self.recoveries_in_a_row = reached, 0, 0
+            case ev.EvaluationProgressed() if self.evaluation and event.answers > self.evaluation.answers:
+                self.recoveries_in_a_row = 0
 
     def _hold(self, now: float, grant: Grant | None) -> None:
         self.share_s, self.share_at = self.share(now), now
@@ -273,6 +304,8 @@ def next_action(run: RunState) -> Action:
 
 def checkpoint_words(run: RunState) -> str:
     """What a cancelled run leaves behind, for people."""
+    if run.evaluation is not None:
+        return f"the {run.evaluation.answers} answers that it had stay"
     return "its last checkpoint stays" if run.last_checkpoint else "it has no checkpoint"
 
 

@@ -46,13 +46,13 @@ class Plan(msgspec.Struct):
 
 
 def demand_of(run: RunState) -> Demand:
-    """A run's demand from its spec. A run that has begun goes on with at least one rollout."""
+    """A run's demand from its spec. A run that has begun, or trains nothing, goes on with at least one rollout."""
     spec, placement = run.spec, run.spec["placement"]
     rollouts = spec["rollout"]["instances"]
     return Demand(
         rollouts=rollouts,
-        fewest_rollouts=1 if run.lineage.head else rollouts,
-        trainers=spec["trainer"]["ranks"],
+        fewest_rollouts=1 if run.lineage.head or run.evaluation else rollouts,
+        trainers=0 if run.evaluation else spec["trainer"]["ranks"],
         engine=spec["rollout"]["engine"],
         backend=spec["trainer"]["backend"],
         algorithm=spec["algorithm"]["name"],
@@ -232,6 +232,8 @@ class _Planner:
     def _parts(self, demand: Demand) -> int:
         """Parts that a host's devices are divided into: how many runs of this demand the instances can carry."""
         rollouts = self._count("rollout") // max(demand.fewest_rollouts, 1)
+        if not demand.trainers:
+            return max(1, rollouts)
         return max(1, min(rollouts, self._count("trainer") // demand.trainers))
 
     def _count(self, kind: str) -> int:

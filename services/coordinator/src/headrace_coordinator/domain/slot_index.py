@@ -17,6 +17,8 @@ PENDING, ASSIGNED, FINISHED, SETTLED, ACCUMULATED, DROPPED = (
 
 OPEN = frozenset({PENDING, ASSIGNED, FINISHED})
 """States of a slot whose group is neither settled nor dropped."""
+FILTERED = "FILTERED"
+"""Why a group is dropped whose rewards are all equal: the algorithm asks for it, so it is no failure."""
 
 
 class Slot(msgspec.Struct):

@@ -16,6 +16,7 @@ from headrace_coordinator.domain.slot_index import (
     ACCUMULATED,
     ASSIGNED,
     DROPPED,
+    FILTERED,
     FINISHED,
     OPEN,
     PENDING,
@@ -23,12 +24,17 @@ from headrace_coordinator.domain.slot_index import (
     Slot,
     SlotIndex,
 )
+from headrace_coordinator.domain.totals import Shape
 
 PROGRESS_EVENTS = (ev.SlotsFinished, ev.GroupsSettled, ev.GroupsAccumulated, ev.GroupDropped)
 
 
 class SlotLedger(msgspec.Struct, dict=True):
-    """Slots of the open step, and the step itself. `step` counts batches: slots below step × B are terminal."""
+    """Slots of the open step, and the step itself. `step` counts batches: slots below `frontier` are terminal.
+
+    A step has `prompts_per_step` groups, and `refilled` more: one for each that was dropped before it settled, up to
+    a limit. All have successive prompt ordinals, so the groups that are kept are the first ones in that order.
+    """
 
     group_size: int
     prompts_per_step: int
@@ -45,11 +51,31 @@ class SlotLedger(msgspec.Struct, dict=True):
     """Why the newest dropped slots were dropped, in words for the run's user."""
     progress: int = 0
     """Rises with every event that brings the step forward."""
+    next_prompt: int = -1
+    """Prompt ordinal that the open step begins with, or the next one."""
+    first_prompt: int = -1
+    """Prompt ordinal that the run began with: above 0 for a fork."""
+    refilled: int = 0
+    """Groups of the open step in place of dropped ones."""
+    lacking: int = 0
+    """Groups of the open step that were dropped before they settled, and have no other in their place yet."""
+
+    def __post_init__(self) -> None:
+        """Completes what a snapshot of an older release lacks."""
+        if self.next_prompt < 0:
+            self.next_prompt = self.step * self.prompts_per_step
+            self.first_prompt = self.first_step * self.prompts_per_step
 
     @property
     def frontier(self) -> int:
         """Slots below this ordinal are terminal."""
-        return self.step * self.group_size * self.prompts_per_step
+        return self.next_prompt * self.group_size
+
+    @property
+    def shape(self) -> Shape:
+        """Where the run's slots begin, and how many there are to a step and a group."""
+        size = self.group_size
+        return Shape(self.first_prompt * size, self.prompts_per_step * size, size)
 
     def ordinal(self, prompt: int, sample: int) -> int:
         """Position of a slot in the run's order."""
@@ -72,7 +98,7 @@ class SlotLedger(msgspec.Struct, dict=True):
     @property
     def prompts(self) -> range:
         """Prompt ordinals of the open step."""
-        return range(self.step * self.prompts_per_step, (self.step + 1) * self.prompts_per_step)
+        return range(self.next_prompt, self.next_prompt + self.prompts_per_step + self.refilled)
 
     def apply(self, event: ev.Event) -> None:
         """Folds one event; events of other parts are ignored."""
@@ -98,33 +124,29 @@ class SlotLedger(msgspec.Struct, dict=True):
                 for prompt in prompts:
                     self._move_group(prompt, ACCUMULATED)
             case ev.GroupDropped():
-                for slot in self._move_group(event.prompt, DROPPED):
-                    slot.reason = event.reason
-                self.last_drop = f"{event.reason}: {event.detail}"
+                self._drop(event)
+            case ev.StepRefilled(groups=groups):
+                self._refill(groups)
             case ev.StepAborted():
                 self.open = False
-            case ev.StepCommitted():
-                self._close()
+            case ev.StepCommitted(certificate=certificate):
+                self._close(certificate.refilled)
             case ev.StepSkipped(dropped=dropped):
                 self.last_drop = self.last_drop or ", ".join(
                     {reason for _, _, reason in expand_drops(dropped)}
                 )
-                self._close()
-            case ev.VersionRestored(frontier_step=frontier_step):
-                self._go_to(frontier_step)
+                self._close(event.refilled)
+            case ev.VersionRestored(frontier_step=step, frontier_prompt=prompt):
+                self._go_to(step, step * self.prompts_per_step if prompt is None else prompt)
                 if event.source_run:
-                    self.first_step = frontier_step
+                    self.first_step, self.first_prompt = step, self.next_prompt
             case ev.CoordinatorStarted(leap=leap):
                 self.last_attempt += leap if self.last_attempt else 0
 
     def _open(self, event: ev.StepOpened) -> None:
         self.attempt, self.open = event.attempt, True
         if not self.slots:
-            self.slots = {
-                self.ordinal(prompt, sample): Slot(prompt, sample)
-                for prompt in self.prompts
-                for sample in range(self.group_size)
-            }
+            self._add(self.prompts)
         for slot in self.slots.values():
             slot.failures = 0
             # A quarantined culprit stays out of the replay; everything else may be used again.
@@ -133,6 +155,26 @@ class SlotLedger(msgspec.Struct, dict=True):
             elif slot.state == ASSIGNED:
                 slot.state, slot.holder = PENDING, ""
         self._index_anew()
+
+    def _add(self, prompts: range) -> list[Slot]:
+        added = [Slot(prompt, sample) for prompt in prompts for sample in range(self.group_size)]
+        self.slots.update((self.ordinal(slot.prompt, slot.sample), slot) for slot in added)
+        return added
+
+    def _drop(self, event: ev.GroupDropped) -> None:
+        unsettled = event.prompt in self.index.open
+        for slot in self._move_group(event.prompt, DROPPED):
+            slot.reason, slot.reward = event.reason, event.reward
+        self.lacking += unsettled
+        if event.reason != FILTERED or not self.last_drop:
+            self.last_drop = f"{event.reason}: {event.detail}"
+
+    def _refill(self, groups: int) -> None:
+        end = self.prompts.stop
+        self.refilled += groups
+        self.lacking -= groups
+        for slot in self._add(range(end, end + groups)):
+            self.index.enter(slot)
 
     def _move(self, slot: Slot, state: str, attempt: int, holder: str) -> None:
         """The one place where a single slot changes its state."""
@@ -169,13 +211,15 @@ class SlotLedger(msgspec.Struct, dict=True):
             slot.digest = ""
             slot.failures += failed
 
-    def _close(self) -> None:
-        self.dropped_total += sum(slot.state == DROPPED for slot in self.slots.values())
+    def _close(self, refilled: int) -> None:
+        failed = (slot.state == DROPPED and slot.reason != FILTERED for slot in self.slots.values())
+        self.dropped_total += sum(failed)
         self.terminal_total += len(self.slots)
-        self._go_to(self.step + 1)
+        self._go_to(self.step + 1, self.next_prompt + self.prompts_per_step + refilled)
 
-    def _go_to(self, step: int) -> None:
+    def _go_to(self, step: int, prompt: int) -> None:
         self.step, self.attempt, self.open, self.slots = step, 0, False, {}
+        self.next_prompt, self.refilled, self.lacking = prompt, 0, 0
         self._index_anew()
 
     def _index_anew(self) -> None:

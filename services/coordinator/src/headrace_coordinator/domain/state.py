@@ -9,7 +9,7 @@ import msgspec
 
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain.leases import LeaseTable
-from headrace_coordinator.domain.runs import PAUSED, QUEUED, TERMINAL, RunState
+from headrace_coordinator.domain.runs import PAUSED, QUEUED, TERMINAL, RunState, SuiteEvaluation
 from headrace_coordinator.domain.slots import SlotLedger
 from headrace_coordinator.domain.versions import Lineage
 
@@ -54,6 +54,7 @@ class EndedRun(msgspec.Struct, array_like=True):
 
     state: str
     created_at: float
+    evaluation: bool = False
 
 
 KEY_LIFETIME_S = 24 * 3600.0
@@ -116,7 +117,7 @@ class State(msgspec.Struct):
                 self._use_key(event)
             case ev.RunArchived():
                 self.runs.pop(event.run, None)
-                self.ended[event.run] = EndedRun(event.state, event.created_at)
+                self.ended[event.run] = EndedRun(event.state, event.created_at, event.evaluation)
                 _shorten(self.ended, ENDED_KEPT)
             case ev.RunSubmitted():
                 self._submit(event)
@@ -149,6 +150,7 @@ class State(msgspec.Struct):
             created_at=event.at,
             queued_at=event.at,
             steps_total=event.spec["steps"],
+            evaluation=msgspec.convert(event.evaluation, SuiteEvaluation) if event.evaluation else None,
         )
         self._level(self.runs[event.run], event.at)
 

@@ -5,15 +5,27 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain.compact import expand, expand_drops
+from headrace_coordinator.domain.slot_index import FILTERED
 
 EVALUATIONS_SHOWN = 20
 """Evaluations in a run's view: the first one, and the newest others. The rest is read from the run's history."""
+
+
+Counts = tuple[int, int, int, int, int, int]
+
+
+class Shape(NamedTuple):
+    """Slot ordinal that a run began with (above 0 for a fork), slots of a step and of a group."""
+
+    first_slot: int
+    slots_per_step: int
+    group_size: int
 
 
 class Tally(msgspec.Struct):
@@ -25,23 +37,36 @@ class Tally(msgspec.Struct):
     duplicates: int = 0
     missing: int = 0
     max_staleness: int = 0
+    filtered: int = 0
+    """Those of `dropped` whose group the algorithm did not keep."""
 
-    def add(self, event: ev.StepCommitted | ev.StepSkipped, slots_per_step: int, group_size: int) -> None:
+    @property
+    def counts(self) -> Counts:
+        """All but `steps`, in order."""
+        return (self.trained, self.dropped, self.duplicates, self.missing, self.max_staleness, self.filtered)
+
+    def add(self, event: ev.StepCommitted | ev.StepSkipped, shape: Shape) -> None:
         """Counts a step's slots: a slot of another step, or one that comes twice, is a duplicate."""
         index, trained, dropped = step_index(event), step_trained(event), step_dropped(event)
-        first = index * slots_per_step
+        group_size, unseen = shape.group_size, (index - self.steps) * shape.slots_per_step
+        counted = self.trained + self.dropped - self.duplicates + self.missing
+        first, count = (
+            shape.first_slot + counted + unseen,
+            shape.slots_per_step + step_refilled(event) * group_size,
+        )
         ordinals = [
             prompt * group_size + sample if sample < group_size else -1
             for prompt, sample, _ in (*trained, *dropped)
         ]
-        own = {ordinal for ordinal in ordinals if first <= ordinal < first + slots_per_step}
+        own = {ordinal for ordinal in ordinals if first <= ordinal < first + count}
+        self.filtered += sum(reason == FILTERED for _, _, reason in dropped)
         self.trained += len(trained)
         self.dropped += len(dropped)
         if index < self.steps:
             self.duplicates += len(ordinals)
         else:
             self.duplicates += len(ordinals) - len(own)
-            self.missing += (index + 1 - self.steps) * slots_per_step - len(own)
+            self.missing += unseen + count - len(own)
             self.steps = index + 1
         if isinstance(event, ev.StepCommitted):
             self.max_staleness = max(self.max_staleness, event.certificate.max_staleness)
@@ -55,14 +80,14 @@ class Totals(msgspec.Struct):
     baseline: dict[str, Any] | None = None
     evaluations: list[dict[str, Any]] = []
 
-    def apply(self, event: ev.Event, slots_per_step: int, group_size: int) -> None:
+    def apply(self, event: ev.Event, shape: Shape) -> None:
         """Folds one event of the run; others change nothing."""
         match event:
             case ev.StepCommitted(view=view):
-                self.tally.add(event, slots_per_step, group_size)
+                self.tally.add(event, shape)
                 self.last_step = view
             case ev.StepSkipped():
-                self.tally.add(event, slots_per_step, group_size)
+                self.tally.add(event, shape)
             case ev.Evaluated(view=view):
                 self._evaluated(view)
             case ev.VersionRestored():
@@ -81,6 +106,11 @@ class Totals(msgspec.Struct):
         self.tally = Tally(event.frontier_step, *kept.counts)
         self.last_step = kept.last_step
         self.evaluations = [view for view in self.evaluations if view["step"] <= event.ordinal]
+
+
+def step_refilled(event: ev.StepCommitted | ev.StepSkipped) -> int:
+    """Groups that the step took in place of dropped ones."""
+    return event.certificate.refilled if isinstance(event, ev.StepCommitted) else event.refilled
 
 
 def step_index(event: ev.StepCommitted | ev.StepSkipped) -> int:

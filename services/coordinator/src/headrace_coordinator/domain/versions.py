@@ -10,6 +10,7 @@ from collections.abc import Container
 import msgspec
 
 from headrace_coordinator.domain import events as ev
+from headrace_coordinator.domain.compact import expand, expand_drops
 
 
 class Version(msgspec.Struct):
@@ -120,6 +121,7 @@ def plan_lost_rewind(lineage: Lineage, step: ev.StepCommitted) -> list[ev.Event]
     )
     if same is None:
         return []
+    prompts = [prompt for prompt, *_ in (*expand(made.trained), *expand_drops(made.dropped))]
     return [
         ev.VersionRestored(
             at=step.at,
@@ -130,6 +132,7 @@ def plan_lost_rewind(lineage: Lineage, step: ev.StepCommitted) -> list[ev.Event]
             digest=lineage.versions[same].digest,
             checkpoint="",
             frontier_step=made.step,
+            frontier_prompt=min(prompts, default=None),
             warmup_steps=0,
         )
     ]

@@ -16,17 +16,19 @@ from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
+from headrace_schema.tracking import TrackingSection
 from headrace_schema.views import EvaluationView, StepView
 
 from headrace_coordinator.projections.lines import LineFile, read_lines, write_whole
 from headrace_coordinator.projections.scalars import evaluation_scalars, step_scalars
 from headrace_coordinator.projections.tensorboard import EventFile
 from headrace_coordinator.projections.timeline import Part, TimelineFile
-from headrace_coordinator.projections.trajectories import KEPT_A_STEP, Settled, TrajectoryFile
+from headrace_coordinator.projections.trajectories import Settled, TrajectoryFile
 
 log = logging.getLogger(__name__)
 QUEUE_LENGTH = 1024
 SEEN_KEPT, SEEN_BYTES = 1024, 1 << 20
+USUAL = TrackingSection()
 Work = Callable[[], None]
 
 
@@ -43,14 +45,14 @@ class RunProjection:
     def __init__(
         self,
         directory: Path,
-        trajectories_per_step: int = KEPT_A_STEP,
+        tracking: TrackingSection = USUAL,
         *,
         trajectory_file_bytes: int = 16 * 1024 * 1024,
         trajectory_files: int = 4,
     ) -> None:
         self.directory = directory
         self.failures = 0
-        self._limits = (trajectories_per_step, trajectory_file_bytes, trajectory_files)
+        self._limits = (tracking.trajectories_per_step, trajectory_file_bytes, trajectory_files)
         self._queue: queue.Queue[Work | None] = queue.Queue(QUEUE_LENGTH)
         self._closed = False
         self._metrics: LineFile | None = None

@@ -15,6 +15,8 @@ def step_scalars(view: StepView) -> dict[str, float]:
         "speed/tokens": float(view.tokens),
         "slots/trained": float(view.trained),
         "slots/dropped": float(view.dropped),
+        "slots/filtered": float(view.filtered),
+        "slots/refilled_groups": float(view.refilled),
         **{f"stage_seconds/{stage}": seconds for stage, seconds in view.stage_s.items()},
         **{f"trainer/{name}": value for name, value in view.figures.items()},
     }

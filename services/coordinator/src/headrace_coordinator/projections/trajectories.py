@@ -12,7 +12,6 @@ import msgspec
 from headrace_coordinator.projections.lines import LineFile, read_lines
 
 NAME = "trajectories.jsonl"
-KEPT_A_STEP = 64
 LOG_PROBS_KEPT = 1024
 """Tokens of an answer whose log-prob and place in the text are kept."""
 T = TypeVar("T")
@@ -48,6 +47,7 @@ class Settled(Slot, frozen=True, omit_defaults=True):
     log_probs: list[float] = []
     text_bytes: list[int] = []
     advantage: float | None = None
+    detail: str = ""
 
 
 encode_line = msgspec.json.Encoder().encode
@@ -120,6 +120,19 @@ def _keys(path: Path) -> set[Key]:
 
 def _prompt(view: Settled) -> int:
     return view.prompt_ordinal
+
+
+def is_kept(place: int, groups: int, size: int, room: int) -> bool:
+    """Whether `whole_groups` may give the slot at `place` of a step of `groups` groups of `size`."""
+    group, member = divmod(place, size)
+    if room < size:
+        return group % groups == 0 and _is_spread(member, size, room)
+    return _is_spread(group, groups, room // size)
+
+
+def _is_spread(place: int, count: int, room: int) -> bool:
+    """Whether `_spread` gives `room` of `count` views the one at `place`; beyond `count` it goes on alike."""
+    return count <= room or (room > 0 and -(-place * room // count) * count // room == place)
 
 
 def whole_groups(views: list[T], room: int, group_of: Callable[[T], int]) -> list[T]:

@@ -31,11 +31,26 @@ async def ledger_of(event_log: EventLog, run_id: str) -> bytes:
         "last_number": run.lineage.last_number,
         "last_attempt": run.ledger.last_attempt,
         "frontier_step": run.ledger.step,
+        "frontier_prompt": run.ledger.next_prompt,
         "version": head.number if head else 0,
     }
     since = run.checkpoints[0][1] if run.checkpoints else 0
     steps = await event_log.history.read(run_id, lambda files: _packed(files.steps_from(since)))
     return json.dumps(ledger | {"steps": steps}).encode()
+
+
+async def wanted_by_forks(event_log: EventLog, run_id: str) -> list[str]:
+    """Names of the run's checkpoints that other runs begin with, and have none of their own yet."""
+    names, steps = set[str](), set[int]()
+    for fork in event_log.state.active_runs():
+        origin = fork.spec.get("from_checkpoint") or {}
+        if origin.get("run") != run_id or fork.last_checkpoint:
+            continue
+        names |= {fork.origin_checkpoint} - {""}
+        steps |= {origin["step"]} - {None}
+    if steps:
+        names |= await event_log.history.read(run_id, lambda files: files.checkpoints_of(steps))
+    return sorted(names)
 
 
 def _packed(steps: Iterable[ev.StepCommitted | ev.StepSkipped]) -> str:
@@ -111,7 +126,8 @@ class Checkpointer:
         started, step = context.event_log.monotonic(), context.state.ledger.step
         try:
             ledger = await ledger_of(context.event_log, context.run_id)
-            response = await context.workers.leader.save(number, ledger, wait)
+            retained = await wanted_by_forks(context.event_log, context.run_id)
+            response = await context.workers.leader.save(number, ledger, wait, retained)
         except CallRefused as refused:
             self._failed(refused.message)
             return

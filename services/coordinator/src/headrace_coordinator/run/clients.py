@@ -49,6 +49,8 @@ class Published:
     version: common.PolicyVersion
     manifest: common.WeightManifest
     source: common.WeightSource
+    files: rollout.PolicyFiles | None = None
+    """Read from disk in place of manifest and source; the version's digest may be empty until it was read."""
 
 
 @dataclass
@@ -100,6 +102,8 @@ class RolloutClient(WorkerClient):
     """A rollout instance."""
 
     max_concurrency: int = 1
+    digest: str = ""
+    """Of the installed weights."""
 
     async def open_run(self, config_json: str) -> None:
         """Model architecture, tokenizer and engine."""
@@ -109,14 +113,15 @@ class RolloutClient(WorkerClient):
 
     async def install(self, published: Published) -> rollout.InstallPolicyResponse:
         """Compare-and-set to a version."""
-        request = rollout.InstallPolicyRequest(
-            header=self.header(),
-            version=published.version,
-            manifest=published.manifest,
-            sources=[published.source],
-        )
-        response: rollout.InstallPolicyResponse = await self.port.call("InstallPolicy", request, SLOW_S)
-        self.installed = published.version.number
+        request = rollout.InstallPolicyRequest(header=self.header(), version=published.version)
+        if published.files is not None:
+            request.files.CopyFrom(published.files)
+        else:
+            request.manifest.CopyFrom(published.manifest)
+            request.sources.append(published.source)
+        limit = SLOW_S if published.files is None else LOAD_S
+        response: rollout.InstallPolicyResponse = await self.port.call("InstallPolicy", request, limit)
+        self.installed, self.digest = published.version.number, response.version.digest
         return response
 
     def generate(
@@ -181,6 +186,8 @@ class TrainerClient(WorkerClient):
 
     rank: int = 0
     barrier: int = field(default=trainer.BARRIER_GROUP)
+    drop_equal: bool = False
+    max_refill: int = 0
 
     async def open_run(self, config_json: str, directory: str) -> None:
         """Model, optimizer and algorithm."""
@@ -189,6 +196,7 @@ class TrainerClient(WorkerClient):
         )
         response: trainer.OpenRunResponse = await self.port.call("OpenRun", request, SLOW_S)
         self.barrier = response.barrier
+        self.drop_equal, self.max_refill = response.drop_equal, response.max_refill
 
     async def join(self, generation: int, world: int, rendezvous: str, timeout: float) -> None:
         """Meets the other ranks."""
@@ -303,9 +311,13 @@ class TrainerClient(WorkerClient):
         response: trainer.PublishPolicyResponse = await self.port.call("PublishPolicy", request, SLOW_S)
         return _published(response)
 
-    async def save(self, number: int, ledger: bytes, wait: bool) -> trainer.SaveCheckpointResponse:
-        """Starts a checkpoint, or waits until it is durable."""
-        request = trainer.SaveCheckpointRequest(header=self.header(), number=number, wait=wait, ledger=ledger)
+    async def save(
+        self, number: int, ledger: bytes, wait: bool, retained: Iterable[str] = ()
+    ) -> trainer.SaveCheckpointResponse:
+        """Starts a checkpoint, or waits until it is durable; checkpoints named in `retained` are not deleted."""
+        request = trainer.SaveCheckpointRequest(
+            header=self.header(), number=number, wait=wait, ledger=ledger, retained_checkpoints=retained
+        )
         response: trainer.SaveCheckpointResponse = await self.port.call("SaveCheckpoint", request, LOAD_S)
         return response
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Iterable
 from typing import Any, Protocol
 
 from headrace.common.v1 import common_pb2 as common
@@ -11,11 +12,14 @@ from headrace.rollout.v1 import rollout_pb2 as rollout
 from headrace_schema.spec import RunSpec
 from headrace_schema.views import EvaluationView, StepView
 
+from headrace_coordinator.data.curriculum import Curriculum
 from headrace_coordinator.data.dataset import Dataset
 from headrace_coordinator.data.items import DataItem
 from headrace_coordinator.data.prompts import PromptContent
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain.runs import RunState
+from headrace_coordinator.domain.slot_index import ACCUMULATED, FILTERED, Slot
+from headrace_coordinator.domain.totals import step_index
 from headrace_coordinator.fleet.fleet import Fleet
 from headrace_coordinator.projections.timeline import Hold, Kind, Part, Span
 from headrace_coordinator.projections.trajectories import Settled
@@ -75,6 +79,8 @@ class RunContext:
         self.decision: asyncio.Task[Any] | None = None
         """The commit of the step in hand, from the request until it is recorded; never cancelled on purpose."""
         self._lengths: dict[str, tuple[int, int]] = {}
+        section = self.spec.data.curriculum
+        self.curriculum = Curriculum(section, dataset) if section else None
 
     @property
     def state(self) -> RunState:
@@ -84,8 +90,37 @@ class RunContext:
     # --- data
 
     def item(self, prompt: int) -> DataItem:
-        """The data item of a prompt ordinal."""
-        return self.dataset.train_item(prompt)
+        """The data item of a prompt ordinal; with a curriculum, of one of the open step."""
+        return self.curriculum.item(prompt) if self.curriculum else self.dataset.train_item(prompt)
+
+    def observed(self, slots: Iterable[Slot]) -> list[ev.Observed]:
+        """What a curriculum wants to know of a step: how many answers to each item passed."""
+        if self.curriculum is None:
+            return []
+        rewards: dict[int, list[float]] = {}
+        for slot in slots:
+            if slot.state == ACCUMULATED or slot.reason == FILTERED:
+                rewards.setdefault(slot.prompt, []).append(slot.reward)
+        least = self.spec.evaluation.pass_reward
+        return [
+            (self.dataset.place(self.item(prompt)), sum(r >= least for r in found), len(found))
+            for prompt, found in rewards.items()
+        ]
+
+    async def recall(self) -> None:
+        """Tells a curriculum what the live steps of the run's history observed, and nothing else."""
+        if self.curriculum is None:
+            return
+        steps: list[tuple[int, list[ev.Observed]]] = []
+        after = -1
+        while page := await self.event_log.history.page(self.run_id, after):
+            after = page[-1][0]
+            for _, event in page:
+                if isinstance(event, ev.VersionRestored):
+                    steps = [step for step in steps if step[0] < event.frontier_step]
+                elif isinstance(event, ev.StepCommitted | ev.StepSkipped):
+                    steps.append((step_index(event), event.observed))
+        self.curriculum.begin(group for _, observed in steps for group in observed)
 
     def prompt(self, prompt: int) -> rollout.Prompt:
         """The prompt of a prompt ordinal."""

@@ -29,8 +29,10 @@ from headrace_coordinator.run.stages.step_timer import StepTimer
 from headrace_coordinator.run.step import RunFailed, Step
 
 DAMAGED = "CHECKPOINT_DAMAGED"
-UNUSABLE = {DAMAGED, "CHECKPOINT_MISMATCH", "NOT_FOUND", "INVALID"}
-"""Why a trainer refuses another run's checkpoint for good."""
+AWAY = {DAMAGED, "NOT_FOUND"}
+"""Why a trainer cannot read one checkpoint of another run, which may prune it at any time; another one may do."""
+UNUSABLE = {*AWAY, "CHECKPOINT_MISMATCH", "INVALID"}
+"""Why a trainer refuses another run's checkpoints for good."""
 
 
 class Misplaced(Exception):
@@ -145,8 +147,9 @@ async def _close_attempt(context: RunContext, reason: str) -> None:
 async def _restore(context: RunContext) -> None:
     """Rewinds to the newest intact checkpoint of this run; begins with a fork's origin, or the initial model."""
     event_log, run = context.event_log, context.state
+    away: dict[str, str] = {}
     while True:
-        source = await _source(context)
+        source = await _source(context, away)
         number = await _burn_number(context, source)
         try:
             response = await context.workers.leader.restore(
@@ -154,11 +157,15 @@ async def _restore(context: RunContext) -> None:
             )
             break
         except CallRefused as refused:
-            if source.run and refused.reason in UNUSABLE:
+            if source.run and refused.reason in AWAY:
+                away[source.name] = refused.message
+            elif source.run and refused.reason in UNUSABLE:
                 raise RunFailed(f"from_checkpoint: {refused.message}") from refused
-            if refused.reason != DAMAGED:
+            elif refused.reason != DAMAGED:
                 raise
-            # It is set aside: the next listing leaves it out and tells of it.
+            # Its own is set aside: the next listing leaves it out and tells of it.
+    for reason in away.values():
+        context.note(f"from_checkpoint: {reason}")
     if source.run:
         context.note(f"forked from {source.run}, checkpoint {source.name}, step {source.frontier_step}")
     await event_log.commit(
@@ -171,6 +178,7 @@ async def _restore(context: RunContext) -> None:
             digest=response.version.digest,
             checkpoint=source.name,
             frontier_step=source.frontier_step,
+            frontier_prompt=source.ledger.get("frontier_prompt"),
             source_run=source.run,
             warmup_steps=response.warmup_steps,
             figures=dict(response.figures),
@@ -196,8 +204,11 @@ class _Source:
         return step
 
 
-async def _source(context: RunContext) -> _Source:
-    """The newest usable checkpoint of this run, else a fork's origin, else the initial model."""
+async def _source(context: RunContext, away: dict[str, str]) -> _Source:
+    """The newest usable checkpoint of this run, else a fork's origin, else the initial model.
+
+    `away`: the origin's checkpoints that could not be read, and why.
+    """
     run = context.state
     if own := await _newest(context):
         return own
@@ -207,7 +218,7 @@ async def _source(context: RunContext) -> _Source:
             "usable checkpoint is left; put the directory back and resume, or cancel and submit a new run"
         )
     if context.spec.from_checkpoint is not None:
-        return await _origin(context, context.spec.from_checkpoint)
+        return await _origin(context, context.spec.from_checkpoint, away)
     return _Source()
 
 
@@ -233,19 +244,19 @@ async def _newest(context: RunContext) -> _Source | None:
     return None
 
 
-async def _origin(context: RunContext, wanted: FromCheckpointSection) -> _Source:
+async def _origin(context: RunContext, wanted: FromCheckpointSection, away: dict[str, str]) -> _Source:
     """The checkpoint of another run that this one begins with; raises `RunFailed` where there is none."""
     directory = str(Path(context.state.directory).parent / wanted.run)
     found: list[int] = []
     for checkpoint in await _foreign(context, directory):
-        if not _begins(context.state, checkpoint.name):
+        if checkpoint.name in away or not _begins(context.state, checkpoint.name):
             continue
         try:
             ledger = read_ledger(await context.workers.leader.fetch_ledger(checkpoint.name, directory))
         except CallRefused as refused:
-            if refused.reason != DAMAGED:
+            if refused.reason not in AWAY:
                 raise
-            context.note(f"from_checkpoint: {refused.message}")
+            away[checkpoint.name] = refused.message
             continue
         step: int = ledger.get("frontier_step", 0)
         if ledger.get("run") == wanted.run and wanted.step in (None, step):
@@ -259,11 +270,13 @@ async def _origin(context: RunContext, wanted: FromCheckpointSection) -> _Source
         raise RunFailed(
             f"from_checkpoint: run {wanted.run} no longer has checkpoint {begun_with}, with which this run began"
         )
-    raise RunFailed(
-        f"from_checkpoint: run {wanted.run} has no checkpoint of step {wanted.step}; it has {sorted(found)}"
-        if found
-        else f"from_checkpoint: run {wanted.run} has no usable checkpoint"
-    )
+    raise RunFailed(_none_left(wanted, found, away))
+
+
+def _none_left(wanted: FromCheckpointSection, found: list[int], away: dict[str, str]) -> str:
+    what = f"checkpoint of step {wanted.step}; it has {sorted(found)}" if found else "usable checkpoint"
+    why = "".join(f"; {reason}" for reason in away.values())
+    return f"from_checkpoint: run {wanted.run} has no {what}{why}"
 
 
 def _begins(run: RunState, checkpoint: str) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from headrace.common.v1 import common_pb2 as common
@@ -13,14 +13,12 @@ from headrace_schema.views import EvaluationView
 
 from headrace_coordinator.data.items import DataItem
 from headrace_coordinator.domain.estimates import interval, pass_at
-from headrace_coordinator.fleet.ports import CallRefused, InstanceDown
-from headrace_coordinator.run.clients import Published, RolloutClient
-from headrace_coordinator.run.concurrency import gather_all
-from headrace_coordinator.run.context import RunContext, prompt_message
+from headrace_coordinator.run.answering import Answers, Questions, answer
+from headrace_coordinator.run.clients import Published
+from headrace_coordinator.run.context import RunContext
 from headrace_coordinator.run.stages.scoring import sampled, score_all, score_item
 
 EXAMPLES = 5
-ATTEMPTS = 5
 SEEDS = 2**63
 """How many seeds there are: what `seed` of the spec and of GenerateOpen can be."""
 
@@ -30,7 +28,10 @@ async def evaluate(
 ) -> EvaluationView:
     """Generates and scores every held-out item with the installed version."""
     items = context.dataset.heldout_items()
-    bodies = await _generate(context, published, items, prefill)
+    questions = Questions(items, context.spec.evaluation.samples, _opening(context, published), prefill)
+    done: Answers = {}
+    await answer(context, published, questions, range(len(items)), done)
+    bodies = [done[key] for key in sorted(done)]
     scores = await score_all(
         context.workers,
         [score_item(items[b.sample.prompt_ordinal], b, sampled(b)[0], evaluation=True) for b in bodies],
@@ -43,39 +44,9 @@ def evaluation_seed(seed: int, ordinal: int) -> int:
     return (seed + 1_000_003 * (ordinal + 1)) % SEEDS
 
 
-async def _generate(
-    context: RunContext, published: Published, items: Sequence[DataItem], prefill: str | None
-) -> list[common.Trajectory]:
-    samples = context.spec.evaluation.samples
-    done: dict[tuple[int, int], common.Trajectory] = {}
-    for _ in range(ATTEMPTS):
-        members = [m for m in context.workers.rollouts if context.workers.usable(m)]
-        missing = [i for i in range(len(items)) if any((i, s) not in done for s in range(samples))]
-        if not missing:
-            break
-        if not members:
-            await context.placement.add_rollout(published)
-            members = list(context.workers.rollouts)
-        await gather_all(
-            *(
-                _drive(context, published, member, items, missing[index :: len(members)], prefill, done)
-                for index, member in enumerate(members)
-            )
-        )
-    return [done[key] for key in sorted(done)]
-
-
-async def _drive(
-    context: RunContext,
-    published: Published,
-    member: RolloutClient,
-    items: Sequence[DataItem],
-    mine: Sequence[int],
-    prefill: str | None,
-    done: dict[tuple[int, int], common.Trajectory],
-) -> None:
+def _opening(context: RunContext, published: Published) -> rollout.GenerateOpen:
     spec = context.spec
-    opening = rollout.GenerateOpen(
+    return rollout.GenerateOpen(
         policy_number=published.version.number,
         distribution=context.distribution(0.0 if spec.evaluation.greedy else spec.evaluation.temperature),
         max_new_tokens=spec.evaluation.max_new_tokens or spec.sampling.max_new_tokens,
@@ -84,31 +55,6 @@ async def _drive(
         deterministic=spec.deterministic,
         evaluation=True,
     )
-
-    async def assignments() -> AsyncIterator[rollout.AssignGroups]:
-        groups = [
-            rollout.GroupAssignment(
-                prompt_ordinal=index,
-                prompt=prompt_message(context.dataset.prompt(items[index], prefill=prefill)),
-                samples=[
-                    rollout.SampleAssignment(sample_index=sample, attempt=1)
-                    for sample in range(spec.evaluation.samples)
-                ],
-            )
-            for index in mine
-        ]
-        yield rollout.AssignGroups(groups=groups)
-
-    try:
-        async for response in member.generate(opening, assignments(), spec.limits.step_timeout_s):
-            for chunk in response.chunks:
-                if chunk.HasField("finished"):
-                    body = chunk.finished
-                    done[body.sample.prompt_ordinal, body.sample.sample_index] = body
-            if response.revoked:
-                member.lost_lease()
-    except (InstanceDown, CallRefused) as fault:
-        await context.lost(member, str(fault))
 
 
 def _view(

@@ -26,6 +26,8 @@ log = logging.getLogger(__name__)
 LEAVE_S = 180.0
 """How long the last commit may take to be settled, and the head to be saved, before instances are killed."""
 CLOSING_S = 60.0
+CLOSING_SHOWN_S = 5.0
+"""A close that lasts so long is shown as what the run waits for; a usual one takes less than a second."""
 """How long an instance may refuse to close the run, or leave it unanswered, before it is killed."""
 CLOSE_AGAIN_S = 0.5
 Fault = (InstanceDown, CallRefused, WaitTimeout, RunFailed, Unstaffed, TimeoutError)
@@ -134,7 +136,7 @@ async def close(context: RunContext, members: Sequence[WorkerClient]) -> None:
                     return
             await asyncio.sleep(CLOSE_AGAIN_S)
 
-    with context.fleet.waits.named(context.run_id, "its instances to close it"):
+    with context.fleet.waits.named(context.run_id, "its instances to close it", after=CLOSING_SHOWN_S):
         await asyncio.gather(*(one(member) for member in members))
 
 

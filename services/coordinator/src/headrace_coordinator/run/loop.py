@@ -110,7 +110,9 @@ class RunLoop:
         context.placement.assign()
         await context.placement.hand_devices_to_trainers()
         await form_gang(context)
+        await context.recall()  # A commit that is recorded now has the items of the steps before it.
         self._published = await converge(context)
+        await context.recall()
         if context.state.origin_checkpoint and not context.state.last_checkpoint:
             await self._checkpointer.save(wait=True)  # Its origin may prune what it began with.
         context.agreement_due = True
@@ -130,6 +132,8 @@ class RunLoop:
         assert self._published is not None
         step = Step(self.context, self._published, self._timer)
         self._published = await self._while_it_progresses(step.run())
+        if self.context.curriculum:
+            self.context.curriculum.observe(step.observed)
         self._steps += 1
 
     async def _evaluate_if_due(self) -> None:

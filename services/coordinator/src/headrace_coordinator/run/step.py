@@ -8,7 +8,7 @@ from headrace.trainer.v1 import trainer_pb2 as trainer
 from headrace_servicekit.rpc.digests import set_digest
 
 from headrace_coordinator.domain import events as ev
-from headrace_coordinator.domain.compact import compact_drops
+from headrace_coordinator.domain.compact import Drops, compact_drops
 from headrace_coordinator.domain.slot_index import ACCUMULATED, DROPPED, Slot
 from headrace_coordinator.fleet.ports import CallRefused, InstanceDown
 from headrace_coordinator.run.clients import Published
@@ -16,7 +16,13 @@ from headrace_coordinator.run.concurrency import gather_all
 from headrace_coordinator.run.context import RunContext
 from headrace_coordinator.run.stages.certificate import certify, settled_lines, step_view
 from headrace_coordinator.run.stages.generation import Generation
-from headrace_coordinator.run.stages.learning import AttemptLost, Learning, LostBodies, members_of
+from headrace_coordinator.run.stages.learning import (
+    AttemptLost,
+    Learning,
+    LostBodies,
+    members_of,
+    under_lease,
+)
 from headrace_coordinator.run.stages.relay import Relay
 from headrace_coordinator.run.stages.settle import Batch
 from headrace_coordinator.run.stages.step_timer import StepTimer
@@ -26,6 +32,8 @@ PROJECT_AFTER_S = 0.001
 """So that both calls are on their way before the views are made."""
 MISMATCH_BOUND = {"float32": 1e-3, "bfloat16": 0.1}
 """Mean |engine − trainer| log-prob that rounding explains, by the type of the forward pass."""
+FIRST_KL_BOUND = {"float32": 1e-5, "bfloat16": 1e-2}
+"""Mean KL between two computations of one model that rounding explains."""
 
 
 class RunFailed(Exception):
@@ -42,6 +50,8 @@ class Step:
         self._published = published
         self._timer = timer
         self._relay = Relay(context.spec.limits.in_flight_bytes)
+        self.observed: list[ev.Observed] = []
+        """What the step, once it has ended, says of its items' pass rates."""
 
     async def run(self) -> Published:
         """Until the step is committed and recorded, or skipped; the version that the next one begins with.
@@ -58,15 +68,23 @@ class Step:
                 continue
             if not self._ledger.members(ACCUMULATED):
                 return await self._skip("every group was dropped")
-            decision = asyncio.ensure_future(self._decide(opened, batch))
-            self._context.decision = decision
-            response, published = await asyncio.shield(decision)
+            response, published = await under_lease(
+                self._context,
+                lambda: self._decision(opened, batch),  # noqa: B023 - awaited here
+            )
             if published is not None:
                 return published
             nonfinite += response.result == trainer.COMMIT_RESULT_NONFINITE
             await self._again(trainer.CommitResult.Name(response.result))
             if nonfinite >= STEP_ATTEMPTS:
                 return await self._skip("NONFINITE")
+
+    async def _decision(
+        self, opened: ev.StepOpened, batch: Batch
+    ) -> tuple[trainer.CommitStepResponse, Published | None]:
+        decision = asyncio.ensure_future(self._decide(opened, batch))
+        self._context.decision = decision
+        return await asyncio.shield(decision)
 
     async def _decide(
         self, opened: ev.StepOpened, batch: Batch
@@ -132,8 +150,10 @@ class Step:
     async def _begin(self) -> None:
         ledger, lineage = self._ledger, self._context.state.lineage
         await self._event_log.flush()
-        await self._context.workers.leader.begin(
-            ledger.step, ledger.attempt, lineage.head, lineage.last_number
+        leader = self._context.workers.leader
+        await under_lease(
+            self._context,
+            lambda: leader.begin(ledger.step, ledger.attempt, lineage.head, lineage.last_number),
         )
 
     async def _commit(self, opened: ev.StepOpened) -> trainer.CommitStepResponse:
@@ -146,10 +166,16 @@ class Step:
 
     def _manifest(self) -> bytes:
         dropped = compact_drops((s.prompt, s.sample, s.reason) for s in self._ledger.members(DROPPED))
-        return ev.encode(
-            ev.StepSkipped(
-                at=self._event_log.now(), run=self._context.run_id, step=self._ledger.step, dropped=dropped
-            )
+        return ev.encode(self._skipped(dropped))
+
+    def _skipped(self, dropped: Drops) -> ev.StepSkipped:
+        return ev.StepSkipped(
+            at=self._event_log.now(),
+            run=self._context.run_id,
+            step=self._ledger.step,
+            dropped=dropped,
+            refilled=self._ledger.refilled,
+            observed=self.observed,
         )
 
     async def record(
@@ -158,8 +184,10 @@ class Step:
         """Version + TRAINED + certificate as one event; only then may the trainer publish and go on."""
         context, slots = self._context, [slot for _, slot in sorted(self._ledger.slots.items())]
         certificate = certify(context.state, opened, response, slots)
+        self.observed = context.observed(slots)
         self._same_counts(response, slots)
         self._first_step_agrees(certificate)
+        self._first_kl_is_zero(certificate.ordinal, response.figures.get("reference_kl"))
         view = step_view(context, certificate, response, slots, self._timer)
         context.keep_time("step", certificate.ordinal, self._timer)
         await self._event_log.commit(
@@ -168,6 +196,7 @@ class Step:
                 run=context.run_id,
                 certificate=certificate,
                 view=view.model_dump(mode="json"),
+                observed=self.observed,
             )
         )
         leader = context.workers.leader
@@ -219,6 +248,19 @@ class Step:
             f"{certificate.log_prob_compared_tokens} tokens, bound {bound}"
         )
 
+    def _first_kl_is_zero(self, ordinal: int, found: float | None) -> None:
+        """A run's first step begins at its reference, unless that is another model or the run is a fork."""
+        spec = self._context.spec
+        if ordinal != 1 or found is None or spec.trainer.reference or spec.from_checkpoint:
+            return
+        bound = FIRST_KL_BOUND[spec.model.dtype]
+        if not found <= bound:
+            raise RunFailed(
+                f"the KL to the reference is {found:.3g} in the first step, above {bound} for {spec.model.dtype}: the "
+                "reference is not the run's initial policy"
+            )
+        self._context.note(f"the policy begins at its reference: KL {found:.2g}, bound {bound}")
+
     async def _end_retention(self, slots: list[Slot]) -> None:
         keys = [(slot.prompt, slot.sample) for slot in slots]
         for member in self._context.workers.rollouts:
@@ -260,13 +302,10 @@ class Step:
     async def _skip(self, why: str) -> Published:
         slots = [slot for _, slot in sorted(self._ledger.slots.items())]
         dropped = compact_drops((slot.prompt, slot.sample, slot.reason or why) for slot in slots)
+        self.observed = self._context.observed(slots)
         if self._ledger.open:
             await self._abort(why)
-        await self._event_log.commit(
-            ev.StepSkipped(
-                at=self._event_log.now(), run=self._context.run_id, step=self._ledger.step, dropped=dropped
-            )
-        )
+        await self._event_log.commit(self._skipped(dropped))
         await self._end_retention(slots)
         self._check_drop_rate()
         self._context.keep_time("skipped", self._ledger.step, self._timer)

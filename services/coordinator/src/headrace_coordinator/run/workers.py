@@ -20,6 +20,8 @@ from headrace_coordinator.run.clients import RewardClient, RolloutClient, Traine
 from headrace_coordinator.run.stages.lanes import Lanes
 from headrace_coordinator.run.watched_port import WatchedPort
 
+LEASE_ENDED = ("EPOCH_STALE", "SUSPENDED")
+"""Refusals of a command whose lease was revoked: after the revoke, and while it is obeyed."""
 LEASE_RETRY_S = 0.2
 """After so long a member whose lease was not renewed in time is asked again."""
 REPLACEMENT_S = 20.0
@@ -76,6 +78,11 @@ class WorkerGroup:
         """Waits a little for the next heartbeat of a member whose lease was not renewed in time."""
         with self.fleet.waits.named(self.run, f"the lease of {member.instance.instance} to be renewed"):
             await asyncio.sleep(LEASE_RETRY_S)
+
+    def lease_ended(self, member: WorkerClient, refused: CallRefused) -> bool:
+        """Whether a command was refused, and did nothing, because the member's lease was revoked."""
+        lease = self.fleet.event_log.state.table.leases.get(member.lease_epoch)
+        return refused.reason in LEASE_ENDED and (lease is None or lease.state == REVOKING)
 
     def usable(self, member: WorkerClient) -> bool:
         """A member that lives, is awake and whose lease nobody takes back; one whose lease is over must wake again."""

@@ -25,6 +25,7 @@ def main() -> None:
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO if arguments.verbose else logging.CRITICAL)
     started, faults, requests, recoveries = time.monotonic(), Counter[str](), Counter[str](), 0
+    refilled = 0
     pairs, ends = Counter[Pair](), Counter[str]()
     for seed in range(arguments.first, arguments.first + arguments.seeds):
         try:
@@ -35,6 +36,7 @@ def main() -> None:
         faults += outcome.faults
         requests += outcome.requests
         recoveries += outcome.recoveries
+        refilled += outcome.refilled
         pairs += outcome.pairs
         ends.update(outcome.states.values())
     missed = sorted("/".join(pair) for pair in REACHABLE - pairs.keys())
@@ -45,10 +47,13 @@ def main() -> None:
         "faults": dict(faults),
         "requests": dict(requests),
         "recoveries": recoveries,
+        "refilled": refilled,
         "pairs": {"visited": len(pairs), "missed": missed, "impossible": impossible},
         "wall_s": round(time.monotonic() - started, 1),
     }
     print(json.dumps(report))
+    if not refilled and arguments.seeds >= COVERED_FROM:
+        raise SystemExit("no step took a group in place of a dropped one")
     if impossible or (missed and arguments.seeds >= COVERED_FROM and not arguments.calm):
         raise SystemExit(f"pairs of state and intent: missed {missed}, impossible {impossible}")
 

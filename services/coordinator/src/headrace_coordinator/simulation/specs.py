@@ -9,6 +9,13 @@ from headrace_schema.spec import RunSpec
 UNREADABLE = "unreadable"
 DEVICES_A_HOST = 6
 """Enough for the largest spec side by side: three rollouts and three trainers."""
+MIDDLE = {"min_pass_rate": 0.2, "max_pass_rate": 0.8}
+REFILLS: list[dict[str, int | bool]] = [
+    *[{}] * 3,
+    *({"drop_equal": True, "max_refill": most} for most in (0, 1, 3)),
+    {"max_refill": 1},
+]
+"""Options of the imaginary algorithm, which are what its trainer answers."""
 
 
 def random_spec(rng: random.Random, seed: int, name: str = "simulated") -> RunSpec:
@@ -22,10 +29,16 @@ def random_spec(rng: random.Random, seed: int, name: str = "simulated") -> RunSp
             "deterministic": rng.random() < 0.2,
             "export": rng.random() < 0.5,
             "model": {"path": "imaginary"},
-            "data": {"source": "copy_digits", "options": {"digits": 1}, "heldout": 2},
+            "data": {
+                "source": "copy_digits",
+                "options": {"digits": 1},
+                "heldout": 2,
+                "curriculum": random.Random(f"{seed}/curriculum").choice([None, None, MIDDLE]),
+            },
             "algorithm": {
                 "group_size": rng.randint(2, 4),
                 "prompts_per_step": ranks * rng.choice([1, 2]) if ranks > 1 else rng.choice([2, 4]),
+                "options": random.Random(f"{seed}/refill").choice(REFILLS),
             },
             "rollout": {"instances": rng.choice([1, 1, 2, 3])},
             "trainer": {"ranks": ranks},

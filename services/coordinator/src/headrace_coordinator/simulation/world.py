@@ -72,6 +72,8 @@ class Outcome:
     requests: Counter[str] = field(default_factory=Counter)
     pairs: Counter[Pair] = field(default_factory=Counter)
     states: dict[str, str] = field(default_factory=dict)
+    refilled: int = 0
+    """Groups that steps took in place of dropped ones."""
 
 
 class World(Processes):
@@ -139,7 +141,7 @@ class World(Processes):
         await event_log.open("simulated")
         fleet = Fleet(event_log, self.connect, SETTINGS)
         coordinator = Coordinator(
-            event_log, fleet, Path(self.data_dir), lambda *_: Quiet(), self._dataset, new_id=self._new_id
+            event_log, fleet, Path(self.data_dir), lambda _, __: Quiet(), self._dataset, new_id=self._new_id
         )
         lasting = (event_log.run(), fleet.sweep(), coordinator.schedule(), coordinator.archive.run())
         self._background = [asyncio.ensure_future(work) for work in lasting]
@@ -298,6 +300,7 @@ class World(Processes):
             self.users.counts,
             replay.pairs,
             {name: run.state for name, run in replay.runs.items()},
+            replay.refilled,
         )
 
     async def _judge_run(self, run: runs.RunState) -> Tally:

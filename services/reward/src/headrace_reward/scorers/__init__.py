@@ -16,6 +16,7 @@ SCORERS: Registry[Scorer] = Registry(
     "name",
     "options",
     {
+        "capture": f"{_HERE}.text:Capture",
         "exact": f"{_HERE}.text:Exact",
         "format": f"{_HERE}.shape:Format",
         "last_number": f"{_HERE}.text:LastNumber",

@@ -79,3 +79,35 @@ class Regex:
     def score(self, answer: Answer) -> float:
         """1 or 0."""
         return float(self._match(answer.completion) is not None)
+
+
+class CaptureOptions(Options):
+    """Options of `capture`."""
+
+    pattern: str = Field(description="Python regular expression with one group: what the answer chooses")
+    ignore_case: bool = Field(False, description="match and compare without regard to case")
+
+    @field_validator("pattern")
+    @classmethod
+    def _one_group(cls, pattern: str) -> str:
+        check_pattern(pattern)
+        if (count := re.compile(pattern).groups) != 1:
+            raise ValueError(f"it has {count} groups; put one pair of parentheses around what is compared")
+        return pattern
+
+
+@plugin(CaptureOptions)
+class Capture:
+    """1 when the pattern's last capture in the answer equals the reference, such as the letter of a choice."""
+
+    def __init__(self, options: CaptureOptions) -> None:
+        self._pattern = re.compile(options.pattern, re.IGNORECASE if options.ignore_case else 0)
+        self._ignore_case = options.ignore_case
+
+    def score(self, answer: Answer) -> float:
+        """1 or 0; 0 too where the pattern matches nowhere."""
+        found: list[str] = self._pattern.findall(answer.completion)
+        chosen, reference = (found[-1].strip() if found else None), answer.reference.strip()
+        if chosen is not None and self._ignore_case:
+            chosen, reference = chosen.casefold(), reference.casefold()
+        return float(chosen == reference)

@@ -5,6 +5,7 @@ Shapes: B samples, T trained tokens of the longest of them, K trained tokens of 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
@@ -12,7 +13,16 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from headrace_trainer.algorithms.functional import Terms
+from headrace_trainer.algorithms.functional import Advantages, Terms, place_outcomes
+
+OLD_LOG_PROBS = "old_log_probs"
+"""Column: the trainer's own log-probs under the weights at which the step began."""
+REFERENCE_LOG_PROBS = "reference_log_probs"
+"""Column: log-probs under the frozen reference model."""
+VALUES = "values"
+"""Column: the critic's value of what was read before each token, under the weights at which the step began."""
+RETURNS = "returns"
+"""What values are compared with: the returns of `Advantages`, as a column of a loss. Never inferred."""
 
 
 class Barrier(Enum):
@@ -40,12 +50,43 @@ class Passes:
 
 
 @dataclass(frozen=True)
+class Refill:
+    """Which groups a step does without, and how many it takes in their place.
+
+    With `drop_equal`, a group whose rewards are all equal is not learned from. A step takes further groups in place of
+    those and of failed ones, up to `most` times its own number.
+    """
+
+    drop_equal: bool = False
+    most: int = 0
+
+
+@dataclass(frozen=True)
+class CriticPlan:
+    """The critic that an algorithm wants, whose own weights learn at a rate of their own (None: the policy's).
+
+    A value head on the policy, or, with `own_model`, on a model of its own that begins as `path` (None: as the policy
+    begins). In the run's first `warmup_steps` it learns alone. `bootstraps`: values of where answers were cut are
+    wanted, as `Outcomes.bootstrap_values_B`.
+    """
+
+    own_model: bool = False
+    path: str | None = None
+    learning_rate: float | None = None
+    warmup_steps: int = 0
+    bootstraps: bool = False
+
+
+@dataclass(frozen=True)
 class Outcomes:
     """What became of the samples that advantages compare, in float64: one group, or a step's whole batch.
 
     `groups_B` numbers the groups from 0; samples of a group follow each other. `mask_BT` is true where a sample has
     a t-th trained token (none in a masked answer). `lengths_B` counts the tokens of each answer, trained or not;
-    `longest` is the run's limit of them.
+    `longest` is the run's limit of them. `columns_BT` are the algorithm's `columns`, 0 outside the mask.
+    `draw` seeds what is drawn by chance: another in each step.
+    `token_rewards_BT` come on top of the outcomes. `bootstrap_values_B` is the critic's value behind the last token of
+    a sample that was cut, 0 of one that ended; None where the critic does not bootstrap.
     """
 
     rewards_B: Tensor
@@ -53,6 +94,15 @@ class Outcomes:
     mask_BT: Tensor
     lengths_B: Tensor
     longest: int
+    columns_BT: Mapping[str, Tensor] = field(default_factory=dict)
+    token_rewards_BT: Tensor | None = None
+    bootstrap_values_B: Tensor | None = None
+    draw: int = 0
+
+    def rewards_BT(self) -> Tensor:
+        """(B, T) rewards of tokens: the outcome at the last trained one, and what single tokens have earned."""
+        placed_BT: Tensor = place_outcomes(self.rewards_B, self.mask_BT)
+        return placed_BT if self.token_rewards_BT is None else placed_BT + self.token_rewards_BT
 
 
 @dataclass(frozen=True)
@@ -62,7 +112,10 @@ class TokenBatch:
     `old_log_probs_K` are the trainer's own under the weights at which the step began; where a step is one optimizer
     step they are `log_probs_K`, detached. `engine_log_probs_K` are what the engine reported; NaN where it reported
     none. `weights_K` is each token's share of its sequence, from `Algorithm.token_weight`. `sequences_K` numbers the
-    micro-batch's sequences from 0: every trained token of a sequence is in one micro-batch.
+    micro-batch's sequences from 0: every trained token of a sequence is in one micro-batch. `columns_K` are the
+    algorithm's `columns`, and RETURNS where its advantages came with them. `entropy_K` are the entropies of the
+    distributions that the tokens were drawn from, `values_K` its critic's values (None without a critic); both are
+    differentiable.
     """
 
     log_probs_K: Tensor
@@ -71,6 +124,9 @@ class TokenBatch:
     advantages_K: Tensor
     weights_K: Tensor
     sequences_K: Tensor
+    columns_K: Mapping[str, Tensor] = field(default_factory=dict)
+    entropy_K: Tensor | None = None
+    values_K: Tensor | None = None
 
     def mask(self) -> Tensor:
         """(S, T) bool: where `padded` has a token."""
@@ -134,11 +190,33 @@ class Algorithm(Protocol):
         """Samples that a group needs at least, so that there is something to compare."""
 
     @property
+    def refill(self) -> Refill:
+        """Which groups a step replaces; `Refill()` for none. Rewards are judged as the scorers gave them."""
+
+    @property
     def every_token(self) -> bool:
         """Whether the loss has terms beside the advantages', so that tokens without an advantage are computed too."""
 
-    def advantages(self, outcomes: Outcomes) -> Tensor:
-        """One advantage for each trained token, (B, T), in the rewards' type; 0 outside the mask."""
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Names of what the infer pass computes for each trained token, once, before advantages and first forward.
+
+        With several passes OLD_LOG_PROBS is among them. Where there are columns, they are of every trained token.
+        """
+
+    @property
+    def needs_teacher(self) -> bool:
+        """Whether the reference must be another model than the policy: `trainer.reference`."""
+
+    @property
+    def critic(self) -> CriticPlan | None:
+        """The critic whose values `columns` and the loss may name; most have none."""
+
+    def advantages(self, outcomes: Outcomes) -> Tensor | Advantages:
+        """One advantage for each trained token, (B, T), in the rewards' type; 0 outside the mask.
+
+        With the returns where a value loss needs those.
+        """
 
     def token_weight(self, tokens: int) -> float:
         """What each of a sequence's `tokens` trained tokens weighs in the sum."""
@@ -147,4 +225,13 @@ class Algorithm(Protocol):
         """What the sum is divided by, given the trained tokens and the sequences that have any."""
 
     def loss(self, batch: TokenBatch) -> LossSums:
-        """The loss of a micro-batch, differentiable in `log_probs_K`."""
+        """The loss of a micro-batch, differentiable in `log_probs_K`, `entropy_K` and `values_K`."""
+
+    def observe(self, figures: Mapping[str, float], sequences: int) -> None:
+        """Hears of a committed step, on the leader: its figures, and the samples that it was learned from."""
+
+    def state(self) -> dict[str, float]:
+        """What `observe` has changed, for checkpoints and for the other ranks; empty where nothing ever changes."""
+
+    def load_state(self, state: Mapping[str, float]) -> None:
+        """Goes on from a `state`; from an empty one as at the start."""

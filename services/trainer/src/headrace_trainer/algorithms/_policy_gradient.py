@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Generic, TypedDict, TypeVar
 
 from torch import Tensor
 
-from headrace_trainer.algorithms._base import Barrier, LossSums, Outcomes, Passes, TokenBatch
+from headrace_trainer.algorithms._base import (
+    OLD_LOG_PROBS,
+    REFERENCE_LOG_PROBS,
+    Barrier,
+    CriticPlan,
+    LossSums,
+    Outcomes,
+    Passes,
+    Refill,
+    TokenBatch,
+)
 from headrace_trainer.algorithms.functional import (
+    AdaptiveKLController,
+    Advantages,
+    FixedKLController,
     Terms,
     dr_grpo_advantages,
     grpo_advantages,
@@ -15,7 +29,13 @@ from headrace_trainer.algorithms.functional import (
     ppo_terms,
     truncated_importance_weights,
 )
-from headrace_trainer.algorithms.plugins import Aggregation, ClipOptions, PolicyOptions, StdOptions
+from headrace_trainer.algorithms.plugins import (
+    Aggregation,
+    ClipOptions,
+    GroupOptions,
+    PolicyOptions,
+    StdOptions,
+)
 
 Chosen = TypeVar("Chosen", bound=PolicyOptions)
 Clipped = TypeVar("Clipped", bound=ClipOptions)
@@ -27,12 +47,18 @@ class PolicyGradient(Generic[Chosen]):
     """A loss that is a weighted sum over tokens. Subclasses give `advantages` and `terms`."""
 
     least_group = 1
-    every_token = False
+    needs_teacher = False
     compares = Barrier.GROUP
     """What the advantages need."""
 
     def __init__(self, options: Chosen) -> None:
         self.options = options
+        self._controller = self._at_start()
+
+    @property
+    def every_token(self) -> bool:
+        """Where the loss has a KL or an entropy term."""
+        return bool(self.options.kl_loss_coef or self.options.entropy_coef)
 
     @property
     def barrier(self) -> Barrier:
@@ -43,6 +69,30 @@ class PolicyGradient(Generic[Chosen]):
     def passes(self) -> Passes:
         """By `epochs`, `minibatches` and `target_kl`."""
         return Passes(self.options.epochs, self.options.minibatches, self.options.target_kl)
+
+    @property
+    def refill(self) -> Refill:
+        """By `drop_equal` and `max_refill`, where there are such options."""
+        options = self.options
+        return (
+            Refill(options.drop_equal, options.max_refill) if isinstance(options, GroupOptions) else Refill()
+        )
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Old log-probs for several passes and for KL rewards; the reference's for a KL term."""
+        rewarded = bool(self.options.kl_reward)
+        names = []
+        if self.passes.several or rewarded:
+            names.append(OLD_LOG_PROBS)
+        if rewarded or self.options.kl_loss_coef:
+            names.append(REFERENCE_LOG_PROBS)
+        return tuple(names)
+
+    @property
+    def critic(self) -> CriticPlan | None:
+        """None, unless a subclass has one."""
+        return None
 
     @property
     def aggregation(self) -> Aggregation:
@@ -58,7 +108,7 @@ class PolicyGradient(Generic[Chosen]):
         """What the weighted sum is divided by; at least 1, so that an empty step has a zero gradient."""
         return float(max(1, tokens if self.aggregation == "token-mean" else sequences))
 
-    def advantages(self, outcomes: Outcomes) -> Tensor:
+    def advantages(self, outcomes: Outcomes) -> Tensor | Advantages:
         """(B, T), see `Algorithm.advantages`."""
         raise NotImplementedError
 
@@ -73,7 +123,54 @@ class PolicyGradient(Generic[Chosen]):
         moved_K = kl_estimate(batch.old_log_probs_K, batch.log_probs_K.detach(), "k3")
         figures = {name: terms.metrics[name].sum() for name in SHOWN if name in terms.metrics}
         loss = (terms.loss * self.correction(batch) * batch.weights_K).sum()
+        if REFERENCE_LOG_PROBS in self.columns:
+            reference_K = batch.columns_K[REFERENCE_LOG_PROBS]
+            figures["reference_kl"] = kl_estimate(batch.old_log_probs_K, reference_K, "k3").sum()
+            if self.options.kl_loss_coef:
+                kl_K = kl_estimate(batch.log_probs_K, reference_K, self.options.kl_estimator)
+                loss = loss + self._coefficient(self.options.kl_loss_coef) * (kl_K * batch.weights_K).sum()
+        if self.options.entropy_coef:
+            assert batch.entropy_K is not None
+            loss = loss - self.options.entropy_coef * (batch.entropy_K * batch.weights_K).sum()
         return LossSums(loss, {**figures, "approx_kl": moved_K.sum()})
+
+    def kl_rewards(self, outcomes: Outcomes) -> Tensor:
+        """What each token's reward loses for the old policy's KL to the reference: -coefficient * kl, (B, T)."""
+        columns_BT = outcomes.columns_BT
+        kl_BT: Tensor = kl_estimate(
+            columns_BT[OLD_LOG_PROBS],
+            columns_BT[REFERENCE_LOG_PROBS],
+            self.options.kl_estimator,
+            outcomes.mask_BT,
+        )
+        return -self._coefficient(self.options.kl_reward) * kl_BT
+
+    def observe(self, figures: Mapping[str, float], sequences: int) -> None:
+        """Steers the KL's coefficient by the step's `reference_kl`, with `kl_target`."""
+        if (found := figures.get("reference_kl")) is not None:
+            self._controller.update(found, sequences)
+
+    def state(self) -> dict[str, float]:
+        """The KL's coefficient, with `kl_target`."""
+        if self.options.kl_target is None:
+            return {}
+        return {"kl_coefficient": self._controller.value, "kl_coefficient_first": self._at_start().value}
+
+    def load_state(self, state: Mapping[str, float]) -> None:
+        """Goes on with a saved coefficient, unless it began as another than the options' own."""
+        self._controller = self._at_start()
+        if self.options.kl_target is not None and state.get("kl_coefficient_first") == self._controller.value:
+            self._controller.value = state["kl_coefficient"]
+
+    def _at_start(self) -> FixedKLController | AdaptiveKLController:
+        value, target = self.options.kl_loss_coef or self.options.kl_reward, self.options.kl_target
+        if target is None:
+            return FixedKLController(value)
+        return AdaptiveKLController(value, target, self.options.kl_horizon)
+
+    def _coefficient(self, fixed: float) -> float:
+        """The coefficient of the moment of a term whose option is `fixed`."""
+        return fixed if self.options.kl_target is None else self._controller.value
 
     def correction(self, batch: TokenBatch) -> Tensor | float:
         """Weight of each token for the engine's other numerics, (K,)."""

@@ -14,8 +14,9 @@ if TYPE_CHECKING:
     from headrace_trainer.algorithms._base import Algorithm
 
 _BUILT_IN = (
-    *("cispo", "dapo", "dr_grpo", "gmpo", "grpo", "gspo", "opo"),
-    *("passk_grpo", "reinforce_pp", "reinforce_pp_baseline", "rloo", "sapo"),
+    *("cispo", "clip_cov", "dapo", "distill", "gpg", "kl_cov", "reinforce"),
+    *("dr_grpo", "gmpo", "grpo", "gspo", "opo"),
+    *("passk_grpo", "ppo", "reinforce_pp", "reinforce_pp_baseline", "rloo", "sapo"),
 )
 
 ALGORITHMS: Registry[Algorithm] = Registry(
@@ -45,6 +46,8 @@ def _check_batch(section: AlgorithmSection, algorithm: Algorithm) -> None:
             f"{section.name} compares the samples of a group, and {section.group_size} is too few; use at least "
             f"{algorithm.least_group}",
         )
+    if section.group_size == 1 and algorithm.refill.drop_equal:
+        raise _unfit("algorithm.options.drop_equal", "a group of one is always equal; leave it out")
     if section.prompts_per_step < minibatches:
         raise _unfit(
             "algorithm.options.minibatches",

@@ -1,8 +1,7 @@
-"""DAPO (arXiv 2503.14476): clip-higher, mean over tokens, overlong shaping.
+"""DAPO (arXiv 2503.14476): clip-higher, mean over tokens, dynamic sampling, overlong shaping.
 
-Its dynamic sampling is not here: it needs a step that takes further prompts in place of the groups that it drops,
-which the coordinator does not do. A group of equal rewards is learned from as in GRPO: with a gradient of zero.
-Overlong filtering is `algorithm.truncated: mask`.
+Dynamic sampling is the coordinator's: it drops groups of equal rewards and takes the next ones, as `refill` says. It
+judges the scorers' rewards, before they are shaped. Overlong filtering is `algorithm.truncated: mask`.
 """
 
 from __future__ import annotations

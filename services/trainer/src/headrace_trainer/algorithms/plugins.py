@@ -8,9 +8,12 @@ from headrace_servicekit.registry import Options, Plugin
 from pydantic import Field, PositiveFloat, model_validator
 
 Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum"]
+Estimator = Literal["k1", "k2", "k3", "abs", "k1+", "k3+", "abs+"]
 Count = Annotated[int, Field(ge=1)]
 BelowOne = Annotated[float, Field(ge=0, lt=1)]
 NotNegative = Annotated[float, Field(ge=0)]
+Refills = Annotated[int, Field(ge=0, le=100)]
+REFILLS = "a step takes further groups in place of dropped ones, up to this many times prompts_per_step"
 
 
 class PolicyOptions(Options):
@@ -31,6 +34,47 @@ class PolicyOptions(Options):
         default=None,
         description="after the first pass, no optimizer step follows a minibatch whose approx_kl is above this",
     )
+    kl_loss_coef: NotNegative = Field(
+        default=0.0, description="weight of the KL to the reference model in the loss; 0: no such term"
+    )
+    kl_estimator: Estimator = Field(
+        default="k3", description="estimate of that KL; with + it has the gradient of k2"
+    )
+    kl_target: PositiveFloat | None = Field(
+        default=None, description="KL to the reference that the coefficient is steered to; none: it is fixed"
+    )
+    kl_horizon: PositiveFloat = Field(
+        default=10_000.0, description="samples over which the coefficient is steered; needs kl_target"
+    )
+    entropy_coef: NotNegative = Field(
+        default=0.0, description="weight of the entropy bonus in the loss; 0: no such term"
+    )
+
+    @property
+    def kl_reward(self) -> float:
+        """Weight of the KL in the rewards, where there is such an option."""
+        found: float = getattr(self, "kl_reward_coef", 0.0)
+        return found
+
+    @model_validator(mode="after")
+    def _kl_used(self) -> Self:
+        wanted = [key for key in ("kl_loss_coef", "kl_reward_coef") if getattr(self, key, 0.0)]
+        keys = " or ".join(key for key in ("kl_loss_coef", "kl_reward_coef") if hasattr(self, key))
+        for key in ("kl_estimator", "kl_target"):
+            if key in self.model_fields_set and not wanted:
+                raise ValueError(
+                    f"{key}: has no effect without a KL term; set {keys} above 0, or leave it out"
+                )
+        if "kl_horizon" in self.model_fields_set and self.kl_target is None:
+            raise ValueError("kl_horizon: has no effect without kl_target; set that too, or leave it out")
+        if self.kl_target is not None and len(wanted) > 1:
+            raise ValueError("kl_target: steers one coefficient; set kl_loss_coef or kl_reward_coef to 0")
+        if wanted == ["kl_reward_coef"] and self.kl_estimator.endswith("+"):
+            raise ValueError(
+                f"kl_estimator: {self.kl_estimator} differs in its gradient alone, and a reward has none; use "
+                f"{self.kl_estimator.removesuffix('+')}"
+            )
+        return self
 
     @model_validator(mode="after")
     def _used(self) -> Self:
@@ -67,7 +111,16 @@ class ClipOptions(PolicyOptions):
     )
 
 
-class StdOptions(PolicyOptions):
+class GroupOptions(PolicyOptions):
+    """Those that compare the samples of a group, and learn nothing of it where all rewards are equal."""
+
+    drop_equal: bool = Field(
+        default=False, description="drop a group whose rewards are all equal; it counts as no failure"
+    )
+    max_refill: Refills = Field(default=0, description=REFILLS)
+
+
+class StdOptions(GroupOptions):
     """Those that compare a reward with its group's mean, and may divide by its spread."""
 
     normalize_std: bool = Field(
@@ -76,14 +129,34 @@ class StdOptions(PolicyOptions):
 
 
 class PpoOptions(ClipOptions, AggregationOptions):
-    """`algorithm.options` of rloo, opo and reinforce_pp_baseline."""
+    """Those with PPO's clip whose aggregation is open; `algorithm.options` of distill."""
+
+
+class GroupPpoOptions(PpoOptions, GroupOptions):
+    """`algorithm.options` of opo."""
 
 
 class GrpoOptions(PpoOptions, StdOptions):
     """`algorithm.options` of grpo and passk_grpo."""
 
 
-class DrGrpoOptions(ClipOptions):
+class KlRewardOptions(PolicyOptions):
+    """Those whose rewards may lose the KL to the reference, token by token."""
+
+    kl_reward_coef: NotNegative = Field(
+        default=0.0, description="what a token's reward loses for its KL to the reference model; 0: nothing"
+    )
+
+
+class RewardedOptions(PpoOptions, KlRewardOptions):
+    """`algorithm.options` of reinforce; those of ppo and reinforce_pp begin with them."""
+
+
+class GroupRewardedOptions(RewardedOptions, GroupOptions):
+    """`algorithm.options` of rloo and reinforce_pp_baseline."""
+
+
+class DrGrpoOptions(ClipOptions, GroupOptions):
     """`algorithm.options` of dr_grpo."""
 
     norm_length: Count = Field(
@@ -96,6 +169,10 @@ class DapoOptions(ClipOptions, StdOptions):
     """`algorithm.options` of dapo."""
 
     clip_high: NotNegative = Field(default=0.28, description="the ratio is clipped above 1 + clip_high")
+    drop_equal: bool = Field(
+        default=True, description="drop a group whose rewards are all equal; it counts as no failure"
+    )
+    max_refill: Refills = Field(default=3, description=REFILLS)
     overlong_buffer: Count | None = Field(
         default=None,
         description="last tokens before sampling.max_new_tokens over which a reward sinks; none: rewards as they are",
@@ -113,12 +190,59 @@ class DapoOptions(ClipOptions, StdOptions):
         return self
 
 
-class ReinforcePpOptions(PpoOptions):
+class ReinforcePpOptions(RewardedOptions):
     """`algorithm.options` of reinforce_pp."""
 
     gamma: Annotated[float, Field(gt=0, le=1)] = Field(
         default=1.0, description="discount of the reward from token to token"
     )
+
+
+class ActorCriticOptions(RewardedOptions):
+    """`algorithm.options` of ppo."""
+
+    ratio_options: ClassVar[frozenset[str]] = RewardedOptions.ratio_options | {"value_clip"}
+
+    gamma: Annotated[float, Field(gt=0, le=1)] = Field(
+        default=1.0, description="discount of the reward from token to token"
+    )
+    lam: Annotated[float, Field(ge=0, le=1)] = Field(
+        default=1.0, description="GAE's lambda: 1 trusts the rewards, 0 the next token's value"
+    )
+    whiten: bool = Field(default=True, description="whiten advantages over the batch's trained tokens")
+    critic: Literal["head", "model"] = Field(
+        default="head", description="a value head on the policy's last hidden states, or a model of its own"
+    )
+    critic_path: str | None = Field(
+        default=None, description="model that a critic of its own begins as; none: same as policy"
+    )
+    critic_lr: Annotated[float, Field(gt=0, le=10)] | None = Field(
+        default=None, description="learning rate of the critic's own weights; none: optimizer.lr"
+    )
+    critic_warmup_steps: Annotated[int, Field(ge=0)] = Field(
+        default=0, description="first steps of the run in which the critic's own weights learn alone"
+    )
+    value_coefficient: PositiveFloat = Field(
+        default=0.5, description="weight of the value loss beside the policy's"
+    )
+    value_clip: PositiveFloat | None = Field(
+        default=0.2, description="values are clipped to this distance from the old ones; none: no clipping"
+    )
+    value_huber: PositiveFloat | None = Field(
+        default=None, description="beyond this error the value loss is linear; none: squared everywhere"
+    )
+    bootstrap_truncated: bool = Field(
+        default=False,
+        description="an answer cut by the length limit goes on, by the critic's value of its end",
+    )
+
+    @model_validator(mode="after")
+    def _has_model(self) -> Self:
+        if self.critic == "head" and self.critic_path is not None:
+            raise ValueError(
+                "critic_path: a value head reads the policy's own hidden states; leave it out, or set critic: model"
+            )
+        return self
 
 
 class GspoOptions(GrpoOptions):
@@ -169,6 +293,44 @@ class SapoOptions(AggregationOptions, StdOptions):
     )
 
 
+class GpgOptions(AggregationOptions, GroupOptions):
+    """`algorithm.options` of gpg."""
+
+    alpha: PositiveFloat | None = Field(
+        default=None,
+        description="scale of advantages; none: samples of the step over those whose reward is not 0",
+    )
+
+
+class ClipCovOptions(GrpoOptions):
+    """`algorithm.options` of clip_cov."""
+
+    cov_fraction: Annotated[float, Field(gt=0, le=1)] = Field(
+        default=2e-4, description="share of the step's tokens that are drawn, at least one token"
+    )
+    cov_low: float = Field(default=1.0, description="tokens are drawn from those of higher covariance")
+    cov_high: float = Field(default=5.0, description="tokens are drawn from those of lower covariance")
+
+    @model_validator(mode="after")
+    def _bounds(self) -> Self:
+        if self.cov_low >= self.cov_high:
+            raise ValueError(f"cov_low: {self.cov_low} is not below cov_high: {self.cov_high}")
+        return self
+
+
+class KlCovOptions(AggregationOptions, StdOptions):
+    """`algorithm.options` of kl_cov."""
+
+    ratio_options: ClassVar[frozenset[str]] = frozenset({"cov_fraction", "cov_coef"})
+
+    cov_fraction: Annotated[float, Field(gt=0, le=1)] = Field(
+        default=2e-4, description="share of the step's tokens that pay, those of highest covariance"
+    )
+    cov_coef: NotNegative = Field(
+        default=1.0, description="what such a token pays for its distance from the old policy"
+    )
+
+
 _HERE = "headrace_trainer.algorithms"
 GRPO = Plugin(f"{_HERE}.grpo:Grpo", GrpoOptions, "group relative policy optimisation, without a critic")
 PASSK_GRPO = Plugin(
@@ -182,15 +344,22 @@ DR_GRPO = Plugin(
 DAPO = Plugin(
     f"{_HERE}.dapo:Dapo",
     DapoOptions,
-    "GRPO with clip-higher, token mean and overlong shaping; groups as they come",
+    "GRPO with clip-higher, token mean, dynamic sampling and overlong shaping",
 )
-RLOO = Plugin(f"{_HERE}.rloo:Rloo", PpoOptions, "a reward against the mean of its group's others")
-OPO = Plugin(f"{_HERE}.opo:Opo", PpoOptions, "a reward against its group's mean by answer length")
+RLOO = Plugin(f"{_HERE}.rloo:Rloo", GroupRewardedOptions, "a reward against the mean of its group's others")
+OPO = Plugin(f"{_HERE}.opo:Opo", GroupPpoOptions, "a reward against its group's mean by answer length")
 REINFORCE_PP = Plugin(
     f"{_HERE}.reinforce_pp:ReinforcePp", ReinforcePpOptions, "returns whitened over the batch, without groups"
 )
 REINFORCE_PP_BASELINE = Plugin(
-    f"{_HERE}.reinforce_pp:ReinforcePpBaseline", PpoOptions, "group-centred rewards whitened over the batch"
+    f"{_HERE}.reinforce_pp:ReinforcePpBaseline",
+    GroupRewardedOptions,
+    "group-centred rewards whitened over the batch",
+)
+PPO = Plugin(
+    f"{_HERE}.ppo:Ppo",
+    ActorCriticOptions,
+    "generalised advantages of a critic: a value head or a model of its own",
 )
 GSPO = Plugin(f"{_HERE}.gspo:Gspo", GspoOptions, "GRPO with one ratio for each answer")
 GMPO = Plugin(f"{_HERE}.gmpo:Gmpo", GmpoOptions, "GRPO with the geometric mean of an answer's clipped ratios")
@@ -198,3 +367,14 @@ CISPO = Plugin(
     f"{_HERE}.cispo:Cispo", CispoOptions, "GRPO whose clip bounds a token's weight, not its gradient"
 )
 SAPO = Plugin(f"{_HERE}.sapo:Sapo", SapoOptions, "GRPO with a soft gate in place of the clip")
+GPG = Plugin(f"{_HERE}.gpg:Gpg", GpgOptions, "group-centred rewards without a ratio and a clip")
+REINFORCE = Plugin(f"{_HERE}.reinforce:Reinforce", RewardedOptions, "raw rewards, without a baseline")
+DISTILL = Plugin(
+    f"{_HERE}.distill:Distill", PpoOptions, "on-policy distillation from the teacher trainer.reference"
+)
+CLIP_COV = Plugin(f"{_HERE}.clip_cov:ClipCov", ClipCovOptions, "GRPO without a few tokens of high covariance")
+KL_COV = Plugin(
+    f"{_HERE}.clip_cov:KlCov",
+    KlCovOptions,
+    "GRPO whose tokens of highest covariance stay near the old policy",
+)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from torch import Tensor
 
-from headrace_trainer.learning.samples import Rows
+from headrace_trainer.learning.samples import Columns, Rows
 
 WeightSink = Callable[[str, Tensor], None]
+CRITIC_KIND = "critic"
+"""Kind of the entries of `Backend.moments` that are weights of the critic: no rollout engine gets them."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +25,9 @@ class MicroReport:
 
 @dataclass(frozen=True)
 class CommitReport:
-    """One optimizer step. `grad_norm` is global, before clipping; when it is not finite nothing changed.
+    """One optimizer step. `grad_norm` is global, before clipping; `critic_grad_norm` is of the critic's own weights.
+
+    When one of them is not finite nothing changed.
 
     `token_sums` and `token_maxima` are figures over all ranks since the last `zero`, with the number of
     tokens they are over under "tokens".
@@ -32,6 +37,15 @@ class CommitReport:
     grad_norm: float
     token_sums: dict[str, float] = field(default_factory=dict)
     token_maxima: dict[str, float] = field(default_factory=dict)
+    critic_grad_norm: float = 0.0
+
+
+@dataclass(frozen=True)
+class ReferenceFacts:
+    """Which reference model it is: by name for people, and the digest of its weights."""
+
+    name: str
+    digest: str
 
 
 class StateReader(Protocol):
@@ -42,6 +56,12 @@ class StateReader(Protocol):
 
     def moment(self, kind: str, name: str) -> Tensor:
         """fp32 optimizer moment, kind exp_avg or exp_avg_sq."""
+
+    def critic_weight(self, name: str) -> Tensor:
+        """fp32 weight of the critic, or a buffer in its own type."""
+
+    def critic_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape of every weight and buffer of the critic by name; empty without one."""
 
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
         """Shape of every weight and buffer by name."""
@@ -70,6 +90,19 @@ class Backend(Protocol):
     def load_state(self, reader: StateReader | None) -> None:
         """A checkpoint's weights and optimizer state; rank 0 reads, the others pass None."""
 
+    def load_reference(self) -> None:
+        """The frozen reference model, where the algorithm's columns name it: after the initial model and its warm-up,
+        or before a checkpoint's state.
+        """
+
+    @property
+    def reference(self) -> ReferenceFacts | None:
+        """The reference that is loaded."""
+
+    @property
+    def reference_bytes(self) -> int:
+        """Bytes of this rank's part of it, in host memory between uses."""
+
     def warm_up(self) -> int:
         """Supervised steps on reference answers, how many; the optimizer is empty again afterwards."""
 
@@ -82,10 +115,13 @@ class Backend(Protocol):
     def gradient_is_finite(self) -> bool:
         """Whether what is accumulated so far has a finite norm over all ranks. Costs a reduction."""
 
-    def infer(self, rows: Rows) -> list[list[float]]:
-        """Log-probs of the trained tokens, a list for each sequence, in order; no rows: a dummy."""
+    def infer(self, rows: Rows, columns: Many[str]) -> list[Columns]:
+        """The named columns of the trained tokens for each sequence, in order; no rows: a dummy.
 
-    def commit(self, denominator: float, learning_rate: float) -> CommitReport:
+        OLD_LOG_PROBS are those under the weights of the moment. Raises Refusal INVALID for a column it cannot make.
+        """
+
+    def commit(self, denominator: float, learning_rate: float, critic_rate: float = 0.0) -> CommitReport:
         """Reduces, divides, clips and steps; accumulators are empty afterwards."""
 
     def hold(self) -> None:
@@ -101,7 +137,7 @@ class Backend(Protocol):
         """Full weights by name; gathered one at a time, so every rank must exhaust it."""
 
     def moments(self) -> Iterator[tuple[str, Tensor]]:
-        """Full optimizer moments, named kind/weight; every rank must exhaust it."""
+        """Full optimizer moments, named kind/weight, and the critic's weights; every rank must exhaust it."""
 
     @property
     def optimizer_steps(self) -> int:

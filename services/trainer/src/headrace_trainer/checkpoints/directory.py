@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import shutil
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from headrace_servicekit.failpoints import failpoint_sync
 from headrace_servicekit.logs import get_logger
 from torch import Tensor
 
+from headrace_trainer.backends._base import ReferenceFacts
 from headrace_trainer.checkpoints.asides import Asides
 from headrace_trainer.checkpoints.files import (
     digest_bytes,
@@ -60,6 +61,8 @@ class Snapshot:
     ledger: bytes
     step_manifest: bytes = b""
     origin: Origin = field(default_factory=Origin)
+    reference: ReferenceFacts | None = None
+    algorithm_state: Mapping[str, float] = field(default_factory=dict)
 
 
 class CheckpointDirectory:
@@ -173,16 +176,16 @@ class CheckpointDirectory:
         except Damaged as error:
             raise OSError(f"it is not as it was written: {error}") from error
 
-    def prune(self, lineage: int, keep: int) -> None:
-        """Deletes all but the `keep` newest intact live checkpoints, and everything of dead lineages.
+    def prune(self, lineage: int, keep: int, retained: Collection[str] = ()) -> None:
+        """Deletes all but the `keep` newest intact live checkpoints, the `retained` ones and damaged live ones.
 
-        Damaged live ones stay, to be set aside. Only the holder of the newest lineage may; called by another it
+        Damaged ones are to be set aside. Only the holder of the newest lineage may; called by another it
         does nothing.
         """
         if lineage != max(self._tree.lineages(), default=0):
             return
         saved, damaged = self._scan()
-        kept = {found.name for found in saved[:keep]} | damaged.keys() | self.asides.stuck.keys()
+        kept = {*(found.name for found in saved[:keep]), *damaged, *self.asides.stuck, *retained}
         for directory in self.root.glob("lineage-*/step-*"):
             name = f"{directory.parent.name}/{directory.name}"
             if NAME.fullmatch(name) and name not in kept:
@@ -260,4 +263,6 @@ def _state(snapshot: Snapshot, files: Mapping[str, Mapping[str, object]]) -> dic
         "base": snapshot.origin.checkpoint,
         "base_run": snapshot.origin.run,
         "files": files,
+        **({"reference": vars(snapshot.reference)} if snapshot.reference else {}),
+        **({"algorithm_state": dict(snapshot.algorithm_state)} if snapshot.algorithm_state else {}),
     }

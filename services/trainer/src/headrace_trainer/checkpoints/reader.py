@@ -8,6 +8,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from headrace_trainer.backends._base import CRITIC_KIND
 from headrace_trainer.checkpoints.state import OPTIMIZER, WEIGHTS
 from headrace_trainer.errors import Refusal
 
@@ -40,7 +41,20 @@ class CheckpointReader:
 
     def moment_kinds(self) -> set[str]:
         """Kinds of optimizer moments, such as exp_avg."""
-        return {name.partition("/")[0] for name in self._optimizer.keys() if "/" in name}  # noqa: SIM118
+        kinds = {name.partition("/")[0] for name in self._optimizer.keys() if "/" in name}  # noqa: SIM118
+        return kinds - {CRITIC_KIND}
+
+    def critic_weight(self, name: str) -> Tensor:
+        """fp32 weight of the critic, or a buffer in its own type."""
+        return self._tensor(self._optimizer, f"{CRITIC_KIND}/{name}")
+
+    def critic_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape of every weight and buffer of the critic by name."""
+        own = [name for name in self._optimizer.keys() if name.startswith(f"{CRITIC_KIND}/")]  # noqa: SIM118
+        return {
+            name.removeprefix(f"{CRITIC_KIND}/"): tuple(self._optimizer.get_slice(name).get_shape())
+            for name in own
+        }
 
     def _tensor(self, file: Any, name: str) -> Tensor:
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Collection
 from concurrent import futures
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -65,15 +66,17 @@ class Saver:
                 f"the checkpoint of version {flight.version.number} is still being written; ask again later",
             )
 
-    def start(self, snapshot: Snapshot) -> Write:
-        """Begins to write. Raises Refusal BUSY while another version is being written."""
+    def start(self, snapshot: Snapshot, retained: Collection[str] = ()) -> Write:
+        """Begins to write; older checkpoints than the newest are deleted then, not the `retained` ones.
+
+        Raises Refusal BUSY while another version is being written."""
         self.check_idle()
         name = f"lineage-{self._lineage}/step-{snapshot.version.ordinal}"
         self.last_failure = ""
         self._write = write = Write(name, snapshot.version, Future())
         write.done.set_running_or_notify_cancel()  # a caller that stops waiting does not cancel it
         # Not a daemon: a process that ends in peace finishes its checkpoint first.
-        threading.Thread(target=self._run, args=(snapshot, write), name="checkpoint").start()
+        threading.Thread(target=self._run, args=(snapshot, write, retained), name="checkpoint").start()
         return write
 
     def finish(self, deadline_s: float = FINISH_S) -> None:
@@ -86,12 +89,12 @@ class Saver:
             self._abandoned.set()
             _log.error("checkpoint abandoned", extra={"checkpoint": flight.name, "waited_s": deadline_s})
 
-    def _run(self, snapshot: Snapshot, write: Write) -> None:
+    def _run(self, snapshot: Snapshot, write: Write, retained: Collection[str]) -> None:
         try:
             saved = self._directory.write(self._lineage, snapshot, self._abandoned.is_set)
             # Read back before older ones go: one that cannot be read replaces nothing.
             self._directory.verify(saved)
-            self._directory.prune(self._lineage, self._keep)
+            self._directory.prune(self._lineage, self._keep, retained)
         except (OSError, ServiceError, Refusal) as error:
             self._failed(write, str(error))
         else:

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from headrace_trainer.backends._base import ReferenceFacts
 from headrace_trainer.checkpoints.files import digest_bytes
 from headrace_trainer.errors import Refusal
 from headrace_trainer.learning.step import Version
@@ -46,7 +47,11 @@ class FileFacts(_Facts):
 
 
 class State(_Facts):
-    """What `state.json` says. `base` and `base_run` are those of the lineage's claim."""
+    """What `state.json` says. `base` and `base_run` are those of the lineage's claim.
+
+    `reference` is the reference model that the run was compared with, where there was one; `algorithm_state` is
+    `Algorithm.state`.
+    """
 
     format: Literal[1, 2]
     version: Version
@@ -57,6 +62,8 @@ class State(_Facts):
     files: dict[str, FileFacts]
     base: str = ""
     base_run: str = ""
+    reference: ReferenceFacts | None = None
+    algorithm_state: dict[str, float] = Field(default_factory=dict)
     digest: str = ""
 
 

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from headrace_servicekit.logs import get_logger
 
+from headrace_trainer.backends._base import ReferenceFacts
 from headrace_trainer.checkpoints.state import (
     STATE,
     Claim,
@@ -51,6 +52,8 @@ class Saved:
     lineage: Mapping[int, int]
     files: Mapping[str, FileFacts]
     origin: Origin
+    reference: ReferenceFacts | None = None
+    algorithm_state: Mapping[str, float] = field(default_factory=dict)
 
 
 class CheckpointTree:
@@ -125,6 +128,8 @@ class CheckpointTree:
             lineage=state.lineage,
             files=state.files,
             origin=Origin(state.base, state.base_run),
+            reference=state.reference,
+            algorithm_state=state.algorithm_state,
         )
 
     def _check_inside(self, path: Path) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from collections.abc import Sequence as Many
 
 from headrace_trainer.backends._base import CommitReport
 from headrace_trainer.group.rank import Rank, commit_report, is_finite
-from headrace_trainer.learning.samples import Rows, Sequence
+from headrace_trainer.learning.samples import Columns, Rows, Sequence
 from headrace_trainer.learning.work import plan_rounds
 
 
@@ -19,8 +20,12 @@ class LeaderRounds:
         self._rank = rank
         self.attempt = (0, 0)
         """Step and attempt that are open, for whoever reads of a stuck round."""
+        self.critic_rate = 0.0
+        """Learning rate of the critic's own weights in the open step."""
         self.micro_rounds = 0
         """How many have run."""
+        self.infer_seconds = 0.0
+        """How long infer rounds have run."""
 
     @property
     def world_size(self) -> int:
@@ -34,7 +39,7 @@ class LeaderRounds:
 
     def micro(self, work: list[Rows]) -> bool:
         """See `StepRounds`."""
-        finite = is_finite(self._step("micro", work=work))
+        finite = is_finite(self._step("micro", work=work, algorithm_state=self._rank.algorithm.state()))
         self.micro_rounds += 1
         return finite
 
@@ -45,20 +50,25 @@ class LeaderRounds:
         self.drop()
         return False
 
-    def infer(self, groups: Many[list[Sequence]]) -> list[list[list[float]]]:
+    def infer(self, groups: Many[list[Sequence]], columns: Many[str]) -> list[list[Columns]]:
         """See `StepRounds`."""
-        found: dict[int, list[float]] = {}
+        started = time.monotonic()
+        found: dict[int, Columns] = {}
         for work, _ in plan_rounds(groups, self._rank.config.trainer.micro_batch_tokens, self):
-            results = self._lead("infer", work=work)
+            results = self._lead("infer", work=work, columns=list(columns))
             assert isinstance(results, list)
             for rows, values in zip(work, results, strict=True):
                 own = [id(sequence) for row in rows for sequence in row]
                 found.update(zip(own, values, strict=True))
-        return [[found.get(id(sequence), []) for sequence in group] for group in groups]
+        self.infer_seconds += time.monotonic() - started
+        nothing: Columns = {name: [] for name in columns}
+        return [[found.get(id(sequence), nothing) for sequence in group] for group in groups]
 
     def apply(self, denominator: float, rate: float) -> CommitReport:
         """See `StepRounds`."""
-        return commit_report(self._step("commit", denominator=denominator, learning_rate=rate))
+        return commit_report(
+            self._step("commit", denominator=denominator, learning_rate=rate, critic_rate=self.critic_rate)
+        )
 
     def hold(self) -> None:
         """See `StepRounds`."""

@@ -21,6 +21,7 @@ from headrace_trainer.backends._base import Backend, CommitReport, StateReader
 from headrace_trainer.errors import Refusal, invalid
 from headrace_trainer.group.group import Gang
 from headrace_trainer.group.rounds import Round
+from headrace_trainer.learning.samples import Columns
 
 
 @dataclass
@@ -70,13 +71,15 @@ class Rank:
     def execute(self, header: Round) -> object:
         """Does this rank's part of a round; what it returns matters on the leader only."""
         if header.kind == "micro":
+            if not self.gang.leads:
+                self.algorithm.load_state(header.algorithm_state)
             return self.backend.micro(header.work[self.gang.rank]).finite
         if header.kind == "check":
             return self.backend.gradient_is_finite()
         if header.kind == "infer":
             return self._infer(header)
         if header.kind == "commit":
-            return self.backend.commit(header.denominator, header.learning_rate)
+            return self.backend.commit(header.denominator, header.learning_rate, header.critic_rate)
         if header.kind == "snapshot":
             return self._snapshot()
         if header.kind == "hold":
@@ -97,12 +100,14 @@ class Rank:
         self.warmup_steps = 0
         try:
             if header.checkpoint:
+                backend.load_reference()
                 backend.load_state(self.reader)
             else:
                 torch.manual_seed(self.config.seed)
                 backend.load_initial()
                 if self.config.trainer.warmup.steps:
                     self.warmup_steps = backend.warm_up()
+                backend.load_reference()
         except ModelNotReadable as error:
             raise invalid(str(error), "MODEL_NOT_READABLE") from error
         finally:
@@ -110,10 +115,10 @@ class Rank:
         self._backend = backend
         self.restored = header.number
 
-    def _infer(self, header: Round) -> list[list[list[float]]]:
-        found = self.backend.infer(header.work[self.gang.rank])
+    def _infer(self, header: Round) -> list[list[Columns]]:
+        found = self.backend.infer(header.work[self.gang.rank], header.columns)
         bodies = self.gang.gather(msgspec.msgpack.encode(found))
-        return [msgspec.msgpack.decode(body, type=list[list[float]]) for body in bodies]
+        return [msgspec.msgpack.decode(body, type=list[Columns]) for body in bodies]
 
     def _collect(self) -> None:
         """Gathers every weight; the leader's `collect` takes them, the others only take part."""

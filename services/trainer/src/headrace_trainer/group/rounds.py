@@ -46,8 +46,9 @@ DEADLINE_S = 900.0
 class Round(msgspec.Struct, frozen=True, omit_defaults=True):
     """What all ranks do next.
 
-    `work` has one entry a rank (micro, infer); a rank whose entry is empty runs a zero-weight dummy. `back` is a
-    end_hold's: to what was held.
+    `work` has one entry a rank (micro, infer); a rank whose entry is empty runs a zero-weight dummy. `columns` says
+    what an infer computes; `algorithm_state` is `Algorithm.state`, for a micro; `back` is an end_hold's: to what was
+    held.
     """
 
     generation: int
@@ -58,8 +59,11 @@ class Round(msgspec.Struct, frozen=True, omit_defaults=True):
     work: list[Rows] = msgspec.field(default_factory=list)
     denominator: float = 1.0
     learning_rate: float = 0.0
+    critic_rate: float = 0.0
     checkpoint: str = ""
     back: bool = False
+    algorithm_state: dict[str, float] = msgspec.field(default_factory=dict)
+    columns: list[str] = msgspec.field(default_factory=list)
 
 
 class RoundLost(RuntimeError):

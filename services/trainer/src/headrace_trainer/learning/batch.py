@@ -5,30 +5,20 @@ Runs on the leader, which keeps the groups until then. Knows no wire; the step's
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Iterator
 from collections.abc import Sequence as Many
-from dataclasses import dataclass
 
-import msgspec
 from headrace_schema.openings import TrainerConfig
 
 from headrace_trainer.algorithms._base import Algorithm
 from headrace_trainer.backends._base import CommitReport
 from headrace_trainer.errors import Quiesced
 from headrace_trainer.learning import step as steps
-from headrace_trainer.learning.intake import Intake, Prepared, not_finite
-from headrace_trainer.learning.samples import Group, Sequence
+from headrace_trainer.learning.infer import InferPass
+from headrace_trainer.learning.intake import Inferred, Intake, Prepared, not_finite
+from headrace_trainer.learning.samples import Group
 from headrace_trainer.learning.work import Finished, OptimizerStep, StepRounds, denominator, plan_rounds
-
-
-@dataclass(frozen=True)
-class Kept:
-    """A group until the commit. `old_log_probs` has the base's for each sequence, where several passes need them."""
-
-    group: Group
-    old_log_probs: list[list[float]]
 
 
 class BatchLearner:
@@ -43,7 +33,8 @@ class BatchLearner:
         self._algorithm = algorithm
         self._intake = Intake(config, algorithm)
         self._rounds = rounds
-        self._kept: dict[str, Kept] = {}
+        self._infer = InferPass(algorithm, self._intake, rounds)
+        self._kept: dict[str, Inferred] = {}
 
     def learn(self, state: steps.StepState, groups: Many[Group]) -> steps.StepState:
         """The state after these groups; each one's record is in `state.groups`. Raises Refusal CONFLICT."""
@@ -55,17 +46,17 @@ class BatchLearner:
             else:
                 state = steps.learned(state, record)
         for batch in [[group] for group in fresh] if self._config.deterministic else [fresh]:
-            for group, old in zip(batch, self._old_log_probs(batch), strict=True):
-                record = self._intake.record(state, group)
-                if not all(math.isfinite(value) for values in old for value in values):
-                    record = not_finite(record, "log-prob")
-                self._kept[group.digest] = Kept(group, old)
+            for inferred in self._infer(batch):
+                record = self._intake.record(state, inferred.group)
+                if problem := inferred.problem():
+                    record = not_finite(record, problem)
+                self._kept[inferred.group.digest] = inferred
                 state = steps.learned(state, record)
         return state
 
     def finish(self, state: steps.StepState, rate: float) -> Finished:
         """All passes, or none of them. Raises Quiesced, the base restored, when a lease has lapsed in between."""
-        batch = self._batch(state)
+        batch = self._intake.prepare(state, [self._kept[record.digest] for record in state.accumulated])
         several = self._algorithm.passes.several
         if several:
             self._rounds.hold()
@@ -91,22 +82,6 @@ class BatchLearner:
             self._rounds.end_hold(back=True)
         else:
             self._rounds.drop()
-
-    def _old_log_probs(self, groups: list[Group]) -> list[list[list[float]]]:
-        """The base's log-probs of every sequence that carries loss, by group; none where one pass needs none."""
-        if not self._algorithm.passes.several:
-            return [[] for _ in groups]
-        return self._rounds.infer(
-            [self._intake.sequences(group, [[] for _ in group.members]) for group in groups]
-        )
-
-    def _batch(self, state: steps.StepState) -> list[Prepared]:
-        kept = [self._kept[record.digest] for record in state.accumulated]
-        prepared = self._intake.prepare(state, [each.group for each in kept])
-        return [
-            Prepared(found.record, _with_old(found.sequences, each.old_log_probs))
-            for found, each in zip(prepared, kept, strict=True)
-        ]
 
     def _passes(self, batch: list[Prepared], state: steps.StepState, rate: float) -> Finished:
         assert state.begun is not None
@@ -159,12 +134,3 @@ class BatchLearner:
                 found[prepared.record.digest] = not_finite(prepared.record, "gradient").detail
         self._rounds.drop()
         return found
-
-
-def _with_old(sequences: list[Sequence], old: list[list[float]]) -> list[Sequence]:
-    if not old or not sequences:
-        return sequences
-    return [
-        msgspec.structs.replace(sequence, old_log_probs=values)
-        for sequence, values in zip(sequences, old, strict=True)
-    ]

@@ -18,13 +18,15 @@ def step_figures(
     the algorithm's own) are means over the tokens that were computed, in every epoch anew: a group whose rewards are
     all equal may not be, and where no token was, those figures are absent. The mismatch is between the engine and
     the weights at which the step began, over the `log_prob_compared_tokens` whose log-prob the engine has told.
-    reward_std is over all samples of the step (population).
+    reward_std is over all samples of the step (population). With a critic `explained_variance` is that of the returns
+    by the values under the base (absent where all returns are equal), and the critic's own norm stands apart.
     """
     rewards = [reward for record in records for reward in record.rewards]
     lengths = [length for record in records for length in record.answer_lengths]
     return {
         "loss": statistics.fmean(step.report.token_sums["loss"] / step.denominator for step in steps),
         "grad_norm": statistics.fmean(step.report.grad_norm for step in steps),
+        **_critic_norm(steps),
         "learning_rate": rate,
         "optimizer_steps": float(len(steps)),
         "reward_mean": statistics.fmean(rewards),
@@ -37,13 +39,31 @@ def step_figures(
     }
 
 
+def _critic_norm(steps: Sequence[OptimizerStep]) -> dict[str, float]:
+    norm = statistics.fmean(step.report.critic_grad_norm for step in steps)
+    return {"critic_grad_norm": norm} if norm else {}
+
+
 def _token_means(steps: Sequence[OptimizerStep]) -> dict[str, float]:
     sums = _sums(steps)
     own = {name.removeprefix("own."): value for name, value in sums.items() if name.startswith("own.")}
     tokens = sums["tokens"]
     if not tokens:
         return {}
-    return {"entropy": sums["entropy"] / tokens, **{name: value / tokens for name, value in own.items()}}
+    means = {name: value / tokens for name, value in own.items()}
+    return {"entropy": sums["entropy"] / tokens, **_explained(means)}
+
+
+def _explained(means: dict[str, float]) -> dict[str, float]:
+    """Means of values and returns, whose squares become the share of the returns' variance that the values explain."""
+    if "return_square" not in means:
+        return means
+    found = dict(means)
+    spread = found.pop("return_square") - found["return_mean"] ** 2
+    left = found.pop("value_error_square") - found.pop("value_error") ** 2
+    if spread > 1e-12:
+        found["explained_variance"] = 1.0 - left / spread
+    return found
 
 
 def _mismatch(first_epoch: Sequence[OptimizerStep]) -> dict[str, float]:

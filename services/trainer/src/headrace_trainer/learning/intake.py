@@ -5,6 +5,8 @@ Knows no rounds and no optimizer.
 
 from __future__ import annotations
 
+import math
+import random
 from collections import Counter
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, replace
@@ -13,10 +15,31 @@ import torch
 from headrace_schema.openings import TrainerConfig
 from torch import Tensor
 
-from headrace_trainer.algorithms._base import Algorithm, Outcomes
+from headrace_trainer.algorithms._base import OLD_LOG_PROBS, RETURNS, Algorithm, Outcomes
+from headrace_trainer.algorithms.functional import Advantages
 from headrace_trainer.errors import Refusal
 from headrace_trainer.learning import step as steps
-from headrace_trainer.learning.samples import Disposition, Group, GroupRecord, Member, Sequence
+from headrace_trainer.learning.samples import Columns, Disposition, Group, GroupRecord, Member, Sequence
+
+
+@dataclass(frozen=True)
+class Inferred:
+    """A group with the columns of each member; those of a member that carries no loss are empty.
+
+    `following` has a value for each member: of where it was cut, where the critic bootstraps, else 0.
+    """
+
+    group: Group
+    columns: tuple[Columns, ...]
+    following: tuple[float, ...]
+
+    def problem(self) -> str:
+        """What is not finite among the columns; empty where all is."""
+        for columns in self.columns:
+            for name, values in columns.items():
+                if not all(math.isfinite(value) for value in values):
+                    return f"{name} column"
+        return "" if all(math.isfinite(value) for value in self.following) else "value of a cut answer's end"
 
 
 @dataclass(frozen=True)
@@ -48,17 +71,20 @@ class Intake:
             return refused(group, Disposition.STALE, detail)
         return None
 
-    def prepare(self, state: steps.StepState, groups: Many[Group]) -> list[Prepared]:
+    def prepare(self, state: steps.StepState, batch: Many[Inferred]) -> list[Prepared]:
         """Groups whose advantages are computed together: each alone, or a step's whole batch."""
-        members = [member for group in groups for member in group.members]
-        advantages = iter(self._algorithm.advantages(self._outcomes(groups)).tolist())
-        values = [next(advantages)[: len(self.trained(member))] for member in members]
+        computed = self._algorithm.advantages(self._outcomes(state, batch))
+        advantages_BT, returns_BT = computed if isinstance(computed, Advantages) else (computed, None)
+        advantages = iter(advantages_BT.tolist())
+        returns = None if returns_BT is None else iter(returns_BT.tolist())
         found = []
-        for group in groups:
-            own, values = values[: len(group.members)], values[len(group.members) :]
+        for inferred in batch:
+            lengths = [len(self.trained(member)) for member in inferred.group.members]
+            own = [next(advantages)[:length] for length in lengths]
+            targets = [{RETURNS: next(returns)[:length]} if returns else {} for length in lengths]
             needed = self._algorithm.every_token or any(any(each) for each in own)
-            sequences = self.sequences(group, own) if needed else []
-            record = replace(self.record(state, group), advantages=tuple(map(_mean, own)))
+            sequences = self._sequences(inferred, own, targets) if needed else []
+            record = replace(self.record(state, inferred.group), advantages=tuple(map(_mean, own)))
             found.append(Prepared(record, sequences))
         return found
 
@@ -91,8 +117,8 @@ class Intake:
         hidden = member.masked or (member.truncated and self._config.algorithm.truncated == "mask")
         return [] if hidden else member.trained
 
-    def _outcomes(self, groups: Many[Group]) -> Outcomes:
-        members = [(index, member) for index, group in enumerate(groups) for member in group.members]
+    def _outcomes(self, state: steps.StepState, batch: Many[Inferred]) -> Outcomes:
+        members = [(index, member) for index, each in enumerate(batch) for member in each.group.members]
         trained_B = torch.tensor([len(self.trained(member)) for _, member in members])
         places_T = torch.arange(int(trained_B.max()))
         return Outcomes(
@@ -101,10 +127,46 @@ class Intake:
             mask_BT=places_T < trained_B[:, None],
             lengths_B=torch.tensor([len(member.trained) for _, member in members]),
             longest=self._config.sampling.max_new_tokens,
+            draw=random.Random(
+                f"{self._config.seed}/draw/{state.begun.step if state.begun else 0}"
+            ).getrandbits(48),
+            columns_BT=self._columns([own for each in batch for own in each.columns], places_T.numel()),
+            bootstrap_values_B=self._following(batch),
         )
 
-    def sequences(self, group: Group, advantages: Many[list[float]]) -> list[Sequence]:
-        """Those of the group's members that carry loss, with an entry of advantages for every member."""
+    def _following(self, batch: Many[Inferred]) -> Tensor | None:
+        critic = self._algorithm.critic
+        if critic is None or not critic.bootstraps:
+            return None
+        return _double([value for each in batch for value in each.following])
+
+    def _columns(self, columns: Many[Columns], longest: int) -> dict[str, Tensor]:
+        """(B, T) by name, 0 where a sample has no token."""
+        return {
+            name: _double([_padded(own.get(name, []), longest) for own in columns])
+            for name in self._algorithm.columns
+        }
+
+    def bare(self, group: Group) -> list[Sequence]:
+        """Those of the group's members that carry loss, as the infer pass reads them."""
+        return [
+            _with_end(member, positions)
+            if self.bootstraps(member)
+            else Sequence(member.tokens, positions, member.engine_log_probs)
+            for member in group.members
+            if (positions := self.trained(member))
+        ]
+
+    def bootstraps(self, member: Member) -> bool:
+        """Whether the infer pass reads a member to its end: its columns are one longer, by the value of the end."""
+        critic = self._algorithm.critic
+        return critic is not None and critic.bootstraps and member.truncated and bool(self.trained(member))
+
+    def _sequences(
+        self, inferred: Inferred, advantages: Many[list[float]], targets: Many[Columns]
+    ) -> list[Sequence]:
+        """Those of the group's members that carry loss, with an entry of advantages and targets for every member."""
+        given = zip(inferred.group.members, advantages, inferred.columns, targets, strict=True)
         return [
             Sequence(
                 member.tokens,
@@ -112,10 +174,23 @@ class Intake:
                 member.engine_log_probs,
                 own,
                 self._algorithm.token_weight(len(positions)),
+                {**self._kept(columns), **more},
             )
-            for member, own in zip(group.members, advantages, strict=True)
+            for member, own, columns, more in given
             if (positions := self.trained(member))
         ]
+
+    def _kept(self, columns: Columns) -> Columns:
+        """The columns that the loss gets: in one pass the old log-probs are the forward's own, so the ratio is 1."""
+        if self._algorithm.passes.several:
+            return columns
+        return {name: values for name, values in columns.items() if name != OLD_LOG_PROBS}
+
+
+def _with_end(member: Member, positions: list[int]) -> Sequence:
+    """Reads one token further than is trained: which token would follow the end does not matter to its value."""
+    end = len(member.tokens)
+    return Sequence([*member.tokens, 0], [*positions, end], [*member.engine_log_probs, math.nan])
 
 
 def refused(group: Group, disposition: Disposition, detail: str) -> GroupRecord:
@@ -129,7 +204,11 @@ def not_finite(record: GroupRecord, what: str = "loss") -> GroupRecord:
     return GroupRecord(record.prompt_ordinal, record.digest, record.keys, Disposition.NONFINITE, detail)
 
 
-def _double(values: list[float]) -> Tensor:
+def _padded(values: list[float], longest: int) -> list[float]:
+    return values + [0.0] * (longest - len(values))
+
+
+def _double(values: list[float] | list[list[float]]) -> Tensor:
     return torch.tensor(values, dtype=torch.float64)
 
 

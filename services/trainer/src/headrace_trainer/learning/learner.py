@@ -11,6 +11,7 @@ from headrace_schema.openings import TrainerConfig
 
 from headrace_trainer.algorithms._base import Algorithm
 from headrace_trainer.learning import step as steps
+from headrace_trainer.learning.infer import InferPass
 from headrace_trainer.learning.intake import Intake, Prepared, not_finite
 from headrace_trainer.learning.samples import Group, GroupRecord
 from headrace_trainer.learning.work import Finished, OptimizerStep, StepRounds, denominator, plan_rounds
@@ -24,24 +25,36 @@ class Learner:
         self._algorithm = algorithm
         self._intake = Intake(config, algorithm)
         self._rounds = rounds
+        self._infer = InferPass(algorithm, self._intake, rounds)
 
     def learn(self, state: steps.StepState, groups: Many[Group]) -> steps.StepState:
         """The state after these groups; each one's record is in `state.groups`. Raises Refusal CONFLICT."""
-        fresh: dict[int, Prepared] = {}
+        fresh: list[Group] = []
         for group in sorted(groups, key=lambda group: group.prompt_ordinal):
             record = steps.known(state, group) or self._intake.refusal(state, group)
             if record is None:
-                [fresh[group.prompt_ordinal]] = self._intake.prepare(state, [group])
+                fresh.append(group)
             else:
                 state = steps.learned(state, record)
-        alone = [[prepared] for prepared in fresh.values()]
         # One packing a group, whatever else has arrived, is what makes two runs equal; and finds a culprit.
         apart = self._config.deterministic or state.careful
-        for batch in alone if apart else [list(fresh.values())]:
+        for groups in [[group] for group in fresh] if apart else [fresh]:
+            state, batch = self._prepare(state, groups)
             state = self._accumulate(state, batch)
-            if state.careful and not self._rounds.holds():
+            if state.careful and batch and not self._rounds.holds():
                 state = _quarantined(state, batch[0].record)
         return state
+
+    def _prepare(self, state: steps.StepState, groups: Many[Group]) -> tuple[steps.StepState, list[Prepared]]:
+        """What is to be accumulated, and the state after those groups whose columns are not finite."""
+        batch: list[Prepared] = []
+        for inferred in self._infer(groups):
+            if problem := inferred.problem():
+                record = not_finite(self._intake.record(state, inferred.group), problem)
+                state = steps.learned(state, record)
+            else:
+                batch += self._intake.prepare(state, [inferred])
+        return state, batch
 
     def finish(self, state: steps.StepState, rate: float) -> Finished:
         """Applies what is accumulated."""

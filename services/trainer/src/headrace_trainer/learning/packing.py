@@ -71,7 +71,7 @@ def context(sequence: Sequence) -> list[int]:
 class MicroBatch:
     """One forward. `mask_R1LL` is None when plain causal attention is right (no row branches).
 
-    `old_log_probs_K` are NaN where they are the forward's own.
+    `columns_K` are those of the infer pass, NaN for a sequence that has none of a name.
     """
 
     tokens_RL: Tensor
@@ -83,18 +83,20 @@ class MicroBatch:
     advantages_K: Tensor
     weights_K: Tensor
     engine_log_probs_K: Tensor
-    old_log_probs_K: Tensor
     sequences_K: Tensor
+    columns_K: dict[str, Tensor]
 
     def to(self, device: torch.device) -> MicroBatch:
         """The same on `device`."""
         if device.type == "cpu":
             return self
+        columns_K = {name: value.to(device, non_blocking=True) for name, value in self.columns_K.items()}
         moved = {
             name: None if value is None else value.to(device, non_blocking=True)
             for name, value in vars(self).items()
+            if name != "columns_K"
         }
-        return MicroBatch(**moved)  # type: ignore[arg-type]
+        return MicroBatch(columns_K=columns_K, **moved)  # type: ignore[arg-type]
 
 
 def pack(rows: Rows, *, shared: bool) -> MicroBatch:
@@ -119,9 +121,17 @@ def pack(rows: Rows, *, shared: bool) -> MicroBatch:
         advantages_K=_of_tokens([s.advantages or [0.0] * len(s.trained) for _, s in sequences]),
         weights_K=_of_tokens([[s.weight] * len(s.trained) for _, s in sequences]),
         engine_log_probs_K=_of_tokens([s.engine_log_probs for _, s in sequences]),
-        old_log_probs_K=_of_tokens([s.old_log_probs or [math.nan] * len(s.trained) for _, s in sequences]),
         sequences_K=torch.repeat_interleave(torch.tensor([len(s.trained) for _, s in sequences])),
+        columns_K=_columns([s for _, s in sequences]),
     )
+
+
+def _columns(sequences: list[Sequence]) -> dict[str, Tensor]:
+    names = sorted({name for sequence in sequences for name in sequence.columns})
+    return {
+        name: _of_tokens([s.columns.get(name) or [math.nan] * len(s.trained) for s in sequences])
+        for name in names
+    }
 
 
 def _padded(rows: list[list[int]], length: int) -> Tensor:

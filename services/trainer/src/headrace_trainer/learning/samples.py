@@ -13,13 +13,16 @@ MemberKey = tuple[int, int, int, str]
 """(prompt ordinal, sample index, attempt, body digest)."""
 
 
+Columns = dict[str, list[float]]
+"""Name of a column, such as old_log_probs → a value for each trained token of a sequence."""
+
+
 class Sequence(msgspec.Struct, frozen=True, array_like=True):
     """One token sequence as a rank works on it.
 
     `trained` are positions in `tokens`, each ≥ 1; `engine_log_probs` has one value for each of them, NaN
-    where the engine gave none. `advantages` has one for each of them too, or none at all where no loss needs them;
-    `old_log_probs` the trainer's own under the base, or none: then they are those of the forward itself.
-    `weight` applies to each trained token.
+    where the engine gave none. `advantages` has one for each of them too, or none at all where no loss needs them.
+    `weight` applies to each trained token. `columns` are what the infer pass found, and has a value for each of them.
     """
 
     tokens: list[int]
@@ -27,7 +30,7 @@ class Sequence(msgspec.Struct, frozen=True, array_like=True):
     engine_log_probs: list[float]
     advantages: list[float] = []
     weight: float = 0.0
-    old_log_probs: list[float] = []
+    columns: Columns = {}
 
 
 Rows = list[list[Sequence]]

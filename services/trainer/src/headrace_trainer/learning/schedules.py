@@ -1,10 +1,23 @@
-"""The learning rate of a step."""
+"""The learning rates of a step."""
 
 from __future__ import annotations
 
 import math
 
 from headrace_schema.learning import OptimizerSection
+
+from headrace_trainer.algorithms._base import CriticPlan
+
+
+def step_rates(
+    config: OptimizerSection, critic: CriticPlan | None, step: int, run_steps: int
+) -> tuple[float, float]:
+    """Rates of the policy and of the critic's own weights in step `step`, by one schedule. 0 for what stands still."""
+    rate = learning_rate(config, step, run_steps)
+    if critic is None:
+        return rate, 0.0
+    own = config.model_copy(update={"lr": critic.learning_rate or config.lr})
+    return 0.0 if step < critic.warmup_steps else rate, learning_rate(own, step, run_steps)
 
 
 def learning_rate(config: OptimizerSection, step: int, run_steps: int) -> float:

@@ -10,7 +10,7 @@ from typing import Protocol
 from headrace_trainer.algorithms._base import Algorithm
 from headrace_trainer.backends._base import CommitReport
 from headrace_trainer.learning.packing import plan_batches, plan_rows
-from headrace_trainer.learning.samples import GroupRecord, Rows, Sequence
+from headrace_trainer.learning.samples import Columns, GroupRecord, Rows, Sequence
 
 
 class StepRounds(Protocol):
@@ -30,8 +30,8 @@ class StepRounds(Protocol):
     def holds(self) -> bool:
         """Whether the accumulated gradient is finite; when it is not, the accumulators have been emptied."""
 
-    def infer(self, groups: Many[list[Sequence]]) -> list[list[list[float]]]:
-        """Log-probs of the trained tokens under the current weights, a list for each sequence of each group."""
+    def infer(self, groups: Many[list[Sequence]], columns: Many[str]) -> list[list[Columns]]:
+        """The named columns of each sequence of each group, under the weights of the moment."""
 
     def apply(self, denominator: float, rate: float) -> CommitReport:
         """One optimizer step with what is accumulated, which is then empty."""

@@ -7,11 +7,13 @@ from typing import Any
 
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
+from headrace_schema.evaluating import EvaluationSpec
 from headrace_schema.spec import RunSpec
 from pydantic.json_schema import models_json_schema
 
 from headrace_coordinator.api.control import Control
 from headrace_coordinator.api.http.errors import ANSWERS, add_error_handlers
+from headrace_coordinator.api.http.evaluations import evaluation_routes
 from headrace_coordinator.api.http.fleet import ScaleRequest, fleet_routes, service_routes
 from headrace_coordinator.api.http.guard import Guard
 from headrace_coordinator.api.http.links import link_routes
@@ -45,6 +47,7 @@ def make_app(
         generate_unique_id_function=lambda route: route.name,
     )
     app.include_router(run_routes(control, runs_directory, heartbeat_s))
+    app.include_router(evaluation_routes(control))
     app.include_router(overview_routes(control, runs_directory))
     app.include_router(fleet_routes(control, runs_directory.parent / "logs"))
     app.include_router(service_routes(control))
@@ -62,7 +65,7 @@ def describe(app: FastAPI) -> dict[str, Any]:
     if app.openapi_schema is None:
         schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
         _, bodies = models_json_schema(
-            [(RunSpec, "validation"), (ScaleRequest, "validation"), (PlanRequest, "validation")],
+            [(model, "validation") for model in (RunSpec, EvaluationSpec, ScaleRequest, PlanRequest)],
             ref_template=REFERENCE,
         )
         components = schema["components"]["schemas"]

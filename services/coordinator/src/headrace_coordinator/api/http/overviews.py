@@ -14,18 +14,21 @@ from headrace_schema.overviews import (
     RunSummaryListView,
     TimelineView,
 )
-from headrace_schema.problems import choose, problem
 
 from headrace_coordinator.api.control import Control
-from headrace_coordinator.api.http.errors import invalid
 from headrace_coordinator.api.http.pagination import foreign_token, place_of, token_of
-from headrace_coordinator.api.http.requests import PageSize, PageToken, known_parameters, view_response
-from headrace_coordinator.domain import runs
+from headrace_coordinator.api.http.requests import (
+    PageSize,
+    PageToken,
+    States,
+    known_parameters,
+    known_states,
+    view_response,
+)
 from headrace_coordinator.projections import read_timeline
 
 MAX_EVENT_ID = 2**63 - 1
 Points = Annotated[int, Query(ge=2, le=2000, description="most steps; more are thinned out evenly")]
-States = Annotated[list[str] | None, Query(description="only runs in this state; may be repeated")]
 Search = Annotated[
     str, Query(max_length=100, description="only runs whose id contains this; case is ignored")
 ]
@@ -40,15 +43,8 @@ def overview_routes(control: Control, runs_directory: Path) -> APIRouter:
         page_size: PageSize = 50, page_token: PageToken = "", state: States = None, search: Search = ""
     ) -> Response:
         """Runs in short, newest first, with a sparkline of rewards; filtered by state and by part of the id."""
-        for name in state or ():
-            if name not in runs.STATES:
-                raise invalid(
-                    [problem("state", f"there is no state {name[:40]!r}", choose(name, runs.STATES))]
-                )
         try:
-            shown, place, total = await control.summaries(
-                page_size, page_token, frozenset(state or ()), search
-            )
+            shown, place, total = await control.summaries(page_size, page_token, known_states(state), search)
         except ValueError as error:
             raise foreign_token(page_token) from error
         view = RunSummaryListView(

@@ -8,7 +8,7 @@ import uuid
 from typing import Annotated, Any, TypeVar
 
 from fastapi import Header, Query, Request, Response
-from headrace_schema.problems import explain, problem
+from headrace_schema.problems import choose, explain, problem
 from headrace_schema.yaml_text import YamlProblem, read_yaml
 from pydantic import BaseModel, BeforeValidator, ValidationError
 from pydantic_core import from_json
@@ -16,6 +16,7 @@ from starlette.requests import ClientDisconnect
 
 from headrace_coordinator.api.control import Refused
 from headrace_coordinator.api.http.errors import invalid, unknown_parameter
+from headrace_coordinator.domain.runs import STATES
 
 MAX_BODY_BYTES = 1024 * 1024
 KEY_PATTERN = r"^[\x21-\x7e]{1,200}$"
@@ -23,6 +24,7 @@ Model = TypeVar("Model", bound=BaseModel)
 
 PageSize = Annotated[int, Query(ge=1, le=1000, description="most entries of a page")]
 PageToken = Annotated[str, Query(max_length=200, description="next_page_token of the page before")]
+States = Annotated[list[str] | None, Query(description="only runs in this state; may be repeated")]
 # `?now` and `?now=true` mean the same.
 Flag = Annotated[bool, BeforeValidator(lambda value: True if value == "" else value)]
 GivenKey = Annotated[
@@ -50,6 +52,14 @@ def keyed_response(view: BaseModel, key: str, status: int = 200) -> Response:
 def key_or_new(key: str | None) -> str:
     """The client's idempotency key, or one of our own."""
     return key or uuid.uuid4().hex
+
+
+def known_states(given: list[str] | None) -> frozenset[str]:
+    """The states that a list is filtered by; refuses one that no run can have."""
+    for name in given or ():
+        if name not in STATES:
+            raise invalid([problem("state", f"there is no state {name[:40]!r}", choose(name, STATES))])
+    return frozenset(given or ())
 
 
 async def known_parameters(request: Request) -> None:

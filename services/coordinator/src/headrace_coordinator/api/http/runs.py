@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, Header, Query, Request, Response
 from fastapi.responses import StreamingResponse
@@ -32,9 +32,11 @@ from headrace_coordinator.api.http.requests import (
     GivenKey,
     PageSize,
     PageToken,
+    States,
     key_or_new,
     keyed_response,
     known_parameters,
+    known_states,
     read_model,
     view_response,
 )
@@ -131,12 +133,22 @@ def _writes(routes: APIRouter, control: Control) -> None:
 
 def _reads(routes: APIRouter, control: Control) -> None:
     @routes.get("", response_model=RunListView)
-    async def list_runs(page_size: PageSize = 50, page_token: PageToken = "") -> Response:
-        """Runs, newest first."""
+    async def list_runs(
+        page_size: PageSize = 50,
+        page_token: PageToken = "",
+        state: States = None,
+        order: Annotated[Literal["newest", "oldest"], Query(description="which run comes first")] = "newest",
+        full: Annotated[
+            Flag, Query(description="with the specs of the runs; without it every `spec` is {}")
+        ] = False,
+    ) -> Response:
+        """Runs, without their specs unless they are asked for."""
         try:
-            shown, place = control.runs(page_size, page_token)
+            shown, place = control.runs(page_size, page_token, known_states(state), order == "oldest")
         except ValueError as error:
             raise foreign_token(page_token) from error
+        if not full:
+            shown = [run.model_copy(update={"spec": {}}) for run in shown]
         return view_response(RunListView(runs=shown, next_page_token=token_of(place)))
 
     @routes.get("/{run_id}", response_model=RunView)

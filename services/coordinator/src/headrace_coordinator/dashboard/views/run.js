@@ -107,7 +107,7 @@ function runHeader(element, path, signal) {
       ["Score", best.length > 1 ? `${number(best[0].score)} → ${number(best.at(-1).score)}` : number(best[0]?.score)],
       ["Version", run.policy ? `${run.policy.number}` : "–"],
       ["Trained", run.counts.trained.toLocaleString("en")],
-      ["Dropped", run.counts.dropped.toLocaleString("en")],
+      ["Dropped", run.counts.dropped.toLocaleString("en") + (run.counts.filtered ? `, of equal rewards ${run.counts.filtered.toLocaleString("en")}` : "")],
       ["Worst staleness", `${run.counts.max_staleness}`],
       ["Recoveries", `${run.recoveries}`],
       ["Started", clock(run.started_at)],

@@ -60,7 +60,7 @@ export async function trajectories(root, context) {
     }
     token = page.next_page_token;
     const found = page.trajectories;
-    count.textContent = `${plural(found.length, "trajectory").replace("trajectorys", "trajectories")} on page ${tokens.length}; at most ${context.run.spec.stored_trajectories ?? 64} of a step are kept, in whole groups`;
+    count.textContent = `${plural(found.length, "trajectory").replace("trajectorys", "trajectories")} on page ${tokens.length}; at most ${context.run.spec.tracking?.trajectories_per_step ?? 64} of a step are kept, in whole groups`;
     back.disabled = tokens.length === 1;
     on.disabled = !token;
     const side = prompt.input.value !== "" && found.length > 0;

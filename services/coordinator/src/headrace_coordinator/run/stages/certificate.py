@@ -12,7 +12,7 @@ from headrace_servicekit.rpc.digests import set_digest
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain.compact import compact, compact_drops, count_drops
 from headrace_coordinator.domain.runs import RunState
-from headrace_coordinator.domain.slot_index import ACCUMULATED, DROPPED, Slot
+from headrace_coordinator.domain.slot_index import ACCUMULATED, DROPPED, FILTERED, Slot
 from headrace_coordinator.projections.trajectories import Settled, whole_groups
 from headrace_coordinator.run.context import RunContext
 from headrace_coordinator.run.stages.learning import members_of
@@ -43,6 +43,7 @@ def certify(
         log_prob_compared_tokens=round(response.figures.get("log_prob_compared_tokens", 0.0)),
         drop_rate_by_length=_drop_rates(slots, lambda slot: _length_bucket(slot.tokens)),
         drop_rate_by_pass_rate=_drop_rates(slots, lambda slot: passed.get(slot.prompt, "unscored")),
+        refilled=run.ledger.refilled,
     )
 
 
@@ -65,12 +66,13 @@ def _pass_rates(slots: Iterable[Slot]) -> dict[int, str]:
 
 
 def _drop_rates(slots: Iterable[Slot], bucket: Callable[[Slot], str]) -> dict[str, float]:
+    """Share of failures by bucket: what the algorithm did not keep is none."""
     total: dict[str, int] = {}
     dropped: dict[str, int] = {}
     for slot in slots:
         name = bucket(slot)
         total[name] = total.get(name, 0) + 1
-        if slot.state == DROPPED:
+        if slot.state == DROPPED and slot.reason != FILTERED:
             dropped[name] = dropped.get(name, 0) + 1
     return {name: dropped.get(name, 0) / count for name, count in sorted(total.items())}
 
@@ -96,6 +98,8 @@ def step_view(
         devices=timer.devices(),
         trained=len(trained),
         dropped=count_drops(certificate.dropped),
+        filtered=sum(slot.reason == FILTERED for slot in slots),
+        refilled=certificate.refilled,
         max_staleness=certificate.max_staleness,
         figures=dict(response.figures),
     )
@@ -106,11 +110,13 @@ def settled_lines(
 ) -> list[Settled]:
     """The step's trained trajectories as text: as many as are kept of a step."""
     found = [
-        (slot, scored)
+        (slot, scored.shown)
         for slot in slots
-        if slot.state == ACCUMULATED and (scored := batch.scored.get((slot.prompt, slot.sample)))
+        if slot.state == ACCUMULATED
+        and (scored := batch.scored.get((slot.prompt, slot.sample)))
+        and scored.shown
     ]
-    kept = whole_groups(found, context.spec.stored_trajectories, lambda pair: pair[0].prompt)
+    kept = whole_groups(found, context.spec.tracking.trajectories_per_step, lambda pair: pair[0].prompt)
     return [
         Settled(
             step=certificate.ordinal,
@@ -119,16 +125,16 @@ def settled_lines(
             sample_index=slot.sample,
             attempt=slot.attempt,
             prompt=context.question(slot.prompt),
-            completion=scored.completion,
+            completion=shown.completion,
             reference=context.item(slot.prompt).answer,
             reward=slot.reward,
-            parts=scored.parts,
-            finish_reason=common.FinishReason.Name(scored.finish_reason).removeprefix("FINISH_REASON_"),  # type: ignore[arg-type]
+            parts=shown.parts,
+            finish_reason=common.FinishReason.Name(shown.finish_reason).removeprefix("FINISH_REASON_"),  # type: ignore[arg-type]
             tokens=slot.tokens,
-            versions=scored.versions,
-            log_probs=[round(value, 4) for value in scored.log_probs],
-            text_bytes=scored.text_bytes.tolist(),
-            advantage=scored.advantage,
+            versions=shown.versions,
+            log_probs=[round(value, 4) for value in shown.log_probs],
+            text_bytes=shown.text_bytes.tolist(),
+            advantage=shown.advantage,
         )
-        for slot, scored in kept
+        for slot, shown in kept
     ]

@@ -48,10 +48,10 @@ class Generation:
         self._news = Notifier()
         self.batch = Batch()
         self._dispatch = Dispatch(context, published, self._news)
-        settle = Settle(context, relay, self.batch, self._news, on_settled, on_complete)
-        self._scoring = Scoring(context.workers, timer, settle.take_scores)
+        self._settle = Settle(context, relay, self.batch, self._news, on_settled, on_complete)
+        self._scoring = Scoring(context.workers, timer, self._settle.take_scores)
         self._receive = Receive(
-            context, relay, published, self.batch, self._news, self._dispatch, self._scoring, settle
+            context, relay, published, self.batch, self._news, self._dispatch, self._scoring, self._settle
         )
 
     async def run(self) -> None:
@@ -59,6 +59,7 @@ class Generation:
         await gather_all(self._scoring.run(), self._generate_all())
 
     async def _generate_all(self) -> None:
+        self._settle.refill()  # What a coordinator that stopped had no time for.
         await self._receive.adopt_finished()
         drives: dict[str, asyncio.Task[None]] = {}
         try:
@@ -110,10 +111,13 @@ class Generation:
             why = str(fault)
             await self._context.lost(member, why)
         except CallRefused as refused:
-            if refused.reason != "LEASE_QUIESCED":
+            if revoked := self._workers.lease_ended(member, refused):
+                member.lost_lease()
+            elif refused.reason == "LEASE_QUIESCED":
+                why = "its lease was not renewed in time"
+                await self._workers.renewal(member)
+            else:
                 raise
-            why = "its lease was not renewed in time"
-            await self._workers.renewal(member)
         finally:
             # However a stream ends, samples that it did not finish are made again, and not handed to it once more:
             # gRPC still reads `assignments` when the stream is broken.

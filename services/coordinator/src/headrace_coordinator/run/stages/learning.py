@@ -7,8 +7,9 @@ stream, under the lease that it holds then.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from math import isfinite
+from typing import TypeVar
 
 from headrace.common.v1 import common_pb2 as common
 from headrace.trainer.v1 import trainer_pb2 as trainer
@@ -25,6 +26,7 @@ from headrace_coordinator.run.stages.relay import Relay, SizedBody
 from headrace_coordinator.run.stages.settle import Batch
 from headrace_coordinator.run.stages.step_timer import StepTimer
 
+T = TypeVar("T")
 GROUPS_A_MESSAGE = 64
 MESSAGE_BYTES = 1 << 20
 """A message is sent once it has so much: gRPC is fastest at this size, and refuses those of 64 MiB."""
@@ -87,19 +89,10 @@ class Learning:
                 return
             except _LeaseAway as away:
                 self._waiting = sorted(self._ledger.index.settled)  # What was sent has no answer any more.
-                await self._lease_again(revoked=away.revoked)
-
-    async def _lease_again(self, *, revoked: bool) -> None:
-        """Waits a little for the lease to be renewed; takes another one for one that was revoked."""
-        context, leader = self._context, self._context.workers.leader
-        if revoked:
-            context.note(
-                f"the lease of {leader.instance.instance} was revoked; it goes on under the next one"
-            )
-            leader.lost_lease()
-            await context.placement.hand_devices_to_trainers()
-        else:
-            await context.workers.renewal(leader)
+                if away.revoked:
+                    await _next_lease(self._context)
+                else:
+                    await self._context.workers.renewal(self._context.workers.leader)
 
     async def _exchange(self, ready: asyncio.Queue[trainer.LearnRequest | None]) -> None:
         ledger, limit = self._ledger, self._context.spec.limits.step_timeout_s
@@ -117,6 +110,8 @@ class Learning:
                 raise AttemptLost(refused.message) from refused
             if refused.reason == "LEASE_QUIESCED":
                 raise _LeaseAway(revoked=False) from refused
+            if self._context.workers.lease_ended(leader, refused):
+                raise _LeaseAway(revoked=True) from refused
             raise
         if unanswered := len(ledger.index.settled):
             raise CallRefused(leader.incarnation, "INTERNAL", f"Learn left {unanswered} groups unanswered")
@@ -209,8 +204,8 @@ class Learning:
         if len(outcome.advantages) == len(slots):
             for slot, advantage in zip(slots, outcome.advantages, strict=True):
                 scored = self._batch.scored.get((slot.prompt, slot.sample))
-                if scored is not None and isfinite(advantage):
-                    scored.advantage = advantage
+                if scored is not None and scored.shown is not None and isfinite(advantage):
+                    scored.shown.advantage = advantage
 
     def _drop(self, prompt: int, reason: str, detail: str) -> None:
         if self._ledger.group(prompt)[0].state != DROPPED:
@@ -224,6 +219,25 @@ class Learning:
                     detail=detail,
                 )
             )
+
+
+async def under_lease(context: RunContext, command: Callable[[], Awaitable[T]]) -> T:
+    """A command to the leader, given again under the next lease as long as the leader's was revoked before it."""
+    while True:
+        try:
+            return await command()
+        except CallRefused as refused:
+            if not context.workers.lease_ended(context.workers.leader, refused):
+                raise
+        await _next_lease(context)
+
+
+async def _next_lease(context: RunContext) -> None:
+    """The leader's lease was revoked: it takes another one."""
+    leader = context.workers.leader
+    context.note(f"the lease of {leader.instance.instance} was revoked; it goes on under the next one")
+    leader.lost_lease()
+    await context.placement.hand_devices_to_trainers()
 
 
 async def _messages(ready: asyncio.Queue[trainer.LearnRequest | None]) -> AsyncIterator[trainer.LearnRequest]:

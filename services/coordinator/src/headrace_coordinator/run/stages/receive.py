@@ -16,7 +16,7 @@ from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain.dispatch import accepts
 from headrace_coordinator.domain.slot_index import ASSIGNED, FINISHED, Slot
 from headrace_coordinator.fleet.waits import Notifier
-from headrace_coordinator.projections.trajectories import LOG_PROBS_KEPT
+from headrace_coordinator.projections.trajectories import LOG_PROBS_KEPT, is_kept
 from headrace_coordinator.run.clients import Published, RolloutClient, SlotKey
 from headrace_coordinator.run.context import RunContext
 from headrace_coordinator.run.stages.dispatch import Dispatch
@@ -27,9 +27,8 @@ from headrace_coordinator.run.stages.scoring import (
     first_text_bytes,
     sampled,
     score_item,
-    version_spans,
 )
-from headrace_coordinator.run.stages.settle import Batch, Scored, Settle
+from headrace_coordinator.run.stages.settle import Batch, Scored, Settle, Shown
 
 SAMPLE_RETRIES = 2
 TAKEN_AT_ONCE, TAKEN_BYTES = 64, 1 << 20
@@ -38,13 +37,13 @@ FAILED = (common.FINISH_REASON_ERROR, common.FINISH_REASON_ABORTED)
 
 
 class Taken(NamedTuple):
-    """A finished trajectory that may fill its slot; `policies` are the numbers of the versions that sampled it."""
+    """A finished trajectory that may fill its slot; `versions` are those that sampled it, with their tokens."""
 
     slot: Slot
     body: common.Trajectory
     size: int
     tokens: int
-    policies: set[int]
+    versions: list[tuple[int, int]]
 
 
 class Receive:
@@ -137,7 +136,7 @@ class Receive:
 
     def _usable(self, taken: Taken) -> bool:
         ended_well = taken.body.finish_reason not in (*FAILED, common.FINISH_REASON_PROMPT_TOO_LONG)
-        return ended_well and not any(map(self._stale, taken.policies))
+        return ended_well and not any(self._stale(number) for number, _ in taken.versions)
 
     def _stale(self, number: int) -> bool:
         """Whether a version is too old to train on, or abandoned: the same for the whole attempt."""
@@ -177,15 +176,19 @@ class Receive:
             why = f"failed {slot.failures + 1} times: ended with {common.FinishReason.Name(reason)}"
             self._settle.drop(slot.prompt, "GROUP_INCOMPLETE", f"sample {slot.sample} {why}")
 
+    def _shown(self, taken: Taken) -> Shown | None:
+        """Of a large step's answers only so many are shown; of the others nothing is kept but the reward."""
+        ledger, slot, body = self._ledger, taken.slot, taken.body
+        place = ledger.ordinal(slot.prompt, slot.sample) - ledger.frontier
+        room = self._context.spec.tracking.trajectories_per_step
+        if not is_kept(place, ledger.prompts_per_step, ledger.group_size, room):
+            return None
+        log_probs, lengths = first_log_probs(body, LOG_PROBS_KEPT), first_text_bytes(body, LOG_PROBS_KEPT)
+        return Shown(body.completion_text, body.finish_reason, taken.versions, log_probs, lengths)
+
     def _score(self, taken: Taken) -> None:
         slot, body = taken.slot, taken.body
-        self._batch.scored[slot.prompt, slot.sample] = Scored(
-            completion=body.completion_text,
-            finish_reason=body.finish_reason,
-            oldest=min(taken.policies, default=self._published.version.number),
-            versions=version_spans(body),
-            log_probs=first_log_probs(body, LOG_PROBS_KEPT),
-            text_bytes=first_text_bytes(body, LOG_PROBS_KEPT),
-        )
+        oldest = min((number for number, _ in taken.versions), default=self._published.version.number)
+        self._batch.scored[slot.prompt, slot.sample] = Scored(oldest, self._shown(taken))
         self._relay.put((slot.prompt, slot.sample), body, taken.size)
         self._scoring.put(score_item(self._context.item(slot.prompt), body, taken.tokens, evaluation=False))

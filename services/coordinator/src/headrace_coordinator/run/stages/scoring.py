@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -33,26 +32,22 @@ def score_item(item: DataItem, body: common.Trajectory, tokens: int, *, evaluati
         prompt=item.question,
         completion=body.completion_text,
         reference=item.answer,
-        metadata_json=json.dumps(item.metadata) if item.metadata else "",
+        metadata_json=item.metadata_json,
         finish_reason=body.finish_reason,
         token_count=tokens,
         evaluation=evaluation,
     )
 
 
-def sampled(body: common.Trajectory) -> tuple[int, set[int]]:
-    """How many tokens were sampled, and the numbers of the policies that did."""
-    tokens, policies = 0, set()
+def sampled(body: common.Trajectory) -> tuple[int, list[tuple[int, int]]]:
+    """How many tokens were sampled, and (number of a version, tokens that it sampled), in order."""
+    total, spans = 0, []
     for segment in body.segments:
         if number := segment.policy_number:
-            policies.add(number)
-            tokens += len(segment.tokens.token_ids)
-    return tokens, policies
-
-
-def version_spans(body: common.Trajectory) -> list[tuple[int, int]]:
-    """(number of a version, tokens that it sampled), in order."""
-    return [(part.policy_number, len(part.tokens.token_ids)) for part in body.segments if part.policy_number]
+            count = len(segment.tokens.token_ids)
+            spans.append((number, count))
+            total += count
+    return total, spans
 
 
 def first_log_probs(body: common.Trajectory, most: int) -> array[float]:

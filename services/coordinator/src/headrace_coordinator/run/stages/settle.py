@@ -10,26 +10,34 @@ from math import isfinite
 from headrace.reward.v1 import reward_pb2 as reward
 
 from headrace_coordinator.domain import events as ev
-from headrace_coordinator.domain.slot_index import FINISHED
+from headrace_coordinator.domain.dispatch import plan_refill
+from headrace_coordinator.domain.slot_index import FILTERED, FINISHED
 from headrace_coordinator.fleet.waits import Notifier
 from headrace_coordinator.run.clients import SlotKey
 from headrace_coordinator.run.context import RunContext
 from headrace_coordinator.run.stages.relay import Relay
 
 
-@dataclass
-class Scored:
-    """What the ledger does not have of a finished trajectory; its reward is None until a scorer gave it."""
+@dataclass(slots=True)
+class Shown:
+    """What people see of a trajectory beside its slot."""
 
     completion: str
     finish_reason: int
-    oldest: int
     versions: list[tuple[int, int]]
     log_probs: array[float]
     text_bytes: array[int]
     advantage: float | None = None
-    reward: float | None = None
     parts: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Scored:
+    """What the ledger does not have of a finished trajectory; its reward is None until a scorer gave it."""
+
+    oldest: int
+    shown: Shown | None
+    reward: float | None = None
 
 
 @dataclass
@@ -74,9 +82,26 @@ class Settle:
             elif not isfinite(result.reward):
                 self.drop(key[0], "GROUP_INCOMPLETE", f"a scorer's reward is {result.reward}")
             else:
-                scored.reward, scored.parts = result.reward, dict(result.parts)
+                scored.reward = result.reward
+                if scored.shown:
+                    scored.shown.parts = dict(result.parts)
                 touched[key[0]] = None
-        self._settle([(prompt, rewards) for prompt in touched if (rewards := self._rewards(prompt))])
+        complete = [(prompt, rewards) for prompt in touched if (rewards := self._rewards(prompt))]
+        self._settle([group for group in complete if not self._filtered(*group)])
+
+    def _filtered(self, prompt: int, rewards: list[float]) -> bool:
+        """Drops the group when its rewards are all equal and the algorithm keeps no such group."""
+        if not self._context.workers.leader.drop_equal or min(rewards) < max(rewards):
+            return False
+        self.drop(prompt, FILTERED, f"all {len(rewards)} rewards are {rewards[0]:g}", rewards[0])
+        return True
+
+    def refill(self) -> None:
+        """Opens the next groups in place of those that were dropped, if the algorithm asks for it."""
+        context, ledger = self._context, self._ledger
+        limit = context.workers.leader.max_refill * ledger.prompts_per_step
+        now, whole = context.event_log.now(), context.spec.deterministic
+        context.event_log.post(*plan_refill(ledger, context.run_id, limit, now, whole=whole))
 
     def _rewards(self, prompt: int) -> list[float]:
         """Final rewards of a whole group, by sample; empty while one is missing or the group is dropped."""
@@ -97,7 +122,7 @@ class Settle:
             self._on_settled(prompt)
         self._ended()
 
-    def drop(self, prompt: int, reason: str, detail: str) -> None:
+    def drop(self, prompt: int, reason: str, detail: str, reward: float = 0.0) -> None:
         """The group will not be trained; nothing for one that is no longer open."""
         if prompt not in self._ledger.index.open:
             return
@@ -109,6 +134,7 @@ class Settle:
                 prompt=prompt,
                 reason=reason,
                 detail=detail,
+                reward=reward,
             )
         )
         self._relay.drop((prompt, sample) for sample in range(self._ledger.group_size))
@@ -116,6 +142,7 @@ class Settle:
 
     def _ended(self) -> None:
         """The last group says so at once: streams still have to end before the stage returns."""
+        self.refill()
         if not self._ledger.index.open:
             self._on_complete()
         self._news.beat()

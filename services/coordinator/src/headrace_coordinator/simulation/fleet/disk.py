@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from headrace.common.v1 import common_pb2 as common
@@ -36,13 +37,16 @@ class Disk:
     harmed: set[str] = field(default_factory=set)
     """Directories of which checkpoints were ever damaged or away."""
 
-    def save(self, stored: Stored, keep: int = 0) -> None:
-        """Adds a checkpoint, the same one only once; of a run's intact ones the newest `keep` stay (0: all)."""
+    def save(self, stored: Stored, keep: int = 0, retained: Collection[str] = ()) -> None:
+        """Adds a checkpoint, the same one only once; of a run's intact ones the newest `keep` stay (0: all).
+
+        Those named in `retained` stay too.
+        """
         if self.find(stored.directory, stored.name) is None:
             self.checkpoints.append(stored)
         intact = [c for c in self.listed(stored.directory) if not c.damage]
         for checkpoint in intact[keep:] if keep else ():
-            checkpoint.pruned = True
+            checkpoint.pruned = checkpoint.name not in retained
 
     def listed(self, directory: str) -> list[Stored]:
         """What can be found in a run's directory, newest first."""

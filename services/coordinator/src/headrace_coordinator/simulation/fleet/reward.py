@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import zlib
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import ClassVar
@@ -12,9 +13,19 @@ from headrace.reward.v1 import reward_pb2 as reward
 from headrace_coordinator.simulation.fleet.instances import Instance, nothing
 
 
+def reward_of(prompt: int, sample: int) -> float:
+    """0 or 1; the same for all samples of every third prompt or so."""
+    return float((prompt + sample * (not all_equal(prompt))) % 2)
+
+
+def all_equal(prompt: int) -> bool:
+    """Whether the rewards of a prompt's group of two and more are all equal."""
+    return zlib.crc32(f"rewards of {prompt}".encode()) % 3 == 0
+
+
 @dataclass
 class Reward(Instance):
-    """Rewards that depend on (prompt, sample) only; now and then a scorer breaks once."""
+    """Gives `reward_of` its slot; now and then a scorer breaks once."""
 
     KIND: ClassVar[str] = "reward"
 
@@ -44,7 +55,7 @@ class Reward(Instance):
                             sample=item.sample,
                             attempt=item.attempt,
                             status=reward.SCORE_STATUS_SCORER_BROKEN if broken else reward.SCORE_STATUS_OK,
-                            reward=float((item.sample.prompt_ordinal + item.sample.sample_index) % 2),
+                            reward=reward_of(item.sample.prompt_ordinal, item.sample.sample_index),
                             evaluation=item.evaluation,
                         )
                     ]

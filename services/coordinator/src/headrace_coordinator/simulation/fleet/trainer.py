@@ -60,7 +60,8 @@ class Trainer(Instance):
     async def OpenRun(self, request: trainer.OpenRunRequest) -> trainer.OpenRunResponse:
         config = (request.config_json, request.run_directory)
         await self.open_run(request.header, config, lambda: self._build(request), self._end)
-        return trainer.OpenRunResponse(barrier=trainer.BARRIER_GROUP)
+        options = json.loads(request.config_json)["algorithm"]["options"]
+        return trainer.OpenRunResponse(barrier=trainer.BARRIER_GROUP, **options)
 
     async def _build(self, request: trainer.OpenRunRequest) -> None:
         await self.take_time()
@@ -334,7 +335,10 @@ class Trainer(Instance):
                 raise self._refuse("BUSY", f"the checkpoint of version {self.writing[0]} is being written")
             await asyncio.wait({self.writing[1]})
         if not self._written(request.number):
-            self.writing = (request.number, asyncio.ensure_future(self._mortal(self._write(stored))))
+            self.writing = (
+                request.number,
+                asyncio.ensure_future(self._mortal(self._write(stored, list(request.retained_checkpoints)))),
+            )
             self.writing[1].add_done_callback(lambda done: done.cancelled() or done.exception())
         if request.wait and self.writing is not None:
             await asyncio.shield(self.writing[1])
@@ -349,13 +353,13 @@ class Trainer(Instance):
         done = self.writing[1]
         return not done.done() or (not done.cancelled() and done.exception() is None)
 
-    async def _write(self, stored: Stored) -> None:
+    async def _write(self, stored: Stored, retained: list[str]) -> None:
         self.last_failure = ""
         await asyncio.sleep(self.rng.uniform(0.2, 2.0))
         if self.disk.full:
             self.last_failure = f"{stored.name}: no space left on device"
             raise self._refuse("CHECKPOINT_NOT_WRITTEN", self.last_failure)
-        self.disk.save(stored, self.keep)
+        self.disk.save(stored, self.keep, retained)
 
     def _source(self, directory: str) -> str:
         """The directory to read checkpoints from: this run's own, or one beside it."""

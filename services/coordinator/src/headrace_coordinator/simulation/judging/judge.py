@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from headrace_coordinator.api.audit import audit, live_steps
+from headrace_coordinator.api.audit import Step, audit, live_steps
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain import runs
-from headrace_coordinator.domain.totals import Tally, step_dropped, step_index, step_trained
+from headrace_coordinator.domain.slot_index import FILTERED
+from headrace_coordinator.domain.totals import Tally, step_dropped, step_index, step_refilled, step_trained
 from headrace_coordinator.simulation.fleet.disk import Stored, Weights
+from headrace_coordinator.simulation.fleet.reward import all_equal
 from headrace_coordinator.store.history import Item
+
+REPLACED = (FILTERED, "GROUP_INCOMPLETE", "PROMPT_TOO_LONG")
+"""Why groups are dropped before they settle: the trainer drops others, which are not replaced."""
 
 
 class Violation(AssertionError):
@@ -53,18 +58,36 @@ def _check_weights(history: Sequence[Item], weights: Weights | None, origin: Sto
 
 
 def _check_membership(run: runs.RunState, history: Sequence[Item]) -> None:
-    """Slot ordinal o belongs to step ⌊o / B⌋, whichever answers came first; steps follow each other."""
-    size = run.ledger.group_size * run.ledger.prompts_per_step
-    steps = live_steps(history)
+    """Each step holds the slots that follow the last one's, whichever answers came first; steps follow each other."""
+    steps, (end, slots_per_step, group_size) = live_steps(history), run.ledger.shape
     for step in steps:
         slots = (*step_trained(step), *step_dropped(step))
         ordinals = sorted(run.ledger.ordinal(prompt, sample) for prompt, sample, _ in slots)
-        first = step_index(step) * size
-        if ordinals != list(range(first, first + size)):
+        first, end = end, end + slots_per_step + step_refilled(step) * group_size
+        if ordinals != list(range(first, end)):
             raise Violation(f"G5: step {step_index(step)} holds other slots than its own: {ordinals}")
+        _check_refill(run, step)
     indices = [step_index(step) for step in steps]
     if indices != list(range(run.ledger.first_step, run.ledger.step)):
         raise Violation(f"G5: steps {indices} of {run.ledger.first_step} to {run.ledger.step}")
+
+
+def _check_refill(run: runs.RunState, step: Step) -> None:
+    """What a step keeps, and how many groups it takes, follows from what became of each group."""
+    options = run.spec["algorithm"]["options"]
+    filtered = {prompt for prompt, _, reason in step_dropped(step) if reason == FILTERED}
+    kept = {prompt for prompt, _, _ in step_trained(step)}
+    if wrong := [prompt for prompt in filtered if not (options.get("drop_equal") and all_equal(prompt))]:
+        raise Violation(f"refill: step {step_index(step)} drops groups {wrong} as FILTERED")
+    if wrong := [prompt for prompt in kept if options.get("drop_equal") and all_equal(prompt)]:
+        raise Violation(f"refill: step {step_index(step)} keeps groups {wrong}, whose rewards are equal")
+    replaced = {prompt for prompt, _, reason in step_dropped(step) if reason in REPLACED}
+    limit = options.get("max_refill", 0) * run.ledger.prompts_per_step
+    if step_refilled(step) != min(len(replaced), limit):
+        raise Violation(
+            f"refill: step {step_index(step)} takes {step_refilled(step)} groups in place of {len(replaced)}, "
+            f"at most {limit}"
+        )
 
 
 def _check_versions(run: runs.RunState, history: Sequence[Item]) -> None:

@@ -28,6 +28,7 @@ class Replay:
         self.runs: dict[str, runs.RunState] = {}
         self.pairs: Counter[Pair] = Counter()
         self.submissions = 0
+        self.refilled = 0
         self.longest_wait: dict[str, float] = {}
         self.longest_quantum = 0.0
         for event in log:
@@ -78,6 +79,8 @@ class Replay:
 
     def _after(self, event: ev.AnyEvent) -> None:
         match event:
+            case ev.StepRefilled(groups=groups):
+                self.refilled += groups
             case ev.RunAdmitted():
                 self._disjoint()
             case ev.RunStateChanged() | ev.RunIntentChanged() | ev.RunSubmitted():

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from pathlib import Path
 
 import msgspec
 
 from headrace_coordinator.domain import events as ev
-from headrace_coordinator.domain.totals import Tally, step_index
+from headrace_coordinator.domain.totals import Shape, Tally, step_index
 from headrace_coordinator.store.history.index import COMMITTED, SKIPPED, Index, Range, Record, sync
 from headrace_coordinator.store.history.segments import Line, Place, Segments
 
 Item = tuple[int, ev.Event]
 KINDS = ("steps", "restores", "evaluations", "checkpoints")
+FORMAT = 2
+"""Of the indexes: those of another release are left where they are, and made again."""
 PAGE = 64
+CHECKPOINTS = 256
+"""The newest ones, among which a checkpoint is looked for by its step."""
 Step = ev.StepCommitted | ev.StepSkipped
 
 
@@ -25,11 +29,11 @@ class RunFiles:
         self.directory = directory
         self.segments = Segments(directory)
         self.steps, self.restores, self.evaluations, self.checkpoints = (
-            Index(directory / f"{kind}.index") for kind in KINDS
+            Index(directory / f"{kind}.{FORMAT}.index") for kind in KINDS
         )
         self._end: Place | None = None
         self._tally = Tally()
-        self._shape = (0, 1)
+        self._shape = Shape(0, 0, 1)
         self._number = 0
 
     # --- writing
@@ -87,6 +91,8 @@ class RunFiles:
         first = next(self.segments.after(-1), None)
         if first:
             self._see_shape(ev.decode(first[0][1]))
+        first_slot = max((restore.counts[0] for restore in self._restores()), default=0)
+        self._shape = self._shape._replace(first_slot=first_slot)
         step, restore = self.steps.last(), self.restores.last()
         self._number = step.number if step else 0
         if restore and (not step or restore.sequence > step.sequence):
@@ -98,7 +104,7 @@ class RunFiles:
         if isinstance(event, ev.RunSubmitted):
             algorithm = event.spec["algorithm"]
             size = algorithm["group_size"]
-            self._shape = (size * algorithm["prompts_per_step"], size)
+            self._shape = Shape(0, size * algorithm["prompts_per_step"], size)
 
     def _index(self, entries: Iterable[tuple[int, ev.Event, Place]]) -> None:
         found: dict[Index, list[Record]] = {}
@@ -110,9 +116,7 @@ class RunFiles:
                     found.setdefault(self.steps, []).append(self._step_record(number, event, place))
                 case ev.VersionRestored():
                     self._flush(found)
-                    self.restores.append(
-                        [Record(number, *place, 0, event.number, event.ordinal, event.frontier_step)]
-                    )
+                    self.restores.append([self._restore_record(number, event, place)])
                     self._tally = self.kept(event.frontier_step)[0]
                 case ev.Evaluated(view=view):
                     record = Record(number, *place, 0, view["version"], view["step"], view["step"])
@@ -128,13 +132,20 @@ class RunFiles:
         found.clear()
 
     def _step_record(self, sequence: int, event: Step, place: Place) -> Record:
-        self._tally.add(event, *self._shape)
-        _, *counts = msgspec.structs.astuple(self._tally)
+        self._tally.add(event, self._shape)
         kind, ordinal = SKIPPED, 0
         if isinstance(event, ev.StepCommitted):
             kind, self._number, ordinal = COMMITTED, event.certificate.number, event.certificate.ordinal
-        a, b, c, d, e = counts
-        return Record(sequence, *place, kind, self._number, ordinal, step_index(event), (a, b, c, d, e))
+        counts = self._tally.counts
+        return Record(sequence, *place, kind, self._number, ordinal, step_index(event), counts)
+
+    def _restore_record(self, sequence: int, event: ev.VersionRestored, place: Place) -> Record:
+        step, first_slot = event.frontier_step, 0
+        if event.source_run:
+            prompt, size = event.frontier_prompt, self._shape.group_size
+            first_slot = step * self._shape.slots_per_step if prompt is None else prompt * size
+            self._shape = self._shape._replace(first_slot=first_slot)
+        return Record(sequence, *place, 0, event.number, event.ordinal, step, (first_slot, 0, 0, 0, 0, 0))
 
     # --- reading
 
@@ -171,6 +182,12 @@ class RunFiles:
                     if (event := _event(line)) is not None:
                         yield position, event
                     position += 1
+
+    def checkpoints_of(self, steps: Container[int]) -> set[str]:
+        """Names of the newest checkpoints of these steps; some may be deleted."""
+        end = len(self.checkpoints)
+        found = (self.event(record) for record in self.checkpoints.read(max(0, end - CHECKPOINTS), end))
+        return {each.name for each in found if isinstance(each, ev.CheckpointSaved) and each.step in steps}
 
     def kept(self, frontier_step: int) -> tuple[Tally, Record | None]:
         """The tally over live steps below `frontier_step`, and the last one of them that made a version."""

@@ -169,8 +169,7 @@ class History:
             tally, record = files.kept(frontier_step)
             last = files.event(record) if record else None
             view = last.view if isinstance(last, ev.StepCommitted) else None
-            counts = (tally.trained, tally.dropped, tally.duplicates, tally.missing, tally.max_staleness)
-            return ev.Kept(counts=counts, last_step=view)
+            return ev.Kept(counts=tally.counts, last_step=view)
 
         return await self.read(run, look)
 
@@ -184,7 +183,7 @@ class History:
             return [event for _, event in files.pages(files.evaluations, files.live_evaluations(), -1)]
 
         for event in await self.read(run.id, look):
-            run.totals.apply(event, 0, 1)
+            run.totals.apply(event, run.ledger.shape)
 
     def _of(self, run: str) -> RunFiles:
         """The run's files with the place to write at."""

@@ -11,14 +11,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-_RECORD = struct.Struct("<QQQII8q")
+from headrace_coordinator.domain.totals import Counts
+
+_RECORD = struct.Struct("<QQQII9q")
 SKIPPED, COMMITTED = 0, 1
-Counts = tuple[int, int, int, int, int]
 Range = tuple[int, int]
 
 
 class Record(NamedTuple):
-    """Where an entry's line stands, and what it is looked up by; `counts` is a step's tally after it."""
+    """Where an entry's line stands, and what it is looked up by.
+
+    `counts` is a step's tally after it; of a fork's restore, its first is the slot ordinal that the fork begins with.
+    """
 
     sequence: int
     segment: int
@@ -28,7 +32,7 @@ class Record(NamedTuple):
     number: int = 0
     ordinal: int = 0
     step: int = 0
-    counts: Counts = (0, 0, 0, 0, 0)
+    counts: Counts = (0, 0, 0, 0, 0, 0)
 
 
 class Index:
@@ -102,8 +106,8 @@ def _add(ranges: list[Range], begin: int, end: int) -> None:
 
 def _record(values: tuple[int, ...]) -> Record:
     sequence, segment, offset, length, kind, number, ordinal, step, *counts = values
-    trained, dropped, duplicates, missing, staleness = counts
-    found = (trained, dropped, duplicates, missing, staleness)
+    trained, dropped, duplicates, missing, staleness, filtered = counts
+    found = (trained, dropped, duplicates, missing, staleness, filtered)
     return Record(sequence, segment, offset, length, kind, number, ordinal, step, found)
 
 

@@ -8,36 +8,51 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Many
 from typing import Any
 
 import torch
+from headrace_modelkit.critic import Critic, critic_section, hidden_size, load_critic
 from headrace_modelkit.devices import used_bytes
-from headrace_modelkit.loading import DTYPES, load_model
+from headrace_modelkit.loading import DTYPES, load_architecture, load_model
 from headrace_modelkit.weights import load_weights, state_tensors
 from headrace_schema.learning import OptimizerSection
 from headrace_schema.openings import TrainerConfig
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from headrace_trainer.algorithms._base import Algorithm, TokenBatch
+from headrace_trainer.algorithms._base import (
+    OLD_LOG_PROBS,
+    REFERENCE_LOG_PROBS,
+    RETURNS,
+    VALUES,
+    Algorithm,
+    TokenBatch,
+)
 from headrace_trainer.allocator import give_back_if_short
-from headrace_trainer.backends._base import CommitReport, MicroReport, StateReader
+from headrace_trainer.backends._base import (
+    CRITIC_KIND,
+    CommitReport,
+    MicroReport,
+    ReferenceFacts,
+    StateReader,
+)
 from headrace_trainer.backends.fsdp.figures import TokenFigures
 from headrace_trainer.backends.fsdp.fit import check_fit
 from headrace_trainer.backends.fsdp.optimizer import MOMENTS, AdamWState, ShardedAdamW
 from headrace_trainer.backends.fsdp.prefixes import shares_prefixes
-from headrace_trainer.backends.fsdp.sharding import ShardedModel
+from headrace_trainer.backends.fsdp.reference import Reference
+from headrace_trainer.backends.fsdp.sharding import CRITIC, ShardedModel
 from headrace_trainer.backends.fsdp.warmup import SupervisedBatches
 from headrace_trainer.backends.plugins import FsdpOptions
-from headrace_trainer.errors import Refusal
+from headrace_trainer.errors import Refusal, invalid
 from headrace_trainer.group.group import Gang
 from headrace_trainer.learning.packing import MicroBatch, pack
-from headrace_trainer.learning.samples import Rows, Sequence
+from headrace_trainer.learning.samples import Columns, Rows, Sequence
 
-# A rank without work still takes part in every collective of the round.
-DUMMY: Rows = [[Sequence(tokens=[0, 0], trained=[1], engine_log_probs=[math.nan])]]
-
-LossOf = Callable[[Tensor, MicroBatch], Tensor]
+Forward = tuple[Tensor, Tensor, Tensor | None]
+"""Log-probs, entropies and values of the trained tokens."""
+LossOf = Callable[[Forward, MicroBatch], Tensor]
 
 
 class FsdpBackend:
@@ -50,30 +65,43 @@ class FsdpBackend:
         self._options = options or FsdpOptions()
         self._algorithm = algorithm
         self._gang = gang
+        # A rank without work still takes part in every collective of the round.
+        nothing = {name: [0.0] for name in (*algorithm.columns, RETURNS)}
+        self._dummy: Rows = [[Sequence([0, 0], [1], [math.nan], columns=nothing)]]
         self._dtype = DTYPES[config.model.dtype]
         self._figures = TokenFigures()
         self._dirty = False
-        self.shares_prefixes = False
-        """See `Backend`."""
+        self._policy_shares_prefixes = False
+        self._reference: Reference | None = None
         self._model: ShardedModel | None = None
         self._optimizer: ShardedAdamW | None = None
         self._held: tuple[dict[str, Tensor], AdamWState] | None = None
         torch.use_deterministic_algorithms(config.deterministic)
 
+    @property
+    def shares_prefixes(self) -> bool:
+        """See `Backend`: both models must follow a tree's mask."""
+        return self._policy_shares_prefixes and (self._reference is None or self._reference.shares_prefixes)
+
     def load_initial(self) -> None:
         """See `Backend`."""
-        self._shard(load_model(self._config.model, weights=self._gang.leads))
+        leads = self._gang.leads
+        self._shard(load_model(self._config.model, weights=leads), self._load_critic(weights=leads))
 
     def check_state(self, reader: StateReader) -> None:
         """See `Backend`."""
-        check_fit(reader, self._config.model)
+        check_fit(reader, self._config.model, self._load_critic(weights=False))
 
     def load_state(self, reader: StateReader | None) -> None:
         """See `Backend`."""
         model = load_model(self._config.model, weights=False, dtype=torch.float32)
         if reader is not None:
             load_weights(model, {name: reader.weight(name) for name, _ in state_tensors(model)})
-        self._shard(model)
+        critic = self._load_critic(weights=False, dtype=torch.float32)
+        if reader is not None and critic is not None:
+            for name, tensor in critic.tensors():
+                tensor.data.copy_(reader.critic_weight(f"{CRITIC}{name}"))
+        self._shard(model, critic)
         steps = int(self._gang.sum({"steps": float(reader.optimizer_steps if reader else 0)})["steps"])
         if steps:
             moments = {
@@ -95,10 +123,46 @@ class FsdpBackend:
             rounds = int(self._gang.maximum({"rounds": float(len(work))})["rounds"])
             for index in range(rounds):
                 rows = work[index] if index < len(work) else []
-                self._backward(rows, lambda log_probs_K, batch: -(log_probs_K * batch.weights_K).sum())
+                self._backward(rows, _supervised)
             self._apply(optimizer, self._gang.sum({"tokens": float(tokens)})["tokens"], warmup.lr)
         self.zero()
+        self._same_as_policy()
         return warmup.steps
+
+    def _same_as_policy(self) -> None:
+        """A critic that begins as the policy does begins as the warmed-up one."""
+        plan = self._algorithm.critic
+        if plan is None or not plan.own_model or plan.path is not None:
+            return
+        shards = self._sharded.shards()
+        policy = {name.removeprefix(self._sharded.body_prefix): shard for name, shard in shards.items()}
+        for name in self._sharded.critic_names:
+            if name.startswith(f"{CRITIC}body."):
+                shards[name].copy_(policy[name.removeprefix(f"{CRITIC}body.")])
+        self._sharded.release()
+
+    def load_reference(self) -> None:
+        """See `Backend`."""
+        if REFERENCE_LOG_PROBS not in self._algorithm.columns:
+            return
+        warmed = None
+        if self._config.trainer.reference is None and self._config.trainer.warmup.steps:
+            if self._model is None:  # A checkpoint is about to be loaded: the warm-up is made again.
+                torch.manual_seed(self._config.seed)
+                self.load_initial()
+                self.warm_up()
+            warmed = dict(self._sharded.weights())
+        self._reference = Reference(self._config, self._gang, warmed)
+
+    @property
+    def reference(self) -> ReferenceFacts | None:
+        """See `Backend`."""
+        return self._reference.facts if self._reference is not None else None
+
+    @property
+    def reference_bytes(self) -> int:
+        """See `Backend`."""
+        return self._reference.size_bytes if self._reference is not None else 0
 
     def zero(self) -> None:
         """See `Backend`."""
@@ -112,13 +176,13 @@ class FsdpBackend:
         """See `Backend`."""
         found = TokenFigures()
 
-        def loss_of(log_probs_K: Tensor, batch: MicroBatch) -> Tensor:
-            tokens = _tokens(log_probs_K, batch)
+        def loss_of(found_K: Forward, batch: MicroBatch) -> Tensor:
+            tokens = _tokens(found_K, batch)
             sums = self._algorithm.loss(tokens)
             found.add(sums, tokens)
             return sums.loss
 
-        entropy_K = self._backward(rows, loss_of)
+        entropy_K = self._backward(rows, loss_of, values=self._algorithm.critic is not None)
         if entropy_K is None:
             return MicroReport(finite=False)
         if rows:
@@ -133,23 +197,24 @@ class FsdpBackend:
             self._dirty = False
         return math.isfinite(self._global_norm(self._sharded.gradients()))
 
-    def infer(self, rows: Rows) -> list[list[float]]:
+    def infer(self, rows: Rows, columns: Many[str]) -> list[Columns]:
         """See `Backend`."""
-        batch = self._pack(rows or DUMMY)
-        with torch.no_grad():
-            log_probs_K, _ = self._sharded.policy(
-                batch, self._temperature(), torch.zeros((), device=self._gang.device)
-            )
-        values = iter(log_probs_K.tolist())
-        return [[next(values) for _ in sequence.trained] for row in rows for sequence in row]
+        batch = self._pack(rows or self._dummy)
+        found: list[Columns] = [{} for row in rows for _ in row]
+        for name, computed_K in self._columns(columns, batch).items():
+            values = iter(computed_K.tolist())
+            for own, sequence in zip(found, (s for row in rows for s in row), strict=True):
+                own[name] = [next(values) for _ in sequence.trained]
+        return found
 
-    def commit(self, denominator: float, learning_rate: float) -> CommitReport:
+    def commit(self, denominator: float, learning_rate: float, critic_rate: float = 0.0) -> CommitReport:
         """See `Backend`."""
-        norm = self._apply(self._adamw, denominator, learning_rate)
+        norm, critic_norm = self._apply(self._adamw, denominator, learning_rate, critic_rate)
         sums = self._gang.sum(self._figures.sums())
         maxima = self._gang.maximum(self._figures.maxima())
         self._figures = TokenFigures()
-        return CommitReport(math.isfinite(norm), norm, sums, maxima)
+        finite = math.isfinite(norm + critic_norm)
+        return CommitReport(finite, norm, sums, maxima, critic_norm)
 
     def hold(self) -> None:
         """See `Backend`."""
@@ -180,12 +245,16 @@ class FsdpBackend:
 
     def weight_layout(self) -> list[tuple[str, str, tuple[int, ...]]]:
         """See `Backend`."""
-        parameters = [(name, p, self._dtype) for name, p in self._sharded.parameters.items()]
-        buffers = [(name, b, b.dtype) for name, b in self._sharded.buffers.items()]
-        return [
-            (name, str(dtype).removeprefix("torch."), tuple(value.shape))
-            for name, value, dtype in [*parameters, *buffers]
-        ]
+        parameters, buffers = self._sharded.parameters, self._sharded.buffers
+        layout = []
+        for name in self._sharded.weight_names:
+            value, dtype = (
+                (parameters[name], self._dtype)
+                if name in parameters
+                else (buffers[name], buffers[name].dtype)
+            )
+            layout.append((name, str(dtype).removeprefix("torch."), tuple(value.shape)))
+        return layout
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """See `Backend`."""
@@ -198,6 +267,8 @@ class FsdpBackend:
             for name, shard in shards.items():
                 own = self._adamw.moment(kind, name) if shard.numel() else shard
                 yield f"{kind}/{name}", self._sharded.gather(name, own)
+        for name, tensor in self._sharded.critic_weights():
+            yield f"{CRITIC_KIND}/{name}", tensor
 
     @property
     def optimizer_steps(self) -> int:
@@ -211,6 +282,7 @@ class FsdpBackend:
             self._sharded.release()
             return give_back_if_short()
         before = used_bytes(device)
+        self._park()
         self.move(lambda tensor: tensor.to("cpu"))
         torch.cuda.empty_cache()
         return before - used_bytes(device)
@@ -230,18 +302,29 @@ class FsdpBackend:
         self._sharded.move(move)
         self._adamw.move(move, self._sharded.shards())
 
-    def _shard(self, model: PreTrainedModel) -> None:
+    def _load_critic(self, *, weights: bool, dtype: torch.dtype | None = None) -> Critic | None:
+        plan = self._algorithm.critic
+        if plan is None:
+            return None
+        if not plan.own_model:
+            return Critic(hidden_size(load_architecture(self._config.model)))
+        return load_critic(critic_section(self._config.model, plan.path), weights=weights, dtype=dtype)
+
+    def _shard(self, model: PreTrainedModel, critic: Critic | None) -> None:
         # Master weights start from the values that the engine computes with, not from finer ones.
-        model = _float(model)
-        for _, tensor in state_tensors(model):
+        bodies = [model] if critic is None or critic.body is None else [model, critic.body]
+        for module in [model, critic] if critic else [model]:
+            _float(module)
+        for _, tensor in [*state_tensors(model), *(critic.tensors() if critic else ())]:
             self._gang.share(tensor.data)
         if self._config.trainer.gradient_checkpointing:
-            untyped: Any = model
-            untyped.gradient_checkpointing_enable({"use_reentrant": False})
-            model.train()  # transformers checkpoints in training mode only; modelkit has turned dropout off
-        self.shares_prefixes = shares_prefixes(self._config, model.config)
+            for body in bodies:
+                untyped: Any = body
+                untyped.gradient_checkpointing_enable({"use_reentrant": False})
+                body.train()  # transformers checkpoints in training mode only; modelkit has turned dropout off
+        self._policy_shares_prefixes = shares_prefixes(self._config, [body.config for body in bodies])
         self._model = ShardedModel(
-            model, self._gang, self._dtype, reshard=self._options.reshard_micro_batches
+            model, self._gang, self._dtype, reshard=self._options.reshard_micro_batches, critic=critic
         )
         self._optimizer = self._new_optimizer()
         self._dirty = False
@@ -249,15 +332,21 @@ class FsdpBackend:
     def _new_optimizer(self) -> ShardedAdamW:
         decays = {name for name, p in self._sharded.parameters.items() if p.dim() > 1}
         config: OptimizerSection = self._config.optimizer
-        return ShardedAdamW(config, self._sharded.shards(), decays=decays)
+        critic = frozenset(self._sharded.critic_names)
+        return ShardedAdamW(config, self._sharded.shards(), decays=decays, critic=critic)
 
-    def _backward(self, rows: Rows, loss_of: LossOf) -> Tensor | None:
+    def _forward(self, batch: MicroBatch, *, values: bool) -> Forward:
+        anchor = torch.zeros((), device=self._gang.device)
+        found: Forward = self._sharded.policy(batch, self._temperature(), anchor, values=values)
+        return found
+
+    def _backward(self, rows: Rows, loss_of: LossOf, *, values: bool = False) -> Tensor | None:
         """Accumulates the loss gradient; the tokens' entropies, or None when any rank is not finite."""
-        batch = self._pack(rows or DUMMY)
-        log_probs_K, entropy_K = self._sharded.policy(
-            batch, self._temperature(), torch.zeros((), device=self._gang.device)
-        )
-        loss = loss_of(log_probs_K, batch)
+        self._park()
+        batch = self._pack(rows or self._dummy)
+        found_K = self._forward(batch, values=values)
+        log_probs_K, entropy_K, _ = found_K
+        loss = loss_of(found_K, batch)
         finite = bool(torch.isfinite(loss)) and bool(torch.isfinite(log_probs_K).all())
         if not self._gang.all_true(finite):
             return None
@@ -266,25 +355,58 @@ class FsdpBackend:
         detached: Tensor = entropy_K.detach()
         return detached
 
-    def _apply(self, optimizer: ShardedAdamW, denominator: float, rate: float) -> float:
-        """Reduce, vote, clip and step; the global norm before clipping. A non-finite one changes nothing."""
+    def _apply(
+        self, optimizer: ShardedAdamW, denominator: float, rate: float, critic_rate: float = 0.0
+    ) -> tuple[float, float]:
+        """Reduce, vote, clip and step; the global norms before clipping. One that is not finite changes nothing.
+
+        The critic's own weights are clipped apart, so that a bad critic does not slow the policy.
+        """
         if self._dirty:
             self._sharded.finish_backward()
         gradients = self._sharded.gradients()
-        norm = self._global_norm(gradients) / denominator
-        if math.isfinite(norm):
-            clip = min(1.0, self._config.optimizer.grad_clip / (norm + 1e-6))
-            optimizer.step(gradients, denominator / clip, rate)
+        beside = {name: gradients[name] for name in self._sharded.critic_names if name in gradients}
+        own = {name: gradient for name, gradient in gradients.items() if name not in beside}
+        norm = self._global_norm(own) / denominator
+        critic_norm = self._global_norm(beside) / denominator if beside else 0.0
+        if math.isfinite(norm + critic_norm):
+            clip, critic_clip = self._clip(norm), self._clip(critic_norm)
+            for gradient in beside.values():
+                gradient.mul_(critic_clip / clip)
+            optimizer.step(gradients, denominator / clip, rate, critic_rate)
             # A forward without a backward leaves whole parameters behind, which the step has not moved.
             self._sharded.release()
         self._sharded.drop_gradients()
         self._dirty = False
-        return norm
+        return norm, critic_norm
+
+    def _clip(self, norm: float) -> float:
+        return min(1.0, self._config.optimizer.grad_clip / (norm + 1e-6))
 
     def _global_norm(self, gradients: dict[str, Tensor]) -> float:
         norms = torch._foreach_norm(list(gradients.values()))
         own = torch.stack(norms).double().square().sum().item()
         return math.sqrt(self._gang.sum({"square": own})["square"])
+
+    def _columns(self, names: Many[str], batch: MicroBatch) -> dict[str, Tensor]:
+        """Columns of the infer pass, (K,)."""
+        known = {OLD_LOG_PROBS, VALUES} if self._algorithm.critic else {OLD_LOG_PROBS}
+        if REFERENCE_LOG_PROBS in names and self._reference is None:
+            raise invalid("the run has no reference model: no option of its algorithm needs one")
+        if unknown := sorted(set(names) - known - {REFERENCE_LOG_PROBS}):
+            raise invalid(f"the fsdp backend cannot infer {unknown[0]} for this algorithm")
+        computed: dict[str, Tensor | None] = {}
+        if known.intersection(names):
+            with torch.no_grad():
+                log_probs_K, _, values_K = self._forward(batch, values=VALUES in names)
+            computed = {OLD_LOG_PROBS: log_probs_K, VALUES: values_K}
+        if self._reference is not None and REFERENCE_LOG_PROBS in names:
+            computed[REFERENCE_LOG_PROBS] = self._reference.log_probs(batch)
+        return {name: found_K for name in names if (found_K := computed[name]) is not None}
+
+    def _park(self) -> None:
+        if self._reference is not None:
+            self._reference.park()
 
     def _pack(self, rows: Rows) -> MicroBatch:
         return pack(rows, shared=self.shares_prefixes).to(self._gang.device)
@@ -305,8 +427,14 @@ class FsdpBackend:
         return self._optimizer
 
 
-def _tokens(log_probs_K: Tensor, batch: MicroBatch) -> TokenBatch:
-    own_K, old_K = log_probs_K.detach(), batch.old_log_probs_K
+def _supervised(found_K: Forward, batch: MicroBatch) -> Tensor:
+    return -(found_K[0] * batch.weights_K).sum()
+
+
+def _tokens(found_K: Forward, batch: MicroBatch) -> TokenBatch:
+    log_probs_K, entropy_K, values_K = found_K
+    own_K = log_probs_K.detach()
+    old_K = batch.columns_K.get(OLD_LOG_PROBS, torch.full_like(own_K, math.nan))
     return TokenBatch(
         log_probs_K=log_probs_K,
         old_log_probs_K=torch.where(old_K.isnan(), own_K, old_K),
@@ -314,10 +442,12 @@ def _tokens(log_probs_K: Tensor, batch: MicroBatch) -> TokenBatch:
         advantages_K=batch.advantages_K,
         weights_K=batch.weights_K,
         sequences_K=batch.sequences_K,
+        columns_K=batch.columns_K,
+        entropy_K=entropy_K,
+        values_K=values_K,
     )
 
 
-def _float(model: PreTrainedModel) -> PreTrainedModel:
-    for parameter in model.parameters():
+def _float(module: nn.Module) -> None:
+    for parameter in module.parameters():
         parameter.data = parameter.data.float()
-    return model

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from headrace_modelkit.critic import Critic
 from headrace_modelkit.loading import load_model
 from headrace_modelkit.weights import state_tensors
 from headrace_schema.generating import ModelSection
 
 from headrace_trainer.backends._base import StateReader
 from headrace_trainer.backends.fsdp.optimizer import MOMENTS
+from headrace_trainer.backends.fsdp.sharding import CRITIC
 from headrace_trainer.errors import Refusal
 
 
-def check_fit(reader: StateReader, config: ModelSection) -> None:
-    """Raises Refusal CHECKPOINT_MISMATCH with `key` model.path or optimizer, or ModelNotReadable."""
+def check_fit(reader: StateReader, config: ModelSection, critic: Critic | None) -> None:
+    """Raises Refusal CHECKPOINT_MISMATCH with `key` model.path, optimizer or algorithm.options.critic.
+
+    Raises ModelNotReadable too. A checkpoint's critic is left out where the run has none.
+    """
     own = {name: tuple(tensor.shape) for name, tensor in state_tensors(load_model(config, weights=False))}
     if problem := _difference(reader.weight_shapes(), own):
         raise _mismatch(
@@ -25,6 +30,23 @@ def check_fit(reader: StateReader, config: ModelSection) -> None:
             "optimizer",
             f"the checkpoint has the optimizer state {found}, this run's AdamW has {', '.join(MOMENTS)}; "
             "name a checkpoint that AdamW made",
+        )
+    if critic is not None:
+        _check_critic(reader.critic_shapes(), critic)
+
+
+def _check_critic(saved: dict[str, tuple[int, ...]], critic: Critic) -> None:
+    key = "algorithm.options.critic"
+    if not saved:
+        raise _mismatch(
+            key,
+            "the checkpoint has no critic: the algorithm that made it had none; export its model and name that as "
+            "model.path, or name a checkpoint that was made with a critic",
+        )
+    own = {f"{CRITIC}{name}": tuple(tensor.shape) for name, tensor in critic.tensors()}
+    if problem := _difference(saved, own):
+        raise _mismatch(
+            key, f"the checkpoint has another critic: {problem}; set the critic's options as they were"
         )
 
 

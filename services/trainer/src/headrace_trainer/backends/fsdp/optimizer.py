@@ -25,16 +25,29 @@ class ShardedAdamW:
     """AdamW (arXiv 1711.05101) on the ranks' own shards: plain tensors, one fused kernel.
 
     Dividing by the step's denominator and clipping happen inside the event log, so the gradient is read once.
-    Matrices decay, vectors (norms, biases) do not.
+    Matrices decay, vectors (norms, biases) do not. The critic's weights have a rate of their own.
     """
 
-    def __init__(self, config: OptimizerSection, shards: dict[str, Tensor], *, decays: set[str]) -> None:
+    def __init__(
+        self,
+        config: OptimizerSection,
+        shards: dict[str, Tensor],
+        *,
+        decays: set[str],
+        critic: frozenset[str] = frozenset(),
+    ) -> None:
         self._shards = {name: nn.Parameter(shard) for name, shard in shards.items() if shard.numel()}
         groups = [
             {
-                "params": [p for name, p in self._shards.items() if (name in decays) is decayed],
+                "params": [
+                    p
+                    for name, p in self._shards.items()
+                    if (name in decays) is decayed and (name in critic) is of_critic
+                ],
                 "weight_decay": config.weight_decay if decayed else 0.0,
+                "critic": of_critic,
             }
+            for of_critic in (False, True)
             for decayed in (True, False)
         ]
         self._adamw: Any = torch.optim.AdamW(
@@ -46,10 +59,12 @@ class ShardedAdamW:
         )
         self.steps = 0
 
-    def step(self, gradients: dict[str, Tensor], divisor: float, rate: float) -> None:
+    def step(
+        self, gradients: dict[str, Tensor], divisor: float, rate: float, critic_rate: float = 0.0
+    ) -> None:
         """One step with gradients / divisor, in place on the shards."""
         for group in self._adamw.param_groups:
-            group["lr"] = rate
+            group["lr"] = critic_rate if group["critic"] else rate
         for name, shard in self._shards.items():
             shard.grad = gradients[name]
         device = next(iter(self._shards.values())).device

@@ -1,4 +1,4 @@
-"""The root module of the sharded model: token ids in, log-probs of the wanted tokens out.
+"""The root module of the sharded model: token ids in, log-probs of the wanted tokens and values before them out.
 
 Shapes as in `packing`; D hidden size.
 """
@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from headrace_modelkit.logprobs import Head, gather_in_fp32, hidden_log_probs
+from headrace_modelkit.critic import Critic
+from headrace_modelkit.hidden import gather_in_fp32, hidden_log_probs
+from headrace_modelkit.logprobs import Head
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
@@ -16,34 +18,42 @@ from headrace_trainer.learning.packing import MicroBatch
 
 
 class Policy(nn.Module):
-    """A causal language model whose forward runs the head at trained positions only, in fp32."""
+    """A causal language model, maybe with a critic, whose forward runs heads at trained positions only, in fp32."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, critic: Critic | None = None) -> None:
         super().__init__()
         self.model = model
+        self.critic = critic
 
-    def forward(self, batch: MicroBatch | None, temperature: float, anchor: Tensor) -> tuple[Tensor, Tensor]:
-        """(log-probs, entropies) of the K trained tokens, fp32; entropies carry no gradient.
+    def forward(
+        self, batch: MicroBatch | None, temperature: float, anchor: Tensor, *, values: bool = False
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """(log-probs, entropies, values) of the K trained tokens, fp32, all differentiable.
+
+        The value of a token is the critic's, of what the policy has read when it samples that token; none unless
+        `values` asks for them.
 
         Without a batch returns the anchor itself: a backward through it runs no layer and only lets
         fully_shard finish what earlier backwards have accumulated.
         """
         if batch is None:
-            return anchor * 1.0, anchor.detach()
+            return anchor * 1.0, anchor.detach(), None
         self._gather_in_fp32()
-        body: Any = self.model.base_model
-        hidden_RLD = body(
-            input_ids=batch.tokens_RL,
-            position_ids=batch.positions_RL,
-            attention_mask=batch.mask_R1LL,
-            use_cache=False,
-        ).last_hidden_state
-        hidden_UD = hidden_RLD.flatten(0, 1)[batch.sources_U]
+        hidden_UD = _hidden(self.model.base_model, batch)
         # Taken anew each time: fully_shard swaps the parameters between sharded and whole.
         head = Head.of(self.model)
         log_probs_U, entropy_U = hidden_log_probs(head, hidden_UD, batch.targets_U, temperature, entropy=True)
         assert entropy_U is not None
-        return log_probs_U[batch.index_K], entropy_U[batch.index_K].detach()
+        index_K = batch.index_K
+        values_K = self._values(batch, hidden_UD)[index_K] if values else None
+        return log_probs_U[index_K], entropy_U[index_K], values_K
+
+    def _values(self, batch: MicroBatch, hidden_UD: Tensor) -> Tensor:
+        assert self.critic is not None
+        if self.critic.body is not None:
+            hidden_UD = _hidden(self.critic.body, batch)
+        found_U: Tensor = self.critic.head(hidden_UD)
+        return found_U
 
     def _gather_in_fp32(self) -> None:
         """fully_shard reduces a module's gradients together and in one type: the head's is fp32, so all of them are.
@@ -56,3 +66,14 @@ class Policy(nn.Module):
             pending += [child for child in module.children() if not isinstance(child, FSDPModule)]
             for parameter in module.parameters(recurse=False):
                 gather_in_fp32(parameter)
+
+
+def _hidden(body: Any, batch: MicroBatch) -> Tensor:
+    """(U, D') last hidden states of a body, at the nodes from which tokens are wanted."""
+    hidden_RLD: Tensor = body(
+        input_ids=batch.tokens_RL,
+        position_ids=batch.positions_RL,
+        attention_mask=batch.mask_R1LL,
+        use_cache=False,
+    ).last_hidden_state
+    return hidden_RLD.flatten(0, 1)[batch.sources_U]

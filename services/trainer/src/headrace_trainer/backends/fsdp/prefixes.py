@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from headrace_modelkit.loading import context_limit
 from headrace_schema.openings import TrainerConfig
 from headrace_servicekit.logs import get_logger
@@ -12,10 +14,11 @@ from headrace_trainer.errors import invalid
 _log = get_logger(__name__)
 
 
-def shares_prefixes(config: TrainerConfig, architecture: PreTrainedConfig) -> bool:
-    """What `trainer.shared_prefix` comes to. Raises Refusal INVALID when it is true and the model cannot."""
+def shares_prefixes(config: TrainerConfig, architectures: Iterable[PreTrainedConfig]) -> bool:
+    """What `trainer.shared_prefix` comes to for policy and critic. Raises Refusal INVALID when one cannot and must."""
     wanted = config.trainer.shared_prefix
-    obstacle = _obstacle(config, architecture)
+    found = (_obstacle(config, architecture) for architecture in architectures)
+    obstacle = next((each for each in found if each), "")
     if wanted and obstacle:
         raise invalid(
             f"trainer.shared_prefix: true, but {obstacle}; leave it out, or set it to false, and every sample "

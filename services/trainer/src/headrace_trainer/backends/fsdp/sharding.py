@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from headrace_modelkit.critic import Critic
 from headrace_modelkit.weights import state_tensors
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
@@ -15,27 +16,35 @@ from transformers import PreTrainedModel
 from headrace_trainer.backends.fsdp.policy import Policy
 from headrace_trainer.group.group import Gang
 
+CRITIC = "critic."
+
 
 class ShardedModel:
-    """A policy sharded over a gang: fp32 master shards, forward in `compute_dtype`, gradients in fp32.
+    """A policy, and its critic if it has one, sharded over a gang: fp32 master shards, forward in `compute_dtype`,
+    gradients in fp32. The critic's tensors are named "critic." and are no part of `weights`.
 
     Between micro-batches nothing is reduced or resharded (unless `reshard` asks for it): each rank keeps the
     whole parameters in `compute_dtype` and adds up whole gradients in fp32 until `reduce`.
     """
 
     def __init__(
-        self, model: PreTrainedModel, gang: Gang, compute_dtype: torch.dtype, *, reshard: bool
+        self,
+        model: PreTrainedModel,
+        gang: Gang,
+        compute_dtype: torch.dtype,
+        *,
+        reshard: bool,
+        critic: Critic | None = None,
     ) -> None:
         self._gang = gang
         self._reshard = reshard
         self.model = model
-        self.policy = Policy(model)
+        self.body_prefix = f"{model.base_model_prefix}."
+        self.policy = Policy(model, critic)
         mixed = MixedPrecisionPolicy(
             param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
         )
-        layers = set(getattr(model, "_no_split_modules", None) or ())
-        parts = [module for module in model.modules() if type(module).__name__ in layers]
-        for module in [*parts, self.policy]:
+        for module in [*_layers(model), *_layers(critic.body if critic else None), self.policy]:
             sharded = fully_shard(module, mesh=gang.mesh, mp_policy=mixed, reshard_after_forward=reshard)
             sharded.set_gradient_divide_factor(1.0)  # unnormalised sums over the ranks
             sharded.set_force_sum_reduction_for_comms(True)  # Gloo cannot scale inside a reduction
@@ -114,9 +123,13 @@ class ShardedModel:
                     yield parameter, "unsharded_accumulated_grad", gradient
 
     def _name_tensors(self) -> None:
-        tensors = list(state_tensors(self.model))
-        self.parameters = {name: value for name, value in tensors if isinstance(value, DTensor)}
-        self.buffers = {name: value for name, value in tensors if not isinstance(value, DTensor)}
+        tensors = dict(state_tensors(self.model))
+        critic = self.policy.critic
+        beside = {f"{CRITIC}{name}": value for name, value in (critic.tensors() if critic else ())}
+        self.weight_names, self.critic_names = list(tensors), list(beside)
+        both = tensors | beside
+        self.parameters = {name: value for name, value in both.items() if isinstance(value, DTensor)}
+        self.buffers = {name: value for name, value in both.items() if not isinstance(value, DTensor)}
 
     def gather(self, name: str, shard: Tensor | None = None) -> Tensor:
         """The whole of a parameter, or of a tensor sharded like it, on the CPU; all ranks call it."""
@@ -127,11 +140,16 @@ class ShardedModel:
         return _with_local(parameter, local).full_tensor().cpu()
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Every parameter and buffer, whole; all ranks exhaust it."""
-        for name in self.parameters:
-            yield name, self.gather(name)
-        for name, buffer in self.buffers.items():
-            yield name, buffer.detach().cpu()
+        """Every parameter and buffer of the policy, whole; all ranks exhaust it."""
+        return self._whole(self.weight_names)
+
+    def critic_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Every parameter and buffer of the critic, whole; all ranks exhaust it."""
+        return self._whole(self.critic_names)
+
+    def _whole(self, names: list[str]) -> Iterator[tuple[str, Tensor]]:
+        for name in names:
+            yield name, self.gather(name) if name in self.parameters else self.buffers[name].detach().cpu()
 
     def scatter(self, name: str, whole: Tensor | None) -> Tensor:
         """This rank's shard of a tensor that rank 0 holds whole, sharded like parameter `name`."""
@@ -150,6 +168,13 @@ class ShardedModel:
         self._root.set_requires_gradient_sync(reduce)
         self._root.set_reshard_after_backward(reduce)
         self._root.set_is_last_backward(reduce)
+
+
+def _layers(model: PreTrainedModel | None) -> list[nn.Module]:
+    kinds = set(getattr(model, "_no_split_modules", None) or ())
+    return (
+        [module for module in model.modules() if type(module).__name__ in kinds] if model is not None else []
+    )
 
 
 def _with_local(like: DTensor, local: Tensor) -> DTensor:

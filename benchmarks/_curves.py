@@ -1,0 +1,66 @@
+"""Learning curves as a plain SVG: a panel an algorithm, a line a seed. Knows only names and numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from html import escape
+
+Curves = Mapping[str, Mapping[int, Sequence[float]]]
+"""Rewards of the steps by algorithm and seed; rewards lie between 0 and 1."""
+
+COLUMNS, WIDTH, HEIGHT = 3, 250, 150
+LEFT, TOP, GAP_X, GAP_Y, BOTTOM = 36, 28, 24, 44, 60
+COLOURS = ("#1b6ca8", "#c8553d", "#3a7d44", "#8e5ea2", "#b8860b")
+TEXT = 'font-family="sans-serif" font-size="11" fill="#333"'
+WINDOW = 5
+"""Steps that are averaged, so that a line can be followed."""
+
+
+def smoothed(values: Sequence[float], window: int = WINDOW) -> list[float]:
+    """The mean of each value and of up to `window` - 1 before it."""
+    starts = (max(0, index + 1 - window) for index in range(len(values)))
+    return [sum(values[start : index + 1]) / (index + 1 - start) for index, start in enumerate(starts)]
+
+
+def draw(curves: Curves) -> str:
+    """The SVG's text. All panels share both scales: from 0 to the longest run, and from 0 to 1."""
+    steps = max(len(values) for seeds in curves.values() for values in seeds.values())
+    rows = -(-len(curves) // COLUMNS)
+    width = LEFT + COLUMNS * (WIDTH + GAP_X)
+    height = TOP + rows * (HEIGHT + GAP_Y) - GAP_Y + BOTTOM
+    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}">']
+    parts.append(f'<rect width="{width}" height="{height}" fill="#fff"/>')
+    for index, (name, seeds) in enumerate(curves.items()):
+        x = LEFT + (index % COLUMNS) * (WIDTH + GAP_X)
+        y = TOP + (index // COLUMNS) * (HEIGHT + GAP_Y)
+        parts += [f'<g transform="translate({x} {y})">', *_panel(name, seeds, steps), "</g>"]
+    parts += _legend(sorted({seed for seeds in curves.values() for seed in seeds}), height - 12)
+    return "\n".join([*parts, "</svg>", ""])
+
+
+def _panel(name: str, seeds: Mapping[int, Sequence[float]], steps: int) -> Iterator[str]:
+    yield f'<text x="0" y="-8" {TEXT} font-weight="bold">{escape(name)}</text>'
+    for share in (0.0, 0.5, 1.0):
+        y = HEIGHT * (1 - share)
+        yield f'<line x1="0" x2="{WIDTH}" y1="{y:g}" y2="{y:g}" stroke="#ddd"/>'
+        yield f'<text x="-5" y="{y + 4:g}" text-anchor="end" {TEXT}>{share:g}</text>'
+    for share, anchor in ((0.0, "start"), (1.0, "end")):
+        label = f"{steps * share:g}" + (" steps" if share else "")
+        yield f'<text x="{WIDTH * share:g}" y="{HEIGHT + 15}" text-anchor="{anchor}" {TEXT}>{label}</text>'
+    for index, (seed, values) in enumerate(sorted(seeds.items())):
+        points = " ".join(
+            f"{WIDTH * (step + 1) / steps:.1f},{HEIGHT * (1 - value):.1f}"
+            for step, value in enumerate(smoothed(values))
+        )
+        line = f'fill="none" stroke="{COLOURS[index % len(COLOURS)]}" stroke-width="1.5"'
+        yield f'<polyline points="{points}" {line}><title>seed {seed}</title></polyline>'
+
+
+def _legend(seeds: Sequence[int], y: int) -> Iterator[str]:
+    for index, seed in enumerate(seeds):
+        x = LEFT + index * 80
+        line = f'stroke="{COLOURS[index % len(COLOURS)]}" stroke-width="2"'
+        yield f'<line x1="{x}" x2="{x + 20}" y1="{y - 4}" y2="{y - 4}" {line}/>'
+        yield f'<text x="{x + 26}" y="{y}" {TEXT}>seed {seed}</text>'
+    x = LEFT + len(seeds) * 80
+    yield f'<text x="{x}" y="{y}" {TEXT}>mean reward of a step, averaged over {WINDOW} steps</text>'

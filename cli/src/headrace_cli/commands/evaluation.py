@@ -1,0 +1,185 @@
+"""`headrace eval …`: evaluate a model or a checkpoint on a suite, list evaluations, compare two."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from headrace_cli.commands.options import DEFAULT_DATA_DIR, DataDirOption, JsonFlag, Url
+from headrace_cli.connection import CHECKING, connect, find_target, saying
+from headrace_cli.errors import EXIT_INTERRUPTED, CommandError, refused
+from headrace_cli.output import console, error_console, print_json
+
+if TYPE_CHECKING:
+    from headrace.client import Client, EvaluationRun
+
+PATIENCE_S = 60.0  # how long the coordinator of an evaluation that is watched may be away
+LOOK_S = 0.5
+SUBMIT = "submit"
+
+
+class _FileFirst(TyperGroup):
+    """A group whose first word may be a file: `headrace eval FILE` is `headrace eval submit FILE`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if args and args[0] not in self.commands and args[0] not in ("-h", "--help"):
+            args = [SUBMIT, *args]
+        parsed: list[str] = super().parse_args(ctx, args)
+        return parsed
+
+
+app = typer.Typer(
+    cls=_FileFirst,
+    help="Evaluate a model or a run's checkpoint on a suite: `headrace eval FILE`.",
+    no_args_is_help=True,
+)
+EvaluationId = Annotated[
+    str, typer.Argument(metavar="EVALUATION", help="Id, as `headrace eval list` shows it.")
+]
+
+
+@app.command(SUBMIT)
+def submit(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="Evaluation spec, a YAML file.")],
+    sets: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Override, such as checkpoint.run=sums-1a2b3c."),
+    ] = None,
+    detach: Annotated[bool, typer.Option("--detach", help="Queue it and return.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check the spec and queue nothing.")] = False,
+    idempotency_key: Annotated[str, typer.Option(help="Same key and spec: the same evaluation.")] = "",
+    url: Url = None,
+    data_dir: DataDirOption = DEFAULT_DATA_DIR,
+    as_json: JsonFlag = False,
+) -> None:
+    """Evaluate, and show the progress until the figures are there. Exit code 1 unless it succeeded."""
+    from headrace.client import HeadraceError, load_spec
+
+    try:
+        spec = load_spec(file, sets or [])
+    except HeadraceError as error:
+        raise refused(error) from error
+    with connect(find_target(url, data_dir), patience_s=0 if detach or dry_run else PATIENCE_S) as client:
+        with saying(CHECKING):
+            if dry_run:
+                checked = client.check_evaluation(spec)
+            else:
+                made = client.evaluate(spec, idempotency_key=idempotency_key or None)
+        if dry_run:
+            _show_check(checked, as_json)
+        elif detach:
+            _show(made, as_json)
+        else:
+            _finish(client, made, as_json)
+
+
+def _show_check(answer: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        print_json({"valid": True, "spec": answer})
+    else:
+        console().print("the spec is valid; nothing was queued")
+
+
+def _finish(client: Client, made: EvaluationRun, as_json: bool) -> None:
+    """Shows the progress on standard error, the end on standard output."""
+    try:
+        found = _watch(client, made.id)
+    except KeyboardInterrupt:
+        error_console().print(f"\nthe evaluation goes on; stop it with: headrace run cancel {made.id}")
+        raise typer.Exit(EXIT_INTERRUPTED) from None
+    _show(found, as_json)
+    if found.state != "SUCCEEDED":
+        raise CommandError(f"evaluation {found.id} {found.state}: {found.reason}", reason=found.state)
+
+
+def _watch(client: Client, evaluation: str) -> EvaluationRun:
+    if sys.stderr.isatty():
+        return _draw(client, evaluation)
+    from headrace_cli.show.evaluations import progress_line, waiting
+
+    shown = ""
+    while True:
+        found = client.evaluation(evaluation)
+        line = "; ".join(filter(None, (progress_line(found), waiting(found))))
+        if line != shown:
+            error_console().print(line, markup=False)
+            shown = line
+        if found.ended:
+            return found
+        time.sleep(LOOK_S)
+
+
+def _draw(client: Client, evaluation: str) -> EvaluationRun:
+    """The same as a picture that is drawn over itself."""
+    from rich.live import Live
+    from rich.text import Text
+
+    from headrace_cli.show.evaluations import progress_lines
+
+    with Live(console=error_console(), transient=True, auto_refresh=False) as live:
+        while True:
+            found = client.evaluation(evaluation)
+            live.update(Text("\n".join(progress_lines(found, error_console().width))), refresh=True)
+            if found.ended:
+                return found
+            time.sleep(LOOK_S)
+
+
+def _show(found: EvaluationRun, as_json: bool) -> None:
+    if as_json:
+        print_json(found.raw)
+        return
+    from headrace_cli.show.evaluations import result_table
+
+    console().print(result_table(found))
+
+
+@app.command("list")
+def list_evaluations(
+    url: Url = None, data_dir: DataDirOption = DEFAULT_DATA_DIR, as_json: JsonFlag = False
+) -> None:
+    """List evaluations, newest first: state, place in the queue, progress and figures."""
+    with connect(find_target(url, data_dir)) as client:
+        found = client.evaluations()
+    if as_json:
+        print_json({"evaluations": [each.raw for each in found]})
+        return
+    from headrace_cli.show.evaluations import evaluations_list
+
+    console().print(evaluations_list(found, console().width) if found else "no evaluations")
+
+
+@app.command()
+def get(
+    evaluation: EvaluationId,
+    url: Url = None,
+    data_dir: DataDirOption = DEFAULT_DATA_DIR,
+    as_json: JsonFlag = False,
+) -> None:
+    """Show one evaluation with its figures. Its transcripts: `headrace run trajectories EVALUATION`."""
+    with connect(find_target(url, data_dir)) as client:
+        _show(client.evaluation(evaluation), as_json)
+
+
+@app.command()
+def compare(
+    first: EvaluationId,
+    second: EvaluationId,
+    url: Url = None,
+    data_dir: DataDirOption = DEFAULT_DATA_DIR,
+    as_json: JsonFlag = False,
+) -> None:
+    """Compare two evaluations of the same items: second minus first, item by item."""
+    with connect(find_target(url, data_dir)) as client:
+        found = client.compare(first, second)
+    if as_json:
+        print_json(found.raw)
+        return
+    from headrace_cli.show.evaluations import comparison_table
+
+    console().print(comparison_table(found, console().width))

@@ -1,0 +1,56 @@
+"""The recipes of published tables are whole specs, valid without a fleet in every part that names a plug-in."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from headrace_cli.connection import Target
+from headrace_cli.dry_run import BY_SCHEMA, check
+from headrace_cli.planning import explain_file
+from headrace_coordinator.data.sources import open_source
+from headrace_reward.scorers import choose
+from headrace_schema.spec import RunSpec
+from headrace_schema.yaml_text import read_yaml
+from headrace_trainer.algorithms import build_algorithm
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+RECIPES = sorted((EXAMPLES / "reproduce").glob("*.yaml"))
+PROFILE = EXAMPLES / "plans" / "profile_reasoning_7b_h100.yaml"
+ROW = {
+    "prompt": "<｜User｜>\nWhat is half of 1? <｜Assistant｜><think>\n",
+    "task": "math",
+    "solutions": ["\\boxed{0.5}"],
+}
+
+
+def test_there_are_recipes():
+    assert {"qwen-1.5b-grpo", "qwen-7b-grpo", "qwen3-30b-a3b-grpo", "qwen-7b-ppo"} <= {
+        file.stem for file in RECIPES
+    }
+
+
+@pytest.mark.parametrize("file", RECIPES, ids=lambda file: file.stem)
+def test_a_recipe_is_valid_and_names_its_source(file, tmp_path):
+    text = file.read_text(encoding="utf-8")
+    document = read_yaml(text)
+    assert check(document, Target("", None, known=False))["checked"] == BY_SCHEMA
+    spec = RunSpec.model_validate(document)
+    build_algorithm(spec.algorithm)
+    for scorer in spec.reward.scorers:
+        choose(scorer.name, scorer.options)
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps(ROW) + "\n", encoding="utf-8")
+    (item,) = open_source(spec.data.source, {**spec.data.options, "path": str(rows)}).items()
+    assert (item.question, item.answer) == (ROW["prompt"], "\\boxed{0.5}")
+    assert spec.sampling.max_new_tokens < (spec.model.max_context or 0) == spec.trainer.micro_batch_tokens
+    head = text[: text.index("\nname:")]
+    assert (
+        "NOT RUN HERE" in head and "github.com/RLinf/RLinf at " in head and f"reproduce/{file.name}" in head
+    )
+
+
+def test_the_recipe_at_7b_plans_at_its_own_size():
+    plan = explain_file(EXAMPLES / "reproduce" / "qwen-7b-grpo.yaml", [], 128, None, PROFILE)
+    assert plan["items"] == 512 * 32 and plan["devices"] == {"gpu": 128} and plan["step_s"] > 0

@@ -1,0 +1,191 @@
+"""Log-probs and entropies straight from hidden states, with the logits in tiles over rows and vocabulary.
+
+Shapes: N rows, D hidden, V vocabulary, C columns of a tile, J tiles of a row. Knows no sampling and no loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headrace_modelkit import logprobs
+from headrace_modelkit.logprobs import Head, scale
+
+TILES_IN_CHUNK = 32
+TILE_COLUMNS = 2048
+"""Words of a tile on a CPU, so that it stays in the caches. Other devices take whole rows: fewer, larger kernels."""
+
+
+def hidden_log_probs(
+    head: Head, hidden_ND: Tensor, tokens_N: Tensor, temperature: float, *, entropy: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """fp32 (N,) log-probs of `tokens_N`, and entropies in nats when asked, straight from hidden states.
+
+    Logits beyond one chunk exist a tile at a time, in both passes. Both results are differentiable in hidden states
+    and head. The gradient of a head's parameter is fp32 whatever the parameter's type (it is a sum over tiles, and
+    micro-batches are added to it), so its `grad_dtype` is set here.
+    """
+    for parameter in (head.weight_VD, head.bias_V):
+        if parameter is not None:
+            gather_in_fp32(parameter)
+    function: Any = _HiddenLogProbs
+    found_N, entropy_N = function.apply(
+        hidden_ND, head.weight_VD, head.bias_V, tokens_N, head, temperature, entropy
+    )
+    return found_N, (entropy_N if entropy else None)
+
+
+def gather_in_fp32(parameter: Tensor) -> None:
+    """Lets a parameter's gradient be fp32, unless it has one of its own type already."""
+    if parameter.requires_grad and parameter.is_leaf and parameter.grad is None:
+        parameter.grad_dtype = torch.float32
+
+
+class _HiddenLogProbs(torch.autograd.Function):
+    """See `hidden_log_probs`. One function over all tiles, because autograd adds up in the parameter's type."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_ND: Tensor,
+        weight_VD: Tensor,
+        bias_V: Tensor | None,
+        tokens_N: Tensor,
+        head: Head,
+        temperature: float,
+        entropy: bool,
+    ) -> tuple[Tensor, Tensor]:
+        tiling = _Tiling.of(hidden_ND, weight_VD)
+        chosen_N = hidden_ND.new_zeros(len(hidden_ND), dtype=torch.float32)
+        totals, means, kept_NV = [], [], None
+        for part, columns in tiling.parts(head):
+            totals.append(torch.empty_like(chosen_N))
+            means.append(torch.zeros_like(chosen_N))
+            for rows in tiling.rows():
+                products_NC = part.products(hidden_ND[rows])
+                scaled_NC = scale(part.shaped(products_NC), temperature)
+                own = _Chosen.of(tokens_N[rows], columns)
+                chosen_N[rows] += scaled_NC.gather(-1, own.index_N[:, None])[:, 0].where(own.inside_N, 0.0)
+                totals[-1][rows], means[-1][rows] = _summary(scaled_NC, entropy)
+                kept_NV = products_NC if tiling.alone and any(ctx.needs_input_grad) else None
+        total_N = torch.stack(totals).logsumexp(0)
+        entropy_N = total_N.clone() if entropy else torch.zeros_like(total_N)
+        for of_tile_N, mean_N in zip(totals, means, strict=True) if entropy else ():
+            # A tile without weight has no mean.
+            entropy_N -= ((of_tile_N - total_N).exp() * mean_N).nan_to_num(nan=0.0)
+        ctx.save_for_backward(hidden_ND, weight_VD, bias_V, tokens_N, total_N, entropy_N, kept_NV)
+        ctx.head, ctx.temperature = replace(head, weight_VD=weight_VD.new_empty(0), bias_V=None), temperature
+        ctx.set_materialize_grads(False)
+        return chosen_N - total_N, entropy_N
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(
+        ctx: Any, upstream_N: Tensor | None, of_entropy_N: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        hidden_ND, weight_VD, bias_V, tokens_N, total_N, entropy_N, kept_NV = ctx.saved_tensors
+        head = replace(ctx.head, weight_VD=weight_VD, bias_V=bias_V)
+        upstream_N = torch.zeros_like(total_N) if upstream_N is None else upstream_N
+        of_hidden_ND = torch.zeros_like(hidden_ND, dtype=torch.float32)
+        of_weight_VD = torch.zeros_like(weight_VD, dtype=torch.float32) if ctx.needs_input_grad[1] else None
+        of_bias_V = total_N.new_zeros(len(weight_VD)) if ctx.needs_input_grad[2] else None
+        tiling = _Tiling.of(hidden_ND, weight_VD)
+        for part, columns in tiling.parts(head):
+            for rows in tiling.rows():
+                shaped_NC = part.shaped(part.products(hidden_ND[rows]) if kept_NV is None else kept_NV)
+                found_NC = _softmax_gradient(
+                    scale(shaped_NC, ctx.temperature) - total_N[rows, None],
+                    upstream_N[rows],
+                    None if of_entropy_N is None else of_entropy_N[rows],
+                    entropy_N[rows],
+                )
+                own = _Chosen.of(tokens_N[rows], columns)
+                share_N = upstream_N[rows].where(own.inside_N, 0.0)
+                found_NC.scatter_add_(-1, own.index_N[:, None], share_N[:, None])
+                part.through_shape(found_NC, shaped_NC, ctx.temperature)
+                of_hidden_ND[rows].addmm_(found_NC, part.weight_VD)
+                if of_weight_VD is not None:
+                    of_weight_VD[columns].addmm_(found_NC.T, hidden_ND[rows].float())
+                if of_bias_V is not None:
+                    of_bias_V[columns] += found_NC.sum(0)
+        return of_hidden_ND.to(hidden_ND.dtype), of_weight_VD, of_bias_V, None, None, None, None
+
+
+def _summary(scaled_NC: Tensor, entropy: bool) -> tuple[Tensor, Tensor | float]:
+    """(logsumexp, mean under the softmax when asked) of each row of a tile."""
+    top_N = scaled_NC.amax(-1).clamp_(min=torch.finfo(torch.float32).min)  # a row of -inf: no NaN
+    shifted_NC = scaled_NC - top_N[:, None]
+    weights_NC = shifted_NC.exp()
+    sum_N = weights_NC.sum(-1)
+    total_N = top_N + sum_N.log()
+    if not entropy:
+        return total_N, 0.0
+    weighted_N = weights_NC.mul_(shifted_NC).nan_to_num_(nan=0.0).sum(-1)  # 0 times -inf is 0
+    return total_N, top_N + weighted_N / sum_N
+
+
+def _softmax_gradient(
+    log_probs_NC: Tensor, upstream_N: Tensor, of_entropy_N: Tensor | None, entropy_N: Tensor
+) -> Tensor:
+    """Gradient at a tile's scaled logits, but for the chosen words' own share."""
+    probs_NC = log_probs_NC.exp()
+    if of_entropy_N is None:
+        return probs_NC.mul_(-upstream_N[:, None])
+    factor_NC = log_probs_NC.add_(entropy_N[:, None]).mul_(-of_entropy_N[:, None]).sub_(upstream_N[:, None])
+    return probs_NC.mul_(factor_NC).nan_to_num_(nan=0.0)
+
+
+@dataclass(frozen=True)
+class _Chosen:
+    """Which rows' tokens lie in a tile, and where (anywhere for the others)."""
+
+    inside_N: Tensor
+    index_N: Tensor
+
+    @classmethod
+    def of(cls, tokens_N: Tensor, columns: slice) -> _Chosen:
+        inside_N = (tokens_N >= columns.start) & (tokens_N < columns.stop)
+        return cls(inside_N, (tokens_N - columns.start).where(inside_N, 0))
+
+
+@dataclass(frozen=True)
+class _Tiling:
+    """How many rows and columns a tile has. `alone`: one tile holds everything, and may be kept for the backward."""
+
+    rows_in_all: int
+    columns_in_all: int
+    row_count: int
+    column_count: int
+
+    @classmethod
+    def of(cls, hidden_ND: Tensor, weight_VD: Tensor) -> _Tiling:
+        rows, columns = len(hidden_ND), len(weight_VD)
+        elements = logprobs.CHUNK_ELEMENTS
+        if rows * columns <= elements:
+            return cls(rows, columns, max(1, rows), columns)
+        count = columns
+        if hidden_ND.device.type == "cpu":
+            elements, count = elements // TILES_IN_CHUNK, min(columns, TILE_COLUMNS)
+        return cls(rows, columns, max(1, elements // count), count)
+
+    @property
+    def alone(self) -> bool:
+        return self.rows_in_all <= self.row_count and self.columns_in_all <= self.column_count
+
+    def rows(self) -> Iterator[slice]:
+        yield from _slices(self.rows_in_all, self.row_count)
+
+    def parts(self, head: Head) -> Iterator[tuple[Head, slice]]:
+        """The head's columns of each tile in fp32, and which they are."""
+        for columns in _slices(self.columns_in_all, self.column_count):
+            bias_C = None if head.bias_V is None else head.bias_V[columns]
+            yield replace(head, weight_VD=head.weight_VD[columns], bias_V=bias_C).widened(), columns
+
+
+def _slices(length: int, size: int) -> Iterator[slice]:
+    for start in range(0, length, size):
+        yield slice(start, min(start + size, length))

@@ -1,0 +1,71 @@
+"""The answers of an evaluation of a suite: the run's trajectories, none left out, and read again as its answers.
+
+An item's index is the prompt ordinal. Synchronous; knows no suite: `extract` says what an answer chooses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import msgspec
+
+from headrace_coordinator.projections.lines import read_lines
+from headrace_coordinator.projections.trajectories import NAME, Settled, TrajectoryFile, full_files
+
+FILE_BYTES = 64 * 1024 * 1024
+EVERYTHING = 2**40
+CUT = "LENGTH"
+LONGEST_CHOICE = 500
+"""Characters of a choice that are compared."""
+Extract = Callable[[str], str]
+Key = tuple[int, int]
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """What the figures need of an answer."""
+
+    reward: float
+    parts: dict[str, float]
+    choice: str
+    tokens: int
+    cut: bool
+    failed: bool
+
+
+class Transcripts:
+    """Writes answers; OSError when the disk refuses, and the same call may be made again."""
+
+    def __init__(self, directory: Path) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        self._file = TrajectoryFile(directory, EVERYTHING, FILE_BYTES, EVERYTHING)
+
+    def append(self, answers: list[Settled]) -> None:
+        """Writes the answers that are not written yet."""
+        self._file.append(answers)
+
+
+def answer_of(line: Settled, extract: Extract) -> Answer:
+    """The figures of a transcript."""
+    choice = extract(line.completion)[:LONGEST_CHOICE]
+    return Answer(
+        line.reward, line.parts, choice, line.tokens, line.finish_reason == CUT, failed=bool(line.detail)
+    )
+
+
+def read_answers(directory: Path, extract: Extract) -> dict[Key, Answer]:
+    """Answers by (index of the item, sample). OSError when a file cannot be read."""
+    found: dict[Key, Answer] = {}
+    for path in (*full_files(directory), directory / NAME):
+        for line in _lines(path):
+            found[line.prompt_ordinal, line.sample_index] = answer_of(line, extract)
+    return found
+
+
+def _lines(path: Path) -> Iterable[Settled]:
+    decode = msgspec.json.Decoder(Settled).decode
+    for _, line in read_lines(path):
+        try:
+            yield decode(line)
+        except msgspec.DecodeError:
+            continue  # A torn line: its answer is made again.

@@ -1,0 +1,77 @@
+"""What a suite is, and the registry that picks one by name.
+
+A suite is its own options: a pydantic model that says which items are asked, how a prompt is made of one, how answers
+are judged, and what an answer chooses. To add one, add it here and name it below, or publish a subclass in the entry
+point group `headrace.suites`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+from headrace_schema.generating import DataSection
+from headrace_schema.problems import Impossible, explain_value, problem
+from headrace_schema.scoring import RewardSection
+from headrace_servicekit.registry import Plugin, PluginError, Registry
+from pydantic import BaseModel, ConfigDict
+
+
+class Suite(BaseModel, ABC):
+    """A suite of questions that are answered in text; its fields are the keys of `suite.options`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    @abstractmethod
+    def data(self) -> DataSection:
+        """The source of the items, and the prompt."""
+
+    @abstractmethod
+    def reward(self) -> RewardSection:
+        """What answers are worth."""
+
+    def key(self, data_key: str) -> str:
+        """The user's key for a key of the data section, in which the source names its problems."""
+        return data_key.replace("data.source", "suite.name", 1).replace("data.", "suite.", 1)
+
+    def extract(self, completion: str) -> str:
+        """What an answer chooses, for the majority vote: equal texts are one choice, "" abstains."""
+        return " ".join(completion.split())
+
+
+def _as_plugin(found: Any) -> Plugin:
+    if isinstance(found, type) and issubclass(found, Suite):
+        return Plugin(lambda suite: suite, found, (found.__doc__ or "").partition("\n")[0])
+    raise TypeError("is no subclass of headrace_coordinator.suites.Suite")
+
+
+_HERE = "headrace_coordinator.suites"
+SUITES: Registry[Suite] = Registry(
+    "headrace.suites",
+    "suite",
+    "suite.name",
+    "suite.options",
+    {
+        "aime24": f"{_HERE}.files:Aime24",
+        "aime25": f"{_HERE}.files:Aime25",
+        "gpqa_diamond": f"{_HERE}.files:GpqaDiamond",
+        "gsm8k": f"{_HERE}.files:Gsm8k",
+        "items": f"{_HERE}.generated:Items",
+        "math500": f"{_HERE}.files:Math500",
+        "reasoning_gym": f"{_HERE}.generated:ReasoningGym",
+    },
+    _as_plugin,
+)
+
+
+def open_suite(name: str, options: dict[str, Any]) -> Suite:
+    """The suite of a name with these options; `Impossible` names the keys that are wrong."""
+    try:
+        found = SUITES.find(name).options
+    except PluginError as error:
+        problems = [problem(each.key, each.problem, each.fix) for each in error.problems]
+        raise Impossible(problems) from error
+    if wrong := explain_value(found, options, SUITES.options_key):
+        raise Impossible(wrong)
+    suite: Suite = found.model_validate(options)  # type: ignore[assignment]
+    return suite

@@ -1,0 +1,105 @@
+"""Suites of generated items: a generator of reasoning-gym, or any data source with scorers of the user's choice."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from headrace_schema.generating import DataSection
+from headrace_schema.scoring import RewardSection, ScorerSection
+from pydantic import Field
+
+from headrace_coordinator.suites.base import Suite
+from headrace_coordinator.suites.extracting import last_box, last_choice, last_number
+
+Extract = Literal["text", "last_line", "last_number", "last_box", "last_choice"]
+
+
+def last_line(text: str) -> str:
+    """The last line that is not blank."""
+    lines = text.strip().splitlines()
+    return lines[-1].strip() if lines else ""
+
+
+_EXTRACTORS = {
+    "last_line": last_line,
+    "last_number": last_number,
+    "last_box": last_box,
+    "last_choice": last_choice,
+}
+
+
+class ReasoningGym(Suite):
+    """Distinct questions of a generator of reasoning-gym, judged by the generator itself."""
+
+    dataset: str = Field(description="name of the generator, such as chain_sum")
+    config: dict[str, Any] = Field(default_factory=dict, description="parameters of the generator")
+    seed: Annotated[int, Field(strict=True, ge=0)] = Field(
+        default=0,
+        description="of the questions; a run's are drawn with 0 unless its data options say otherwise",
+    )
+    size: Annotated[int, Field(strict=True, ge=1, le=1_000_000)] = Field(
+        default=200, description="questions to draw; a smaller space is drawn whole"
+    )
+    judged: Literal["none", "last_line", "last_number"] = Field(
+        default="none", description="the part of the answer that is judged; none: all of it"
+    )
+
+    def data(self) -> DataSection:
+        """See `Suite.data`."""
+        config = {"seed": self.seed, **self.config}
+        options = {"dataset": self.dataset, "config": config, "limit": self.size}
+        return DataSection(source="reasoning_gym", options=options)
+
+    def key(self, data_key: str) -> str:
+        """See `Suite.key`."""
+        return super().key(data_key).replace("suite.options.limit", "suite.options.size")
+
+    def reward(self) -> RewardSection:
+        """What the generator says of the answer."""
+        options = {"extract": self.judged}
+        return RewardSection(scorers=[ScorerSection(name="reasoning_gym", options=options)])
+
+    def extract(self, completion: str) -> str:
+        """See `Suite.extract`."""
+        extractor = _EXTRACTORS.get(self.judged)
+        return extractor(completion) if extractor else super().extract(completion)
+
+
+class Items(Suite):
+    """Items of any data source; the answer must be equal to the reference unless `reward` says otherwise."""
+
+    source: str = Field(description="name of a data source")
+    options: dict[str, Any] = Field(default_factory=dict, description="options of the source")
+    exclude: list[str] = Field(default_factory=list, description="questions that are not asked")
+    heldout: Annotated[int, Field(strict=True, ge=0)] = Field(
+        default=0, description="ask only what a run with this data.heldout sets aside; 0: all items"
+    )
+    heldout_seed: Annotated[int, Field(strict=True, ge=0)] = Field(
+        default=1, description="data.heldout_seed of that run"
+    )
+    choice: Extract = Field(
+        default="text", description="what counts as one choice in a majority vote: all of the text, or a part"
+    )
+
+    def data(self) -> DataSection:
+        """See `Suite.data`."""
+        return DataSection(
+            source=self.source,
+            options=self.options,
+            exclude=self.exclude,
+            heldout=self.heldout,
+            heldout_seed=self.heldout_seed,
+        )
+
+    def key(self, data_key: str) -> str:
+        """See `Suite.key`."""
+        return data_key.replace("data.", "suite.options.", 1)
+
+    def reward(self) -> RewardSection:
+        """Equality with the reference."""
+        return RewardSection(scorers=[ScorerSection(name="exact")])
+
+    def extract(self, completion: str) -> str:
+        """See `Suite.extract`."""
+        extractor = _EXTRACTORS.get(self.choice)
+        return extractor(completion) if extractor else super().extract(completion)

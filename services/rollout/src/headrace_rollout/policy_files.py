@@ -1,0 +1,87 @@
+"""Weights read from disk, as the manifest and the body that a trainer would publish of them.
+
+For an evaluation, which has no trainer. Knows no engine and no gRPC call.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import grpc
+import torch
+from headrace.common.v1 import common_pb2
+from headrace_modelkit.errors import ModelNotReadable
+from headrace_modelkit.loading import DTYPES, load_model
+from headrace_modelkit.weights import copy_out, load_weights, weight_layout
+from headrace_schema.generating import ModelSection
+from headrace_servicekit.rpc.digests import digest_bytes, manifest_digest
+from headrace_servicekit.rpc.errors import ServiceError
+from headrace_servicekit.weights.store import entries_of
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from transformers import PreTrainedModel
+
+CHECKPOINT_WEIGHTS = "weights.safetensors"
+_DATA_TYPES = {
+    torch.float64: common_pb2.DATA_TYPE_FLOAT64,
+    torch.float32: common_pb2.DATA_TYPE_FLOAT32,
+    torch.float16: common_pb2.DATA_TYPE_FLOAT16,
+    torch.bfloat16: common_pb2.DATA_TYPE_BFLOAT16,
+    torch.int64: common_pb2.DATA_TYPE_INT64,
+    torch.int32: common_pb2.DATA_TYPE_INT32,
+    torch.int16: common_pb2.DATA_TYPE_INT16,
+    torch.int8: common_pb2.DATA_TYPE_INT8,
+    torch.uint8: common_pb2.DATA_TYPE_UINT8,
+    torch.bool: common_pb2.DATA_TYPE_BOOL,
+}
+
+
+def read_policy(
+    config: ModelSection, checkpoint: str, digest: str
+) -> tuple[common_pb2.WeightManifest, memoryview]:
+    """The weights of a checkpoint's directory, or of the model itself where `checkpoint` is empty.
+
+    Raises ServiceError MODEL_NOT_READABLE, also where they are not those of `digest` (empty: not compared).
+    """
+    try:
+        model = load_model(config, weights=not checkpoint)
+        if checkpoint:
+            _load_checkpoint(model, Path(checkpoint) / CHECKPOINT_WEIGHTS)
+    except ModelNotReadable as error:
+        raise _unreadable(str(error)) from error
+    manifest, body = _body(model, DTYPES[config.dtype])
+    if digest and manifest.digest != digest:
+        raise _unreadable(
+            f"checkpoint: the weights in {checkpoint or config.path} have digest {manifest.digest}, not {digest}: "
+            "they are damaged, or model.dtype is not the run's; take another checkpoint"
+        )
+    return manifest, body
+
+
+def _load_checkpoint(model: PreTrainedModel, file: Path) -> None:
+    try:
+        load_weights(model, load_file(file))
+    except (OSError, SafetensorError) as error:
+        message = f"checkpoint: {file} cannot be read: {error}; it may have been pruned: take a newer one"
+        raise _unreadable(message) from error
+    except ValueError as error:
+        raise _unreadable(f"checkpoint: {file}: {error}; give the model of the run") from error
+
+
+def _body(model: PreTrainedModel, dtype: torch.dtype) -> tuple[common_pb2.WeightManifest, memoryview]:
+    layout = [(name, _DATA_TYPES[kind], shape) for name, kind, shape in weight_layout(model, dtype)]
+    entries = entries_of(layout)
+    body = memoryview(bytearray(sum(entry.size_bytes for entry in entries)))
+    for entry in entries:
+        with body[entry.offset_bytes : entry.offset_bytes + entry.size_bytes] as part:
+            if entry.size_bytes:
+                copy_out(model, entry.name, part, dtype)
+            entry.digest = digest_bytes(part)
+    manifest = common_pb2.WeightManifest(
+        entries=entries, digest=manifest_digest(entries), size_bytes=len(body)
+    )
+    return manifest, body
+
+
+def _unreadable(message: str) -> ServiceError:
+    return ServiceError(grpc.StatusCode.INVALID_ARGUMENT, "MODEL_NOT_READABLE", message)

@@ -1,0 +1,87 @@
+"""PPO with a critic (arXiv 1707.06347): GAE over tokens, a clipped policy loss and a clipped value loss."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from headrace_trainer.algorithms._base import (
+    RETURNS,
+    VALUES,
+    Barrier,
+    CriticPlan,
+    LossSums,
+    Outcomes,
+    TokenBatch,
+)
+from headrace_trainer.algorithms._policy_gradient import ClippedPolicyGradient
+from headrace_trainer.algorithms.functional import Advantages, gae_advantages, value_terms
+from headrace_trainer.algorithms.plugins import ActorCriticOptions
+
+
+class Ppo(ClippedPolicyGradient[ActorCriticOptions]):
+    """A token's advantage is GAE's, of the critic's values under the base; groups do not matter."""
+
+    every_token = True
+
+    def __init__(self, options: ActorCriticOptions) -> None:
+        super().__init__(options)
+        self.compares = Barrier.BATCH if options.whiten else Barrier.GROUP
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Values too: they are what the returns are made of, and what their own loss is clipped against."""
+        return (*super().columns, VALUES)
+
+    @property
+    def critic(self) -> CriticPlan:
+        """By the options whose names begin with critic."""
+        chosen = self.options
+        return CriticPlan(
+            own_model=chosen.critic == "model",
+            path=chosen.critic_path,
+            learning_rate=chosen.critic_lr,
+            warmup_steps=chosen.critic_warmup_steps,
+            bootstraps=chosen.bootstrap_truncated,
+        )
+
+    def advantages(self, outcomes: Outcomes) -> Advantages:
+        """See `gae_advantages`; the outcome is the reward of the last trained token; KL rewards go to every one.
+
+        Whitened with n - 1 (verl).
+        """
+        chosen = self.options
+        rewards_BT = outcomes.rewards_BT()
+        if chosen.kl_reward_coef:
+            rewards_BT = rewards_BT + self.kl_rewards(outcomes)
+        found: Advantages = gae_advantages(
+            rewards_BT,
+            outcomes.columns_BT[VALUES],
+            outcomes.mask_BT,
+            gamma=chosen.gamma,
+            lam=chosen.lam,
+            bootstrap_values_B=outcomes.bootstrap_values_B,
+            whiten_advantages=chosen.whiten,
+        )
+        return found
+
+    def loss(self, batch: TokenBatch) -> LossSums:
+        """The policy's, and value_coefficient times the values', weighed and divided alike."""
+        sums = super().loss(batch)
+        values_K, returns_K = batch.values_K, batch.columns_K[RETURNS]
+        assert values_K is not None
+        old_K = batch.columns_K[VALUES]
+        terms = value_terms(
+            values_K, old_K, returns_K, clip=self.options.value_clip, huber_delta=self.options.value_huber
+        )
+        loss = sums.loss + self.options.value_coefficient * (terms.loss * batch.weights_K).sum()
+        errors_K = returns_K - old_K
+        figures: dict[str, Tensor] = {
+            "value_loss": terms.loss.detach().sum(),
+            "value_clip_fraction": terms.metrics["clip_fraction"].sum(),
+            "value_mean": old_K.sum(),
+            "return_mean": returns_K.sum(),
+            "return_square": returns_K.square().sum(),
+            "value_error": errors_K.sum(),
+            "value_error_square": errors_K.square().sum(),
+        }
+        return LossSums(loss, {**sums.token_sums, **figures})
