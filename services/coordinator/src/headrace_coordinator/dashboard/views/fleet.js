@@ -98,7 +98,7 @@ function logPanel(signal) {
   const said = h("p", { class: "muted", role: "status" }, "Choose an instance to see the end of its log.");
   const element = h("section", { class: "panel" }, h("h2", {}, "Logs"),
     h("form", { class: "row", onsubmit: (event) => { event.preventDefault(); load(); } },
-      h("label", { for: "log-instance" }, "Instance"), which, h("label", { for: "log-level" }, "Least level"), level, h("button", { type: "submit" }, "Show")),
+      h("span", { class: "pair" }, h("label", { for: "log-instance" }, "Instance"), which), h("span", { class: "pair" }, h("label", { for: "log-level" }, "Least level"), level), h("button", { type: "submit" }, "Show")),
     said, h("div", { tabindex: "0", role: "region", "aria-label": "Log" }, list));
   which.addEventListener("change", () => load());
   level.addEventListener("change", () => load());
