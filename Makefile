@@ -18,7 +18,7 @@ DISTS := proto libs/servicekit libs/schema libs/modelkit services/coordinator se
 TORCH_FROM := $(if $(TORCH_FIND_LINKS),--find-links $(TORCH_FIND_LINKS)) $(if $(TORCH_INDEX_URL),--index-url $(TORCH_INDEX_URL))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test lint nightly browser e2e-browser screenshots gpu-check docs spec-docs wheels freeze clean
+.PHONY: help setup run test lint nightly browser e2e-browser screenshots gpu-check docs spec-docs reference-docs wheels freeze clean
 
 help: ## List the targets.
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
@@ -64,13 +64,16 @@ screenshots: setup browser ## Pictures of the dashboard into .cache/screenshots:
 gpu-check: setup ## What only a GPU can show, as one JSON line; exits 3 without one.
 	@.venv/bin/python benchmarks/gpu_check.py
 
-docs: setup spec-docs ## Build the documentation site into .cache/site (tools in .envs/docs).
+docs: setup spec-docs reference-docs ## Build the documentation site into .cache/site (tools in .envs/docs).
 	test -x .envs/docs/bin/mkdocs || "$(PYTHON)" -m venv .envs/docs
 	.envs/docs/bin/python -m pip install -q -c constraints/docs.txt mkdocs-material
 	.envs/docs/bin/mkdocs build --strict --site-dir .cache/site
 
 spec-docs: setup ## Write docs/run-spec.md again from the run spec's schema.
 	.venv/bin/python -m ci.spec_docs docs/run-spec.md
+
+reference-docs: setup ## Write docs/http-api.md and docs/grpc-api.md again from the API's description and the proto files.
+	.venv/bin/python -m ci.reference_docs docs
 
 wheels: ## Put torch's wheel into deploy/wheels, from which docker compose builds (TORCH_INDEX_URL=: the CPU index).
 	"$(PYTHON)" -m pip download -q --no-deps -d deploy/wheels $(TORCH_FROM) torch==$(TORCH_VERSION)

@@ -28,7 +28,9 @@ EXAMPLES = Path(__file__).resolve().parents[1] / "examples" / "algorithms"
 LIMIT_S = 3600
 LAST = 10
 """Steps at the end, and at the beginning, whose rewards are averaged."""
-TOKEN_FIGURES = ("clip_fraction", "approx_kl", "entropy")
+TOKEN_FIGURES = ("clip_fraction", "approx_kl", "entropy", "reference_kl", "value_loss", "explained_variance")
+TEACHER_STEPS = 300
+"""Supervised steps that make the teacher of `distill`."""
 TITLED = ("ppo", "grpo", "dapo", "reinforce_pp", "rloo", "gspo")
 """What is drawn first; others follow."""
 Found = dict[str, Any]
@@ -50,6 +52,31 @@ def run(name: str, seed: int, steps: int, model: Path, overrides: Sequence[str] 
     return figures(json.loads(line) for line in done.stdout.splitlines() if line.startswith("{"))
 
 
+def teach(model: Path, teacher: Path) -> None:
+    """Writes a tiny model that has learned the task of the examples from reference answers."""
+    import torch
+    from headrace_modelkit.loading import load_model, save_model
+    from headrace_modelkit.tokenizer import load_tokenizer
+    from headrace_schema.generating import ModelSection
+
+    torch.manual_seed(0)
+    section = ModelSection(path=str(model), dtype="float32")
+    policy: Any = load_model(section)
+    codec = load_tokenizer(section)
+    prompts = [codec.encode_prompt(None, f"{number:03}=", "") for number in range(1000)]
+    answers = [codec.encode_answer(f"{number:03}") for number in range(1000)]
+    rows = torch.tensor([prompt + answer for prompt, answer in zip(prompts, answers, strict=True)])
+    labels = rows.clone()
+    labels[:, : len(prompts[0])] = -100
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=2e-3)
+    for _ in range(TEACHER_STEPS):
+        chosen = torch.randint(0, len(rows), (64,))
+        policy(input_ids=rows[chosen], labels=labels[chosen]).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    save_model(policy, codec, teacher)
+
+
 def figures(events: Iterable[dict[str, Any]]) -> Found:
     """What a run's events say: rewards, clip fraction, held-out scores."""
     seen = list(events)
@@ -67,6 +94,7 @@ def figures(events: Iterable[dict[str, Any]]) -> Found:
         "tokens_a_slot_last": _tokens(views[-LAST:]),
         "filtered_slots": sum(view["filtered"] for view in views),
         "refilled_groups": sum(view["refilled"] for view in views),
+        **_ends(steps, "reference_kl"),
         "optimizer_steps": sum(step["optimizer_steps"] for step in steps),
         **{name: statistics.fmean(own) for name in TOKEN_FIGURES if (own := _own(steps, name))},
         "rewards": rewards,
@@ -75,6 +103,12 @@ def figures(events: Iterable[dict[str, Any]]) -> Found:
 
 def _tokens(views: list[dict[str, Any]]) -> float:
     return float(sum(view["tokens"] for view in views) / max(sum(view["trained"] for view in views), 1))
+
+
+def _ends(steps: list[dict[str, float]], name: str) -> dict[str, float]:
+    """A figure of the first and the last step that have it."""
+    own = _own(steps, name)
+    return {f"{name}_first": own[0], f"{name}_last": own[-1]} if own else {}
 
 
 def _own(steps: list[dict[str, float]], name: str) -> list[float]:
@@ -127,13 +161,16 @@ def main() -> None:
         runs = json.loads(options.record.read_text(encoding="utf-8"))
     wanted = [(name, seed) for seed in options.seeds for name in options.algorithms]
     with tempfile.TemporaryDirectory() as directory:
-        model = Path(directory) / "tiny"
+        model, teacher = Path(directory) / "tiny", Path(directory) / "teacher"
         subprocess.run([sys.executable, "-m", "headrace_modelkit.presets.tiny", str(model)], check=True)
+        if "distill" in options.algorithms:
+            teach(model, teacher)
         for name, seed in wanted:
             if str(seed) in runs.get(name, {}):
                 continue
             say(f"{name}, seed {seed}: {machine()}")
-            found = run(name, seed, options.steps, model, options.set)
+            taught = [f"trainer.reference.path={teacher}"] if name == "distill" else []
+            found = run(name, seed, options.steps, model, [*taught, *options.set])
             check(name, found)
             runs.setdefault(name, {})[str(seed)] = found
             if options.record is not None:

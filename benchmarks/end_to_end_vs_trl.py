@@ -7,9 +7,12 @@ mean, clipped, no KL), forward type, two CPUs for each; no evaluation and no che
 turns, so that other work on the machine hits both; one fleet a turn, gone while TRL runs.
 
 A step's time is from one end of step to the next, everything in between included; each turn's first step is left out
-(on both sides torch meets new shapes in it). Prints one JSON line: samples/s of Headrace over TRL by preset
-(`tiny_samples_vs_trl`, `smollm2_samples_vs_trl`), both sides' samples/s, and for tiny the seconds from the start of
-the first step until the mean reward of ten steps reaches 0.8, as medians over the turns.
+(on both sides torch meets new shapes in it). `long` is `smollm2` with other prompts and answers: about 16 tokens of
+prompt, and answers whose lengths spread up to 128, so that sharing a group's prompt wins little.
+
+Prints one JSON line: samples/s of Headrace over TRL by workload (`tiny_samples_vs_trl`, `smollm2_samples_vs_trl`,
+`long_samples_vs_trl`), both sides' samples/s, and for tiny the seconds from the start of the first step until the mean
+reward of ten steps reaches 0.8, as medians over the turns.
 """
 
 from __future__ import annotations
@@ -21,8 +24,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -40,7 +43,10 @@ WARM_UP_STEPS = 1
 
 @dataclass(frozen=True)
 class Workload:
-    """A preset as it is measured. `peer` is what makes TRL fastest here: threads of torch, sequences a micro-batch."""
+    """A preset as it is measured. `peer` is what makes TRL fastest here: threads of torch, sequences a micro-batch.
+
+    `name` and `changes` (sections of the spec, key by key) where it is not the preset as it stands.
+    """
 
     preset: str
     steps: int
@@ -48,12 +54,34 @@ class Workload:
     peer: dict[str, Any]
     mode: str = "collocated"
     target: float | None = None
+    name: str = ""
+    changes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+    @property
+    def title(self) -> str:
+        """What figures are called by."""
+        return self.name or self.preset
+
+
+# ChatML without the template's system message: about 16 tokens.
+SHORT_PROMPT = {
+    "template": "<|im_start|>user\nWhat is {expression}?<|im_end|>\n<|im_start|>assistant\n",
+    "chat": False,
+}
+LONG = {
+    "data": {"prompt": SHORT_PROMPT},
+    "sampling": {"temperature": 1.0, "max_new_tokens": 128},
+    "trainer": {"micro_batch_tokens": 1024},
+}
 
 
 # Each side's fastest settings of those tried, see docs/performance.md.
 WORKLOADS = (
     Workload("tiny", 120, 3, {"threads": 1, "micro_batch": 128}, mode="disaggregated", target=0.8),
     Workload("smollm2", 3, 2, {"threads": 2, "micro_batch": 32}),
+    Workload(
+        "smollm2", 3, 2, {"threads": 2, "micro_batch": 8}, mode="disaggregated", name="long", changes=LONG
+    ),
 )
 TARGET_STEPS = 10
 
@@ -83,16 +111,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    names = [workload.preset for workload in WORKLOADS]
-    parser.add_argument("--preset", choices=names, nargs="+", default=names)
-    parser.add_argument("--turns", type=int, help="turns of each side; default: tiny 3, smollm2 2")
-    parser.add_argument("--steps", type=int, help="steps of a turn; default: tiny 120, smollm2 3")
+    names = [workload.title for workload in WORKLOADS]
+    parser.add_argument("--preset", choices=names, nargs="+", default=names, help="which workloads")
+    parser.add_argument("--turns", type=int, help="turns of each side; default: tiny 3, the others 2")
+    parser.add_argument("--steps", type=int, help="steps of a turn; default: tiny 120, the others 3")
     parser.add_argument("--mode", choices=("collocated", "disaggregated"), help="default: the faster one")
     parser.add_argument("--peer", type=json.loads, default={}, help="other settings of TRL, as JSON")
     options = parser.parse_args()
     python = environment("trl", PEERS)
     figures: dict[str, float | None] = {}
-    for workload in (item for item in WORKLOADS if item.preset in options.preset):
+    for workload in (item for item in WORKLOADS if item.title in options.preset):
         found = list(measure(workload, python, options))
         figures |= summarise(workload, found)
     say(f"at the end: {machine()}")
@@ -105,7 +133,7 @@ def measure(workload: Workload, python: Path, options: argparse.Namespace) -> It
     spec = make_spec(workload, steps, options.mode)
     spec["model"]["path"] = str(initial_weights(spec))
     task = {**make_task(spec), **workload.peer, **options.peer}
-    say(f"{workload.preset}: {steps} steps a turn, {spec['placement']['mode']}; TRL {task_settings(task)}")
+    say(f"{workload.title}: {steps} steps a turn, {spec['placement']['mode']}; TRL {task_settings(task)}")
     for turn in range(options.turns or workload.turns):
         first, second = (headrace_turn, trl_turn) if turn % 2 == 0 else (trl_turn, headrace_turn)
         say(f"turn {turn + 1}: {machine()}")
@@ -122,6 +150,8 @@ def make_spec(workload: Workload, steps: int, mode: str | None) -> dict[str, Any
     spec.pop("evaluation", None)
     spec |= {"steps": steps, "export": False, "checkpoint": {"enabled": False}}
     spec["data"]["heldout"] = 0
+    for section, values in workload.changes.items():
+        spec[section] = {**spec[section], **values}
     spec["placement"] = {"mode": mode or workload.mode}
     spec["model"]["path"] = str(make_model(workload.preset))
     return spec
@@ -221,9 +251,17 @@ def headrace_turn(spec: dict[str, Any], task: dict[str, Any], python: Path) -> T
     later = steps[WARM_UP_STEPS:]
     shown = {stage: median(step.stage_s.get(stage, 0.0) for step in later) for stage in stages}
     say("  Headrace, seconds of a step by stage: " + ", ".join(f"{k} {v:.3f}" for k, v in shown.items()))
+    say(f"  {bound(shown, median(step.wall_s for step in later), fmean(step.tokens for step in later))}")
     started = next(event.time for event in events if event.type == "step_opened")
     ends = [event.time - started for event in events if event.type == "step_committed"]
     return Turn(ends, [step.reward_mean for step in steps], task["prompts_per_step"] * task["group_size"])
+
+
+def bound(stages: Mapping[str, float], wall_s: float, tokens: float) -> str:
+    """What bounds a step: its longest stage, and the tokens that were sampled."""
+    longest = max(stages, key=lambda stage: stages[stage])
+    share = stages[longest] / wall_s
+    return f"a step of {wall_s:.2f} s with {tokens:.0f} sampled tokens; {longest} is at work for {share:.0%} of it"
 
 
 def finished(fleet: Fleet, spec: dict[str, Any]) -> Any:
@@ -290,7 +328,7 @@ def summarise(workload: Workload, pairs: Sequence[tuple[Turn, Turn]]) -> dict[st
             for index, ((mine, peer), pair) in enumerate(zip(seconds, pairs, strict=True))
         ],
     )
-    name, samples = workload.preset, pairs[0][0].samples
+    name, samples = workload.title, pairs[0][0].samples
     ours, theirs = (
         samples / median(second for pair in pairs for second in pair[side].step_seconds()) for side in (0, 1)
     )

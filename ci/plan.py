@@ -74,6 +74,7 @@ LINT = [
     _tool("imports", "lint-imports", "--no-logo"),
     _tests("proto", "proto/tests", shares=True),
     _script("run-spec-page", "-m", "ci.spec_docs", "--check", "docs/run-spec.md"),
+    _script("reference-pages", "-m", "ci.reference_docs", "--check", "docs"),
     _script("private-paths", "-m", "ci.private_paths"),
 ]
 

@@ -15,7 +15,8 @@ def events(rewards, clip=0.1, optimizer_steps=4):
     yield {"type": "evaluated", "view": {"score": 0.1}}
     for reward in rewards:
         view = {"reward_mean": reward, "optimizer_steps": optimizer_steps, "clip_fraction": clip}
-        yield {"type": "step_committed", "view": {"figures": view}}
+        counts = {"tokens": 30, "trained": 10, "filtered": 2, "refilled": 1}
+        yield {"type": "step_committed", "view": {"figures": view, **counts}}
     yield {"type": "evaluated", "view": {"score": 0.9}}
 
 
@@ -23,6 +24,7 @@ def test_a_runs_figures_are_of_its_first_and_last_steps():
     found = algorithms.figures(events([0.0] * 10 + [0.5] * 5 + [1.0] * 10))
     assert (found["reward_first"], found["reward_last"], found["optimizer_steps"]) == (0.0, 1.0, 100)
     assert (found["heldout_before"], found["heldout_after"]) == (0.1, 0.9) and len(found["rewards"]) == 25
+    assert (found["tokens_a_slot_last"], found["filtered_slots"], found["refilled_groups"]) == (3.0, 50, 25)
     algorithms.check("some", found)
 
 
@@ -55,7 +57,7 @@ def test_recorded_runs_are_drawn_and_not_repeated(tmp_path, monkeypatch, capsys)
     record, picture, asked = tmp_path / "runs.json", tmp_path / "curves.svg", []
     record.write_text(json.dumps({"grpo": {"0": algorithms.figures(events([0.5] * 20))}}))
 
-    def run(name, seed, steps, model):
+    def run(name, seed, steps, model, overrides):
         asked.append((name, seed))
         return algorithms.figures(events([0.25] * 20))
 

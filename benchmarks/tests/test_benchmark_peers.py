@@ -6,7 +6,8 @@ from pathlib import Path
 
 import prefix
 import pytest
-from end_to_end_vs_trl import TARGET_STEPS, Turn, Workload, make_spec, read_turn, summarise
+from end_to_end_vs_trl import TARGET_STEPS, WORKLOADS, Turn, Workload, bound, make_spec, read_turn, summarise
+from headrace_schema.spec import RunSpec
 
 
 def turn(seconds, rewards=None):
@@ -59,6 +60,26 @@ def test_both_sides_do_without_evaluation_and_checkpoints(monkeypatch):
     assert spec["steps"] == 7 and spec["placement"] == {"mode": "disaggregated"}
     assert "evaluation" not in spec and spec["data"]["heldout"] == 0 and not spec["export"]
     assert spec["checkpoint"] == {"enabled": False}
+
+
+def test_the_long_workload_is_the_preset_with_short_prompts_and_long_answers(monkeypatch):
+    monkeypatch.setattr("end_to_end_vs_trl.make_model", lambda preset: Path("/models") / preset)
+    (long,) = (workload for workload in WORKLOADS if workload.title == "long")
+    spec = RunSpec.model_validate(make_spec(long, 2, None))
+    assert spec.model.path == "/models/smollm2" and spec.sampling.max_new_tokens == 128
+    assert not spec.data.prompt.chat and len(spec.data.prompt.template) < 80
+    assert (
+        spec.slots_per_step == 32
+        and spec.optimizer.lr == pytest.approx(2e-5)
+        and long.peer["micro_batch"] == 8
+    )
+    turns = [(turn([1.0, 2.0]), turn([1.0, 4.0]))]
+    assert summarise(long, turns)["long_samples_vs_trl"] == pytest.approx(2.0)
+
+
+def test_a_step_is_bound_by_its_longest_stage():
+    said = bound({"generate": 2.0, "learn": 7.0, "score": 0.1}, 10.0, 1234.4)
+    assert said == "a step of 10.00 s with 1234 sampled tokens; learn is at work for 70% of it"
 
 
 def test_prefix_speedup_is_of_the_medians():

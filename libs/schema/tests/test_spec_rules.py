@@ -75,6 +75,8 @@ def test_a_minimal_spec_is_valid_and_its_json_is_a_fixed_point():
         ({"sampling.stop": "x"}, "sampling.stop", "write a list"),
         ({"model": "org/model"}, "model", "write a mapping"),
         ({"algorithm.group_size": 1}, "algorithm.group_size", "use at least 2"),
+        ({"algorithm.name": "distill"}, "trainer.reference", "give the teacher's path"),
+        ({"trainer.reference.path": "m"}, "trainer.reference", "no option of grpo uses it"),
         ({"trainer.ranks": 3}, "algorithm.prompts_per_step", "the nearest valid value is 3"),
         ({"algorithm.clip_low": 0.2}, "algorithm.clip_low", "belong in algorithm.options"),
         ({"optimizer.schedule.warmup_steps": 11}, "optimizer.schedule.warmup_steps", "value is 10"),

@@ -58,6 +58,18 @@ def test_what_cannot_be_is_named_by_its_key(changes, key, words):
     assert words in found[key]
 
 
+def test_a_fork_may_wait_for_the_checkpoint_that_is_being_written():
+    """Beyond `checkpoint.keep: 1` the known one is deleted, and the next one is not known yet."""
+    origin = RunView.from_json(
+        {"id": "sums-1", "state": "RUNNING", "spec": spec_of().model_dump(mode="json")}
+    )
+    newest = spec_of(from_checkpoint={"run": "sums-1"})
+    assert check_fork(newest, origin, (), saving=True) == []
+    assert check_fork(newest, origin, ()) and check_fork(spec_of(), origin, (), saving=True)
+    other = spec_of(from_checkpoint={"run": "sums-1"}, algorithm={"group_size": 2, "prompts_per_step": 4})
+    assert check_fork(other, origin, (), saving=True)
+
+
 def test_an_unknown_origin_names_the_nearest():
     assert "did you mean sums-1?" in unknown_origin("sums-2", ["sums-1", "other"]).fix
     assert "headrace run list" in unknown_origin("sums-2", []).fix

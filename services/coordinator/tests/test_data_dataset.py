@@ -4,11 +4,15 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
+from pathlib import Path
 
 import pytest
 from headrace_coordinator.data import DataItem, Dataset
 from headrace_schema.generating import DataSection, PromptSection
 from headrace_schema.problems import Impossible
+from headrace_schema.spec import RunSpec
+from headrace_schema.yaml_text import read_yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -207,6 +211,20 @@ def test_a_changed_file_changes_the_digest(tmp_path):
     second = Dataset.open(section, 0)
     assert second.train_item(0).answer == "22"
     assert first.digest != second.digest
+
+
+def test_the_example_of_two_tasks_trains_and_judges_both():
+    file = Path(__file__).resolve().parents[3] / "examples" / "smollm2_mixture.yaml"
+    spec = RunSpec.model_validate(read_yaml(file.read_text(encoding="utf-8")))
+    data = Dataset.open(spec.data, spec.seed)
+    train, held = epoch(data, 0), data.heldout_items()
+    assert (len(train), len(held)) == (207, 90)
+    for items in (train, held):
+        shares = Counter("*" in item.fields["expression"] for item in items)
+        assert 0.2 < shares[True] / len(items) < 0.5 and {item.fields["part"] for item in items} == {0, 1}
+    assert not expressions([*train, *held]) & set(spec.data.exclude)
+    prompt = data.prompt(held[0]).chat[0]["content"]
+    assert prompt.endswith(f"\n{held[0].fields['expression']} =")
 
 
 def mixture(*weights: int | None) -> DataSection:

@@ -27,6 +27,22 @@ async def test_the_page_and_all_that_it_loads_are_served_under_a_strict_policy(a
     assert not re.search(r"<script>|<style|\son\w+=|style=|javascript:|https?://", page.text)
 
 
+async def test_the_docs_are_swagger_ui_from_here_without_a_token_or_another_host(fake_control, tmp_path):
+    transport = httpx.ASGITransport(make_app(fake_control, runs_directory=tmp_path, token="s3cret"))
+    async with httpx.AsyncClient(transport=transport, base_url="http://coordinator:8470") as client:
+        page = await client.get("/docs")
+        assert page.status_code == 200 and (await client.head("/docs")).status_code == 200
+        policy = page.headers["content-security-policy"]
+        assert "default-src 'self'" in policy and "unsafe" not in policy
+        loaded = re.findall(r'(?:src|href)="([^"]+)"', page.text)
+        assert "/docs/swagger-ui-bundle.js" in loaded and all(path.startswith("/") for path in loaded)
+        for path in loaded:
+            assert (await client.get(path)).status_code == 200, path
+        assert "sourceMappingURL" not in (await client.get("/docs/swagger-ui-bundle.js")).text[-400:]
+        assert (await client.get("/docs/nothing.js")).status_code == 404
+        assert (await client.get("/openapi.json")).status_code == 401
+
+
 async def test_a_file_that_has_not_changed_is_not_sent_again(api):
     first = await api.get("/")
     again = await api.get("/", headers={"If-None-Match": first.headers["etag"]})

@@ -13,7 +13,15 @@ from headrace_schema.learning import AlgorithmSection
 from headrace_schema.openings import TrainerConfig
 from headrace_servicekit.rpc.errors import reason_of
 from headrace_trainer.algorithms import build_algorithm, gae_advantages, ppo_loss, value_loss
-from headrace_trainer.algorithms._base import RETURNS, VALUES, Barrier, Outcomes, TokenBatch
+from headrace_trainer.algorithms._base import (
+    OLD_LOG_PROBS,
+    REFERENCE_LOG_PROBS,
+    RETURNS,
+    VALUES,
+    Barrier,
+    Outcomes,
+    TokenBatch,
+)
 from headrace_trainer.backends._base import CommitReport
 from headrace_trainer.learning import step as steps
 from headrace_trainer.learning.batch import BatchLearner
@@ -59,16 +67,27 @@ def test_advantages_and_returns_are_gae_s(outcomes, whiten):
     found = algorithm.advantages(outcomes)
     given = {"gamma": 0.9, "lam": 0.8, "whiten_advantages": whiten}
     torch.testing.assert_close(found, gae_advantages(outcomes.rewards_B, values_BT, mask_BT, **given))
-    rewarded = replace(outcomes, token_rewards_BT=-0.1 * mask_BT.double())
-    rewards_BT = rewarded.rewards_BT()
-    assert rewards_BT[0].tolist() == pytest.approx([-0.1, -0.1, 0.9, 0, 0]) and not rewards_BT[1].any()
-    expected = gae_advantages(rewards_BT, values_BT, mask_BT, **given)
-    torch.testing.assert_close(algorithm.advantages(rewarded), expected)
     cut = replace(outcomes, bootstrap_values_B=torch.tensor([0.0, 0, 2, 0, 0, 0], dtype=torch.float64))
     expected = gae_advantages(
         outcomes.rewards_B, values_BT, mask_BT, bootstrap_values_B=cut.bootstrap_values_B, **given
     )
     torch.testing.assert_close(algorithm.advantages(cut), expected)
+
+
+def test_kl_rewards_are_every_token_s(outcomes):
+    algorithm = build(kl_reward_coef=0.1, kl_estimator="k1", gamma=0.9, lam=0.8)
+    assert set(algorithm.columns) == {VALUES, OLD_LOG_PROBS, REFERENCE_LOG_PROBS}
+    mask_BT = outcomes.mask_BT.double()
+    columns_BT = {OLD_LOG_PROBS: -1.0 * mask_BT, REFERENCE_LOG_PROBS: -3.0 * mask_BT, **outcomes.columns_BT}
+    rewards_BT = -0.2 * mask_BT
+    for row, length in enumerate(LENGTHS):
+        if length:
+            rewards_BT[row, length - 1] += outcomes.rewards_B[row]
+    found = algorithm.advantages(replace(outcomes, columns_BT=columns_BT))
+    expected = gae_advantages(
+        rewards_BT, columns_BT[VALUES], mask_BT, gamma=0.9, lam=0.8, whiten_advantages=True
+    )
+    torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.parametrize("aggregation", ["token-mean", "seq-mean-token-mean"])
@@ -264,6 +283,11 @@ async def test_the_figures_of_a_step_tell_how_the_critic_does(
     assert seen[0]["value_mean"] == 0 and seen[0]["explained_variance"] == pytest.approx(0.0, abs=1e-6)
     assert 0 < seen[0]["infer_seconds"] < seen[0]["learn_seconds"]
     assert seen[-1]["explained_variance"] > 0.3 and seen[-1]["value_loss"] < seen[0]["value_loss"]
+    answers = [group.members[0].trajectory for group in groups]
+    values = [list(each.values) for each in (await client.infer(answers, pb.INFER_KIND_VALUES)).sequences]
+    assert sum(values[0]) / len(values[0]) > sum(values[1]) / len(values[1]), (
+        "the one that is worth something"
+    )
     assert seen[0]["groups_all_equal"] == 3 and seen[0]["grad_norm"] > 0, "equal rewards teach a critic too"
 
 

@@ -15,6 +15,10 @@ from headrace_modelkit.weights import load_weights
 from headrace_schema.generating import ModelSection
 from headrace_servicekit.rpc.errors import reason_of
 from headrace_trainer.algorithms.functional import kl_estimate
+from headrace_trainer.backends._base import CommitReport
+from headrace_trainer.learning import step as steps
+from headrace_trainer.learning.batch import BatchLearner
+from headrace_trainer.learning.learner import Learner
 
 KL = {"kl_loss_coef": 0.3, "entropy_coef": 0.1}
 
@@ -247,3 +251,41 @@ async def test_a_run_without_a_reference_infers_none(client, make_settled):
     version = (await client.open()).version
     with pytest.raises(grpc.aio.AioRpcError, match="has no reference model"):
         await client.infer([make_settled(0, version=version).members[0].trajectory], kind=2)
+
+
+class BackendRounds:
+    """A trainer group of one: its rounds go straight to a backend; an optimizer step gives its gradient away."""
+
+    world_size = 1
+    shares_prefixes = True
+
+    def __init__(self, backend):
+        self.backend = backend
+
+    def micro(self, work):
+        return self.backend.micro(work[0]).finite
+
+    def infer(self, groups, columns):
+        return [self.backend.infer([group], columns) for group in groups]
+
+    def apply(self, denominator, rate):
+        self.gradient = self.backend.reduced_gradient(denominator)
+        return CommitReport(True, 1.0)
+
+
+def test_a_streamed_step_equals_a_batched_one(make_moved, make_group, relative_l2):
+    """With KL and entropy terms, a group without advantages, and groups that come one by one in any order."""
+    backend, _ = make_moved({**KL, "kl_target": 0.1})
+    state = steps.restored(steps.StepState(), steps.Version(5, 1, 1), {1: 0})
+    state = steps.begin(state, steps.Begin(1, 1, 5, 6))[0]
+    groups = [make_group(0, version=5), make_group(1, version=5, rewards=[1.0] * 4), make_group(2, version=5)]
+    gradients = []
+    for kind, arrivals in ((BatchLearner, [groups]), (Learner, [[group] for group in groups[::-1]])):
+        rounds = BackendRounds(backend)
+        learner = kind(backend._config, backend._algorithm, rounds)
+        after = state
+        for arrived in arrivals:
+            after = learner.learn(after, arrived)
+        assert len(after.accumulated) == 3 and learner.finish(after, 0.0).finite
+        gradients.append(rounds.gradient)
+    assert relative_l2(*gradients) < 1e-5

@@ -365,9 +365,12 @@ async def test_weights_are_served(client):
     assert (await stub.GetManifest(request)).version.number == 1
 
 
-async def test_unserved_kinds_of_inference_say_so(client):
-    await client.open()
-    assert await refused(client.infer([], pb.INFER_KIND_VALUES)) == "UNIMPLEMENTED"
+async def test_values_of_a_run_without_a_critic_are_refused(client, make_settled):
+    version = (await client.open()).version
+    trajectory = make_settled(0, version=version).members[0].trajectory
+    with pytest.raises(grpc.aio.AioRpcError, match="the run has no critic") as caught:
+        await client.infer([trajectory], pb.INFER_KIND_VALUES)
+    assert reason_of(caught.value) == "INVALID"
 
 
 def test_capabilities_and_help_need_no_torch():

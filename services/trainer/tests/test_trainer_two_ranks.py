@@ -131,8 +131,9 @@ PASSES = {"epochs": 2, "minibatches": 2}
         ("grpo", PASSES),
         ("ppo", {**PASSES, "critic_lr": 1e-3}),
         ("ppo", {**PASSES, "critic": "model"}),
+        ("grpo", {"kl_loss_coef": 0.3, "kl_target": 1e-4, "entropy_coef": 0.1}),
     ],
-    ids=["one pass", "passes", "value head", "critic"],
+    ids=["one pass", "passes", "value head", "critic", "reference"],
 )
 async def test_two_ranks_equal_one(
     pair, client, make_config, make_settled, settled_digest, algorithm, options
@@ -151,6 +152,8 @@ async def test_two_ranks_equal_one(
             assert ours.figures[name] == pytest.approx(reference.figures[name], rel=1e-4, abs=1e-6), name
         assert ours.token_count == reference.token_count
         assert ours.figures.keys() == reference.figures.keys()
+        for name in {"reference_kl", "kl_coefficient"} & set(reference.figures):
+            assert ours.figures[name] == pytest.approx(reference.figures[name], rel=1e-2, abs=1e-7), name
         if algorithm == "ppo":
             for name in ("value_loss", "explained_variance", "critic_grad_norm"):
                 assert ours.figures[name] == pytest.approx(reference.figures[name], rel=1e-3, abs=1e-5), name

@@ -12,7 +12,7 @@ from headrace_schema.generating import SamplingSection
 from headrace_servicekit.rpc.digests import set_digest, trajectory_digest
 from headrace_servicekit.rpc.requests import check_enum
 
-from headrace_trainer.algorithms._base import OLD_LOG_PROBS, REFERENCE_LOG_PROBS
+from headrace_trainer.algorithms._base import OLD_LOG_PROBS, REFERENCE_LOG_PROBS, VALUES
 from headrace_trainer.checkpoints.asides import SetAside
 from headrace_trainer.checkpoints.tree import Saved
 from headrace_trainer.errors import invalid
@@ -44,6 +44,7 @@ PHASES = {
 COLUMNS = {
     trainer_pb2.INFER_KIND_LOG_PROBS: OLD_LOG_PROBS,
     trainer_pb2.INFER_KIND_REFERENCE_LOG_PROBS: REFERENCE_LOG_PROBS,
+    trainer_pb2.INFER_KIND_VALUES: VALUES,
 }
 """What Infer serves, by the column that is its answer."""
 

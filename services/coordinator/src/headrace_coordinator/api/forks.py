@@ -22,8 +22,16 @@ def unknown_origin(run: str, known: Sequence[str]) -> KeyProblemView:
     return problem("from_checkpoint.run", f"there is no run {run}", fix)
 
 
-def check_fork(spec: RunSpec, origin: RunView, steps: Sequence[int]) -> list[KeyProblemView]:
-    """Problems of a fork from `origin`; `steps` are those of its checkpoints, newest first."""
+def check_fork(
+    spec: RunSpec, origin: RunView, steps: Sequence[int], *, saving: bool = False
+) -> list[KeyProblemView]:
+    """Problems of a fork from `origin`; `steps` are those of its checkpoints, newest first.
+
+    `saving`: it has saved some and goes on. With `checkpoint.keep: 1` the one that is known is deleted before the
+    next one is: a fork that names no step begins with whichever is there when it starts.
+    """
+    if not steps and saving and spec.from_checkpoint and spec.from_checkpoint.step is None:
+        return _batch_shape(spec, origin)
     if not steps:
         return [problem("from_checkpoint.run", f"run {origin.id} has no checkpoint", _how_to_get_one(origin))]
     found = _batch_shape(spec, origin)

@@ -166,7 +166,9 @@ class Reads:
         if origin not in names:
             return [unknown_origin(origin, names[:200])]
         steps = [checkpoint.step for checkpoint in await self.checkpoints(origin)]
-        return check_fork(spec, self.run(origin), steps)
+        live = self.event_log.state.runs.get(origin)
+        saving = live is not None and live.state not in runs.TERMINAL and live.last_checkpoint > 0
+        return check_fork(spec, self.run(origin), steps, saving=saving)
 
     # --- evaluations of suites
 

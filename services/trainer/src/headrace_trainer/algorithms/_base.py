@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from headrace_trainer.algorithms.functional import Advantages, Terms, place_outcomes
+from headrace_trainer.algorithms.functional import Advantages, Terms
 
 OLD_LOG_PROBS = "old_log_probs"
 """Column: the trainer's own log-probs under the weights at which the step began."""
@@ -84,9 +84,8 @@ class Outcomes:
     `groups_B` numbers the groups from 0; samples of a group follow each other. `mask_BT` is true where a sample has
     a t-th trained token (none in a masked answer). `lengths_B` counts the tokens of each answer, trained or not;
     `longest` is the run's limit of them. `columns_BT` are the algorithm's `columns`, 0 outside the mask.
-    `draw` seeds what is drawn by chance: another in each step.
-    `token_rewards_BT` come on top of the outcomes. `bootstrap_values_B` is the critic's value behind the last token of
-    a sample that was cut, 0 of one that ended; None where the critic does not bootstrap.
+    `draw` seeds what is drawn by chance: another in each step. `bootstrap_values_B` is the critic's value behind the
+    last token of a sample that was cut, 0 of one that ended; None where the critic does not bootstrap.
     """
 
     rewards_B: Tensor
@@ -95,14 +94,8 @@ class Outcomes:
     lengths_B: Tensor
     longest: int
     columns_BT: Mapping[str, Tensor] = field(default_factory=dict)
-    token_rewards_BT: Tensor | None = None
     bootstrap_values_B: Tensor | None = None
     draw: int = 0
-
-    def rewards_BT(self) -> Tensor:
-        """(B, T) rewards of tokens: the outcome at the last trained one, and what single tokens have earned."""
-        placed_BT: Tensor = place_outcomes(self.rewards_B, self.mask_BT)
-        return placed_BT if self.token_rewards_BT is None else placed_BT + self.token_rewards_BT
 
 
 @dataclass(frozen=True)

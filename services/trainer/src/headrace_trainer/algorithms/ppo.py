@@ -14,7 +14,7 @@ from headrace_trainer.algorithms._base import (
     TokenBatch,
 )
 from headrace_trainer.algorithms._policy_gradient import ClippedPolicyGradient
-from headrace_trainer.algorithms.functional import Advantages, gae_advantages, value_terms
+from headrace_trainer.algorithms.functional import Advantages, gae_advantages, place_outcomes, value_terms
 from headrace_trainer.algorithms.plugins import ActorCriticOptions
 
 
@@ -45,12 +45,9 @@ class Ppo(ClippedPolicyGradient[ActorCriticOptions]):
         )
 
     def advantages(self, outcomes: Outcomes) -> Advantages:
-        """See `gae_advantages`; the outcome is the reward of the last trained token; KL rewards go to every one.
-
-        Whitened with n - 1 (verl).
-        """
+        """See `gae_advantages`: outcomes are earned by last trained tokens, KL rewards by all. Whitened as by verl."""
         chosen = self.options
-        rewards_BT = outcomes.rewards_BT()
+        rewards_BT = place_outcomes(outcomes.rewards_B, outcomes.mask_BT)
         if chosen.kl_reward_coef:
             rewards_BT = rewards_BT + self.kl_rewards(outcomes)
         found: Advantages = gae_advantages(

@@ -1,6 +1,6 @@
-"""The dashboard's files: read once, served with a policy under which nothing but them runs. Knows no run.
+"""The files of the dashboard and of /docs: read once, served with a policy under which nothing else runs.
 
-They hold no data, so they need no token; what they show they ask of the API, with the user's token.
+Knows no run. They hold no data, so they need no token; what they show they ask of the API, with the user's token.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from fastapi import APIRouter, Request, Response
 from starlette.exceptions import HTTPException
 
 FOLDER = "/dashboard/"
+DOCS = "/docs"
 TYPES = {
     "html": "text/html; charset=utf-8",
     "js": "text/javascript; charset=utf-8",
@@ -27,6 +28,8 @@ POLICY = "; ".join(
         *("form-action 'none'", "frame-ancestors 'none'"),
     ]
 )
+# Swagger UI's stylesheet holds its icons.
+DOCS_POLICY = f"{POLICY}; img-src 'self' data:"
 HEADERS = {
     "Content-Security-Policy": POLICY,
     "X-Content-Type-Options": "nosniff",
@@ -36,14 +39,14 @@ HEADERS = {
 
 
 def is_page(path: str) -> bool:
-    """Whether a path is of the dashboard's files, there or not."""
-    return path == "/" or path.startswith(FOLDER)
+    """Whether a path is of the pages' files, there or not."""
+    return path in ("/", DOCS) or path.startswith((FOLDER, DOCS + "/"))
 
 
 @cache
-def page_files() -> dict[str, tuple[bytes, str, str]]:
-    """Name below the folder to (content, media type, entity tag)."""
-    return dict(_found(files("headrace_coordinator").joinpath("dashboard"), ""))
+def page_files(folder: str = "dashboard") -> dict[str, tuple[bytes, str, str]]:
+    """Name below a folder of the package to (content, media type, entity tag)."""
+    return dict(_found(files("headrace_coordinator").joinpath(folder), ""))
 
 
 def _found(folder: Traversable, prefix: str) -> list[tuple[str, tuple[bytes, str, str]]]:
@@ -60,7 +63,7 @@ def _found(folder: Traversable, prefix: str) -> list[tuple[str, tuple[bytes, str
 
 
 def page_routes() -> APIRouter:
-    """`/` and what lies below `/dashboard/`."""
+    """`/` and what lies below `/dashboard/`; `/docs`, Swagger UI on the API's description, and what lies below it."""
     routes = APIRouter(include_in_schema=False)
 
     @routes.api_route("/", methods=["GET", "HEAD"])
@@ -71,14 +74,23 @@ def page_routes() -> APIRouter:
     async def get_dashboard_file(request: Request, name: str) -> Response:
         return _answer(request, name)
 
+    @routes.api_route(DOCS, methods=["GET", "HEAD"])
+    async def get_docs(request: Request) -> Response:
+        return _answer(request, "index.html", "api_reference", DOCS_POLICY)
+
+    @routes.api_route(DOCS + "/{name:path}", methods=["GET", "HEAD"])
+    async def get_docs_file(request: Request, name: str) -> Response:
+        return _answer(request, name, "api_reference", DOCS_POLICY)
+
     return routes
 
 
-def _answer(request: Request, name: str) -> Response:
-    if name not in page_files():
+def _answer(request: Request, name: str, folder: str = "dashboard", policy: str = POLICY) -> Response:
+    found = page_files(folder)
+    if name not in found:
         raise HTTPException(404)
-    content, media_type, tag = page_files()[name]
-    headers = HEADERS | {"ETag": tag}
+    content, media_type, tag = found[name]
+    headers = HEADERS | {"ETag": tag, "Content-Security-Policy": policy}
     if request.headers.get("if-none-match") == tag:
         return Response(status_code=304, headers=headers)
     return Response(content, headers=headers, media_type=media_type)

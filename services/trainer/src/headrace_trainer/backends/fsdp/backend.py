@@ -393,8 +393,8 @@ class FsdpBackend:
         known = {OLD_LOG_PROBS, VALUES} if self._algorithm.critic else {OLD_LOG_PROBS}
         if REFERENCE_LOG_PROBS in names and self._reference is None:
             raise invalid("the run has no reference model: no option of its algorithm needs one")
-        if unknown := sorted(set(names) - known - {REFERENCE_LOG_PROBS}):
-            raise invalid(f"the fsdp backend cannot infer {unknown[0]} for this algorithm")
+        if VALUES in names and VALUES not in known:
+            raise invalid("the run has no critic: its algorithm needs none")
         computed: dict[str, Tensor | None] = {}
         if known.intersection(names):
             with torch.no_grad():
