@@ -28,7 +28,10 @@ VIEWS = {
 
 @pytest.fixture(scope="module")
 def crowd(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("runs")
+    directory = tmp_path_factory.mktemp("data") / "runs"
+    (directory.parent / "logs").mkdir()
+    lines = [{"level": "info", "message": "ready"}, {"level": "error", "message": "<b>CUDA error</b>"}]
+    (directory.parent / "logs" / "rollout-0.log").write_text("\n".join(map(json.dumps, lines)))
     write_trajectories(directory / "done-1", 12, 64, HOSTILE)
     write_timeline(directory / "done-1", 120)
     write_trajectories(directory / "many-0", 1563, 64, "The answer is 42.")
@@ -76,6 +79,40 @@ def test_hostile_text_stays_text(crowd, open_page):
     assert page.locator("main img, main script").count() == 0
     page.goto(f"{crowd.url}/#/runs/%3Cimg%20src%3Dx%20onerror%3Dalert(1)%3E")
     page.get_by_text("there is no run <img").wait_for()
+
+
+def test_tokens_are_coloured_over_the_text(crowd, open_page):
+    page = opened(open_page, crowd, "trajectories")
+    page.locator(".trajectory summary").first.click()
+    colours = page.get_by_role("group", name="Colour tokens by").first
+    answer = page.locator(".trajectory .answer").first
+    seen = []
+    for name, says in (
+        ("log-prob", "lowest -4.6 nats"),
+        ("advantage", "made"),
+        ("version", "version 11: 10 tokens"),
+    ):
+        colours.get_by_label(name, exact=True).check()
+        assert says in colours.inner_text()
+        assert answer.text_content() == HOSTILE, "no token is lost, and none is cut in a character"
+        pieces = answer.locator(".token")
+        seen.append(pieces.evaluate_all("all => all.map((each) => getComputedStyle(each).backgroundColor)"))
+    by_log_prob, by_advantage, by_version = seen
+    assert len(set(by_log_prob)) > 3
+    assert len(by_advantage) == 1 and len(by_version) == 2
+    page.get_by_text("Its group side by side").first.click()
+    page.locator(".side article").nth(3).wait_for()
+
+
+def test_logs_of_an_instance_are_shown_by_level(crowd, open_page):
+    page = opened(open_page, crowd, "fleet")
+    page.get_by_label("Instance", exact=True).select_option("rollout-0")
+    page.get_by_text("The newest 2 lines of rollout-0").wait_for()
+    page.get_by_label("Least level").select_option("error")
+    page.get_by_text("The newest 1 line of rollout-0").wait_for()
+    assert "<b>CUDA error</b>" in page.locator(".log").inner_text()
+    page.get_by_label("Instance", exact=True).select_option("trainer-0")
+    page.get_by_text("in containers see").wait_for()
 
 
 def test_a_token_in_the_link_is_kept_for_the_tab_and_leaves_the_address(guarded, open_page):

@@ -9,6 +9,7 @@ import math
 import threading
 from collections import Counter
 from collections.abc import AsyncIterator
+from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, cast
@@ -189,8 +190,16 @@ def settled(step: int, prompt: int, sample: int, text: str) -> Settled:
     return Settled(
         step=step, version=step, prompt_ordinal=prompt, sample_index=sample, attempt=1, prompt=f"Q{prompt}: {text}",
         completion=text, reference=text, reward=(prompt + sample) % 4 / 4, parts={"exact": 0.5}, finish_reason="EOS",
-        tokens=24, versions=[(step, 24)], log_probs=[-0.2 * n for n in range(24)],
+        tokens=24, versions=[(step - 1, 10), (step, 14)] if step > 1 else [(step, 24)],
+        log_probs=[-(n * 7 % 24) / 5 for n in range(24)], text_bytes=places(text, 24), advantage=sample % 4 / 2 - 0.75,
     )  # fmt: skip
+
+
+def places(text: str, tokens: int) -> list[int]:
+    """Bytes of each token: as even as can be, and not at the borders of characters."""
+    total = len(text.encode())
+    ends = [total * n // tokens for n in range(tokens + 1)]
+    return [end - start for start, end in pairwise(ends)]
 
 
 def write_trajectories(directory: Path, steps: int, per_step: int, text: str) -> None:
@@ -221,7 +230,7 @@ def write_timeline(directory: Path, steps: int) -> None:
                 for n, gpu in enumerate(gpus)
             ),
             Hold(4 * step + 2, "trainer-0", "learn", gpus, at + 2.6, at + 5, "released"),
-        ]  # fmt: skip
+        ]
         file.append(Part(kind="step", step=step, start=at, end=at + 5, work=work, holds=holds))
 
 

@@ -10,7 +10,7 @@ import textwrap
 import pytest
 from headrace_coordinator.projections import RunProjection, read_trajectories
 from headrace_coordinator.projections.reading import PageTokenError
-from headrace_coordinator.projections.trajectories import Settled, is_spread, spread
+from headrace_coordinator.projections.trajectories import Settled, is_kept, whole_groups
 from headrace_schema.tracking import TrackingSection
 from headrace_schema.views import EvaluationView, StepView
 
@@ -119,13 +119,6 @@ def test_a_torn_line_is_closed_off_and_its_step_written_again(tmp_path):
     projection.close()
     assert json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[1])["step"] == 0
     assert len(read_trajectories(tmp_path).trajectories) == 1
-
-
-@pytest.mark.parametrize(("count", "room"), [(1, 64), (64, 64), (65, 64), (128, 64), (1000, 64), (7, 3)])
-def test_what_a_spread_keeps_is_known_before_it_is_there(count, room):
-    assert [place for place in range(count) if is_spread(place, count, room)] == spread(
-        list(range(count)), room
-    )
 
 
 def test_a_step_keeps_a_spread_sample(tmp_path):
@@ -340,3 +333,27 @@ def test_log_probs_and_versions_of_a_trajectory_are_kept(tmp_path):
     projection.close()
     (view,) = read_trajectories(tmp_path).trajectories
     assert (view.versions, view.log_probs) == ([(3, 1), (4, 1)], [-0.5, None])
+
+
+def test_whole_groups_are_kept_of_a_step(tmp_path):
+    projection = RunProjection(tmp_path, TrackingSection(trajectories_per_step=9))
+    projection.trajectories([trajectory_view(0, group, sample) for group in range(8) for sample in range(4)])
+    projection.trajectories([trajectory_view(1, group, sample) for group in range(2) for sample in range(4)])
+    projection.trajectories([trajectory_view(2, 0, sample) for sample in range(18)])
+    projection.close()
+    kept: dict[tuple[int, int], list[int]] = {}
+    for line in lines(tmp_path / "trajectories.jsonl"):
+        kept.setdefault((line["step"], line["prompt_ordinal"]), []).append(line["sample_index"])
+    whole = [0, 1, 2, 3]
+    assert kept == {(0, 0): whole, (0, 4): whole, (1, 0): whole, (1, 1): whole, (2, 0): list(range(0, 18, 2))}
+
+
+@pytest.mark.parametrize(
+    ("groups", "size", "room"), [(8, 4, 9), (8, 4, 64), (3, 5, 15), (4, 16, 6), (7, 3, 0)]
+)
+def test_what_is_kept_of_the_slots_is_what_whole_groups_choose(groups, size, room):
+    slots = [(place // size, place) for place in range(groups * size)]
+    chosen = whole_groups(slots, room, lambda slot: slot[0])
+    assert [place for _, place in slots if is_kept(place, groups, size, room)] == [
+        place for _, place in chosen
+    ]

@@ -13,6 +13,7 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedConfig
 
 from headrace_modelkit.errors import ModelNotReadable
 from headrace_modelkit.loading import load_architecture, location, reading
+from headrace_modelkit.token_lengths import TokenLengths
 
 
 class TextCodec:
@@ -26,6 +27,7 @@ class TextCodec:
         self.tokenizer = tokenizer
         self.eos_ids = eos_ids
         self.pad_id = pad_id
+        self._lengths = TokenLengths(tokenizer)
 
     def encode_prompt(
         self, chat: Sequence[Mapping[str, str]] | None = None, text: str | None = None, prefill: str = ""
@@ -52,6 +54,11 @@ class TextCodec:
             list(ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
         )
         return text
+
+    def decode_with_lengths(self, ids: Sequence[int]) -> tuple[str, list[int]]:
+        """Text without special tokens, and how many of its bytes (UTF-8) each id is; none where that is unknown."""
+        text = self.decode(ids)
+        return text, self._lengths.of(ids, text)
 
     def _render(self, chat: Sequence[Mapping[str, str]]) -> str:
         if not self.tokenizer.chat_template:

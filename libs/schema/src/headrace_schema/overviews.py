@@ -102,3 +102,18 @@ class TimelineView(Resource):
     work: list[WorkView]
     holds: list[HoldView] = Field(description="leases that overlap the parts, oldest first")
     older: bool = Field(description="whether there are parts before the first one")
+
+
+class LogLineView(Resource):
+    """One line of an instance's log."""
+
+    level: str = Field(description="debug, info, warning, error or critical")
+    time: float | None = Field(description="seconds since the epoch; null where the line does not say")
+    text: str
+
+
+class LogView(Resource):
+    """The newest lines of an instance's log."""
+
+    instance: str
+    lines: list[LogLineView] = Field(description="oldest first")

@@ -198,6 +198,15 @@ class TrajectoryView(Resource):
     log_probs: list[float | None] = Field(
         default=[], description="the engine's log-prob of each sampled token in nats, of the first 1024"
     )
+    text_bytes: list[int] = Field(
+        default=[],
+        description="bytes (UTF-8) of `completion` that each of the first 1024 sampled tokens is; "
+        "empty where its tokenizer does not say",
+    )
+    advantage: float | None = Field(
+        default=None,
+        description="mean advantage over its trained tokens; null where the trainer did not report it",
+    )
     detail: str = Field(default="", description="what made a scorer fail, in an evaluation; empty: nothing")
 
 

@@ -149,12 +149,13 @@ def fill_trajectory(
     fill_key(trajectory.sample, output.key)
     trajectory.attempt = output.attempt
     trajectory.segments.add().tokens.token_ids.extend(output.prompt_ids)
-    _fill_segments(trajectory, output.whole, sampled_from)
+    text, lengths = codec.decode_with_lengths(output.whole.token_ids)
+    _fill_segments(trajectory, output.whole, sampled_from, lengths)
     trajectory.finish_reason = FINISH_REASONS[output.finish]
     trajectory.producer = producer
     # Before completion_text, which no digest covers.
     trajectory.body_digest = digest_bytes(trajectory.SerializeToString(deterministic=True))
-    trajectory.completion_text = codec.decode(output.whole.token_ids)
+    trajectory.completion_text = text
 
 
 def partial_of(output: Output) -> rollout_pb2.PartialSample:
@@ -215,7 +216,10 @@ def distribution_message(distribution: Distribution) -> common_pb2.SamplingDistr
 
 
 def _fill_segments(
-    trajectory: common_pb2.Trajectory, whole: Prefix, sampled_from: common_pb2.SamplingDistribution
+    trajectory: common_pb2.Trajectory,
+    whole: Prefix,
+    sampled_from: common_pb2.SamplingDistribution,
+    lengths: list[int],
 ) -> None:
     start = 0
     for number, count in whole.spans:
@@ -224,6 +228,7 @@ def _fill_segments(
         segment.tokens.token_ids.extend(whole.token_ids[start : start + count])
         segment.tokens.log_probs.extend(whole.log_probs[start : start + count])
         segment.tokens.distribution.CopyFrom(sampled_from)
+        segment.tokens.text_bytes.extend(lengths[start : start + count])
         start += count
 
 

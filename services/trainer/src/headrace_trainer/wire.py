@@ -163,6 +163,7 @@ def outcome(record: GroupRecord) -> trainer_pb2.GroupOutcome:
         disposition=_DISPOSITIONS[record.disposition],
         digest=record.digest,
         detail=record.detail,
+        advantages=record.advantages,
     )
 
 

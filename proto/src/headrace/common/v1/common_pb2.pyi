@@ -233,14 +233,16 @@ class SampleKey(_message.Message):
     def __init__(self, prompt_ordinal: _Optional[int] = ..., sample_index: _Optional[int] = ...) -> None: ...
 
 class TokenSegment(_message.Message):
-    __slots__ = ("token_ids", "log_probs", "distribution")
+    __slots__ = ("token_ids", "log_probs", "distribution", "text_bytes")
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     LOG_PROBS_FIELD_NUMBER: _ClassVar[int]
     DISTRIBUTION_FIELD_NUMBER: _ClassVar[int]
+    TEXT_BYTES_FIELD_NUMBER: _ClassVar[int]
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     log_probs: _containers.RepeatedScalarFieldContainer[float]
     distribution: SamplingDistribution
-    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., log_probs: _Optional[_Iterable[float]] = ..., distribution: _Optional[_Union[SamplingDistribution, _Mapping]] = ...) -> None: ...
+    text_bytes: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., log_probs: _Optional[_Iterable[float]] = ..., distribution: _Optional[_Union[SamplingDistribution, _Mapping]] = ..., text_bytes: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class ActionSegment(_message.Message):
     __slots__ = ("observation", "sampled_action", "executed_action", "executed_length", "valid_mask", "log_probs", "rewards", "successes", "terminated", "truncated", "final_observation", "value")

@@ -224,16 +224,18 @@ class LearnResponse(_message.Message):
     def __init__(self, outcomes: _Optional[_Iterable[_Union[GroupOutcome, _Mapping]]] = ..., metrics: _Optional[_Union[_common_pb2.StageMetrics, _Mapping]] = ..., revoked: _Optional[bool] = ...) -> None: ...
 
 class GroupOutcome(_message.Message):
-    __slots__ = ("prompt_ordinal", "disposition", "digest", "detail")
+    __slots__ = ("prompt_ordinal", "disposition", "digest", "detail", "advantages")
     PROMPT_ORDINAL_FIELD_NUMBER: _ClassVar[int]
     DISPOSITION_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     DETAIL_FIELD_NUMBER: _ClassVar[int]
+    ADVANTAGES_FIELD_NUMBER: _ClassVar[int]
     prompt_ordinal: int
     disposition: GroupDisposition
     digest: str
     detail: str
-    def __init__(self, prompt_ordinal: _Optional[int] = ..., disposition: _Optional[_Union[GroupDisposition, str]] = ..., digest: _Optional[str] = ..., detail: _Optional[str] = ...) -> None: ...
+    advantages: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, prompt_ordinal: _Optional[int] = ..., disposition: _Optional[_Union[GroupDisposition, str]] = ..., digest: _Optional[str] = ..., detail: _Optional[str] = ..., advantages: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class CommitStepRequest(_message.Message):
     __slots__ = ("header", "step", "attempt", "base_number", "next_number", "set_digest", "step_manifest")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
@@ -12,7 +13,7 @@ from headrace_coordinator.projections.lines import LineFile, read_lines
 
 NAME = "trajectories.jsonl"
 LOG_PROBS_KEPT = 1024
-"""Tokens of an answer whose log-prob is kept."""
+"""Tokens of an answer whose log-prob and place in the text are kept."""
 T = TypeVar("T")
 Key = tuple[int, int, int, int, int]
 
@@ -44,6 +45,8 @@ class Settled(Slot, frozen=True, omit_defaults=True):
     tokens: int
     versions: list[tuple[int, int]] = []
     log_probs: list[float] = []
+    text_bytes: list[int] = []
+    advantage: float | None = None
     detail: str = ""
 
 
@@ -52,7 +55,7 @@ decode_slot = msgspec.json.Decoder(Slot).decode
 
 
 class TrajectoryFile:
-    """Writes at most `per_step` lines of a (step, version); keeps `kept_files` full files."""
+    """Writes at most `per_step` lines of a (step, version), in whole groups; keeps `kept_files` full files."""
 
     def __init__(self, directory: Path, per_step: int, file_bytes: int, kept_files: int) -> None:
         self._directory, self._per_step = directory, per_step
@@ -62,7 +65,7 @@ class TrajectoryFile:
         self._counts = Counter((step, version) for step, version, *_ in self._written)
 
     def append(self, views: list[Settled]) -> None:
-        """Appends what is new and fits the cap, evenly over the slots of the call."""
+        """Appends what is new and fits the cap: whole groups, evenly over those of the call."""
         new = {view.key: view for view in views}
         by_step: dict[tuple[int, int], list[Settled]] = {}
         for key in sorted(new.keys() - self._written):
@@ -70,7 +73,7 @@ class TrajectoryFile:
         chosen = [
             view
             for step, found in by_step.items()
-            for view in spread(found, self._per_step - self._counts[step])
+            for view in whole_groups(found, self._per_step - self._counts[step], _prompt)
         ]
         if not chosen:
             return
@@ -115,12 +118,41 @@ def _keys(path: Path) -> set[Key]:
     return found
 
 
-def is_spread(place: int, count: int, room: int) -> bool:
-    """Whether `spread` gives `room` of `count` views the one at `place`; beyond `count` it goes on alike."""
+def _prompt(view: Settled) -> int:
+    return view.prompt_ordinal
+
+
+def is_kept(place: int, groups: int, size: int, room: int) -> bool:
+    """Whether `whole_groups` may give the slot at `place` of a step of `groups` groups of `size`."""
+    group, member = divmod(place, size)
+    if room < size:
+        return group % groups == 0 and _is_spread(member, size, room)
+    return _is_spread(group, groups, room // size)
+
+
+def _is_spread(place: int, count: int, room: int) -> bool:
+    """Whether `_spread` gives `room` of `count` views the one at `place`; beyond `count` it goes on alike."""
     return count <= room or (room > 0 and -(-place * room // count) * count // room == place)
 
 
-def spread(views: list[T], room: int) -> list[T]:
+def whole_groups(views: list[T], room: int, group_of: Callable[[T], int]) -> list[T]:
+    """At most `room` of the views: whole groups at even distances, so that no prompt of a step is preferred.
+
+    Of a group that does not fit alone, members at even distances.
+    """
+    if len(views) <= room:
+        return views
+    groups: dict[int, list[T]] = {}
+    for view in views:
+        groups.setdefault(group_of(view), []).append(view)
+    members = list(groups.values())
+    fit = room // max(map(len, members))
+    if fit:
+        return [view for group in _spread(members, fit) for view in group]
+    return _spread(members[0], room)
+
+
+def _spread(views: list[T], room: int) -> list[T]:
     """`room` of the views at even distances: neither the first prompts nor the shortest answers win."""
     if room <= 0 or len(views) <= room:
         return views[: max(room, 0)]

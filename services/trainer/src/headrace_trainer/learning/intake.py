@@ -9,7 +9,7 @@ import math
 import random
 from collections import Counter
 from collections.abc import Sequence as Many
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from headrace_schema.openings import TrainerConfig
@@ -84,7 +84,8 @@ class Intake:
             targets = [{RETURNS: next(returns)[:length]} if returns else {} for length in lengths]
             needed = self._algorithm.every_token or any(any(each) for each in own)
             sequences = self._sequences(inferred, own, targets) if needed else []
-            found.append(Prepared(self.record(state, inferred.group), sequences))
+            record = replace(self.record(state, inferred.group), advantages=tuple(map(_mean, own)))
+            found.append(Prepared(record, sequences))
         return found
 
     def record(self, state: steps.StepState, group: Group) -> GroupRecord:
@@ -209,3 +210,8 @@ def _padded(values: list[float], longest: int) -> list[float]:
 
 def _double(values: list[float] | list[list[float]]) -> Tensor:
     return torch.tensor(values, dtype=torch.float64)
+
+
+def _mean(values: list[float]) -> float:
+    """0 for a member that carries no loss."""
+    return sum(values) / len(values) if values else 0.0

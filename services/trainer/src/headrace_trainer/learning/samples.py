@@ -108,3 +108,5 @@ class GroupRecord:
     tokens_by_version: Counter[int] = field(default_factory=Counter)
     rewards: tuple[float, ...] = ()
     answer_lengths: tuple[int, ...] = ()
+    advantages: tuple[float, ...] = ()
+    """Mean over each member's trained tokens, for people; empty where they are made at the commit."""

@@ -31,7 +31,7 @@ REFERENCE = "#/components/schemas/{model}"
 def make_app(
     control: Control, *, runs_directory: Path, token: str | None = None, heartbeat_s: float = HEARTBEAT_S
 ) -> FastAPI:
-    """The API over `control`; trajectories are read from `runs_directory`/RUN.
+    """The API over `control`; trajectories are read from `runs_directory`/RUN, logs from the `logs` beside it.
 
     With a `token` every request but /healthz and those for the dashboard's files must bear it. Without one, only
     requests that name this machine by an address or as localhost, and that come from no other site's web page, are
@@ -49,7 +49,7 @@ def make_app(
     app.include_router(run_routes(control, runs_directory, heartbeat_s))
     app.include_router(evaluation_routes(control))
     app.include_router(overview_routes(control, runs_directory))
-    app.include_router(fleet_routes(control))
+    app.include_router(fleet_routes(control, runs_directory.parent / "logs"))
     app.include_router(service_routes(control))
     app.include_router(link_routes(token))
     app.include_router(page_routes())

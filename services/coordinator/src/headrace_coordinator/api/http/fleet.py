@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+import asyncio
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Depends, Request, Response
+from fastapi import APIRouter, Depends, Query, Request, Response
+from headrace_schema.overviews import LogView
 from headrace_schema.problems import choose, problem
 from headrace_schema.spec import RunSpec
 from headrace_schema.views import HealthView, InstanceListView, LeaseListView, ScaleView
 from pydantic import BaseModel, ConfigDict, Field
 
-from headrace_coordinator.api.control import Control
+from headrace_coordinator.api.control import Control, Refused
 from headrace_coordinator.api.http.errors import invalid
 from headrace_coordinator.api.http.pagination import page
 from headrace_coordinator.api.http.prometheus import CONTENT_TYPE, exposition
@@ -24,7 +27,13 @@ from headrace_coordinator.api.http.requests import (
     read_model,
     view_response,
 )
+from headrace_coordinator.api.instance_logs import read_log
 
+Level = Literal["debug", "info", "warning", "error", "critical"]
+ELSEWHERE = (
+    "the launcher of `headrace up` writes it there; in containers see `docker compose logs NAME`, "
+    "on another host its own log"
+)
 KINDS = ("rollout", "trainer", "simulator", "reward")
 SCALE_BODY: dict[str, Any] = {
     "requestBody": {
@@ -45,8 +54,8 @@ class ScaleRequest(BaseModel):
     count: Annotated[int, Field(strict=True, ge=0, le=1024, description="wanted number of processes")]
 
 
-def fleet_routes(control: Control) -> APIRouter:
-    """The routes of the fleet."""
+def fleet_routes(control: Control, logs_directory: Path) -> APIRouter:
+    """The routes of the fleet; logs of instances are read from `logs_directory`."""
     routes = APIRouter(prefix="/v1", tags=["fleet"], dependencies=[Depends(known_parameters)])
 
     @routes.get("/instances", response_model=InstanceListView)
@@ -54,6 +63,18 @@ def fleet_routes(control: Control) -> APIRouter:
         """Processes of the services."""
         shown, token = page(control.instances(), lambda item: item.incarnation, page_size, page_token)
         return view_response(InstanceListView(instances=shown, next_page_token=token))
+
+    @routes.get("/instances/{name}/logs", response_model=LogView)
+    async def get_instance_logs(
+        name: str,
+        level: Annotated[Level, Query(description="least level of a line")] = "info",
+        lines: Annotated[int, Query(ge=1, le=1000, description="most lines, the newest ones")] = 200,
+    ) -> Response:
+        """The newest lines of an instance's log, where the launcher of this machine writes it."""
+        found = await asyncio.to_thread(read_log, logs_directory, name, level, lines)
+        if found is None:
+            raise Refused("NOT_FOUND", f"there is no log of {name[:40]!r} in the data directory; {ELSEWHERE}")
+        return view_response(LogView(instance=name, lines=found))
 
     @routes.get("/leases", response_model=LeaseListView)
     async def list_leases(page_size: PageSize = 500, page_token: PageToken = "") -> Response:

@@ -2,7 +2,7 @@
 
 import { get, health, pages, post, Refusal, repeat } from "../api.js";
 import { chip, empty, h, keyed, table } from "../dom.js";
-import { bytes, duration, plural } from "../format.js";
+import { bytes, clock, duration, plural } from "../format.js";
 
 const KINDS = ["rollout", "trainer", "reward", "simulator"];
 
@@ -15,11 +15,12 @@ export async function show(root, place, signal) {
   const noLeases = empty("Nobody holds a device.");
   const scale = h("div", { class: "row scale" });
   const said = h("p", { role: "status" });
+  const logs = logPanel(signal);
   root.append(h("div", { class: "row head" }, h("h1", {}, "Fleet")), well,
     h("section", { class: "panel" }, h("h2", {}, "Services"), scale, said),
     h("section", { class: "panel" }, h("h2", {}, "Instances"), instances, noInstances),
     h("section", { class: "panel" }, h("h2", {}, "Devices"), hosts),
-    h("section", { class: "panel" }, h("h2", {}, "Leases"), leases, noLeases));
+    h("section", { class: "panel" }, h("h2", {}, "Leases"), leases, noLeases), logs.element);
   const fields = KINDS.map((kind) => scaler(kind));
   scale.append(...fields.map((field) => field.element));
 
@@ -84,8 +85,45 @@ export async function show(root, place, signal) {
     leases.hidden = !rows.length;
     noLeases.hidden = Boolean(rows.length);
     devices(hosts, held.devices, found);
+    logs.offer(found.map((each) => each.name));
     countdown();
   });
+}
+
+// The newest lines of one instance's log; asked for by the user alone.
+function logPanel(signal) {
+  const which = h("select", { id: "log-instance" }, h("option", { value: "" }, "choose"));
+  const level = h("select", { id: "log-level" }, ["debug", "info", "warning", "error"].map((each) => h("option", { value: each, selected: each === "info" }, each)));
+  const list = h("ol", { class: "events log" });
+  const said = h("p", { class: "muted", role: "status" }, "Choose an instance to see the end of its log.");
+  const element = h("section", { class: "panel" }, h("h2", {}, "Logs"),
+    h("form", { class: "row", onsubmit: (event) => { event.preventDefault(); load(); } },
+      h("span", { class: "pair" }, h("label", { for: "log-instance" }, "Instance"), which), h("span", { class: "pair" }, h("label", { for: "log-level" }, "Least level"), level), h("button", { type: "submit" }, "Show")),
+    said, h("div", { tabindex: "0", role: "region", "aria-label": "Log" }, list));
+  which.addEventListener("change", () => load());
+  level.addEventListener("change", () => load());
+
+  async function load() {
+    if (!which.value) return;
+    try {
+      const { instance, lines } = await get(`/v1/instances/${encodeURIComponent(which.value)}/logs`, signal, { level: level.value, lines: 200 });
+      said.textContent = lines.length ? `The newest ${plural(lines.length, "line")} of ${instance}, newest first` : `${instance} has logged nothing of this level lately`;
+      list.replaceChildren(...lines.reverse().map((line) => h("li", { class: ["error", "critical", "warning"].includes(line.level) ? "grave" : null },
+        h("time", {}, clock(line.time), " ", line.level), h("span", {}, line.text))));
+    } catch (error) {
+      if (!(error instanceof Refusal || error instanceof TypeError)) throw error;
+      list.replaceChildren();
+      said.textContent = error.message;
+    }
+  }
+
+  return { element, offer(names) {
+    const chosen = which.value;
+    const wanted = ["coordinator", "launcher", ...names].filter((name, index, all) => all.indexOf(name) === index).sort();
+    if (wanted.length + 1 === which.options.length && wanted.every((name, index) => which.options[index + 1].value === name)) return;
+    which.replaceChildren(which.options[0], ...wanted.map((name) => h("option", { value: name }, name)));
+    which.value = chosen;
+  } };
 }
 
 // "BOOT-ID/cpu:0" is long; people know their devices by the last part.

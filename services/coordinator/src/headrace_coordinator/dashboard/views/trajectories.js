@@ -4,6 +4,7 @@ import { get, Refusal } from "../api.js";
 import { strip } from "../charts.js";
 import { empty, facts, h } from "../dom.js";
 import { number, plural } from "../format.js";
+import { answer } from "../tokens.js";
 
 const SIZE = 25;
 const ORDERS = [["newest", "newest first"], ["oldest", "oldest first"], ["best", "best reward first"], ["worst", "worst reward first"]];
@@ -59,7 +60,7 @@ export async function trajectories(root, context) {
     }
     token = page.next_page_token;
     const found = page.trajectories;
-    count.textContent = `${plural(found.length, "trajectory").replace("trajectorys", "trajectories")} on page ${tokens.length}; at most 64 of a step are kept`;
+    count.textContent = `${plural(found.length, "trajectory").replace("trajectorys", "trajectories")} on page ${tokens.length}; at most ${context.run.spec.tracking?.trajectories_per_step ?? 64} of a step are kept, in whole groups`;
     back.disabled = tokens.length === 1;
     on.disabled = !token;
     const side = prompt.input.value !== "" && found.length > 0;
@@ -97,11 +98,12 @@ function body(each, action) {
   const parts = Object.entries(each.parts);
   return h("div", { class: "body" },
     h("h4", {}, "Prompt"), h("pre", { class: "text" }, each.prompt),
-    h("h4", {}, "Answer"), h("pre", { class: "text answer" }, each.completion || "(nothing)"),
-    each.log_probs?.length ? logProbs(each) : null,
+    h("h4", {}, "Answer"), answer(each),
+    each.log_probs?.length && !each.text_bytes?.length ? logProbs(each) : null,
     h("h4", {}, "Reference"), h("pre", { class: "text" }, each.reference || "(none)"),
     facts([
       ["Reward", number(each.reward)],
+      ...(each.advantage === null || each.advantage === undefined ? [] : [["Advantage", number(each.advantage)]]),
       ...parts.map(([name, value]) => [`Scorer ${name}`, number(value)]),
       ["Tokens", `${each.tokens}`],
       ["Finish reason", each.finish_reason],

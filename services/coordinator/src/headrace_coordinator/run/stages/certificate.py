@@ -13,7 +13,7 @@ from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain.compact import compact, compact_drops, count_drops
 from headrace_coordinator.domain.runs import RunState
 from headrace_coordinator.domain.slot_index import ACCUMULATED, DROPPED, FILTERED, Slot
-from headrace_coordinator.projections.trajectories import Settled, spread
+from headrace_coordinator.projections.trajectories import Settled, whole_groups
 from headrace_coordinator.run.context import RunContext
 from headrace_coordinator.run.stages.learning import members_of
 from headrace_coordinator.run.stages.settle import Batch
@@ -116,6 +116,7 @@ def settled_lines(
         and (scored := batch.scored.get((slot.prompt, slot.sample)))
         and scored.shown
     ]
+    kept = whole_groups(found, context.spec.tracking.trajectories_per_step, lambda pair: pair[0].prompt)
     return [
         Settled(
             step=certificate.ordinal,
@@ -132,6 +133,8 @@ def settled_lines(
             tokens=slot.tokens,
             versions=shown.versions,
             log_probs=[round(value, 4) for value in shown.log_probs],
+            text_bytes=shown.text_bytes.tolist(),
+            advantage=shown.advantage,
         )
-        for slot, shown in spread(found, context.spec.tracking.trajectories_per_step)
+        for slot, shown in kept
     ]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from math import isfinite
 from typing import TypeVar
 
 from headrace.common.v1 import common_pb2 as common
@@ -171,6 +172,7 @@ class Learning:
             prompt = outcome.prompt_ordinal
             if outcome.disposition == trainer.GROUP_DISPOSITION_ACCUMULATED:
                 self._same_group(outcome)
+                self._keep_advantages(outcome)
                 accumulated.append(prompt)
             else:
                 name = trainer.GroupDisposition.Name(outcome.disposition).removeprefix("GROUP_DISPOSITION_")
@@ -195,6 +197,15 @@ class Learning:
                 "DIGEST_MISMATCH",
                 f"group {outcome.prompt_ordinal} was accumulated with other bodies than the ledger knows",
             )
+
+    def _keep_advantages(self, outcome: trainer.GroupOutcome) -> None:
+        """What people are shown beside each answer; a trainer need not say it, and nothing rests on it."""
+        slots = self._ledger.group(outcome.prompt_ordinal)
+        if len(outcome.advantages) == len(slots):
+            for slot, advantage in zip(slots, outcome.advantages, strict=True):
+                scored = self._batch.scored.get((slot.prompt, slot.sample))
+                if scored is not None and scored.shown is not None and isfinite(advantage):
+                    scored.shown.advantage = advantage
 
     def _drop(self, prompt: int, reason: str, detail: str) -> None:
         if self._ledger.group(prompt)[0].state != DROPPED:

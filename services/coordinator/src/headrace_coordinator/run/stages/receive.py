@@ -16,7 +16,7 @@ from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain.dispatch import accepts
 from headrace_coordinator.domain.slot_index import ASSIGNED, FINISHED, Slot
 from headrace_coordinator.fleet.waits import Notifier
-from headrace_coordinator.projections.trajectories import LOG_PROBS_KEPT, is_spread
+from headrace_coordinator.projections.trajectories import LOG_PROBS_KEPT, is_kept
 from headrace_coordinator.run.clients import Published, RolloutClient, SlotKey
 from headrace_coordinator.run.context import RunContext
 from headrace_coordinator.run.stages.dispatch import Dispatch
@@ -24,6 +24,7 @@ from headrace_coordinator.run.stages.relay import Relay
 from headrace_coordinator.run.stages.scoring import (
     Scoring,
     first_log_probs,
+    first_text_bytes,
     sampled,
     score_item,
 )
@@ -180,10 +181,10 @@ class Receive:
         ledger, slot, body = self._ledger, taken.slot, taken.body
         place = ledger.ordinal(slot.prompt, slot.sample) - ledger.frontier
         room = self._context.spec.tracking.trajectories_per_step
-        if not is_spread(place, ledger.group_size * ledger.prompts_per_step, room):
+        if not is_kept(place, ledger.prompts_per_step, ledger.group_size, room):
             return None
-        log_probs = first_log_probs(body, LOG_PROBS_KEPT)
-        return Shown(body.completion_text, body.finish_reason, taken.versions, log_probs)
+        log_probs, lengths = first_log_probs(body, LOG_PROBS_KEPT), first_text_bytes(body, LOG_PROBS_KEPT)
+        return Shown(body.completion_text, body.finish_reason, taken.versions, log_probs, lengths)
 
     def _score(self, taken: Taken) -> None:
         slot, body = taken.slot, taken.body

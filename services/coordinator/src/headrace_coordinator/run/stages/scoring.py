@@ -59,6 +59,15 @@ def first_log_probs(body: common.Trajectory, most: int) -> array[float]:
     return found
 
 
+def first_text_bytes(body: common.Trajectory, most: int) -> array[int]:
+    """The bytes of text that each of the first sampled tokens is; empty where the producer does not say."""
+    found = array("I")
+    for part in body.segments:
+        if part.policy_number:
+            found.extend(part.tokens.text_bytes[: most - len(found)])
+    return found
+
+
 class Scoring:
     """Scores what is put in, on every reward instance of the run, until `close`."""
 

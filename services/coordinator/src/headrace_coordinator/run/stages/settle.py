@@ -26,6 +26,8 @@ class Shown:
     finish_reason: int
     versions: list[tuple[int, int]]
     log_probs: array[float]
+    text_bytes: array[int]
+    advantage: float | None = None
     parts: dict[str, float] = field(default_factory=dict)
 
 
