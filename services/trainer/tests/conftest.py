@@ -338,7 +338,7 @@ class TrainerClient:
                 header = self.header() if index == 0 else None
                 yield trainer_pb2.LearnRequest(header=header, step=step, attempt=attempt, groups=[group])
 
-        return [response async for response in self.stub.Learn(requests(), timeout=60)]
+        return [response async for response in self.stub.Learn(requests(), timeout=240)]
 
     async def commit(
         self, step: int, attempt: int, base: int, following: int, digest: str, manifest: bytes = b"manifest"
@@ -379,7 +379,7 @@ class TrainerClient:
         """A published body, fetched over gRPC."""
         stub = weights_pb2_grpc.WeightServiceStub(self.channel)
         request = weights_pb2.FetchWeightsRequest(run=self.run, number=number)
-        return b"".join([piece.data async for piece in stub.FetchWeights(request, timeout=30)])
+        return b"".join([piece.data async for piece in stub.FetchWeights(request, timeout=120)])
 
     async def weights(self, number: int) -> dict[str, torch.Tensor]:
         """Publishes fp32 weights and takes them from the body, by name."""
@@ -411,7 +411,7 @@ class TrainerClient:
         request = trainer_pb2.FetchLedgerRequest(
             header=self.header(), checkpoint=checkpoint, source_run_directory=source
         )
-        return [piece.data async for piece in self.stub.FetchLedger(request, timeout=30)]
+        return [piece.data async for piece in self.stub.FetchLedger(request, timeout=120)]
 
     async def export(self, name: str) -> Any:
         return await self.stub.ExportModel(trainer_pb2.ExportModelRequest(header=self.header(), name=name))
