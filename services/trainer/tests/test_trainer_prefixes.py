@@ -77,6 +77,6 @@ def test_a_window_shorter_than_the_context_is_no_place_for_a_tree(make_config, c
         config = TrainerConfig.model_validate(make_config(**sections))
         if wanted and not fits:
             with pytest.raises(Refusal, match="last 8 tokens"):
-                shares_prefixes(config, architecture)
+                shares_prefixes(config, [architecture])
         else:
-            assert shares_prefixes(config, architecture) is (fits and wanted is not False)
+            assert shares_prefixes(config, [architecture]) is (fits and wanted is not False)
