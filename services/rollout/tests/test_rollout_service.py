@@ -239,6 +239,19 @@ async def test_suspend_gives_memory_back_and_wake_takes_it_in_order(
     assert {key: sampled(t) for key, t in after.items()} == {key: sampled(t) for key, t in before.items()}
 
 
+async def test_a_greedy_sample_stands_beside_sampled_ones(rollout, assignments):
+    greedy = await (await rollout.generate(assignments, temperature=0.0).start()).read_all()
+    plain = await (await rollout.generate(assignments, temperature=1.5).start()).read_all()
+    for group in assignments:
+        group.samples[0].greedy = True
+    mixed = await (await rollout.generate(assignments, temperature=1.5).start()).read_all()
+    for key, found in mixed.items():
+        same = greedy if key[1] == 0 else plain
+        assert sampled(found) == sampled(same[key])
+        assert found.segments[1].tokens.distribution == same[key].segments[1].tokens.distribution
+    assert any(sampled(greedy[key]) != sampled(plain[key]) for key in greedy)
+
+
 async def test_score_gives_the_sampled_log_probs(rollout, assignments):
     trajectories = await (await rollout.generate(assignments, temperature=0.5).start()).read_all()
     sequences, expected = [], []

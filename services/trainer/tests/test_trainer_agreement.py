@@ -61,6 +61,15 @@ async def test_answers_of_a_cut_or_changed_distribution_are_refused(client, make
     assert name in caught.value.details() and "sample 2 of prompt 0" in caught.value.details()
 
 
+async def test_a_masked_answer_may_be_of_any_distribution(client, make_settled):
+    version = (await client.open()).version
+    await client.begin(0, 1, 1, 2)
+    group = settled(make_settled, version, lambda tokens: setattr(tokens.distribution, "temperature", 0.0))
+    group.members[2].masked = True
+    [response] = await client.learn(0, 1, [group])
+    assert response.outcomes[0].disposition == trainer_pb2.GROUP_DISPOSITION_ACCUMULATED
+
+
 async def test_a_log_prob_that_is_not_a_number_is_refused(client, make_settled):
     version = (await client.open()).version
     await client.begin(0, 1, 1, 2)

@@ -126,6 +126,18 @@ def test_masked_and_truncated_answers_carry_no_loss(opened, make_learner, make_g
     assert keeping.learn(opened, [replace(group, members=members)]).groups[0].trained_sequences == 3
 
 
+def test_the_greedy_first_answer_is_a_baseline_and_no_sample(opened, make_learner, make_group):
+    learner, rounds = make_learner(algorithm={"name": "remax"})
+    group = make_group(0, version=5, rewards=[0.25, 1.0, 0.25, 0.0])
+    record = learner.learn(opened, [group]).groups[0]
+    assert (record.sequences, record.trained_sequences) == (4, 3)
+    assert record.rewards == (1.0, 0.25, 0.0)
+    assert record.answer_lengths == tuple(len(member.trained) for member in group.members[1:])
+    learned = [(s.tokens, set(s.advantages)) for s in rounds[0][0][0]]
+    expected = zip(group.members[1:], ({0.75}, {0.0}, {-0.25}), strict=True)
+    assert sorted(learned, key=str) == sorted([(m.tokens, own) for m, own in expected], key=str)
+
+
 def test_ranks_share_the_micro_batches_of_a_round(opened, make_learner, make_group):
     learner, rounds = make_learner(world_size=2, trainer={"micro_batch_tokens": 32})
     learner.learn(opened, [make_group(prompt, version=5) for prompt in range(3)])

@@ -113,6 +113,17 @@ def test_advantages_are_those_of_the_function(name, function):
     torch.testing.assert_close(build(name).advantages(given), expected_BT)
 
 
+def first_of_group(given):
+    return torch.stack([given.rewards_B[given.groups_B == group][0] for group in given.groups_B])
+
+
+def test_remax_compares_with_the_first_answer_of_each_group():
+    given = outcomes()
+    expected_BT = (given.rewards_B - first_of_group(given))[:, None] * given.mask_BT
+    torch.testing.assert_close(build("remax").advantages(given), expected_BT)
+    assert build("remax").greedy_first and not build("rloo").greedy_first
+
+
 def test_dapo_shapes_the_rewards_of_long_answers():
     given = outcomes(longest=5)
     plain_BT = build("dapo").advantages(given)
@@ -218,6 +229,7 @@ def test_kl_rewards_are_those_of_the_functions(estimator):
         ).advantages,
         "rloo": functional.rloo_advantages(given.rewards_B - 0.2 * kl_BT.sum(1), given.groups_B, mask_BT),
         "reinforce": functional.discounted_returns(penalised_BT, mask_BT),
+        "remax": functional.remax_advantages(penalised_BT, first_of_group(given), mask_BT).advantages,
     }
     for name, advantages_BT in expected.items():
         algorithm = build(name, **options)

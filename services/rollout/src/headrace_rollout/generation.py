@@ -16,7 +16,6 @@ from headrace_rollout.engines.base import Group, Output
 from headrace_rollout.refusal import refusals
 from headrace_rollout.run import OpenedRun
 from headrace_rollout.wire import (
-    distribution_message,
     fill_chunk,
     fill_trajectory,
     groups_of,
@@ -70,7 +69,6 @@ class Generation:
             loop.call_soon_threadsafe(self._inbox.put_nowait, item)
 
         self._stream = stream_of(opening, put, lambda reason: put(_failed(reason)), self._holds)
-        self._sampled_from = distribution_message(self._stream.distribution)
 
     @property
     def lease_epoch(self) -> int:
@@ -203,7 +201,7 @@ class Generation:
 
     def _finish(self, trajectory: common_pb2.Trajectory, output: Output) -> None:
         """Fills the trajectory of a finished output where it stands, and takes it into retention."""
-        fill_trajectory(trajectory, output, self._sampled_from, self._run.codec, self._producer)
+        fill_trajectory(trajectory, output, self._stream, self._run.codec, self._producer)
         if not self._evaluation:
             self._run.retention.add(trajectory)
 

@@ -102,6 +102,7 @@ def groups_of(messages: Iterable[rollout_pb2.GroupAssignment], codec: TextCodec)
                     _ordinal("samples.sample_index", sample.sample_index),
                     sample.attempt,
                     _prefix(sample) if sample.HasField("resume") else None,
+                    sample.greedy,
                 )
                 for sample in message.samples
             ],
@@ -140,7 +141,7 @@ def fill_chunk(chunk: common_pb2.TrajectoryChunk, output: Output, stream: Stream
 def fill_trajectory(
     trajectory: common_pb2.Trajectory,
     output: Output,
-    sampled_from: common_pb2.SamplingDistribution,
+    stream: Stream,
     codec: TextCodec,
     producer: str,
 ) -> None:
@@ -150,7 +151,8 @@ def fill_trajectory(
     trajectory.attempt = output.attempt
     trajectory.segments.add().tokens.token_ids.extend(output.prompt_ids)
     text, lengths = codec.decode_with_lengths(output.whole.token_ids)
-    _fill_segments(trajectory, output.whole, sampled_from, lengths)
+    distribution = stream.distribution.greedy if output.greedy else stream.distribution
+    _fill_segments(trajectory, output.whole, distribution_message(distribution), lengths)
     trajectory.finish_reason = FINISH_REASONS[output.finish]
     trajectory.producer = producer
     # Before completion_text, which no digest covers.

@@ -96,6 +96,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):  # type: ignore[
             barrier=_BARRIERS[algorithm.barrier],
             drop_equal=algorithm.refill.drop_equal,
             max_refill=algorithm.refill.most,
+            greedy_first=algorithm.greedy_first,
         )
 
     async def CloseRun(

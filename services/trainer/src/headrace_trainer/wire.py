@@ -54,7 +54,8 @@ def read_group(message: trainer_pb2.SettledGroup, sampling: SamplingSection, voc
     if not message.members:
         raise invalid(f"prompt {message.prompt_ordinal}: a group without members")
     members = tuple(
-        _read_member(message.prompt_ordinal, member, sampling, vocabulary) for member in message.members
+        _read_member(message.prompt_ordinal, member, sampling, vocabulary)
+        for member in sorted(message.members, key=lambda member: member.trajectory.sample.sample_index)
     )
     if len({member.sample_index for member in members}) != len(members):
         raise invalid(f"prompt {message.prompt_ordinal}: a sample is in the group twice")
@@ -81,7 +82,9 @@ def _read_member(
         raise invalid(f"{where} ended with {reason}: only finished answers may be learned from")
     if trajectory_digest(trajectory) != trajectory.body_digest:
         raise invalid(f"{where}: its content does not have its body_digest", "DIGEST_MISMATCH")
-    tokens, trained, log_probs, versions = _read_tokens(trajectory, where, sampling, vocabulary)
+    # What carries no loss, such as a greedy baseline, may be sampled in any way.
+    sampled_from = None if message.masked else sampling
+    tokens, trained, log_probs, versions = _read_tokens(trajectory, where, sampled_from, vocabulary)
     return Member(
         sample_index=trajectory.sample.sample_index,
         attempt=trajectory.attempt,
@@ -97,7 +100,7 @@ def _read_member(
 
 
 def _read_tokens(
-    trajectory: common_pb2.Trajectory, where: str, sampling: SamplingSection, vocabulary: int
+    trajectory: common_pb2.Trajectory, where: str, sampling: SamplingSection | None, vocabulary: int
 ) -> tuple[list[int], list[int], list[float], list[int]]:
     """Ids, trained positions, engine log-probs and versions of the trained ones."""
     tokens: list[int] = []
@@ -109,7 +112,8 @@ def _read_tokens(
             raise invalid(f"{where}: segments of actions need a policy that acts; this run trains on tokens")
         ids = segment.tokens.token_ids
         if segment.policy_number:
-            _check_distribution(segment.tokens, where, sampling)
+            if sampling is not None:
+                _check_distribution(segment.tokens, where, sampling)
             trained += range(len(tokens), len(tokens) + len(ids))
             log_probs += segment.tokens.log_probs
             versions += [segment.policy_number] * len(ids)

@@ -77,14 +77,16 @@ class OpenRunRequest(_message.Message):
     def __init__(self, header: _Optional[_Union[_common_pb2.CommandHeader, _Mapping]] = ..., config_json: _Optional[str] = ..., run_directory: _Optional[str] = ...) -> None: ...
 
 class OpenRunResponse(_message.Message):
-    __slots__ = ("barrier", "drop_equal", "max_refill")
+    __slots__ = ("barrier", "drop_equal", "max_refill", "greedy_first")
     BARRIER_FIELD_NUMBER: _ClassVar[int]
     DROP_EQUAL_FIELD_NUMBER: _ClassVar[int]
     MAX_REFILL_FIELD_NUMBER: _ClassVar[int]
+    GREEDY_FIRST_FIELD_NUMBER: _ClassVar[int]
     barrier: Barrier
     drop_equal: bool
     max_refill: int
-    def __init__(self, barrier: _Optional[_Union[Barrier, str]] = ..., drop_equal: _Optional[bool] = ..., max_refill: _Optional[int] = ...) -> None: ...
+    greedy_first: bool
+    def __init__(self, barrier: _Optional[_Union[Barrier, str]] = ..., drop_equal: _Optional[bool] = ..., max_refill: _Optional[int] = ..., greedy_first: _Optional[bool] = ...) -> None: ...
 
 class CloseRunRequest(_message.Message):
     __slots__ = ("header",)

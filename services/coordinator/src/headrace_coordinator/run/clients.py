@@ -188,6 +188,11 @@ class TrainerClient(WorkerClient):
     barrier: int = field(default=trainer.BARRIER_GROUP)
     drop_equal: bool = False
     max_refill: int = 0
+    greedy_first: bool = False
+
+    def is_baseline(self, sample: int) -> bool:
+        """Whether a group's sample is its greedy answer, which is scored and not learned from."""
+        return self.greedy_first and sample == 0
 
     async def open_run(self, config_json: str, directory: str) -> None:
         """Model, optimizer and algorithm."""
@@ -197,6 +202,7 @@ class TrainerClient(WorkerClient):
         response: trainer.OpenRunResponse = await self.port.call("OpenRun", request, SLOW_S)
         self.barrier = response.barrier
         self.drop_equal, self.max_refill = response.drop_equal, response.max_refill
+        self.greedy_first = response.greedy_first
 
     async def join(self, generation: int, world: int, rendezvous: str, timeout: float) -> None:
         """Meets the other ranks."""

@@ -38,7 +38,10 @@ def random_spec(rng: random.Random, seed: int, name: str = "simulated") -> RunSp
             "algorithm": {
                 "group_size": rng.randint(2, 4),
                 "prompts_per_step": ranks * rng.choice([1, 2]) if ranks > 1 else rng.choice([2, 4]),
-                "options": random.Random(f"{seed}/refill").choice(REFILLS),
+                "options": {
+                    **random.Random(f"{seed}/refill").choice(REFILLS),
+                    "greedy_first": random.Random(f"{seed}/greedy").random() < 0.2,
+                },
             },
             "rollout": {"instances": rng.choice([1, 1, 2, 3])},
             "trainer": {"ranks": ranks},

@@ -6,7 +6,7 @@ Knows no tensors, no gRPC and no run: only prompts as ids, samples, distribution
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Protocol
 
@@ -36,6 +36,11 @@ class Distribution:
     top_k: int = 0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
+
+    @property
+    def greedy(self) -> Distribution:
+        """The same at temperature 0."""
+        return replace(self, temperature=0.0)
 
 
 @dataclass(frozen=True)
@@ -90,6 +95,8 @@ class Sample:
     sample_index: int
     attempt: int
     prefix: Prefix | None = None
+    greedy: bool = False
+    """The likeliest token each time, whatever the stream's temperature."""
 
 
 @dataclass(frozen=True)
@@ -119,6 +126,7 @@ class Output:
     finish: Finish | None = None
     stopped: bool = False
     whole: Prefix | None = None
+    greedy: bool = False
 
 
 @dataclass(frozen=True, eq=False)

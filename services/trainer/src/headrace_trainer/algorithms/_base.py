@@ -187,6 +187,10 @@ class Algorithm(Protocol):
         """Which groups a step replaces; `Refill()` for none. Rewards are judged as the scorers gave them."""
 
     @property
+    def greedy_first(self) -> bool:
+        """Whether the first sample of each group is the greedy answer, scored as a baseline and not learned from."""
+
+    @property
     def every_token(self) -> bool:
         """Whether the loss has terms beside the advantages', so that tokens without an advantage are computed too."""
 

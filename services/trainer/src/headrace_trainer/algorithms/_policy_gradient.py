@@ -47,6 +47,7 @@ class PolicyGradient(Generic[Chosen]):
     """A loss that is a weighted sum over tokens. Subclasses give `advantages` and `terms`."""
 
     least_group = 1
+    greedy_first = False
     needs_teacher = False
     compares = Barrier.GROUP
     """What the advantages need."""

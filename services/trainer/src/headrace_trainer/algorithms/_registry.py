@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from headrace_trainer.algorithms._base import Algorithm
 
 _BUILT_IN = (
-    *("cispo", "clip_cov", "dapo", "distill", "gpg", "kl_cov", "reinforce"),
+    *("cispo", "clip_cov", "dapo", "distill", "gpg", "kl_cov", "reinforce", "remax"),
     *("dr_grpo", "gmpo", "grpo", "gspo", "opo"),
     *("passk_grpo", "ppo", "reinforce_pp", "reinforce_pp_baseline", "rloo", "sapo"),
 )

@@ -149,7 +149,7 @@ class KlRewardOptions(PolicyOptions):
 
 
 class RewardedOptions(PpoOptions, KlRewardOptions):
-    """`algorithm.options` of reinforce; those of ppo and reinforce_pp begin with them."""
+    """`algorithm.options` of reinforce and remax; those of ppo and reinforce_pp begin with them."""
 
 
 class GroupRewardedOptions(RewardedOptions, GroupOptions):
@@ -369,6 +369,7 @@ CISPO = Plugin(
 SAPO = Plugin(f"{_HERE}.sapo:Sapo", SapoOptions, "GRPO with a soft gate in place of the clip")
 GPG = Plugin(f"{_HERE}.gpg:Gpg", GpgOptions, "group-centred rewards without a ratio and a clip")
 REINFORCE = Plugin(f"{_HERE}.reinforce:Reinforce", RewardedOptions, "raw rewards, without a baseline")
+REMAX = Plugin(f"{_HERE}.remax:Remax", RewardedOptions, "a reward against that of the prompt's greedy answer")
 DISTILL = Plugin(
     f"{_HERE}.distill:Distill", PpoOptions, "on-policy distillation from the teacher trainer.reference"
 )

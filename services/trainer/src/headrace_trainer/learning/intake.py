@@ -96,7 +96,8 @@ class Intake:
             for member, length in zip(group.members, lengths, strict=True)
             for version in member.versions[:length]
         )
-        rewards = tuple(member.reward for member in group.members)
+        sampled = [member for member in group.members if not self._is_baseline(member)]
+        rewards = tuple(member.reward for member in sampled)
         return GroupRecord(
             prompt_ordinal=group.prompt_ordinal,
             digest=group.digest,
@@ -109,13 +110,20 @@ class Intake:
             all_equal=len(set(rewards)) == 1,
             tokens_by_version=by_version,
             rewards=rewards,
-            answer_lengths=tuple(len(member.trained) for member in group.members),
+            answer_lengths=tuple(len(member.trained) for member in sampled),
         )
 
     def trained(self, member: Member) -> list[int]:
-        """Positions that carry loss: none in a masked answer, or a truncated one where those are masked."""
-        hidden = member.masked or (member.truncated and self._config.algorithm.truncated == "mask")
+        """Positions that carry loss: none in a masked answer, a baseline, or a cut one where those are masked."""
+        hidden = (
+            member.masked
+            or self._is_baseline(member)
+            or (member.truncated and self._config.algorithm.truncated == "mask")
+        )
         return [] if hidden else member.trained
+
+    def _is_baseline(self, member: Member) -> bool:
+        return self._algorithm.greedy_first and member.sample_index == 0
 
     def _outcomes(self, state: steps.StepState, batch: Many[Inferred]) -> Outcomes:
         members = [(index, member) for index, each in enumerate(batch) for member in each.group.members]

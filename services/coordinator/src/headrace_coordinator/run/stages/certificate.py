@@ -86,12 +86,14 @@ def step_view(
 ) -> StepView:
     """The step as people see it."""
     trained = [slot for slot in slots if slot.state == ACCUMULATED]
+    is_baseline = context.workers.leader.is_baseline
+    sampled = [slot.reward for slot in trained if not is_baseline(slot.sample)]
     wall = timer.wall
     return StepView(
         step=certificate.ordinal,
         version=certificate.number,
         wall_s=wall,
-        reward_mean=sum(slot.reward for slot in trained) / max(len(trained), 1),
+        reward_mean=sum(sampled) / max(len(sampled), 1),
         tokens=certificate.tokens,
         tokens_per_s=certificate.tokens / wall if wall > 0 else 0.0,
         stage_s=timer.stages(),

@@ -69,12 +69,15 @@ class Dispatch:
         assigned = plan_assign(self._ledger, self._context.run_id, slots, member.incarnation, event_log.now())
         await event_log.commit(assigned)
         attempts = iter(attempt for _, _, attempt, _ in assigned.slots)
+        is_baseline = self._context.workers.leader.is_baseline
         message = rollout.AssignGroups()
         for prompt, samples in work:
             group = message.groups.add(prompt_ordinal=prompt, prompt=self._context.prompt(prompt))
             for sample in samples:
                 resume = self._prefixes.get((prompt, sample))
-                group.samples.add(sample_index=sample, attempt=next(attempts), resume=resume)
+                group.samples.add(
+                    sample_index=sample, attempt=next(attempts), resume=resume, greedy=is_baseline(sample)
+                )
         return message
 
     def _slot(self, prompt: int, sample: int) -> Slot:

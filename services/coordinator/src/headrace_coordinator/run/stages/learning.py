@@ -161,7 +161,8 @@ class Learning:
         oldest = self._context.state.lineage.versions[self._batch.scored[slot.prompt, slot.sample].oldest]
         member.trajectory.CopyFrom(body)
         member.reward = slot.reward
-        member.masked = truncated and self._context.spec.algorithm.truncated == "mask"
+        hidden = truncated and self._context.spec.algorithm.truncated == "mask"
+        member.masked = hidden or self._context.workers.leader.is_baseline(slot.sample)
         version = member.oldest_version
         version.number, version.parent = oldest.number, oldest.parent
         version.ordinal, version.digest = oldest.ordinal, oldest.digest

@@ -159,6 +159,7 @@ class Rollout(Instance):
         segment = body.segments.add(policy_number=self.version.number)
         segment.tokens.token_ids.extend(range(length))
         segment.tokens.log_probs.extend([-1.0] * length)
+        segment.tokens.distribution.temperature = 0.0 if sample.greedy else opening.distribution.temperature
         body.body_digest = trajectory_digest(body)
         if not opening.evaluation and not failed and self.live_leases():
             self.retention[prompt, sample.sample_index] = body

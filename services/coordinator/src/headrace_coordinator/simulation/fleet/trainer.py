@@ -61,6 +61,7 @@ class Trainer(Instance):
         config = (request.config_json, request.run_directory)
         await self.open_run(request.header, config, lambda: self._build(request), self._end)
         options = json.loads(request.config_json)["algorithm"]["options"]
+        self.greedy_first = bool(options.get("greedy_first"))
         return trainer.OpenRunResponse(barrier=trainer.BARRIER_GROUP, **options)
 
     async def _build(self, request: trainer.OpenRunRequest) -> None:
@@ -242,6 +243,10 @@ class Trainer(Instance):
     def _accumulate(self, request: trainer.LearnRequest, group: trainer.SettledGroup) -> trainer.GroupOutcome:
         if self.phase != trainer.STEP_PHASE_ACCUMULATING or self.attempt != (request.step, request.attempt):
             raise self._refuse("CONFLICT", "no such attempt is open")
+        for m in group.members:
+            greedy = m.trajectory.segments[0].tokens.distribution.temperature == 0
+            if not greedy == m.masked == (self.greedy_first and m.trajectory.sample.sample_index == 0):
+                raise self._refuse("INVALID", "the greedy answer of a group is its first one, sent masked")
         members = [
             (
                 m.trajectory.sample.prompt_ordinal,

@@ -202,7 +202,7 @@ class Decoder:
     def _row_distributions(self, first: int) -> RowDistributions:
         sequences = self._batch.sequences[first:]
         if first or self._distributions is None:
-            found = RowDistributions.of([s.stream.distribution for s in sequences], self.model.device)
+            found = RowDistributions.of([s.distribution for s in sequences], self.model.device)
             if first:
                 return found
             self._distributions = found

@@ -7,7 +7,17 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from headrace_rollout.engines.base import Finish, Group, Output, Policy, Prefix, Sample, SampleKey, Stream
+from headrace_rollout.engines.base import (
+    Distribution,
+    Finish,
+    Group,
+    Output,
+    Policy,
+    Prefix,
+    Sample,
+    SampleKey,
+    Stream,
+)
 from headrace_rollout.engines.transformers.cache import PromptKeys
 from headrace_rollout.engines.transformers.stopping import StopMatcher
 
@@ -23,6 +33,12 @@ class Sequence:
     prefix: Prefix
     limit: int
     matcher: StopMatcher | None
+    greedy: bool = False
+
+    @property
+    def distribution(self) -> Distribution:
+        """What its tokens are sampled from."""
+        return self.stream.distribution.greedy if self.greedy else self.stream.distribution
 
     def context_ids(self) -> list[int]:
         """Ids that a prefill computes: prompt and prefix."""
@@ -52,6 +68,7 @@ class Sequence:
             finish=finish,
             stopped=stopped,
             whole=Prefix(tokens, log_probs, self._spans(len(tokens), policy)) if ended else None,
+            greedy=self.greedy,
         )
 
     def untouched(self, policy: Policy, *, finish: Finish | None = None) -> Output:
@@ -130,6 +147,7 @@ class Arrivals:
             prefix or Prefix([], [], []),
             min(stream.max_new_tokens, room),
             matcher,
+            sample.greedy,
         )
 
     def _ended(self, sequence: Sequence) -> Finish | None:
