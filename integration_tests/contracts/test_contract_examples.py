@@ -8,10 +8,13 @@ import pytest
 from headrace.client.specs import load_spec
 from headrace_coordinator.api.admission import FleetView, check
 from headrace_schema.spec import RunSpec
+from headrace_schema.spec_rules import GROUP_RELATIVE
 from headrace_trainer.algorithms import ALGORITHMS, build_algorithm
 from pydantic import ValidationError
 
 FOLDER = Path(__file__).resolve().parents[2] / "examples" / "algorithms"
+VARIANTS = {"grpo_kl": "grpo"}
+"""Examples that show an algorithm once more, with options of another kind."""
 FLEET = FleetView(
     capabilities={
         "trainer": {
@@ -33,14 +36,14 @@ def spec_of(name, tiny_model, **overrides):
 
 
 def test_every_algorithm_has_an_example():
-    assert sorted(path.stem for path in FOLDER.glob("*.yaml")) == ALGORITHMS.names()
+    assert {path.stem for path in FOLDER.glob("*.yaml")} == {*ALGORITHMS.names(), *VARIANTS}
 
 
-@pytest.mark.parametrize("name", ALGORITHMS.names())
+@pytest.mark.parametrize("name", [*ALGORITHMS.names(), *VARIANTS])
 def test_a_fleet_takes_the_example(name, tiny_model):
     spec = RunSpec.model_validate(spec_of(name, tiny_model))
     assert check(spec, FLEET) == []
-    assert spec.algorithm.name == name and spec.name == name.replace("_", "-")
+    assert spec.algorithm.name == VARIANTS.get(name, name) and spec.name == name.replace("_", "-")
     assert build_algorithm(spec.algorithm).passes.several
 
 
@@ -49,7 +52,7 @@ def test_a_wrong_option_of_an_example_is_named(tiny_model):
     assert [found.key for found in check(spec, FLEET)] == ["algorithm.options.gamma"]
 
 
-@pytest.mark.parametrize("name", [name for name in ALGORITHMS.names() if name != "reinforce_pp"])
+@pytest.mark.parametrize("name", sorted(GROUP_RELATIVE))
 def test_a_group_of_one_is_refused_where_groups_are_compared(name, tiny_model):
     with pytest.raises(ValidationError, match=r"compares the samples of a group"):
         RunSpec.model_validate(spec_of(name, tiny_model, algorithm__group_size=1))

@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -76,13 +76,18 @@ class Service:
             return int(health_pb2.HealthCheckResponse.UNKNOWN)
 
     def stop(self) -> int:
-        """SIGTERM; returns the exit status."""
-        if self.process.poll() is None:
-            self.process.send_signal(signal.SIGTERM)
+        """SIGTERM, and once more for who waits for a coordinator to close its runs; returns the exit status."""
         try:
-            return self.process.wait(60)
+            with suppress(subprocess.TimeoutExpired):
+                return self._ask_to_end(3)
+            return self._ask_to_end(60)
         finally:
             self.process.kill()
+
+    def _ask_to_end(self, timeout_s: float) -> int:
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(timeout_s)
 
     @property
     def log(self) -> str:

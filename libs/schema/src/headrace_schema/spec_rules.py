@@ -22,7 +22,7 @@ HIGH_RATE = 0.01
 GROUP_RELATIVE = frozenset(
     {
         *("cispo", "clip_cov", "dapo", "dr_grpo", "gmpo", "gpg", "grpo", "gspo", "kl_cov", "opo"),
-        *("passk_grpo", "reinforce_pp_baseline", "rloo", "sapo"),
+        *("passk_grpo", "reinforce_pp_baseline", "remax", "rloo", "sapo"),
     }
 )
 """Built-in algorithms for which a group of one has nothing to compare; a trainer checks the others as a run opens."""

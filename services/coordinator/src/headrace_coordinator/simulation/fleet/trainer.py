@@ -60,7 +60,7 @@ class Trainer(Instance):
     async def OpenRun(self, request: trainer.OpenRunRequest) -> trainer.OpenRunResponse:
         config = (request.config_json, request.run_directory)
         await self.open_run(request.header, config, lambda: self._build(request), self._end)
-        options = json.loads(request.config_json)["algorithm"]["options"]
+        options = json.loads(request.config_json)["algorithm"].get("options", {})
         self.greedy_first = bool(options.get("greedy_first"))
         return trainer.OpenRunResponse(barrier=trainer.BARRIER_GROUP, **options)
 
