@@ -35,7 +35,7 @@ except OSError as error:
 
 def test_the_example_runs_from_outside(fleet):
     fleet.headrace("run", "submit", "examples/tiny.yaml", "--set", "steps=3", "--watch")
-    run = fleet.client.list()[0]
+    run = fleet.client.get(fleet.client.list()[0].id)
     assert run.state == "SUCCEEDED"
     assert len(audit(fleet, run).trained) == 3 * 16 * 8
     assert "config.json" in fleet.inside("coordinator", "ls", run.export_path)
