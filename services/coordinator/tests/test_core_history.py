@@ -385,3 +385,24 @@ async def test_a_snapshot_is_saved_while_something_is_always_pending(opened, ser
     async with asyncio.timeout(20):
         while not (await RedisStore(server.url).load()).snapshot:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
+
+
+async def test_what_is_written_while_its_reader_is_cancelled_is_there_once(tmp_path):
+    written, go = asyncio.Event(), asyncio.Event()
+
+    async def thread(work, *arguments):
+        result = work(*arguments)
+        written.set()
+        await go.wait()
+        return result
+
+    history = History(tmp_path, thread)
+    event = ev.Noted(at=0, run="r", text="once")
+    history.extend([("r", 1, event, ev.encode(event))])
+    reader = asyncio.create_task(history.read("r", len))
+    await written.wait()
+    reader.cancel()
+    await asyncio.gather(reader, return_exceptions=True)
+    go.set()
+    await history.write()
+    assert await history.page("r", 0) == [(1, event)] and not history.backlog

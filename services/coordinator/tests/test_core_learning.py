@@ -26,6 +26,7 @@ def learning():
     context = SimpleNamespace(
         state=SimpleNamespace(ledger=ledger, lineage=lineage),
         spec=SimpleNamespace(algorithm=SimpleNamespace(truncated="mask")),
+        workers=SimpleNamespace(leader=TrainerClient("run", None, None, 1)),
     )
     scored = {(prompt, sample): SimpleNamespace(oldest=4) for prompt in groups for sample in range(GROUP)}
     return Learning(context, Relay(1), None, SimpleNamespace(scored=scored))

@@ -88,6 +88,10 @@ class History:
 
     async def write(self) -> None:
         """Returns when everything so far is in the files, synced or not. OSError when the disk refuses."""
+        # The thread writes on when its caller is cancelled: what it has written must leave the tail all the same.
+        await asyncio.shield(self._write())
+
+    async def _write(self) -> None:
         async with self._writing:
             for run in [run for run, tail in self._tails.items() if tail]:
                 items = list(self._tails[run])
