@@ -31,11 +31,10 @@ def test_a_fork_makes_the_remaining_steps_with_its_own_settings(fleet, origin):
         timeout_s=400,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    made = next(run for run in fleet.client.list() if run.forked_from == origin.id)
+    listed = next(run for run in fleet.client.list() if run.forked_from == origin.id)
+    made = fleet.client.get(listed.id)
     assert made.id.startswith("origin-") and (made.first_step, made.step) == (2, 4)
-    assert (
-        fleet.client.get(made.id).spec["optimizer"]["lr"] == 1e-4 and origin.spec["optimizer"]["lr"] == 5e-4
-    )
+    assert made.spec["optimizer"]["lr"] == 1e-4 and origin.spec["optimizer"]["lr"] == 5e-4
     found = audit(fleet, made)
     assert len(found.trained) == 2 * BATCH
     assert {prompt for prompt, _ in found.trained} == set(range(2 * GROUPS, 4 * GROUPS))
