@@ -10,11 +10,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import Any
 
-from headrace_schema.problems import Impossible, explain_value, problem
-from headrace_servicekit.registry import Plugin, PluginError, Registry
+from headrace_servicekit.registry import Registry
 from pydantic import BaseModel, ConfigDict
 
 from headrace_coordinator.data.items import DataItem
+from headrace_coordinator.registered import opened, subclasses_of
 
 
 class DataSource(BaseModel, ABC):
@@ -35,12 +35,6 @@ class DataSource(BaseModel, ABC):
         return ""
 
 
-def _as_plugin(found: Any) -> Plugin:
-    if isinstance(found, type) and issubclass(found, DataSource):
-        return Plugin(lambda source: source, found, (found.__doc__ or "").partition("\n")[0])
-    raise TypeError("is no subclass of headrace_coordinator.data.DataSource")
-
-
 SOURCES: Registry[DataSource] = Registry(
     "headrace.data_sources",
     "data source",
@@ -54,18 +48,10 @@ SOURCES: Registry[DataSource] = Registry(
         "parquet": "headrace_coordinator.data.parquet:Parquet",
         "reasoning_gym": "headrace_coordinator.data.reasoning_gym_source:ReasoningGym",
     },
-    _as_plugin,
+    subclasses_of(DataSource, "headrace_coordinator.data.DataSource"),
 )
 
 
 def open_source(name: str, options: dict[str, Any]) -> DataSource:
     """The source of a name with these options; `Impossible` names the keys that are wrong."""
-    try:
-        found = SOURCES.find(name).options
-    except PluginError as error:
-        problems = [problem(each.key, each.problem, each.fix) for each in error.problems]
-        raise Impossible(problems) from error
-    if wrong := explain_value(found, options, SOURCES.options_key):
-        raise Impossible(wrong)
-    source: DataSource = found.model_validate(options)  # type: ignore[assignment]
-    return source
+    return opened(SOURCES, name, options)

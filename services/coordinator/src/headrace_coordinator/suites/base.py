@@ -11,10 +11,11 @@ from abc import ABC, abstractmethod
 from typing import Any
 
 from headrace_schema.generating import DataSection
-from headrace_schema.problems import Impossible, explain_value, problem
 from headrace_schema.scoring import RewardSection
-from headrace_servicekit.registry import Plugin, PluginError, Registry
+from headrace_servicekit.registry import Registry
 from pydantic import BaseModel, ConfigDict
+
+from headrace_coordinator.registered import opened, subclasses_of
 
 
 class Suite(BaseModel, ABC):
@@ -39,12 +40,6 @@ class Suite(BaseModel, ABC):
         return " ".join(completion.split())
 
 
-def _as_plugin(found: Any) -> Plugin:
-    if isinstance(found, type) and issubclass(found, Suite):
-        return Plugin(lambda suite: suite, found, (found.__doc__ or "").partition("\n")[0])
-    raise TypeError("is no subclass of headrace_coordinator.suites.Suite")
-
-
 _HERE = "headrace_coordinator.suites"
 SUITES: Registry[Suite] = Registry(
     "headrace.suites",
@@ -60,18 +55,10 @@ SUITES: Registry[Suite] = Registry(
         "math500": f"{_HERE}.files:Math500",
         "reasoning_gym": f"{_HERE}.generated:ReasoningGym",
     },
-    _as_plugin,
+    subclasses_of(Suite, "headrace_coordinator.suites.Suite"),
 )
 
 
 def open_suite(name: str, options: dict[str, Any]) -> Suite:
     """The suite of a name with these options; `Impossible` names the keys that are wrong."""
-    try:
-        found = SUITES.find(name).options
-    except PluginError as error:
-        problems = [problem(each.key, each.problem, each.fix) for each in error.problems]
-        raise Impossible(problems) from error
-    if wrong := explain_value(found, options, SUITES.options_key):
-        raise Impossible(wrong)
-    suite: Suite = found.model_validate(options)  # type: ignore[assignment]
-    return suite
+    return opened(SUITES, name, options)
