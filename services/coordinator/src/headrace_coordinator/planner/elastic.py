@@ -97,6 +97,11 @@ def helpers_until(state: ElasticState) -> float:
     return max(decode, terms.learn.seconds(max(1.0, outlook.unlearned), learners))
 
 
+def helper_gives_up(terms: Terms, remaining_s: float, items: float) -> bool:
+    """Whether owners that are ready should learn a helper's unfinished group of `items` (of mean length) themselves."""
+    return remaining_s > terms.learn.seconds(items, terms.owners)
+
+
 def _borrow(state: ElasticState, outlook: Outlook) -> tuple[Move, ...]:
     terms, borrowed = state.terms, len(state.idle_owners)
     switch = terms.learn.offload_s + terms.generate.load_s
