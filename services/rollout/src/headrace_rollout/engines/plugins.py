@@ -4,6 +4,14 @@ from __future__ import annotations
 
 from headrace_servicekit.registry import Plugin
 
+from headrace_rollout.engines.vllm.options import VllmOptions
+
 TRANSFORMERS = Plugin(
     "headrace_rollout.engines.transformers:build", description="continuous batching over transformers' models"
+)
+VLLM = Plugin(
+    "headrace_rollout.engines.vllm.building:build",
+    options=VllmOptions,
+    description="vLLM in processes of its own (extra headrace-rollout[vllm])",
+    packages=("vllm",),
 )
