@@ -51,11 +51,12 @@ def engine_args(config: EngineConfig, options: SglangOptions, start: Start) -> d
     """The arguments of an engine on a lease's devices. Raises ValueError for what the lease cannot hold."""
     on_gpu = any(device.type == "cuda" for device in start.devices)
     model = config.model
+    architecture = load_architecture(model)
     arguments: dict[str, Any] = {
         "model_path": model.path,
         "revision": model.revision,
         "dtype": model.dtype,
-        "context_length": context_limit(model, load_architecture(model)),
+        "context_length": context_limit(model, architecture),
         "max_running_requests": config.max_concurrency,
         "tp_size": parallel_size(options, start),
         "mem_fraction_static": options.memory_fraction,
@@ -68,6 +69,11 @@ def engine_args(config: EngineConfig, options: SglangOptions, start: Start) -> d
         "skip_tokenizer_init": True,
         "sampling_defaults": "openai",
         "enable_memory_saver": on_gpu,
+        # A request whose kept set is larger is aborted; none is larger than the vocabulary.
+        "sampling_mask_max_tokens": int(architecture.get_text_config().vocab_size),
+        # Chunks hold what is new: those that hold everything make a long answer's cost quadratic.
+        "incremental_streaming_output": True,
+        "log_level": "warning",
     }
     return {**arguments, **({} if on_gpu else CPU_ARGUMENTS), **options.engine_args}
 

@@ -25,12 +25,17 @@ _FOREVER_S = 1e9
 
 
 def capabilities() -> Capabilities:
-    """What SGLang offers on this machine. It samples without a seed of the request's unless every kernel is deterministic."""
+    """What SGLang offers on this machine.
+
+    A request's seed is read with deterministic kernels alone, of which a CPU and most attention backends have none.
+    """
     return Capabilities(
         resume_from_prefix=True,
         inflight_update=True,
         suspend_frees_memory=torch.cuda.is_available(),
         tensor_parallel=True,
+        # Its samplers join the two by intersection ("joint").
+        top_p_after_others=False,
     )
 
 
@@ -70,8 +75,8 @@ class SglangBackend:
         cache_tokens = await self._call("start", environment=_variables(start), arguments=arguments)
         if cache_tokens < arguments["context_length"]:
             raise BackendFailed(
-                f"its KV cache holds {cache_tokens} tokens and one sequence may have {arguments['context_length']}; raise "
-                "rollout.engine_options.kv_cache_tokens or memory_fraction, or lower model.max_context"
+                f"its KV cache holds {cache_tokens} tokens and one sequence may have {arguments['context_length']}; "
+                "raise rollout.engine_options.kv_cache_tokens or memory_fraction, or lower model.max_context"
             )
 
     async def stop(self) -> None:
@@ -178,7 +183,9 @@ class SglangBackend:
                     queue.put_nowait(answer)
         except WorkerGone:
             status = await worker.wait_or_kill()
-            self._gone = f"its process {exit_description(status)}; see this instance's log for the engine's own words"
+            self._gone = (
+                f"its process {exit_description(status)}; see this instance's log for the engine's own words"
+            )
             self._tell_all()
 
     def _tell_all(self) -> None:
@@ -206,8 +213,6 @@ def _sampling(distribution: Distribution, count: int, eos_ids: Sequence[int]) ->
         "repetition_penalty": distribution.repetition_penalty,
         "max_new_tokens": count,
         "stop_token_ids": list(eos_ids),
-        # What ends an answer is the run's to say, not the model directory's.
-        "ignore_eos": False,
         "skip_special_tokens": False,
     }
 

@@ -8,7 +8,6 @@ from headrace_servicekit.registry import PluginError
 
 from headrace_rollout.engines.base import Engine, EngineConfig
 from headrace_rollout.engines.hosted import Deadlines, HostedEngine
-from headrace_rollout.engines.sglang.backend import SglangBackend
 from headrace_rollout.engines.sglang.options import SglangOptions
 
 
@@ -19,6 +18,7 @@ def build(options: SglangOptions, config: EngineConfig) -> Engine:
     """
     try:
         from headrace_rollout.engines.sglang.arguments import check_extra
+        from headrace_rollout.engines.sglang.backend import SglangBackend
     except ImportError as error:
         reason = f"SGLang cannot be imported by this instance: {error}"
         fix = "install headrace-rollout[sglang] where the instance runs, or choose transformers"

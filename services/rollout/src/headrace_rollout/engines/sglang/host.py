@@ -26,7 +26,15 @@ def main() -> None:
 
     try:
         engine, limit = make_engine(start["arguments"])
-    except (ValueError, RuntimeError, OSError, ImportError, AssertionError, TypeError, NotImplementedError) as error:
+    except (
+        ValueError,
+        RuntimeError,
+        OSError,
+        ImportError,
+        AssertionError,
+        TypeError,
+        NotImplementedError,
+    ) as error:
         _send(writer, {"id": start["id"], "failed": f"{type(error).__name__}: {error}"})
         return
     _send(writer, {"id": start["id"], "result": limit})

@@ -40,7 +40,15 @@ def load_version(model: torch.nn.Module, named_tensors: Sequence[tuple[str, Tens
     problem = ""
     try:
         _load(model, request["path"], request["entries"], digests)
-    except (OSError, ValueError, RuntimeError, LookupError, AssertionError, TypeError, AttributeError) as error:
+    except (
+        OSError,
+        ValueError,
+        RuntimeError,
+        LookupError,
+        AssertionError,
+        TypeError,
+        AttributeError,
+    ) as error:
         problem = f"{type(error).__name__}: {error}"
     answer = Path(request["answers"]) / f"{os.getpid()}.json"
     answer.write_text(json.dumps({"digests": digests, "problem": problem}))
@@ -61,7 +69,9 @@ def _load(model: torch.nn.Module, path: str, entries: Sequence[Entry], digests: 
         raise ValueError(f"{len(missing)} parameters of the engine's model got no tensor, first {missing[0]}")
 
 
-def _tensors(body: mmap.mmap, entries: Sequence[Entry], digests: dict[str, str]) -> Iterator[tuple[str, Tensor]]:
+def _tensors(
+    body: mmap.mmap, entries: Sequence[Entry], digests: dict[str, str]
+) -> Iterator[tuple[str, Tensor]]:
     view = memoryview(body)
     for name, dtype, shape, offset, size in entries:
         part = view[offset : offset + size]

@@ -26,11 +26,13 @@ FIXED_ARGUMENTS = frozenset(
         "device",
         "dp_size",
         "enable_memory_saver",
+        "incremental_streaming_output",
         "load_format",
         "nnodes",
         "node_rank",
         "pp_size",
         "sampling_defaults",
+        "sampling_mask_max_tokens",
         "skip_tokenizer_init",
         "weight_version",
     }
@@ -48,7 +50,8 @@ class SglangOptions(Options):
         default=0.8, description="share of a GPU's memory for weights and KV cache"
     )
     kv_cache_tokens: PositiveInt | None = Field(
-        default=None, description="tokens that the KV cache holds; default: what is left of the share, on a CPU 8192"
+        default=None,
+        description="tokens that the KV cache holds; default: what is left of the share, on a CPU 8192",
     )
     enforce_eager: bool = Field(default=False, description="no CUDA graphs: slower, and starts sooner")
     start_timeout_s: PositiveFloat = Field(default=600.0, description="longest start of the engine's process")

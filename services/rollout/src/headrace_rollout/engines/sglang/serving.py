@@ -57,6 +57,7 @@ class _Server:
         self._engine = engine
         self._manager = engine.tokenizer_manager
         self._writer = writer
+        self._model_eos = set(self._manager.model_config.hf_eos_token_id or ())
         self._tasks: set[asyncio.Task[None]] = set()
         self._calls: dict[str, Callable[[Message], Awaitable[Any]]] = {
             "abort": self._abort,
@@ -101,6 +102,9 @@ class _Server:
 
     async def _generate(self, call: Message) -> AsyncIterator[list[Any]]:
         sampling = call["sampling"]
+        # SGLang ends at the ends that the model's directory names, too. Where the run has fewer, it looks for none: the
+        # adapter aborts behind the run's own.
+        sampling["ignore_eos"] = not self._model_eos <= set(sampling["stop_token_ids"])
         truncated = sampling["top_p"] < 1 or sampling["top_k"] > 0 or sampling["min_p"] > 0
         request = GenerateReqInput(
             input_ids=call["token_ids"],
@@ -113,20 +117,21 @@ class _Server:
             return_sampling_mask=truncated and sampling["temperature"] > 0,
             cache_salt=call["cache_salt"],
         )
-        sent = 0
+        made = 0
         async for output in self._manager.generate_request(request, None):
             meta = output["meta_info"]
             _check_finish(meta.get("finish_reason"))
-            ids = output["output_ids"]
+            ids = output.get("output_ids") or []
+            if not ids:  # aborted before its first token
+                continue
             if request.return_sampling_mask:
                 log_probs = meta["output_token_sampling_logprobs"]
             else:
                 log_probs = [row[0] for row in meta["output_token_logprobs"]]
-            count = min(len(ids), len(log_probs))
-            if count > sent:
-                versions = _versions(meta.get("weight_versions"), sent, count)
-                yield [ids[sent:count], log_probs[sent:count], versions]
-                sent = count
+            if len(log_probs) != len(ids):
+                raise Failed(f"{len(ids)} tokens came with {len(log_probs)} log-probs")
+            yield [ids, log_probs, _versions(meta.get("weight_versions"), made, made + len(ids))]
+            made += len(ids)
 
     async def _abort(self, call: Message) -> None:
         for rid in call["rids"]:
@@ -177,11 +182,13 @@ class _Server:
                 flush_cache=False,
             )
             _check(await self._manager.update_weights_from_tensor(request, None))
-            found = [json.loads(file.read_text()) for file in Path(answers).iterdir()]
+            found = await asyncio.to_thread(_answers, Path(answers))
         if problem := next((each["problem"] for each in found if each["problem"]), ""):
             raise Failed(problem)
         if len(found) != ranks or any(each["digests"] != found[0]["digests"] for each in found):
-            raise Failed(f"{len(found)} of {ranks} processes answered, or they read different bytes from one file")
+            raise Failed(
+                f"{len(found)} of {ranks} processes answered, or they read different bytes from one file"
+            )
         digests: dict[str, str] = found[0]["digests"]
         return digests
 
@@ -208,6 +215,10 @@ class _Server:
             if asyncio.get_running_loop().time() > give_up_at:
                 raise Failed(f"the prefix cache was not flushed within {IDLE_S:g} s: {found.message}")
             await asyncio.sleep(_POLL_S)
+
+
+def _answers(directory: Path) -> list[dict[str, Any]]:
+    return [json.loads(file.read_text()) for file in directory.iterdir()]
 
 
 def _check(answer: tuple[bool, str]) -> None:
