@@ -2,6 +2,7 @@
 
 PYTHON ?= python3
 PRESET ?= smollm2
+ENGINE ?= vllm
 SEED ?=
 # Where torch comes from when not from pip's own index: a folder or page of wheels, or an index.
 TORCH_FIND_LINKS ?=
@@ -18,7 +19,7 @@ DISTS := proto libs/servicekit libs/schema libs/modelkit services/coordinator se
 TORCH_FROM := $(if $(TORCH_FIND_LINKS),--find-links $(TORCH_FIND_LINKS)) $(if $(TORCH_INDEX_URL),--index-url $(TORCH_INDEX_URL))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test lint nightly browser e2e-browser screenshots gpu-check docs spec-docs reference-docs wheels freeze clean
+.PHONY: help setup run test lint nightly engines test-engines browser e2e-browser screenshots gpu-check docs spec-docs reference-docs wheels freeze clean
 
 help: ## List the targets.
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
@@ -60,6 +61,12 @@ e2e-browser: setup browser ## The dashboard in a real browser: a run's life, eve
 
 screenshots: setup browser ## Pictures of the dashboard into .cache/screenshots: 2 widths, 2 themes, 5 states.
 	.venv/bin/python integration_tests/browser/screenshots.py .cache/screenshots
+
+engines: ## Make .envs/ENGINE from constraints/ENGINE.txt (ENGINE=vllm or sglang): the engine on a CPU, for its tests.
+	@sh ci/engines.sh "$(ENGINE)" "$(PYTHON)"
+
+test-engines: setup ## The engines' contract suite and a whole run with the real engine (ENGINE=vllm or sglang).
+	CI=true .venv/bin/python -m ci.engines "$(ENGINE)"
 
 gpu-check: setup ## What only a GPU can show, as one JSON line; exits 3 without one.
 	@.venv/bin/python benchmarks/gpu_check.py

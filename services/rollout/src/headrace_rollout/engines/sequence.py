@@ -105,7 +105,9 @@ class Sequence:
             prompt_ids=self.prompt_ids,
             finish=finish,
             stopped=stopped,
-            whole=Prefix(tokens, log_probs, self._spans(len(tokens), policy)) if ended else None,
+            whole=Prefix(tokens, log_probs, self._spans(len(tokens), made or [(policy.number, len(tokens))]))
+            if ended
+            else None,
             greedy=self.greedy,
         )
 
