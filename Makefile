@@ -4,6 +4,7 @@ PYTHON ?= python3
 PRESET ?= smollm2
 ENGINE ?= vllm
 SEED ?=
+ENGINE ?= vllm
 # Where torch comes from when not from pip's own index: a folder or page of wheels, or an index.
 TORCH_FIND_LINKS ?=
 TORCH_INDEX_URL ?=
@@ -53,6 +54,12 @@ lint: setup ## ruff, mypy, import rules, contracts, generated files.
 nightly: setup ## What takes too long for every change: many seeds of the simulation, tests marked nightly.
 	.venv/bin/python -m ci.parts nightly
 
+engines: ## Make .envs/ENGINE, in which the real engine runs on the CPU (ENGINE=vllm or sglang).
+	@TORCH_FIND_LINKS="$(TORCH_FIND_LINKS)" TORCH_INDEX_URL="$(TORCH_INDEX_URL)" sh ci/engines_$(ENGINE).sh "$(PYTHON)"
+
+test-engines: setup ## The engine contract and a whole run on the real engine (ENGINE=vllm or sglang).
+	CI=true TORCH_FIND_LINKS="$(TORCH_FIND_LINKS)" TORCH_INDEX_URL="$(TORCH_INDEX_URL)" .venv/bin/python -m ci.engines "$(ENGINE)"
+
 browser: ## Make .envs/browser with Playwright, and install Chromium where apt-get may.
 	@sh ci/browser.sh "$(PYTHON)"
 
@@ -61,12 +68,6 @@ e2e-browser: setup browser ## The dashboard in a real browser: a run's life, eve
 
 screenshots: setup browser ## Pictures of the dashboard into .cache/screenshots: 2 widths, 2 themes, 5 states.
 	.venv/bin/python integration_tests/browser/screenshots.py .cache/screenshots
-
-engines: ## Make .envs/ENGINE from constraints/ENGINE.txt (ENGINE=vllm or sglang): the engine on a CPU, for its tests.
-	@sh ci/engines.sh "$(ENGINE)" "$(PYTHON)"
-
-test-engines: setup ## The engines' contract suite and a whole run with the real engine (ENGINE=vllm or sglang).
-	CI=true .venv/bin/python -m ci.engines "$(ENGINE)"
 
 gpu-check: setup ## What only a GPU can show, as one JSON line; exits 3 without one.
 	@.venv/bin/python benchmarks/gpu_check.py

@@ -24,7 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("engine", choices=ENGINES)
     engine = parser.parse_args(arguments).engine
     started = time.monotonic()
-    made = subprocess.run(["sh", "ci/engines.sh", engine, sys.executable], check=False)
+    made = subprocess.run(["sh", f"ci/engines_{engine}.sh", sys.executable], check=False)
     if made.returncode:
         sentence = (
             f"{engine}: .envs/{engine} could not be made (status {made.returncode}; pip's words are above)"
