@@ -178,7 +178,7 @@ class SlotCache(Cache):  # type: ignore[misc]  # transformers is not annotated
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Any, Any]:
-        """Stores a layer's new keys and values; returns what its attention sees: tensors, or Parts of several buckets."""
+        """Stores a layer's new keys and values; returns what its attention sees: tensors or Parts."""
         new = (key_states, value_states)
         if self._learning:
             self._like.append((key_states[:0, :, :0].clone(), value_states[:0, :, :0].clone()))
