@@ -16,10 +16,11 @@ ENGINES: Registry[Engine] = Registry(
     {
         "transformers": "headrace_rollout.engines.plugins:TRANSFORMERS",
         "vllm": "headrace_rollout.engines.plugins:VLLM",
+        "sglang": "headrace_rollout.engines.plugins:SGLANG",
     },
 )
 
-_MODULES = {"vllm": "vllm"}
+_MODULES = {"vllm": "vllm", "sglang": "sglang"}
 """What must be importable for an engine that is an extra of this package."""
 
 

@@ -49,6 +49,8 @@ class Capabilities:
     """Suspend gives the memory of weights and cache back on the devices of this build."""
     tensor_parallel: bool = False
     """One model may span several devices."""
+    top_p_after_others: bool = True
+    """Top-p counts the mass that top-k and min-p left; without it, top-p is refused together with them."""
 
 
 @dataclass(frozen=True)

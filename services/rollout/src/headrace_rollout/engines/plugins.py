@@ -5,6 +5,7 @@ from __future__ import annotations
 from headrace_servicekit.registry import Options, Plugin
 from pydantic import Field, PositiveInt
 
+from headrace_rollout.engines.sglang.options import SglangOptions
 from headrace_rollout.engines.vllm.options import VllmOptions
 
 
@@ -28,4 +29,10 @@ VLLM = Plugin(
     options=VllmOptions,
     description="vLLM in processes of its own (extra headrace-rollout[vllm])",
     packages=("vllm",),
+)
+SGLANG = Plugin(
+    "headrace_rollout.engines.sglang.building:build",
+    options=SglangOptions,
+    description="SGLang in processes of its own (extra headrace-rollout[sglang])",
+    packages=("sglang",),
 )

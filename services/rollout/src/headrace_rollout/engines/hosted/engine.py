@@ -100,6 +100,13 @@ class HostedEngine:
                 f"deterministic: rollout.engine: {self._backend.name} has no randomness by position and no waves; "
                 "set deterministic: false or rollout.engine: transformers",
             )
+        wanted = stream.distribution
+        if wanted.top_p < 1 and (wanted.top_k or wanted.min_p) and not self.capabilities.top_p_after_others:
+            raise Refused(
+                "INVALID",
+                f"distribution.top_p: rollout.engine: {self._backend.name} counts top-p over all tokens and not over "
+                "those that top_k and min_p leave; set top_p: 1, or top_k: 0 and min_p: 0",
+            )
 
         async def act() -> None:
             policy = self._require(stream.policy_number)
