@@ -307,6 +307,13 @@ class LinkView(Resource):
     expires_in_s: float
 
 
+class DrainView(Resource):
+    """An instance that was told to drain: it gets no new work, hands over what it holds, and ends."""
+
+    instance: str
+    incarnation: str = Field(description="the process that ends; one that replaces it has another")
+
+
 class ScaleView(Resource):
     """The wanted number of processes of a kind."""
 
