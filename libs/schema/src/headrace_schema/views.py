@@ -63,7 +63,10 @@ class StepView(Resource):
     )
     refilled: int = Field(default=0, description="groups that the step took in place of dropped ones")
     max_staleness: int
-    figures: dict[str, float] = Field(description="the trainer's figures: loss, grad_norm, learning_rate, …")
+    figures: dict[str, float] = Field(
+        description="the trainer's figures: loss, grad_norm, learning_rate, …; null: no finite number",
+        json_schema_extra={"additionalProperties": {"anyOf": [{"type": "number"}, {"type": "null"}]}},
+    )
 
 
 class CountsView(Resource):
