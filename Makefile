@@ -3,6 +3,7 @@
 PYTHON ?= python3
 PRESET ?= smollm2
 SEED ?=
+ENGINE ?= vllm
 # Where torch comes from when not from pip's own index: a folder or page of wheels, or an index.
 TORCH_FIND_LINKS ?=
 TORCH_INDEX_URL ?=
@@ -18,7 +19,7 @@ DISTS := proto libs/servicekit libs/schema libs/modelkit services/coordinator se
 TORCH_FROM := $(if $(TORCH_FIND_LINKS),--find-links $(TORCH_FIND_LINKS)) $(if $(TORCH_INDEX_URL),--index-url $(TORCH_INDEX_URL))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test lint nightly browser e2e-browser screenshots recording gpu-check docs spec-docs reference-docs wheels freeze clean
+.PHONY: help setup run test lint nightly engines test-engines browser e2e-browser screenshots recording gpu-check docs spec-docs reference-docs wheels freeze clean
 
 help: ## List the targets.
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
@@ -51,6 +52,12 @@ lint: setup ## ruff, mypy, import rules, contracts, generated files.
 
 nightly: setup ## What takes too long for every change: many seeds of the simulation, tests marked nightly.
 	.venv/bin/python -m ci.parts nightly
+
+engines: ## Make .envs/ENGINE, in which the real engine runs on the CPU (ENGINE=vllm or sglang).
+	@TORCH_FIND_LINKS="$(TORCH_FIND_LINKS)" TORCH_INDEX_URL="$(TORCH_INDEX_URL)" sh ci/engines_$(ENGINE).sh "$(PYTHON)"
+
+test-engines: engines ## The engine contract on the real engine (ENGINE=vllm or sglang).
+	ENGINE=$(ENGINE) .envs/$(ENGINE)/bin/python -m pytest services/rollout/tests/engines
 
 browser: ## Make .envs/browser with Playwright, and install Chromium where apt-get may.
 	@sh ci/browser.sh "$(PYTHON)"

@@ -103,7 +103,7 @@ def test_passes_and_sampling_run_on_the_leased_device(model_config):
 
 
 async def test_every_tensor_of_decoding_and_scoring_says_where_it_lies(
-    new_engine, collector, groups, weight_views
+    new_engine, collector, groups, weights
 ):
     engine = await new_engine(install=False)
     watch = EveryFactorySaysWhere()
@@ -113,7 +113,7 @@ async def test_every_tensor_of_decoding_and_scoring_says_where_it_lies(
 
     engine._executor.submit(start).result(10)  # modes are a thread's own
     try:
-        await engine.install(Policy(1, "one"), weight_views)
+        await engine.install(Policy(1, "one"), weights)
         distribution = Distribution(0.8, 0.9, 5, 0.01, 1.1)
         await engine.submit(collector.stream(max_new_tokens=6, distribution=distribution), groups)
         await collector.wait_ended(15)

@@ -237,6 +237,11 @@ class Client:
         pages = self._transport.pages(f"{_path(run)}/certificates", "certificates")
         return [Certificate.from_json(item) for item in pages]
 
+    def plan(self, run: str) -> dict[str, Any]:
+        """How the run uses its devices: mode, devices, reason, predicted and measured seconds."""
+        found: dict[str, Any] = self._transport.get(f"{_path(run)}/plan")
+        return found
+
     def checkpoints(self, run: str) -> Sequence[Checkpoint]:
         """Durable checkpoints, newest first."""
         pages = self._transport.pages(f"{_path(run)}/checkpoints", "checkpoints")

@@ -82,6 +82,23 @@ class CountsView(Resource):
     frontier: int = Field(description="slots below it are terminal exactly once")
 
 
+class RunPlanView(Resource):
+    """How a run uses its devices, and how its last step compares with what was predicted."""
+
+    mode: str = Field(description="collocated or disaggregated")
+    chosen_by: str = Field(description="spec, or auto: by the run's own steps")
+    from_step: int = Field(description="the first step that it holds for, counted from 1")
+    rollout: list[str] = Field(description="devices that generate; empty: as the mode divides the run's")
+    trainer: list[str] = Field(description="devices that learn; empty: as the mode divides the run's")
+    reason: str
+    predicted_s: dict[str, float] = Field(
+        description="seconds of generate, learn and the whole step; empty: not predicted"
+    )
+    measured_s: dict[str, float] = Field(description="the same of the last step; empty: there is none")
+    alternatives: dict[str, float] = Field(description="other placements and the seconds of a step with them")
+    proposal: str = Field(description="what would be faster now, where the spec says replan: propose")
+
+
 class RunView(Resource):
     """One run."""
 
@@ -119,6 +136,9 @@ class RunView(Resource):
     )
     suite: SuiteEvaluationView | None = Field(
         default=None, description="what it evaluates; null for a run that trains"
+    )
+    plan: RunPlanView | None = Field(
+        default=None, description="how it uses its devices; null for a run that trains nothing"
     )
     spec: dict[str, Any] = Field(
         description="what was submitted, with every default; {} in lists unless asked for"

@@ -19,6 +19,7 @@ from headrace_schema.views import (
     InstanceView,
     LeaseView,
     PolicyView,
+    RunPlanView,
     RunView,
     StepView,
 )
@@ -76,7 +77,28 @@ def run_view(run: RunState, waiting_for: list[str], place: int | None = None) ->
         forked_from=(run.spec.get("from_checkpoint") or {}).get("run", ""),
         first_step=run.ledger.first_step,
         suite=None if asked is None else suite_view(asked, run.dataset_digest),
+        plan=plan_view(run) if asked is None else None,
         spec=run.spec,
+    )
+
+
+def plan_view(run: RunState) -> RunPlanView:
+    """How a run uses its devices."""
+    plan, placement, last = run.plan, run.spec["placement"], run.totals.last_step
+    mode = placement["mode"]
+    measured = {} if last is None else {**last["stage_s"], "step": last["wall_s"]}
+    by_auto = "the first steps measure collocated, then disaggregated"
+    return RunPlanView(
+        mode=plan.mode if plan else "collocated" if mode == "auto" else mode,
+        chosen_by="auto" if mode == "auto" else "spec",
+        from_step=plan.from_step + 1 if plan else 1,
+        rollout=plan.rollout if plan else placement["rollout"],
+        trainer=plan.trainer if plan else placement["trainer"],
+        reason=plan.reason if plan else by_auto if mode == "auto" else f"placement.mode: {mode}",
+        predicted_s=plan.predicted_s if plan else {},
+        measured_s={name: measured[name] for name in ("generate", "learn", "step") if name in measured},
+        alternatives=plan.alternatives if plan else {},
+        proposal=run.proposal,
     )
 
 
@@ -177,6 +199,8 @@ def event_view(item: Item) -> EventView:
         data.pop(name, None)
     if isinstance(event, COUNTED_FROM_0):
         data["step"] += 1
+    if isinstance(event, ev.PlanAdopted):
+        data["from_step"] = event.from_step + 1
     if isinstance(event, ev.StepSkipped):
         data["dropped"] = expand_drops(event.dropped)
     elif isinstance(event, ev.StepCommitted):

@@ -196,6 +196,25 @@ class VersionRestored(RunEvent, frozen=True, kw_only=True):
     kept: Kept | None = None
 
 
+class PlanAdopted(RunEvent, frozen=True, kw_only=True):
+    """From a step on (counted from 0) the run uses its devices like this; of a run that chooses itself."""
+
+    from_step: int
+    mode: str
+    rollout: list[str] = []
+    """Devices that generate; empty: as the mode divides them."""
+    trainer: list[str] = []
+    reason: str
+    predicted_s: dict[str, float] = {}
+    """Seconds of generate, learn and the whole step; empty while the mode is only measured."""
+    alternatives: dict[str, float] = {}
+    """Other placements and what a step would take with them, in seconds."""
+
+
+class PlanProposed(PlanAdopted, frozen=True, kw_only=True):
+    """What would be faster now, of a run whose plan only its user changes."""
+
+
 class StepOpened(RunEvent, frozen=True, kw_only=True):
     """An attempt at a step began; `number` is burnt for the version that it may make."""
 
@@ -395,6 +414,8 @@ AnyEvent = (
     | GangFormed
     | NumberBurnt
     | VersionRestored
+    | PlanAdopted
+    | PlanProposed
     | StepOpened
     | SlotsAssigned
     | SlotsFinished

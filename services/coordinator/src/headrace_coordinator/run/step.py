@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from headrace.trainer.v1 import trainer_pb2 as trainer
+from headrace_schema.views import StepView
 from headrace_servicekit.rpc.digests import set_digest
 
 from headrace_coordinator.domain import events as ev
@@ -52,6 +53,8 @@ class Step:
         self._relay = Relay(context.spec.limits.in_flight_bytes)
         self.observed: list[ev.Observed] = []
         """What the step, once it has ended, says of its items' pass rates."""
+        self.view: StepView | None = None
+        """The committed step as people see it; none for one that was skipped."""
 
     async def run(self) -> Published:
         """Until the step is committed and recorded, or skipped; the version that the next one begins with.
@@ -113,7 +116,7 @@ class Step:
         context, ledger = self._context, self._ledger
         # Deterministic runs accumulate in ordinal order, whatever settles first.
         waits = context.spec.deterministic or context.workers.leader.barrier == trainer.BARRIER_BATCH
-        streamed = not context.placement.in_turns and not waits
+        streamed = context.placement.streams and not waits
         generation = Generation(
             context,
             self._relay,
@@ -188,7 +191,7 @@ class Step:
         self._same_counts(response, slots)
         self._first_step_agrees(certificate)
         self._first_kl_is_zero(certificate.ordinal, response.figures.get("reference_kl"))
-        view = step_view(context, certificate, response, slots, self._timer)
+        view = self.view = step_view(context, certificate, response, slots, self._timer)
         context.keep_time("step", certificate.ordinal, self._timer)
         await self._event_log.commit(
             ev.StepCommitted(

@@ -46,7 +46,7 @@ def random_spec(rng: random.Random, seed: int, name: str = "simulated") -> RunSp
             "rollout": {"instances": rng.choice([1, 1, 2, 3])},
             "trainer": {"ranks": ranks},
             "reward": {"scorers": [{"name": "exact"}]},
-            "placement": {"mode": rng.choice(["collocated", "disaggregated"])},
+            "placement": _placement(rng.choice(["collocated", "disaggregated"]), seed),
             "checkpoint": {
                 "enabled": rng.random() < 0.8,
                 "interval_steps": rng.randint(1, 3),
@@ -65,6 +65,14 @@ def random_spec(rng: random.Random, seed: int, name: str = "simulated") -> RunSp
             },
         }
     )
+
+
+def _placement(mode: str, seed: int) -> dict[str, str | int]:
+    own = random.Random(f"{seed}/placement")
+    if own.random() < 0.35:
+        mode = "auto"
+    flow = own.choice(["pipelined", "pipelined", "sequential"])
+    return {"mode": mode, "flow": flow, "measure_steps": 1, "replan": own.choice(["auto", "propose"])}
 
 
 def forked(origin: RunSpec, run: str, step: int | None, name: str, more: int) -> RunSpec:

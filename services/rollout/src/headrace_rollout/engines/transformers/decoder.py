@@ -16,13 +16,14 @@ from headrace_servicekit.failpoints import failpoint_sync
 from torch import Tensor
 
 from headrace_rollout.engines.base import Figures, Finish, Group, Output, Policy, Refused, SampleKey, Stream
+from headrace_rollout.engines.sequence import Bounds, Sequence
+from headrace_rollout.engines.stopping import StopMatcher
 from headrace_rollout.engines.transformers.batch import Batch
 from headrace_rollout.engines.transformers.cache import PrefillPlan, PromptKeys
 from headrace_rollout.engines.transformers.policy_model import PolicyModel
 from headrace_rollout.engines.transformers.queue import Admission, JoinQueue
 from headrace_rollout.engines.transformers.sampling import RowDistributions, draw, process
-from headrace_rollout.engines.transformers.sequence import Arrivals, Sequence
-from headrace_rollout.engines.transformers.stopping import StopMatcher
+from headrace_rollout.engines.transformers.waiting import Arrivals
 
 # Tokens of one prefill pass: bounds its memory, and how long running rows wait for joiners.
 PREFILL_TOKENS = 4096
@@ -37,7 +38,7 @@ class Decoder:
         self._codec = codec
         self._rows = rows
         self._eos = np.array(sorted(codec.eos_ids))
-        self._arrivals = Arrivals(model.context_limit, model.vocabulary_size, codec.eos_ids)
+        self._arrivals = Arrivals(Bounds(model.context_limit, model.vocabulary_size, codec.eos_ids))
         self._outbox: dict[Stream, list[Output]] = defaultdict(list)
         self._matchers: dict[tuple[str, ...], StopMatcher] = {}
         self._distributions: RowDistributions | None = None

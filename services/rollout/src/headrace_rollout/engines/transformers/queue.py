@@ -10,7 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from headrace_rollout.engines.base import Stream
-from headrace_rollout.engines.transformers.sequence import Sequence, Waiting
+from headrace_rollout.engines.sequence import Sequence
+from headrace_rollout.engines.transformers.waiting import Waiting
 
 
 @dataclass(frozen=True, eq=False)
