@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from headrace_coordinator.planner.errors import refuse
 from headrace_coordinator.planner.lengths import Lengths
 from headrace_coordinator.planner.profiles import Profile
 
@@ -36,6 +37,14 @@ class MoveCosts:
     resume_item_s: float = 0.0
     min_gain: float = 0.02
     min_hold_s: float = 10.0
+
+    def __post_init__(self) -> None:
+        """PlanError when a cost is negative or no number, or when a rate or the hold is 0."""
+        for name, value in vars(self).items():
+            if not value >= 0 or (value == 0 and name in ("link_bytes_per_s", "min_hold_s")):
+                raise refuse(
+                    f"moves.{name}", f"is {value}", "use a number above 0, or 0 for what costs nothing"
+                )
 
 
 @dataclass(frozen=True)
@@ -131,7 +140,7 @@ class Outlook:
 
     def later(self) -> float:
         """Seconds until the step's end when devices are given back at the best of some later times."""
-        whole, wait, best = self.decode_s(self.replicas), self.terms.costs.min_hold_s or 1.0, math.inf
+        whole, wait, best = self.decode_s(self.replicas), self.terms.costs.min_hold_s, math.inf
         while wait < whole:
             best = min(best, wait + self.after(wait).best()[0])
             wait *= 2

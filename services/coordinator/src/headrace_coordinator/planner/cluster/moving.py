@@ -50,7 +50,7 @@ class ElasticStep:
         self.finished = 0.0
         self.missing: dict[int, list[int]] = {}
         self._start(len(draws.weights))
-        tick = self.terms.costs.min_hold_s or 1.0
+        tick = self.terms.costs.min_hold_s
         while any(decoder.replica.unfinished for decoder in self.decoders):
             self._decode(self.now + tick)
             self._learn(self.now, decoding=True)

@@ -43,7 +43,7 @@ def simulate(work: Workload, tree: Node, iterations: int = 1, seed: int = 0) -> 
     >>> simulate(work, tree, iterations=2).seconds
     (22.8, 22.8)
     """
-    checked(work, tree)
+    checked(work, tree, iterations)
     walk, origin = Walk(work, Timeline()), dict.fromkeys(work.devices, 0)
     now, seconds, learned = 0.0, [], []
     for iteration in range(iterations):
@@ -60,7 +60,7 @@ def simulate_elastic(
     work: Workload, tree: Node, costs: MoveCosts, iterations: int = 1, seed: int = 0
 ) -> Simulated:
     """The same with the elastic policy: the tree is a Share or a Split of one generator and one learner."""
-    checked(work, tree)
+    checked(work, tree, iterations)
     terms, rollouts, owners, chunks = elastic_terms(work, tree, costs)
     timeline = Timeline()
     walk = Walk(work, timeline)
@@ -105,8 +105,12 @@ def elastic_terms(work: Workload, tree: Node, costs: MoveCosts) -> tuple[Terms, 
     return terms, Place(first.kind, 0, first.devices), Place(first.kind, at, second.devices), chunks
 
 
-def checked(work: Workload, tree: Node) -> None:
+def checked(work: Workload, tree: Node, iterations: int) -> None:
     """PlanError unless the tree holds every stage once, has no more devices than there are, and fits them."""
+    if iterations < 1:
+        raise refuse("simulation.iterations", f"is {iterations}", "simulate at least 1 step")
+    if work.items != round(work.items) or work.items < 1:
+        raise refuse("items", f"{work.items} are no whole items", "use a whole number, at least 1")
     evaluation = Evaluation(work)
     evaluation.check(tree)
     for kind, count in devices(tree).items():
