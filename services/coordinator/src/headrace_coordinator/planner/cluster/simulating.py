@@ -40,8 +40,8 @@ def simulate(work: Workload, tree: Node, iterations: int = 1, seed: int = 0) -> 
     ...             "learn": Profile("learn", item_s=1.0)}
     >>> work = Workload(reasoning(infer=False), profiles, {"gpu": DeviceKind(8)}, items=64)
     >>> tree = Share(tuple(Leaf(stage, "gpu", 8) for stage in ("generate", "score", "learn")))
-    >>> simulate(work, tree, iterations=2).seconds
-    (22.8, 22.8)
+    >>> [round(seconds, 1) for seconds in simulate(work, tree, iterations=2).seconds]
+    [22.8, 22.8]
     """
     checked(work, tree, iterations)
     walk, origin = Walk(work, Timeline()), dict.fromkeys(work.devices, 0)
