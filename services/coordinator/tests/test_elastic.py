@@ -176,6 +176,15 @@ def test_trees_that_devices_cannot_move_in_are_refused(tree):
         simulate_elastic(work_of(), tree, COSTS)
 
 
+def test_a_batch_barrier_and_idle_rollouts_are_refused():
+    edges = (Edge("generate", "learn", Granularity.BATCH),)
+    work = work_of()
+    with pytest.raises(PlanError, match="waits for the batch"):
+        simulate_elastic(replace(work, workflow=replace(WORKFLOW, edges=edges)), shared(), COSTS)
+    with pytest.raises(PlanError, match="8 items do not occupy 16"):
+        simulate_elastic(work_of(items=8), shared(), COSTS)
+
+
 def test_three_stages_are_refused():
     profiles = {**work_of().profiles, "score": Profile("score", item_s=1)}
     work = Workload(reasoning(infer=False), profiles, {"gpu": DeviceKind(4)}, 64)
