@@ -7,6 +7,9 @@ layouts are mapped by vLLM's loader of the model. Knows no run and no version nu
 from __future__ import annotations
 
 import mmap
+import os
+import threading
+import time
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -27,6 +30,7 @@ from headrace_rollout.engines.vllm.arguments import TRANSFER
 
 warnings.filterwarnings("ignore", message="The given buffer is not writable")
 
+PARENT_S = 1.0
 Entry = list[Any]
 """[name, torch dtype's name, shape, offset, size], as it travels to a worker."""
 
@@ -97,6 +101,19 @@ class SharedMemoryTransfer(WeightTransferEngine[NoInit, SharedFile]):
             yield name, tensor.view(shape)
 
 
+def _end_with_parent() -> None:
+    """A rollout instance that is killed takes its engine along, which would keep the devices."""
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(PARENT_S)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="watch parent", daemon=True).start()
+
+
+_end_with_parent()
 WeightTransferEngineFactory.register_engine(TRANSFER, SharedMemoryTransfer)
 
 
