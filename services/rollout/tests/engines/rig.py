@@ -33,6 +33,7 @@ from transformers import PreTrainedModel
 ENGINE = os.environ.get("ENGINE", "transformers")
 OPTIONS = {
     "transformers": {},
+    "sglang": {"enforce_eager": True},
     "vllm": {"enforce_eager": True, "kv_cache_gib": 0.25},
 }
 CONTEXT = 512
