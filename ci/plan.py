@@ -111,6 +111,7 @@ NIGHTLY = [
         timeout_s=14400,
     ),
     _tests("nightly", "integration_tests", "cli/tests", "-m", "nightly", timeout_s=14400),
+    Part("sglang", (sys.executable, "-m", "ci.engines", "sglang"), timeout_s=7200),
 ]
 
 PLANS = {"lint": LINT, "test": TEST, "nightly": NIGHTLY}

@@ -5,23 +5,31 @@ from __future__ import annotations
 import importlib.abc
 import importlib.machinery
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import ModuleType
 from typing import NoReturn
 
 
-def _missing(name: str) -> Callable[..., NoReturn]:
-    def call(*_: object, **__: object) -> NoReturn:
-        raise NotImplementedError(f"{name} is a CUDA kernel; this environment runs SGLang on the CPU")
+class Missing:
+    """Stands for a kernel, or for a constant of one, whose attributes are the same."""
 
-    return call
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, name: str) -> Missing:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return Missing(f"{self._name}.{name}")
+
+    def __call__(self, *_: object, **__: object) -> NoReturn:
+        raise NotImplementedError(f"{self._name} is a CUDA kernel; this environment runs SGLang on the CPU")
 
 
 class _Module(ModuleType):
-    def __getattr__(self, name: str) -> Callable[..., NoReturn]:
+    def __getattr__(self, name: str) -> Missing:
         if name.startswith("__"):
             raise AttributeError(name)
-        return _missing(f"{self.__name__}.{name}")
+        return Missing(f"{self.__name__}.{name}")
 
 
 class _Submodules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
@@ -44,7 +52,7 @@ class _Submodules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 sys.meta_path.append(_Submodules())
 
 
-def __getattr__(name: str) -> Callable[..., NoReturn]:
+def __getattr__(name: str) -> Missing:
     if name.startswith("__"):
         raise AttributeError(name)
-    return _missing(f"{__name__}.{name}")
+    return Missing(f"{__name__}.{name}")

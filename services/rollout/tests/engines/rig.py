@@ -33,6 +33,7 @@ from transformers import PreTrainedModel
 ENGINES_HERE = os.environ.get("ENGINE", "transformers,plain").split(",")
 """The engines to test: those that need no environment of their own, unless ENGINE names another."""
 OPTIONS = {
+    "sglang": {"enforce_eager": True},
     "vllm": {"enforce_eager": True, "kv_cache_gib": 0.25},
 }
 CONTEXT = 512

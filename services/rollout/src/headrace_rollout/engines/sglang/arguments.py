@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,7 +22,7 @@ CPU_CACHE_TOKENS = 8192
 
 def check_extra(arguments: Mapping[str, Any]) -> None:
     """Raises PluginError for names that SGLang does not know, and for those that are not a run's to set."""
-    known = sorted(field.name for field in dataclasses.fields(ServerArgs))
+    known = sorted(inspect.signature(ServerArgs).parameters)
     problems = []
     for name in arguments:
         key = f"{KEY}.engine_args.{name}"

@@ -156,14 +156,14 @@ class SglangBackend:
         """See Backend."""
         await self._call("wake", tag=WAKE_TAGS[scope])
 
-    async def _call(self, name: str, **arguments: Any) -> Any:
+    async def _call(self, name: str, /, **arguments: Any) -> Any:
         number, answers = self._ask(name, **arguments)
         try:
             return _result(await answers.get())
         finally:
             self._answers.pop(number, None)
 
-    def _ask(self, name: str, **arguments: Any) -> tuple[int, asyncio.Queue[Message]]:
+    def _ask(self, name: str, /, **arguments: Any) -> tuple[int, asyncio.Queue[Message]]:
         if not self.alive:
             raise BackendFailed(self._gone)
         number = next(self._numbers)
@@ -171,7 +171,7 @@ class SglangBackend:
         self._send(name, number, **arguments)
         return number, self._answers[number]
 
-    def _send(self, name: str, number: int, **arguments: Any) -> None:
+    def _send(self, name: str, number: int, /, **arguments: Any) -> None:
         assert self._worker is not None
         self._worker.send({"id": number, "call": name, **arguments})
 
