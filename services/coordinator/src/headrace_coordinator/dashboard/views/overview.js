@@ -5,6 +5,7 @@ import { Chart } from "../charts.js";
 import { Curves } from "../curves.js";
 import { empty, h } from "../dom.js";
 import { eventLog } from "./events.js";
+import { flow } from "./flow.js";
 
 const GROUPS = [
   ["What it learns", [
@@ -40,7 +41,7 @@ export async function overview(root, context) {
   const curves = new Curves(context.path, context.signal);
   const plots = h("div");
   const log = eventLog(context);
-  root.append(plots, log.element);
+  root.append(flow(context).element, plots, log.element);
   await curves.load();
   let drawn = draw(plots, curves, context.signal);
   let queued = false;
