@@ -10,10 +10,11 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
@@ -63,15 +64,17 @@ def _handler(coordinator: FakeCoordinator) -> type[BaseHTTPRequestHandler]:
             coordinator.received.append(got)
             missing = (404, {"reason": "NOT_FOUND", "message": f"no {parts.path}", "problems": []})
             route = coordinator.routes.get(f"{self.command} {parts.path}", missing)
-            status, body = route(got) if callable(route) else route
-            self.answer(status, body)
+            status, body, *more = route(got) if callable(route) else route
+            self.answer(status, body, *more)
 
-        def answer(self, status: int, body: Any) -> None:
+        def answer(self, status: int, body: Any, more: Mapping[str, str] = MappingProxyType({})) -> None:
             stream = isinstance(body, str)
             data = body.encode() if stream else json.dumps(body).encode()
             self.send_response(status)
             self.send_header("Content-Type", "text/event-stream" if stream else "application/json")
             self.send_header("Content-Length", str(len(data)))
+            for name, value in more.items():
+                self.send_header(name, value)
             self.end_headers()
             self.wfile.write(data)
 

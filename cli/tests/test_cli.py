@@ -184,6 +184,14 @@ def test_dry_run_asks_a_fleet_that_is_there(headrace, coordinator, spec_file):
     assert coordinator.requests("POST /v1/runs")[0].query == {"dry_run": ["true"]}
 
 
+def test_a_dry_run_tells_what_the_fleet_decides(headrace, coordinator, spec_file):
+    why = "rollout.engine: auto takes vllm: it is installed and the run has GPUs"
+    coordinator.routes["POST /v1/runs"] = (200, {"name": "mine"}, {"Headrace-Note": why})
+    asked = ("run", "submit", spec_file, "--dry-run", "--set", "rollout.engine=auto")
+    assert why in " ".join(headrace(*asked).stdout.split())
+    assert one_document(headrace(*asked, "--json").stdout)["note"] == why
+
+
 def test_a_long_check_says_what_is_waited_for(headrace, coordinator, spec_file, monkeypatch):
     monkeypatch.setattr("headrace_cli.connection.SAY_S", 0.05)
 

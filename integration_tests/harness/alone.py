@@ -27,7 +27,14 @@ MESSAGE_BYTES = 64 * 1024 * 1024
 class Service:
     """A process in a directory of its own; as a context manager it is stopped by SIGTERM at the end."""
 
-    def __init__(self, kind: str, directory: Path, *flags: str, **environment: str) -> None:
+    def __init__(
+        self,
+        kind: str,
+        directory: Path,
+        *flags: str,
+        python: Path | str = sys.executable,
+        **environment: str,
+    ) -> None:
         self.kind = kind
         self.directory = directory
         self.shared_memory = directory / "shm"
@@ -38,7 +45,7 @@ class Service:
         self._log = directory / f"{kind}.log"
         with self._log.open("wb") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", f"headrace_{kind}", "--listen", self.address, *folders, *flags],
+                [str(python), "-m", f"headrace_{kind}", "--listen", self.address, *folders, *flags],
                 env=clean_environment(**environment),
                 cwd=directory,
                 stdin=subprocess.DEVNULL,

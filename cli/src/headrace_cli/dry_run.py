@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from headrace.client.errors import Problem
 
 from headrace_cli.connection import CHECKING, Target, connect, saying
 from headrace_cli.errors import EXIT_MISTAKE, CommandError
+
+if TYPE_CHECKING:
+    from headrace.client import Client
 
 BY_SCHEMA = "by the schema; scorers, engines and devices only with a fleet"
 BY_FLEET = "by the schema and by the fleet"
@@ -20,9 +23,16 @@ def check(spec: dict[str, Any], target: Target) -> dict[str, Any]:
     if not target.known:
         check_schema(spec)
         return {"valid": True, "checked": BY_SCHEMA, "warnings": warnings(spec)}
-    with connect(target) as client, saying(CHECKING):
+    with connect(target) as client:
+        return check_with(client, spec)
+
+
+def check_with(client: Client, spec: dict[str, Any]) -> dict[str, Any]:
+    """`check` by a coordinator; with `note` where the spec leaves something to the fleet."""
+    with saying(CHECKING):
         client.check(spec)
-    return {"valid": True, "checked": BY_FLEET, "warnings": warnings(spec)}
+    note = {"note": client.note} if client.note else {}
+    return {"valid": True, "checked": BY_FLEET, "warnings": warnings(spec), **note}
 
 
 def warnings(spec: dict[str, Any]) -> list[dict[str, str]]:

@@ -65,7 +65,13 @@ class FakeControl:
             "reward": {"scorers": frozenset({"exact", "last_number"})},
         }
         counts = {"rollout": 1, "trainer": 1, "reward": 1}
-        return check(spec, FleetView(capabilities, counts, ["h/cpu:0", "h/cpu:1"]))
+        return check(self.settle(spec)[0], FleetView(capabilities, counts, ["h/cpu:0", "h/cpu:1"]))
+
+    def settle(self, spec: RunSpec) -> tuple[RunSpec, str]:
+        if spec.rollout.engine != "auto":
+            return spec, ""
+        rollout = spec.rollout.model_copy(update={"engine": "transformers"})
+        return spec.model_copy(update={"rollout": rollout}), "auto takes transformers"
 
     async def submit(self, spec: RunSpec, idempotency_key: str) -> RunView:
         body = spec.model_dump_json()

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 from headrace_coordinator.api.admission import FleetView, check
+from headrace_coordinator.api.engines import settle_engine
 from headrace_schema.problems import sentence
 from headrace_schema.spec import RunSpec
 from headrace_schema.views import DeviceView, InstanceView
@@ -188,3 +189,65 @@ def test_options_must_suit_one_of_the_releases_that_run():
     assert list(problems({"algorithm": {"options": {"both": 2}}}, fleet)) == ["algorithm.options.both"]
     # No schema: the service checks when the run opens.
     assert problems({"rollout": {"engine_options": {"any": 1}}}) == {}
+
+
+ENGINES = {
+    "engines": frozenset({"transformers", "vllm"}),
+    "engine_features": frozenset({"transformers:deterministic", "vllm:resume_from_prefix"}),
+}
+BOTH = replace(FLEET, capabilities={**FLEET.capabilities, "rollout": ENGINES})
+GPUS = replace(BOTH, devices=["h/gpu:0", "h/gpu:1"])
+ONE = replace(FLEET, capabilities={**FLEET.capabilities, "rollout": {"engines": frozenset({"transformers"})}})
+
+
+def test_a_need_that_the_engine_lacks_names_key_and_engine():
+    wanted = {"deterministic": True, "rollout": {"engine": "vllm"}}
+    (found,) = problems(wanted, BOTH).items()
+    assert found[0] == "deterministic"
+    assert "rollout.engine: vllm cannot" in found[1] and "set rollout.engine: transformers" in found[1]
+    assert problems({"deterministic": True}, BOTH) == {}
+    assert problems(wanted, FLEET) == {}, "instances of a release that registers no features"
+
+
+def test_an_engine_that_nobody_has_installed_names_the_extra():
+    found = problems({"rollout": {"engine": "vllm"}}, ONE)
+    assert "install headrace-rollout[vllm]" in found["rollout.engine"]
+    assert "set rollout.engine: transformers" in found["rollout.engine"]
+
+
+def settled(fleet, **changes):
+    spec = RunSpec.model_validate(
+        {
+            "model": {"path": "owner/model"},
+            "data": {"source": "copy_digits"},
+            "reward": {"scorers": [{"name": "exact"}]},
+            "rollout": {"engine": "auto"},
+            **changes,
+        }
+    )
+    found, why = settle_engine(spec, fleet)
+    assert check(found, fleet) == []
+    return found.rollout.engine, why
+
+
+def test_auto_takes_what_is_installed_and_fits_and_says_why(tmp_path):
+    assert settled(ONE) == (
+        "transformers",
+        "rollout.engine: auto takes transformers: no rollout instance has vllm or sglang installed",
+    )
+    assert settled(BOTH)[0] == "transformers" and "no GPU" in settled(BOTH)[1]
+    assert settled(GPUS) == ("vllm", "rollout.engine: auto takes vllm: it is installed and the run has GPUs")
+    name, why = settled(GPUS, deterministic=True)
+    assert name == "transformers" and "deterministic: true, which vllm cannot promise" in why
+    (tmp_path / "config.json").write_text('{"layer_types": ["linear_attention", "full_attention"]}')
+    (tmp_path / "model.safetensors").touch()
+    name, why = settled(BOTH, model={"path": str(tmp_path)})
+    assert name == "vllm" and "linear_attention layers" in why
+    named = RunSpec.model_validate(
+        {
+            "model": {"path": "owner/model"},
+            "data": {"source": "copy_digits"},
+            "reward": {"scorers": [{"name": "exact"}]},
+        }
+    )
+    assert settle_engine(named, GPUS) == (named, "")

@@ -452,3 +452,23 @@ def test_a_scorer_that_loads_for_long_holds_up_no_other_check(monkeypatch):
     opens = Reward.OpenRun
     monkeypatch.setattr(Reward, "OpenRun", slow)
     assert list(ends(Scene(check)).values()) == ["SUCCEEDED"]
+
+
+def test_the_engine_that_auto_stands_for_is_settled_at_submission_and_noted():
+    async def play(scene):
+        spec = scene.specs[0].model_dump(mode="json") | {"rollout": {"engine": "auto"}}
+        await scene.users.submit(type(scene.specs[0]).model_validate(spec), "auto", copies=2)
+
+    scene = Scene(play)
+    assert set(ends(scene).values()) == {"SUCCEEDED"}
+    first, second = scene.log(ev.RunSubmitted)
+    (run,) = (event for event in (first, second) if event.run == used_by(scene, "auto"))
+    assert run.spec["rollout"]["engine"] == "transformers"
+    notes = [event.text for event in scene.log(ev.Noted) if "rollout.engine: auto takes" in event.text]
+    assert notes == [
+        "rollout.engine: auto takes transformers: no rollout instance has vllm or sglang installed"
+    ]
+
+
+def used_by(scene, key):
+    return next(used.resource for used in scene.log(ev.KeyUsed) if used.key == key)

@@ -63,6 +63,15 @@ async def test_a_dry_run_answers_the_spec_with_defaults_and_starts_nothing(
     assert fake_control.records == {}
 
 
+async def test_a_dry_run_names_the_engine_that_auto_stands_for_and_why(api, spec_json):
+    asked = {**spec_json, "rollout": {"engine": "auto"}}
+    answer = await api.post("/v1/runs?dry_run", json=asked)
+    assert answer.json()["rollout"]["engine"] == "transformers"
+    assert answer.headers["headrace-note"] == "auto takes transformers"
+    plain = await api.post("/v1/runs?dry_run", json=spec_json)
+    assert "headrace-note" not in plain.headers
+
+
 async def test_a_mistyped_dry_run_starts_nothing(api, spec_json, fake_control):
     answer = await api.post("/v1/runs?dryrun=true", json=spec_json)
     assert answer.status_code == 422

@@ -9,6 +9,7 @@ import pytest
 from headrace_rollout.engines import ENGINES
 from headrace_rollout.engines.base import Distribution, EngineConfig, Group, Policy, Refused, Sample
 from headrace_rollout.engines.transformers.attention import Parts
+from headrace_rollout.engines.transformers.engine import TransformersEngine
 from headrace_rollout.engines.transformers.layout import PADDED, STEP, arrange, tokens_of
 
 LONG, SHORT = 440, 12
@@ -177,3 +178,10 @@ async def test_a_wave_is_bitwise_the_same_whatever_ran_before(build, new_collect
         outputs = await collector.wait_ended(9)
         found.append({key: (list(o.whole.token_ids), list(o.whole.log_probs)) for key, o in outputs.items()})
     assert found[0] == found[1]
+
+
+def test_what_an_instance_registers_of_the_engine_is_what_the_engine_offers():
+    offered = {name for name, value in vars(TransformersEngine.capabilities).items() if value}
+    assert set(ENGINES.find("transformers").features) == offered - {"top_p_after_others"}
+    assert "transformers:deterministic" in ENGINES.features(["transformers", "vllm", "nobody"])
+    assert not any(text.startswith("vllm:determ") for text in ENGINES.features(["vllm"]))

@@ -126,6 +126,11 @@ class Client:
         )
         return answer
 
+    @property
+    def note(self) -> str:
+        """What the coordinator said beside its last answer: what the fleet decides of a checked spec, and why."""
+        return self._transport.note
+
     def evaluate(
         self, spec: Spec, overrides: Overrides = (), *, idempotency_key: str | None = None
     ) -> EvaluationRun:

@@ -12,6 +12,8 @@ from headrace.client.errors import HeadraceError, Problem
 
 RETRY_PAUSE_S = 0.2
 PAGE_SIZE = 500
+NOTE = "Headrace-Note"
+"""Header of what the coordinator has to say beside its answer."""
 
 
 class Transport:
@@ -25,6 +27,7 @@ class Transport:
         headers = {"Authorization": f"Bearer {token}"} if token else {}
         self.base_url = base_url.rstrip("/")
         self.patience_s = patience_s
+        self.note = ""
         self._timeout_s = timeout_s
         self._http = httpx.Client(base_url=self.base_url, headers=headers, timeout=timeout_s, trust_env=False)
 
@@ -82,6 +85,7 @@ class Transport:
                 time.sleep(RETRY_PAUSE_S)
         if response.is_error:
             raise error_of(response)
+        self.note = response.headers.get(NOTE, "")
         return response.json()
 
     def _unanswered(self, error: httpx.TransportError, what: str, headers: dict[str, str]) -> HeadraceError:

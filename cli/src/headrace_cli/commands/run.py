@@ -89,14 +89,12 @@ def fork(
     """Submit a run that continues from a checkpoint of RUN, with RUN's spec and overrides."""
     from headrace.client import fork_spec
 
-    from headrace_cli.dry_run import BY_FLEET, warnings
+    from headrace_cli.dry_run import check_with
 
     with connect(find_target(url, data_dir), patience_s=PATIENCE_S if watch else 0) as client:
         spec = fork_spec(client.get(run), at, _overrides(sets, priority))
         if dry_run:
-            with saying(CHECKING):
-                client.check(spec)
-            _show_check({"valid": True, "checked": BY_FLEET, "warnings": warnings(spec)}, as_json)
+            _show_check(check_with(client, spec), as_json)
             return
         with saying(CHECKING):
             made = client.submit(spec, idempotency_key=idempotency_key or None)
@@ -121,6 +119,8 @@ def _show_check(answer: dict[str, Any], as_json: bool) -> None:
         for item in answer["warnings"]:
             warning = f"warning: {item['key']}: {item['problem']}; {item['fix']}"
             error_console().print(warning, markup=False)
+        if "note" in answer:
+            console().print(answer["note"], markup=False)
         console().print(f"the spec is valid ({answer['checked']}); nothing was submitted")
 
 

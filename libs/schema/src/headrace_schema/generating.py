@@ -99,7 +99,11 @@ class SamplingSection(Section):
 class RolloutSection(Section):
     """The generating side."""
 
-    engine: str = Field(default="transformers", description="name in the rollout's registry")
+    engine: str = Field(
+        default="transformers",
+        description="name in the rollout's registry; auto: by what is installed, the devices and the model, told in "
+        "the run's events",
+    )
     engine_options: dict[str, Any] = Field(default_factory=dict, description="options of the engine")
     instances: Count = Field(default=1, description="rollout instances the run takes")
     max_concurrency: Count = Field(default=64, description="sequences decoded together by one instance")

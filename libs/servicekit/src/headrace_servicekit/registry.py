@@ -43,13 +43,15 @@ class Plugin:
     """What an entry point names.
 
     `build` is called with the validated options, then with what the service gives; written as "module:attribute"
-    it is imported only then. `packages` are distributions whose versions change what the plug-in does.
+    it is imported only then. `packages` are distributions whose versions change what the plug-in does; `features` names
+    what it offers that others of its kind may not.
     """
 
     build: Callable[..., Any] | str
     options: type[BaseModel] = Options
     description: str = ""
     packages: tuple[str, ...] = ()
+    features: tuple[str, ...] = ()
 
     def factory(self) -> Callable[..., Any]:
         """What builds it; raises ImportError or AttributeError where a reference leads nowhere."""
@@ -150,6 +152,16 @@ class Registry(Generic[Made]):
                 continue
             listed.append(capability(name, schema))
         return listed
+
+    def features(self, names: Iterable[str]) -> list[str]:
+        """One "name:feature" for each feature of these plug-ins; one that cannot be had has none."""
+        found = []
+        for name in names:
+            try:
+                found += [f"{name}:{feature}" for feature in self.find(name).features]
+            except PluginError:
+                continue
+        return found
 
     def _below(self, problem: KeyProblem) -> KeyProblem:
         key = self.options_key if problem.key == "(whole)" else f"{self.options_key}.{problem.key}"

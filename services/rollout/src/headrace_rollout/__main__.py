@@ -32,6 +32,7 @@ async def mount(instance: Instance) -> Close:
 
     instance.capabilities |= {
         "engines": installed_engines(),
+        "engine_features": ENGINES.features(installed_engines()),
         "engine_options": ENGINES.capabilities(LOG.warning),
         "transports": ["shm", "grpc"],
     }

@@ -16,6 +16,7 @@ from headrace_schema.spec import RunSpec
 from headrace_schema.views import DeviceView, InstanceView, KeyProblemView
 from headrace_servicekit.registry import read_capabilities
 
+from headrace_coordinator.api.engines import engine_problems
 from headrace_coordinator.data import Dataset
 from headrace_coordinator.trackers import tracker_problems
 
@@ -62,6 +63,7 @@ def check(spec: RunSpec, fleet: FleetView, *, trains: bool = True) -> list[KeyPr
     A run that does not train needs no trainer.
     """
     found = [
+        *engine_problems(spec, fleet),
         *_names(spec, fleet),
         *_options(spec, fleet),
         *_instances(spec, fleet),
@@ -75,7 +77,6 @@ def check(spec: RunSpec, fleet: FleetView, *, trains: bool = True) -> list[KeyPr
 
 def _names(spec: RunSpec, fleet: FleetView) -> Iterator[KeyProblemView]:
     wanted = [
-        ("rollout.engine", spec.rollout.engine, "rollout", "engines"),
         ("trainer.backend", spec.trainer.backend, "trainer", "backends"),
         ("algorithm.name", spec.algorithm.name, "trainer", "algorithms"),
     ]

@@ -51,6 +51,9 @@ class Control(Protocol):
     async def check(self, spec: RunSpec) -> list[KeyProblemView]:
         """What the fleet as it is now cannot satisfy, its scorers tried out; empty when the run could start."""
 
+    def settle(self, spec: RunSpec) -> tuple[RunSpec, str]:
+        """The spec with what it leaves to the fleet, and why that; empty where it leaves nothing."""
+
     async def submit(self, spec: RunSpec, idempotency_key: str) -> RunView:
         """Queues a run. The same key with the same spec returns the same run; with another spec: CONFLICT."""
 

@@ -21,6 +21,7 @@ from headrace_schema.views import KeyProblemView, RunView
 from headrace_coordinator.api import presenters as present
 from headrace_coordinator.api.admission import FleetView, check
 from headrace_coordinator.api.control import Refused
+from headrace_coordinator.api.engines import settle_engine
 from headrace_coordinator.api.evaluations import Prepared, in_users_keys, prepare
 from headrace_coordinator.api.reads import Reads
 from headrace_coordinator.api.scaling import Scaling
@@ -79,9 +80,17 @@ class Coordinator(Reads):
         """See `Control.check`. An instance that is just being restarted is waited for."""
         return await self._check(spec, trains=True)
 
+    def settle(self, spec: RunSpec) -> tuple[RunSpec, str]:
+        """See `Control.settle`."""
+        return settle_engine(spec, self._fleet_view)
+
+    @property
+    def _fleet_view(self) -> FleetView:
+        return FleetView.of(present.instance_views(self.fleet))
+
     async def _check(self, spec: RunSpec, *, trains: bool) -> list[KeyProblemView]:
         def misfits() -> list[KeyProblemView]:
-            return check(spec, FleetView.of(present.instance_views(self.fleet)), trains=trains)
+            return check(self.settle(spec)[0], self._fleet_view, trains=trains)
 
         if misfits() and self.fleet.restarting():
             with contextlib.suppress(WaitTimeout):
@@ -105,6 +114,8 @@ class Coordinator(Reads):
         self, spec: RunSpec, key: str, body: str, evaluation: SuiteEvaluation | None = None
     ) -> str:
         run_id, now = f"{spec.name}-{self._new_id()}", self.event_log.now()
+        spec, why = self.settle(spec)
+        notes = [ev.Noted(at=now, run=run_id, text=why)] if why else []
         submitted = ev.RunSubmitted(
             at=now,
             run=run_id,
@@ -112,7 +123,8 @@ class Coordinator(Reads):
             directory=str(self._data_dir / "runs" / run_id),
             evaluation=None if evaluation is None else msgspec.to_builtins(evaluation),
         )
-        await self.event_log.commit(submitted, ev.KeyUsed(at=now, key=key, body=body, resource=run_id))
+        used = ev.KeyUsed(at=now, key=key, body=body, resource=run_id)
+        await self.event_log.commit(submitted, used, *notes)
         return run_id
 
     async def check_evaluation(self, asked: EvaluationSpec) -> list[KeyProblemView]:

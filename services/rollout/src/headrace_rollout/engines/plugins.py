@@ -23,16 +23,25 @@ TRANSFORMERS = Plugin(
     "headrace_rollout.engines.transformers:build",
     TransformersOptions,
     description="continuous batching over transformers' models",
+    features=(
+        "position_keyed_sampling",
+        "deterministic",
+        "resume_from_prefix",
+        "score_processed",
+        "suspend_frees_memory",
+    ),
 )
 VLLM = Plugin(
     "headrace_rollout.engines.vllm.building:build",
     options=VllmOptions,
     description="vLLM in processes of its own (extra headrace-rollout[vllm])",
     packages=("vllm",),
+    features=("resume_from_prefix", "inflight_update", "tensor_parallel"),
 )
 SGLANG = Plugin(
     "headrace_rollout.engines.sglang.building:build",
     options=SglangOptions,
     description="SGLang in processes of its own (extra headrace-rollout[sglang])",
     packages=("sglang",),
+    features=("resume_from_prefix", "inflight_update", "tensor_parallel"),
 )

@@ -43,6 +43,8 @@ from headrace_coordinator.api.http.requests import (
 from headrace_coordinator.data import Dataset
 from headrace_coordinator.projections.reading import Order, PageTokenError, read_trajectories
 
+NOTE = "Headrace-Note"
+"""Header of what the fleet decides of a checked spec, and why."""
 MAX_EVENT_ID = 2**63 - 1
 EventId = Annotated[int, Field(ge=0, le=MAX_EVENT_ID)]
 SPEC_BODY: dict[str, Any] = {
@@ -109,7 +111,11 @@ def _writes(routes: APIRouter, control: Control) -> None:
         if dry_run:
             if problems := await control.check(spec):
                 raise invalid(problems, "the run spec")
-            return view_response(spec)
+            settled, why = control.settle(spec)
+            response = view_response(settled)
+            if why:
+                response.headers[NOTE] = why.encode("ascii", "replace").decode()
+            return response
         key = key_or_new(idempotency_key)
         return keyed_response(await control.submit(spec, key), key, 201)
 

@@ -1,0 +1,67 @@
+"""What the built-in engine's cache takes for answers of unlike lengths, for engines.py. Measures no time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from _harness import say
+
+LONG, SHORT, SHORT_ROWS, NEW = 1800, 76, 8, 32
+"""Tokens of the long answer and of each short one with their prompts, and how many of them are new."""
+LIMIT_S = 600.0
+
+
+def kv_bytes_vs_needed(model: Path, dtype: str) -> float:
+    """Peak of the cache over the peak of what the running answers' tokens need."""
+    taken, needed = asyncio.run(_mixed(model, dtype))
+    say(f"cache: at most {taken / 2**20:.1f} MiB for at most {needed / 2**20:.1f} MiB of tokens")
+    return taken / needed
+
+
+async def _mixed(model: Path, dtype: str) -> tuple[int, int]:
+    from headrace_modelkit.tokenizer import load_tokenizer
+    from headrace_rollout.engines import ENGINES as BUILT_IN
+    from headrace_rollout.engines.base import (
+        Distribution,
+        EngineConfig,
+        Group,
+        Policy,
+        Sample,
+        SampleKey,
+        Stream,
+    )
+    from headrace_rollout.policy_files import read_policy
+    from headrace_rollout.wire import weights_of
+    from headrace_schema.generating import ModelSection
+
+    section = ModelSection(path=str(model), dtype=dtype)
+    engine = BUILT_IN.choose("transformers", {}).build(
+        EngineConfig(section, load_tokenizer(section), SHORT_ROWS + 1)
+    )
+    manifest, body = read_policy(section, "", "")
+    await engine.install(Policy(1, manifest.digest), weights_of(manifest, body))
+    lengths = {SampleKey(0, 0): LONG - NEW} | {
+        SampleKey(row, 0): SHORT - NEW for row in range(1, SHORT_ROWS + 1)
+    }
+    groups = [Group(key.prompt_ordinal, [1000] * length, [Sample(0, 1)]) for key, length in lengths.items()]
+    peak, loop, ended = {"taken": 0, "needed": 0}, asyncio.get_running_loop(), asyncio.Event()
+
+    def sink(outputs: Sequence[Any]) -> None:
+        for output in outputs:
+            lengths[output.key] += len(output.token_ids)
+        peak["taken"] = max(peak["taken"], engine.kv_bytes)
+        peak["needed"] = max(peak["needed"], sum(lengths.values()) * engine.kv_token_bytes)
+        for output in outputs:
+            if output.whole is not None:
+                del lengths[output.key]
+        if not lengths:
+            loop.call_soon_threadsafe(ended.set)
+
+    stream = Stream(1, Distribution(), NEW, 3, sink, say, chunk_tokens=1)
+    await engine.submit(stream, groups)
+    await asyncio.wait_for(ended.wait(), LIMIT_S)
+    await engine.close()
+    return peak["taken"], peak["needed"]
