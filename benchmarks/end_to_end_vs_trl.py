@@ -84,6 +84,7 @@ WORKLOADS = (
     ),
 )
 TARGET_STEPS = 10
+SCORERS = ("services/reward/src", "libs/servicekit/src")
 
 
 @dataclass
@@ -286,8 +287,8 @@ def trl_turn(spec: dict[str, Any], task: dict[str, Any], python: Path) -> Turn:
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": str(task["threads"]),
         "OMP_WAIT_POLICY": "passive",  # a spinning thread of its pool takes the core from its own other one
-        # The scorers' source alone, so that both sides reward with the same code.
-        "PYTHONPATH": str(REPOSITORY / "services" / "reward" / "src"),
+        # The scorers' sources alone, so that both sides reward with the same code.
+        "PYTHONPATH": os.pathsep.join(str(REPOSITORY / source) for source in SCORERS),
     }
     with tempfile.TemporaryDirectory(prefix="headrace-benchmark-") as folder:
         file = Path(folder) / "task.json"

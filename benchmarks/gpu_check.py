@@ -22,12 +22,12 @@ from typing import Any
 import torch
 from headrace_coordinator.domain.leases import Blocked, LeaseRequest, LeaseTable, plan_grant
 from headrace_modelkit.devices import torch_devices, used_bytes
-from headrace_modelkit.loading import load_model
 from headrace_modelkit.presets.tiny import write_tiny
 from headrace_modelkit.tokenizer import load_tokenizer
-from headrace_modelkit.weights import copy_out, weight_layout
-from headrace_rollout.engines.base import Distribution, EngineConfig, Policy, WeightView
+from headrace_rollout.engines.base import Distribution, EngineConfig, Policy
 from headrace_rollout.engines.transformers.engine import TransformersEngine
+from headrace_rollout.policy_files import read_policy
+from headrace_rollout.wire import weights_of
 from headrace_schema.generating import ModelSection
 from headrace_schema.openings import TrainerConfig
 from headrace_servicekit.lease.devices import detect_devices, gpu_uuids
@@ -93,17 +93,12 @@ def ranks(model: str, devices: list[torch.device]) -> list[dict[str, float]]:
 async def generate(model: str, devices: list[torch.device]) -> list[dict[str, float]]:
     """An engine on each device, all at once: installs, scores, gives back; and its log-prob, which must agree."""
     section = ModelSection(path=model, dtype="float32", max_context=128)
-    reference = load_model(section)
-    views = []
-    for name, dtype, shape in weight_layout(reference, torch.float32):
-        data = memoryview(bytearray(dtype.itemsize * math.prod(shape)))
-        copy_out(reference, name, data, torch.float32)
-        views.append(WeightView(name, str(dtype).removeprefix("torch."), shape, data))
+    weights = weights_of(*read_policy(section, "", ""))
     codec = load_tokenizer(section)
     engines = [TransformersEngine(EngineConfig(section, codec, 4, (device,))) for device in devices]
     found = []
     for engine in engines:
-        await engine.install(Policy(1, "one"), views)
+        await engine.install(Policy(1, "one"), weights)
     for engine, device in zip(engines, devices, strict=True):
         scored, _ = await engine.score([([3, 5, 7, 9], 1)], Distribution())
         figures = {"log_prob": sum(scored[0]), "installed_bytes": float(_used(device))}

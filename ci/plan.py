@@ -94,12 +94,16 @@ TEST = [
     _tests("packaging", "integration_tests/packaging", timeout_s=1200, shares=True),
     *_UNITS[2:],
     _simulator("metaworld", timeout_s=900),
+    _tests("contracts", "integration_tests/contracts", timeout_s=900, shares=True),
+    _tests("browser", "integration_tests/browser", timeout_s=900, shares=True),
+    _tests("bad_input", "integration_tests/bad_input", timeout_s=900, shares=True),
+    Part("vllm-environment", ("sh", "ci/engines_vllm.sh", sys.executable), timeout_s=900, shares=True),
     _tests("benchmarks", "benchmarks/tests", shares=True),
-    _tests("contracts", "integration_tests/contracts"),
     _tests("flows", "integration_tests/flows", timeout_s=1200),
-    _tests("browser", "integration_tests/browser", timeout_s=600),
     _tests("faults", "integration_tests/faults", timeout_s=1500),
     _tests("compose", "integration_tests/compose", timeout_s=1200),
+    # In an environment of its own (3.3 GB), which the part above has made by then.
+    Part("vllm", (sys.executable, "-m", "ci.engines", "vllm"), timeout_s=900),
 ]
 
 NIGHTLY = [

@@ -21,6 +21,7 @@ IMAGES = {
     "simulator-maniskill": (*COMMON, "services/simulator[maniskill,video]"),
     "simulator-libero": (*COMMON, "services/simulator[libero,video]"),
     "torch": (*COMMON, "libs/schema", "libs/modelkit", "services/rollout", "services/trainer"),
+    "rollout-sglang": (*COMMON, "libs/schema", "libs/modelkit", "services/rollout[sglang]"),
 }
 
 

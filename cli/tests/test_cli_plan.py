@@ -97,3 +97,49 @@ def test_a_chart_shows_when_and_how_much():
     assert second.index("░") >= len(first) - 1
     assert abs(second.count("█") - second.count("░")) <= 1
     assert scale.endswith("10 s") and seconds(5.0) in scale
+
+
+@pytest.mark.parametrize("name", ["reasoning", "embodied"])
+def test_a_plan_is_simulated_beside_its_prediction(name, tmp_path, headrace):
+    trace = tmp_path / "trace.json"
+    done = headrace(
+        "plan", str(PLANS / f"{name}.yaml"), "--devices", "16", "--set", "items=512", "--simulate",
+        "--iterations", "2", "--seed", "7", "--chrome-trace", str(trace), "--json",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    plan = json.loads(done.stdout)
+    simulation = plan["simulation"]
+    assert simulation["predicted_s"] == pytest.approx(plan["step_s"])
+    assert len(simulation["steps_s"]) == 2 and simulation["seed"] == 7
+    labelled = sum(row["device_s"] for row in simulation["device_seconds"])
+    assert labelled == pytest.approx(16 * simulation["step_s"])
+    events = json.loads(trace.read_text())["traceEvents"]
+    spent = sum(event["dur"] * event["args"]["devices"] for event in events) / 1e6
+    assert spent == pytest.approx(16 * sum(simulation["steps_s"]), rel=1e-3)
+    explained = simulation["lengths_s"] + simulation["whole_items_s"]
+    assert explained == pytest.approx(simulation["step_s"] - simulation["predicted_s"])
+
+
+def test_the_simulations_text_fits_the_terminal():
+    wanted = {"iterations": 6, "seed": 0, "chrome_trace": False}
+    plan = explain_file(PLANS / "reasoning.yaml", ["items=512"], 8, None, None, wanted)
+    lines = list(plan_lines(plan, 60))
+    assert max(map(len, lines)) <= 60
+    text = " ".join(line.strip() for line in lines)
+    for words in (
+        "simulated: ",
+        "predicted ",
+        "decode",
+        "train",
+        "device-s",
+        "from the drawn lengths",
+    ):
+        assert words in text, words
+
+
+def test_a_trace_that_cannot_be_written_and_too_many_items_are_refused(headrace, tmp_path):
+    spec = str(PLANS / "embodied.yaml")
+    lost = headrace("plan", spec, "--chrome-trace", str(tmp_path / "no" / "trace.json"))
+    assert lost.returncode == 2 and "--chrome-trace" in lost.stderr
+    many = headrace("plan", spec, "--simulate", "--iterations", "100", "--set", "items=100000")
+    assert many.returncode == 2 and "simulation.iterations" in many.stderr and "2000000" in many.stderr

@@ -5,6 +5,7 @@ The one place of the command that calls the coordinator's planner, a pure librar
 
 from __future__ import annotations
 
+import json
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,17 @@ PROFILE_FIX = "give --profile FILE; examples/plans has two to start from"
 
 
 def explain_file(
-    file: Path, sets: list[str], devices: int | None, cluster: Path | None, profile: Path | None
+    file: Path,
+    sets: list[str],
+    devices: int | None,
+    cluster: Path | None,
+    profile: Path | None,
+    simulation: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """The planner's explanation for a spec file; CommandError (exit code 2) names every key that is wrong."""
+    """The planner's explanation for a spec file; CommandError (exit code 2) names every key that is wrong.
+
+    `simulation`: iterations, seed and chrome_trace; without it the plan is predicted alone.
+    """
     if find_spec("headrace_coordinator") is None:
         raise mistake(
             "headrace plan", "headrace-coordinator is not installed", "pip install 'headrace[local]'"
@@ -41,7 +50,19 @@ def explain_file(
         request["cluster"] = {**kinds, "gpu": {**(gpu if isinstance(gpu, dict) else {}), "count": devices}}
     elif "cluster" not in request:
         raise mistake("cluster", "no devices are named", "give --devices N or --cluster FILE")
+    if simulation is not None:
+        request["simulation"] = simulation
     return _explained(request)
+
+
+def write_trace(trace: dict[str, Any], file: Path) -> None:
+    """Writes a Chrome trace; CommandError when the file cannot be written."""
+    try:
+        file.write_text(json.dumps(trace), encoding="utf-8")
+    except OSError as error:
+        raise mistake(
+            "--chrome-trace", f"{file}: {error.strerror}", "name a file that can be written"
+        ) from error
 
 
 def _read(file: Path, sets: list[str] | None = None) -> dict[str, Any]:

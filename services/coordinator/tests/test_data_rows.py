@@ -1,12 +1,7 @@
 """Sources of rows: the forms of well-known data sets, filters, Parquet, Hugging Face data sets, mixtures."""
 
 import json
-import os
-import subprocess
 import sys
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import ClassVar
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -158,94 +153,6 @@ def test_a_local_data_set_is_read_by_split(tmp_path, cached):
     assert "data.options.split" in unknown and "did you mean test?" in unknown
     assert "data.options.name" in refusal("huggingface", dataset=str(folder), name="other")
     assert "row 0 of" in refusal("huggingface", dataset=str(folder), question="q")
-
-
-class Hub(BaseHTTPRequestHandler):
-    """The few answers of a hub that a data set of one file needs."""
-
-    commit = "0123456789abcdef0123456789abcdef01234567"
-    files: ClassVar = {"README.md": b"# toy\n", "train.jsonl": b'{"question": "2+2", "answer": "#### 4"}\n'}
-
-    def do_GET(self):
-        path = self.path.partition("?")[0]
-        if path.startswith("/api/datasets/team/toy"):
-            tree = [
-                {"type": "file", "path": n, "size": len(b), "oid": n.encode().hex()}
-                for n, b in self.files.items()
-            ]
-            if "/tree/" in path:
-                return self._answer(json.dumps(tree))
-            siblings = [{"rfilename": name} for name in self.files]
-            return self._answer(
-                json.dumps({"id": "team/toy", "sha": self.commit, "siblings": siblings, "tags": []})
-            )
-        name = path.rpartition("/")[2]
-        if path.startswith("/datasets/team/toy/resolve/") and name in self.files:
-            return self._answer(self.files[name])
-        missing = "EntryNotFound" if "/team/toy/" in path else "RepoNotFound"
-        return self._answer("{}", status=404, **{"X-Error-Code": missing})
-
-    do_HEAD = do_GET
-
-    def do_POST(self):
-        wanted = self.rfile.read(int(self.headers["Content-Length"])).decode()
-        found = [
-            {"type": "file", "path": n, "size": len(b), "oid": n.encode().hex()}
-            for n, b in self.files.items()
-            if n in wanted
-        ]
-        self._answer(json.dumps(found))
-
-    def _answer(self, body, status=200, **headers):
-        data = body.encode() if isinstance(body, str) else body
-        self.send_response(status)
-        etag = f'"{hash(data) & 0xFFFFFFFF:08x}"'
-        for name, value in {"ETag": etag, "X-Repo-Commit": self.commit, **headers}.items():
-            self.send_header(name, value)
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(data)
-
-    def log_message(self, *arguments):
-        pass
-
-
-def test_a_data_set_comes_from_the_hub_that_hf_endpoint_names(tmp_path):
-    """In a process of its own: the library reads HF_ENDPOINT when it is imported."""
-    hub = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    threading.Thread(target=hub.serve_forever, daemon=True).start()
-    code = (
-        "import sys; from headrace_coordinator.data.sources import open_source\n"
-        "from headrace_schema.problems import Impossible\n"
-        "try:\n"
-        "    options = {'dataset': sys.argv[1], 'form': 'gsm8k'}\n"
-        "    print([(i.question, i.answer) for i in open_source('huggingface', options).items()])\n"
-        "except Impossible as error:\n"
-        "    print(error)\n"
-    )
-    environment = {
-        **os.environ,
-        "HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}",
-        "HF_HOME": str(tmp_path),
-        "HF_HUB_DISABLE_XET": "1",
-    }
-    try:
-        told = [
-            subprocess.run(
-                [sys.executable, "-c", code, name],
-                env=environment,
-                capture_output=True,
-                text=True,
-                timeout=120,
-            )
-            for name in ("team/toy", "team/none")
-        ]
-    finally:
-        hub.shutdown()
-        hub.server_close()
-    assert "[('2+2', '4')]" in told[0].stdout, told[0].stderr[-2000:]
-    assert "data.options.dataset" in told[1].stdout and "team/none" in told[1].stdout, told[1]
 
 
 def test_a_mixture_has_the_items_of_its_parts_in_their_shares(lines):

@@ -46,9 +46,18 @@ async def test_a_plan_is_predicted_and_explained(api, fake_control):
     assert fake_control.records == {}
 
 
+async def test_a_plan_is_simulated_on_request(api):
+    answer = await api.post("/v1/plans", json={**REQUEST, "simulation": {"iterations": 2, "seed": 5}})
+    assert answer.status_code == 200, answer.text
+    found = answer.json()["simulation"]
+    assert len(found["steps_s"]) == 2 and "chrome_trace" not in found
+    assert found["drawn"]["generate"]["longest"] <= found["drawn"]["generate"]["limit"]
+
+
 @pytest.mark.parametrize(
     ("path", "value", "key", "words"),
     [
+        ("simulation", {"iterations": 0}, "simulation.iterations", "at least 1"),
         ("items", 0, "items", "at least 1"),
         ("workflow.name", "own", "workflow.name", "not built in"),
         ("workflow.barier", "group", "workflow.barier", "did you mean"),

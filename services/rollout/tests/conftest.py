@@ -33,7 +33,7 @@ from headrace_rollout.engines.base import (
     Sample,
     SampleKey,
     Stream,
-    WeightView,
+    Weights,
 )
 from headrace_rollout.service import RolloutServicer
 from headrace_schema.generating import ModelSection
@@ -44,6 +44,7 @@ from headrace_servicekit.weights import WeightServicer, WeightStore
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+from model_weights import weights_of_model
 from rollout_calls import HEADER, RUN
 
 WAIT_S = 30.0
@@ -77,18 +78,9 @@ def codec(model_config) -> TextCodec:
     return load_tokenizer(model_config)
 
 
-def _views(model) -> list[WeightView]:
-    views = []
-    for name, dtype, shape in weight_layout(model, torch.float32):
-        data = bytearray(dtype.itemsize * torch.Size(shape).numel())
-        copy_out(model, name, memoryview(data), torch.float32)
-        views.append(WeightView(name, str(dtype).removeprefix("torch."), shape, memoryview(data)))
-    return views
-
-
 @pytest.fixture(scope="session")
-def weight_views(reference) -> list[WeightView]:
-    return _views(reference)
+def weights(reference) -> Weights:
+    return weights_of_model(reference)
 
 
 @dataclass
@@ -149,7 +141,7 @@ def new_collector():
 
 
 @pytest.fixture
-async def new_engine(model_config, weight_views, codec) -> AsyncIterator[Callable]:
+async def new_engine(model_config, weights, codec) -> AsyncIterator[Callable]:
     """Builds engines with version 1 installed; closes them at the end."""
     engines: list[Engine] = []
 
@@ -159,7 +151,7 @@ async def new_engine(model_config, weight_views, codec) -> AsyncIterator[Callabl
         engines.append(engine)
         await engine.place((torch.device("cpu"),), 1)
         if install:
-            await engine.install(Policy(1, "one"), weight_views)
+            await engine.install(Policy(1, "one"), weights)
         return engine
 
     yield build

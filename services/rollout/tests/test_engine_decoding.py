@@ -127,9 +127,9 @@ async def test_an_aborted_sample_goes_on_elsewhere_as_if_it_had_not_stopped(
         assert list(output.whole.log_probs[: len(kept)]) == list(kept), "a prefix is never scored again"
 
 
-async def test_a_prefix_keeps_its_versions(new_engine, new_collector, groups, weight_views):
+async def test_a_prefix_keeps_its_versions(new_engine, new_collector, groups, weights):
     engine, collector = await new_engine(install=False), new_collector()
-    await engine.install(Policy(5, "five"), weight_views)
+    await engine.install(Policy(5, "five"), weights)
     prefix = Prefix([5, 6, 7], [-1.0, -2.0, -3.0], [(3, 2), (4, 1)])
     group = Group(0, groups[0].prompt_ids, [Sample(0, 2, prefix)])
     await engine.submit(collector.stream(policy_number=5, max_new_tokens=6), [group])
@@ -292,7 +292,7 @@ async def test_abort_ends_only_what_it_names(engine, new_collector, groups):
 
 
 async def test_a_failed_round_fails_its_streams_and_the_engine_lives_on(
-    engine, new_collector, groups, weight_views
+    engine, new_collector, groups, weights
 ):
     broken, fine = new_collector(), new_collector()
     failpoints.arm("rollout.round=error@2")
@@ -304,7 +304,7 @@ async def test_a_failed_round_fails_its_streams_and_the_engine_lives_on(
     finally:
         failpoints.arm("")
     assert "rollout.round" in broken.failures[0]
-    await engine.install(Policy(2, "two"), weight_views)  # refused while a sequence lives
+    await engine.install(Policy(2, "two"), weights)  # refused while a sequence lives
     await engine.submit(fine.stream(policy_number=2), groups[:1])
     assert len(await fine.wait_ended(3)) == 3
 

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import Any, Self
+from urllib.parse import quote
 
 import httpx
 from headrace.client.errors import HeadraceError
@@ -236,6 +237,11 @@ class Client:
         pages = self._transport.pages(f"{_path(run)}/certificates", "certificates")
         return [Certificate.from_json(item) for item in pages]
 
+    def plan(self, run: str) -> dict[str, Any]:
+        """How the run uses its devices: mode, devices, reason, predicted and measured seconds."""
+        found: dict[str, Any] = self._transport.get(f"{_path(run)}/plan")
+        return found
+
     def checkpoints(self, run: str) -> Sequence[Checkpoint]:
         """Durable checkpoints, newest first."""
         pages = self._transport.pages(f"{_path(run)}/checkpoints", "checkpoints")
@@ -261,6 +267,10 @@ class Client:
     def leases(self) -> Leases:
         """Leases and devices."""
         return Leases.from_json(self._transport.get("/v1/leases"))
+
+    def drain(self, instance: str) -> str:
+        """Takes an instance out of use in order; its process ends, its supervisor starts another. Its incarnation."""
+        return str(self._transport.post(f"/v1/instances/{quote(instance, safe='')}:drain")["incarnation"])
 
     def scale(self, kind: str, count: int) -> int:
         """Sets the number of processes of a kind: rollout, trainer, reward or simulator. Returns it."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,12 +13,13 @@ import typer
 
 from headrace_cli.commands.options import DEFAULT_DATA_DIR, DataDirOption, JsonFlag, NoToken, Url
 from headrace_cli.errors import CommandError, mistake
-from headrace_cli.launcher.plan import DEFAULT_PORT, FleetPlan
+from headrace_cli.launcher.plan import DEFAULT_PORT, FleetPlan, engine_python
 from headrace_cli.output import console, error_console, print_json
 
 if TYPE_CHECKING:
     from headrace_cli.launcher.start import ReadyFleet
 
+SAY_S = 30.0
 Count = Annotated[int, typer.Option(min=0, max=256, help="Instances of this service.")]
 
 
@@ -44,7 +46,16 @@ def up(
             help="Devices to lease, such as cpu:0,cpu:1 or gpu:0; default: the GPUs, or else all cores."
         ),
     ] = "",
+    engine: Annotated[
+        str,
+        typer.Option(
+            help="Engine that the rollout instances must have: vllm or sglang from this Python or from .envs/ENGINE."
+        ),
+    ] = "transformers",
     foreground: Annotated[bool, typer.Option("--foreground", help="Stay; Ctrl-C stops the fleet.")] = False,
+    timeout: Annotated[
+        float, typer.Option(min=1, help="Longest start in seconds; one without progress ends after 60.")
+    ] = 600,
     no_token: NoToken = False,
     as_json: JsonFlag = False,
 ) -> None:
@@ -55,8 +66,12 @@ def up(
     counts = {"rollout": rollout, "trainer": trainer, "reward": reward, "simulator": simulator}
     named = _device_names(devices)
     folder = str(data_dir.expanduser().absolute())
-    plan = FleetPlan(folder, port, counts, named, tethered=foreground, no_token=no_token)
-    fleet = start_quietly(plan) if as_json or not sys.stdout.isatty() else start_with_spinner(plan)
+    python = engine_python(engine)
+    plan = FleetPlan(
+        folder, port, counts, named, tethered=foreground, no_token=no_token, rollout_python=python
+    )
+    start = start_quietly if as_json or not sys.stdout.isatty() else start_with_spinner
+    fleet = start(plan, timeout)
     try:
         if as_json:
             print_json(_ready_document(fleet))
@@ -78,19 +93,29 @@ def _device_names(text: str) -> list[str]:
     return names
 
 
-def start_quietly(plan: FleetPlan) -> ReadyFleet:
-    """Starts a fleet and shows nothing."""
+def start_quietly(plan: FleetPlan, timeout_s: float = 600) -> ReadyFleet:
+    """Starts a fleet; says on standard error what it waits for when that takes long."""
     from headrace_cli.launcher.start import start_fleet
 
-    return start_fleet(plan)
+    began, said = time.monotonic(), 0
+
+    def progress(missing: str) -> None:
+        nonlocal said
+        if (periods := int((time.monotonic() - began) / SAY_S)) > said:
+            said = periods
+            error_console().print(f"still starting after {periods * SAY_S:.0f} s: waiting for {missing}")
+
+    return start_fleet(plan, progress, timeout_s)
 
 
-def start_with_spinner(plan: FleetPlan) -> ReadyFleet:
+def start_with_spinner(plan: FleetPlan, timeout_s: float = 600) -> ReadyFleet:
     """Starts a fleet and shows what it waits for."""
     from headrace_cli.launcher.start import start_fleet
 
     with console().status("starting the fleet") as spinner:
-        return start_fleet(plan, lambda missing: spinner.update(f"starting the fleet: waiting for {missing}"))
+        return start_fleet(
+            plan, lambda missing: spinner.update(f"starting the fleet: waiting for {missing}"), timeout_s
+        )
 
 
 def _ready_document(fleet: ReadyFleet) -> dict[str, Any]:

@@ -32,13 +32,28 @@ def plan(
     profile: Annotated[
         Path | None, typer.Option(help="YAML file: what the stages cost.", show_default=False)
     ] = None,
+    simulate: Annotated[
+        bool,
+        typer.Option("--simulate", help="Run the plan on a simulated cluster as well, with drawn lengths."),
+    ] = False,
+    iterations: Annotated[int, typer.Option(min=1, max=100, help="Steps to simulate.")] = 3,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the drawn output lengths.")] = 0,
+    chrome_trace: Annotated[
+        Path | None,
+        typer.Option(help="Write the simulated timeline to this file, for Perfetto.", show_default=False),
+    ] = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Predict the fastest use of devices, and say why it is. Needs no GPU, model or fleet."""
-    from headrace_cli.planning import explain_file
+    from headrace_cli.planning import explain_file, write_trace
     from headrace_cli.show.plan import plan_lines
 
-    found = explain_file(file, sets or [], devices, cluster, profile)
+    wanted = None
+    if simulate or chrome_trace is not None:
+        wanted = {"iterations": iterations, "seed": seed, "chrome_trace": chrome_trace is not None}
+    found = explain_file(file, sets or [], devices, cluster, profile, wanted)
+    if chrome_trace is not None:
+        write_trace(found["simulation"].pop("chrome_trace"), chrome_trace)
     if as_json:
         print_json(found)
         return

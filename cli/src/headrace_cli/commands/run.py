@@ -316,3 +316,18 @@ def certificates(
     from headrace_cli.show.runs import certificates_table
 
     console().print(certificates_table(found) if found else "no updates yet")
+
+
+@app.command("plan")
+def show_plan(
+    run: RunId, url: Url = None, data_dir: DataDirOption = DEFAULT_DATA_DIR, as_json: JsonFlag = False
+) -> None:
+    """Show how the run uses its devices, and why."""
+    with connect(find_target(url, data_dir)) as client:
+        found = client.plan(run)
+    if as_json:
+        print_json(found)
+        return
+    from headrace_cli.show.runs import run_plan_table
+
+    console().print(run_plan_table(found))

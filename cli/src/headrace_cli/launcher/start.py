@@ -17,6 +17,7 @@ from headrace_servicekit.process.capacity import Capacity
 
 from headrace_cli.errors import CommandError, mistake
 from headrace_cli.launcher.data_dir import DataDir
+from headrace_cli.launcher.patience import Patience
 from headrace_cli.launcher.plan import FleetPlan
 from headrace_cli.launcher.ports import require_free_port
 from headrace_cli.launcher.state import FleetState, living_state, read_state
@@ -24,7 +25,8 @@ from headrace_cli.launcher.stop import stop_fleet
 from headrace_cli.launcher.store import require_store
 from headrace_cli.launcher.tether import tether
 
-READY_S = 60.0
+START_TIMEOUT_S = 600.0
+"""How long a fleet may take to start, while it progresses."""
 POLL_S = 0.05
 DEATHS_THAT_FAIL = 3
 
@@ -39,8 +41,12 @@ class ReadyFleet:
     launcher: subprocess.Popen[bytes]
 
 
-def start_fleet(plan: FleetPlan, progress: Callable[[str], None] = lambda text: None) -> ReadyFleet:
-    """Starts a fleet; returns when it is ready.
+def start_fleet(
+    plan: FleetPlan,
+    progress: Callable[[str], None] = lambda text: None,
+    timeout_s: float = START_TIMEOUT_S,
+) -> ReadyFleet:
+    """Starts a fleet; returns when it is ready. `progress` hears, again and again, what is still waited for.
 
     Raises CommandError: exit code 2 when the data directory or the port cannot be used or carries a fleet
     already, or the host cannot hold so many processes; 1 when a process does not come up. Then, and on Ctrl-C,
@@ -55,7 +61,8 @@ def start_fleet(plan: FleetPlan, progress: Callable[[str], None] = lambda text: 
     started_at = time.monotonic()
     launcher = _spawn(plan, data_dir)
     try:
-        state, instances = _wait_until_ready(plan, data_dir, launcher, progress)
+        patience = Patience(timeout_s)
+        state, instances = _wait_until_ready(plan, data_dir, launcher, progress, patience)
     except BaseException:  # Ctrl-C too: no process of a fleet that did not come up may stay
         stop_fleet(data_dir, launcher_pid=launcher.pid)
         raise
@@ -94,11 +101,14 @@ def _spawn(plan: FleetPlan, data_dir: DataDir) -> subprocess.Popen[bytes]:
 
 
 def _wait_until_ready(
-    plan: FleetPlan, data_dir: DataDir, launcher: subprocess.Popen[bytes], progress: Callable[[str], None]
+    plan: FleetPlan,
+    data_dir: DataDir,
+    launcher: subprocess.Popen[bytes],
+    progress: Callable[[str], None],
+    patience: Patience,
 ) -> tuple[FleetState, list[Instance]]:
-    give_up_at = time.monotonic() + READY_S
-    missing = "the launcher"
-    while time.monotonic() < give_up_at:
+    missing, pids = "launcher", [launcher.pid]
+    while not (given_up := patience.over(missing, pids)):
         if launcher.poll() is not None:
             raise _failure(data_dir, "launcher", f"the launcher ended with status {launcher.returncode}")
         state = read_state(data_dir)
@@ -107,16 +117,17 @@ def _wait_until_ready(
             instances, missing = _ready_instances(plan, state)
             if not missing:
                 return state, instances
+            names = missing.split(", ")
+            pids = [process.pid for process in state.processes if process.name in names and process.pid]
             progress(missing)
         time.sleep(POLL_S)
-    name = missing.split(",")[0]
-    raise _failure(data_dir, name, f"not ready after {READY_S:g} s: {missing}")
+    raise _failure(data_dir, missing.split(",")[0], given_up)
 
 
 def _ready_instances(plan: FleetPlan, state: FleetState) -> tuple[list[Instance], str]:
     """The instances, and the names of what is not ready yet."""
     if state.phase != "running":
-        return [], "the store"
+        return [], "store"
     token = Path(state.token_file).read_text(encoding="ascii") if state.token_file else ""
     with Client(state.url, token, timeout_s=5, patience_s=0) as client:
         if not client.healthy():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-NARROWEST, SCALE_MARKS = 60, 4
+NARROWEST, SCALE_MARKS, SHOWN_STEPS = 60, 4, 5
 
 
 def plan_lines(plan: dict[str, Any], width: int) -> Iterator[str]:
@@ -31,6 +31,9 @@ def plan_lines(plan: dict[str, Any], width: int) -> Iterator[str]:
     )
     yield from _wrapped(text, width)
     yield ""
+    if "simulation" in plan:
+        yield from simulation_lines(plan["simulation"], width)
+        yield ""
     for other in plan["alternatives"]:
         time = seconds(other["step_s"]) if other["step_s"] is not None else "-"
         yield from _wrapped(f"{other['mode']}: {time}; {other['why']}", width)
@@ -40,6 +43,29 @@ def plan_lines(plan: dict[str, Any], width: int) -> Iterator[str]:
     if any(plan["fit_errors"].values()):
         fits = ", ".join(f"{stage} {error:.1%}" for stage, error in plan["fit_errors"].items() if error)
         yield from _wrapped(f"worst error of the profile's fits: {fits}", width)
+
+
+def simulation_lines(simulated: dict[str, Any], width: int) -> Iterator[str]:
+    """Predicted beside simulated seconds, why they differ, and what the devices did."""
+    steps = ", ".join(seconds(step) for step in simulated["steps_s"][:SHOWN_STEPS])
+    more = ", …" if len(simulated["steps_s"]) > SHOWN_STEPS else ""
+    off = simulated["step_s"] / simulated["predicted_s"] - 1
+    text = f"simulated: {seconds(simulated['step_s'])} a step, "
+    text += f"predicted {seconds(simulated['predicted_s'])} ({off:+.1%}); "
+    yield from _wrapped(text + f"seed {simulated['seed']}, steps {steps}{more}", width)
+    why = f"of the difference {simulated['lengths_s']:+.3g} s come from the drawn lengths"
+    for stage, drawn in simulated["drawn"].items():
+        why += f" ({stage}: on average {drawn['mean']:.3f} of the mean, the longest {drawn['longest']:.2f} of at "
+        why += f"most {drawn['limit']:.2f})"
+    yield from _wrapped(
+        why + f", {simulated['whole_items_s']:+.3g} s from whole items, rounds and chunks", width
+    )
+    yield ""
+    rows = simulated["device_seconds"]
+    names = max(len(row["stage"]) for row in rows)
+    for row in rows:
+        name, spent = f"{row['stage']:<{names}}"[: width - 40], f"{row['device_s']:,.0f}"
+        yield f"{name}  {row['label']:<15} {spent:>12} device-s {row['share']:>6.1%}"[:width]
 
 
 def seconds(value: float) -> str:

@@ -137,6 +137,28 @@ def trajectories_table(trajectories: Sequence[Trajectory]) -> Table:
     )
 
 
+def run_plan_table(plan: dict[str, Any]) -> Table:
+    """How a run uses its devices."""
+    measured: dict[str, float] = plan["measured_s"]
+    seconds = [
+        f"{name} {predicted:.3g} s" + (f" (last step {measured[name]:.3g} s)" if name in measured else "")
+        for name, predicted in plan["predicted_s"].items()
+    ]
+    others = [f"{words}: {found:.3g} s" for words, found in plan["alternatives"].items()]
+    rows: list[tuple[object, object]] = [
+        ("placement", plan["mode"]),
+        ("chosen by", plan["chosen_by"]),
+        ("from step", plan["from_step"]),
+        ("why", plan["reason"]),
+        ("generate on", ", ".join(plan["rollout"])),
+        ("learn on", ", ".join(plan["trainer"])),
+        ("predicted", "\n".join(seconds)),
+        ("a step with", "\n".join(others)),
+        ("proposal", plan["proposal"]),
+    ]
+    return table(("", ""), [row for row in rows if str(row[1])])
+
+
 def certificates_table(certificates: Sequence[Certificate]) -> Table:
     """One line an update."""
     rows = [
@@ -152,6 +174,7 @@ def certificates_table(certificates: Sequence[Certificate]) -> Table:
             item.tokens,
             item.max_staleness,
             "not compared" if item.log_prob_mismatch_mean is None else f"{item.log_prob_mismatch_mean:.2g}",
+            "" if item.log_prob_mismatch_kl is None else f"{item.log_prob_mismatch_kl:.2g}",
             item.set_digest[:16],
         )
         for item in certificates
@@ -168,6 +191,7 @@ def certificates_table(certificates: Sequence[Certificate]) -> Table:
         ">tokens",
         ">staleness",
         ">mismatch",
+        ">its KL",
     )
     return table((*headers, "set digest"), rows)
 

@@ -2,23 +2,80 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+import re
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, PositiveFloat
+from pydantic import BeforeValidator, Field, PositiveFloat, model_validator
 
 from headrace_schema.base import Bytes, Count, CountOrZero, Section
 
+MAX_DEVICES = 4096
+_RANGE = re.compile(r"(?P<stem>.*?)(?P<first>\d+)-(?P<last>\d+)")
+
+
+def _devices(given: Any) -> Any:
+    """Device names: a list, or one text with commas; "cpu:0-3" is a range of four."""
+    listed = given.split(",") if isinstance(given, str) else given
+    if not isinstance(listed, list) or not all(isinstance(name, str) for name in listed):
+        return given
+    return [device for name in listed for device in _expanded(name.strip())]
+
+
+def _expanded(name: str) -> list[str]:
+    found = _RANGE.fullmatch(name)
+    if found is None:
+        return [name]
+    first, last = int(found["first"]), int(found["last"])
+    if not first <= last < first + MAX_DEVICES:
+        raise ValueError(f"{name!r} is no range of devices; write such as {found['stem']}0-3")
+    return [f"{found['stem']}{index}" for index in range(first, last + 1)]
+
+
+Devices = Annotated[list[str], BeforeValidator(_devices)]
+
 
 class PlacementSection(Section):
-    """Which devices generate and learn. Names as `headrace instances` shows them, without the host."""
+    """Which devices generate and learn. Names as `headrace instances` shows them, without the host.
 
-    mode: Literal["collocated", "disaggregated"] = Field(
-        default="collocated", description="take turns on the same devices, or side by side, streamed"
+    Devices are a list or a text such as "cpu:0-3,cpu:6"; a key `rollout,trainer` gives both the same.
+    """
+
+    mode: Literal["auto", "collocated", "disaggregated"] = Field(
+        default="collocated",
+        description="take turns on the same devices, or side by side; auto: the run's first steps try both, "
+        "and it goes on with what is faster",
     )
-    rollout: list[str] = Field(
-        default_factory=list, description="devices that generate; default: by the mode"
+    flow: Literal["pipelined", "sequential"] = Field(
+        default="pipelined",
+        description="side by side: groups are learned from as they settle, or once the batch is complete",
     )
-    trainer: list[str] = Field(default_factory=list, description="devices that learn; default: by the mode")
+    rollout: Devices = Field(default_factory=list, description="devices that generate; default: by the mode")
+    trainer: Devices = Field(default_factory=list, description="devices that learn; default: by the mode")
+    measure_steps: Count = Field(
+        default=3, description="auto: steps that are measured in each mode before one is chosen"
+    )
+    replan: Literal["auto", "propose"] = Field(
+        default="auto",
+        description="auto: when steps take lastingly longer or shorter than predicted, change the plan at the "
+        "next step, or only say what would be better",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _joined(cls, given: Any) -> Any:
+        """`rollout,trainer: DEVICES` stands for both keys."""
+        if not isinstance(given, dict):
+            return given
+        made: dict[str, Any] = {}
+        for key, value in given.items():
+            parts = [part.strip() for part in key.split(",")] if isinstance(key, str) else [key]
+            if len(parts) == 1 or set(parts) != {"rollout", "trainer"}:
+                made[key] = value
+                continue
+            if twice := sorted({*parts} & {*given}):
+                raise ValueError(f"{twice[0]} is given twice, in {key!r} and alone; remove one")
+            made |= dict.fromkeys(parts, value)
+        return made
 
 
 class SchedulingSection(Section):
@@ -47,6 +104,11 @@ class LimitsSection(Section):
 
     max_drop_rate: Annotated[float, Field(ge=0, le=1)] = Field(
         default=0.1, description="share of slots that may be dropped"
+    )
+    max_mismatch_kl: PositiveFloat | None = Field(
+        default=0.1,
+        description="most KL(engine || trainer) in nats a token that a step may have, estimated from the tokens that "
+        "the engine drew: above it the step is not recorded and the run fails; null: any",
     )
     step_timeout_s: PositiveFloat = Field(default=1800.0, description="longest time of one step")
     instance_timeout_s: PositiveFloat = Field(

@@ -142,6 +142,13 @@ def _sampling(spec: RunSpec) -> Iterator[KeyProblemView]:
 
 def _placement(spec: RunSpec) -> Iterator[KeyProblemView]:
     placement = spec.placement
+    named = next((key for key in ("rollout", "trainer") if getattr(placement, key)), None)
+    if placement.mode == "auto" and named:
+        yield problem(
+            f"placement.{named}",
+            "with placement.mode: auto the run chooses its devices",
+            f"remove placement.{named}, or set placement.mode: collocated or disaggregated",
+        )
     shared = sorted(set(placement.rollout) & set(placement.trainer))
     if placement.mode == "collocated" and sorted(placement.rollout) != sorted(placement.trainer):
         yield problem(

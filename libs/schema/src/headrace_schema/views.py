@@ -63,7 +63,10 @@ class StepView(Resource):
     )
     refilled: int = Field(default=0, description="groups that the step took in place of dropped ones")
     max_staleness: int
-    figures: dict[str, float] = Field(description="the trainer's figures: loss, grad_norm, learning_rate, …")
+    figures: dict[str, float] = Field(
+        description="the trainer's figures: loss, grad_norm, learning_rate, …; null: no finite number",
+        json_schema_extra={"additionalProperties": {"anyOf": [{"type": "number"}, {"type": "null"}]}},
+    )
 
 
 class CountsView(Resource):
@@ -77,6 +80,23 @@ class CountsView(Resource):
     duplicates: int
     max_staleness: int
     frontier: int = Field(description="slots below it are terminal exactly once")
+
+
+class RunPlanView(Resource):
+    """How a run uses its devices, and how its last step compares with what was predicted."""
+
+    mode: str = Field(description="collocated or disaggregated")
+    chosen_by: str = Field(description="spec, or auto: by the run's own steps")
+    from_step: int = Field(description="the first step that it holds for, counted from 1")
+    rollout: list[str] = Field(description="devices that generate; empty: as the mode divides the run's")
+    trainer: list[str] = Field(description="devices that learn; empty: as the mode divides the run's")
+    reason: str
+    predicted_s: dict[str, float] = Field(
+        description="seconds of generate, learn and the whole step; empty: not predicted"
+    )
+    measured_s: dict[str, float] = Field(description="the same of the last step; empty: there is none")
+    alternatives: dict[str, float] = Field(description="other placements and the seconds of a step with them")
+    proposal: str = Field(description="what would be faster now, where the spec says replan: propose")
 
 
 class RunView(Resource):
@@ -116,6 +136,9 @@ class RunView(Resource):
     )
     suite: SuiteEvaluationView | None = Field(
         default=None, description="what it evaluates; null for a run that trains"
+    )
+    plan: RunPlanView | None = Field(
+        default=None, description="how it uses its devices; null for a run that trains nothing"
     )
     spec: dict[str, Any] = Field(
         description="what was submitted, with every default; {} in lists unless asked for"
@@ -161,6 +184,10 @@ class CertificateView(Resource):
         description="mean |engine − trainer| log-prob in nats; null when no token was compared"
     )
     log_prob_compared_tokens: int = Field(default=0, description="tokens that the mismatch is over")
+    log_prob_mismatch_kl: float | None = Field(
+        default=None,
+        description="estimate of KL(engine || trainer) in nats a token; null when no token was compared",
+    )
     drop_rate_by_length: dict[str, float] = Field(
         description="share dropped, FILTERED ones apart, by bucket of answer length in tokens"
     )
@@ -305,6 +332,13 @@ class LinkView(Resource):
 
     path: str = Field(description="path on this coordinator, good once")
     expires_in_s: float
+
+
+class DrainView(Resource):
+    """An instance that was told to drain: it gets no new work, hands over what it holds, and ends."""
+
+    instance: str
+    incarnation: str = Field(description="the process that ends; one that replaces it has another")
 
 
 class ScaleView(Resource):

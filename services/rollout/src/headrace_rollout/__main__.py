@@ -27,11 +27,11 @@ async def mount(instance: Instance) -> Close:
     from headrace.rollout.v1 import rollout_pb2_grpc
     from headrace_servicekit.weights import WeightServicer
 
-    from headrace_rollout.engines import ENGINES
+    from headrace_rollout.engines import ENGINES, installed_engines
     from headrace_rollout.service import RolloutServicer
 
     instance.capabilities |= {
-        "engines": ENGINES.names(),
+        "engines": installed_engines(),
         "engine_options": ENGINES.capabilities(LOG.warning),
         "transports": ["shm", "grpc"],
     }

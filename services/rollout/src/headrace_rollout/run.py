@@ -87,18 +87,17 @@ def open_run(name: str, config: RolloutConfig, leased: Sequence[str]) -> OpenedR
 
     Raises ServiceError INVALID for an unknown engine or wrong options, and MODEL_NOT_READABLE.
     """
-    try:
-        chosen = ENGINES.choose(config.rollout.engine, config.rollout.engine_options)
-    except PluginError as error:
-        code = grpc.StatusCode.INVALID_ARGUMENT
-        raise ServiceError(code, "INVALID", str(error), **error.metadata) from error
     from headrace_modelkit.tokenizer import load_tokenizer
 
     try:
+        chosen = ENGINES.choose(config.rollout.engine, config.rollout.engine_options)
         codec = load_tokenizer(config.model)
         engine = chosen.build(
             EngineConfig(config.model, codec, config.rollout.max_concurrency, devices_of(leased))
         )
+    except PluginError as error:
+        code = grpc.StatusCode.INVALID_ARGUMENT
+        raise ServiceError(code, "INVALID", str(error), **error.metadata) from error
     except ModelNotReadable as error:
         raise ServiceError(grpc.StatusCode.INVALID_ARGUMENT, "MODEL_NOT_READABLE", str(error)) from error
     return OpenedRun(name, config, engine, codec, Retention(CUSTODY_BYTES))

@@ -23,12 +23,12 @@ from headrace_servicekit.rpc.requests import check_enum, check_name
 from headrace_servicekit.weights import receive_weights
 
 from headrace_rollout.config import RESPONSE_BYTES
-from headrace_rollout.engines.base import Authority, Policy, Refused, Scope
+from headrace_rollout.engines.base import Authority, Policy, Refused, Scope, Weights
 from headrace_rollout.figures import GenerateFigures
 from headrace_rollout.generation import Generation
 from headrace_rollout.refusal import refusals
 from headrace_rollout.run import OpenedRun, devices_of, memory_on, open_run
-from headrace_rollout.wire import distribution_of, invalid, keys_of, weight_views
+from headrace_rollout.wire import distribution_of, invalid, keys_of, weights_of
 
 REPORT_EVERY_S = 2.0
 
@@ -177,9 +177,8 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
                     token=self._instance.token,
                 )
                 transfer_s = time.perf_counter() - started
-                pause_s = await _install(
-                    run, policy, request.manifest, received.body, self._authority(request.header)
-                )
+                weights = weights_of(request.manifest, received.body, received.path)
+                pause_s = await _install(run, policy, weights, self._authority(request.header))
             self._instance.weights.keep(run.name, {version.number})
         return rollout_pb2.InstallPolicyResponse(
             version=version,
@@ -209,7 +208,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
             version.digest = manifest.digest
             policy, authority = Policy(version.number, version.digest), self._authority(request.header)
             with refusals():
-                pause_s = await _install(run, policy, manifest, body, authority)
+                pause_s = await _install(run, policy, weights_of(manifest, body), authority)
         return rollout_pb2.InstallPolicyResponse(
             version=version, transfer_time=_duration(read_s), pause_time=_duration(pause_s)
         )
@@ -369,15 +368,9 @@ def _check_ready(run: OpenedRun, number: int) -> None:
         raise Refused("PAUSED", "the engine is paused; call Resume first")
 
 
-async def _install(
-    run: OpenedRun,
-    policy: Policy,
-    manifest: common_pb2.WeightManifest,
-    body: memoryview,
-    authority: Authority,
-) -> float:
+async def _install(run: OpenedRun, policy: Policy, weights: Weights, authority: Authority) -> float:
     try:
-        return await run.engine.install(policy, weight_views(manifest, body), authority)
+        return await run.engine.install(policy, weights, authority)
     except ValueError as error:
         raise ServiceError(grpc.StatusCode.INVALID_ARGUMENT, "WEIGHTS_MISMATCH", str(error)) from error
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import grpc
@@ -23,7 +24,8 @@ from headrace_rollout.engines.base import (
     Sample,
     SampleKey,
     Stream,
-    WeightView,
+    WeightEntry,
+    Weights,
 )
 
 if TYPE_CHECKING:
@@ -192,17 +194,20 @@ def keys_of(messages: Iterable[common_pb2.SampleKey]) -> list[SampleKey]:
     return [SampleKey(message.prompt_ordinal, message.sample_index) for message in messages]
 
 
-def weight_views(manifest: common_pb2.WeightManifest, body: memoryview) -> list[WeightView]:
-    """The tensors of a verified body."""
-    return [
-        WeightView(
+def weights_of(manifest: common_pb2.WeightManifest, body: memoryview, path: Path | None = None) -> Weights:
+    """A verified body with what its manifest says; `path` is its file, for other processes."""
+    entries = [
+        WeightEntry(
             entry.name,
             NUMPY_TYPES[entry.data_type].name,
             tuple(entry.shape),
-            body[entry.offset_bytes : entry.offset_bytes + entry.size_bytes],
+            entry.offset_bytes,
+            entry.size_bytes,
+            entry.digest,
         )
         for entry in manifest.entries
     ]
+    return Weights(tuple(entries), body, path)
 
 
 def distribution_message(distribution: Distribution) -> common_pb2.SamplingDistribution:

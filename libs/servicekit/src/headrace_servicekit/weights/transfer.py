@@ -34,13 +34,15 @@ _PREFERENCE = (common_pb2.WEIGHT_TRANSPORT_SHM, common_pb2.WEIGHT_TRANSPORT_GRPC
 class ReceivedWeights:
     """A verified body with the transport that brought it and why better ones did not.
 
-    `transport` is UNSPECIFIED when the store already held the version; `bytes_moved` is 0 for shm.
+    `transport` is UNSPECIFIED when the store already held the version; `bytes_moved` is 0 for shm. `path` is this
+    store's own file of the body, for other processes of the host; there may be none.
     """
 
     body: memoryview
     transport: common_pb2.WeightTransport
     bytes_moved: int
     fallbacks: list[str] = field(default_factory=list)
+    path: Path | None = None
 
 
 class WeightServicer(weights_pb2_grpc.WeightServiceServicer):
@@ -105,7 +107,7 @@ async def receive_weights(
                 failures.append(failure)
             else:
                 return ReceivedWeights(
-                    stored.body, transport, moved, [failure.message for failure in failures]
+                    stored.body, transport, moved, [failure.message for failure in failures], stored.path
                 )
     raise _nothing_worked(run, version, failures)
 
@@ -133,7 +135,7 @@ def _already_held(held: StoredWeights, version: common_pb2.PolicyVersion) -> Rec
             "CONFLICT",
             f"version {version.number} is held with digest {held.version.digest}, not {version.digest}",
         )
-    return ReceivedWeights(held.body, common_pb2.WEIGHT_TRANSPORT_UNSPECIFIED, 0)
+    return ReceivedWeights(held.body, common_pb2.WEIGHT_TRANSPORT_UNSPECIFIED, 0, path=held.path)
 
 
 async def _map_shared(

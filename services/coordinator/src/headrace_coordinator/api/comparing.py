@@ -45,9 +45,9 @@ class _Answered:
         assert run.suite is not None
         self.run, self.items = run, run.suite.items
         self.asked = EvaluationSpec.model_validate(run.suite.spec)
-        suite = open_suite(self.asked.suite.name, self.asked.suite.options)
+        self.suite = open_suite(self.asked.suite.name, self.asked.suite.options)
         try:
-            self.answers: dict[Key, Answer] = read_answers(Path(run.run_directory), suite.extract)
+            self.answers: dict[Key, Answer] = read_answers(Path(run.run_directory), self.suite.extract)
         except OSError as error:
             raise self._gone(str(error)) from error
 
@@ -56,7 +56,7 @@ class _Answered:
         asked = self.asked
         mode = f"avg@{asked.samples}" if mode == SCORE else mode
         try:
-            return values(mode, self.answers, self.items, asked.samples, asked.pass_reward)
+            return values(mode, asked, self.suite, self.answers, self.items)
         except KeyError as error:
             raise self._gone(f"that of item {error.args[0]} is missing") from error
 

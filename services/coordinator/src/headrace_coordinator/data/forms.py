@@ -59,7 +59,7 @@ def _math(row: Row, keys: Keys) -> DataItem:
 
 
 def _aime(row: Row, keys: Keys) -> DataItem:
-    """AIME: `problem` or `question`, and an integer from 0 to 999, which some copies write as 033."""
+    r"""AIME: `problem` or `question`, and an integer from 0 to 999, which some copies write as 033 or as 336^\circ."""
     question = keys.question or _first(row, ("problem", "question", "Problem", "Question"))
     return _item(row, question, keys.answer or _first(row, ("answer", "Answer")), _aime_integer)
 
@@ -148,7 +148,7 @@ def _last_box(text: str) -> str:
 
 
 def _aime_integer(text: str) -> str:
-    found = re.fullmatch(r"\s*(\d{1,3})(?:\.0+)?\s*", text)
+    found = re.fullmatch(r"\s*(\d{1,3})(?:\.0+)?(?:\^\{?\\circ\}?)?\s*", text)
     if not found:
         raise BadRow(f"has {text[:40]!r} as its answer", "AIME's answers are integers from 0 to 999")
     return str(int(found[1]))

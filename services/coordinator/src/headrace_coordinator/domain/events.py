@@ -196,6 +196,25 @@ class VersionRestored(RunEvent, frozen=True, kw_only=True):
     kept: Kept | None = None
 
 
+class PlanAdopted(RunEvent, frozen=True, kw_only=True):
+    """From a step on (counted from 0) the run uses its devices like this; of a run that chooses itself."""
+
+    from_step: int
+    mode: str
+    rollout: list[str] = []
+    """Devices that generate; empty: as the mode divides them."""
+    trainer: list[str] = []
+    reason: str
+    predicted_s: dict[str, float] = {}
+    """Seconds of generate, learn and the whole step; empty while the mode is only measured."""
+    alternatives: dict[str, float] = {}
+    """Other placements and what a step would take with them, in seconds."""
+
+
+class PlanProposed(PlanAdopted, frozen=True, kw_only=True):
+    """What would be faster now, of a run whose plan only its user changes."""
+
+
 class StepOpened(RunEvent, frozen=True, kw_only=True):
     """An attempt at a step began; `number` is burnt for the version that it may make."""
 
@@ -280,6 +299,7 @@ class Certificate(msgspec.Struct, frozen=True, kw_only=True):
     drop_rate_by_length: dict[str, float]
     drop_rate_by_pass_rate: dict[str, float]
     log_prob_compared_tokens: int = 0
+    log_prob_mismatch_kl: float | None = None
     refilled: int = 0
     """Groups that the step took in place of dropped ones."""
 
@@ -395,6 +415,8 @@ AnyEvent = (
     | GangFormed
     | NumberBurnt
     | VersionRestored
+    | PlanAdopted
+    | PlanProposed
     | StepOpened
     | SlotsAssigned
     | SlotsFinished

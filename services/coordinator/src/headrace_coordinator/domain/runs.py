@@ -185,6 +185,10 @@ class RunState(msgspec.Struct):
     checkpoints: list[tuple[str, int]] = []
     evaluation: SuiteEvaluation | None = None
     """None for a run that trains."""
+    plan: ev.PlanAdopted | None = None
+    """How it uses its devices; None: as its spec says, or collocated where that says auto."""
+    proposal: str = ""
+    """What would be faster, of a run whose plan only its user changes."""
 
     def share(self, now: float) -> float:
         """Device-seconds used, over the run's weight; a newcomer starts level with those that run."""
@@ -229,6 +233,10 @@ class RunState(msgspec.Struct):
                 self._hold(event.at, Grant(list(event.rollouts), list(event.trainers), list(event.devices)))
             case ev.RunReleased():
                 self._hold(event.at, None)
+            case ev.PlanProposed():
+                self.proposal = event.reason
+            case ev.PlanAdopted():
+                self.plan, self.proposal = event, ""
             case ev.GangFormed():
                 self.gang_generation, self.gang = event.generation, list(event.members)
             case ev.VersionRestored():

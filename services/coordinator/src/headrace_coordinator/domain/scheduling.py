@@ -31,6 +31,8 @@ class Demand(msgspec.Struct, frozen=True):
     backend: str
     algorithm: str
     disaggregated: bool
+    side_by_side: bool
+    """Whether devices for both sides are of use."""
     rollout_devices: tuple[str, ...]
     trainer_devices: tuple[str, ...]
 
@@ -57,6 +59,7 @@ def demand_of(run: RunState) -> Demand:
         backend=spec["trainer"]["backend"],
         algorithm=spec["algorithm"]["name"],
         disaggregated=placement["mode"] == "disaggregated",
+        side_by_side=placement["mode"] != "collocated",
         rollout_devices=tuple(placement["rollout"]),
         trainer_devices=tuple(placement["trainer"]),
     )
@@ -214,7 +217,8 @@ class _Planner:
             mine = sum(device in own for device in free)
             fair = max(needed, mine if own else len(everything) // self._parts(demand))
             if all(is_gpu(device) for device in everything):
-                fair = needed  # An engine and a rank compute on one GPU each: more would idle.
+                # An engine and a rank compute on one GPU each: more would idle.
+                fair = generate + learn if demand.side_by_side else needed
             free.sort(key=lambda device: (device not in own, everything.index(device)))
             if len(free) < needed:
                 holders = _held_by(busy[device] for device in everything if device in busy)

@@ -200,9 +200,12 @@ class Evaluation:
 
     def leaf_beside(self, leaf: Leaf, share: Node, items: float) -> float:
         """Seconds of a leaf while the other leaves below `share` stay loaded on its devices."""
+        return self.workload.leaf_seconds(leaf, items, self.kept_beside(leaf, share, items))
+
+    def kept_beside(self, leaf: Leaf, share: Node, items: float) -> float:
+        """Bytes a device that the other leaves below `share` keep of a leaf's devices."""
         others = [other for other in leaves(share) if other is not leaf and other.kind == leaf.kind]
-        kept = sum(self.workload.kept(other, items) for other in others)
-        return self.workload.leaf_seconds(leaf, items, kept)
+        return sum(self.workload.kept(other, items) for other in others)
 
     def _split(self, split: Split, items: float) -> float:
         work, chunks = self.workload, split.chunks

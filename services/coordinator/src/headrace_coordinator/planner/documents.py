@@ -210,6 +210,18 @@ class DevicesSection(Section):
         return DeviceKind(self.count, self.memory_gib * GIB if self.memory_gib else math.inf)
 
 
+class SimulationSection(Section):
+    """Steps of the plan on a simulated cluster."""
+
+    iterations: Annotated[int, Field(strict=True, ge=1, le=100)] = Field(
+        default=3, description="steps to simulate"
+    )
+    seed: Annotated[int, Field(strict=True, ge=0, le=2**31 - 1)] = Field(
+        default=0, description="seed of the drawn output lengths"
+    )
+    chrome_trace: bool = Field(default=False, description="answer the timeline as a Chrome trace as well")
+
+
 class PlanRequest(Section):
     """Everything that a plan is made from."""
 
@@ -219,6 +231,9 @@ class PlanRequest(Section):
     )
     profile: ProfileDocument
     cluster: dict[str, DevicesSection] = Field(description="kind of device: how many, and their memory")
+    simulation: SimulationSection | None = Field(
+        default=None, description="simulate the plan as well; default: predict alone"
+    )
 
     def kinds(self) -> Mapping[str, DeviceKind]:
         """The cluster as plain data."""

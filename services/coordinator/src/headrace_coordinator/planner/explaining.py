@@ -10,9 +10,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from headrace_coordinator.planner.cluster.describing import describe
 from headrace_coordinator.planner.costs import NO_SYNC, DeviceKind, Evaluation
 from headrace_coordinator.planner.documents import PlanRequest
-from headrace_coordinator.planner.errors import PlanError
+from headrace_coordinator.planner.errors import PlanError, refuse
 from headrace_coordinator.planner.planning import Plan, lower_bound, plan
 from headrace_coordinator.planner.search import CHUNKS, Shapes
 from headrace_coordinator.planner.timeline import Bar, bars
@@ -24,6 +25,8 @@ ALTERNATIVES = {
     "disaggregated, sequential": Shapes(False, False, chunks=(1,)),
     "disaggregated, pipelined": Shapes(False, False, chunks=CHUNKS),
 }
+MAX_SIMULATED = 2_000_000
+"""Items that one request may simulate: about a minute."""
 NOTE = "a prediction from the profile; runs are not placed by plans yet"
 
 
@@ -47,7 +50,20 @@ def explain(request: PlanRequest) -> dict[str, Any]:
         "lower_bound_s": lower_bound(best.workload),
         "alternatives": [_alternative(name, best, planned, cluster) for name in ALTERNATIVES],
         "more_devices": [_more(best, planned, cluster, factor) for factor in (1.25, 2.0)],
+        **_simulated(request, best),
         "note": NOTE,
+    }
+
+
+def _simulated(request: PlanRequest, best: Plan) -> dict[str, Any]:
+    wanted = request.simulation
+    if wanted is None:
+        return {}
+    if wanted.iterations * request.items > MAX_SIMULATED:
+        problem = f"{wanted.iterations} steps of {request.items} items are more than {MAX_SIMULATED}"
+        raise refuse("simulation.iterations", problem, "simulate fewer steps")
+    return {
+        "simulation": describe(best.workload, best.tree, wanted.iterations, wanted.seed, wanted.chrome_trace)
     }
 
 

@@ -5,10 +5,11 @@ Knows no devices: the caller gives the ratio of the costs.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from headrace_coordinator.planner.errors import refuse
 
@@ -84,6 +85,36 @@ class Lengths:
         marks = self._marks(group ** (1 - self.group_correlation) - 1, chunks)
         end = fixed * marks[-1][0] + marginal * marks[-1][1]
         return tuple((fixed * length + marginal * decoding) / end for length, decoding in marks)
+
+    def unfinished(self, length: float) -> float:
+        """Share of outputs longer than `length` mean lengths."""
+        return 1 - bisect_right(self.values, length * self.mean * (1 + 1e-12)) / len(self.values)
+
+    def decoded(self, length: float) -> float:
+        """Mean of what outputs have of their first `length` mean lengths, in mean lengths."""
+        at = bisect_right(self.values, length * self.mean)
+        return (self._sums[at] + (len(self.values) - at) * length * self.mean) / (
+            len(self.values) * self.mean
+        )
+
+    def arrived(self, length: float, group: int) -> float:
+        """Work of the groups that are complete when all decode their `length`-th mean length, in mean lengths."""
+        unfinished = self.unfinished(length)
+        order: float = group ** (1 - self.group_correlation) - 1
+        return (self.decoded(length) - length * unfinished) * float((1 - unfinished) ** order)
+
+    def longest(self, count: float, beyond: float = 0.0) -> float:
+        """About the longest of `count` outputs that are all longer than `beyond` mean lengths, in mean lengths."""
+        at = bisect_right(self.values, beyond * self.mean * (1 + 1e-12))
+        left = len(self.values) - at
+        if not left:
+            return beyond
+        place = min(left - 1, int(left * (1 - 0.5 / max(count, 0.5))))
+        return self.values[at + place] / self.mean
+
+    @cached_property
+    def _sums(self) -> list[float]:
+        return list(accumulate(self.values, initial=0.0))
 
     @cached_property
     def _known_marks(self) -> dict[tuple[float, int], list[tuple[float, float]]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -23,6 +24,18 @@ class Memory:
     device_bytes: float = 0.0
     item_bytes: float = 0.0
     sharded_over_all: bool = False
+
+
+@dataclass(frozen=True)
+class Pace:
+    """With n items in flight a replica takes `fixed + each * n` seconds for one (mean) length of all of them.
+
+    `concurrency`: the most in flight, a whole number; more items wait until one is finished.
+    """
+
+    fixed: float
+    each: float
+    concurrency: int
 
 
 @dataclass(frozen=True)
@@ -118,6 +131,14 @@ class Profile:
         """(items a replica, fixed seconds of a mean length, seconds that all items add) on `used` devices."""
         load = items * self.replica_devices / devices
         return load, self.fixed_s, self.item_s * load * devices**self.scaling_loss
+
+    def pace(self, devices: int, budget_bytes: float = math.inf) -> Pace:
+        """How fast replicas on `devices` used devices advance; `seconds` is its sum over a pass."""
+        replicas = devices // self.replica_devices
+        _, fixed, each = self.parts(replicas, devices)
+        fits = self.concurrency(devices, budget_bytes)
+        most = math.floor(fits + 1e-9) if math.isfinite(fits) else sys.maxsize
+        return Pace(fixed, each + self.host_item_s * replicas, max(1, most))
 
     def seconds(self, items: float, devices: int, budget_bytes: float = math.inf) -> float:
         """Seconds for `items` on up to `devices` devices; infinity when no valid size fits the memory."""

@@ -73,7 +73,7 @@ class RunContext:
         self.projection = projection
         self.workers = WorkerGroup(fleet, run_id, self.spec, self.state.directory)
         self.workers.warmup_examples = self._warmup_examples()
-        self.placement = Placement(self.workers)
+        self.placement = Placement(self.workers, self.state.plan)
         # Set again whenever ledger, trainer and rollouts have been brought to one version.
         self.agreement_due = True
         self.decision: asyncio.Task[Any] | None = None

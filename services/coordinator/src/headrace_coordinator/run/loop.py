@@ -15,13 +15,14 @@ from headrace_coordinator.domain import runs
 from headrace_coordinator.domain.scheduling import plan_admission
 from headrace_coordinator.fleet.ports import CallRefused, InstanceDown
 from headrace_coordinator.fleet.waits import WaitTimeout
+from headrace_coordinator.run.autoplan import Autoplan
 from headrace_coordinator.run.checkpointing import Checkpointer
 from headrace_coordinator.run.clients import Published
 from headrace_coordinator.run.context import RunContext
 from headrace_coordinator.run.converge import Misplaced, converge, form_gang
 from headrace_coordinator.run.evaluate import evaluate
 from headrace_coordinator.run.leaving import Outcome, hand_over, leave, save_head
-from headrace_coordinator.run.placement import PlacementError
+from headrace_coordinator.run.placement import PlacementError, section_of
 from headrace_coordinator.run.stages.step_timer import StepTimer
 from headrace_coordinator.run.step import RunFailed, Step
 from headrace_coordinator.run.workers import Unstaffed
@@ -53,6 +54,7 @@ class RunLoop:
         self._published: Published | None = None
         self._timer = StepTimer(context.event_log.monotonic)
         self._checkpointer = Checkpointer(context)
+        self._autoplan = Autoplan(context)
         self._steps = 0
         self._keeps_until = 0.0
 
@@ -80,13 +82,17 @@ class RunLoop:
             except (InstanceDown, CallRefused, WaitTimeout) as fault:
                 if failure := await self._recover(fault):
                     return failure
-            except (RunFailed, PlacementError) as failed:
+            except PlacementError as misfit:
+                if not await self._take_turns(misfit):
+                    return Outcome(runs.FAILED, str(misfit))
+            except RunFailed as failed:
                 return Outcome(runs.FAILED, str(failed))
 
     async def _live(self) -> Outcome:
         """Prepare, then steps until the last, or until the run is to pause or yield."""
         await self._prepare()
         while True:
+            await self._follow_plan()
             await self._generate_ready()
             await self._evaluate_if_due()
             if self._finished():
@@ -134,7 +140,24 @@ class RunLoop:
         self._published = await self._while_it_progresses(step.run())
         if self.context.curriculum:
             self.context.curriculum.observe(step.observed)
+        self._autoplan.observe(step.view)
         self._steps += 1
+
+    async def _follow_plan(self) -> None:
+        """Between two steps: adopts a better placement, or says that there is one."""
+        plan = self._autoplan.due()
+        if plan is None:
+            return
+        await self._event_log.commit(plan)
+        self.context.note(f"plan: {plan.reason}")
+        placement = self.context.placement
+        if (
+            not isinstance(plan, ev.PlanProposed)
+            and section_of(self.context.spec.placement, plan) != placement.section
+        ):
+            with self._timer.stage("switch"):
+                await placement.change(plan)
+            self._autoplan.changed()
 
     async def _evaluate_if_due(self) -> None:
         context, section = self.context, self.context.spec.evaluation
@@ -267,6 +290,25 @@ class RunLoop:
                 await asyncio.wait({decision}, timeout=DECISION_S)
 
     # --- faults
+
+    async def _take_turns(self, misfit: PlacementError) -> bool:
+        """A plan that fits no more, as devices were lost, gives way to turns on those that are left."""
+        context = self.context
+        if context.spec.placement.mode != "auto" or context.placement.in_turns:
+            return False
+        plan = ev.PlanAdopted(
+            at=self._event_log.now(),
+            run=context.run_id,
+            from_step=context.state.ledger.step,
+            mode="collocated",
+            reason=str(misfit),
+        )
+        await self._event_log.commit(plan)
+        context.placement.plan(plan)
+        if context.state.state == runs.RUNNING:
+            self._move(runs.RECOVERING, f"{misfit}; takes turns on the devices that are left")
+        context.workers.adopt_leases()
+        return True
 
     async def _while_it_progresses(self, step: Coroutine[Any, Any, Published]) -> Published:
         """A step may take any time as long as it progresses; raises `WaitTimeout` when it stands still."""

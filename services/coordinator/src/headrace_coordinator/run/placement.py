@@ -1,6 +1,7 @@
 """Which devices generate and learn, and the handing over between them.
 
-`disaggregated` holds both sides at once and streams; `collocated` takes turns on the same devices inside a step.
+`disaggregated` holds both sides at once and streams; `collocated` takes turns on the same devices inside a step;
+`auto` is one of the two, as the run's plan says.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from math import ceil
 
 from headrace_schema.running import PlacementSection
 
+from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain.leases import LeaseRequest, is_gpu
 from headrace_coordinator.domain.places import devices_seen, machines, named_devices
 from headrace_coordinator.fleet.ports import CallRefused, InstanceDown
@@ -27,17 +29,42 @@ class PlacementError(Exception):
 class Placement:
     """Hands devices to the stage that needs them."""
 
-    def __init__(self, workers: WorkerGroup) -> None:
+    def __init__(self, workers: WorkerGroup, plan: ev.PlanAdopted | None = None) -> None:
         self.workers = workers
-        self.in_turns = workers.spec.placement.mode == "collocated"
+        self.section = section_of(workers.spec.placement, plan)
+        """What holds now; never `auto`."""
         self._moving = asyncio.Lock()
+
+    @property
+    def in_turns(self) -> bool:
+        """Whether generating and learning take turns on the same devices."""
+        return self.section.mode == "collocated"
+
+    @property
+    def streams(self) -> bool:
+        """Whether groups are learned from while others are generated."""
+        return not self.in_turns and self.section.flow == "pipelined"
+
+    def plan(self, plan: ev.PlanAdopted) -> None:
+        """What holds from the next time on that devices are assigned."""
+        self.section = section_of(self.workers.spec.placement, plan)
+
+    async def change(self, plan: ev.PlanAdopted) -> None:
+        """Between two steps: everybody gives its devices back, and the new plan holds. Rollouts take theirs later."""
+        async with self._moving:
+            await self._stand_down_rollouts()
+            await self._stand_down_trainers()
+            self.plan(plan)
+            self.assign()
+            if not self.in_turns:
+                await self._learn()
 
     def assign(self) -> None:
         """Decides every member's devices; raises `PlacementError`."""
         spec, grant = self.workers.spec, self.workers.grant
         rollouts = [member for member in self.workers.rollouts if member.incarnation in grant.rollouts]
         trainers = [member for member in self.workers.trainers if member.incarnation in grant.trainers]
-        devices_of = default_devices(spec.placement, grant.devices, rollouts, trainers)
+        devices_of = default_devices(self.section, grant.devices, rollouts, trainers)
         for kind, members, wanted in (
             ("rollout", rollouts, spec.rollout.instances),
             ("trainer", trainers, spec.trainer.ranks),
@@ -127,6 +154,15 @@ class Placement:
         epochs = await self.workers.fleet.lease_manager.acquire(requests, self.workers.fleet_timeout)
         for member, epoch in zip(with_devices, epochs, strict=True):
             member.lease_epoch = epoch
+
+
+def section_of(section: PlacementSection, plan: ev.PlanAdopted | None) -> PlacementSection:
+    """A spec's placement, with what a plan chose where that was left to it; before any plan, in turns."""
+    if section.mode != "auto":
+        return section
+    if plan is None:
+        return section.model_copy(update={"mode": "collocated"})
+    return section.model_copy(update={"mode": plan.mode, "rollout": plan.rollout, "trainer": plan.trainer})
 
 
 def default_devices(

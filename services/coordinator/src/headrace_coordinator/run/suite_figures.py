@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import inf
 from statistics import fmean
 
 from headrace_schema.evaluating import EvaluationSpec
@@ -10,23 +11,33 @@ from headrace_schema.evaluations import ModeView, SuiteResultView
 
 from headrace_coordinator.domain.estimates import interval, item_values
 from headrace_coordinator.projections.transcripts import Answer, Key
+from headrace_coordinator.suites import Suite
+
+RIGHT = "\0right"
+"""The choice of every right answer, where there is one answer to an item: no text of an answer is this."""
 
 
 def values(
-    mode: str, answers: Mapping[Key, Answer], items: int, samples: int, pass_reward: float
+    mode: str, asked: EvaluationSpec, suite: Suite, answers: Mapping[Key, Answer], items: int
 ) -> list[float]:
     """The figure of each item in a mode. KeyError where an answer is missing."""
-    rows = [[answers[item, sample] for sample in range(samples)] for item in range(items)]
+    rows = [[answers[item, sample] for sample in range(asked.samples)] for item in range(items)]
     rewards = [[each.reward for each in row] for row in rows]
-    choices = [[each.choice for each in row] for row in rows]
-    return item_values(mode, rewards, choices, pass_reward)
+    merges = suite.one_answer and asked.reward is None
+    right = asked.pass_reward if merges else inf
+    choices = [
+        [RIGHT if each.choice and each.reward >= right else each.choice for each in row] for row in rows
+    ]
+    return item_values(mode, rewards, choices, asked.pass_reward)
 
 
-def result_of(asked: EvaluationSpec, answers: Mapping[Key, Answer], items: int) -> SuiteResultView:
+def result_of(
+    asked: EvaluationSpec, suite: Suite, answers: Mapping[Key, Answer], items: int
+) -> SuiteResultView:
     """What the evaluation found, once every item has all its answers."""
     modes: list[ModeView] = []
     for mode in asked.wanted_modes:
-        found = values(mode, answers, items, asked.samples, asked.pass_reward)
+        found = values(mode, asked, suite, answers, items)
         low, high = interval([[value] for value in found]) or (None, None)
         modes.append(ModeView(mode=mode, score=fmean(found), low=low, high=high))
     everything = list(answers.values())

@@ -63,7 +63,7 @@ class SuiteLoop(RunLoop):
             await self._weights_known()
             await self._block(missing[: self._block_items()])
             self._steps += 1
-        result = result_of(self._asked, self._answers, len(self._items)).model_dump(mode="json")
+        result = result_of(self._asked, self._suite, self._answers, len(self._items)).model_dump(mode="json")
         await self._event_log.commit(
             ev.SuiteEvaluated(at=self._event_log.now(), run=self.context.run_id, result=result)
         )

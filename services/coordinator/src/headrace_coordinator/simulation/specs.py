@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+from headrace_schema.evaluating import EvaluationSpec
 from headrace_schema.spec import RunSpec
 
 UNREADABLE = "unreadable"
@@ -46,7 +47,7 @@ def random_spec(rng: random.Random, seed: int, name: str = "simulated") -> RunSp
             "rollout": {"instances": rng.choice([1, 1, 2, 3])},
             "trainer": {"ranks": ranks},
             "reward": {"scorers": [{"name": "exact"}]},
-            "placement": {"mode": rng.choice(["collocated", "disaggregated"])},
+            "placement": _placement(rng.choice(["collocated", "disaggregated"]), seed),
             "checkpoint": {
                 "enabled": rng.random() < 0.8,
                 "interval_steps": rng.randint(1, 3),
@@ -65,6 +66,38 @@ def random_spec(rng: random.Random, seed: int, name: str = "simulated") -> RunSp
             },
         }
     )
+
+
+def random_evaluation(rng: random.Random, seed: int, origin: str = "") -> EvaluationSpec:
+    """An evaluation of the imaginary model, or of the newest checkpoint of the run `origin`."""
+    samples = rng.randint(1, 4)
+    return EvaluationSpec.model_validate(
+        {
+            "name": "eval",
+            "seed": seed,
+            "model": None if origin else {"path": "imaginary"},
+            "checkpoint": {"run": origin} if origin else None,
+            "suite": {
+                "name": "items",
+                "options": {"source": "copy_digits", "options": {"digits": 2}},
+                "limit": rng.choice([1, 7, 40, None]),
+            },
+            "sampling": {"temperature": 1.0 if samples > 1 else 0.0},
+            "samples": samples,
+            "modes": [f"avg@{samples}", f"pass@{samples}"] if samples > 1 else [],
+            "rollout": {"instances": 1},
+            "scheduling": {"priority": rng.choice([0, 0, 1, 5]), "quantum_s": rng.choice([0.5, 10.0])},
+            "limits": {"recoveries": rng.choice([2, *[50] * 9])},
+        }
+    )
+
+
+def _placement(mode: str, seed: int) -> dict[str, str | int]:
+    own = random.Random(f"{seed}/placement")
+    if own.random() < 0.35:
+        mode = "auto"
+    flow = own.choice(["pipelined", "pipelined", "sequential"])
+    return {"mode": mode, "flow": flow, "measure_steps": 1, "replan": own.choice(["auto", "propose"])}
 
 
 def forked(origin: RunSpec, run: str, step: int | None, name: str, more: int) -> RunSpec:

@@ -8,7 +8,7 @@ point group `headrace.suites`.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any
+from typing import Any, ClassVar
 
 from headrace_schema.generating import DataSection
 from headrace_schema.scoring import RewardSection
@@ -22,6 +22,9 @@ class Suite(BaseModel, ABC):
     """A suite of questions that are answered in text; its fields are the keys of `suite.options`."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    one_answer: ClassVar[bool] = False
+    """Whether only what equals the reference is right: then right answers are one choice, however they are written."""
 
     @abstractmethod
     def data(self) -> DataSection:

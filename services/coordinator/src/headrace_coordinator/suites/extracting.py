@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from decimal import Decimal
+from fractions import Fraction
 
 BOX = "\\boxed{"
 CHOICE = r"(?:[Aa]nswer(?: is)?:?\s*\**\(?|\\boxed\{(?:\\text\{)?\(?)([A-D])\b"
@@ -13,6 +14,10 @@ CHOICE = r"(?:[Aa]nswer(?: is)?:?\s*\**\(?|\\boxed\{(?:\\text\{)?\(?)([A-D])\b"
 _SIGN = r"(?:(?<![\w.)])[-+])?"
 _NUMBER = re.compile(rf"{_SIGN}(?:[0-9]{{1,3}}(?:,[0-9]{{3}})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|{_SIGN}\.[0-9]+")
 _CHOICE = re.compile(CHOICE)
+_SPARE = re.compile(r"\\(?:left|right|displaystyle|[!,;: ])|\\[()\[\]]|\$|\s|\^\{?\\circ\}?|\\?%")
+"""Of LaTeX: what sets an expression without changing it, and units of an angle or a share."""
+_FRACTION = re.compile(r"(-?)\\[dt]?frac\{(-?[0-9]+)\}\{(-?[0-9]+)\}|(-?)([0-9]+)/([0-9]+)")
+_WHOLE = re.compile(r"[-+]?(?:[0-9]{1,3}(?:(?:,|\{,\})[0-9]{3})+|[0-9]+)?(?:\.[0-9]+)?(?<=[0-9])")
 
 
 def last_box(text: str) -> str:
@@ -33,6 +38,23 @@ def last_number(text: str) -> str:
         return ""
     value = Decimal(found[-1].replace(",", ""))
     return f"{value.normalize():f}"
+
+
+def plain_math(text: str) -> str:
+    r"""An expression in one of its spellings: a number as a fraction in lowest terms, so that 0.5, 1/2 and \frac{1}{2}
+    are one choice; anything else without what only sets it.
+    """
+    bare = (
+        _SPARE.sub("", text).replace("\u2212", "-").replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac")
+    )
+    bare = re.sub(r"^[A-Za-z]=", "", bare).removesuffix(".")
+    if found := _FRACTION.fullmatch(bare):
+        sign, over, under = found.group(1, 2, 3) if found[2] else found.group(4, 5, 6)
+        if int(under):
+            return str(Fraction(int(f"{sign}1") * int(over), int(under)))
+    if _WHOLE.fullmatch(bare):
+        return str(Fraction(bare.replace("{,}", "").replace(",", "")))
+    return bare
 
 
 def last_choice(text: str) -> str:

@@ -10,7 +10,7 @@ from headrace_schema.scoring import RewardSection, ScorerSection
 from pydantic import Field
 
 from headrace_coordinator.suites.base import Suite
-from headrace_coordinator.suites.extracting import CHOICE, last_box, last_choice, last_number
+from headrace_coordinator.suites.extracting import CHOICE, last_box, last_choice, last_number, plain_math
 
 BOXED = "{question}\n\nReason step by step, and put your final answer within \\boxed{{}}."
 
@@ -26,6 +26,7 @@ class FileSuite(Suite):
 
     form: ClassVar[str]
     template: ClassVar[str] = BOXED
+    one_answer: ClassVar[bool] = True
 
     def data(self) -> DataSection:
         """See `Suite.data`."""
@@ -48,7 +49,7 @@ class FileSuite(Suite):
 
     def extract(self, completion: str) -> str:
         """See `Suite.extract`."""
-        return last_box(completion)
+        return plain_math(last_box(completion))
 
 
 class Gsm8k(FileSuite):

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from headrace_schema.generating import DataSection
 from headrace_schema.scoring import RewardSection, ScorerSection
 from pydantic import Field
 
 from headrace_coordinator.suites.base import Suite
-from headrace_coordinator.suites.extracting import last_box, last_choice, last_number
+from headrace_coordinator.suites.extracting import last_box, last_choice, last_number, plain_math
 
 Extract = Literal["text", "last_line", "last_number", "last_box", "last_choice"]
 
@@ -23,7 +23,7 @@ def last_line(text: str) -> str:
 _EXTRACTORS = {
     "last_line": last_line,
     "last_number": last_number,
-    "last_box": last_box,
+    "last_box": lambda text: plain_math(last_box(text)),
     "last_choice": last_choice,
 }
 
@@ -67,6 +67,8 @@ class ReasoningGym(Suite):
 
 class Items(Suite):
     """Items of any data source; the answer must be equal to the reference unless `reward` says otherwise."""
+
+    one_answer: ClassVar[bool] = True
 
     source: str = Field(description="name of a data source")
     options: dict[str, Any] = Field(default_factory=dict, description="options of the source")

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from headrace_schema.generating import ModelSection
@@ -19,12 +20,37 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """What an engine is built from. `devices` are the lease's; none yet: it touches none until `place`."""
+    """What an engine is built from, beside its validated options.
+
+    `devices` are the lease's, as many as one model spans; none yet: it touches none until `place`.
+    """
 
     model: ModelSection
     codec: TextCodec
     max_concurrency: int
     devices: tuple[torch.device, ...] = ()
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What an engine offers beyond generating; a spec that needs what is missing is refused."""
+
+    position_keyed_sampling: bool = False
+    """A token's randomness is a function of (seed, prompt, sample, position): batches and resumes change none."""
+    deterministic: bool = False
+    """Waves by ordinal; the same seed gives the same tokens."""
+    resume_from_prefix: bool = False
+    """Goes on behind tokens that were sampled elsewhere; without it a sample begins again at token 0."""
+    score_processed: bool = False
+    """Scores given tokens under any distribution; without it under the model's own alone."""
+    inflight_update: bool = False
+    """Installs a version while sequences of the one before live; see `Prefix.spans`."""
+    suspend_frees_memory: bool = False
+    """Suspend gives the memory of weights and cache back on the devices of this build."""
+    tensor_parallel: bool = False
+    """One model may span several devices."""
+    top_p_after_others: bool = True
+    """Top-p counts the mass that top-k and min-p left; without it, top-p is refused together with them."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +85,39 @@ class WeightView:
     dtype: str
     shape: tuple[int, ...]
     data: memoryview
+
+
+@dataclass(frozen=True)
+class WeightEntry:
+    """Where one tensor of a version lies in its body; `dtype` as in WeightView, `digest` of its bytes."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    size: int
+    digest: str
+
+
+@dataclass(frozen=True, eq=False)
+class Weights:
+    """A verified version: `body` is mapped here; `path`, if any, is the same body for other processes of this host.
+
+    The bytes stay as they are for as long as `body` is referenced.
+    """
+
+    entries: tuple[WeightEntry, ...]
+    body: memoryview
+    path: Path | None = None
+
+    def views(self) -> list[WeightView]:
+        """The tensors, in order."""
+        return [
+            WeightView(
+                entry.name, entry.dtype, entry.shape, self.body[entry.offset : entry.offset + entry.size]
+            )
+            for entry in self.entries
+        ]
 
 
 class Finish(Enum):
@@ -112,8 +171,9 @@ class Group:
 class Output:
     """What happened to a sample: new tokens, its end, or its stop from outside.
 
-    `token_ids` and `log_probs` begin at `offset` and hold what was not sent before. An end (`finish`) or a
-    stop (`stopped`) carries the whole answer in `whole`.
+    `token_ids` and `log_probs` begin at `offset` and hold what was not sent before; all are of version
+    `policy_number`. An end (`finish`) or a stop (`stopped`) carries the whole answer in `whole`, with the version
+    of each token as spans.
     """
 
     key: SampleKey
@@ -175,7 +235,11 @@ class Scope(Enum):
 
 
 class Refused(Exception):
-    """A command that the engine's state does not allow; `reason` is an upper-case constant."""
+    """A command that the engine's state does not allow; `reason` is an upper-case constant.
+
+    BROKEN: an install failed halfway and the version before could not be put back; the next install repairs it.
+    ENGINE_FAILED: the engine's process ended or hung and could not be started again.
+    """
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)
@@ -196,11 +260,12 @@ class Figures:
 
 
 class Engine(Protocol):
-    """One model, on the first of its devices.
+    """One model on its devices: on the first of them, or with `capabilities.tensor_parallel` on all.
 
     Commands act between two tokens and raise Refused where state forbids them.
     """
 
+    capabilities: Capabilities
     max_context_tokens: int
     vocabulary_size: int
     figures: Figures
@@ -230,9 +295,13 @@ class Engine(Protocol):
         """True when the digest is there already (its number is taken). POLICY_MISMATCH while others live."""
 
     async def install(
-        self, policy: Policy, tensors: Sequence[WeightView], authority: Authority = allowed
+        self, policy: Policy, weights: Weights, authority: Authority = allowed, *, in_flight: bool = False
     ) -> float:
-        """Swaps all weights or none; returns the seconds that decoding stood still."""
+        """Swaps all weights or none; returns the seconds that decoding stood still.
+
+        Refused while sequences live, unless `in_flight`: they then go on with the new version, and their spans
+        say where. ValueError: names or shapes are not the model's; what was installed serves on.
+        """
 
     async def score(
         self,

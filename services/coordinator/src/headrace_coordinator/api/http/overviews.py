@@ -10,12 +10,14 @@ from fastapi import APIRouter, Depends, Query, Response
 from headrace_schema.overviews import (
     CurvesView,
     EventListView,
+    FlowView,
     HoldView,
     RunSummaryListView,
     TimelineView,
 )
+from headrace_schema.views import RunPlanView
 
-from headrace_coordinator.api.control import Control
+from headrace_coordinator.api.control import Control, Refused
 from headrace_coordinator.api.http.pagination import foreign_token, place_of, token_of
 from headrace_coordinator.api.http.requests import (
     PageSize,
@@ -57,6 +59,11 @@ def overview_routes(control: Control, runs_directory: Path) -> APIRouter:
         """Figures of the live lineage as columns, for plots."""
         return view_response(await control.curves(run_id, points))
 
+    @routes.get("/runs/{run_id}/flow", response_model=FlowView)
+    async def get_flow(run_id: str) -> Response:
+        """Where the slots of the step in hand stand between generation, scoring and learning."""
+        return view_response(control.flow(run_id))
+
     @routes.get("/runs/{run_id}/newest-events", response_model=EventListView)
     async def list_newest_events(
         run_id: str, page_size: PageSize = 50, page_token: PageToken = ""
@@ -65,6 +72,14 @@ def overview_routes(control: Control, runs_directory: Path) -> APIRouter:
         before = place_of(page_token) if page_token else MAX_EVENT_ID
         shown, place = await control.newest_events(run_id, page_size, before)
         return view_response(EventListView(events=shown, next_page_token=token_of(place)))
+
+    @routes.get("/runs/{run_id}/plan", response_model=RunPlanView)
+    async def get_plan(run_id: str) -> Response:
+        """How the run uses its devices, why, and what was predicted beside what was measured."""
+        plan = control.run(run_id).plan
+        if plan is None:
+            raise Refused("NOT_FOUND", f"run {run_id} evaluates a suite: it has no plan")
+        return view_response(plan)
 
     @routes.get("/runs/{run_id}/timeline", response_model=TimelineView)
     async def get_timeline(

@@ -214,9 +214,14 @@ class Trainer(Instance):
             return
         self.fence(first.header, lease=True)
         revoked = self.revocations[first.header.lease_epoch]
+        clock = asyncio.get_running_loop()
         async for request in until(revoked, _chain(first, requests)):
+            began = clock.time()
             async for outcome in self._learn(request, revoked):
-                yield trainer.LearnResponse(outcomes=[outcome])
+                response = trainer.LearnResponse(outcomes=[outcome])
+                response.metrics.wall_time.FromNanoseconds(int(1e9 * (clock.time() - began)))
+                yield response
+                began = clock.time()
             if not request.groups:
                 yield trainer.LearnResponse()
         if revoked.is_set():

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from headrace_rollout.engines.sequence import Sequence
 from headrace_rollout.engines.transformers.philox import uniforms
-from headrace_rollout.engines.transformers.sequence import Sequence
 
 _TOKEN_STEP = 64
 

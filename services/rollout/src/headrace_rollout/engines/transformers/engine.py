@@ -10,7 +10,6 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from enum import Enum
 from functools import partial
 from typing import TypeVar
 
@@ -18,6 +17,7 @@ import torch
 
 from headrace_rollout.engines.base import (
     Authority,
+    Capabilities,
     Distribution,
     EngineConfig,
     Figures,
@@ -28,39 +28,42 @@ from headrace_rollout.engines.base import (
     SampleKey,
     Scope,
     Stream,
-    WeightView,
+    Weights,
     allowed,
 )
+from headrace_rollout.engines.memory_state import MemoryState
 from headrace_rollout.engines.transformers.decoder import Decoder
 from headrace_rollout.engines.transformers.memory import HOST, available_bytes, return_to_system, used_bytes
 from headrace_rollout.engines.transformers.policy_model import PolicyModel
 from headrace_rollout.engines.transformers.scoring import check_scored, passes, score
 
+CAPABILITIES = Capabilities(
+    position_keyed_sampling=True,
+    deterministic=True,
+    resume_from_prefix=True,
+    score_processed=True,
+    suspend_frees_memory=True,
+)
 _log = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
-
-
-class _Memory(Enum):
-    """COLD: nothing was taken yet. SUSPENDED: released. WEIGHTS: room for weights alone. AWAKE: all."""
-
-    COLD = "cold"
-    SUSPENDED = "suspended"
-    WEIGHTS = "weights"
-    AWAKE = "awake"
 
 
 class TransformersEngine:
     """Implements `engines.base.Engine`; built without weights."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    capabilities = CAPABILITIES
+
+    def __init__(self, config: EngineConfig, kv_cache_bytes: int | None = None) -> None:
         self.figures = Figures()
         self._model = PolicyModel(config.model, config.devices[0] if config.devices else HOST)
-        self._decoder = Decoder(self._model, config.codec, config.max_concurrency, self.figures)
+        self._decoder = Decoder(
+            self._model, config.codec, config.max_concurrency, self.figures, kv_cache_bytes
+        )
         self.max_context_tokens = self._model.context_limit
         self.vocabulary_size = self._model.vocabulary_size
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="decode")
         self._streams: set[Stream] = set()
-        self._memory = _Memory.COLD
+        self._memory = MemoryState.COLD
         self._paused = False
         self._scheduled = False
         self._closed = False
@@ -79,6 +82,16 @@ class TransformersEngine:
     def waiting_samples(self) -> int:
         """Samples that have no row yet."""
         return self._decoder.waiting
+
+    @property
+    def kv_bytes(self) -> int:
+        """Memory of the running samples' keys and values."""
+        return self._decoder.model.cache.size_bytes
+
+    @property
+    def kv_token_bytes(self) -> int:
+        """What one token of them takes; 0 before the first samples."""
+        return self._decoder.model.cache.token_bytes
 
     async def submit(self, stream: Stream, groups: Sequence[Group]) -> None:
         """See Engine. While paused, groups come back at once as partial outputs."""
@@ -113,7 +126,7 @@ class TransformersEngine:
         """See Engine."""
 
         def act() -> None:
-            if self._memory in (_Memory.SUSPENDED, _Memory.WEIGHTS):
+            if self._memory in (MemoryState.SUSPENDED, MemoryState.WEIGHTS):
                 raise Refused("SUSPENDED", "the engine's memory is released; Wake WEIGHTS and KV_CACHE first")
             self._paused = False
 
@@ -124,17 +137,22 @@ class TransformersEngine:
         return await self._call(lambda: self._check_install(policy))
 
     async def install(
-        self, policy: Policy, tensors: Sequence[WeightView], authority: Authority = allowed
+        self, policy: Policy, weights: Weights, authority: Authority = allowed, *, in_flight: bool = False
     ) -> float:
         """See Engine."""
+        if in_flight:
+            raise Refused(
+                "INVALID",
+                "rollout.engine: transformers installs between sequences only; pause first, or choose another engine",
+            )
 
         def act() -> float:
             authority()
             if self._check_install(policy):
                 return 0.0
-            seconds = self._model.install(policy, tensors)
-            if self._memory is _Memory.COLD:
-                self._memory = _Memory.AWAKE
+            seconds = self._model.install(policy, weights.views())
+            if self._memory is MemoryState.COLD:
+                self._memory = MemoryState.AWAKE
             return seconds
 
         return await self._call(act)
@@ -163,7 +181,7 @@ class TransformersEngine:
         def act() -> Freed:
             if not self._paused:
                 raise Refused("NOT_PAUSED", "Suspend needs a paused engine; call Pause first")
-            self._memory = _Memory.SUSPENDED
+            self._memory = MemoryState.SUSPENDED
             return self._free()
 
         return await self._call(act)
@@ -173,7 +191,7 @@ class TransformersEngine:
 
         def act() -> Freed:
             self._decoder.stop(None, None)
-            self._memory, self._paused = _Memory.COLD, False
+            self._memory, self._paused = MemoryState.COLD, False
             freed = self._free()
             self._model.place(HOST)
             return freed
@@ -185,16 +203,12 @@ class TransformersEngine:
 
         def act() -> None:
             authority()
-            if self._memory is _Memory.SUSPENDED and scope is Scope.KV_CACHE:
-                raise Refused("SUSPENDED", "the weights have no room yet; Wake WEIGHTS and install first")
-            if self._memory is _Memory.SUSPENDED:
-                self._model.take_memory()
-                self._memory = _Memory.WEIGHTS
-            if self._memory is _Memory.WEIGHTS and scope is not Scope.WEIGHTS:
-                if scope is Scope.KV_CACHE and self.policy is None:
-                    raise Refused("POLICY_MISMATCH", "install a policy before Wake KV_CACHE")
-                self._memory = _Memory.AWAKE
-                self._paused = False
+            for part in self._memory.to_take(scope, installed=self.policy is not None):
+                if part is Scope.WEIGHTS:
+                    self._model.take_memory()
+                    self._memory = MemoryState.WEIGHTS
+                else:
+                    self._memory, self._paused = MemoryState.AWAKE, False
 
         await self._call(act)
 
@@ -247,7 +261,7 @@ class TransformersEngine:
 
     def _check_install(self, policy: Policy) -> bool:
         installed = self.policy
-        if self._memory is _Memory.SUSPENDED:
+        if self._memory is MemoryState.SUSPENDED:
             raise Refused("SUSPENDED", "the weights have no room; Wake WEIGHTS first")
         if installed == policy:
             return True

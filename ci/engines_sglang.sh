@@ -1,0 +1,26 @@
+#!/usr/bin/env sh
+# Makes .envs/sglang, in which the engine tests run the real SGLang on the CPU: `sh ci/engines_sglang.sh PYTHON`.
+# constraints/sglang.txt is the whole environment, so nothing is resolved: SGLang's own requirements name CUDA builds,
+# of which no test needs one. FOLDER of torch's wheel or its index: TORCH_FIND_LINKS, TORCH_INDEX_URL, as for make setup.
+set -eu
+python=${1:-python3}
+env=.envs/sglang
+stamp=$env/.complete
+shims=$(pwd)/integration_tests/engines/sglang_cpu
+dists="proto libs/servicekit libs/schema libs/modelkit services/coordinator services/rollout services/trainer
+services/simulator services/reward cli"
+[ -e "$stamp" ] && [ constraints/sglang.txt -ot "$stamp" ] && [ ci/engines_sglang.sh -ot "$stamp" ] && exit 0
+echo "engines: making $env takes some minutes the first time"
+rm -rf "$env"
+"$python" -m venv "$env"
+pip="$env/bin/python -m pip install -q"
+torch=$(grep '^torch==' constraints/sglang.txt)
+$pip --no-deps ${TORCH_FIND_LINKS:+--find-links "$TORCH_FIND_LINKS"} ${TORCH_INDEX_URL:+--index-url "$TORCH_INDEX_URL"} "$torch"
+$pip --no-deps -r constraints/sglang.txt
+for dist in $dists; do
+  $pip --no-deps --no-build-isolation -e "./$dist"
+done
+# One line for the path, one that runs at the start of every process, also of those that SGLang starts.
+site=$("$env/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+printf '%s\nimport sglang_cpu_shim\n' "$shims" >"$site/headrace_sglang_cpu.pth"
+touch "$stamp"

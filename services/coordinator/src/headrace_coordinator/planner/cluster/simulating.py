@@ -1,0 +1,127 @@
+"""The simulated cluster: steps of a plan tree with drawn output lengths, on any number of devices, by a seed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from headrace_coordinator.planner.cluster.moving import ElasticStep
+from headrace_coordinator.planner.cluster.sampling import draw
+from headrace_coordinator.planner.cluster.spans import UNPLANNED, Label, Place, Timeline
+from headrace_coordinator.planner.cluster.walking import Pass, Walk
+from headrace_coordinator.planner.costs import Evaluation, Workload
+from headrace_coordinator.planner.errors import refuse
+from headrace_coordinator.planner.outlook import MoveCosts, Terms
+from headrace_coordinator.planner.tree import Leaf, Node, Share, Split, devices
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """Seconds of each simulated step, the items in the order in which each step learned them, and the timeline."""
+
+    seconds: tuple[float, ...]
+    learned: tuple[tuple[int, ...], ...]
+    timeline: Timeline
+
+    @property
+    def step_s(self) -> float:
+        """Mean seconds of a step."""
+        return sum(self.seconds) / len(self.seconds)
+
+
+def simulate(work: Workload, tree: Node, iterations: int = 1, seed: int = 0) -> Simulated:
+    """`iterations` steps of a tree, one after the other. The same seed gives the same answer.
+
+    Whole items are simulated, and in chunks of whole items or groups: where numbers do not divide, a replica or a
+    chunk has one more, which the prediction smooths over. PlanError when the tree does not hold or fit the workload.
+
+    >>> from headrace_coordinator.planner import DeviceKind, Leaf, Profile, Share, reasoning
+    >>> profiles = {"generate": Profile("generate", fixed_s=10, item_s=0.5), "score": Profile("score", item_s=0.1),
+    ...             "learn": Profile("learn", item_s=1.0)}
+    >>> work = Workload(reasoning(infer=False), profiles, {"gpu": DeviceKind(8)}, items=64)
+    >>> tree = Share(tuple(Leaf(stage, "gpu", 8) for stage in ("generate", "score", "learn")))
+    >>> simulate(work, tree, iterations=2).seconds
+    (22.8, 22.8)
+    """
+    checked(work, tree)
+    walk, origin = Walk(work, Timeline()), dict.fromkeys(work.devices, 0)
+    now, seconds, learned = 0.0, [], []
+    for iteration in range(iterations):
+        draws = draw(work, seed, iteration)
+        made = walk.run(tree, range(len(draws.weights)), draws, now, origin)
+        _rest(walk, tree, work.devices, now, made)
+        seconds.append(made.end - now)
+        learned.append(tuple(item for _, item in made.done))
+        now = made.end
+    return Simulated(tuple(seconds), tuple(learned), walk.timeline)
+
+
+def simulate_elastic(
+    work: Workload, tree: Node, costs: MoveCosts, iterations: int = 1, seed: int = 0
+) -> Simulated:
+    """The same with the elastic policy: the tree is a Share or a Split of one generator and one learner."""
+    checked(work, tree)
+    terms, rollouts, owners, chunks = elastic_terms(work, tree, costs)
+    timeline = Timeline()
+    walk = Walk(work, timeline)
+    units = [
+        walk.evaluation.units(Leaf(stage, rollouts.kind, 1))
+        for stage in (terms.generate.stage, terms.learn.stage)
+    ]
+    sync = work.sync_seconds(units[0], units[1], work.items, between=not terms.shared)
+    now, seconds, learned = 0.0, [], []
+    for iteration in range(iterations):
+        draws = draw(work, seed, iteration)
+        step = ElasticStep(terms, rollouts, owners, work.items / chunks, timeline, now)
+        made = Pass(step.run(draws), step.done)
+        walk.hold(tree, made.end, made.end + sync, dict.fromkeys(work.devices, 0), Label.SYNC)
+        made = Pass(made.end + sync, step.done)
+        used = terms.generate.used(len(draws.weights), rollouts.count)
+        idle = Place(rollouts.kind, rollouts.first + used, rollouts.count - used)
+        timeline.add(idle, now, made.end - sync, UNPLANNED, Label.WAIT_LEASE)
+        _rest(walk, tree, work.devices, now, made)
+        seconds.append(made.end - now)
+        learned.append(tuple(item for _, item in made.done))
+        now = made.end
+    return Simulated(tuple(seconds), tuple(learned), timeline)
+
+
+def elastic_terms(work: Workload, tree: Node, costs: MoveCosts) -> tuple[Terms, Place, Place, int]:
+    """(terms, devices that roll out, owners' devices, chunks) of a tree. PlanError for other trees."""
+    match tree:
+        case Share((Leaf() as first, Leaf() as second), False):
+            shared, chunks, at = True, 1, 0
+        case Split(Leaf() as first, Leaf() as second, chunks):
+            shared, at = False, first.devices
+        case _:
+            raise refuse("tree", "is no Share or Split of two stages", "plan generate and learn alone")
+    generate, learn = work.profiles[first.stage], work.profiles[second.stage]
+    if generate.lengths is None or first.kind != second.kind or (shared and first.devices != second.devices):
+        raise refuse("tree", "its first stage has no lengths, or other devices", "use one kind of device")
+    terms = Terms(
+        generate, learn, work.workflow.group_size, second.devices, shared,
+        costs, work.memory(first.kind),
+    )  # fmt: skip
+    return terms, Place(first.kind, 0, first.devices), Place(first.kind, at, second.devices), chunks
+
+
+def checked(work: Workload, tree: Node) -> None:
+    """PlanError unless the tree holds every stage once, has no more devices than there are, and fits them."""
+    evaluation = Evaluation(work)
+    evaluation.check(tree)
+    for kind, count in devices(tree).items():
+        has = work.devices[kind].count if kind in work.devices else 0
+        if has < count:
+            raise refuse(
+                f"devices.{kind}", f"the tree needs {count}, the cluster has {has}", "use a smaller tree"
+            )
+    if evaluation.seconds(tree) == float("inf"):
+        raise refuse("tree", "does not fit the memory or hands over too small chunks", "plan another tree")
+
+
+def _rest(walk: Walk, tree: Node, cluster: Mapping[str, object], begin: float, made: Pass) -> None:
+    """Devices of the cluster that the tree leaves idle."""
+    for kind in cluster:
+        used = devices(tree).get(kind, 0)
+        place = Place(kind, used, walk.work.devices[kind].count - used)
+        walk.timeline.add(place, begin, made.end, UNPLANNED, Label.WAIT_LEASE)

@@ -1,0 +1,141 @@
+"""`placement.mode: auto` on a calm imaginary fleet: learning is as fast as it has devices, generating hardly."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from statistics import median
+
+import pytest
+from headrace_coordinator.domain import events as ev
+from headrace_coordinator.simulation.virtual_time import run_virtual
+from headrace_coordinator.simulation.world import World
+from pydantic import ValidationError
+
+DEVICES = 6
+SCALES = {"rollout": 0.3, "trainer": 1.0, "reward": 0.0}
+
+
+class Steady(random.Random):
+    """No chance: every uniform is its middle, times the work of the instance's stage; devices share it."""
+
+    def __init__(self, instance, work):
+        self.instance, self.work = instance, work
+        super().__init__(0)
+
+    def random(self):
+        return 0.5
+
+    def uniform(self, low, high):
+        middle = (low + high) / 2
+        share = DEVICES / max(1, len(self.instance.using()))
+        return middle * self.work[self.instance.KIND] * share ** SCALES[self.instance.KIND]
+
+
+class Scene(World):
+    """One rollout and one trainer; from step `slow_from` on, learning is `slower` times the work."""
+
+    def __init__(self, steps=14, slow_from=None, slower=1.0, **placement):
+        super().__init__(11, faults=False)
+        self.work = {"rollout": 1.0, "trainer": 2.0}
+        self.slow_from, self.slower = slow_from, slower
+        fields = self.specs[0].model_dump(mode="json")
+        sections = {
+            "rollout": {"instances": 1},
+            "trainer": {"ranks": 1},
+            "algorithm": {"prompts_per_step": 6, "group_size": 4, "options": {}},
+            "placement": {"mode": "auto", "flow": "pipelined", "measure_steps": 2, "replan": "auto"}
+            | placement,
+            "evaluation": {"every": 0},
+            "checkpoint": {"enabled": False},
+            "limits": {"recoveries": 50, "max_drop_rate": 1.0},
+        }
+        for name, section in sections.items():
+            fields[name] |= section
+        fields["data"] |= {"curriculum": None, "heldout": 0}
+        self.specs = [type(self.specs[0]).model_validate(fields | {"steps": steps, "deterministic": False})]
+
+    async def trouble(self):
+        while True:
+            for instance in self.living():
+                if instance.KIND in self.work and not isinstance(instance.rng, Steady):
+                    instance.rng = Steady(instance, self.work)
+            if self.slow_from is not None and len(self.log(ev.StepCommitted)) >= self.slow_from:
+                self.work["trainer"], self.slow_from = self.work["trainer"] * self.slower, None
+            await asyncio.sleep(0.01)
+
+    def log(self, kind):
+        return [event for event in self.store.log if type(event) is kind]
+
+    def step_s(self, first, last):
+        """Median seconds of steps, counted from 1."""
+        steps = [event.view for event in self.log(ev.StepCommitted)]
+        return median(view["wall_s"] for view in steps if first <= view["step"] <= last)
+
+
+def played(scene):
+    outcome = run_virtual(scene.live())
+    assert set(outcome.states.values()) == {"SUCCEEDED"}, outcome
+    assert not scene.log(ev.RunRecovering)
+    return scene
+
+
+def test_both_modes_are_measured_and_the_faster_one_is_kept():
+    scene = played(Scene())
+    first, second = scene.log(ev.PlanAdopted)
+    assert (first.mode, first.from_step, first.predicted_s) == ("disaggregated", 3, {}), (
+        "one settles, two count"
+    )
+    assert second.from_step == 6 and second.predicted_s["step"] > 0
+    steps = {"collocated": scene.step_s(2, 3), "disaggregated": scene.step_s(5, 6)}
+    assert steps[second.mode] <= 1.03 * min(steps.values()), (second, steps)
+    assert scene.step_s(8, 14) == pytest.approx(second.predicted_s["step"], rel=0.3)
+
+
+def test_the_devices_go_where_the_plan_says():
+    scene = played(Scene())
+    adopted = scene.log(ev.PlanAdopted)
+    for view in (event.view for event in scene.log(ev.StepCommitted)):
+        plan = [plan for plan in adopted if plan.from_step < view["step"]]
+        mode = plan[-1].mode if plan else "collocated"
+        works = {
+            stage: {d for d, s in view["devices"].items() if stage in s} for stage in ("generate", "learn")
+        }
+        if mode == "collocated":
+            assert works["generate"] == works["learn"]
+        else:
+            assert not works["generate"] & works["learn"]
+        assert len(works["generate"] | works["learn"]) == DEVICES
+
+
+def test_a_stage_that_becomes_slow_changes_the_plan_and_the_steps_get_faster():
+    scene = played(Scene(steps=24, slow_from=9, slower=12.0))
+    plans = scene.log(ev.PlanAdopted)
+    before, after = plans[1], plans[-1]
+    changes = [plan for plan in plans if plan.from_step > 9]
+    assert (after.mode, after.trainer) != (before.mode, before.trainer), plans
+    assert all("of what was predicted" in plan.reason for plan in changes)
+    assert scene.step_s(after.from_step + 2, 24) < 0.9 * scene.step_s(10, changes[0].from_step)
+
+
+def test_a_run_that_only_proposes_changes_nothing():
+    scene = played(Scene(steps=24, slow_from=9, slower=12.0, replan="propose"))
+    (proposed, *_) = scene.log(ev.PlanProposed)
+    chosen = scene.log(ev.PlanAdopted)[1]
+    assert proposed.mode != chosen.mode or proposed.trainer != chosen.trainer
+    last = scene.log(ev.StepCommitted)[-1].view["devices"]
+    assert {d for d, s in last.items() if "learn" in s} == set(chosen.trainer or last)
+
+
+def test_a_deterministic_run_stays_where_it_is():
+    scene = Scene()
+    scene.specs = [scene.specs[0].model_copy(update={"deterministic": True})]
+    (plan,) = played(scene).log(ev.PlanAdopted)
+    assert plan.mode == "collocated" and "deterministic" in plan.reason
+
+
+def test_devices_are_not_named_beside_auto():
+    fields = Scene().specs[0].model_dump(mode="json")
+    fields["placement"] = {"mode": "auto", "rollout": ["cpu:0"]}
+    with pytest.raises(ValidationError, match=r"placement\.rollout.*chooses its devices"):
+        type(Scene().specs[0]).model_validate(fields)

@@ -1,0 +1,122 @@
+"""What the adapter needs of an engine. All calls come from one thread's event loop; none may block it.
+
+The adapter gives every call a deadline and serialises all but `generate`, `abort` and `score`. A call raises
+BackendFailed with a sentence when the engine refuses it; when it cannot answer any more, `alive` turns False.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from headrace_rollout.engines.base import Capabilities, Distribution, Scope, WeightEntry
+
+if TYPE_CHECKING:
+    import torch
+
+
+class BackendFailed(Exception):
+    """The engine refused a call or broke in it."""
+
+
+@dataclass(frozen=True)
+class Deadlines:
+    """Seconds: starting with an empty model; one command; one install; without a token while requests run."""
+
+    start_s: float = 600.0
+    command_s: float = 60.0
+    install_s: float = 300.0
+    silence_s: float = 120.0
+
+
+@dataclass(frozen=True)
+class Start:
+    """What the engine's process computes on: the lease's devices, and threads on the host."""
+
+    devices: tuple[torch.device, ...]
+    threads: int
+
+
+@dataclass(frozen=True)
+class Request:
+    """One sample: continue `token_ids` by at most `max_new_tokens`, up to and with the first of `eos_ids`.
+
+    Temperature 0 takes the likeliest token. `seed` is the sample's own. Tokens of requests with another
+    `cache_salt` (the digest of the installed weights) must not be served from the prefix cache.
+    """
+
+    request_id: str
+    token_ids: Sequence[int]
+    max_new_tokens: int
+    distribution: Distribution
+    seed: int
+    eos_ids: Sequence[int]
+    cache_salt: str
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """New tokens of a request, with their log-probs under the processed distribution.
+
+    `policy_number` is the version that made them all; None: the one that is installed.
+    """
+
+    token_ids: Sequence[int]
+    log_probs: Sequence[float]
+    policy_number: int | None = None
+
+
+class Backend(Protocol):
+    """One engine, started again after `stop`."""
+
+    name: str
+    capabilities: Capabilities
+
+    @property
+    def alive(self) -> bool:
+        """Whether the engine's process runs and answers; False before `start` and after its death."""
+
+    @property
+    def pids(self) -> Sequence[int]:
+        """The engine's processes, for their memory and cores."""
+
+    async def start(self, start: Start) -> None:
+        """Makes the engine without weights worth using (no file of weights is read)."""
+
+    async def stop(self) -> None:
+        """Ends the engine's processes, by SIGKILL if need be, and returns when they have ended."""
+
+    def generate(self, request: Request) -> AsyncGenerator[Tokens, None]:
+        """New tokens as they come; ends behind the last one, and after `abort`. Closing it aborts the request."""
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        """Ends requests; unknown ones are ignored."""
+
+    async def score(self, token_ids: Sequence[int], start: int, distribution: Distribution) -> list[float]:
+        """Log-probs of the ids from `start` on, without the prefix cache."""
+
+    async def freeze(self) -> None:
+        """Stands still and keeps its requests and their tokens (for an in-flight install)."""
+
+    async def thaw(self) -> None:
+        """Goes on after `freeze`."""
+
+    async def begin_install(self, number: int, entries: Sequence[WeightEntry]) -> None:
+        """Gets ready to take a version; nothing is lost if it is refused here."""
+
+    async def update(self, path: Path, entries: Sequence[WeightEntry]) -> dict[str, str]:
+        """Takes tensors from a file of this host; returns the digest of each that arrived, in every process."""
+
+    async def finish_install(self, number: int) -> None:
+        """Makes the version whole; BackendFailed names what is missing."""
+
+    async def reset_cache(self) -> None:
+        """Forgets all cached prefixes."""
+
+    async def sleep(self) -> None:
+        """Gives up weights and cache; nothing runs."""
+
+    async def wake(self, scope: Scope) -> None:
+        """Takes memory again; WEIGHTS comes before KV_CACHE."""

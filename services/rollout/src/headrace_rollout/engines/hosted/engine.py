@@ -1,0 +1,348 @@
+"""The adapter: an Engine over a backend whose engine runs in processes of its own.
+
+Commands run one at a time on the engine's loop; requests run beside them. What the engine does in its own
+processes between two messages is not seen: a command acts once the engine has answered it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from headrace_modelkit.loading import context_limit, load_architecture
+
+from headrace_rollout.engines.base import (
+    Authority,
+    Distribution,
+    EngineConfig,
+    Figures,
+    Freed,
+    Group,
+    Policy,
+    Refused,
+    SampleKey,
+    Scope,
+    Stream,
+    Weights,
+    allowed,
+)
+from headrace_rollout.engines.hosted.backend import Backend, BackendFailed, Deadlines, Start
+from headrace_rollout.engines.hosted.calls import within
+from headrace_rollout.engines.hosted.installing import Installer, check_entries, shapes_of
+from headrace_rollout.engines.hosted.memory import Watermark
+from headrace_rollout.engines.hosted.process import EngineProcess
+from headrace_rollout.engines.hosted.requests import Requests
+from headrace_rollout.engines.hosted.thread import LoopThread
+from headrace_rollout.engines.memory_state import MemoryState
+from headrace_rollout.engines.sequence import Bounds
+from headrace_rollout.engines.transformers.scoring import check_scored
+
+if TYPE_CHECKING:
+    import torch
+
+_Result = TypeVar("_Result")
+
+
+class HostedEngine:
+    """Implements `engines.base.Engine`; built without weights and without a process."""
+
+    def __init__(self, backend: Backend, config: EngineConfig, deadlines: Deadlines | None = None) -> None:
+        architecture = load_architecture(config.model)
+        self.capabilities = backend.capabilities
+        self.max_context_tokens = context_limit(config.model, architecture)
+        self.vocabulary_size = int(architecture.get_text_config().vocab_size)
+        self.figures = Figures()
+        self._shapes = shapes_of(config.model)
+        self._backend = backend
+        self._deadlines = deadlines or Deadlines()
+        self._policy: Policy | None = None
+        self._memory = MemoryState.COLD
+        self._paused = False
+        self._asleep = False
+        self._broken = ""
+        self._installer = Installer(backend, self._deadlines.install_s)
+        self._process = EngineProcess(backend, self._deadlines, self._lost, self._restored)
+        bounds = Bounds(self.max_context_tokens, self.vocabulary_size, config.codec.eos_ids)
+        self._requests = Requests(
+            self._process,
+            config.codec,
+            bounds,
+            config.max_concurrency,
+            self.figures,
+            lambda: self._policy,
+            self._deadlines.command_s,
+        )
+        self._thread = LoopThread(backend.name)
+        self._turn = asyncio.Lock()
+
+    @property
+    def policy(self) -> Policy | None:
+        """The installed version."""
+        return self._policy
+
+    @property
+    def paused(self) -> bool:
+        """True from pause (or suspend) to resume (or wake)."""
+        return self._paused
+
+    @property
+    def waiting_samples(self) -> int:
+        """Samples that have no request yet."""
+        return self._requests.waiting
+
+    async def submit(self, stream: Stream, groups: Sequence[Group]) -> None:
+        """See Engine. While paused, groups come back at once as partial outputs."""
+        if stream.deterministic and not self.capabilities.deterministic:
+            raise Refused(
+                "INVALID",
+                f"deterministic: rollout.engine: {self._backend.name} has no randomness by position and no waves; "
+                "set deterministic: false or rollout.engine: transformers",
+            )
+        wanted = stream.distribution
+        if wanted.top_p < 1 and (wanted.top_k or wanted.min_p) and not self.capabilities.top_p_after_others:
+            raise Refused(
+                "INVALID",
+                f"distribution.top_p: rollout.engine: {self._backend.name} counts top-p over all tokens and not over "
+                "those that top_k and min_p leave; set top_p: 1, or top_k: 0 and min_p: 0",
+            )
+
+        async def act() -> None:
+            policy = self._require(stream.policy_number)
+            accept = not self._paused and stream.holds()
+            if accept:
+                await self._process.ready()
+            self._requests.add(stream, groups, policy, accept=accept)
+
+        await self._command(act)
+
+    async def abort(self, keys: Sequence[SampleKey] | None, *, stream: Stream | None = None) -> int:
+        """See Engine. Beside other commands: it must not wait for a start."""
+        if self._thread.closed:
+            return 0
+        return await self._thread.call(lambda: self._requests.stop(keys, stream))
+
+    async def pause(self) -> int:
+        """See Engine."""
+
+        async def act() -> int:
+            self._paused = True
+            return await self._requests.stop(None, None)
+
+        return await self._thread.call(act)
+
+    async def resume(self) -> None:
+        """See Engine."""
+
+        async def act() -> None:
+            if self._memory in (MemoryState.SUSPENDED, MemoryState.WEIGHTS):
+                raise Refused("SUSPENDED", "the engine's memory is released; Wake WEIGHTS and KV_CACHE first")
+            self._paused = False
+
+        await self._command(act)
+
+    async def check_install(self, policy: Policy) -> bool:
+        """See Engine."""
+
+        async def act() -> bool:
+            return self._check_install(policy, in_flight=False)
+
+        return await self._command(act)
+
+    async def install(
+        self, policy: Policy, weights: Weights, authority: Authority = allowed, *, in_flight: bool = False
+    ) -> float:
+        """See Engine."""
+        if in_flight and not self.capabilities.inflight_update:
+            raise Refused("INVALID", f"rollout.engine: {self._backend.name} installs between sequences only")
+
+        async def act() -> float:
+            authority()
+            if self._check_install(policy, in_flight=in_flight):
+                return 0.0
+            check_entries(self._shapes, weights.entries)
+            await self._process.ready()
+            authority()  # a start takes long
+            started = time.perf_counter()
+            await self._put(policy, weights, freeze=in_flight and self._requests.living > 0)
+            if self._memory is MemoryState.COLD:
+                self._memory = MemoryState.AWAKE
+            return time.perf_counter() - started
+
+        return await self._command(act)
+
+    async def score(
+        self,
+        sequences: Sequence[tuple[Sequence[int], int]],
+        distribution: Distribution,
+        authority: Authority = allowed,
+    ) -> tuple[list[list[float]], int]:
+        """See Engine."""
+        check_scored(sequences, distribution, self.max_context_tokens, self.vocabulary_size)
+        if not self.capabilities.score_processed and distribution != Distribution():
+            raise Refused(
+                "INVALID",
+                f"distribution: rollout.engine: {self._backend.name} scores given tokens under the model's own "
+                "distribution alone; ask for log_prob_kind RAW or temperature 1 without top_p, top_k and min_p",
+            )
+
+        async def act() -> tuple[list[list[float]], int]:
+            authority()
+            policy = self._require(None)
+            await self._process.ready()
+            found = [await self._score(ids, start, distribution) for ids, start in sequences]
+            return found, policy.number
+
+        return await self._command(act)
+
+    async def suspend(self) -> Freed:
+        """See Engine. What the engine frees is measured in its processes."""
+
+        async def act() -> Freed:
+            if not self._paused:
+                raise Refused("NOT_PAUSED", "Suspend needs a paused engine; call Pause first")
+            mark = self._watermark()
+            if self._process.up and not self._asleep:
+                await self._call("sleep", self._backend.sleep())
+                self._asleep = True
+            self._memory = MemoryState.SUSPENDED
+            self._nothing_installed()
+            return mark.freed()
+
+        return await self._command(act)
+
+    async def release(self) -> Freed:
+        """See Engine. The engine's processes end: nothing else gives all of a device back."""
+
+        async def act() -> Freed:
+            await self._requests.stop(None, None)
+            mark = self._watermark()
+            await self._process.stop()
+            self._process.start = None
+            self._memory, self._paused, self._asleep = MemoryState.COLD, False, False
+            self._nothing_installed()
+            return mark.freed()
+
+        return await self._command(act)
+
+    async def wake(self, scope: Scope, authority: Authority = allowed) -> None:
+        """See Engine. Once all is awake, decoding may go on without Resume."""
+
+        async def act() -> None:
+            authority()
+            for part in self._memory.to_take(scope, installed=self._policy is not None):
+                await self._process.ready()
+                if self._asleep:
+                    await self._call("wake", self._backend.wake(part))
+                if part is Scope.WEIGHTS:
+                    self._memory = MemoryState.WEIGHTS
+                else:
+                    self._memory, self._paused, self._asleep = MemoryState.AWAKE, False, False
+
+        await self._command(act)
+
+    async def place(self, devices: tuple[torch.device, ...], threads: int) -> None:
+        """See Engine. The engine's process starts in the background."""
+
+        async def act() -> None:
+            before = self._process.start
+            if devices and (before is None or before.devices != devices):
+                await self._process.stop()
+                self._nothing_installed()
+                self._process.start = Start(devices, threads)
+                self._process.begin()
+            self._process.bind()
+
+        await self._command(act)
+
+    async def close(self) -> None:
+        """See Engine."""
+        if self._thread.closed:
+            return
+        await self.release()
+        await self._thread.close()
+
+    async def _command(self, act: Callable[[], Coroutine[Any, Any, _Result]]) -> _Result:
+        async def in_turn() -> _Result:
+            async with self._turn:
+                return await act()
+
+        return await self._thread.call(in_turn)
+
+    async def _call(self, name: str, call: Coroutine[Any, Any, _Result]) -> _Result:
+        """A command of the backend; one that fails or hangs costs the process."""
+        try:
+            return await within(self._deadlines.command_s, f"{name} of {self._backend.name}", call)
+        except BackendFailed as error:
+            self._process.died(str(error))
+            raise Refused("ENGINE_FAILED", f"{name} failed: {error}; the engine is started again") from error
+
+    async def _score(self, ids: Sequence[int], start: int, distribution: Distribution) -> list[float]:
+        return await self._call("score", self._backend.score(ids, start, distribution))
+
+    async def _put(self, policy: Policy, weights: Weights, *, freeze: bool) -> None:
+        if freeze:
+            await self._call("freeze", self._backend.freeze())
+        try:
+            await self._installer.install(policy, weights)
+            self._policy, self._broken = policy, ""
+        except Refused as error:
+            if error.reason == "BROKEN":
+                self._broken = str(error)
+                self._policy = self._policy if self._installer.holds else None
+                self._process.died(str(error))
+            raise
+        finally:
+            if freeze and self._process.up:
+                await self._call("thaw", self._backend.thaw())
+
+    def _require(self, number: int | None) -> Policy:
+        """The installed version, which must be `number` where one is given."""
+        policy = self._policy
+        if policy is None and self._broken:
+            raise Refused("BROKEN", f"{self._broken}; install again")
+        if policy is None or number not in (None, policy.number):
+            wanted = "a policy" if number is None else f"version {number}"
+            have = "none" if policy is None else str(policy.number)
+            raise Refused("POLICY_MISMATCH", f"{wanted} is wanted and {have} is installed; install it first")
+        return policy
+
+    def _check_install(self, policy: Policy, *, in_flight: bool) -> bool:
+        if self._memory is MemoryState.SUSPENDED:
+            raise Refused("SUSPENDED", "the weights have no room; Wake WEIGHTS first")
+        installed = self._policy
+        if installed == policy:
+            return True
+        if installed is not None and policy.number <= installed.number:
+            raise Refused(
+                "POLICY_MISMATCH",
+                f"version {policy.number} does not follow version {installed.number}, which is installed",
+            )
+        if (living := self._requests.living) and not in_flight:
+            raise Refused("POLICY_MISMATCH", f"{living} sequences of the installed version live; pause first")
+        if installed is not None and installed.digest == policy.digest:
+            self._policy = policy  # a rewind gives old weights a new number
+            return True
+        return False
+
+    def _nothing_installed(self) -> None:
+        self._policy, self._broken = None, ""
+        self._installer.forget()
+
+    def _watermark(self) -> Watermark:
+        start = self._process.start
+        return Watermark(start.devices if start else (), list(self._backend.pids) if self._process.up else [])
+
+    def _lost(self, reason: str) -> None:
+        self._asleep = False
+        self._requests.fail(f"{self._backend.name}: {reason}")
+
+    async def _restored(self) -> None:
+        """A new process takes the version that the one before had."""
+        try:
+            await self._installer.restore()
+        except BackendFailed as error:
+            self._policy = None
+            self._broken = f"the weights could not be put into a new engine: {error}"
+            raise Refused("BROKEN", f"{self._broken}; install again") from error

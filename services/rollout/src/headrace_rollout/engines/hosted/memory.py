@@ -1,0 +1,54 @@
+"""What an engine's processes use of memory, measured from outside. Linux."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from headrace_modelkit.devices import free_bytes
+
+from headrace_rollout.engines.base import Freed
+from headrace_rollout.engines.transformers.memory import available_bytes
+
+if TYPE_CHECKING:
+    import torch
+
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+
+
+class Watermark:
+    """Free and used memory at one moment, to be compared with a later one."""
+
+    def __init__(self, devices: Sequence[torch.device], pids: Sequence[int]) -> None:
+        self._gpus = [device for device in devices if device.type == "cuda"]
+        self._pids = pids
+        self._before = self._used()
+
+    def freed(self) -> Freed:
+        """What was given back since."""
+        used, free = self._used(), sum(map(free_bytes, self._gpus))
+        return Freed(max(0, self._before - used), free if self._gpus else available_bytes(), max(0, used))
+
+    def _used(self) -> int:
+        # Other processes of a leased GPU have given it back: what is not free there is the engine's.
+        if self._gpus:
+            return sum(_total(device) - free_bytes(device) for device in self._gpus)
+        return resident(self._pids)
+
+
+def resident(pids: Iterable[int]) -> int:
+    """Private and shared resident bytes of processes; those that have ended count nothing."""
+    total = 0
+    for pid in pids:
+        with suppress(OSError):
+            total += int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * _PAGE_BYTES
+    return total
+
+
+def _total(device: torch.device) -> int:
+    import torch
+
+    return int(torch.cuda.get_device_properties(device).total_memory)

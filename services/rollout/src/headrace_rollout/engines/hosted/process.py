@@ -1,0 +1,133 @@
+"""The life of the engine's process: started on the lease's devices, watched, killed when it hangs, started again.
+
+Knows no samples and no weights: it calls `lost` when the process is gone, and `restored` when a new one is up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+
+from headrace_rollout.engines.base import Refused
+from headrace_rollout.engines.hosted.backend import Backend, BackendFailed, Deadlines, Start
+from headrace_rollout.engines.hosted.calls import within
+
+WATCH_S = 0.5
+STOP_S = 60.0
+RESTARTS = 3
+"""Deaths without a token between them, after which the engine stays down until it is placed again."""
+_log = logging.getLogger(__name__)
+
+
+class EngineProcess:
+    """Starts a backend when it is first needed, and again when it died."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        deadlines: Deadlines,
+        lost: Callable[[str], None],
+        restored: Callable[[], Awaitable[None]],
+    ) -> None:
+        self.backend = backend
+        self.start: Start | None = None
+        self._deadlines = deadlines
+        self._lost = lost
+        self._restored = restored
+        self._starting: asyncio.Task[None] | None = None
+        self._watching: asyncio.Task[None] | None = None
+        self._deaths = 0
+        self._last_death = ""
+        self._silent_since: float | None = None
+        self._up = False
+
+    @property
+    def up(self) -> bool:
+        """A process runs that has not been given up."""
+        return self._up and self.backend.alive
+
+    def heard(self, running: int) -> None:
+        """A token came, or a request was added or ended: `running` are left."""
+        self._silent_since = asyncio.get_running_loop().time() if running else None
+
+    def made_progress(self) -> None:
+        """Tokens were made: what died before is forgiven."""
+        self._deaths = 0
+
+    async def ready(self) -> None:
+        """Returns when the process is up; starts it where there is none. Refused ENGINE_FAILED when it cannot be."""
+        if self.up and self._starting is None:
+            return
+        self.begin()
+        assert self._starting is not None
+        await asyncio.shield(self._starting)
+
+    def begin(self) -> None:
+        """Starts the process in the background, unless it is up or on its way."""
+        if self._starting is None and not self.up:
+            self._starting = asyncio.create_task(self._start(), name="start engine")
+            self._starting.add_done_callback(self._started)
+
+    def died(self, reason: str) -> None:
+        """The process is of no use any more: it is killed, and another one started."""
+        if not self._up:
+            return
+        self._up, self._deaths, self._last_death = False, self._deaths + 1, reason
+        _log.error("the engine failed", extra={"engine": self.backend.name, "reason": reason})
+        self._lost(reason)
+        if self._deaths <= RESTARTS:
+            self.begin()
+
+    async def stop(self) -> None:
+        """Ends the process; the next `ready` starts another."""
+        self._up, self._deaths, self._silent_since = False, 0, None
+        for task in (self._watching, self._starting):
+            if task is not None:
+                task.cancel()
+                with suppress(asyncio.CancelledError, Refused):
+                    await task
+        self._watching = self._starting = None
+        await within(STOP_S, f"stop of {self.backend.name}", self.backend.stop())
+
+    def bind(self) -> None:
+        """The engine's processes compute on the cores that this process may use."""
+        cores = os.sched_getaffinity(0)
+        for pid in self.backend.pids if self.up else ():
+            with suppress(OSError):  # it, or a thread of it, ended meanwhile
+                for thread in os.listdir(f"/proc/{pid}/task"):
+                    os.sched_setaffinity(int(thread), cores)
+
+    async def _start(self) -> None:
+        name = self.backend.name
+        if self.start is None:
+            raise Refused("NOT_PLACED", f"{name} has no devices yet; grant a lease first")
+        if self._deaths > RESTARTS:
+            message = f"{name} ended {self._deaths} times without a token, last: {self._last_death}"
+            raise Refused("ENGINE_FAILED", message)
+        await within(STOP_S, f"stop of {name}", self.backend.stop())
+        try:
+            await within(self._deadlines.start_s, f"start of {name}", self.backend.start(self.start))
+        except BackendFailed as error:
+            await within(STOP_S, f"stop of {name}", self.backend.stop())
+            raise Refused("ENGINE_FAILED", f"{name} did not start: {error}") from error
+        self._up, self._silent_since = True, None
+        if self._watching is None or self._watching.done():
+            self._watching = asyncio.create_task(self._watch(), name="watch engine")
+        await self._restored()
+
+    def _started(self, task: asyncio.Task[None]) -> None:
+        self._starting = None
+        if not task.cancelled() and (error := task.exception()) is not None:
+            _log.error("the engine is not up", extra={"engine": self.backend.name, "reason": str(error)})
+
+    async def _watch(self) -> None:
+        loop, limit = asyncio.get_running_loop(), self._deadlines.silence_s
+        while True:
+            await asyncio.sleep(WATCH_S)
+            if self._up and not self.backend.alive:
+                self.died("its process ended")
+            elif self._up and self._silent_since is not None and loop.time() - self._silent_since > limit:
+                self.died(f"no token for {limit:g} s while requests run")

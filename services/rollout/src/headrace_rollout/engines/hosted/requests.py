@@ -1,0 +1,197 @@
+"""The samples of a hosted engine: waiting in order, running as requests, leaving with an end or a partial output.
+
+Runs on the engine's loop alone. Knows no weights and no process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections import deque
+from collections.abc import Callable
+from collections.abc import Sequence as Items
+from contextlib import aclosing
+
+from headrace_modelkit.tokenizer import TextCodec
+
+from headrace_rollout.engines.base import Figures, Group, Output, Policy, SampleKey, Stream
+from headrace_rollout.engines.hosted.backend import Backend, BackendFailed, Request
+from headrace_rollout.engines.hosted.calls import within
+from headrace_rollout.engines.hosted.process import EngineProcess
+from headrace_rollout.engines.hosted.sample import RunningSample, seed_of
+from headrace_rollout.engines.sequence import Bounds, Sequence
+from headrace_rollout.engines.stopping import StopMatcher
+
+
+class Requests:
+    """Waiting and running samples; at most `rows` run."""
+
+    def __init__(
+        self,
+        process: EngineProcess,
+        codec: TextCodec,
+        bounds: Bounds,
+        rows: int,
+        figures: Figures,
+        policy: Callable[[], Policy | None],
+        command_s: float,
+    ) -> None:
+        self._process = process
+        self._backend: Backend = process.backend
+        self._codec = codec
+        self._bounds = bounds
+        self._rows = rows
+        self._figures = figures
+        self._policy = policy
+        self._command_s = command_s
+        self._waiting: deque[Sequence] = deque()
+        self._running: dict[str, RunningSample] = {}
+        self._matchers: dict[tuple[str, ...], StopMatcher] = {}
+        self._numbers = itertools.count(1)
+        self._busy_since = 0.0
+
+    @property
+    def living(self) -> int:
+        """Running and waiting samples."""
+        return len(self._running) + len(self._waiting)
+
+    @property
+    def waiting(self) -> int:
+        """Samples without a request."""
+        return len(self._waiting)
+
+    def add(self, stream: Stream, groups: Items[Group], policy: Policy, *, accept: bool) -> None:
+        """Queues groups; with `accept` false they come back at once as they are."""
+        outputs: list[Output] = []
+        for group in groups:
+            for sample in group.samples:
+                sequence = self._bounds.sequence(stream, group, sample, self._matcher(stream))
+                if (finish := self._bounds.ended(sequence)) is not None:
+                    outputs.append(sequence.untouched(policy, finish=finish))
+                elif accept:
+                    self._waiting.append(sequence)
+                else:
+                    outputs.append(sequence.untouched(policy))
+        if outputs:
+            stream.sink(outputs)
+        self._fill()
+
+    async def stop(self, keys: Items[SampleKey] | None, stream: Stream | None) -> int:
+        """Ends samples (None: all), of one stream or of any; returns when the engine has let go of them."""
+        wanted = None if keys is None else set(keys)
+        policy = self._policy()
+        if policy is None:
+            return 0
+
+        def meant(sequence: Sequence) -> bool:
+            return (wanted is None or sequence.key in wanted) and (
+                stream is None or sequence.stream is stream
+            )
+
+        gone = [sequence for sequence in self._waiting if meant(sequence)]
+        self._waiting = deque(sequence for sequence in self._waiting if not meant(sequence))
+        for sequence in gone:
+            sequence.stream.sink([sequence.untouched(policy)])
+        stopped = [s for s in self._running.values() if meant(s.sequence) and not s.ended]
+        for sample in stopped:
+            sample.sequence.stream.sink([sample.stop(policy)])
+        await self._end(stopped)
+        return len(gone) + len(stopped)
+
+    def fail(self, reason: str) -> None:
+        """The engine is gone: every stream with a living sample fails."""
+        streams = {sequence.stream for sequence in self._waiting}
+        streams |= {s.sequence.stream for s in self._running.values() if not s.ended}
+        for sample in list(self._running.values()):
+            sample.ended = True
+            if sample.task is not None:
+                sample.task.cancel()
+        self._waiting.clear()
+        for stream in streams:
+            stream.failed(reason)
+
+    async def _end(self, samples: Items[RunningSample]) -> None:
+        tasks = [sample.task for sample in samples if sample.task is not None]
+        if not tasks:
+            return
+        try:
+            ids = [sample.request.request_id for sample in samples]
+            await within(self._command_s, f"abort of {self._backend.name}", self._backend.abort(ids))
+        except BackendFailed as error:
+            self._process.died(str(error))
+        _, late = await asyncio.wait(tasks, timeout=self._command_s)
+        for task in late:
+            task.cancel()
+
+    def _fill(self) -> None:
+        policy = self._policy()
+        while policy is not None and self._waiting and len(self._running) < self._rows:
+            sequence = self._waiting.popleft()
+            if not sequence.stream.holds():
+                sequence.stream.sink([sequence.untouched(policy)])
+                continue
+            sample = RunningSample(sequence, self._request(sequence, policy))
+            if not self._running:
+                self._busy_since = time.perf_counter()
+            self._running[sample.request.request_id] = sample
+            sample.task = asyncio.create_task(self._run(sample), name=sample.request.request_id)
+            self._figures.prefill_tokens += len(sample.request.token_ids)
+
+    def _request(self, sequence: Sequence, policy: Policy) -> Request:
+        return Request(
+            request_id=f"sample-{next(self._numbers)}",
+            token_ids=sequence.context_ids(),
+            max_new_tokens=sequence.limit - len(sequence.prefix.token_ids),
+            distribution=sequence.distribution,
+            seed=seed_of(sequence),
+            eos_ids=sorted(self._bounds.eos_ids),
+            cache_salt=policy.digest,
+        )
+
+    async def _run(self, sample: RunningSample) -> None:
+        self._process.heard(len(self._running))
+        try:
+            await self._follow(sample)
+        except BackendFailed as error:
+            if not sample.ended:
+                self._process.died(f"a request failed: {error}")
+        finally:
+            self._left(sample)
+
+    async def _follow(self, sample: RunningSample) -> None:
+        stream = sample.sequence.stream
+        async with aclosing(self._backend.generate(sample.request)) as tokens:
+            async for new in tokens:
+                self._process.heard(len(self._running))
+                policy = self._policy()
+                if sample.ended or policy is None:
+                    continue  # stopped from outside: what still comes is nobody's
+                if not stream.holds():
+                    break
+                self._process.made_progress()
+                self._figures.sampled_tokens += len(new.token_ids)
+                if outputs := sample.take(new, policy, self._bounds.eos_ids):
+                    stream.sink(outputs)
+                if sample.ended:
+                    self._figures.samples += 1
+                    return
+        if not sample.ended and not self._backend.alive:
+            raise BackendFailed("its process ended")
+        if not sample.ended and (policy := self._policy()) is not None:
+            # Its lease is not held any more, or the engine let it go: another one goes on from here.
+            stream.sink([sample.stop(policy)])
+
+    def _left(self, sample: RunningSample) -> None:
+        del self._running[sample.request.request_id]
+        self._process.heard(len(self._running))
+        if not self._running:
+            self._figures.busy_s += time.perf_counter() - self._busy_since
+        self._fill()
+
+    def _matcher(self, stream: Stream) -> StopMatcher | None:
+        if not stream.stop:
+            return None
+        if stream.stop not in self._matchers:
+            self._matchers[stream.stop] = StopMatcher(self._codec, stream.stop)
+        return self._matchers[stream.stop]

@@ -1,0 +1,1 @@
+"""SGLang as an engine. Importing this imports neither torch nor SGLang."""

@@ -1,0 +1,235 @@
+"""SGLang as a backend: calls to a process of its own (`host`), whose children SGLang's schedulers are."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from headrace_servicekit.process.worker import Worker, WorkerGone, exit_description
+
+from headrace_rollout.engines.base import Capabilities, Distribution, EngineConfig, Scope, WeightEntry
+from headrace_rollout.engines.hosted import BackendFailed, Request, Start, Tokens
+from headrace_rollout.engines.hosted.processes import descendants, kill
+from headrace_rollout.engines.sglang.arguments import engine_args
+from headrace_rollout.engines.sglang.messages import CODEC, Message
+from headrace_rollout.engines.sglang.options import SglangOptions
+
+HOST = "headrace_rollout.engines.sglang.host"
+WAKE_TAGS = {Scope.WEIGHTS: "weights", Scope.KV_CACHE: "kv_cache"}
+_FOREVER_S = 1e9
+
+
+def capabilities() -> Capabilities:
+    """What SGLang offers on this machine.
+
+    A request's seed is read with deterministic kernels alone, of which a CPU and most attention backends have none.
+    """
+    return Capabilities(
+        resume_from_prefix=True,
+        inflight_update=True,
+        suspend_frees_memory=torch.cuda.is_available(),
+        tensor_parallel=True,
+        # Its samplers join the two by intersection ("joint").
+        top_p_after_others=False,
+    )
+
+
+class SglangBackend:
+    """Implements `hosted.Backend`."""
+
+    name = "sglang"
+
+    def __init__(self, config: EngineConfig, options: SglangOptions) -> None:
+        self.capabilities = capabilities()
+        self._config = config
+        self._options = options
+        self._worker: Worker[Message] | None = None
+        self._reading: asyncio.Task[None] | None = None
+        self._answers: dict[int, asyncio.Queue[Message]] = {}
+        self._numbers = itertools.count(1)
+        self._gone = "the engine does not run"
+
+    @property
+    def alive(self) -> bool:
+        """See Backend."""
+        return self._worker is not None and not self._gone
+
+    @property
+    def pids(self) -> Sequence[int]:
+        """See Backend."""
+        return descendants([self._worker.process.pid]) if self._worker is not None else []
+
+    async def start(self, start: Start) -> None:
+        """See Backend."""
+        try:
+            arguments = engine_args(self._config, self._options, start)
+        except ValueError as error:
+            raise BackendFailed(str(error)) from error
+        self._worker, self._gone = await Worker.start(HOST, CODEC), ""
+        self._reading = asyncio.create_task(self._read(self._worker), name="read answers of sglang")
+        cache_tokens = await self._call("start", environment=_variables(start), arguments=arguments)
+        if cache_tokens < arguments["context_length"]:
+            raise BackendFailed(
+                f"its KV cache holds {cache_tokens} tokens and one sequence may have {arguments['context_length']}; "
+                "raise rollout.engine_options.kv_cache_tokens or memory_fraction, or lower model.max_context"
+            )
+
+    async def stop(self) -> None:
+        """See Backend."""
+        worker, self._worker = self._worker, None
+        self._gone = self._gone or "the engine was stopped"
+        if worker is None:
+            return
+        pids = descendants([worker.process.pid])
+        if self._reading is not None:
+            self._reading.cancel()
+        self._tell_all()
+        await worker.kill()
+        await asyncio.to_thread(kill, pids)
+
+    async def generate(self, request: Request) -> AsyncGenerator[Tokens, None]:
+        """See Backend."""
+        number, answers = self._ask(
+            "generate",
+            rid=_rid(request.request_id),
+            token_ids=list(request.token_ids),
+            sampling=_sampling(request.distribution, request.max_new_tokens, request.eos_ids),
+            cache_salt=request.cache_salt,
+        )
+        try:
+            while "tokens" in (answer := await answers.get()):
+                ids, log_probs, versions = answer["tokens"]
+                for version, start, end in _runs(versions, len(ids)):
+                    yield Tokens(ids[start:end], log_probs[start:end], version)
+            _result(answer)
+            number = 0
+        finally:
+            if self._answers.pop(number, None) is not None and self.alive:
+                self._send("abort", next(self._numbers), rids=[_rid(request.request_id)])
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        """See Backend."""
+        await self._call("abort", rids=[_rid(each) for each in request_ids])
+
+    async def score(self, token_ids: Sequence[int], start: int, distribution: Distribution) -> list[float]:
+        """See Backend."""
+        rid = _rid(f"score-{next(self._numbers)}")
+        found: list[float] = await self._call("score", rid=rid, token_ids=list(token_ids), start=start)
+        return found
+
+    async def freeze(self) -> None:
+        """See Backend."""
+        await self._call("freeze")
+
+    async def thaw(self) -> None:
+        """See Backend."""
+        await self._call("thaw")
+
+    async def begin_install(self, number: int, entries: Sequence[WeightEntry]) -> None:
+        """See Backend."""
+        await self._call("begin_install")
+
+    async def update(self, path: Path, entries: Sequence[WeightEntry]) -> dict[str, str]:
+        """See Backend."""
+        rows = [[each.name, each.dtype, list(each.shape), each.offset, each.size] for each in entries]
+        digests: dict[str, str] = await self._call("update", path=str(path), entries=rows)
+        return digests
+
+    async def finish_install(self, number: int) -> None:
+        """See Backend."""
+        await self._call("finish_install", number=number)
+
+    async def reset_cache(self) -> None:
+        """See Backend."""
+        await self._call("reset_cache")
+
+    async def sleep(self) -> None:
+        """See Backend."""
+        await self._call("sleep")
+
+    async def wake(self, scope: Scope) -> None:
+        """See Backend."""
+        await self._call("wake", tag=WAKE_TAGS[scope])
+
+    async def _call(self, name: str, **arguments: Any) -> Any:
+        number, answers = self._ask(name, **arguments)
+        try:
+            return _result(await answers.get())
+        finally:
+            self._answers.pop(number, None)
+
+    def _ask(self, name: str, **arguments: Any) -> tuple[int, asyncio.Queue[Message]]:
+        if not self.alive:
+            raise BackendFailed(self._gone)
+        number = next(self._numbers)
+        self._answers[number] = asyncio.Queue()
+        self._send(name, number, **arguments)
+        return number, self._answers[number]
+
+    def _send(self, name: str, number: int, **arguments: Any) -> None:
+        assert self._worker is not None
+        self._worker.send({"id": number, "call": name, **arguments})
+
+    async def _read(self, worker: Worker[Message]) -> None:
+        try:
+            while True:
+                answer = await worker.receive(_FOREVER_S)
+                if (queue := self._answers.get(answer["id"])) is not None:
+                    queue.put_nowait(answer)
+        except WorkerGone:
+            status = await worker.wait_or_kill()
+            self._gone = (
+                f"its process {exit_description(status)}; see this instance's log for the engine's own words"
+            )
+            self._tell_all()
+
+    def _tell_all(self) -> None:
+        for queue in self._answers.values():
+            queue.put_nowait({"failed": self._gone})
+
+
+def _result(answer: Message) -> Any:
+    if "failed" in answer:
+        raise BackendFailed(answer["failed"])
+    return answer["result"]
+
+
+def _rid(request_id: str) -> str:
+    # SGLang aborts every request whose id begins with the one given: no id may be another one's beginning.
+    return f"{request_id}."
+
+
+def _sampling(distribution: Distribution, count: int, eos_ids: Sequence[int]) -> dict[str, Any]:
+    return {
+        "temperature": distribution.temperature,
+        "top_p": distribution.top_p,
+        "top_k": distribution.top_k or -1,
+        "min_p": distribution.min_p,
+        "repetition_penalty": distribution.repetition_penalty,
+        "max_new_tokens": count,
+        "stop_token_ids": list(eos_ids),
+        "skip_special_tokens": False,
+    }
+
+
+def _runs(versions: Sequence[int], count: int) -> list[tuple[int | None, int, int]]:
+    """(version, start, end) of neighbours of one version; None for all where none is said."""
+    if not versions:
+        return [(None, 0, count)]
+    ends = [index for index in range(1, count) if versions[index] != versions[index - 1]]
+    return [(versions[start], start, end) for start, end in itertools.pairwise([0, *ends, count])]
+
+
+def _variables(start: Start) -> Mapping[str, str]:
+    variables = {"OMP_NUM_THREADS": str(start.threads), "HF_HUB_DISABLE_TELEMETRY": "1"}
+    gpus = [device for device in start.devices if device.type == "cuda"]
+    if not gpus:
+        return {**variables, "SGLANG_USE_CPU_ENGINE": "1"}
+    seen = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    names = seen.split(",") if seen else [str(index) for index in range(torch.cuda.device_count())]
+    return {**variables, "CUDA_VISIBLE_DEVICES": ",".join(names[device.index or 0] for device in gpus)}

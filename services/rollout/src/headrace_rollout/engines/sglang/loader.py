@@ -1,0 +1,81 @@
+"""What runs inside SGLang's schedulers: takes a version from a file of this host, by SGLang's own loader of the model.
+
+SGLang imports `load_version` by name (`custom_weight_loader`). Names and fused layouts are mapped by the model's
+`load_weights`. Knows no run and no version numbers.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import warnings
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from headrace_servicekit.rpc.digests import digest_bytes
+from torch import Tensor
+
+warnings.filterwarnings("ignore", message="The given buffer is not writable")
+
+Entry = Sequence[Any]
+"""[name, torch dtype's name, shape, offset, size], as it travels to a scheduler."""
+
+
+def request_tensor(path: Path, entries: Sequence[Entry], answers: Path) -> Tensor:
+    """What travels in place of weights: where the file is, what lies in it, and where each process answers."""
+    request = {"path": str(path), "entries": list(entries), "answers": str(answers)}
+    return torch.frombuffer(bytearray(json.dumps(request).encode()), dtype=torch.uint8)
+
+
+def load_version(model: torch.nn.Module, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
+    """Takes every tensor and writes {"digests", "problem"} to a file of this process.
+
+    SGLang ends the whole engine on what a loader raises, so a problem is an answer, not an error.
+    """
+    request = json.loads(bytes(named_tensors[0][1].cpu().numpy()))
+    digests: dict[str, str] = {}
+    problem = ""
+    try:
+        _load(model, request["path"], request["entries"], digests)
+    except (
+        OSError,
+        ValueError,
+        RuntimeError,
+        LookupError,
+        AssertionError,
+        TypeError,
+        AttributeError,
+    ) as error:
+        problem = f"{type(error).__name__}: {error}"
+    answer = Path(request["answers"]) / f"{os.getpid()}.json"
+    answer.write_text(json.dumps({"digests": digests, "problem": problem}))
+
+
+@torch.no_grad()
+def _load(model: torch.nn.Module, path: str, entries: Sequence[Entry], digests: dict[str, str]) -> None:
+    with open(path, "rb") as file:
+        body = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+    # SGLang's loaders skip names that they do not know and say nothing of parameters that got no tensor: what is not
+    # a number afterwards was not taken.
+    marked = {name: each for name, each in model.named_parameters() if each.is_floating_point()}
+    for parameter in marked.values():
+        parameter.fill_(float("nan"))
+    model.load_weights(_tensors(body, entries, digests))  # type: ignore[operator]
+    missing = [name for name, parameter in marked.items() if bool(parameter.isnan().any())]
+    if missing:
+        raise ValueError(f"{len(missing)} parameters of the engine's model got no tensor, first {missing[0]}")
+
+
+def _tensors(
+    body: mmap.mmap, entries: Sequence[Entry], digests: dict[str, str]
+) -> Iterator[tuple[str, Tensor]]:
+    view = memoryview(body)
+    for name, dtype, shape, offset, size in entries:
+        part = view[offset : offset + size]
+        digests[name] = digest_bytes(part)
+        kind = getattr(torch, dtype)
+        tensor = torch.frombuffer(part, dtype=kind) if size else torch.empty(0, dtype=kind)
+        yield name, tensor.view(shape)

@@ -1,0 +1,1 @@
+"""vLLM as an engine. Importing this imports neither torch nor vLLM."""

@@ -1,0 +1,234 @@
+"""vLLM as a backend: its AsyncLLM here, its engine core and workers in processes of their own. Imports vLLM."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import os
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from contextlib import aclosing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm import SamplingParams
+from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from headrace_rollout.engines.base import Capabilities, Distribution, EngineConfig, Scope, WeightEntry
+from headrace_rollout.engines.hosted import BackendFailed, Request, Start, Tokens
+from headrace_rollout.engines.hosted.processes import descendants, kill
+from headrace_rollout.engines.vllm.arguments import engine_args
+from headrace_rollout.engines.vllm.options import VllmOptions
+
+WAKE_TAGS = {Scope.WEIGHTS: ["weights"], Scope.KV_CACHE: ["kv_cache"]}
+
+
+def capabilities() -> Capabilities:
+    """What vLLM offers on this machine; its seeds are per request, not per position."""
+    return Capabilities(
+        resume_from_prefix=True,
+        inflight_update=True,
+        suspend_frees_memory=torch.cuda.is_available(),
+        tensor_parallel=True,
+    )
+
+
+class VllmBackend:
+    """Implements `hosted.Backend`."""
+
+    name = "vllm"
+
+    def __init__(self, config: EngineConfig, options: VllmOptions) -> None:
+        self.capabilities = capabilities()
+        self._config = config
+        self._options = options
+        self._llm: AsyncLLM | None = None
+        self._scores = 0
+
+    @property
+    def alive(self) -> bool:
+        """See Backend."""
+        return self._llm is not None and not self._llm.errored
+
+    @property
+    def pids(self) -> Sequence[int]:
+        """See Backend."""
+        cores = [child.pid for child in multiprocessing.active_children() if _is_engine(child.name)]
+        return descendants([pid for pid in cores if pid is not None])
+
+    async def start(self, start: Start) -> None:
+        """See Backend."""
+        try:
+            self._llm = await asyncio.to_thread(self._make, start)
+        except (ValueError, RuntimeError, OSError) as error:
+            raise BackendFailed(f"{error}; see this instance's log for the engine's own words") from error
+        await self._obey(self._llm.init_weight_transfer_engine(WeightTransferInitRequest()))
+
+    async def stop(self) -> None:
+        """See Backend."""
+        llm, self._llm = self._llm, None
+        pids = self.pids
+        if llm is not None:
+            await asyncio.to_thread(llm.shutdown, 5.0)
+        await asyncio.to_thread(kill, pids)
+
+    async def generate(self, request: Request) -> AsyncGenerator[Tokens, None]:
+        """See Backend."""
+        params = _sampling(request.distribution, request.max_new_tokens)
+        params.stop_token_ids = list(request.eos_ids)
+        params.seed = request.seed if request.distribution.temperature else None
+        prompt = {"prompt_token_ids": list(request.token_ids), "cache_salt": request.cache_salt}
+        try:
+            async with aclosing(self._engine.generate(prompt, params, request.request_id)) as outputs:
+                async for output in outputs:
+                    (made,) = output.outputs
+                    if made.token_ids:
+                        ids = list(made.token_ids)
+                        yield Tokens(ids, _log_probs(ids, made.logprobs))
+        except (ValueError, RuntimeError) as error:
+            raise BackendFailed(_sentence(error)) from error
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        """See Backend."""
+        await self._obey(self._engine.abort(list(request_ids)))
+
+    async def score(self, token_ids: Sequence[int], start: int, distribution: Distribution) -> list[float]:
+        """See Backend. The last id is scored as the one that comes next: a full context has no room behind it."""
+        params = _sampling(distribution, 1)
+        params.prompt_logprobs, params.logprob_token_ids = 0, [token_ids[-1]]
+        self._scores += 1
+        prompt = {"prompt_token_ids": list(token_ids[:-1])}
+        try:
+            async for output in self._engine.generate(prompt, params, f"score-{self._scores}"):
+                last = output
+        except (ValueError, RuntimeError) as error:
+            raise BackendFailed(_sentence(error)) from error
+        given = last.prompt_logprobs or []
+        found = [given[index][token_ids[index]].logprob for index in range(start, len(token_ids) - 1)]
+        return [*found, last.outputs[0].logprobs[0][token_ids[-1]].logprob]
+
+    async def freeze(self) -> None:
+        """See Backend."""
+        await self._obey(self._engine.pause_generation(mode="keep", clear_cache=False))
+
+    async def thaw(self) -> None:
+        """See Backend."""
+        await self._obey(self._engine.resume_generation())
+
+    async def begin_install(self, number: int, entries: Sequence[WeightEntry]) -> None:
+        """See Backend."""
+        await self._obey(self._engine.start_weight_update())
+
+    async def update(self, path: Path, entries: Sequence[WeightEntry]) -> dict[str, str]:
+        """See Backend."""
+        rows = [[e.name, e.dtype, list(e.shape), e.offset, e.size] for e in entries]
+        info = {"path": str(path), "entries": rows}
+        await self._obey(self._engine.update_weights(WeightTransferUpdateRequest(update_info=info)))
+        workers = await self._obey(self._engine.collective_rpc("headrace_arrived"))
+        if any(arrived != workers[0] for arrived in workers):
+            raise BackendFailed("the workers read different bytes from one file")
+        return dict(workers[0])
+
+    async def finish_install(self, number: int) -> None:
+        """See Backend."""
+        await self._obey(self._engine.finish_weight_update(weight_version=str(number)))
+
+    async def reset_cache(self) -> None:
+        """See Backend. What runs is computed again under the new weights."""
+        if not await self._obey(self._engine.reset_prefix_cache(reset_running_requests=True)):
+            raise BackendFailed("the prefix cache could not be reset: blocks of it are in use")
+
+    async def sleep(self) -> None:
+        """See Backend."""
+        await self._obey(self._engine.sleep(level=2))
+
+    async def wake(self, scope: Scope) -> None:
+        """See Backend."""
+        await self._obey(self._engine.wake_up(WAKE_TAGS[scope]))
+        if scope is Scope.KV_CACHE:
+            await self._obey(self._engine.wake_up(None))
+
+    @property
+    def _engine(self) -> AsyncLLM:
+        if self._llm is None:
+            raise BackendFailed("the engine does not run")
+        return self._llm
+
+    def _make(self, start: Start) -> AsyncLLM:
+        arguments = engine_args(self._config, self._options, start)
+        with _environment(_variables(start)):
+            return AsyncLLM.from_engine_args(arguments)
+
+    async def _obey(self, call: Any) -> Any:
+        # vLLM raises plain Exception for what its engine process refuses.
+        try:
+            return await call
+        except asyncio.CancelledError:
+            raise
+        except Exception as error:
+            raise BackendFailed(_sentence(error)) from error
+
+
+def _sampling(distribution: Distribution, count: int) -> SamplingParams:
+    return SamplingParams(
+        temperature=distribution.temperature,
+        top_p=distribution.top_p,
+        top_k=distribution.top_k,
+        min_p=distribution.min_p,
+        repetition_penalty=distribution.repetition_penalty,
+        max_tokens=count,
+        logprobs=0,
+        # What ends an answer is the run's to say, not the model directory's.
+        ignore_eos=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.DELTA,
+    )
+
+
+def _log_probs(ids: Sequence[int], found: Any) -> list[float]:
+    return [float(found[index][token].logprob) for index, token in enumerate(ids)]
+
+
+def _sentence(error: BaseException) -> str:
+    cause = error.__cause__
+    words = str(error) or (str(cause) if cause is not None else "")
+    return f"{type(error).__name__}: {words}".strip(": ")
+
+
+def _is_engine(name: str) -> bool:
+    return name.startswith(("EngineCore", "VllmWorker"))
+
+
+def _variables(start: Start) -> dict[str, str]:
+    # Processes are spawned: a fork of one that serves gRPC would inherit its locks.
+    variables = {
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+        "VLLM_NO_USAGE_STATS": "1",
+        "OMP_NUM_THREADS": str(start.threads),
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    }
+    if all(device.type != "cuda" for device in start.devices):
+        # Eager on a CPU: no compiler is needed, nor the minute that it takes for what vLLM decorates.
+        variables["TORCHDYNAMO_DISABLE"] = "1"
+    if gpus := [device for device in start.devices if device.type == "cuda"]:
+        seen = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+        names = seen.split(",") if seen else [str(index) for index in range(torch.cuda.device_count())]
+        variables["CUDA_VISIBLE_DEVICES"] = ",".join(names[device.index or 0] for device in gpus)
+    return variables
+
+
+@contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """What the engine's processes inherit; this process gets its own back."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value

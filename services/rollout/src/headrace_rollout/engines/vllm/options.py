@@ -1,0 +1,59 @@
+"""Options of rollout.engine: vllm. Knows no vLLM: instances without it validate them all the same."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from headrace_servicekit.registry import Options
+from pydantic import Field, PositiveFloat, PositiveInt
+
+OWN_ARGUMENTS = {
+    "model": "model.path",
+    "tokenizer": "model.path",
+    "revision": "model.revision",
+    "dtype": "model.dtype",
+    "max_model_len": "model.max_context",
+    "max_num_seqs": "rollout.max_concurrency",
+    "tensor_parallel_size": "rollout.engine_options.tensor_parallel_size",
+    "gpu_memory_utilization": "rollout.engine_options.gpu_memory_utilization",
+    "kv_cache_memory_bytes": "rollout.engine_options.kv_cache_gib",
+    "enforce_eager": "rollout.engine_options.enforce_eager",
+}
+"""Arguments that other settings of the run decide."""
+FIXED_ARGUMENTS = frozenset(
+    {
+        "load_format",
+        "logprobs_mode",
+        "worker_extension_cls",
+        "weight_transfer_config",
+        "enable_sleep_mode",
+        "skip_tokenizer_init",
+        "generation_config",
+        "data_parallel_size",
+        "pipeline_parallel_size",
+    }
+)
+"""Arguments that the install protocol and the log-probs rely on."""
+
+
+class VllmOptions(Options):
+    """What a run may say about vLLM."""
+
+    tensor_parallel_size: PositiveInt | None = Field(
+        default=None, description="devices that one model spans; default: all of the lease's GPUs"
+    )
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = Field(
+        default=0.85, description="share of a GPU's memory that vLLM may take"
+    )
+    kv_cache_gib: PositiveFloat | None = Field(
+        default=None, description="KV cache of each device; default: what is left of the share, on a CPU 1"
+    )
+    enforce_eager: bool = Field(default=False, description="no CUDA graphs: slower, and starts sooner")
+    start_timeout_s: PositiveFloat = Field(default=600.0, description="longest start of the engine's process")
+    install_timeout_s: PositiveFloat = Field(default=300.0, description="longest install of a version")
+    silence_timeout_s: PositiveFloat = Field(
+        default=120.0, description="seconds without a token, after which the engine counts as hung"
+    )
+    engine_args: dict[str, Any] = Field(
+        default_factory=dict, description="further fields of vLLM's AsyncEngineArgs, by name"
+    )
