@@ -17,9 +17,9 @@ IMAGES = {
     "coordinator-reasoning-gym": (*COMMON, "libs/schema", "services/coordinator[reasoning-gym]"),
     "reward": (*COMMON, "libs/schema", "services/reward[math,reasoning-gym]"),
     "simulator": (*COMMON, "services/simulator[gymnasium]"),
-    "simulator-metaworld": (*COMMON, "services/simulator[metaworld,video]"),
-    "simulator-maniskill": (*COMMON, "services/simulator[maniskill,video]"),
-    "simulator-libero": (*COMMON, "services/simulator[libero,video]"),
+    "simulator-metaworld": (*COMMON, "services/simulator[metaworld]"),
+    "simulator-maniskill": (*COMMON, "services/simulator[maniskill]"),
+    "simulator-libero": (*COMMON, "services/simulator[libero]"),
     "torch": (*COMMON, "libs/schema", "libs/modelkit", "services/rollout", "services/trainer"),
     "rollout-sglang": (*COMMON, "libs/schema", "libs/modelkit", "services/rollout[sglang]"),
 }
