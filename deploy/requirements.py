@@ -21,6 +21,7 @@ IMAGES = {
     "simulator-maniskill": (*COMMON, "services/simulator[maniskill]"),
     "simulator-libero": (*COMMON, "services/simulator[libero]"),
     "torch": (*COMMON, "libs/schema", "libs/modelkit", "services/rollout", "services/trainer"),
+    "rollout-vllm": (*COMMON, "libs/schema", "libs/modelkit", "services/rollout[vllm]"),
     "rollout-sglang": (*COMMON, "libs/schema", "libs/modelkit", "services/rollout[sglang]"),
 }
 
