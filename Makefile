@@ -4,7 +4,7 @@ PYTHON ?= python3
 PRESET ?= smollm2
 ENGINE ?= vllm
 SEED ?=
-ENGINE ?= vllm
+SIM ?= metaworld
 # Where torch comes from when not from pip's own index: a folder or page of wheels, or an index.
 TORCH_FIND_LINKS ?=
 TORCH_INDEX_URL ?=
@@ -20,7 +20,7 @@ DISTS := proto libs/servicekit libs/schema libs/modelkit services/coordinator se
 TORCH_FROM := $(if $(TORCH_FIND_LINKS),--find-links $(TORCH_FIND_LINKS)) $(if $(TORCH_INDEX_URL),--index-url $(TORCH_INDEX_URL))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test lint nightly engines test-engines browser e2e-browser screenshots recording gpu-check docs spec-docs reference-docs wheels freeze clean
+.PHONY: help setup run test lint nightly engines test-engines browser e2e-browser screenshots recording simulators test-simulators gpu-check docs spec-docs reference-docs wheels freeze clean
 
 help: ## List the targets.
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
@@ -68,6 +68,12 @@ e2e-browser: setup browser ## The dashboard in a real browser: a run's life, eve
 
 screenshots: setup browser ## Pictures of the dashboard into .cache/screenshots: 2 widths, 2 themes, 5 states.
 	.venv/bin/python integration_tests/browser/screenshots.py .cache/screenshots
+
+simulators: ## Make .envs/SIM with one simulator and the service (SIM=metaworld, maniskill or libero).
+	@TORCH_FROM="$(TORCH_FROM)" sh ci/simulators.sh "$(SIM)" "$(PYTHON)"
+
+test-simulators: ## The contract suite of the simulator service against SIM=metaworld, maniskill or libero.
+	@TORCH_FROM="$(TORCH_FROM)" PYTHON="$(PYTHON)" sh ci/test_simulators.sh "$(SIM)"
 
 recording: setup ## Draw docs/img/run.svg anew: a live run of examples/tiny.yaml in a terminal, on a fleet of its own.
 	@PYTHON=.venv/bin/python sh ci/recording.sh docs/img/run.svg

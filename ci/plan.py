@@ -64,6 +64,12 @@ def _tests(name: str, folder: str, *options: str, timeout_s: int = 600, shares: 
     return Part(name, (sys.executable, "-m", "pytest", folder, *slowest, *options), timeout_s, folder, shares)
 
 
+def _simulator(name: str, *options: str, timeout_s: int) -> Part:
+    """The contract suite against a real simulator, whose environment it makes first."""
+    command = ("sh", "ci/test_simulators.sh", name, "--durations=10", "--durations-min=5", *options)
+    return Part(f"simulator-{name}", command, timeout_s, "services/simulator/tests", shares=True)
+
+
 LINT = [
     _tool("ruff", "ruff", "check", "--output-format=concise", "."),
     _tool("format", "ruff", "format", "--check", "."),
@@ -87,6 +93,7 @@ TEST = [
     *_UNITS[:2],
     _tests("packaging", "integration_tests/packaging", timeout_s=1200, shares=True),
     *_UNITS[2:],
+    _simulator("metaworld", timeout_s=900),
     _tests("contracts", "integration_tests/contracts", timeout_s=900, shares=True),
     _tests("browser", "integration_tests/browser", timeout_s=900, shares=True),
     _tests("bad_input", "integration_tests/bad_input", timeout_s=900, shares=True),
@@ -112,6 +119,8 @@ NIGHTLY = [
     ),
     _tests("nightly", "integration_tests", "cli/tests", "-m", "nightly", timeout_s=14400),
     Part("sglang", (sys.executable, "-m", "ci.engines", "sglang"), timeout_s=7200),
+    _simulator("maniskill", timeout_s=3600),
+    _simulator("libero", timeout_s=3600),
 ]
 
 PLANS = {"lint": LINT, "test": TEST, "nightly": NIGHTLY}

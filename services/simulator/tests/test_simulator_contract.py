@@ -1,6 +1,6 @@
 """What every backend keeps, asked of real environments over the real service.
 
-HEADRACE_BACKEND_UNDER_TEST (default gymnasium) names the backend: the others need an environment of their own, so
+BACKEND_UNDER_TEST (default gymnasium) names the backend: the others need an environment of their own, so
 `make test-simulators SIM=metaworld` runs this file there.
 """
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.timeout(600)
 OK = simulator_pb2.OUTCOME_STATUS_OK
 LOST = simulator_pb2.OUTCOME_STATUS_ENVIRONMENT_LOST
 REFUSED = simulator_pb2.OUTCOME_STATUS_REFUSED
-UNDER_TEST = os.environ.get("HEADRACE_BACKEND_UNDER_TEST", "gymnasium")
+UNDER_TEST = os.environ.get("BACKEND_UNDER_TEST", "gymnasium")
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,6 @@ class Case:
 CASES = [
     Case("gymnasium", "Pendulum-v1", "Pendulun-v1", has_success=False),
     Case("metaworld", "reach-v3", "reech-v3", pixels={"image_size": 64}),
-    Case("metaworld", "push-v3", "pusch-v3"),
     Case(
         "maniskill",
         "PushCube-v1",
@@ -224,7 +223,7 @@ async def test_a_wrong_action_is_refused_and_siblings_go_on(simulator, case):
 @every
 @pytest.mark.parametrize("fault", ["killed", "hung"])
 async def test_a_killed_or_hung_child_is_made_anew(simulator, case, fault):
-    pool = await opened(simulator, case, count=2, processes=2, step_timeout_s=5.0)
+    pool = await opened(simulator, case, count=2, processes=2, step_timeout_s=10.0)
     before = {child.pid for child in psutil.Process().children()}
     await pool.send(pool.reset_operation(0), pool.reset_operation(1))
     action = actions(pool, 1)[0]

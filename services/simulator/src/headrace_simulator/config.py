@@ -19,4 +19,4 @@ class SimulatorSettings(BaseModel):
     environments: PositiveInt = Field(1024, description="most environments of all pools together")
     step_timeout_s: PositiveFloat = Field(60.0, description="limit of a step where the pool names none")
     reset_timeout_s: PositiveFloat = Field(60.0, description="least limit of a reset and of a picture")
-    open_timeout_s: PositiveFloat = Field(120.0, description="limit of making one process's environments")
+    open_timeout_s: PositiveFloat = Field(300.0, description="limit of making one process's environments")

@@ -92,14 +92,14 @@ class EnvironmentPool:
 
     def perform(
         self, operations: Sequence[Operation], authority: Authority
-    ) -> Iterator[Coroutine[None, None, list[Outcome]]]:
-        """One coroutine for each child concerned: runs its operations, repeats their outcomes, or refuses them."""
+    ) -> Iterator[asyncio.Future[list[Outcome]]]:
+        """One future for each child concerned: it runs its operations, repeats their outcomes, or refuses them."""
         batches: defaultdict[int, list[Operation]] = defaultdict(list)
         for operation in operations:
             inside = 0 <= operation.environment < self.plan.count
             batches[operation.environment % len(self._hosts) if inside else -1].append(operation)
         if outside := batches.pop(-1, None):
-            yield self._refuse(outside)
+            yield self._finish(self._refuse(outside))
         for index, batch in batches.items():
             yield self._finish(self._in_turn(self._hosts[index], batch, authority))
 
@@ -133,12 +133,12 @@ class EnvironmentPool:
     def _host(self, environment: int) -> ChildHost:
         return self._hosts[environment % len(self._hosts)]
 
-    async def _finish(self, work: Coroutine[None, None, _RESULT]) -> _RESULT:
-        """What has begun is finished even when its caller goes away: no answer is left in a pipe."""
+    def _finish(self, work: Coroutine[None, None, _RESULT]) -> asyncio.Future[_RESULT]:
+        """Finishes what has begun even when its caller goes away: no answer is left in a pipe."""
         task = asyncio.create_task(work)
         self._running.add(task)
         task.add_done_callback(self._running.discard)
-        return await asyncio.shield(task)
+        return asyncio.shield(task)
 
     async def _refuse(self, operations: Sequence[Operation]) -> list[Outcome]:
         refused = simulator_pb2.OUTCOME_STATUS_REFUSED

