@@ -13,8 +13,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from headrace_modelkit.errors import ModelNotReadable
+from headrace_modelkit.robot.directory import load_policy, save_policy
 from headrace_modelkit.robot.openvla import OpenVlaConfig, pixels
-from headrace_modelkit.robot.policy import ACTIONS, Observation
+from headrace_modelkit.robot.policy import ACTIONS, Observation, RobotPolicy
 from headrace_modelkit.robot.published import load_published, published_config
 from headrace_modelkit.robot.scaling import ActionBounds
 from headrace_modelkit.robot.tokens import ActionTokens
@@ -411,8 +412,11 @@ def test_a_version_of_a_vla_moves_as_a_language_models_does(checkpoint):
     policy, observation = read(checkpoint, kind="openvla_oft", chunk_length=2), seen()
     other = policy.config.build(seed=9)
     load_weights(other, dict(state_tensors(policy)))
-    found, wanted = (some.act(observation, [1, 2]) for some in (other, policy))
-    assert torch.equal(found.sampled[ACTIONS], wanted.sampled[ACTIONS])
+    save_policy(policy, checkpoint / "saved")
+    wanted = policy.act(observation, [1, 2])
+    for some in (other, load_policy(checkpoint / "saved")):
+        assert isinstance(some, RobotPolicy)
+        assert torch.equal(some.act(observation, [1, 2]).sampled[ACTIONS], wanted.sampled[ACTIONS])
 
 
 def test_plain_openvla_refuses_what_it_has_not(checkpoint):

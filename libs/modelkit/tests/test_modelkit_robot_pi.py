@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from headrace_modelkit.robot import flow
+from headrace_modelkit.robot.directory import load_policy, save_policy
 from headrace_modelkit.robot.flow import FlowConfig
 from headrace_modelkit.robot.gaussian import row_noise
 from headrace_modelkit.robot.pi import AdaptiveGemma, PiConfig, fit, imitation_times, pi05_prompt
-from headrace_modelkit.robot.policy import ACTIONS, Observation, imitation_loss
+from headrace_modelkit.robot.policy import ACTIONS, Observation, RobotPolicy, imitation_loss
 from headrace_modelkit.robot.scaling import ActionBounds
 from headrace_modelkit.weights import load_weights, state_tensors
 from pydantic import ValidationError
@@ -217,12 +218,16 @@ def test_images_keep_their_shape_in_a_black_square():
     assert found[0, 0, 7:21].min() > 0.999 and found[0, 0, :7].max() == 0 and found[0, 0, 21:].max() == 0
 
 
-def test_a_version_of_a_flow_policy_moves_as_a_language_models_does():
-    policy = shaken(config(flow=FlowConfig(steps=2, noise="learned")).build(seed=0))
+@pytest.mark.parametrize("kind", ["pi0", "pi05"])
+def test_a_version_of_a_flow_policy_moves_as_a_language_models_does(kind, tmp_path):
+    policy = shaken(config(kind, flow=FlowConfig(steps=2, noise="learned")).build(seed=0))
     other = policy.config.build(seed=3)
     load_weights(other, dict(state_tensors(policy)))
-    found, wanted = (some.act(seen(), [1, 2]) for some in (other, policy))
-    assert torch.equal(found.sampled[ACTIONS], wanted.sampled[ACTIONS])
+    save_policy(policy, tmp_path / "saved")
+    wanted = policy.act(seen(), [1, 2])
+    for some in (other, load_policy(tmp_path / "saved")):
+        assert isinstance(some, RobotPolicy)
+        assert torch.equal(some.act(seen(), [1, 2]).sampled[ACTIONS], wanted.sampled[ACTIONS])
 
 
 def test_configurations_that_do_not_fit_are_refused():

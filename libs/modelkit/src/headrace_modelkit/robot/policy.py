@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -85,6 +85,7 @@ class Evaluation:
     values_B: Tensor
 
 
+@runtime_checkable
 class RobotPolicy(Protocol):
     """A torch module whose parameters and persistent buffers are one version of the policy."""
 
