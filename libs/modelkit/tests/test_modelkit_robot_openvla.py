@@ -13,8 +13,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from headrace_modelkit.errors import ModelNotReadable
+from headrace_modelkit.robot.directory import load_policy, save_policy
 from headrace_modelkit.robot.openvla import OpenVlaConfig, pixels
-from headrace_modelkit.robot.policy import ACTIONS, Observation
+from headrace_modelkit.robot.policy import ACTIONS, Observation, RobotPolicy
 from headrace_modelkit.robot.published import load_published, published_config
 from headrace_modelkit.robot.scaling import ActionBounds
 from headrace_modelkit.robot.tokens import ActionTokens
@@ -341,6 +342,9 @@ def test_oft_with_the_l1_head_reads_cameras_and_the_state(parts, checkpoint):
         own = own + F.relu(F.linear(F.layer_norm(own, (32,)) + 1, head[name]))
     own = F.linear(F.layer_norm(own, (32,)), head["model.fc2.weight"])
     torch.testing.assert_close(greedy.sampled[ACTIONS], own, rtol=1e-4, atol=1e-5)
+    losses_BH = policy.imitate(observation, greedy.executed_BCA, [0, 0])
+    clipped = own - policy.scaling.drawn(greedy.executed_BCA)
+    torch.testing.assert_close(losses_BH, clipped.abs().mean(-1), rtol=1e-4, atol=1e-5)
 
 
 def test_statistics_un_normalise_by_data_set(checkpoint):
@@ -392,12 +396,27 @@ def test_drawn_tokens_follow_their_probabilities():
     assert tokens.draw(found, None, slice(0, 1)).item() == 50
 
 
+@pytest.mark.parametrize(("kind", "length"), [("openvla", 1), ("openvla_oft", 2)])
+def test_imitation_is_the_cross_entropy_of_the_actions_tokens(checkpoint, kind, length):
+    policy, observation = read(checkpoint, kind=kind, chunk_length=length), seen()
+    actions_BHA = torch.tensor([[1.0, 0.2], [-1.5, -0.4]])[:, None].expand(2, length, 2)
+    losses_BH = policy.imitate(observation, actions_BHA, [0, 0])
+    ids = policy.tokens.encode(torch.tensor([[0.5, 0.2], [-0.75, -0.4]]))
+    wanted = -policy.evaluate(observation, {ACTIONS: ids[:, None].expand(2, length, 2)}).log_probs_BCA
+    torch.testing.assert_close(losses_BH, wanted.mean(-1))
+    losses_BH.mean().backward()
+    assert policy.language_model.lm_head.weight.grad.abs().sum() > 0
+
+
 def test_a_version_of_a_vla_moves_as_a_language_models_does(checkpoint):
     policy, observation = read(checkpoint, kind="openvla_oft", chunk_length=2), seen()
     other = policy.config.build(seed=9)
     load_weights(other, dict(state_tensors(policy)))
-    found, wanted = (some.act(observation, [1, 2]) for some in (other, policy))
-    assert torch.equal(found.sampled[ACTIONS], wanted.sampled[ACTIONS])
+    save_policy(policy, checkpoint / "saved")
+    wanted = policy.act(observation, [1, 2])
+    for some in (other, load_policy(checkpoint / "saved")):
+        assert isinstance(some, RobotPolicy)
+        assert torch.equal(some.act(observation, [1, 2]).sampled[ACTIONS], wanted.sampled[ACTIONS])
 
 
 def test_plain_openvla_refuses_what_it_has_not(checkpoint):

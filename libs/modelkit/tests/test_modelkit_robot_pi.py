@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from headrace_modelkit.robot import flow
+from headrace_modelkit.robot.directory import load_policy, save_policy
 from headrace_modelkit.robot.flow import FlowConfig
-from headrace_modelkit.robot.pi import AdaptiveGemma, PiConfig, fit, pi05_prompt
-from headrace_modelkit.robot.policy import ACTIONS, Observation
+from headrace_modelkit.robot.gaussian import row_noise
+from headrace_modelkit.robot.pi import AdaptiveGemma, PiConfig, fit, imitation_times, pi05_prompt
+from headrace_modelkit.robot.policy import ACTIONS, Observation, RobotPolicy, imitation_loss
 from headrace_modelkit.robot.scaling import ActionBounds
 from headrace_modelkit.weights import load_weights, state_tensors
 from pydantic import ValidationError
@@ -105,14 +107,7 @@ def test_pi0_follows_the_path_of_transformers_own_sampling():
     policy = shaken(config().build(seed=0))
     observation = seen()
     chunk = policy.act(observation, [4, 5], deterministic=True)
-    ids = torch.zeros(2, 8 + 4, dtype=torch.long)
-    mask = torch.zeros_like(ids)
-    for row, prompt in enumerate(PROMPTS):
-        ids[row, :8], mask[row, : 8 + len(prompt)] = 63, 1
-        ids[row, 8 : 8 + len(prompt)] = torch.tensor(prompt)
-    pixels = torch.stack(
-        [image.permute(0, 3, 1, 2).float() / 127.5 - 1 for image in observation.images.values()], 1
-    )
+    ids, mask, pixels = transformers_inputs(observation)
     wanted = policy.model.sample_actions(
         state=torch.nn.functional.pad(observation.state_BS, (0, 2)),
         input_ids=ids,
@@ -123,6 +118,56 @@ def test_pi0_follows_the_path_of_transformers_own_sampling():
         num_steps=4,
     )
     torch.testing.assert_close(chunk.sampled[ACTIONS], wanted[:, :3, :2], rtol=1e-4, atol=1e-5)
+
+
+def test_imitation_of_pi0_is_transformers_own_loss():
+    policy, observation = shaken(config().build(seed=0)), seen()
+    actions_BHA = torch.rand(2, 4, 2) * 2 - 1
+    losses_BH = policy.imitate(observation, actions_BHA, [4, 5])
+    ids, mask, pixels = transformers_inputs(observation)
+    wanted = policy.model(
+        state=torch.nn.functional.pad(observation.state_BS, (0, 2)),
+        noise=row_noise([4, 5], (4, 6), torch.device("cpu")),
+        timestep=imitation_times(policy.sizes, [4, 5]),
+        input_ids=ids,
+        pixel_values=pixels,
+        pixel_attention_mask=torch.ones(2, 2, dtype=torch.bool),
+        attention_mask=mask,
+        actions=torch.nn.functional.pad(actions_BHA, (0, 4)),
+    ).loss
+    torch.testing.assert_close(losses_BH.mean(), wanted, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["pi0", "pi05"])
+def test_imitation_lowers_its_loss(kind):
+    policy, observation = shaken(config(kind).build(seed=0)), seen()
+    actions_BHA, valid_BH = torch.rand(2, 4, 2) * 2 - 1, torch.ones(2, 4, dtype=torch.bool)
+    optimizer = torch.optim.Adam(policy.parameters(), lr=3e-3)
+    losses = []
+    for _ in range(12):
+        losses.append(imitation_loss(policy.imitate(observation, actions_BHA, [4, 5]), valid_BH))
+        optimizer.zero_grad()
+        losses[-1].backward()
+        optimizer.step()
+    assert losses[-1] < 0.7 * losses[0]
+
+
+def test_times_of_imitation_are_of_the_configured_distribution():
+    times = imitation_times(config().build(seed=0).sizes, range(4000)).double()
+    grid = torch.linspace(0.05, 0.95, 10, dtype=torch.float64)
+    shares = (times[:, None] <= grid * 0.999 + 0.001).double().mean(0)
+    assert (shares - grid**1.5).abs().max() < 0.03
+
+
+def transformers_inputs(observation):
+    """Ids with places for the images' tokens, their mask, and pixels from -1 to 1."""
+    ids = torch.zeros(2, 8 + 4, dtype=torch.long)
+    mask = torch.zeros_like(ids)
+    for row, prompt in enumerate(PROMPTS):
+        ids[row, :8], mask[row, : 8 + len(prompt)] = 63, 1
+        ids[row, 8 : 8 + len(prompt)] = torch.tensor(prompt)
+    images = [image.permute(0, 3, 1, 2).float() / 127.5 - 1 for image in observation.images.values()]
+    return ids, mask, torch.stack(images, 1)
 
 
 def test_adaptive_norms_that_do_not_depend_on_the_time_are_gemmas():
@@ -173,12 +218,16 @@ def test_images_keep_their_shape_in_a_black_square():
     assert found[0, 0, 7:21].min() > 0.999 and found[0, 0, :7].max() == 0 and found[0, 0, 21:].max() == 0
 
 
-def test_a_version_of_a_flow_policy_moves_as_a_language_models_does():
-    policy = shaken(config(flow=FlowConfig(steps=2, noise="learned")).build(seed=0))
+@pytest.mark.parametrize("kind", ["pi0", "pi05"])
+def test_a_version_of_a_flow_policy_moves_as_a_language_models_does(kind, tmp_path):
+    policy = shaken(config(kind, flow=FlowConfig(steps=2, noise="learned")).build(seed=0))
     other = policy.config.build(seed=3)
     load_weights(other, dict(state_tensors(policy)))
-    found, wanted = (some.act(seen(), [1, 2]) for some in (other, policy))
-    assert torch.equal(found.sampled[ACTIONS], wanted.sampled[ACTIONS])
+    save_policy(policy, tmp_path / "saved")
+    wanted = policy.act(seen(), [1, 2])
+    for some in (other, load_policy(tmp_path / "saved")):
+        assert isinstance(some, RobotPolicy)
+        assert torch.equal(some.act(seen(), [1, 2]).sampled[ACTIONS], wanted.sampled[ACTIONS])
 
 
 def test_configurations_that_do_not_fit_are_refused():

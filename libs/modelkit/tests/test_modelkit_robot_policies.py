@@ -11,7 +11,7 @@ from headrace_modelkit.errors import ModelNotReadable
 from headrace_modelkit.robot.actor_critic import CnnConfig, MlpConfig
 from headrace_modelkit.robot.directory import load_policy, save_policy
 from headrace_modelkit.robot.normalizer import Normalizer, NormalizerConfig
-from headrace_modelkit.robot.policy import ACTIONS, Observation, at_level
+from headrace_modelkit.robot.policy import ACTIONS, Observation, RobotPolicy, at_level
 from headrace_modelkit.robot.scaling import ActionBounds, ActionScaling
 from headrace_modelkit.weights import copy_out, load_weights, state_tensors, weight_layout
 from hypothesis import given, settings
@@ -201,6 +201,7 @@ def test_a_directory_gives_the_same_policy_back(policy, tmp_path):
     save_policy(policy, tmp_path / "policy")
     again = load_policy(tmp_path / "policy")
     assert type(again) is type(policy) and again.config == policy.config and not again.training
+    assert isinstance(again, RobotPolicy)
     seen = observation()
     assert torch.equal(again.act(seen, range(5)).executed_BCA, policy.act(seen, range(5)).executed_BCA)
 
@@ -208,8 +209,8 @@ def test_a_directory_gives_the_same_policy_back(policy, tmp_path):
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        ({"kind": "mpl"}, "mlp"),
-        ({"state_sise": 3}, "state_sise"),
+        ({"kind": "mpl"}, "'mpl' is no robot policy.*did you mean mlp"),
+        ({"state_sise": 3}, "state_sise: Extra inputs"),
         ({"state_size": 4}, r"actor\.0\.weight has shape \(64, 3\), not \(64, 4\)"),
     ],
 )

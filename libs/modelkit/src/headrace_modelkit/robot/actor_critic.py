@@ -83,6 +83,7 @@ class _GaussianPolicy(nn.Module):
     def __init__(self, config: _GaussianConfig, features: int, state_size: int) -> None:
         super().__init__()
         self.chunk_length, self.action_size = config.chunk_length, config.bounds.size
+        self.horizon = self.chunk_length
         self.state_size = state_size
         self.normalizer = (
             Normalizer((state_size,), config.normalizer) if config.normalizer and state_size else None
@@ -132,6 +133,12 @@ class _GaussianPolicy(nn.Module):
         mean_BCA, values_B = self(observation)
         log_probs_BCA = gaussian.log_density(sampled[ACTIONS], mean_BCA, self.log_std)
         return Evaluation(log_probs_BCA, gaussian.entropy(self.log_std).expand_as(mean_BCA), values_B)
+
+    def imitate(self, observation: Observation, actions_BHA: Tensor, seeds: Sequence[int]) -> Tensor:
+        """Squared errors of the means; see `RobotPolicy.imitate`."""
+        mean_BCA, _ = self(observation)
+        losses_BH: Tensor = (mean_BCA - self.scaling.drawn(actions_BHA)).square().mean(-1)
+        return losses_BH
 
 
 class MlpPolicy(_GaussianPolicy):

@@ -1,6 +1,6 @@
 """Robot policies as directories: `policy.json`, which names the kind, and `model.safetensors`.
 
-Executes nothing that they hold. Knows no transport.
+Executes nothing that they hold. Knows no transport. A kind's module loads when a policy of the kind is read.
 """
 
 from __future__ import annotations
@@ -8,27 +8,59 @@ from __future__ import annotations
 import json
 import shutil
 import uuid
+from collections.abc import Mapping
+from difflib import get_close_matches
+from importlib import import_module
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Any
 
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from headrace_modelkit.errors import ModelNotReadable
 from headrace_modelkit.loading import replace_directory, sync_directory
-from headrace_modelkit.robot.actor_critic import CnnConfig, CnnPolicy, MlpConfig, MlpPolicy
 from headrace_modelkit.weights import load_weights, state_tensors
+
+if TYPE_CHECKING:
+    from headrace_modelkit.robot.actor_critic import CnnConfig, CnnPolicy, MlpConfig, MlpPolicy
+    from headrace_modelkit.robot.openvla import OpenVlaConfig, OpenVlaPolicy
+    from headrace_modelkit.robot.pi import PiConfig, PiPolicy
+
+    AnyConfig = MlpConfig | CnnConfig | OpenVlaConfig | PiConfig
+    AnyPolicy = MlpPolicy | CnnPolicy | OpenVlaPolicy | PiPolicy
 
 CONFIG, WEIGHTS = "policy.json", "model.safetensors"
 
-SmallConfig = Annotated[MlpConfig | CnnConfig, Field(discriminator="kind")]
-SmallPolicy = MlpPolicy | CnnPolicy
+KINDS = {
+    "mlp": ("actor_critic", "MlpConfig"),
+    "cnn": ("actor_critic", "CnnConfig"),
+    "openvla": ("openvla", "OpenVlaConfig"),
+    "openvla_oft": ("openvla", "OpenVlaConfig"),
+    "pi0": ("pi", "PiConfig"),
+    "pi05": ("pi", "PiConfig"),
+}
+"""Where the configuration of each kind is."""
 
-_CONFIGS: TypeAdapter[MlpConfig | CnnConfig] = TypeAdapter(SmallConfig)
+
+def policy_config(fields: Mapping[str, Any]) -> AnyConfig:
+    """The configuration that `fields` state, by their `kind`. Raises ModelNotReadable, which names the wrong one."""
+    kind = fields.get("kind")
+    if kind not in KINDS:
+        near = get_close_matches(str(kind), KINDS, n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise ModelNotReadable(f"kind: {kind!r} is no robot policy, these are: {', '.join(KINDS)}{hint}")
+    module, name = KINDS[kind]
+    try:
+        config: AnyConfig = getattr(import_module(f"headrace_modelkit.robot.{module}"), name)(**fields)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(str(part) for part in first["loc"]) or kind
+        raise ModelNotReadable(f"{place}: {first['msg']}") from error
+    return config
 
 
-def save_policy(policy: SmallPolicy, directory: Path | str) -> None:
+def save_policy(policy: AnyPolicy, directory: Path | str) -> None:
     """Writes the directory aside and renames it into place; an existing one is replaced."""
     target = Path(directory)
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -44,21 +76,14 @@ def save_policy(policy: SmallPolicy, directory: Path | str) -> None:
         shutil.rmtree(aside, ignore_errors=True)
 
 
-def load_policy(directory: Path | str) -> SmallPolicy:
+def load_policy(directory: Path | str) -> AnyPolicy:
     """The policy that `save_policy` wrote, in fp32 and eval mode. Raises ModelNotReadable."""
     path = Path(directory)
     try:
-        policy = _CONFIGS.validate_python(json.loads((path / CONFIG).read_text())).build(seed=0)
+        policy = policy_config(json.loads((path / CONFIG).read_text())).build(seed=0)
         load_weights(policy, load_file(path / WEIGHTS))
-    except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(str(part) for part in first["loc"]) or "it"
-        raise ModelNotReadable(f"{path / CONFIG}: {place}: {first['msg']}; {_ADVICE}") from error
     except (OSError, ValueError, SafetensorError) as error:
         raise ModelNotReadable(
-            f"cannot read a robot policy from {str(path)!r}: {error}; {_ADVICE}"
+            f"cannot read a robot policy from {str(path)!r}: {error}; give a directory that save_policy wrote"
         ) from error
     return policy.eval()
-
-
-_ADVICE = "give a directory that save_policy wrote"

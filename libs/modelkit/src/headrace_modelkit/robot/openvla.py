@@ -83,6 +83,7 @@ class OpenVlaPolicy(nn.Module):
         super().__init__()
         self.config = config
         self.chunk_length, self.action_size = config.chunk_length, config.bounds.size
+        self.horizon = self.chunk_length
         self.normalizer: Normalizer | None = None
         self.vision_backbone = _VisionBackbone(config.featurizers)
         text = LlamaConfig(**{**config.text, "attn_implementation": "sdpa"})
@@ -123,6 +124,14 @@ class OpenVlaPolicy(nn.Module):
         mask_BN = F.pad(mask_BN, (0, self.action_size - 1), value=True)
         hidden_BND, _ = self._read(embeds_BND, mask_BN, None)
         return self._score(hidden_BND[:, -self.action_size :], ids_BA[:, None])
+
+    def imitate(self, observation: Observation, actions_BHA: Tensor, seeds: Sequence[int]) -> Tensor:
+        """Negative log-probs of the actions' tokens; see `RobotPolicy.imitate`.
+
+        Over the ids of actions alone, where OpenVLA's own fine-tuning normalises over the whole vocabulary.
+        """
+        ids_BCA = self.tokens.encode(self.scaling.drawn(actions_BHA))
+        return -self.evaluate(observation, {ACTIONS: ids_BCA}).log_probs_BCA.mean(-1)
 
     def prefix(self, observation: Observation) -> tuple[Tensor, Tensor]:
         """Embeddings (B, N, D) of what is read before the actions, rows filled on the left, and their (B, N) mask.
@@ -227,6 +236,12 @@ class OpenVlaOftPolicy(OpenVlaPolicy):
         log_probs_BCA = gaussian.log_density(sampled[ACTIONS], mean_BCA, self.log_std)
         entropy_BCA = gaussian.entropy(self.log_std).expand_as(mean_BCA)
         return Evaluation(log_probs_BCA, entropy_BCA, self.value_head(hidden_BND[:, 0]))
+
+    def imitate(self, observation: Observation, actions_BHA: Tensor, seeds: Sequence[int]) -> Tensor:
+        """Absolute errors of the L1 head, or token losses; see `RobotPolicy.imitate`."""
+        if self.config.head == "tokens":
+            return super().imitate(observation, actions_BHA, seeds)
+        return (self.means(self.slots(observation)) - self.scaling.drawn(actions_BHA)).abs().mean(-1)
 
     def slots(self, observation: Observation) -> Tensor:
         """(B, C A, D) hidden states that give the chunk's numbers: each one position before its empty slot.

@@ -23,6 +23,7 @@ from transformers.models.pi0.modeling_pi0 import PI0TimestepEmbeddings
 from headrace_modelkit.critic import ValueHead
 from headrace_modelkit.robot import flow
 from headrace_modelkit.robot.flow import FlowConfig, NoiseHead, VelocityField
+from headrace_modelkit.robot.gaussian import row_noise, row_uniform
 from headrace_modelkit.robot.normalizer import Normalizer
 from headrace_modelkit.robot.policy import (
     ACTIONS,
@@ -84,6 +85,7 @@ class PiPolicy(nn.Module):
         self.normalizer: Normalizer | None = None
         self.scaling = ActionScaling(config.bounds)
         untyped: Any = sizes
+        self.horizon = int(untyped.chunk_size)
         self.value_head = ValueHead(untyped.vlm_config.text_config.hidden_size)
         if config.flow.noise == "learned":
             self.noise_head = NoiseHead(untyped.dit_config.hidden_size, untyped.max_action_dim, config.flow)
@@ -123,6 +125,18 @@ class PiPolicy(nn.Module):
         found = flow.score(self.field(observation, cache, mask_BN), self.config.flow, sampled)
         log_probs_BCA, entropy_BCA = (self._executed(values) for values in found)
         return Evaluation(log_probs_BCA, entropy_BCA, values_B)
+
+    def imitate(self, observation: Observation, actions_BHA: Tensor, seeds: Sequence[int]) -> Tensor:
+        """Squared errors of the velocity at a drawn time; see `RobotPolicy.imitate`. Unused numbers are to be 0."""
+        sizes: Any = self.sizes
+        cache, mask_BN, _ = self.prefix(observation)
+        drawn = self.scaling.drawn(actions_BHA.to(mask_BN.device))
+        actions = F.pad(drawn, (0, sizes.max_action_dim - self.action_size))
+        noise = row_noise(seeds, tuple(actions.shape[1:]), actions.device)
+        time_B = imitation_times(sizes, seeds).to(actions.device)
+        time = time_B[:, None, None]
+        velocity, _ = self.field(observation, cache, mask_BN)(time * noise + (1 - time) * actions, time_B)
+        return (velocity - (noise - actions)).square().mean(-1)
 
     def prefix(self, observation: Observation) -> tuple[Any, Tensor, Tensor]:
         """(keys and values of images and prompt, their (B, N) mask, (B,) values). Raises ValueError without prompts."""
@@ -301,6 +315,20 @@ def pi05_prompt(instruction: str, state_S: Tensor) -> str:
     bins = torch.bucketize(state_S.double().contiguous(), edges, right=True) - 1
     task = instruction.strip().replace("_", " ").replace("\n", " ")
     return f"Task: {task}, State: {' '.join(str(int(place)) for place in bins)};\nAction: "
+
+
+def imitation_times(sizes: Any, seeds: Sequence[int]) -> Tensor:
+    """(B,) times that imitation looks at, by each environment's seed: of the Beta distribution of the configuration.
+
+    Its second parameter is 1, as in every published configuration, so that u^(1 / alpha) of a uniform u is Beta.
+    Raises ValueError for another one.
+    """
+    if sizes.time_sampling_beta_beta != 1.0:
+        raise ValueError(f"time_sampling_beta_beta is {sizes.time_sampling_beta_beta}; only 1.0 is supported")
+    uniform_B = row_uniform([seed + 1 for seed in seeds], (1,), torch.device("cpu"))[:, 0]
+    beta_B = uniform_B ** (1 / sizes.time_sampling_beta_alpha)
+    times_B: Tensor = beta_B * sizes.time_sampling_scale + sizes.time_sampling_offset
+    return times_B.float()
 
 
 def fit(image: Tensor, size: int) -> Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -85,11 +85,14 @@ class Evaluation:
     values_B: Tensor
 
 
+@runtime_checkable
 class RobotPolicy(Protocol):
     """A torch module whose parameters and persistent buffers are one version of the policy."""
 
     chunk_length: int
     action_size: int
+    horizon: int
+    """H, actions that it predicts; the first `chunk_length` of them are executed."""
     normalizer: Normalizer | None
     """Changed by `Normalizer.update` alone, when a version is committed."""
 
@@ -107,6 +110,13 @@ class RobotPolicy(Protocol):
         """Scores `ActionChunk.sampled` again under the present weights."""
         ...
 
+    def imitate(self, observation: Observation, actions_BHA: Tensor, seeds: Sequence[int]) -> Tensor:
+        """(B, H) losses of imitating a demonstration's next H = `horizon` actions, in the environment's units.
+
+        `seeds` are for policies whose loss is drawn (flows).
+        """
+        ...
+
 
 def at_level(values_BCA: Tensor, valid_BC: Tensor, level: Level) -> tuple[Tensor, Tensor]:
     """Log-probs or entropies summed to a level, and their mask: (B, C, A), (B, C) or (B, 1).
@@ -121,6 +131,12 @@ def at_level(values_BCA: Tensor, valid_BC: Tensor, level: Level) -> tuple[Tensor
     if level == "chunk":
         return masked_BCA.sum((-2, -1))[..., None], valid_BC.any(-1, keepdim=True)
     raise ValueError(f"unknown level {level!r}: choose token, action or chunk")
+
+
+def imitation_loss(losses_BH: Tensor, valid_BH: Tensor) -> Tensor:
+    """The mean of `RobotPolicy.imitate` over the actions that the demonstration has; 0 where it has none."""
+    kept_BH = torch.where(valid_BH, losses_BH, torch.zeros_like(losses_BH))
+    return kept_BH.sum() / valid_BH.sum().clamp(min=1)
 
 
 def state_of(observation: Observation, size: int) -> Tensor:
