@@ -2,6 +2,7 @@
 
 PYTHON ?= python3
 PRESET ?= smollm2
+ENGINE ?= vllm
 SEED ?=
 ENGINE ?= vllm
 # Where torch comes from when not from pip's own index: a folder or page of wheels, or an index.
@@ -19,7 +20,7 @@ DISTS := proto libs/servicekit libs/schema libs/modelkit services/coordinator se
 TORCH_FROM := $(if $(TORCH_FIND_LINKS),--find-links $(TORCH_FIND_LINKS)) $(if $(TORCH_INDEX_URL),--index-url $(TORCH_INDEX_URL))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test lint nightly engines test-engines browser e2e-browser screenshots gpu-check docs spec-docs reference-docs wheels freeze clean
+.PHONY: help setup run test lint nightly engines test-engines browser e2e-browser screenshots recording gpu-check docs spec-docs reference-docs wheels freeze clean
 
 help: ## List the targets.
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
@@ -56,8 +57,8 @@ nightly: setup ## What takes too long for every change: many seeds of the simula
 engines: ## Make .envs/ENGINE, in which the real engine runs on the CPU (ENGINE=vllm or sglang).
 	@TORCH_FIND_LINKS="$(TORCH_FIND_LINKS)" TORCH_INDEX_URL="$(TORCH_INDEX_URL)" sh ci/engines_$(ENGINE).sh "$(PYTHON)"
 
-test-engines: engines ## The engine contract on the real engine (ENGINE=vllm or sglang).
-	ENGINE=$(ENGINE) .envs/$(ENGINE)/bin/python -m pytest services/rollout/tests/engines
+test-engines: setup ## The engine contract and a whole run on the real engine (ENGINE=vllm or sglang).
+	CI=true TORCH_FIND_LINKS="$(TORCH_FIND_LINKS)" TORCH_INDEX_URL="$(TORCH_INDEX_URL)" .venv/bin/python -m ci.engines "$(ENGINE)"
 
 browser: ## Make .envs/browser with Playwright, and install Chromium where apt-get may.
 	@sh ci/browser.sh "$(PYTHON)"
@@ -67,6 +68,9 @@ e2e-browser: setup browser ## The dashboard in a real browser: a run's life, eve
 
 screenshots: setup browser ## Pictures of the dashboard into .cache/screenshots: 2 widths, 2 themes, 5 states.
 	.venv/bin/python integration_tests/browser/screenshots.py .cache/screenshots
+
+recording: setup ## Draw docs/img/run.svg anew: a live run of examples/tiny.yaml in a terminal, on a fleet of its own.
+	@PYTHON=.venv/bin/python sh ci/recording.sh docs/img/run.svg
 
 gpu-check: setup ## What only a GPU can show, as one JSON line; exits 3 without one.
 	@.venv/bin/python benchmarks/gpu_check.py

@@ -270,6 +270,7 @@ def test_tables_and_json_of_everything(headrace, coordinator, scripted_run):
         "GET /v1/runs/r-1/trajectories": (200, {"trajectories": [trajectory]}),
         "GET /v1/instances": (200, {"instances": [instance]}),
         "POST /v1/services/rollout:scale": (200, {"kind": "rollout", "count": 2}),
+        "POST /v1/instances/rollout-0:drain": (200, {"instance": "rollout-0", "incarnation": "i1"}),
         "GET /v1/spec-schema": (200, {"type": "object"}),
     }
     shown = {
@@ -281,6 +282,7 @@ def test_tables_and_json_of_everything(headrace, coordinator, scripted_run):
         ("leases",): "r-1",
         ("status",): "rollout-0",
         ("scale", "rollout=2"): "2 wanted",
+        ("drain", "rollout-0"): "told to drain",
         ("spec-schema",): "object",
     }
     for arguments, words in shown.items():

@@ -194,6 +194,9 @@ def test_steering_and_scaling(client, coordinator):
     assert coordinator.requests("POST /v1/runs/r:pause")[0].query == {"now": ["true"]}
     assert (client.resume("r").state, client.cancel("r").state) == ("RESUME", "CANCEL")
     assert client.scale("rollout", 3) == 3
+    drained = {"instance": "rollout-0", "incarnation": "i1"}
+    coordinator.routes["POST /v1/instances/rollout-0:drain"] = (200, drained)
+    assert client.drain("rollout-0") == "i1"
 
 
 def test_trajectories_by_step_and_limit(client, coordinator):

@@ -13,6 +13,12 @@ AXE = Path(__file__).parent / "vendor" / "axe.min.js"
 HOSTILE = "<img src=x onerror=alert(1)><script>alert(2)</script>&amp;\u202e{{7*7}}"
 RUNS = [("live-1", "RUNNING"), ("queued-1", "QUEUED"), ("done-1", "SUCCEEDED"), ("failed-1", "FAILED")]
 MANY = 10_000
+SPEC = {
+    "name": "sums",
+    "model": {"path": "owner/model"},
+    "data": {"source": "copy_digits", "heldout": 10},
+    "reward": {"scorers": [{"name": "exact"}]},
+}
 VIEWS = {
     "runs": ("#/runs", ".runs tbody tr"),
     "run": ("#/runs/live-1", ".chart"),
@@ -113,6 +119,40 @@ def test_logs_of_an_instance_are_shown_by_level(crowd, open_page):
     assert "<b>CUDA error</b>" in page.locator(".log").inner_text()
     page.get_by_label("Instance", exact=True).select_option("trainer-0")
     page.get_by_text("in containers see").wait_for()
+
+
+def test_an_instance_is_drained_after_a_question(crowd, open_page):
+    page = opened(open_page, crowd, "fleet")
+    page.get_by_role("button", name="Drain rollout-0").click()
+    page.get_by_role("dialog").get_by_role("button", name="Back").click()
+    assert crowd.crowd.drained == []
+    page.get_by_role("button", name="Drain rollout-0").click()
+    page.get_by_role("dialog").get_by_role("button", name="Drain", exact=True).click()
+    page.get_by_text("rollout-0 was told to drain").wait_for()
+    assert crowd.crowd.drained == ["rollout-0"]
+
+
+def test_the_flow_of_the_step_in_hand_says_what_is_behind(crowd, open_page):
+    page = opened(open_page, crowd, "run")
+    places = page.locator(".flow li")
+    wait_for(lambda: places.first.locator("b").inner_text() == "14", "the counts of the step in hand")
+    assert places.locator("b").all_inner_texts() == ["14", "18", "6", "8", "16"]
+    assert "rollout-0 10, rollout-1 8" in places.nth(1).inner_text()
+    page.get_by_text("Step 42: 64 slots. Generation is at work. 2 slots dropped.").wait_for()
+    page.goto(f"{crowd.url}/#/runs/done-1")
+    page.locator(".chart").first.wait_for()
+    assert not page.locator(".flow").is_visible()
+
+
+def test_a_checked_spec_is_previewed_from_the_times_of_a_measured_run(crowd, open_page):
+    page = opened(open_page, crowd, "submit")
+    page.get_by_role("button", name="Edit as JSON").click()
+    page.locator("#json").fill(json.dumps(SPEC))
+    page.get_by_role("button", name="Check and preview").click()
+    plan = page.get_by_role("region", name="Plan preview")
+    plan.get_by_text("The fastest shape is").wait_for()
+    assert "live-1" in plan.inner_text() and plan.locator(".gantt li").count() == 3
+    assert plan.locator("tbody tr").count() == 4
 
 
 def test_a_token_in_the_link_is_kept_for_the_tab_and_leaves_the_address(guarded, open_page):

@@ -47,6 +47,23 @@ def test_another_run_uses_the_instances_of_a_paused_one(fleet, held, gate, spec_
     assert len(found.trained) == 4 * BATCH and len(found.live) == 4
 
 
+@pytest.mark.parametrize("instance", ["rollout-0", "trainer-0", "reward-0"])
+def test_a_drained_instance_is_replaced_and_the_run_loses_nothing(fleet, held, gate, instance):
+    before = fleet.pid_of(instance)
+    shown = httpx.get(
+        f"{fleet.url}/v1/runs/{held.id}/flow", headers={"Authorization": f"Bearer {fleet.token}"}
+    ).json()
+    assert shown["slots"] == BATCH and shown["scoring"] > 0 and shown["step"] == 3
+    first = fleet.client.drain(instance)
+    gate.open()
+    fleet.replaced(instance, before)
+    found = audit(fleet, ended := fleet.succeed(held))
+    assert len(found.trained) == 4 * BATCH and len(found.live) == 4
+    assert ended.counts.dropped == 0
+    fleet.ready(instance)
+    assert first not in {item.raw["incarnation"] for item in fleet.client.instances()}
+
+
 def test_a_paused_run_that_is_cancelled_leaves_the_fleet_usable(fleet, held, gate, spec_of):
     fleet.client.pause(held.id, now=True)
     fleet.state(held, "PAUSED")

@@ -20,7 +20,8 @@ from headrace_coordinator.api.http import make_app
 from headrace_coordinator.api.overviews import summary
 from headrace_coordinator.projections.timeline import Hold, Part, Span, TimelineFile
 from headrace_coordinator.projections.trajectories import Settled, TrajectoryFile
-from headrace_schema.overviews import CurvesView, RunSummaryView, ScorePointView
+from headrace_schema.overviews import CurvesView, FlowView, RunSummaryView, ScorePointView
+from headrace_schema.spec import RunSpec
 from headrace_schema.views import (
     CertificateView,
     CheckpointView,
@@ -30,6 +31,7 @@ from headrace_schema.views import (
     EventView,
     HealthView,
     InstanceView,
+    KeyProblemView,
     LeaseView,
     PolicyView,
     RunView,
@@ -50,10 +52,11 @@ def reward_at(step: int) -> float:
 
 
 class Crowd:
-    """`Control` over runs of given (id, state), the newest first; reads only."""
+    """`Control` over runs of given (id, state), the newest first; of writes only checks and drains."""
 
     def __init__(self, runs: list[tuple[str, str]]) -> None:
         self.states = dict(runs)
+        self.drained: list[str] = []
 
     def run_states(self) -> dict[str, int]:
         return Counter(self.states.values())
@@ -126,6 +129,25 @@ class Crowd:
     async def checkpoints(self, run_id: str) -> list[CheckpointView]:
         step = self.run(run_id).step
         return [CheckpointView(name=f"step-{step}", version=policy(step), step=step, size_bytes=10**9)]
+
+    async def drain(self, name: str, idempotency_key: str) -> str:
+        self.drained.append(name)
+        return f"{name}.1"
+
+    async def check(self, spec: RunSpec) -> list[KeyProblemView]:
+        return []
+
+    def runs(
+        self, size: int, after: str = "", states: frozenset[str] = frozenset(), oldest_first: bool = False
+    ) -> tuple[list[RunView], None]:
+        return [self.run(name) for name in list(self.states)[:size]], None
+
+    def flow(self, run_id: str) -> FlowView:
+        busy = self.run(run_id).state == "RUNNING"
+        counts = {"waiting": 14, "generating": 18, "scoring": 6, "scored": 8, "learned": 16, "dropped": 2}
+        holders = {"rollout-0": 10, "rollout-1": 8} if busy else {}
+        places = counts if busy else dict.fromkeys(counts, 0)
+        return FlowView(step=42, slots=sum(places.values()), holders=holders, **places)
 
     def instances(self) -> list[InstanceView]:
         return [
@@ -238,7 +260,7 @@ class CrowdServer:
     """The app over a crowd, in a thread of this process, inside the block."""
 
     def __init__(self, crowd: Crowd, runs_directory: Path, **options: Any) -> None:
-        port = free_port()
+        port, self.crowd = free_port(), crowd
         self.url = f"http://127.0.0.1:{port}"
         app = make_app(cast(Control, crowd), runs_directory=runs_directory, **options)
         config = uvicorn.Config(

@@ -3,9 +3,11 @@
 import signal
 import subprocess
 import sys
+from xml.etree import ElementTree
 
 import psutil
 import pytest
+from harness.processes import ROOT
 from harness.waiting import wait_for
 
 
@@ -174,3 +176,35 @@ def test_torch_is_pinned_once(repository):
     version = next(line for line in pins if line.startswith("torch=="))
     assert f"TORCH_VERSION := {version.removeprefix('torch==')}" in (repository / "Makefile").read_text()
     assert not [line for line in pins if "+" in line.partition("#")[0]]
+
+
+LIVE = """
+from time import sleep
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+with Live(console=Console(), refresh_per_second=20) as live:
+    for step in range(3):
+        live.update(Text(f"step {step} <&>\\nreward 0.{step}", style="bold green"))
+        sleep(1.2)
+"""
+
+
+def test_a_recording_draws_what_a_live_command_shows(tmp_path):
+    file = tmp_path / "run.svg"
+    made = subprocess.run(
+        [sys.executable, "-m", "ci.recording", str(file), sys.executable, "-c", LIVE],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert made.returncode == 0, made.stderr
+    drawing = ElementTree.fromstring(file.read_text())
+    frames = ["".join(each.itertext()) for each in drawing if each.get("class") == "f"]
+    assert frames[-1] == "step 2 <&>reward 0.2", "a line that was drawn over is not drawn"
+    assert "font-weight:700" in file.read_text()
+    failed = subprocess.run(
+        [sys.executable, "-m", "ci.recording", str(file), "false"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert failed.returncode == 1 and "ended with status 1" in failed.stderr

@@ -16,7 +16,9 @@ from headrace_coordinator.api.admission import FleetView, check
 from headrace_coordinator.api.control import Page, Refused
 from headrace_coordinator.api.http import make_app
 from headrace_coordinator.api.overviews import summary
-from headrace_schema.overviews import CurvesView
+from headrace_schema.evaluating import EvaluationSpec
+from headrace_schema.evaluations import ComparisonView, EvaluationRunView
+from headrace_schema.overviews import CurvesView, FlowView
 from headrace_schema.problems import nearest
 from headrace_schema.spec import RunSpec
 from headrace_schema.views import (
@@ -109,6 +111,28 @@ class FakeControl:
     async def curves(self, run_id: str, points: int) -> CurvesView:
         self.run(run_id)
         return CurvesView(steps=[1], series={"train/reward": [None]}, evaluations=[], total=1, event=0)
+
+    async def check_evaluation(self, asked: EvaluationSpec) -> list[KeyProblemView]:
+        return []
+
+    async def submit_evaluation(self, asked: EvaluationSpec, idempotency_key: str) -> EvaluationRunView:
+        raise Refused("INVALID", "the fleet cannot make this evaluation")
+
+    def suite_evaluations(self, size: int, after: str = "") -> Page[EvaluationRunView, str]:
+        if after:
+            raise ValueError(after)
+        return [], None
+
+    def suite_evaluation(self, evaluation_id: str) -> EvaluationRunView:
+        raise Refused("NOT_FOUND", f"there is no evaluation {evaluation_id!r}")
+
+    async def compare_evaluations(self, first: str, second: str) -> ComparisonView:
+        raise Refused("NOT_FOUND", f"there is no evaluation {first!r}")
+
+    def flow(self, run_id: str) -> FlowView:
+        self.run(run_id)
+        counts = {"waiting": 1, "generating": 2, "scoring": 1, "scored": 0, "learned": 0, "dropped": 0}
+        return FlowView(step=1, slots=4, holders={"rollout-0": 2}, **counts)
 
     async def newest_events(self, run_id: str, size: int, before: int) -> Page[EventView, int]:
         self.run(run_id)
@@ -207,6 +231,12 @@ class FakeControl:
 
     def health(self) -> HealthView:
         return self.vitals
+
+    async def drain(self, name: str, idempotency_key: str) -> str:
+        for instance in self.instances():
+            if instance.name == name:
+                return instance.incarnation
+        raise Refused("NOT_FOUND", f"there is no instance {name!r}")
 
     async def scale(self, kind: str, count: int, idempotency_key: str) -> int:
         if kind == "simulator":

@@ -256,6 +256,54 @@ async def test_leases_come_with_devices_and_a_service_is_scaled(api):
     assert (unable.status_code, unable.headers["retry-after"]) == (503, "1")
 
 
+async def test_instances_and_leases_by_state_in_an_order(api, fake_control, monkeypatch):
+    found = fake_control.instances()
+    states = ("READY", "DRAINING", "READY")
+    found = [item.model_copy(update={"state": state}) for item, state in zip(found, states, strict=True)]
+    found[2] = found[2].model_copy(update={"host": "a"})
+    monkeypatch.setattr(fake_control, "instances", lambda: found[::-1])
+    lease = fake_control.leases()[0]
+    leases = [
+        lease.model_copy(update={"epoch": n, "state": s})
+        for n, s in ((7, "HELD"), (8, "GRANTED"), (9, "HELD"))
+    ]
+    monkeypatch.setattr(fake_control, "leases", lambda: leases)
+
+    async def names(query):
+        body = (await api.get(f"/v1/instances?{query}")).json()
+        return [item["name"][-1] for item in body["instances"]], body["next_page_token"]
+
+    async def epochs(query):
+        body = (await api.get(f"/v1/leases?{query}")).json()
+        assert body["devices"]
+        return [item["epoch"] for item in body["leases"]], body["next_page_token"]
+
+    assert await names("") == (["0", "1", "2"], "")
+    assert await names("order=host") == (["2", "0", "1"], "")
+    assert await names("state=READY") == (["0", "2"], "")
+    assert await names("state=READY&page_size=1") == (["0"], "i0")
+    assert await names("state=DRAINING&state=LOST&page_token=i0") == (["1"], "")
+    assert await epochs("state=HELD&order=newest") == ([9, 7], "")
+    assert await epochs("state=HELD&page_size=1") == ([7], "7")
+    for path in ("/v1/instances", "/v1/leases"):
+        for query, key in (("state=SLEEPING", "state"), ("order=best", "order")):
+            assert key in problems(await api.get(f"{path}?{query}"))
+
+
+async def test_an_instance_is_drained(api):
+    answer = await api.post("/v1/instances/rollout-1:drain", headers={"Idempotency-Key": "k"})
+    assert answer.json() == {"instance": "rollout-1", "incarnation": "i1"}
+    assert (answer.status_code, answer.headers["idempotency-key"]) == (200, "k")
+    assert (await api.post("/v1/instances/nobody:drain")).status_code == 404
+
+
+async def test_the_flow_counts_every_slot_of_the_step_once(api, run_id):
+    found = (await api.get(f"/v1/runs/{run_id}/flow")).json()
+    places = ("waiting", "generating", "scoring", "scored", "learned", "dropped")
+    assert sum(found[name] for name in places) == found["slots"]
+    assert (await api.get("/v1/runs/nobody/flow")).status_code == 404
+
+
 @pytest.mark.parametrize(
     ("kind", "body", "key", "words"),
     [

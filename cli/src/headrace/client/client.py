@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import Any, Self
+from urllib.parse import quote
 
 import httpx
 from headrace.client.errors import HeadraceError
@@ -266,6 +267,10 @@ class Client:
     def leases(self) -> Leases:
         """Leases and devices."""
         return Leases.from_json(self._transport.get("/v1/leases"))
+
+    def drain(self, instance: str) -> str:
+        """Takes an instance out of use in order; its process ends, its supervisor starts another. Its incarnation."""
+        return str(self._transport.post(f"/v1/instances/{quote(instance, safe='')}:drain")["incarnation"])
 
     def scale(self, kind: str, count: int) -> int:
         """Sets the number of processes of a kind: rollout, trainer, reward or simulator. Returns it."""

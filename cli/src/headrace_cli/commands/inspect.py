@@ -1,4 +1,4 @@
-"""`instances`, `leases`, `scale` and `spec-schema`."""
+"""`instances`, `leases`, `drain`, `scale` and `spec-schema`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from headrace_cli.output import console, print_json
 
 def add_to(app: typer.Typer) -> None:
     """Registers the commands."""
-    for command in (instances, leases, scale, spec_schema):
+    for command in (instances, leases, drain, scale, spec_schema):
         app.command()(command)
 
 
@@ -42,6 +42,25 @@ def leases(url: Url = None, data_dir: DataDirOption = DEFAULT_DATA_DIR, as_json:
 
     console().print(devices_table(found, console().width))
     console().print(leases_table(found.leases) if found.leases else "no leases")
+
+
+def drain(
+    instance: Annotated[
+        str, typer.Argument(metavar="INSTANCE", help="Such as rollout-0; see headrace instances.")
+    ],
+    url: Url = None,
+    data_dir: DataDirOption = DEFAULT_DATA_DIR,
+    as_json: JsonFlag = False,
+) -> None:
+    """Take an instance out of use in order: no new work, what it holds is handed over or saved, then its process
+    ends and its supervisor starts another. To have fewer processes, use scale. Does not wait.
+    """
+    with connect(find_target(url, data_dir)) as client:
+        incarnation = client.drain(instance)
+    if as_json:
+        print_json({"instance": instance, "incarnation": incarnation})
+    else:
+        console().print(f"{instance}: told to drain; see it replaced with: headrace instances")
 
 
 def scale(

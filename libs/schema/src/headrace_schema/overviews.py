@@ -64,6 +64,20 @@ class EventListView(Resource):
     next_page_token: str = ""
 
 
+class FlowView(Resource):
+    """Where the slots of the step in hand stand: each is counted once. All 0 between two steps."""
+
+    step: int = Field(description="the step in hand, counted from 1")
+    slots: int = Field(description="slots of the step, those of refilled groups included")
+    waiting: int = Field(description="wait for a rollout")
+    generating: int = Field(description="a rollout has them")
+    scoring: int = Field(description="wait for their reward, or for the rest of their group's")
+    scored: int = Field(description="in groups that wait for the trainer")
+    learned: int = Field(description="the trainer has them")
+    dropped: int
+    holders: dict[str, int] = Field(description="slots in generation by instance")
+
+
 class TimelinePartView(Resource):
     """A step, an evaluation or the end of a run's time on its devices."""
 

@@ -63,7 +63,10 @@ class StepView(Resource):
     )
     refilled: int = Field(default=0, description="groups that the step took in place of dropped ones")
     max_staleness: int
-    figures: dict[str, float] = Field(description="the trainer's figures: loss, grad_norm, learning_rate, …")
+    figures: dict[str, float] = Field(
+        description="the trainer's figures: loss, grad_norm, learning_rate, …; null: no finite number",
+        json_schema_extra={"additionalProperties": {"anyOf": [{"type": "number"}, {"type": "null"}]}},
+    )
 
 
 class CountsView(Resource):
@@ -181,6 +184,10 @@ class CertificateView(Resource):
         description="mean |engine − trainer| log-prob in nats; null when no token was compared"
     )
     log_prob_compared_tokens: int = Field(default=0, description="tokens that the mismatch is over")
+    log_prob_mismatch_kl: float | None = Field(
+        default=None,
+        description="estimate of KL(engine || trainer) in nats a token; null when no token was compared",
+    )
     drop_rate_by_length: dict[str, float] = Field(
         description="share dropped, FILTERED ones apart, by bucket of answer length in tokens"
     )
@@ -325,6 +332,13 @@ class LinkView(Resource):
 
     path: str = Field(description="path on this coordinator, good once")
     expires_in_s: float
+
+
+class DrainView(Resource):
+    """An instance that was told to drain: it gets no new work, hands over what it holds, and ends."""
+
+    instance: str
+    incarnation: str = Field(description="the process that ends; one that replaces it has another")
 
 
 class ScaleView(Resource):

@@ -65,6 +65,7 @@ class Instance:
         self._session: Session | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._last_call: asyncio.TimerHandle | None = None
+        self._drains = False
         self._process = psutil.Process()
         self._holder = LeaseHolder(config.incarnation, self.fence, boottime, self._callbacks, self._fail)
 
@@ -82,10 +83,10 @@ class Instance:
     async def open_run(self, header: common_pb2.CommandHeader, config: object, build: Build, end: End) -> Any:
         """Obeys an OpenRun; see `OpenRuns.open`.
 
-        Raises ServiceError EPOCH_STALE, DRAINING after SIGTERM, and that method's reasons.
+        Raises ServiceError EPOCH_STALE, DRAINING after SIGTERM or a Drain, and that method's reasons.
         """
         self.fence.check(header, lease=False, opening=False)
-        if self._last_call is not None:
+        if self._last_call is not None or self._drains:
             raise ServiceError(
                 grpc.StatusCode.UNAVAILABLE,
                 "DRAINING",
@@ -174,7 +175,8 @@ class Instance:
 
     def drain(self, grace_s: float) -> None:
         """Finishes the work within `grace_s` seconds and then sets `drained`; repeated calls do nothing."""
-        if not any(task.get_name() == "drain" for task in self._tasks):
+        if not self._drains:
+            self._drains = True
             self._tasks.append(asyncio.create_task(self._drain(grace_s), name="drain"))
 
     async def _drain(self, grace_s: float) -> None:

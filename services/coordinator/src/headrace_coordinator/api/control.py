@@ -10,7 +10,7 @@ from typing import Protocol, TypeVar
 
 from headrace_schema.evaluating import EvaluationSpec
 from headrace_schema.evaluations import ComparisonView, EvaluationRunView
-from headrace_schema.overviews import CurvesView, RunSummaryView
+from headrace_schema.overviews import CurvesView, FlowView, RunSummaryView
 from headrace_schema.spec import RunSpec
 from headrace_schema.views import (
     CertificateView,
@@ -92,6 +92,9 @@ class Control(Protocol):
     async def newest_events(self, run_id: str, size: int, before: int) -> Page[EventView, int]:
         """Events with ids below `before`, newest first, with the number of slots in place of lists of them."""
 
+    def flow(self, run_id: str) -> FlowView:
+        """Where the slots of the step in hand stand."""
+
     def run_states(self) -> dict[str, int]:
         """How many runs there are by state."""
 
@@ -133,6 +136,12 @@ class Control(Protocol):
 
     def health(self) -> HealthView:
         """How the coordinator itself is."""
+
+    async def drain(self, name: str, idempotency_key: str) -> str:
+        """Takes an instance out of use in order; its process then ends. Returns its incarnation.
+
+        NOT_FOUND names the nearest instance; UNAVAILABLE for one that is not connected.
+        """
 
     async def scale(self, kind: str, count: int, idempotency_key: str) -> int:
         """Sets the number of processes of a kind with the supervisor that can; does not wait for them.

@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 from headrace_schema.evaluating import EvaluationSpec
 from headrace_schema.evaluations import EvaluationRunView
-from headrace_schema.problems import Impossible
+from headrace_schema.problems import Impossible, nearest
 from headrace_schema.spec import RunSpec
 from headrace_schema.views import KeyProblemView, RunView
 
@@ -194,6 +194,31 @@ class Coordinator(Reads):
                 lambda: runs.next_action(run).kind != runs.MOVE, INTENT_SHOWN_S, "the run to follow"
             )
         return self.run(run_id)
+
+    async def drain(self, name: str, idempotency_key: str) -> str:
+        """See `Control.drain`. The key is recorded with the incarnation: a later process of the name is another."""
+        body = _digest(["drain", name])
+        async with self._write(idempotency_key):
+            incarnation = self._known(idempotency_key, body)
+            if not incarnation:
+                incarnation = self._drainable(name)
+                used = ev.KeyUsed(
+                    at=self.event_log.now(), key=idempotency_key, body=body, resource=incarnation
+                )
+                await self.fleet.drain(incarnation, used)
+        return incarnation
+
+    def _drainable(self, name: str) -> str:
+        """The incarnation of a connected instance."""
+        known = [i for i in self.event_log.state.instances.values() if i.instance == name]
+        if not known:
+            close = nearest(name, {i.instance for i in self.event_log.state.instances.values()})
+            message = f"there is no instance {name[:40]!r}" + (f"; did you mean {close}?" if close else "")
+            raise Refused("NOT_FOUND", message)
+        alive = [i.incarnation for i in known if self.fleet.alive(i.incarnation)]
+        if not alive:
+            raise Refused("UNAVAILABLE", f"{name} is not connected: it cannot be told to drain; try again")
+        return alive[-1]
 
     async def scale(self, kind: str, count: int, idempotency_key: str) -> int:
         """See `Control.scale`."""

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 from headrace_schema.evaluations import EvaluationRunView, SuiteEvaluationView, SuiteResultView
+from headrace_schema.overviews import FlowView
 from headrace_schema.views import (
     CertificateView,
     CountsView,
@@ -25,6 +28,14 @@ from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain.compact import expand, expand_drops
 from headrace_coordinator.domain.leases import LeaseTable
 from headrace_coordinator.domain.runs import RunState, SuiteEvaluation
+from headrace_coordinator.domain.slot_index import (
+    ACCUMULATED,
+    ASSIGNED,
+    DROPPED,
+    FINISHED,
+    PENDING,
+    SETTLED,
+)
 from headrace_coordinator.domain.versions import Version
 from headrace_coordinator.fleet.fleet import Fleet
 from headrace_coordinator.store.history import Item
@@ -215,7 +226,7 @@ def instance_views(fleet: Fleet) -> list[InstanceView]:
                 name=state.instance,
                 incarnation=state.incarnation,
                 kind=state.kind,
-                state="SILENT" if silent_s else "READY" if session else "LOST",
+                state=_instance_state(state.draining, session is not None, silent_s),
                 host=state.host,
                 address=state.address,
                 devices=state.devices,
@@ -227,6 +238,33 @@ def instance_views(fleet: Fleet) -> list[InstanceView]:
             )
         )
     return views
+
+
+def flow_view(run: RunState | None, names: Mapping[str, str]) -> FlowView:
+    """Where the slots of a run's open step stand; `names` has instances by incarnation. None: no step is open."""
+    ledger = run.ledger if run is not None and run.ledger.open else None
+    slots = ledger.slots.values() if ledger is not None else ()
+    found = Counter(slot.state for slot in slots)
+    holders = Counter(names.get(slot.holder, slot.holder) for slot in slots if slot.state == ASSIGNED)
+    return FlowView(
+        step=ledger.step + 1 if ledger is not None else 0,
+        slots=len(slots),
+        waiting=found[PENDING],
+        generating=found[ASSIGNED],
+        scoring=found[FINISHED],
+        scored=found[SETTLED],
+        learned=found[ACCUMULATED],
+        dropped=found[DROPPED],
+        holders=dict(sorted(holders.items())),
+    )
+
+
+def _instance_state(draining: bool, connected: bool, silent_s: float) -> str:
+    if silent_s:
+        return "SILENT"
+    if not connected:
+        return "LOST"
+    return "DRAINING" if draining else "READY"
 
 
 def lease_views(fleet: Fleet) -> list[LeaseView]:

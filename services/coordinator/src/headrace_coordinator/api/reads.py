@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from headrace_schema.evaluating import EvaluationSpec
 from headrace_schema.evaluations import ComparisonView, EvaluationRunView
-from headrace_schema.overviews import CurvesView, RunSummaryView
+from headrace_schema.overviews import CurvesView, FlowView, RunSummaryView
 from headrace_schema.problems import Impossible, nearest
 from headrace_schema.spec import RunSpec
 from headrace_schema.views import (
@@ -136,6 +136,12 @@ class Reads:
     async def newest_events(self, run_id: str, size: int, before: int) -> Page[EventView, int]:
         """See `Control.newest_events`."""
         return await self._look(run_id, lambda files: over.read_events(files, size, before))
+
+    def flow(self, run_id: str) -> FlowView:
+        """See `Control.flow`."""
+        ended = self.run(run_id).ended
+        run = None if ended else self.event_log.state.runs.get(run_id)
+        return present.flow_view(run, self.fleet.names)
 
     def run(self, run_id: str) -> RunView:
         """See `Control.run`."""

@@ -71,6 +71,7 @@ class Session(msgspec.Struct):
     send: Callable[[str, Any], None]
     heard_at: float
     resident_memory_bytes: int = 0
+    drain_sent: bool = False
 
 
 class Supervisor(msgspec.Struct):
@@ -191,12 +192,34 @@ class Fleet:
         if state is None or state.draining:
             return
         self.event_log.post(ev.InstanceDraining(at=self.event_log.now(), incarnation=incarnation))
-        if state.kind != "trainer" or not self.run_of(incarnation):
+        if not self._hands_over(state):
             self.drained(incarnation, grace_s)
+
+    async def drain(self, incarnation: str, *events: ev.Event) -> None:
+        """Takes a process out of use in order, as its own `draining` does; durable, with `events`, on return.
+
+        It has no deadline of its own: a trainer goes once its run has saved what it holds.
+        """
+        drains = ev.InstanceDraining(at=self.event_log.now(), incarnation=incarnation)
+        await self.event_log.commit(drains, *events)
+        self._let_drained_go()
+
+    def _let_drained_go(self) -> None:
+        """Sends Drain to who needs it: a command of an earlier session may be lost, or a run has ended since."""
+        for state in self.event_log.state.instances.values():
+            session = self.sessions.get(state.incarnation)
+            if state.draining and session and not session.drain_sent and not self._hands_over(state):
+                self.drained(state.incarnation)
+
+    def _hands_over(self, state: InstanceState) -> bool:
+        """Whether a run saves what the process holds before that goes; the run then lets it go."""
+        return state.kind == "trainer" and bool(self.run_of(state.incarnation))
 
     def drained(self, incarnation: str, grace_s: float = DRAIN_S) -> None:
         """Lets a draining process go: what it had is saved or made again elsewhere."""
-        self.send(incarnation, "drain", grace_s)
+        if session := self.sessions.get(incarnation):
+            session.drain_sent = True
+            session.send("drain", grace_s)
 
     def any_draining(self, members: Iterable[WorkerClient]) -> bool:
         """Whether one of a run's instances was told to stop."""
@@ -347,6 +370,7 @@ class Fleet:
         holders = self.lease_manager.expire()
         if not self.lease_manager.lenient:
             self._lose_silent(now)
+        self._let_drained_go()
         for incarnation in sorted(holders):
             reason = f"its lease ended and its devices are not proven free: {holders[incarnation]}"
             self.kill(incarnation, reason)

@@ -153,5 +153,6 @@ async def hand_over(context: RunContext, checkpointer: Checkpointer) -> str:
     epochs = [lease.epoch for lease in leases if lease.run == context.run_id and lease.incarnation in leaving]
     await context.fleet.lease_manager.release(context.run_id, epochs)
     for member in trainers:
-        context.fleet.drained(member.incarnation)
+        if context.fleet.any_draining([member]):
+            context.fleet.drained(member.incarnation)
     return lost or "its state is saved"

@@ -71,5 +71,16 @@ def describe(app: FastAPI) -> dict[str, Any]:
         components = schema["components"]["schemas"]
         components |= bodies["$defs"]
         schema["components"]["schemas"] = dict(sorted(components.items()))
+        for operation in (each for methods in schema["paths"].values() for each in methods.values()):
+            for parameter in operation.get("parameters", []):
+                parameter["schema"] = _without_null(parameter["schema"])
         app.openapi_schema = schema
     return app.openapi_schema
+
+
+def _without_null(schema: dict[str, Any]) -> dict[str, Any]:
+    """A parameter's schema: one that is absent is left out, and none is sent as null."""
+    kinds = [kind for kind in schema.get("anyOf", []) if kind != {"type": "null"}]
+    if len(kinds) != 1:
+        return schema
+    return kinds[0] | {name: value for name, value in schema.items() if name != "anyOf"}

@@ -32,6 +32,9 @@ SPEC_BODY: dict[str, Any] = {
         },
     }
 }
+DRY_RUN_ANSWER: dict[int | str, dict[str, Any]] = {
+    200: {"model": EvaluationSpec, "description": "Only checked: the spec with every default."}
+}
 Id = Annotated[str, Query(max_length=200, description="id of an evaluation that has succeeded")]
 
 
@@ -42,7 +45,11 @@ def evaluation_routes(control: Control) -> APIRouter:
     )
 
     @routes.post(
-        "", status_code=201, response_model=EvaluationRunView | EvaluationSpec, openapi_extra=SPEC_BODY
+        "",
+        status_code=201,
+        response_model=EvaluationRunView,
+        responses=DRY_RUN_ANSWER,
+        openapi_extra=SPEC_BODY,
     )
     async def submit_evaluation(
         request: Request,

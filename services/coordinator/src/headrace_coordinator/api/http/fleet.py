@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, Query, Request, Response
+from fastapi import Path as PathParameter
 from headrace_schema.overviews import LogView
 from headrace_schema.problems import choose, problem
 from headrace_schema.spec import RunSpec
-from headrace_schema.views import HealthView, InstanceListView, LeaseListView, ScaleView
+from headrace_schema.views import DrainView, HealthView, InstanceListView, LeaseListView, ScaleView
 from pydantic import BaseModel, ConfigDict, Field
 
 from headrace_coordinator.api.control import Control, Refused
@@ -18,12 +19,14 @@ from headrace_coordinator.api.http.errors import invalid
 from headrace_coordinator.api.http.pagination import page
 from headrace_coordinator.api.http.prometheus import CONTENT_TYPE, exposition
 from headrace_coordinator.api.http.requests import (
+    STATE_FILTER,
     GivenKey,
     PageSize,
     PageToken,
     key_or_new,
     keyed_response,
     known_parameters,
+    known_states,
     read_model,
     view_response,
 )
@@ -35,6 +38,11 @@ ELSEWHERE = (
     "on another host its own log"
 )
 KINDS = ("rollout", "trainer", "simulator", "reward")
+INSTANCE_STATES = ("READY", "SILENT", "DRAINING", "LOST")
+LEASE_STATES = ("GRANTED", "HELD", "REVOKING")
+InstanceStateName = Annotated[str, Field(json_schema_extra={"enum": [*INSTANCE_STATES]})]
+LeaseStateName = Annotated[str, Field(json_schema_extra={"enum": [*LEASE_STATES]})]
+Kind = Annotated[str, PathParameter(json_schema_extra={"enum": [*KINDS]})]
 SCALE_BODY: dict[str, Any] = {
     "requestBody": {
         "required": True,
@@ -59,9 +67,22 @@ def fleet_routes(control: Control, logs_directory: Path) -> APIRouter:
     routes = APIRouter(prefix="/v1", tags=["fleet"], dependencies=[Depends(known_parameters)])
 
     @routes.get("/instances", response_model=InstanceListView)
-    async def list_instances(page_size: PageSize = 500, page_token: PageToken = "") -> Response:
+    async def list_instances(
+        page_size: PageSize = 500,
+        page_token: PageToken = "",
+        state: Annotated[list[InstanceStateName] | None, STATE_FILTER] = None,
+        order: Annotated[Literal["name", "host"], Query(description="sorted by this, then by name")] = "name",
+    ) -> Response:
         """Processes of the services."""
-        shown, token = page(control.instances(), lambda item: item.incarnation, page_size, page_token)
+        states = known_states(state, INSTANCE_STATES)
+        every = sorted(control.instances(), key=lambda item: (getattr(item, order), item.name))
+        shown, token = page(
+            every,
+            lambda item: item.incarnation,
+            page_size,
+            page_token,
+            lambda item: _among(states, item.state),
+        )
         return view_response(InstanceListView(instances=shown, next_page_token=token))
 
     @routes.get("/instances/{name}/logs", response_model=LogView)
@@ -76,15 +97,39 @@ def fleet_routes(control: Control, logs_directory: Path) -> APIRouter:
             raise Refused("NOT_FOUND", f"there is no log of {name[:40]!r} in the data directory; {ELSEWHERE}")
         return view_response(LogView(instance=name, lines=found))
 
+    @routes.post("/instances/{name}:drain", response_model=DrainView)
+    async def drain_instance(name: str, idempotency_key: GivenKey = None) -> Response:
+        """Takes an instance out of use: no new work, what it holds is handed over or saved, then its process ends.
+
+        Its supervisor starts a new process in its place; to have fewer, scale the service.
+        """
+        key = key_or_new(idempotency_key)
+        return keyed_response(DrainView(instance=name, incarnation=await control.drain(name, key)), key)
+
     @routes.get("/leases", response_model=LeaseListView)
-    async def list_leases(page_size: PageSize = 500, page_token: PageToken = "") -> Response:
-        """Leases, and on every page all devices."""
-        shown, token = page(control.leases(), lambda lease: str(lease.epoch), page_size, page_token)
+    async def list_leases(
+        page_size: PageSize = 500,
+        page_token: PageToken = "",
+        state: Annotated[list[LeaseStateName] | None, STATE_FILTER] = None,
+        order: Annotated[
+            Literal["oldest", "newest"], Query(description="which lease comes first")
+        ] = "oldest",
+    ) -> Response:
+        """Leases, and on every page all devices, whatever leases are asked for."""
+        states = known_states(state, LEASE_STATES)
+        every = sorted(control.leases(), key=lambda lease: lease.epoch, reverse=order == "newest")
+        shown, token = page(
+            every,
+            lambda lease: str(lease.epoch),
+            page_size,
+            page_token,
+            lambda item: _among(states, item.state),
+        )
         view = LeaseListView(leases=shown, devices=control.devices(), next_page_token=token)
         return view_response(view)
 
     @routes.post("/services/{kind}:scale", response_model=ScaleView, openapi_extra=SCALE_BODY)
-    async def scale_service(request: Request, kind: str, idempotency_key: GivenKey = None) -> Response:
+    async def scale_service(request: Request, kind: Kind, idempotency_key: GivenKey = None) -> Response:
         """Sets the number of processes of a kind, where a supervisor can."""
         wanted = await read_model(request, ScaleRequest, "the request to scale")
         if kind not in KINDS:
@@ -98,6 +143,10 @@ def fleet_routes(control: Control, logs_directory: Path) -> APIRouter:
         return RunSpec.model_json_schema()
 
     return routes
+
+
+def _among(states: frozenset[str], state: str) -> bool:
+    return not states or state in states
 
 
 def service_routes(control: Control) -> APIRouter:

@@ -10,6 +10,7 @@ from fastapi import APIRouter, Depends, Query, Response
 from headrace_schema.overviews import (
     CurvesView,
     EventListView,
+    FlowView,
     HoldView,
     RunSummaryListView,
     TimelineView,
@@ -57,6 +58,11 @@ def overview_routes(control: Control, runs_directory: Path) -> APIRouter:
     async def get_curves(run_id: str, points: Points = 500) -> Response:
         """Figures of the live lineage as columns, for plots."""
         return view_response(await control.curves(run_id, points))
+
+    @routes.get("/runs/{run_id}/flow", response_model=FlowView)
+    async def get_flow(run_id: str) -> Response:
+        """Where the slots of the step in hand stand between generation, scoring and learning."""
+        return view_response(control.flow(run_id))
 
     @routes.get("/runs/{run_id}/newest-events", response_model=EventListView)
     async def list_newest_events(

@@ -19,16 +19,26 @@ def foreign_token(token: str) -> Refused:
     return invalid([problem("page_token", reason, "take next_page_token of a page, or begin without one")])
 
 
-def page(items: Sequence[Item], key: Callable[[Item], str], size: int, token: str) -> tuple[list[Item], str]:
-    """(entries, token of the next page) of a list whose entries have unique keys."""
+def page(
+    items: Sequence[Item],
+    key: Callable[[Item], str],
+    size: int,
+    token: str,
+    wanted: Callable[[Item], bool] = lambda _: True,
+) -> tuple[list[Item], str]:
+    """(entries, token of the next page) of the `wanted` entries of a list whose entries have unique keys.
+
+    A token stays valid when its entry is wanted no more.
+    """
     start = 0
     if token:
-        found = next((index for index, item in enumerate(items) if key(item) == token), None)
-        if found is None:
+        last = next((index for index, item in enumerate(items) if key(item) == token), None)
+        if last is None:
             raise foreign_token(token)
-        start = found + 1
-    shown = list(items[start : start + size])
-    return shown, key(shown[-1]) if shown and start + size < len(items) else ""
+        start = last + 1
+    found = [item for item in items[start:] if wanted(item)]
+    shown = found[:size]
+    return shown, key(shown[-1]) if len(found) > size else ""
 
 
 def place_of(token: str) -> int:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import math
 import uuid
+from collections.abc import Collection
 from typing import Annotated, Any, TypeVar
 
 from fastapi import Header, Query, Request, Response
 from headrace_schema.problems import choose, explain, problem
 from headrace_schema.yaml_text import YamlProblem, read_yaml
-from pydantic import BaseModel, BeforeValidator, ValidationError
+from pydantic import BaseModel, BeforeValidator, Field, ValidationError
 from pydantic_core import from_json
 from starlette.requests import ClientDisconnect
 
@@ -24,7 +25,9 @@ Model = TypeVar("Model", bound=BaseModel)
 
 PageSize = Annotated[int, Query(ge=1, le=1000, description="most entries of a page")]
 PageToken = Annotated[str, Query(max_length=200, description="next_page_token of the page before")]
-States = Annotated[list[str] | None, Query(description="only runs in this state; may be repeated")]
+STATE_FILTER = Query(description="only those in this state; may be repeated")
+RunStateName = Annotated[str, Field(json_schema_extra={"enum": [*STATES]})]
+States = Annotated[list[RunStateName] | None, STATE_FILTER]
 # `?now` and `?now=true` mean the same.
 Flag = Annotated[bool, BeforeValidator(lambda value: True if value == "" else value)]
 GivenKey = Annotated[
@@ -54,11 +57,11 @@ def key_or_new(key: str | None) -> str:
     return key or uuid.uuid4().hex
 
 
-def known_states(given: list[str] | None) -> frozenset[str]:
-    """The states that a list is filtered by; refuses one that no run can have."""
+def known_states(given: list[str] | None, known: Collection[str] = STATES) -> frozenset[str]:
+    """The states that a list is filtered by, by default runs'; refuses one that none of its things can have."""
     for name in given or ():
-        if name not in STATES:
-            raise invalid([problem("state", f"there is no state {name[:40]!r}", choose(name, STATES))])
+        if name not in known:
+            raise invalid([problem("state", f"there is no state {name[:40]!r}", choose(name, known))])
     return frozenset(given or ())
 
 

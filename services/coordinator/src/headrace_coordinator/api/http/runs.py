@@ -54,6 +54,9 @@ SPEC_BODY: dict[str, Any] = {
         },
     }
 }
+DRY_RUN_ANSWER: dict[int | str, dict[str, Any]] = {
+    200: {"model": RunSpec, "description": "Only checked: the spec with every default."}
+}
 EVENT_ANSWER: dict[int | str, dict[str, Any]] = {
     200: {
         "model": EventView,
@@ -88,7 +91,9 @@ def run_routes(control: Control, runs_directory: Path, heartbeat_s: float) -> AP
 
 
 def _writes(routes: APIRouter, control: Control) -> None:
-    @routes.post("", status_code=201, response_model=RunView | RunSpec, openapi_extra=SPEC_BODY)
+    @routes.post(
+        "", status_code=201, response_model=RunView, responses=DRY_RUN_ANSWER, openapi_extra=SPEC_BODY
+    )
     async def submit_run(
         request: Request,
         dry_run: Annotated[

@@ -1,14 +1,14 @@
 // The fleet: instances, leases, devices by host, how many processes of each service; the coordinator's health.
 
 import { get, health, pages, post, Refusal, repeat } from "../api.js";
-import { chip, empty, h, keyed, table } from "../dom.js";
+import { chip, confirmed, empty, h, keyed, table } from "../dom.js";
 import { bytes, clock, duration, plural } from "../format.js";
 
 const KINDS = ["rollout", "trainer", "reward", "simulator"];
 
 export async function show(root, place, signal) {
   const well = h("p", { class: "muted", role: "status" });
-  const [instances, instanceRows] = table("Instances", ["Instance", "State", "Run", "Devices", "Memory", "Host", "Address"]);
+  const [instances, instanceRows] = table("Instances", ["Instance", "State", "Run", "Devices", "Memory", "Host", "Address", "Drain"]);
   const [leases, leaseRows] = table("Leases", ["Epoch", "State", "Instance", "Run", "Stage", "Devices", "Expires in"]);
   const hosts = h("div");
   const noInstances = empty("No instance is registered. Start a fleet with ", h("code", {}, "headrace up"), ".");
@@ -21,6 +21,8 @@ export async function show(root, place, signal) {
     h("section", { class: "panel" }, h("h2", {}, "Instances"), instances, noInstances),
     h("section", { class: "panel" }, h("h2", {}, "Devices"), hosts),
     h("section", { class: "panel" }, h("h2", {}, "Leases"), leases, noLeases), logs.element);
+  const told = h("p", { role: "status" });
+  instances.after(told);
   const fields = KINDS.map((kind) => scaler(kind));
   scale.append(...fields.map((field) => field.element));
 
@@ -36,12 +38,29 @@ export async function show(root, place, signal) {
         said.textContent = `${plural(answer.count, `${kind} process`).replace("processs", "processes")} wanted`;
       } catch (error) {
         if (!(error instanceof Refusal || error instanceof TypeError)) throw error;
-        said.className = "bad";
-        said.textContent = [error.message, ...(error.problems ?? []).map((each) => `${each.problem}; ${each.fix}`)].join(": ");
+        refused(said, error);
       }
     }
     const element = h("form", { class: "pair", onsubmit: send }, h("label", { for: `scale-${kind}` }, kind, " ", running), input, h("button", { type: "submit" }, "Scale"));
     return { kind, element, update(count) { running.textContent = `(${count} now)`; if (!input.dataset.touched && document.activeElement !== input) input.value = count; } };
+  }
+
+  function refused(line, error) {
+    line.className = "bad";
+    line.textContent = [error.message, ...(error.problems ?? []).map((each) => `${each.problem}; ${each.fix}`)].join(": ");
+  }
+
+  async function drain(name, run) {
+    const holds = run ? ` The run ${run} goes on without it; a trainer's state is saved first.` : "";
+    if (!(await confirmed(`Drain ${name}?${holds} Its process ends, and its supervisor starts another.`, "Drain"))) return;
+    told.className = "";
+    try {
+      await post(`/v1/instances/${encodeURIComponent(name)}:drain`);
+      told.textContent = `${name} was told to drain`;
+    } catch (error) {
+      if (!(error instanceof Refusal || error instanceof TypeError)) throw error;
+      refused(told, error);
+    }
   }
 
   const runLink = (run) => (run ? h("a", { href: `#/runs/${encodeURIComponent(run)}`, "data-focus": run }, run) : "–");
@@ -49,7 +68,8 @@ export async function show(root, place, signal) {
   function instanceRow(each) {
     return h("tr", {}, h("th", { scope: "row" }, each.name), h("td", {}, chip(each.state), each.silent > 0 && h("div", { class: "why" }, `silent for ${duration(each.silent)}`)),
       h("td", {}, runLink(each.run)), h("td", {}, each.devices.map(shortDevice).join(", ") || "–"),
-      h("td", {}, each.memory), h("td", {}, shortHost(each.host)), h("td", {}, h("code", {}, each.address)));
+      h("td", {}, each.memory), h("td", {}, shortHost(each.host)), h("td", {}, h("code", {}, each.address)),
+      h("td", {}, h("button", { type: "button", class: "quiet", disabled: each.state !== "READY", "data-focus": `drain ${each.name}`, "aria-label": `Drain ${each.name}`, onclick: () => drain(each.name, each.run) }, "Drain…")));
   }
 
   function leaseRow(each) {

@@ -4,6 +4,7 @@ import { get, post, Refusal } from "../api.js";
 import { h } from "../dom.js";
 import { plural } from "../format.js";
 import { Form, without } from "../form.js";
+import { preview } from "./plan.js";
 
 export async function show(root, place, signal) {
   const schema = await get("/v1/spec-schema", signal);
@@ -17,7 +18,7 @@ export async function show(root, place, signal) {
   const element = h("form", { class: "spec", novalidate: true, onsubmit: (event) => { event.preventDefault(); send(false); } },
     h("div", { class: "row head" }, h("h1", {}, from ? `Submit a run like ${from}` : "Submit a run"), toggle),
     said, form.element, asText,
-    h("div", { class: "row sticky" }, h("button", { type: "submit", class: "main" }, "Submit"), h("button", { type: "button", onclick: () => send(true) }, "Check only")));
+    h("div", { class: "row sticky" }, h("button", { type: "submit", class: "main" }, "Submit"), h("button", { type: "button", onclick: () => send(true) }, "Check and preview")));
   root.append(element);
 
   function swap() {
@@ -52,7 +53,7 @@ export async function show(root, place, signal) {
     try {
       const answer = await post(`/v1/runs${dry ? "?dry_run=true" : ""}`, spec);
       if (!dry) { location.hash = `#/runs/${encodeURIComponent(answer.id)}`; return null; }
-      return tell([h("p", { class: "good" }, "This run could start: the coordinator finds nothing wrong.")]);
+      return tell([h("p", { class: "good" }, "This run could start: the coordinator finds nothing wrong."), await preview(answer)]);
     } catch (error) {
       if (!(error instanceof Refusal || error instanceof TypeError)) throw error;
       return problems(error.message, error.problems ?? []);

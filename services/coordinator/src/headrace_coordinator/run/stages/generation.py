@@ -23,6 +23,8 @@ from headrace_coordinator.run.stages.settle import Batch, Settle
 from headrace_coordinator.run.stages.step_timer import StepTimer
 
 LOOK_S = 5.0
+TRAINER_BEHIND = "the trainer to take answers: limits.in_flight_bytes of them wait for it"
+SHOWN_S = 2.0
 
 
 class Generation:
@@ -133,7 +135,9 @@ class Generation:
     ) -> None:
         bodies = [chunk.finished for chunk in response.chunks if chunk.HasField("finished")]
         if bodies:
-            await self._relay.wait_for_room(self._draining)
+            if self._relay.full:
+                with self._context.fleet.waits.named(self._context.run_id, TRAINER_BEHIND, after=SHOWN_S):
+                    await self._relay.wait_for_room(self._draining)
             await self._receive.take_bodies(bodies)
         if response.partials or response.revoked:
             over.set()

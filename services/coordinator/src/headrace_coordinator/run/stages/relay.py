@@ -27,9 +27,14 @@ class Relay:
         self._freed = asyncio.Event()
         self.spilled = 0
 
+    @property
+    def full(self) -> bool:
+        """Whether what is kept has reached the limit."""
+        return self._used >= self._limit
+
     async def wait_for_room(self, draining: Callable[[], bool]) -> None:
         """Holds a producer's stream back while the relay is full and the trainer is about to drain it (G7)."""
-        while self._used >= self._limit and draining():
+        while self.full and draining():
             self._freed.clear()
             await self._freed.wait()
 

@@ -1,0 +1,100 @@
+"""schemathesis against the API's own description: every answer has a documented status, type and shape.
+
+Half of the requests follow the description, half break it. One that breaks it must be refused; one that follows it may
+be refused only for what the tables say.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from functools import cache
+
+import pytest
+from headrace_coordinator.api.http import make_app
+from headrace_coordinator.api.http.openapi import description
+from headrace_schema.spec import RunSpec
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+if os.environ.get("CI") != "true":
+    pytest.importorskip("schemathesis")  # a development dependency; CI fails without it
+import schemathesis
+from schemathesis import GenerationMode
+from schemathesis.specs.openapi.checks import positive_data_acceptance
+
+DOCUMENT = json.loads(description())
+OPERATIONS = [(path, method) for path, methods in DOCUMENT["paths"].items() for method in methods]
+EXAMPLES = 6
+SLOW = {"/v1/runs": 2, "/v1/evaluations": 3}
+"""Fewer examples of bodies that take long to make: the run spec has some two hundred keys."""
+REFUSED_VALUES = {
+    "page_token": "a token that the list did not give, or whose entry is gone, would begin somewhere else",
+    "count": "a whole number is written without a fraction: 2, not 2.0",
+}
+"""Parameters of which a value may be refused that the description allows, and why."""
+REFUSED_BODIES = {
+    "/v1/runs": "its names are looked up in the fleet: model, data, scorers, devices",
+    "/v1/evaluations": "its names are looked up in the fleet: model, suite, checkpoint",
+    "/v1/plans": "a workflow must be a graph, and its stages must fit the cluster",
+}
+"""Operations whose bodies are judged beyond their schema, and why."""
+
+
+@cache
+def schema():
+    """The description, read once."""
+    return schemathesis.openapi.from_dict(DOCUMENT)
+
+
+@pytest.fixture
+def known(fake_control, tmp_path, spec_json):
+    """Names of things that there are behind the API; the run has ended, so that its events end too."""
+    run = asyncio.run(fake_control.submit(RunSpec.model_validate(spec_json), "key"))
+    asyncio.run(fake_control.cancel(run.id, "another key"))
+    schema().app = make_app(fake_control, runs_directory=tmp_path)
+    return {"run_id": run.id, "name": "rollout-0", "kind": "rollout"}
+
+
+def modes(path, method):
+    """A request can break the description only where it takes more than a name in its path."""
+    operation = DOCUMENT["paths"][path][method]
+    outside = [item for item in operation.get("parameters", []) if item["in"] != "path"]
+    can_break = outside or "requestBody" in operation
+    return [GenerationMode.POSITIVE, *([GenerationMode.NEGATIVE] if can_break else [])]
+
+
+def only_for_what_the_tables_say(path, response):
+    """Whether a refusal of a request that follows the description is on purpose."""
+    keys = [item["key"] for item in response.json()["problems"]]
+    return path in REFUSED_BODIES or (bool(keys) and set(keys) <= REFUSED_VALUES.keys())
+
+
+def exercise(path, method, mode, known):
+    """Sends requests that follow the description, or break it, and judges the answers."""
+
+    @given(case=schema()[path][method].as_strategy(generation_mode=mode), real=st.booleans())
+    @settings(
+        max_examples=SLOW.get(path, EXAMPLES) if method == "post" else EXAMPLES,
+        deadline=None,
+        database=None,
+        derandomize=True,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    def answers(case, real):
+        if real and mode is GenerationMode.POSITIVE:
+            case.path_parameters.update({name: known[name] for name in case.path_parameters if name in known})
+        response = case.call(base_url="http://localhost", headers={"Host": "localhost"})
+        on_purpose = response.status_code == 422 and only_for_what_the_tables_say(path, response)
+        case.validate_response(response, excluded_checks=[positive_data_acceptance] if on_purpose else None)
+
+    answers()
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("path", "method"), OPERATIONS)
+def test_every_answer_is_as_described(known, path, method):
+    for mode in modes(path, method):
+        exercise(path, method, mode, known)
