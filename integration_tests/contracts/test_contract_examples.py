@@ -32,6 +32,8 @@ FLEET = FleetView(
 
 def spec_of(name, tiny_model, **overrides):
     overrides = {key.replace("__", "."): value for key, value in overrides.items()}
+    if name == "distill":  # Its teacher is made by its own command.
+        overrides["trainer.reference.path"] = str(tiny_model)
     return load_spec(FOLDER / f"{name}.yaml", {"model.path": str(tiny_model), **overrides})
 
 

@@ -12,6 +12,7 @@ from headrace_coordinator.api.evaluations import prepare
 from headrace_coordinator.data import Dataset
 from headrace_coordinator.suites import SUITES, open_suite
 from headrace_coordinator.suites.contract import check_suite
+from headrace_coordinator.suites.extracting import plain_math
 from headrace_reward.scorers import SCORERS, choose
 from headrace_reward.scorers.base import Answer
 from headrace_schema.evaluating import EvaluationSpec
@@ -89,7 +90,7 @@ def test_a_local_file_is_asked_and_judged(name, rows_of):
             answer = Answer(item.question, completion, item.answer)
             assert judge.score(answer) == reward, completion
         chosen = suite.extract(RIGHT[name].format(item.answer))
-        assert chosen == item.answer, "the majority votes on what is judged"
+        assert chosen == plain_math(item.answer), "the majority votes on what is judged"
 
 
 def test_a_missing_file_and_a_limit_beyond_the_items_are_named_in_the_users_keys(rows_of, tmp_path):

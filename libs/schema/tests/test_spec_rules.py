@@ -75,6 +75,13 @@ def test_a_minimal_spec_is_valid_and_its_json_is_a_fixed_point():
         ({"sampling.stop": "x"}, "sampling.stop", "write a list"),
         ({"model": "org/model"}, "model", "write a mapping"),
         ({"algorithm.group_size": 1}, "algorithm.group_size", "use at least 2"),
+        ({"algorithm.options": {"clip_low": 0.1}}, "algorithm.options.clip_low", "2 or more"),
+        ({"algorithm.options": {"minibatches": 99}}, "algorithm.options.minibatches", "nearest valid value"),
+        (
+            {"algorithm.name": "ppo", "algorithm.options": {"critic_path": "x"}},
+            "algorithm.options.critic_path",
+            "critic: model",
+        ),
         ({"algorithm.name": "distill"}, "trainer.reference", "give the teacher's path"),
         ({"trainer.reference.path": "m"}, "trainer.reference", "no option of grpo uses it"),
         ({"trainer.ranks": 3}, "algorithm.prompts_per_step", "the nearest valid value is 3"),

@@ -37,6 +37,17 @@ def problems(changes: dict | None = None, fleet: FleetView = FLEET) -> dict[str,
     return {item.key: sentence(item) for item in check(RunSpec.model_validate(spec), fleet)}
 
 
+def test_a_reference_that_is_not_there_is_named(tmp_path):
+    found = problems(
+        {
+            "trainer": {"reference": {"path": str(tmp_path / "none")}},
+            "algorithm": {"options": {"cap": 1, "kl_loss_coef": 0.1}},
+        },
+        replace(FLEET, capabilities={**FLEET.capabilities, "trainer": {}}),
+    )
+    assert "does not exist" in found["trainer.reference.path"] and "model.path" not in found
+
+
 def test_a_spec_that_fits_has_no_problem():
     assert problems() == {}
     assert (

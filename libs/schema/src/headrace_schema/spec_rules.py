@@ -32,9 +32,23 @@ KL_OPTIONS = ("kl_loss_coef", "kl_reward_coef")
 """Options of built-in algorithms that need a reference model."""
 
 
+OTHERS = frozenset({"distill", "ppo", "reinforce", "reinforce_pp"})
+"""Built-in algorithms that take a group of one."""
+RATIO_OPTIONS = (
+    "clip_low",
+    "clip_high",
+    "dual_clip",
+    "value_clip",
+    "tau_positive",
+    "tau_negative",
+    "cov_coef",
+)
+"""Options of built-in algorithms that act on the ratio of new to old policy alone."""
+
+
 def impossible_combinations(spec: RunSpec) -> Iterator[KeyProblemView]:
     """Every problem of a spec whose single values are valid."""
-    for rule in (_size, _batch, _reference, _prompt, _sampling, _placement, _evaluation, _reward):
+    for rule in (_size, _batch, _passes, _reference, _prompt, _sampling, _placement, _evaluation, _reward):
         yield from rule(spec)
 
 
@@ -88,6 +102,31 @@ def _batch(spec: RunSpec) -> Iterator[KeyProblemView]:
             "optimizer.schedule.warmup_steps",
             f"the warm-up of {schedule.warmup_steps} steps does not end within the schedule's {total}",
             f"the nearest valid value is {total}",
+        )
+
+
+def _passes(spec: RunSpec) -> Iterator[KeyProblemView]:
+    """Of built-in algorithms; a trainer checks the others as a run opens."""
+    algorithm = spec.algorithm
+    if algorithm.name not in GROUP_RELATIVE | OTHERS:
+        return
+    options, prompts = algorithm.options, algorithm.prompts_per_step
+    epochs, minibatches = options.get("epochs", 1), options.get("minibatches", 1)
+    if isinstance(minibatches, int) and minibatches > prompts:
+        reason = f"{minibatches} minibatches of whole groups cannot be made of {prompts} prompts a step"
+        yield problem("algorithm.options.minibatches", reason, f"the nearest valid value is {prompts}")
+    if epochs == minibatches == 1:
+        for key in RATIO_OPTIONS:
+            if key in options:
+                reason = (
+                    "with one optimizer step a commit the ratio to the old policy is 1, and it has no effect"
+                )
+                fix = "remove it, or set algorithm.options.epochs or minibatches to 2 or more"
+                yield problem(f"algorithm.options.{key}", reason, fix)
+    if options.get("critic", "head") == "head" and options.get("critic_path") is not None:
+        reason = "a value head reads the policy's own hidden states"
+        yield problem(
+            "algorithm.options.critic_path", reason, "remove it, or set algorithm.options.critic: model"
         )
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from headrace_schema.from_json_schema import check_options
+from headrace_schema.generating import ModelSection
 from headrace_schema.problems import Impossible, choose, nearest, problem
 from headrace_schema.spec import RunSpec
 from headrace_schema.views import DeviceView, InstanceView, KeyProblemView
@@ -68,7 +69,8 @@ def check(spec: RunSpec, fleet: FleetView, *, trains: bool = True) -> list[KeyPr
         *_options(spec, fleet),
         *_instances(spec, fleet),
         *_devices(spec, fleet),
-        *_model(spec),
+        *_model(spec.model, "model"),
+        *(_model(spec.trainer.reference, "trainer.reference") if spec.trainer.reference else ()),
         *_data(spec),
         *tracker_problems(spec.tracking),
     ]
@@ -166,26 +168,26 @@ def _devices(spec: RunSpec, fleet: FleetView) -> Iterator[KeyProblemView]:
         )
 
 
-def _model(spec: RunSpec) -> Iterator[KeyProblemView]:
-    given, file = spec.model.path, spec.model.gguf_file
+def _model(model: ModelSection, section: str) -> Iterator[KeyProblemView]:
+    given, file = model.path, model.gguf_file
     path = Path(given).expanduser()
     try:
         local = given.startswith(("./", "../", "/", "~")) or path.exists()
         if not local:
             if not HUB_ID.fullmatch(given):
                 reason = f"{given!r} is neither a local directory nor a Hugging Face id (owner/name)"
-                yield problem("model.path", reason, "write ./DIRECTORY, /DIRECTORY or owner/name")
+                yield problem(f"{section}.path", reason, "write ./DIRECTORY, /DIRECTORY or owner/name")
         elif not path.is_dir():
             what = "is a file, not a directory" if path.exists() else "does not exist"
-            yield problem("model.path", f"{given} {what}", _neighbour(path))
+            yield problem(f"{section}.path", f"{given} {what}", _neighbour(path))
         elif file is not None:
             if not (path / file).is_file():
                 files = [entry.name for entry in path.glob("*.gguf")]
-                yield problem("model.gguf_file", f"{given} holds no file {file}", choose(file, files))
+                yield problem(f"{section}.gguf_file", f"{given} holds no file {file}", choose(file, files))
         elif not _holds_a_model(path):
-            yield _incomplete(path, given)
+            yield _incomplete(path, given, section)
     except (OSError, ValueError) as error:
-        yield problem("model.path", f"{given!r} cannot be read: {error}", "name a readable directory")
+        yield problem(f"{section}.path", f"{given!r} cannot be read: {error}", "name a readable directory")
 
 
 def _holds_a_model(path: Path) -> bool:
@@ -195,15 +197,17 @@ def _holds_a_model(path: Path) -> bool:
     )
 
 
-def _incomplete(path: Path, given: str) -> KeyProblemView:
+def _incomplete(path: Path, given: str, section: str) -> KeyProblemView:
     gguf = sorted(entry.name for entry in path.glob("*.gguf"))
     if gguf:
-        return problem("model.gguf_file", f"{given} holds GGUF weights", f"set model.gguf_file: {gguf[0]}")
+        return problem(
+            f"{section}.gguf_file", f"{given} holds GGUF weights", f"set {section}.gguf_file: {gguf[0]}"
+        )
     missing = "safetensors weights" if (path / "config.json").is_file() else "config.json"
     reason = f"{given} is no model directory: it has no {missing}"
     inside = sorted(entry.parent.name for entry in path.glob("*/config.json"))
     fix = f"did you mean {path / inside[0]}?" if inside else "name a directory in Hugging Face format"
-    return problem("model.path", reason, fix)
+    return problem(f"{section}.path", reason, fix)
 
 
 def _neighbour(path: Path) -> str:
