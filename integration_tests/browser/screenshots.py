@@ -1,7 +1,7 @@
 """`python integration_tests/browser/screenshots.py DIRECTORY`: pictures of the dashboard over made-up runs.
 
-Two widths, two themes, five states: empty, live, ended, failed, many (10,000 runs; 100,000 trajectories). Prints what the
-pages of the last state weigh and how long they take, one JSON line a page.
+Two widths, two themes, five states: empty, live, ended, failed, many (10,000 runs; 100,000 trajectories). Prints what
+the pages of the last state weigh and how long they take, one JSON line a page.
 """
 
 from __future__ import annotations
