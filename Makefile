@@ -2,6 +2,7 @@
 
 PYTHON ?= python3
 PRESET ?= smollm2
+ENGINE ?= vllm
 SEED ?=
 ENGINE ?= vllm
 # Where torch comes from when not from pip's own index: a folder or page of wheels, or an index.
@@ -56,8 +57,8 @@ nightly: setup ## What takes too long for every change: many seeds of the simula
 engines: ## Make .envs/ENGINE, in which the real engine runs on the CPU (ENGINE=vllm or sglang).
 	@TORCH_FIND_LINKS="$(TORCH_FIND_LINKS)" TORCH_INDEX_URL="$(TORCH_INDEX_URL)" sh ci/engines_$(ENGINE).sh "$(PYTHON)"
 
-test-engines: engines ## The engine contract on the real engine (ENGINE=vllm or sglang).
-	ENGINE=$(ENGINE) .envs/$(ENGINE)/bin/python -m pytest services/rollout/tests/engines
+test-engines: setup ## The engine contract and a whole run on the real engine (ENGINE=vllm or sglang).
+	CI=true TORCH_FIND_LINKS="$(TORCH_FIND_LINKS)" TORCH_INDEX_URL="$(TORCH_INDEX_URL)" .venv/bin/python -m ci.engines "$(ENGINE)"
 
 browser: ## Make .envs/browser with Playwright, and install Chromium where apt-get may.
 	@sh ci/browser.sh "$(PYTHON)"

@@ -90,10 +90,13 @@ TEST = [
     _tests("contracts", "integration_tests/contracts", timeout_s=900, shares=True),
     _tests("browser", "integration_tests/browser", timeout_s=900, shares=True),
     _tests("bad_input", "integration_tests/bad_input", timeout_s=900, shares=True),
+    Part("vllm-environment", ("sh", "ci/engines_vllm.sh", sys.executable), timeout_s=900, shares=True),
     _tests("benchmarks", "benchmarks/tests", shares=True),
     _tests("flows", "integration_tests/flows", timeout_s=1200),
     _tests("faults", "integration_tests/faults", timeout_s=1500),
     _tests("compose", "integration_tests/compose", timeout_s=1200),
+    # In an environment of its own (3.3 GB), which the part above has made by then.
+    Part("vllm", (sys.executable, "-m", "ci.engines", "vllm"), timeout_s=900),
 ]
 
 NIGHTLY = [

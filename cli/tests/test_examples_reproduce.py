@@ -51,6 +51,16 @@ def test_a_recipe_is_valid_and_names_its_source(file, tmp_path):
     )
 
 
+@pytest.mark.parametrize("file", RECIPES, ids=lambda file: file.stem)
+def test_every_recipe_plans_at_its_own_size(file):
+    """By the profile of the 7B model, the only one that there is: the form is what counts here."""
+    spec = RunSpec.model_validate(read_yaml(file.read_text(encoding="utf-8")))
+    devices = max(spec.trainer.ranks, spec.rollout.instances)
+    plan = explain_file(file, [], devices, None, PROFILE)
+    assert plan["items"] == spec.slots_per_step and plan["devices"] == {"gpu": devices}
+    assert f"--devices {devices} " in file.read_text(encoding="utf-8")
+
+
 def test_the_recipe_at_7b_plans_at_its_own_size():
     plan = explain_file(EXAMPLES / "reproduce" / "qwen-7b-grpo.yaml", [], 128, None, PROFILE)
     assert plan["items"] == 512 * 32 and plan["devices"] == {"gpu": 128} and plan["step_s"] > 0

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from headrace_cli.errors import CommandError
 from headrace_cli.launcher.data_dir import DataDir
-from headrace_cli.launcher.plan import Wiring
+from headrace_cli.launcher.plan import Wiring, engine_python
 from headrace_cli.launcher.start import require_room
 from headrace_servicekit.process.capacity import GIB, Capacity, HostMemory
 
@@ -224,3 +224,21 @@ def test_help_loads_nothing_that_takes_long():
     heavy = "{'torch', 'grpc', 'httpx', 'yaml', 'pydantic'}"
     code = f"import sys, headrace_cli.main; print(sorted({heavy} & set(sys.modules)))"
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"
+
+
+def test_rollout_instances_run_on_the_python_that_has_their_engine(tmp_path):
+    wiring = Wiring(
+        "127.0.0.1:1", "h", "auto", tmp_path / "token", None, tmp_path, tmp_path, "/engine/python"
+    )
+    assert wiring.instance_command("rollout", 0, "a")[0] == "/engine/python"
+    assert wiring.instance_command("trainer", 0, "a")[0] == sys.executable
+
+
+def test_an_engine_is_found_in_its_environment_or_named_with_what_makes_it(tmp_path):
+    assert engine_python("transformers") == ""
+    with pytest.raises(CommandError, match="make engines ENGINE=no_such_engine"):
+        engine_python("no_such_engine", tmp_path)
+    python = tmp_path / ".envs" / "no_such_engine" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.touch()
+    assert engine_python("no_such_engine", tmp_path) == str(python)

@@ -77,3 +77,16 @@ def test_the_first_kl_to_the_reference_is_zero_or_the_run_fails(live, kl, state)
     run, certificates = live(lambda ordinal, _: {**GOOD, "reference_kl": kl if ordinal == 1 else 0.7})
     assert run.state == state
     assert state == "SUCCEEDED" or ("KL to the reference" in run.reason and not certificates)
+
+
+@pytest.mark.parametrize(("kl", "state"), [(0.01, "SUCCEEDED"), (0.7, "FAILED"), (float("nan"), "FAILED")])
+def test_a_kl_above_the_bound_fails_the_run_before_the_step_is_recorded(live, kl, state):
+    run, certificates = live(
+        lambda ordinal, _: {**GOOD, "log_prob_mismatch_kl": kl if ordinal == 3 else 1e-9}
+    )
+    assert run.state == state
+    if state == "FAILED":
+        assert "limits.max_mismatch_kl: in step 3 " in run.reason and "above 0.1" in run.reason
+        assert [certificate.log_prob_mismatch_kl for certificate in certificates] == [1e-9, 1e-9]
+    else:
+        assert certificates[2].log_prob_mismatch_kl == kl

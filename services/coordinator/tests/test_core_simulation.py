@@ -1,10 +1,15 @@
 """G1 to G5 under kills, partitions, outages, duplicates, lost replies and pauses: the real run loop, virtual time."""
 
 import asyncio
+from types import SimpleNamespace
 
+import msgspec
 import pytest
 from headrace.trainer.v1.trainer_pb2 import STEP_PHASE_ACCUMULATING
 from headrace_coordinator.domain import events as ev
+from headrace_coordinator.domain.runs import SuiteEvaluation
+from headrace_coordinator.projections.transcripts import Transcripts, answer_of
+from headrace_coordinator.run.checkpointing import wanted_by_others
 from headrace_coordinator.run.context import RunContext
 from headrace_coordinator.simulation.fleet.disk import Disk
 from headrace_coordinator.simulation.fleet.rollout import Rollout
@@ -28,7 +33,7 @@ def test_guarantees_hold(first):
 
 @pytest.mark.parametrize("seed", FAILED_ONCE)
 def test_seeds_that_failed_once(seed):
-    run_world(seed)
+    run_world(seed, evaluations=0)  # They are of a time when nobody evaluated.
 
 
 def test_a_calm_world_needs_no_recovery_and_drops_little():
@@ -131,6 +136,35 @@ def test_a_step_keeps_to_its_budget_of_calls(mode, budget):
         # Score carries whatever has finished meanwhile: as many calls as the answers' ends are apart.
         totals.append(sum(sum(p.calls.values()) - p.calls["Score"] for p in world.ports))
     assert (totals[1] - totals[0]) / 10 <= budget
+
+
+def test_the_world_notices_an_evaluation_that_loses_an_answer(monkeypatch):
+    append = Transcripts.append
+    monkeypatch.setattr(Transcripts, "append", lambda self, answers: append(self, answers[1:]))
+    with pytest.raises(Violation, match="evaluation: "):
+        run_world(1, faults=False, evaluations=1)
+
+
+def test_the_world_notices_a_wrong_figure_of_an_evaluation(monkeypatch):
+    monkeypatch.setattr(
+        "headrace_coordinator.run.suite_loop.answer_of",
+        lambda line, extract: answer_of(msgspec.structs.replace(line, reward=0.5), extract),
+    )
+    with pytest.raises(Violation, match="its answers say"):
+        run_world(1, faults=False, evaluations=1)
+
+
+def test_a_checkpoint_that_is_evaluated_is_kept():
+    evaluation = SuiteEvaluation(
+        {}, "m", 1, checkpoint_run="run", checkpoint_directory="/d/runs/run/checkpoints/lineage-1/step-2-3"
+    )
+    waiting = SimpleNamespace(evaluation=evaluation, spec={}, last_checkpoint=0)
+    state = SimpleNamespace(
+        runs={"run": SimpleNamespace(directory="/d/runs/run")}, active_runs=lambda: [waiting]
+    )
+    event_log = SimpleNamespace(state=state)
+    assert asyncio.run(wanted_by_others(event_log, "run")) == ["lineage-1/step-2-3"]
+    assert asyncio.run(wanted_by_others(event_log, "other")) == []
 
 
 def _placed(world, mode):

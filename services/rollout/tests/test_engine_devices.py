@@ -82,24 +82,28 @@ def installed(config, device: torch.device) -> PolicyModel:
 def test_passes_and_sampling_run_on_the_leased_device(model_config):
     model = installed(model_config, LEASED)
     with OneDevice(), torch.inference_mode():
-        kept = PromptKeys(3)
-        model.cache.reserve(3, 5)
-        model.cache.prefill(PrefillPlan(0, torch.tensor([0, 0, 1], device=LEASED), [(0, kept)]))
-        hidden = model.prefill([[1, 2, 3], [4, 5]])
-        found = [hidden, *kept.keys, *model.cache.keys]
-        hidden = model.decode(np.array([1, 2, 3]), np.array([3, 3, 2]))
-        model.cache.move([0], [2], 3)
-        model.cache.place(2, [kept])
-        model.cache.reserve(9, 99)
+        kept, cache = PromptKeys(3), model.cache
+        cache.free_bytes = 0  # splits rows of any length
+        model.learn_token_size()
+        cache.join([], [3, 3, 60])
+        cache.prefill(PrefillPlan(0, [0, 0, 1], [(0, kept)]), LEASED)
+        hidden = model.prefill([[1, 2, 3], [4] * 60])
+        found = [hidden, *(tensor for layer in kept.layers for tensor in layer)]
+        hidden = model.decode(np.array([1, 2, 3]), np.array([3, 3, 60]))
+        assert len(cache.buckets) == 2
+        cache.remove([0], {2: 0})
+        cache.join([60, 4], [3])
+        cache.place(2, [kept])
         rows = RowDistributions.of(
             [Distribution(0.7, 0.9, 0, 0.1, 1.2), Distribution(0.0), Distribution()], LEASED
         )
         uniform = torch.from_numpy(np.zeros(3, dtype=np.float32)).to(LEASED)
         seen = torch.from_numpy(np.zeros((3, model.vocabulary_size), dtype=bool)).to(LEASED)
         found += [hidden, *draw(process(model.head.logits(hidden), rows, seen), rows, uniform)]
-        assert {tensor.device for tensor in [*found, *model.cache.values]} == {LEASED}
+        held = [tensor for bucket in cache.buckets for layer in bucket.layers for tensor in layer]
+        assert held and {tensor.device for tensor in [*found, *held]} == {LEASED}
         model.free_memory()
-        assert all(not p.numel() for p in model._model.parameters()) and not model.cache.keys
+        assert all(not p.numel() for p in model._model.parameters()) and not cache.buckets
 
 
 async def test_every_tensor_of_decoding_and_scoring_says_where_it_lies(

@@ -16,6 +16,8 @@ from headrace_servicekit.rpc.client import dial
 from headrace_servicekit.rpc.tensors import decode_tensor, encode_tensor
 from headrace_simulator.__main__ import mount
 
+COUNTED = (simulator_pb2.OUTCOME_STATUS_OK, simulator_pb2.OUTCOME_STATUS_ENVIRONMENT_LOST)
+
 # What a test needs of an environment: it counts its steps, and does as its action says.
 TEST_ENVIRONMENT = """
 import os
@@ -111,15 +113,16 @@ class PoolClient:
             )
 
         outcomes = {}
-        async for response in self.stub.Step(requests(), timeout=60):
+        async for response in self.stub.Step(requests(), timeout=300):
             for outcome in response.outcomes:
                 outcomes[outcome.environment] = outcome
-                if outcome.status != simulator_pb2.OUTCOME_STATUS_REFUSED:
+                if outcome.status in COUNTED:
                     self.next_index[outcome.environment] = outcome.step_index + 1
         return outcomes
 
-    def reset_operation(self, environment=0, *, index=None, seed=None, options=None):
-        reset = simulator_pb2.ResetOperation(seed=seed, options_json=json.dumps(options) if options else "")
+    def reset_operation(self, environment=0, *, index=None, seed=None, options=None, init_state=None):
+        text = json.dumps(options) if options else ""
+        reset = simulator_pb2.ResetOperation(seed=seed, options_json=text, init_state=init_state)
         index = self.next_index.get(environment, 0) if index is None else index
         return simulator_pb2.EnvironmentOperation(environment=environment, step_index=index, reset=reset)
 
@@ -127,6 +130,16 @@ class PoolClient:
         index = self.next_index.get(environment, 0) if index is None else index
         tensor = encode_tensor(np.asarray(action))
         return simulator_pb2.EnvironmentOperation(environment=environment, step_index=index, action=tensor)
+
+    def chunk_operation(self, actions, environment=0, *, index=None):
+        index = self.next_index.get(environment, 0) if index is None else index
+        tensor = encode_tensor(np.asarray(actions))
+        return simulator_pb2.EnvironmentOperation(
+            environment=environment, step_index=index, action_chunk=tensor
+        )
+
+    async def act_chunk(self, actions, environment=0, **fields):
+        return (await self.send(self.chunk_operation(actions, environment, **fields)))[environment]
 
     async def reset(self, environment=0, **fields):
         return (await self.send(self.reset_operation(environment, **fields)))[environment]
@@ -142,15 +155,17 @@ class SimulatorClient:
     stub: simulator_pb2_grpc.SimulatorServiceStub
     requests: count = field(default_factory=count)
 
-    def header(self, request_id="", epoch=1) -> common_pb2.CommandHeader:
+    def header(self, request_id="", epoch=1, lease_epoch=0) -> common_pb2.CommandHeader:
         request_id = request_id or f"request-{next(self.requests)}"
-        return common_pb2.CommandHeader(request_id=request_id, run="runs/test", coordinator_epoch=epoch)
+        return common_pb2.CommandHeader(
+            request_id=request_id, run="runs/test", coordinator_epoch=epoch, lease_epoch=lease_epoch
+        )
 
     async def open(
         self, name, *, request_id="", backend="gymnasium", options=None, step_timeout_s=5.0, **fields
     ):
         """Opens a pool of one environment, or of `count`."""
-        header = self.header(request_id)
+        header = self.header(request_id, lease_epoch=fields.pop("lease_epoch", 0))
         timeout = duration_pb2.Duration()
         timeout.FromNanoseconds(int(step_timeout_s * 1e9))
         request = simulator_pb2.OpenPoolRequest(
@@ -161,7 +176,7 @@ class SimulatorClient:
             step_timeout=timeout,
             **fields,
         )
-        return PoolClient(self.stub, await self.stub.OpenPool(request, timeout=60), header)
+        return PoolClient(self.stub, await self.stub.OpenPool(request, timeout=300), header)
 
 
 @pytest.fixture
@@ -172,12 +187,18 @@ def environment_file(tmp_path) -> str:
 
 
 @pytest.fixture
-async def instance(tmp_path, monkeypatch):
+def reset_timeout_s() -> float:
+    """Limit of a reset; a module whose resets take longer overrides it."""
+    return 1.0
+
+
+@pytest.fixture
+async def instance(tmp_path, monkeypatch, reset_timeout_s):
     """A stand-alone instance, started in the test's own directory; at most two processes a pool."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HEADRACE_SIMULATOR_CHILDREN", "2")
     monkeypatch.setenv("HEADRACE_SIMULATOR_ENVIRONMENTS", "32")
-    monkeypatch.setenv("HEADRACE_SIMULATOR_RESET_TIMEOUT_S", "1.0")
+    monkeypatch.setenv("HEADRACE_SIMULATOR_RESET_TIMEOUT_S", str(reset_timeout_s))
     made = Instance(InstanceConfig(kind="simulator", shm_dir=tmp_path / "shm", data_dir=tmp_path / "data"))
     close = await mount(made)
     await made.start()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import grpc
 import pytest
 import torch
@@ -9,6 +11,8 @@ from headrace.trainer.v1 import trainer_pb2
 from headrace_schema.generating import SamplingSection
 from headrace_servicekit.rpc.digests import trajectory_digest
 from headrace_servicekit.rpc.errors import reason_of
+from headrace_trainer.algorithms._base import LossSums
+from headrace_trainer.backends.fsdp.figures import TokenFigures
 from headrace_trainer.wire import read_sequence
 
 VOCABULARY = 1 << 20
@@ -37,6 +41,12 @@ async def test_a_step_of_equal_rewards_is_compared_on_a_few_answers(
     assert figures["grad_norm"] == 0.0 and figures["log_prob_compared_tokens"] == len(own)
     assert figures["log_prob_mismatch_mean"] == pytest.approx(float((own - engine).abs().mean()), abs=1e-4)
     assert figures["log_prob_mismatch_max"] == pytest.approx(float((own - engine).abs().max()), abs=1e-4)
+    ratio = (own - engine).exp()
+    assert figures["log_prob_mismatch_kl"] == pytest.approx(
+        float((ratio - 1 - (own - engine)).mean()), rel=1e-3, abs=1e-6
+    )
+    assert figures["log_prob_ratio_mean"] == pytest.approx(float(ratio.mean()), rel=1e-3)
+    assert figures["log_prob_ratio_max"] == pytest.approx(float(ratio.max()), rel=1e-3)
 
 
 def settled(make_settled, version, change):
@@ -112,3 +122,25 @@ async def test_a_step_without_log_probs_of_the_engine_says_that_nothing_was_comp
         version = reply.version
         assert reply.figures["log_prob_compared_tokens"] == 0
         assert "log_prob_mismatch_mean" not in reply.figures
+
+
+def test_ratios_of_engine_and_trainer_add_up_over_micro_batches():
+    """Tokens without an engine's log-prob are left out, and one that is far off makes no sum infinite."""
+    nan, engine = float("nan"), torch.tensor([-1.0, -2.0, float("nan"), -0.5, -900.0])
+    old = torch.tensor([-1.5, -1.0, -3.0, -0.5, 0.0])
+    whole, halves = TokenFigures(), TokenFigures()
+    for figures, parts in ((whole, [slice(0, 5)]), (halves, [slice(0, 2), slice(2, 5)])):
+        for part in parts:
+            batch = SimpleNamespace(
+                log_probs_K=old[part], old_log_probs_K=old[part], engine_log_probs_K=engine[part]
+            )
+            added = TokenFigures()
+            added.add(LossSums(torch.tensor(0.0), {}), batch)
+            figures.merge(added)
+    ratio = torch.tensor([-0.5, 1.0, 0.0, 20.0], dtype=torch.float64).exp()
+    sums = whole.sums()
+    assert sums == pytest.approx(halves.sums()) and whole.maxima() == halves.maxima()
+    assert sums["engine_tokens"] == 4 and nan not in sums.values()
+    assert sums["ratio"] == pytest.approx(float(ratio.sum()))
+    assert sums["ratio_square"] == pytest.approx(float(ratio.square().sum()))
+    assert sums["mismatch"] == pytest.approx(901.5)

@@ -13,7 +13,7 @@ import typer
 
 from headrace_cli.commands.options import DEFAULT_DATA_DIR, DataDirOption, JsonFlag, NoToken, Url
 from headrace_cli.errors import CommandError, mistake
-from headrace_cli.launcher.plan import DEFAULT_PORT, FleetPlan
+from headrace_cli.launcher.plan import DEFAULT_PORT, FleetPlan, engine_python
 from headrace_cli.output import console, error_console, print_json
 
 if TYPE_CHECKING:
@@ -46,6 +46,12 @@ def up(
             help="Devices to lease, such as cpu:0,cpu:1 or gpu:0; default: the GPUs, or else all cores."
         ),
     ] = "",
+    engine: Annotated[
+        str,
+        typer.Option(
+            help="Engine that the rollout instances must have: vllm or sglang from this Python or from .envs/ENGINE."
+        ),
+    ] = "transformers",
     foreground: Annotated[bool, typer.Option("--foreground", help="Stay; Ctrl-C stops the fleet.")] = False,
     timeout: Annotated[
         float, typer.Option(min=1, help="Longest start in seconds; one without progress ends after 60.")
@@ -60,7 +66,10 @@ def up(
     counts = {"rollout": rollout, "trainer": trainer, "reward": reward, "simulator": simulator}
     named = _device_names(devices)
     folder = str(data_dir.expanduser().absolute())
-    plan = FleetPlan(folder, port, counts, named, tethered=foreground, no_token=no_token)
+    python = engine_python(engine)
+    plan = FleetPlan(
+        folder, port, counts, named, tethered=foreground, no_token=no_token, rollout_python=python
+    )
     start = start_quietly if as_json or not sys.stdout.isatty() else start_with_spinner
     fleet = start(plan, timeout)
     try:

@@ -105,7 +105,7 @@ class DataDir:
         return folder
 
     def socket_path(self, shared_memory: Path) -> Path:
-        """Where the store listens; the event log allows a unix socket's path 107 bytes."""
+        """Where the store listens; the kernel allows a unix socket's path 107 bytes."""
         inside = shared_memory / "store.sock"
         if len(os.fsencode(inside)) <= UNIX_SOCKET_PATH_BYTES:
             return inside

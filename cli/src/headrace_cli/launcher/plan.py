@@ -6,7 +6,10 @@ import json
 import socket
 import sys
 from dataclasses import asdict, dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
+
+from headrace_cli.errors import mistake
 
 KINDS = ("rollout", "trainer", "reward", "simulator")
 DEFAULT_PORT = 8470
@@ -14,7 +17,10 @@ DEFAULT_PORT = 8470
 
 @dataclass(frozen=True)
 class FleetPlan:
-    """A fleet to start. `counts` is by kind; `devices` are names without the host, none: all it has."""
+    """A fleet to start. `counts` is by kind; `devices` are names without the host, none: all it has.
+
+    `rollout_python` is the Python that has the engine of the rollout instances; empty: this one.
+    """
 
     data_dir: str
     port: int = DEFAULT_PORT
@@ -22,6 +28,7 @@ class FleetPlan:
     devices: list[str] = field(default_factory=list)
     tethered: bool = False
     no_token: bool = False
+    rollout_python: str = ""
 
     def to_json(self) -> str:
         """The plan as the launcher's argument."""
@@ -54,6 +61,7 @@ class Wiring:
     http_token_file: Path | None
     shared_memory: Path
     data_dir: Path
+    rollout_python: str = ""
 
     def coordinator_command(self, port: int, redis_url: str) -> list[str]:
         """Command line of the coordinator."""
@@ -68,8 +76,9 @@ class Wiring:
     def instance_command(self, kind: str, index: int, incarnation: str) -> list[str]:
         """Command line of an instance; only rollout and trainer need leases on devices."""
         devices = ("--devices", self.devices) if kind in ("rollout", "trainer") else ()
+        python = self.rollout_python if kind == "rollout" else ""
         return [
-            *_module(f"headrace_{kind}"),
+            *_module(f"headrace_{kind}", python),
             *("--name", f"{kind}-{index}", "--incarnation", incarnation, "--host", self.host),
             *("--coordinator", self.coordinator, "--listen", "127.0.0.1:0", *devices),
             *("--token-file", str(self.token_file), "--shm-dir", str(self.shared_memory)),
@@ -77,5 +86,24 @@ class Wiring:
         ]
 
 
-def _module(name: str) -> list[str]:
-    return [sys.executable, "-m", name]
+def engine_python(engine: str, folder: Path = Path()) -> str:
+    """The Python whose rollout instances can run an engine: this one, or that of .envs/ENGINE below `folder`.
+
+    Raises CommandError (exit code 2) where neither has it.
+    """
+    if not engine.isidentifier():
+        raise mistake("--engine", f"{engine!r} is no engine", "write transformers, vllm or sglang")
+    if engine == "transformers" or find_spec(engine) is not None:
+        return ""
+    python = folder.absolute() / ".envs" / engine / "bin" / "python"
+    if python.is_file():
+        return str(python)
+    raise mistake(
+        "--engine",
+        f"{engine} is not installed here, and there is no {python}",
+        f"install headrace-rollout[{engine}], or in a checkout: make engines ENGINE={engine}",
+    )
+
+
+def _module(name: str, python: str = "") -> list[str]:
+    return [python or sys.executable, "-m", name]

@@ -32,6 +32,7 @@ FIGURES = {
     "grad_norm": "gradient norm",
     "answer_length_mean": "answer length",
     "clip_fraction": "clip fraction",
+    "log_prob_mismatch_kl": "engine's KL",
 }
 """Figures of the trainer that the live view shows, with their labels."""
 BAR_WIDTH = 24

@@ -174,6 +174,7 @@ def certificates_table(certificates: Sequence[Certificate]) -> Table:
             item.tokens,
             item.max_staleness,
             "not compared" if item.log_prob_mismatch_mean is None else f"{item.log_prob_mismatch_mean:.2g}",
+            "" if item.log_prob_mismatch_kl is None else f"{item.log_prob_mismatch_kl:.2g}",
             item.set_digest[:16],
         )
         for item in certificates
@@ -190,6 +191,7 @@ def certificates_table(certificates: Sequence[Certificate]) -> Table:
         ">tokens",
         ">staleness",
         ">mismatch",
+        ">its KL",
     )
     return table((*headers, "set digest"), rows)
 

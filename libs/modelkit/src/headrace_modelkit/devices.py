@@ -37,6 +37,11 @@ def free_bytes(device: torch.device) -> int:
     return int(torch.cuda.mem_get_info(device)[0])
 
 
+def total_bytes(device: torch.device) -> int:
+    """Memory that a GPU has."""
+    return int(torch.cuda.mem_get_info(device)[1])
+
+
 def _seen() -> list[str]:
     if not torch.cuda.is_available():
         return []

@@ -86,7 +86,7 @@ def save_model(model: PreTrainedModel, tokenizer: Any, directory: Path | str) ->
     try:
         model.save_pretrained(aside)
         getattr(tokenizer, "tokenizer", tokenizer).save_pretrained(aside)
-        _sync(aside)
+        sync_directory(aside)
         replace_directory(aside, target)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
@@ -166,7 +166,8 @@ def _sentence(config: ModelSection, reason: str) -> str:
     )
 
 
-def _sync(directory: Path) -> None:
+def sync_directory(directory: Path) -> None:
+    """Makes a flat directory's files readable by every user and writes them to the disk."""
     for path in [*directory.iterdir(), directory]:
         # safetensors writes for its own user alone; another service's user has to read it.
         path.chmod(0o755 if path.is_dir() else 0o644)

@@ -1,5 +1,6 @@
 """Weights in one canonical order: what a published version holds and how it gets in and out of a model.
 
+A model is any torch module: a language model or a robot policy.
 Tied weights appear once, under the name that Hugging Face saves. Knows no transport.
 """
 
@@ -8,14 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 import torch
-from torch import Tensor
-from transformers import PreTrainedModel
+from torch import Tensor, nn
 
 ALIGNMENT_BYTES = 16
 """Of tensors that are used where they are: what vector instructions like to read."""
 
 
-def state_tensors(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+def state_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """(name, tensor) of every parameter and persistent buffer, parameters first, tied ones once."""
     tied = set(getattr(model, "all_tied_weights_keys", None) or {})
     seen: set[int] = set()
@@ -29,14 +29,12 @@ def state_tensors(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
             yield name, buffer
 
 
-def weight_layout(
-    model: PreTrainedModel, dtype: torch.dtype
-) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
+def weight_layout(model: nn.Module, dtype: torch.dtype) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
     """(name, type, shape) in canonical order. Parameters travel in `dtype`, buffers in their own type."""
     return [(name, _travel_type(tensor, dtype), tuple(tensor.shape)) for name, tensor in state_tensors(model)]
 
 
-def copy_out(model: PreTrainedModel, name: str, out: memoryview, dtype: torch.dtype) -> None:
+def copy_out(model: nn.Module, name: str, out: memoryview, dtype: torch.dtype) -> None:
     """Writes one tensor of the layout into `out`, cast as the layout says. Raises KeyError on other names."""
     tensor = _named(model)[name]
     travel = _travel_type(tensor, dtype)
@@ -45,7 +43,7 @@ def copy_out(model: PreTrainedModel, name: str, out: memoryview, dtype: torch.dt
         flat.view(tensor.shape).copy_(tensor.detach())
 
 
-def load_weights(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> None:
+def load_weights(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     """Copies a whole version into the model, cast to the model's types.
 
     Raises ValueError, before anything is written, when names or shapes are not the model's own.
@@ -58,7 +56,7 @@ def load_weights(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> None:
             tensor.copy_(tensors[name])
 
 
-def share_weights(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> None:
+def share_weights(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     """As `load_weights`, for a model that only reads: tensors of its own types become its weights, without a copy.
 
     They may be read-only; the model keeps what they are views of. Odd addresses and other types are copied.
@@ -73,7 +71,7 @@ def share_weights(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> None
         tensor.data = given if fits and aligned else given.to(tensor, copy=True)
 
 
-def _named(model: PreTrainedModel) -> dict[str, Tensor]:
+def _named(model: nn.Module) -> dict[str, Tensor]:
     return dict(state_tensors(model))
 
 
@@ -89,4 +87,4 @@ def _difference(own: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> str:
 
 
 def _travel_type(tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
-    return dtype if isinstance(tensor, torch.nn.Parameter) else tensor.dtype
+    return dtype if isinstance(tensor, nn.Parameter) else tensor.dtype

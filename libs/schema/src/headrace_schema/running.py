@@ -105,6 +105,11 @@ class LimitsSection(Section):
     max_drop_rate: Annotated[float, Field(ge=0, le=1)] = Field(
         default=0.1, description="share of slots that may be dropped"
     )
+    max_mismatch_kl: PositiveFloat | None = Field(
+        default=0.1,
+        description="most KL(engine || trainer) in nats a token that a step may have, estimated from the tokens that "
+        "the engine drew: above it the step is not recorded and the run fails; null: any",
+    )
     step_timeout_s: PositiveFloat = Field(default=1800.0, description="longest time of one step")
     instance_timeout_s: PositiveFloat = Field(
         default=120.0, description="longest wait for a lease; a run that lacks an instance queues"

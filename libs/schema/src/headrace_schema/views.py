@@ -184,6 +184,10 @@ class CertificateView(Resource):
         description="mean |engine − trainer| log-prob in nats; null when no token was compared"
     )
     log_prob_compared_tokens: int = Field(default=0, description="tokens that the mismatch is over")
+    log_prob_mismatch_kl: float | None = Field(
+        default=None,
+        description="estimate of KL(engine || trainer) in nats a token; null when no token was compared",
+    )
     drop_rate_by_length: dict[str, float] = Field(
         description="share dropped, FILTERED ones apart, by bucket of answer length in tokens"
     )

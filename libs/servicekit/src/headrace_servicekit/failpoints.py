@@ -1,7 +1,8 @@
 """Scripted faults: named places in the code where a test may kill, stop, delay or fail the process.
 
 HEADRACE_FAILPOINTS="name=kill@3;other=delay:0.5;third=error" arms them; `@n` acts on the n-th pass only,
-without it every pass acts. Actions: kill (SIGKILL), stop (SIGSTOP), delay:SECONDS, error.
+without it every pass acts. Actions: kill (SIGKILL), stop (SIGSTOP), delay:SECONDS, error; and skip, at the places
+that ask `skips`: what stands there is left out, and nobody is told.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from headrace_servicekit.rpc.errors import ServiceError
 
 VARIABLE = "HEADRACE_FAILPOINTS"
 _RULE = re.compile(
-    r"(?P<name>[\w.-]+)=(?P<action>kill|stop|error|delay:(?P<delay>\d+(\.\d+)?))(@(?P<nth>[1-9]\d*))?"
+    r"(?P<name>[\w.-]+)=(?P<action>kill|stop|error|skip|delay:(?P<delay>\d+(\.\d+)?))(@(?P<nth>[1-9]\d*))?"
 )
 
 
@@ -45,7 +46,9 @@ def arm(script: str) -> None:
     for text in filter(None, (part.strip() for part in script.split(";"))):
         match = _RULE.fullmatch(text)
         if match is None:
-            raise ValueError(f"{VARIABLE}: {text!r} is no rule; write name=kill|stop|error|delay:SECONDS[@n]")
+            raise ValueError(
+                f"{VARIABLE}: {text!r} is no rule; write name=kill|stop|error|skip|delay:SECONDS[@n]"
+            )
         action = match["action"].partition(":")[0]
         rules[match["name"]] = _Rule(
             action, float(match["delay"] or 0), int(match["nth"]) if match["nth"] else None
@@ -67,6 +70,12 @@ def failpoint_sync(name: str) -> None:
     if rule is not None:
         _act(name, rule)
         time.sleep(rule.delay_s)
+
+
+def skips(name: str) -> bool:
+    """A place that a test may have left out."""
+    rule = _due(name)
+    return rule is not None and rule.action == "skip"
 
 
 def _due(name: str) -> _Rule | None:

@@ -18,8 +18,10 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 async def mount(instance: Instance) -> Close:
     """Adds the service to an instance that has not started; returns what ends its children."""
+    from headrace.common.v1 import blobs_pb2_grpc
     from headrace.simulator.v1 import simulator_pb2_grpc
     from headrace_servicekit.config import settings_from_environment
+    from headrace_servicekit.rpc.blobs import BlobServicer, BlobStore
 
     from headrace_simulator.config import SimulatorSettings
     from headrace_simulator.host import list_environments
@@ -28,12 +30,21 @@ async def mount(instance: Instance) -> Close:
 
     settings = settings_from_environment(SimulatorSettings, "HEADRACE_SIMULATOR_")
     catalogue = await list_environments(settings.open_timeout_s)
-    pools = Pools(settings)
+    # Its directory exists from here on; its address is known once the instance listens.
+    blobs = BlobStore(instance.weights.directory)
+    pools = Pools(settings, blobs)
     instance.capabilities["backends"] = sorted({backend for backend, _ in catalogue})
+    servicer = SimulatorServicer(instance, pools, catalogue, settings, blobs)
+    instance.on_revoke = servicer.on_revoke
     instance.add_service(
         simulator_pb2_grpc.add_SimulatorServiceServicer_to_server,
-        SimulatorServicer(instance, pools, catalogue, settings),
+        servicer,
         "headrace.simulator.v1.SimulatorService",
+    )
+    instance.add_service(
+        blobs_pb2_grpc.add_BlobServiceServicer_to_server,
+        BlobServicer(blobs),
+        "headrace.common.v1.BlobService",
     )
     return pools.close_all
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
 from typing import Any
 
 from headrace_servicekit.process.worker import Worker, WorkerGone, WorkerTimeout, exit_description
@@ -27,51 +26,58 @@ class HostFault(Exception):
 
 
 class ChildHost:
-    """A child with some environments of a pool. `generation` counts the processes it has been."""
+    """A child with some environments of a pool. `generation` counts the processes it has been.
+
+    Who asks it something holds `turn` until the last answer, and is not cancelled in between.
+    """
 
     def __init__(self, opening: dict[str, Any], open_timeout_s: float) -> None:
         self.generation = 0
-        self.spaces = b""
-        """The OpenPoolResponse that describes the spaces, serialized."""
+        self.description = b""
+        """The OpenPoolResponse that describes the environments, serialized."""
+        self.turn = asyncio.Lock()
         self._opening = json.dumps(opening).encode()
         self._open_timeout_s = open_timeout_s
-        self._turn = asyncio.Lock()
         self._starting: asyncio.Task[Worker[Message]] | None = None
 
     async def open(self) -> None:
         """Starts the child; HostFault or HostLost where it cannot make its environments."""
-        async with self._turn:
-            await self._child()
+        async with self.turn:
+            await self.ready()
 
-    async def ask(
-        self,
-        kind: Kind,
-        payload_for: Callable[[int], bytes],
-        timeout_s: float,
-        generation: int | None = None,
-    ) -> tuple[bytes, int]:
-        """The child's answer and its generation. One question at a time.
+    async def ready(self) -> Worker[Message]:
+        """The child, once its environments are made; HostFault or HostLost where they cannot be."""
+        if self._starting is None:
+            self._starting = asyncio.create_task(self._start())
+        try:
+            # The start outlives the one who waits for it.
+            return await asyncio.shield(self._starting)
+        except (HostFault, HostLost):
+            self._starting = None
+            raise
 
-        `payload_for` gets the generation that is asked. Not to be cancelled between question and answer.
+    async def answer(self, child: Worker[Message], timeout_s: float) -> bytes:
+        """The child's next answer.
 
         Raises:
-            HostLost: the child died or took longer than `timeout_s`, or is not of `generation` any more.
+            HostLost: the child died or took longer than `timeout_s`; the next one is being made.
             HostFault: it says that it cannot.
         """
-        async with self._turn:
-            child = await self._child()
-            if generation is not None and generation != self.generation:
-                raise HostLost("the process that held it ended")
-            child.send((kind, payload_for(self.generation)))
-            try:
-                return _payload(await child.receive(timeout_s)), self.generation
-            except WorkerTimeout as error:
-                await self._replace(child)
-                raise HostLost(f"it took longer than {timeout_s:g} s and was killed") from error
-            except WorkerGone as error:
-                status = await child.wait_or_kill()
-                await self._replace(child)
-                raise HostLost(f"its process {exit_description(status)}") from error
+        try:
+            return _payload(await child.receive(timeout_s))
+        except WorkerTimeout as error:
+            await self._replace(child)
+            raise HostLost(f"it took longer than {timeout_s:g} s and was killed") from error
+        except WorkerGone as error:
+            status = await child.wait_or_kill()
+            await self._replace(child)
+            raise HostLost(f"its process {exit_description(status)}") from error
+
+    async def kill(self) -> None:
+        """Kills a child that is at work: who waits for its answer gets HostLost."""
+        starting = self._starting
+        if starting is not None and starting.done() and starting.exception() is None:
+            await starting.result().kill()
 
     async def close(self) -> None:
         """Kills the child. Who closes a host asks it nothing more."""
@@ -83,16 +89,6 @@ class ChildHost:
         if not starting.cancelled() and starting.exception() is None:
             await starting.result().kill()
 
-    async def _child(self) -> Worker[Message]:
-        if self._starting is None:
-            self._starting = asyncio.create_task(self._start())
-        try:
-            # The start outlives the one who waits for it.
-            return await asyncio.shield(self._starting)
-        except (HostFault, HostLost):
-            self._starting = None
-            raise
-
     async def _replace(self, child: Worker[Message]) -> None:
         await child.kill()
         self.generation += 1
@@ -103,7 +99,7 @@ class ChildHost:
         child = await Worker.start(MODULE, CODEC)
         try:
             child.send((Kind.OPEN, self._opening))
-            self.spaces = _payload(await child.receive(self._open_timeout_s))
+            self.description = _payload(await child.receive(self._open_timeout_s))
         except WorkerTimeout as error:
             await child.kill()
             raise HostLost(f"making it took longer than {self._open_timeout_s:g} s") from error

@@ -5,12 +5,16 @@ An operation is keyed by (pool incarnation, environment, step index); the last r
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+import numpy as np
+from headrace.common.v1 import common_pb2
 from headrace.simulator.v1 import simulator_pb2
 from headrace_servicekit.rpc.errors import ServiceError
 from headrace_servicekit.rpc.requests import json_object
 from headrace_servicekit.rpc.tensors import decode_tensor
 
-from headrace_simulator.spaces import ArraySpace, action_fault
+from headrace_simulator.spaces import ArraySpace, action_fault, chunk_fault
 
 _MAX_ACTION_BYTES = 1024 * 1024
 Operation = simulator_pb2.EnvironmentOperation
@@ -22,23 +26,37 @@ _OK, _LOST, _REFUSED = (
 )
 
 
+@dataclass(frozen=True)
+class Description:
+    """What the environments of a pool have in common."""
+
+    action_space: ArraySpace
+    init_state_count: int
+    auto_reset: bool
+
+
+def length_of(operation: Operation) -> int:
+    """Number of actions of an admitted operation; 0 for a reset."""
+    if operation.HasField("reset"):
+        return 0
+    return int(operation.action_chunk.shape[0]) if operation.HasField("action_chunk") else 1
+
+
 class EnvironmentLedger:
     """What one environment has done and may do next.
 
     `generation` counts the processes that have held it: an episode begun in a past one is lost.
     """
 
-    def __init__(self, environment: int, seed: int, action_space: ArraySpace, max_episode_steps: int) -> None:
+    def __init__(self, environment: int, seed: int, description: Description) -> None:
         self.environment = environment
         self.generation = -1
         """Generation of the process that holds the running episode."""
         self._seed = seed
-        self._action_space = action_space
-        self._max_episode_steps = max_episode_steps
+        self._description = description
         self._next_index = 0
         self._last: tuple[bytes, Outcome] | None = None
         self._seeded_generation = -1
-        self._steps = 0
         self._waiting_for_reset = "it is new"
 
     def admit(self, operation: Operation) -> Outcome | None:
@@ -59,10 +77,10 @@ class EnvironmentLedger:
         kind = operation.WhichOneof("operation")
         if kind is None:
             return self._refuse(index, "the operation names neither a reset nor an action")
-        if kind == "reset":
-            fault = _options_fault(operation.reset.options_json)
-            return self._refuse(index, fault) if fault else None
-        return self._admit_action(operation)
+        if kind != "reset" and self._waiting_for_reset:
+            return self._refuse(index, f"the environment needs a reset: {self._waiting_for_reset}")
+        fault = self._fault(operation)
+        return self._refuse(index, fault) if fault else None
 
     def effective(self, operation: Operation, generation: int) -> Operation:
         """The operation with the seed that it implies: the first reset of a new environment has one."""
@@ -73,7 +91,7 @@ class EnvironmentLedger:
         return operation
 
     def record(self, operation: Operation, outcome: Outcome, generation: int) -> Outcome:
-        """Notes how an admitted operation ended; returns the outcome with the time limit applied."""
+        """Notes how an admitted operation ended; returns the outcome."""
         if outcome.status == _OK:
             self.generation = generation
             self._note_success(operation, outcome)
@@ -90,36 +108,37 @@ class EnvironmentLedger:
             environment=self.environment, step_index=operation.step_index, status=_LOST, detail=detail
         )
 
-    def _admit_action(self, operation: Operation) -> Outcome | None:
-        index = operation.step_index
-        if self._waiting_for_reset:
-            return self._refuse(index, f"the environment needs a reset: {self._waiting_for_reset}")
+    def _fault(self, operation: Operation) -> str | None:
         try:
-            action = decode_tensor(operation.action, max_bytes=_MAX_ACTION_BYTES)
+            if operation.HasField("reset"):
+                return self._reset_fault(operation.reset)
+            if operation.HasField("action_chunk"):
+                return chunk_fault(self._description.action_space, _decoded(operation.action_chunk))
+            return action_fault(self._description.action_space, _decoded(operation.action))
         except ServiceError as error:
-            return self._refuse(index, f"the action: {error.message}")
-        fault = action_fault(self._action_space, action)
-        return self._refuse(index, fault) if fault else None
+            return error.message
+
+    def _reset_fault(self, reset: simulator_pb2.ResetOperation) -> str | None:
+        json_object("reset.options_json", reset.options_json)
+        count = self._description.init_state_count
+        if reset.HasField("init_state") and not 0 <= reset.init_state < count:
+            has = f"{count} initial states, from 0 on" if count else "no initial states: name a seed"
+            return f"reset.init_state: {reset.init_state}, and the environment has {has}"
+        return None
 
     def _note_success(self, operation: Operation, outcome: Outcome) -> None:
         if operation.HasField("reset"):
-            self._steps = 0
             self._seeded_generation = self.generation
             self._waiting_for_reset = ""
-            return
-        self._steps += 1
-        if self._steps == self._max_episode_steps and not outcome.terminated:
-            outcome.truncated = True
-        if outcome.terminated or outcome.truncated:
+        elif (outcome.terminated or outcome.truncated) and not self._description.auto_reset:
             self._waiting_for_reset = "its episode has ended"
 
     def _refuse(self, index: int, detail: str) -> Outcome:
         return Outcome(environment=self.environment, step_index=index, status=_REFUSED, detail=detail)
 
 
-def _options_fault(options_json: str) -> str | None:
+def _decoded(action: common_pb2.Tensor) -> np.ndarray:
     try:
-        json_object("reset.options_json", options_json)
+        return decode_tensor(action, max_bytes=_MAX_ACTION_BYTES)
     except ServiceError as error:
-        return error.message
-    return None
+        raise ServiceError(error.code, error.reason, f"the action: {error.message}") from error

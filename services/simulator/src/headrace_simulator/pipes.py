@@ -13,10 +13,11 @@ class Kind(IntEnum):
     CATALOGUE = 1
     """Asked with nothing, answered with JSON [[backend, name], …]."""
     OPEN = 2
-    """Asked with JSON {backend, name, options, own_time_limit, environments: [index]}, answered with an
-    OpenPoolResponse that holds the spaces."""
+    """Asked with JSON (see `headrace_simulator.pool`), answered with an OpenPoolResponse that describes the
+    environments."""
     OPERATE = 3
-    """Asked with an EnvironmentOperation, answered with an EnvironmentOutcome."""
+    """Asked with a StepRequest that holds operations alone, answered with one frame for each of them, in order: an
+    EnvironmentOutcome."""
     RENDER = 4
     """Asked with JSON {environment: index}, answered with a Tensor."""
     FAULT = 5

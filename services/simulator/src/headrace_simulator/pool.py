@@ -5,20 +5,25 @@ from __future__ import annotations
 import asyncio
 import json
 import uuid
-from collections.abc import Coroutine
+from collections import defaultdict
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from headrace.common.v1 import common_pb2
 from headrace.simulator.v1 import simulator_pb2
+from headrace_servicekit.rpc.blobs import BlobStore
 
 from headrace_simulator.config import SimulatorSettings
 from headrace_simulator.host import ChildHost, HostFault, HostLost
-from headrace_simulator.ledger import EnvironmentLedger, Operation, Outcome
+from headrace_simulator.ledger import Description, EnvironmentLedger, Operation, Outcome, length_of
 from headrace_simulator.pipes import Kind
+from headrace_simulator.shelf import Shelf
 from headrace_simulator.spaces import from_message
 
 _RESULT = TypeVar("_RESULT")
+Authority = Callable[[], str | None]
+"""Why the caller may not act now; None where it may. Asked right before the effect."""
 
 
 @dataclass(frozen=True)
@@ -33,28 +38,30 @@ class PoolPlan:
     max_episode_steps: int
     """0 leaves the end of an episode to the environment."""
     step_timeout_s: float
-
-
-@dataclass
-class _Place:
-    host: ChildHost
-    ledger: EnvironmentLedger
-    turn: asyncio.Lock
+    dense: bool = False
+    sparse: bool = False
+    auto_reset: bool = False
+    processes: int = 0
+    """0 leaves it to the settings."""
+    blob_bytes: int = 0
+    leased: bool = False
+    """Whether its operations need a lease."""
 
 
 class EnvironmentPool:
-    """An open pool. Operations on one environment run in turn, those on others side by side."""
+    """An open pool. A child runs one batch of operations at a time, the children run side by side."""
 
-    def __init__(self, name: str, plan: PoolPlan, settings: SimulatorSettings) -> None:
+    def __init__(self, name: str, plan: PoolPlan, settings: SimulatorSettings, blobs: BlobStore) -> None:
         self.name = name
         self.incarnation = uuid.uuid4().hex
         self.plan = plan
         self.description = simulator_pb2.OpenPoolResponse(pool=name, pool_incarnation=self.incarnation)
         self._settings = settings
+        self._shelf = Shelf(blobs, plan.blob_bytes)
         self._hosts = [
             ChildHost(opening, settings.open_timeout_s) for opening in _openings(plan, settings.children)
         ]
-        self._places: list[_Place] = []
+        self._ledgers: list[EnvironmentLedger] = []
         self._running: set[asyncio.Task[Any]] = set()
 
     async def open(self) -> None:
@@ -76,23 +83,25 @@ class EnvironmentPool:
         except asyncio.CancelledError:
             await self.close()
             raise
-        self.description.MergeFromString(self._hosts[0].spaces)
-        action_space = from_message(self.description.action_space)
-        for index in range(self.plan.count):
-            limit = self.plan.max_episode_steps
-            ledger = EnvironmentLedger(index, self.plan.seed + index, action_space, limit)
-            self._places.append(_Place(self._hosts[index % len(self._hosts)], ledger, asyncio.Lock()))
+        found = self.description
+        found.MergeFromString(self._hosts[0].description)
+        action_space = from_message(found.action_space)
+        shared = Description(action_space, found.init_state_count, self.plan.auto_reset)
+        seed = self.plan.seed
+        self._ledgers = [EnvironmentLedger(i, seed + i, shared) for i in range(self.plan.count)]
 
-    async def perform(self, operation: Operation) -> Outcome:
-        """Runs one operation, repeats its outcome, or refuses it."""
-        if not 0 <= operation.environment < self.plan.count:
-            return Outcome(
-                environment=operation.environment,
-                step_index=operation.step_index,
-                status=simulator_pb2.OUTCOME_STATUS_REFUSED,
-                detail=f"environment {operation.environment} of a pool of {self.plan.count}",
-            )
-        return await self._finish(self._in_turn(self._places[operation.environment], operation))
+    def perform(
+        self, operations: Sequence[Operation], authority: Authority
+    ) -> Iterator[Coroutine[None, None, list[Outcome]]]:
+        """One coroutine for each child concerned: runs its operations, repeats their outcomes, or refuses them."""
+        batches: defaultdict[int, list[Operation]] = defaultdict(list)
+        for operation in operations:
+            inside = 0 <= operation.environment < self.plan.count
+            batches[operation.environment % len(self._hosts) if inside else -1].append(operation)
+        if outside := batches.pop(-1, None):
+            yield self._refuse(outside)
+        for index, batch in batches.items():
+            yield self._finish(self._in_turn(self._hosts[index], batch, authority))
 
     async def render(self, environment: int) -> common_pb2.Tensor:
         """A picture, (height, width, 3) uint8.
@@ -101,7 +110,13 @@ class EnvironmentPool:
             HostFault: the environment makes none, or needs a reset first.
             HostLost: its process died or took too long.
         """
-        return await self._finish(self._render(self._places[environment], environment))
+        return await self._finish(self._render(self._host(environment), environment))
+
+    async def settle(self, notice_s: float) -> None:
+        """Returns once nothing runs; kills the children of operations that take longer than `notice_s`."""
+        if self._running:
+            await asyncio.wait(self._running, timeout=notice_s)
+        await asyncio.gather(*(host.kill() for host in self._hosts if host.turn.locked()))
 
     async def close(self) -> None:
         """Kills the children; operations that still run raise CancelledError."""
@@ -109,10 +124,14 @@ class EnvironmentPool:
             task.cancel()
         await asyncio.gather(*self._running, return_exceptions=True)
         await asyncio.gather(*(host.close() for host in self._hosts))
+        self._shelf.clear()
 
     @property
     def _reset_timeout_s(self) -> float:
         return max(self.plan.step_timeout_s, self._settings.reset_timeout_s)
+
+    def _host(self, environment: int) -> ChildHost:
+        return self._hosts[environment % len(self._hosts)]
 
     async def _finish(self, work: Coroutine[None, None, _RESULT]) -> _RESULT:
         """What has begun is finished even when its caller goes away: no answer is left in a pipe."""
@@ -121,43 +140,104 @@ class EnvironmentPool:
         task.add_done_callback(self._running.discard)
         return await asyncio.shield(task)
 
-    async def _render(self, place: _Place, environment: int) -> common_pb2.Tensor:
-        payload = json.dumps({"environment": environment}).encode()
-        async with place.turn:
-            frame, _ = await place.host.ask(Kind.RENDER, lambda _: payload, self._reset_timeout_s)
-        return common_pb2.Tensor.FromString(frame)
+    async def _refuse(self, operations: Sequence[Operation]) -> list[Outcome]:
+        refused = simulator_pb2.OUTCOME_STATUS_REFUSED
+        return [
+            Outcome(
+                environment=each.environment,
+                step_index=each.step_index,
+                status=refused,
+                detail=f"environment {each.environment} of a pool of {self.plan.count}",
+            )
+            for each in operations
+        ]
 
-    async def _in_turn(self, place: _Place, operation: Operation) -> Outcome:
-        async with place.turn:
-            known = place.ledger.admit(operation)
-            return known if known is not None else await self._run(place, operation)
+    async def _render(self, host: ChildHost, environment: int) -> common_pb2.Tensor:
+        async with host.turn:
+            child = await host.ready()
+            child.send((Kind.RENDER, json.dumps({"environment": environment}).encode()))
+            return common_pb2.Tensor.FromString(await host.answer(child, self._reset_timeout_s))
 
-    async def _run(self, place: _Place, operation: Operation) -> Outcome:
-        ledger, host = place.ledger, place.host
-        is_reset = operation.HasField("reset")
-        limit = self._reset_timeout_s if is_reset else self.plan.step_timeout_s
-        # An episode stays in the process it began in; a reset takes whatever process there is.
-        expected = None if is_reset else ledger.generation
+    async def _in_turn(
+        self, host: ChildHost, operations: Sequence[Operation], authority: Authority
+    ) -> list[Outcome]:
+        async with host.turn:
+            outcomes, admitted = list[Outcome](), list[Operation]()
+            for operation in operations:
+                known = self._ledgers[operation.environment].admit(operation)
+                if known is None:
+                    admitted.append(operation)
+                else:
+                    outcomes.append(known)
+            if admitted and (why_not := authority()) is not None:
+                return outcomes + [_revoked(each, why_not) for each in admitted]
+            return outcomes + await self._run(host, admitted) if admitted else outcomes
 
-        def payload_for(generation: int) -> bytes:
-            return ledger.effective(operation, generation).SerializeToString()
-
+    async def _run(self, host: ChildHost, operations: Sequence[Operation]) -> list[Outcome]:
+        """Runs admitted operations in one child; an episode that began in a past child is lost."""
         try:
-            reply, generation = await host.ask(Kind.OPERATE, payload_for, limit, expected)
+            child = await host.ready()
         except (HostLost, HostFault) as lost:
-            return ledger.record(operation, ledger.lost(operation, str(lost)), host.generation)
-        return ledger.record(operation, Outcome.FromString(reply), generation)
+            return [self._lost(each, str(lost), host) for each in operations]
+        generation, outcomes, sent = host.generation, list[Outcome](), list[Operation]()
+        for operation in operations:
+            ledger = self._ledgers[operation.environment]
+            # An episode stays in the process it began in; a reset takes whatever process there is.
+            if operation.HasField("reset") or ledger.generation == generation:
+                sent.append(ledger.effective(operation, generation))
+            else:
+                outcomes.append(self._lost(operation, "the process that held it ended", host))
+        given = {operation.environment: operation for operation in operations}
+        if sent:
+            child.send((Kind.OPERATE, simulator_pb2.StepRequest(operations=sent).SerializeToString()))
+        lost_because = ""
+        for each in sent:
+            operation = given[each.environment]
+            try:
+                if not lost_because:
+                    reply = Outcome.FromString(await host.answer(child, self._limit_s(operation)))
+                    outcomes.append(self._record(operation, reply, generation))
+                    continue
+            except HostLost as lost:
+                lost_because = str(lost)
+            outcomes.append(self._lost(operation, lost_because, host))
+        return outcomes
+
+    def _limit_s(self, operation: Operation) -> float:
+        steps_s = self.plan.step_timeout_s * length_of(operation)
+        resets = operation.HasField("reset") or self.plan.auto_reset
+        return steps_s + (self._reset_timeout_s if resets else 0.0)
+
+    def _record(self, operation: Operation, outcome: Outcome, generation: int) -> Outcome:
+        self._shelf.place(outcome)
+        return self._ledgers[operation.environment].record(operation, outcome, generation)
+
+    def _lost(self, operation: Operation, why: str, host: ChildHost) -> Outcome:
+        ledger = self._ledgers[operation.environment]
+        return self._record(operation, ledger.lost(operation, why), host.generation)
+
+
+def _revoked(operation: Operation, why: str) -> Outcome:
+    return Outcome(
+        environment=operation.environment,
+        step_index=operation.step_index,
+        status=simulator_pb2.OUTCOME_STATUS_REVOKED,
+        detail=why,
+    )
 
 
 def _openings(plan: PoolPlan, children: int) -> list[dict[str, Any]]:
     """What each child holds: environment i is in child i modulo their number."""
-    number = min(plan.count, children)
+    number = min(plan.count, plan.processes or children)
     return [
         {
             "backend": plan.backend,
             "name": plan.environment,
             "options": plan.options,
-            "own_time_limit": plan.max_episode_steps == 0,
+            "max_episode_steps": plan.max_episode_steps,
+            "dense": plan.dense,
+            "sparse": plan.sparse,
+            "auto_reset": plan.auto_reset,
             "environments": list(range(first, plan.count, number)),
         }
         for first in range(number)

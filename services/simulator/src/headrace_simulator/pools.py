@@ -7,6 +7,8 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from itertools import count
 
+from headrace_servicekit.rpc.blobs import BlobStore
+
 from headrace_simulator.config import SimulatorSettings
 from headrace_simulator.pool import EnvironmentPool, PoolPlan
 
@@ -30,8 +32,8 @@ class _Opening:
 class Pools:
     """Pools by name. An opening is keyed by (run, request id)."""
 
-    def __init__(self, settings: SimulatorSettings) -> None:
-        self._settings = settings
+    def __init__(self, settings: SimulatorSettings, blobs: BlobStore) -> None:
+        self._settings, self._blobs = settings, blobs
         self._numbers = count(1)
         self._openings: OrderedDict[tuple[str, str], _Opening] = OrderedDict()
         self._pools: dict[str, tuple[str, EnvironmentPool]] = {}
@@ -72,6 +74,11 @@ class Pools:
         opening = {run for (run, _), opening in self._openings.items() if not opening.pool.done()}
         return opening | {run for run, _ in self._pools.values()}
 
+    async def settle(self, notice_s: float) -> None:
+        """Returns once nothing runs in the pools that need a lease; kills what takes longer than `notice_s`."""
+        leased = [pool for _, pool in self._pools.values() if pool.plan.leased]
+        await asyncio.gather(*(pool.settle(notice_s) for pool in leased))
+
     async def close(self, name: str) -> None:
         """Closes a pool; one that is not open stays closed."""
         entry = self._pools.pop(name, None)
@@ -101,7 +108,7 @@ class Pools:
                 f"{limit}; lower it, close a pool, or raise HEADRACE_SIMULATOR_ENVIRONMENTS"
             )
         self._reserved += plan.count
-        pool = EnvironmentPool(f"pools/{next(self._numbers)}", plan, self._settings)
+        pool = EnvironmentPool(f"pools/{next(self._numbers)}", plan, self._settings, self._blobs)
         try:
             await pool.open()
         except BaseException:  # cancelled too: the places it reserved are free again

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Coroutine, Iterator
+from itertools import chain
 from typing import Any
 
 import grpc
 from headrace.common.v1 import common_pb2
 from headrace.simulator.v1 import simulator_pb2, simulator_pb2_grpc
-from headrace_servicekit.instance import Instance
+from headrace_servicekit.instance import Instance, host_memory
+from headrace_servicekit.lease.leases import Memory
+from headrace_servicekit.rpc.blobs import BlobStore
 from headrace_servicekit.rpc.errors import ServiceError
-from headrace_servicekit.rpc.requests import check_name, check_page, check_seconds, json_object
+from headrace_servicekit.rpc.requests import check_enum, check_name, check_page, check_seconds, json_object
 from headrace_servicekit.rpc.streams import unordered
 
 from headrace_simulator.config import SimulatorSettings
 from headrace_simulator.host import HostFault, HostLost
-from headrace_simulator.pool import EnvironmentPool, PoolPlan
+from headrace_simulator.pool import Authority, EnvironmentPool, PoolPlan
 from headrace_simulator.pools import Conflict, Pools, TooMany
 
 Context = grpc.aio.ServicerContext[Any, Any]
-Outcomes = Iterator[Coroutine[None, None, simulator_pb2.EnvironmentOutcome]]
+Outcomes = Iterator[Coroutine[None, None, list[simulator_pb2.EnvironmentOutcome]]]
 _IN_FLIGHT = 2048
 _PAGE = 50
 
@@ -33,11 +36,20 @@ class SimulatorServicer(simulator_pb2_grpc.SimulatorServiceServicer):
         pools: Pools,
         catalogue: list[tuple[str, str]],
         settings: SimulatorSettings,
+        blobs: BlobStore,
     ) -> None:
+        self._blobs = blobs
         self._instance, self._pools, self._settings = instance, pools, settings
+        self._revoked: set[int] = set()
         self._catalogue = [
             simulator_pb2.Environment(backend=backend, name=name) for backend, name in catalogue
         ]
+
+    async def on_revoke(self, epoch: int, notice_s: float) -> Memory:
+        """Ends what runs under leases, by force after the notice; pools stay, for another lease to go on with."""
+        self._revoked.add(epoch)
+        await self._pools.settle(notice_s)
+        return host_memory()
 
     async def ListEnvironments(
         self, request: simulator_pb2.ListEnvironmentsRequest, context: Context
@@ -53,13 +65,15 @@ class SimulatorServicer(simulator_pb2_grpc.SimulatorServiceServicer):
         self, request: simulator_pb2.OpenPoolRequest, context: Context
     ) -> simulator_pb2.OpenPoolResponse:
         """Opens a pool."""
-        self._instance.fence.check(request.header, lease=False, opening=False)
+        leased = bool(request.header.lease_epoch)
+        self._instance.fence.check(request.header, lease=leased, opening=False)
         # A repeated request must not open a second pool.
         check_name("header.request_id", request.header.request_id)
         run, plan = (
             check_name("header.run", request.header.run, optional=True),
             _plan(request, self._settings),
         )
+        self._blobs.address = self._instance.address
         # The first pool of a run opens the run here; a higher open_id closes the pools of the opening before.
         await self._instance.open_run(request.header, None, _ready, lambda: self._pools.close_run(run))
         try:
@@ -81,14 +95,15 @@ class SimulatorServicer(simulator_pb2_grpc.SimulatorServiceServicer):
         self, request_iterator: AsyncIterator[simulator_pb2.StepRequest], context: Context
     ) -> AsyncIterator[simulator_pb2.StepResponse]:
         """Runs operations; outcomes go out as they come, several in a message where several are ready."""
-        admitted = False
+        header: common_pb2.CommandHeader | None = None
 
         def expand(request: simulator_pb2.StepRequest) -> Outcomes:
-            nonlocal admitted
-            if not admitted:
-                self._instance.fence.check(request.header, lease=False)
-                admitted = True
+            nonlocal header
             pool = self._pool(request.pool)
+            if header is None or request.HasField("header"):
+                leased = pool.plan.leased or bool(request.header.lease_epoch)
+                self._instance.fence.check(request.header, lease=leased)
+                header = request.header
             if request.pool_incarnation != pool.incarnation:
                 raise ServiceError(
                     grpc.StatusCode.FAILED_PRECONDITION,
@@ -98,10 +113,10 @@ class SimulatorServicer(simulator_pb2_grpc.SimulatorServiceServicer):
             indices = [operation.environment for operation in request.operations]
             if len(set(indices)) < len(indices):
                 raise _invalid("operations: at most one an environment in one message")
-            return (pool.perform(operation) for operation in request.operations)
+            return pool.perform(request.operations, self._authority(pool, header))
 
-        async for outcomes in unordered(request_iterator, expand, _IN_FLIGHT):
-            yield simulator_pb2.StepResponse(outcomes=outcomes)
+        async for batches in unordered(request_iterator, expand, _IN_FLIGHT):
+            yield simulator_pb2.StepResponse(outcomes=chain.from_iterable(batches))
 
     async def Render(
         self, request: simulator_pb2.RenderRequest, context: Context
@@ -133,6 +148,23 @@ class SimulatorServicer(simulator_pb2_grpc.SimulatorServiceServicer):
         if run not in self._pools.runs():
             await self._instance.open_runs.close(common_pb2.CommandHeader(run=run))
 
+    def _authority(self, pool: EnvironmentPool, header: common_pb2.CommandHeader) -> Authority:
+        """Asks the command's lease again, right before the effect."""
+        epoch = header.lease_epoch
+
+        def why_not() -> str | None:
+            if not epoch and not pool.plan.leased:
+                return None
+            if epoch in self._revoked:
+                return f"lease epoch {epoch} is being revoked"
+            try:
+                self._instance.fence.check_lease(epoch)
+            except ServiceError as refusal:
+                return refusal.message
+            return None
+
+        return why_not
+
     def _pool(self, name: str) -> EnvironmentPool:
         pool = self._pools.get(name)
         if pool is None:
@@ -156,8 +188,10 @@ async def _render(pool: EnvironmentPool, index: int) -> common_pb2.Tensor:
 def _plan(request: simulator_pb2.OpenPoolRequest, settings: SimulatorSettings) -> PoolPlan:
     if request.count < 1:
         raise _invalid("count: open at least one environment", key="count")
-    if request.max_episode_steps < 0:
-        raise _invalid("max_episode_steps: give 0 or more", key="max_episode_steps")
+    for field in ("max_episode_steps", "processes", "blob_bytes"):
+        if getattr(request, field) < 0:
+            raise _invalid(f"{field}: give 0 or more", key=field)
+    check_enum("reward_mode", simulator_pb2.RewardMode, request.reward_mode)
     for field in ("backend", "name"):
         check_name(f"environment.{field}", getattr(request.environment, field), optional=field == "backend")
     options = json_object("options_json", request.options_json)
@@ -170,6 +204,12 @@ def _plan(request: simulator_pb2.OpenPoolRequest, settings: SimulatorSettings) -
         seed=request.seed,
         max_episode_steps=request.max_episode_steps,
         step_timeout_s=timeout_s or settings.step_timeout_s,
+        dense=request.reward_mode == simulator_pb2.REWARD_MODE_DENSE,
+        sparse=request.reward_mode == simulator_pb2.REWARD_MODE_SPARSE,
+        auto_reset=request.auto_reset,
+        processes=request.processes,
+        blob_bytes=request.blob_bytes,
+        leased=bool(request.header.lease_epoch),
     )
 
 

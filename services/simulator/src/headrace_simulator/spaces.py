@@ -71,3 +71,12 @@ def action_fault(space: ArraySpace, action: np.ndarray) -> str | None:
         where = tuple(int(i) for i in np.argwhere(outside)[0])
         return f"element {list(where)} of the action is {value[where]:g}, out of its bounds"
     return None
+
+
+def chunk_fault(space: ArraySpace, actions: np.ndarray) -> str | None:
+    """Why (length, action shape) is no chunk of actions of the space, in words; None when it is."""
+    if actions.ndim != len(space.shape) + 1 or not len(actions):
+        wanted = ["length", *space.shape]
+        return f"the chunk has shape {list(actions.shape)}; a chunk of 1 or more actions has {wanted}"
+    faults = ((index, action_fault(space, action)) for index, action in enumerate(actions))
+    return next((f"action {index} of the chunk: {fault}" for index, fault in faults if fault), None)

@@ -107,6 +107,7 @@ class Session:
         reader = CheckpointReader(saved.path, saved.optimizer_steps) if saved else None
         if reader is not None:
             self._rank.check_state(reader)
+        planned = self._rank.check_memory()
         before = self.state, self._manifest
         self.state, self._manifest = steps.lost(self.state), b""
         self._rank.reader = reader
@@ -130,6 +131,7 @@ class Session:
             "restore_seconds": time.monotonic() - started,
             "resident_bytes": float(resident_bytes()),
             "shared_prefix": float(self._rank.backend.shares_prefixes),
+            **planned.figures(),
         }
         if self._rank.backend.reference is not None:
             figures["reference_bytes"] = float(self._rank.backend.reference_bytes)

@@ -19,9 +19,11 @@ CHARACTERS = "0123456789 =+->:,.?\nacdoprsty"
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
 
-def write_tiny(directory: Path, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> None:
+def write_tiny(
+    directory: Path, *, seed: int = 0, dtype: torch.dtype = torch.float32, **overrides: Any
+) -> None:
     """Writes the model with random weights; about 103,000 parameters, 32 characters, context 512."""
-    model: Any = tiny_model(seed)
+    model: Any = tiny_model(seed, **overrides)
     save_model(model.to(dtype), character_tokenizer(), directory)
 
 
@@ -66,9 +68,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="headrace_modelkit.presets.tiny", description=__doc__)
     parser.add_argument("directory", type=Path, metavar="OUT_DIR")
     parser.add_argument("--seed", type=int, default=0, help="seed of the random weights")
+    parser.add_argument("--head-dim", type=int, default=16, help="vLLM's CPU build needs 32 or more")
     options = parser.parse_args(arguments)
     if not is_complete(options.directory):
-        write_tiny(options.directory, seed=options.seed)
+        write_tiny(options.directory, seed=options.seed, head_dim=options.head_dim)
     print(options.directory)
 
 

@@ -57,7 +57,7 @@ def _number(path: Path) -> int | None:
 
 
 def _cached(path: Path, key: str) -> int:
-    """Bytes of the file cache that the event log would give back."""
+    """Bytes of the file cache that the kernel would give back."""
     try:
         pairs = dict(line.split() for line in path.read_text(encoding="ascii").splitlines())
     except OSError:

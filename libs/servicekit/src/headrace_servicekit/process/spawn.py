@@ -13,7 +13,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent(parent_pid: int) -> None:
-    """Asks the event log to SIGKILL this process when its parent ends; ends at once when that has happened.
+    """Asks the kernel to SIGKILL this process when its parent ends; ends at once when that has happened.
 
     The kernel watches the *thread* that started this process: start children from one that lives on.
     """

@@ -11,16 +11,27 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class RewardMode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    REWARD_MODE_UNSPECIFIED: _ClassVar[RewardMode]
+    REWARD_MODE_DENSE: _ClassVar[RewardMode]
+    REWARD_MODE_SPARSE: _ClassVar[RewardMode]
+
 class OutcomeStatus(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     OUTCOME_STATUS_UNSPECIFIED: _ClassVar[OutcomeStatus]
     OUTCOME_STATUS_OK: _ClassVar[OutcomeStatus]
     OUTCOME_STATUS_ENVIRONMENT_LOST: _ClassVar[OutcomeStatus]
     OUTCOME_STATUS_REFUSED: _ClassVar[OutcomeStatus]
+    OUTCOME_STATUS_REVOKED: _ClassVar[OutcomeStatus]
+REWARD_MODE_UNSPECIFIED: RewardMode
+REWARD_MODE_DENSE: RewardMode
+REWARD_MODE_SPARSE: RewardMode
 OUTCOME_STATUS_UNSPECIFIED: OutcomeStatus
 OUTCOME_STATUS_OK: OutcomeStatus
 OUTCOME_STATUS_ENVIRONMENT_LOST: OutcomeStatus
 OUTCOME_STATUS_REFUSED: OutcomeStatus
+OUTCOME_STATUS_REVOKED: OutcomeStatus
 
 class ListEnvironmentsRequest(_message.Message):
     __slots__ = ("page_size", "page_token")
@@ -47,7 +58,7 @@ class Environment(_message.Message):
     def __init__(self, backend: _Optional[str] = ..., name: _Optional[str] = ...) -> None: ...
 
 class OpenPoolRequest(_message.Message):
-    __slots__ = ("header", "environment", "count", "options_json", "seed", "max_episode_steps", "step_timeout")
+    __slots__ = ("header", "environment", "count", "options_json", "seed", "max_episode_steps", "step_timeout", "reward_mode", "auto_reset", "processes", "blob_bytes")
     HEADER_FIELD_NUMBER: _ClassVar[int]
     ENVIRONMENT_FIELD_NUMBER: _ClassVar[int]
     COUNT_FIELD_NUMBER: _ClassVar[int]
@@ -55,6 +66,10 @@ class OpenPoolRequest(_message.Message):
     SEED_FIELD_NUMBER: _ClassVar[int]
     MAX_EPISODE_STEPS_FIELD_NUMBER: _ClassVar[int]
     STEP_TIMEOUT_FIELD_NUMBER: _ClassVar[int]
+    REWARD_MODE_FIELD_NUMBER: _ClassVar[int]
+    AUTO_RESET_FIELD_NUMBER: _ClassVar[int]
+    PROCESSES_FIELD_NUMBER: _ClassVar[int]
+    BLOB_BYTES_FIELD_NUMBER: _ClassVar[int]
     header: _common_pb2.CommandHeader
     environment: Environment
     count: int
@@ -62,7 +77,11 @@ class OpenPoolRequest(_message.Message):
     seed: int
     max_episode_steps: int
     step_timeout: _duration_pb2.Duration
-    def __init__(self, header: _Optional[_Union[_common_pb2.CommandHeader, _Mapping]] = ..., environment: _Optional[_Union[Environment, _Mapping]] = ..., count: _Optional[int] = ..., options_json: _Optional[str] = ..., seed: _Optional[int] = ..., max_episode_steps: _Optional[int] = ..., step_timeout: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+    reward_mode: RewardMode
+    auto_reset: bool
+    processes: int
+    blob_bytes: int
+    def __init__(self, header: _Optional[_Union[_common_pb2.CommandHeader, _Mapping]] = ..., environment: _Optional[_Union[Environment, _Mapping]] = ..., count: _Optional[int] = ..., options_json: _Optional[str] = ..., seed: _Optional[int] = ..., max_episode_steps: _Optional[int] = ..., step_timeout: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., reward_mode: _Optional[_Union[RewardMode, str]] = ..., auto_reset: _Optional[bool] = ..., processes: _Optional[int] = ..., blob_bytes: _Optional[int] = ...) -> None: ...
 
 class Space(_message.Message):
     __slots__ = ("name", "data_type", "shape", "low", "high", "discrete_count")
@@ -81,16 +100,20 @@ class Space(_message.Message):
     def __init__(self, name: _Optional[str] = ..., data_type: _Optional[_Union[_common_pb2.DataType, str]] = ..., shape: _Optional[_Iterable[int]] = ..., low: _Optional[_Union[_common_pb2.Tensor, _Mapping]] = ..., high: _Optional[_Union[_common_pb2.Tensor, _Mapping]] = ..., discrete_count: _Optional[int] = ...) -> None: ...
 
 class OpenPoolResponse(_message.Message):
-    __slots__ = ("pool", "pool_incarnation", "observation_spaces", "action_space")
+    __slots__ = ("pool", "pool_incarnation", "observation_spaces", "action_space", "init_state_count", "instruction")
     POOL_FIELD_NUMBER: _ClassVar[int]
     POOL_INCARNATION_FIELD_NUMBER: _ClassVar[int]
     OBSERVATION_SPACES_FIELD_NUMBER: _ClassVar[int]
     ACTION_SPACE_FIELD_NUMBER: _ClassVar[int]
+    INIT_STATE_COUNT_FIELD_NUMBER: _ClassVar[int]
+    INSTRUCTION_FIELD_NUMBER: _ClassVar[int]
     pool: str
     pool_incarnation: str
     observation_spaces: _containers.RepeatedCompositeFieldContainer[Space]
     action_space: Space
-    def __init__(self, pool: _Optional[str] = ..., pool_incarnation: _Optional[str] = ..., observation_spaces: _Optional[_Iterable[_Union[Space, _Mapping]]] = ..., action_space: _Optional[_Union[Space, _Mapping]] = ...) -> None: ...
+    init_state_count: int
+    instruction: str
+    def __init__(self, pool: _Optional[str] = ..., pool_incarnation: _Optional[str] = ..., observation_spaces: _Optional[_Iterable[_Union[Space, _Mapping]]] = ..., action_space: _Optional[_Union[Space, _Mapping]] = ..., init_state_count: _Optional[int] = ..., instruction: _Optional[str] = ...) -> None: ...
 
 class StepRequest(_message.Message):
     __slots__ = ("header", "pool", "pool_incarnation", "operations")
@@ -105,24 +128,28 @@ class StepRequest(_message.Message):
     def __init__(self, header: _Optional[_Union[_common_pb2.CommandHeader, _Mapping]] = ..., pool: _Optional[str] = ..., pool_incarnation: _Optional[str] = ..., operations: _Optional[_Iterable[_Union[EnvironmentOperation, _Mapping]]] = ...) -> None: ...
 
 class EnvironmentOperation(_message.Message):
-    __slots__ = ("environment", "step_index", "reset", "action")
+    __slots__ = ("environment", "step_index", "reset", "action", "action_chunk")
     ENVIRONMENT_FIELD_NUMBER: _ClassVar[int]
     STEP_INDEX_FIELD_NUMBER: _ClassVar[int]
     RESET_FIELD_NUMBER: _ClassVar[int]
     ACTION_FIELD_NUMBER: _ClassVar[int]
+    ACTION_CHUNK_FIELD_NUMBER: _ClassVar[int]
     environment: int
     step_index: int
     reset: ResetOperation
     action: _common_pb2.Tensor
-    def __init__(self, environment: _Optional[int] = ..., step_index: _Optional[int] = ..., reset: _Optional[_Union[ResetOperation, _Mapping]] = ..., action: _Optional[_Union[_common_pb2.Tensor, _Mapping]] = ...) -> None: ...
+    action_chunk: _common_pb2.Tensor
+    def __init__(self, environment: _Optional[int] = ..., step_index: _Optional[int] = ..., reset: _Optional[_Union[ResetOperation, _Mapping]] = ..., action: _Optional[_Union[_common_pb2.Tensor, _Mapping]] = ..., action_chunk: _Optional[_Union[_common_pb2.Tensor, _Mapping]] = ...) -> None: ...
 
 class ResetOperation(_message.Message):
-    __slots__ = ("seed", "options_json")
+    __slots__ = ("seed", "options_json", "init_state")
     SEED_FIELD_NUMBER: _ClassVar[int]
     OPTIONS_JSON_FIELD_NUMBER: _ClassVar[int]
+    INIT_STATE_FIELD_NUMBER: _ClassVar[int]
     seed: int
     options_json: str
-    def __init__(self, seed: _Optional[int] = ..., options_json: _Optional[str] = ...) -> None: ...
+    init_state: int
+    def __init__(self, seed: _Optional[int] = ..., options_json: _Optional[str] = ..., init_state: _Optional[int] = ...) -> None: ...
 
 class StepResponse(_message.Message):
     __slots__ = ("outcomes",)
@@ -131,8 +158,15 @@ class StepResponse(_message.Message):
     def __init__(self, outcomes: _Optional[_Iterable[_Union[EnvironmentOutcome, _Mapping]]] = ...) -> None: ...
 
 class EnvironmentOutcome(_message.Message):
-    __slots__ = ("environment", "step_index", "status", "observation", "reward", "terminated", "truncated", "success", "info_json", "detail")
+    __slots__ = ("environment", "step_index", "status", "observation", "reward", "terminated", "truncated", "success", "info_json", "detail", "executed_length", "rewards", "successes", "final_observation")
     class ObservationEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: _common_pb2.Tensor
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[_Union[_common_pb2.Tensor, _Mapping]] = ...) -> None: ...
+    class FinalObservationEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
         VALUE_FIELD_NUMBER: _ClassVar[int]
@@ -149,6 +183,10 @@ class EnvironmentOutcome(_message.Message):
     SUCCESS_FIELD_NUMBER: _ClassVar[int]
     INFO_JSON_FIELD_NUMBER: _ClassVar[int]
     DETAIL_FIELD_NUMBER: _ClassVar[int]
+    EXECUTED_LENGTH_FIELD_NUMBER: _ClassVar[int]
+    REWARDS_FIELD_NUMBER: _ClassVar[int]
+    SUCCESSES_FIELD_NUMBER: _ClassVar[int]
+    FINAL_OBSERVATION_FIELD_NUMBER: _ClassVar[int]
     environment: int
     step_index: int
     status: OutcomeStatus
@@ -159,7 +197,11 @@ class EnvironmentOutcome(_message.Message):
     success: bool
     info_json: str
     detail: str
-    def __init__(self, environment: _Optional[int] = ..., step_index: _Optional[int] = ..., status: _Optional[_Union[OutcomeStatus, str]] = ..., observation: _Optional[_Mapping[str, _common_pb2.Tensor]] = ..., reward: _Optional[float] = ..., terminated: _Optional[bool] = ..., truncated: _Optional[bool] = ..., success: _Optional[bool] = ..., info_json: _Optional[str] = ..., detail: _Optional[str] = ...) -> None: ...
+    executed_length: int
+    rewards: _common_pb2.Tensor
+    successes: _common_pb2.Tensor
+    final_observation: _containers.MessageMap[str, _common_pb2.Tensor]
+    def __init__(self, environment: _Optional[int] = ..., step_index: _Optional[int] = ..., status: _Optional[_Union[OutcomeStatus, str]] = ..., observation: _Optional[_Mapping[str, _common_pb2.Tensor]] = ..., reward: _Optional[float] = ..., terminated: _Optional[bool] = ..., truncated: _Optional[bool] = ..., success: _Optional[bool] = ..., info_json: _Optional[str] = ..., detail: _Optional[str] = ..., executed_length: _Optional[int] = ..., rewards: _Optional[_Union[_common_pb2.Tensor, _Mapping]] = ..., successes: _Optional[_Union[_common_pb2.Tensor, _Mapping]] = ..., final_observation: _Optional[_Mapping[str, _common_pb2.Tensor]] = ...) -> None: ...
 
 class RenderRequest(_message.Message):
     __slots__ = ("pool", "environments")

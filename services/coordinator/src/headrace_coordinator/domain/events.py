@@ -299,6 +299,7 @@ class Certificate(msgspec.Struct, frozen=True, kw_only=True):
     drop_rate_by_length: dict[str, float]
     drop_rate_by_pass_rate: dict[str, float]
     log_prob_compared_tokens: int = 0
+    log_prob_mismatch_kl: float | None = None
     refilled: int = 0
     """Groups that the step took in place of dropped ones."""
 

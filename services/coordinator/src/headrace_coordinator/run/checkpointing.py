@@ -7,6 +7,7 @@ import contextlib
 import json
 import zlib
 from collections.abc import Container, Iterable
+from pathlib import PurePath
 from typing import Any
 
 from headrace.trainer.v1 import trainer_pb2 as trainer
@@ -39,10 +40,14 @@ async def ledger_of(event_log: EventLog, run_id: str) -> bytes:
     return json.dumps(ledger | {"steps": steps}).encode()
 
 
-async def wanted_by_forks(event_log: EventLog, run_id: str) -> list[str]:
-    """Names of the run's checkpoints that other runs begin with, and have none of their own yet."""
+async def wanted_by_others(event_log: EventLog, run_id: str) -> list[str]:
+    """Names of the run's checkpoints that evaluations use, or forks begin with that have none of their own yet."""
     names, steps = set[str](), set[int]()
     for fork in event_log.state.active_runs():
+        if fork.evaluation is not None and fork.evaluation.checkpoint_run == run_id:
+            found = PurePath(fork.evaluation.checkpoint_directory)
+            own = PurePath(event_log.state.runs[run_id].directory, "checkpoints")
+            names |= {found.relative_to(own).as_posix()}
         origin = fork.spec.get("from_checkpoint") or {}
         if origin.get("run") != run_id or fork.last_checkpoint:
             continue
@@ -126,7 +131,7 @@ class Checkpointer:
         started, step = context.event_log.monotonic(), context.state.ledger.step
         try:
             ledger = await ledger_of(context.event_log, context.run_id)
-            retained = await wanted_by_forks(context.event_log, context.run_id)
+            retained = await wanted_by_others(context.event_log, context.run_id)
             response = await context.workers.leader.save(number, ledger, wait, retained)
         except CallRefused as refused:
             self._failed(refused.message)

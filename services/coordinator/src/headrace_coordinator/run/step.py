@@ -190,6 +190,7 @@ class Step:
         self.observed = context.observed(slots)
         self._same_counts(response, slots)
         self._first_step_agrees(certificate)
+        self._mismatch_is_bounded(certificate)
         self._first_kl_is_zero(certificate.ordinal, response.figures.get("reference_kl"))
         view = self.view = step_view(context, certificate, response, slots, self._timer)
         context.keep_time("step", certificate.ordinal, self._timer)
@@ -249,6 +250,19 @@ class Step:
         self._context.note(
             f"engine and trainer agree: mean |log-prob difference| {found:.2g} over "
             f"{certificate.log_prob_compared_tokens} tokens, bound {bound}"
+        )
+
+    def _mismatch_is_bounded(self, certificate: ev.Certificate) -> None:
+        """At every step: an engine that samples from other weights than it says, or computes another model, shows."""
+        found, bound = certificate.log_prob_mismatch_kl, self._context.spec.limits.max_mismatch_kl
+        if found is None or bound is None or found <= bound:
+            return
+        raise RunFailed(
+            f"limits.max_mismatch_kl: in step {certificate.ordinal} the KL of the engine's distribution to the "
+            f"trainer's is {found:.3g} nats a token over {certificate.log_prob_compared_tokens} tokens, above "
+            f"{bound:g}: the engine's weights are not those it names, or it computes another model. The step is not "
+            "recorded; "
+            "repair the engine and go on with from_checkpoint, or set a higher bound"
         )
 
     def _first_kl_is_zero(self, ordinal: int, found: float | None) -> None:

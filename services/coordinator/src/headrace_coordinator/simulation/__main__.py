@@ -54,6 +54,8 @@ def main() -> None:
     print(json.dumps(report))
     if not refilled and arguments.seeds >= COVERED_FROM:
         raise SystemExit("no step took a group in place of a dropped one")
+    if not arguments.calm and not requests["evaluation of a checkpoint"] and arguments.seeds >= COVERED_FROM:
+        raise SystemExit("nobody evaluated a checkpoint")
     if impossible or (missed and arguments.seeds >= COVERED_FROM and not arguments.calm):
         raise SystemExit(f"pairs of state and intent: missed {missed}, impossible {impossible}")
 

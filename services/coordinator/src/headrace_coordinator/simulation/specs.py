@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+from headrace_schema.evaluating import EvaluationSpec
 from headrace_schema.spec import RunSpec
 
 UNREADABLE = "unreadable"
@@ -63,6 +64,30 @@ def random_spec(rng: random.Random, seed: int, name: str = "simulated") -> RunSp
                 "recoveries": rng.choice([2, *[50] * 15]),
                 "in_flight_bytes": rng.choice([200, 10**7]),
             },
+        }
+    )
+
+
+def random_evaluation(rng: random.Random, seed: int, origin: str = "") -> EvaluationSpec:
+    """An evaluation of the imaginary model, or of the newest checkpoint of the run `origin`."""
+    samples = rng.randint(1, 4)
+    return EvaluationSpec.model_validate(
+        {
+            "name": "eval",
+            "seed": seed,
+            "model": None if origin else {"path": "imaginary"},
+            "checkpoint": {"run": origin} if origin else None,
+            "suite": {
+                "name": "items",
+                "options": {"source": "copy_digits", "options": {"digits": 2}},
+                "limit": rng.choice([1, 7, 40, None]),
+            },
+            "sampling": {"temperature": 1.0 if samples > 1 else 0.0},
+            "samples": samples,
+            "modes": [f"avg@{samples}", f"pass@{samples}"] if samples > 1 else [],
+            "rollout": {"instances": 1},
+            "scheduling": {"priority": rng.choice([0, 0, 1, 5]), "quantum_s": rng.choice([0.5, 10.0])},
+            "limits": {"recoveries": rng.choice([2, *[50] * 9])},
         }
     )
 

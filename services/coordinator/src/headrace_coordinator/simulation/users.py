@@ -13,6 +13,7 @@ from headrace_schema.spec import RunSpec
 from headrace_coordinator.api.control import Refused
 from headrace_coordinator.api.coordinator import Coordinator
 from headrace_coordinator.domain import runs
+from headrace_coordinator.simulation.evaluators import Evaluators
 from headrace_coordinator.simulation.judging.judge import Violation
 from headrace_coordinator.simulation.specs import forked, unreadable
 
@@ -48,15 +49,20 @@ class Users:
         self._calm = calm
         self._whims_left = 0 if calm else 2 * len(world.specs) + rng.randint(0, 4)
         self._cancels_left = rng.choice([0, 1, 1, 2])
-        self._specs: dict[str, RunSpec] = {}
+        self.specs: dict[str, RunSpec] = {}
+        """Each run, as it was asked for."""
+        self.evaluators = Evaluators(
+            world, self, random.Random(f"{world.seed}/evaluations"), world.evaluations
+        )
         self._resume_at: dict[str, float] = {}
 
     async def live(self) -> None:
         """Until every run that was ever submitted has ended."""
+        evaluating = self._world.spawn(self.evaluators.live())
         await asyncio.gather(*(self._come(spec, index) for index, spec in enumerate(self._world.specs)))
         if not self._calm:
             await self._whims()
-        while not self._all_ended():
+        while not (evaluating.done() and self._all_ended()):
             await asyncio.sleep(0.25 if self._calm else CARE_S)
             if not self._calm:
                 await self._care()
@@ -65,7 +71,7 @@ class Users:
         coordinator = self._world.coordinator
         if coordinator is None:
             return False
-        return all(self._state(run) in runs.TERMINAL for run in self._specs)
+        return all(self._state(run) in runs.TERMINAL for run in (*self.specs, *self.evaluators.specs))
 
     def _state(self, run: str) -> str:
         coordinator = self._world.coordinator
@@ -106,14 +112,19 @@ class Users:
                 *(self.ask(lambda coordinator: coordinator.submit(spec, key)) for _ in range(copies))
             )
             made = {answer.id for answer in answers if answer is not None}
-            if len(made | ({self.keys[key]} if key in self.keys else set())) > 1:
-                raise Violation(f"idempotency: key {key} made the runs {sorted(made)}")
-            for run in made:
-                self.keys[key] = run
-                self._specs[run] = spec
+            if made:
+                run = self.one_of(key, made)
+                self.specs[run] = spec
                 return run
             await asyncio.sleep(5.0)
         return ""
+
+    def one_of(self, key: str, made: set[str]) -> str:
+        """What a key made, by the answers to all requests with it. Raises `Violation` when that is several."""
+        if len(made | ({self.keys[key]} if key in self.keys else set())) > 1:
+            raise Violation(f"idempotency: key {key} made the runs {sorted(made)}")
+        [self.keys[key]] = made
+        return self.keys[key]
 
     async def intend(self, run: str, intent: str, copies: int = 1) -> None:
         """Asks for a run to be paused, resumed or cancelled."""
@@ -146,7 +157,7 @@ class Users:
     async def _whims(self) -> None:
         for _ in range(self._whims_left):
             await asyncio.sleep(self._rng.expovariate(1 / 6.0))
-            run = self._rng.choice(list(self._specs))
+            run = self._rng.choice(list(self.specs))
             whim = self._rng.choice(
                 [
                     runs.PAUSE,
@@ -164,7 +175,7 @@ class Users:
                 await self._fork(run)
             elif whim == "again":  # a request whose answer was lost
                 key = next(key for key, made in self.keys.items() if made == run)
-                await self.submit(self._specs[run], key)
+                await self.submit(self.specs[run], key)
             elif whim == "storm":
                 await self._storm(run)
             else:
@@ -185,17 +196,17 @@ class Users:
             await asyncio.sleep(self._rng.choice([0.0, 0.008, 0.1, 1.0]))
 
     async def _fork(self, run: str) -> None:
-        if len(self._specs) > 5:
+        if len(self.specs) > 5:
             return
-        world, spec = self._world, self._specs[run]
+        world, spec = self._world, self.specs[run]
         directory = f"{world.data_dir}/runs/{run}"
         usable = [c for c in world.disk.listed(directory) if not c.damage]
         lost = self._rng.random() < 0.3
         if not usable and not lost:
             return
-        name = f"fork{len(self._specs)}"
+        name = f"fork{len(self.specs)}"
         fork = unreadable(spec, name) if lost else forked(spec, run, None, name, self._rng.randint(1, 3))
-        made = await self.submit(fork, f"fork-{len(self._specs)}", patience=3)
+        made = await self.submit(fork, f"fork-{len(self.specs)}", patience=3)
         if not made:
             return  # What it forks from is gone.
         self.counts["fork"] += 1
@@ -213,7 +224,7 @@ class Users:
         if self._calm or self._whims_left <= 0 or self._rng.random() >= MOMENTS.get(method, 0.0):
             return
         run = request.header.run.removeprefix("runs/")
-        if run in self._specs:
+        if run in self.specs:
             self._whims_left -= 1
             self._world.spawn(self._interfere(run))
 

@@ -22,6 +22,7 @@ from headrace_coordinator.simulation.faults import WALL_S, Faults
 from headrace_coordinator.simulation.fleet.disk import Stored, Weights
 from headrace_coordinator.simulation.fleet.processes import SETTINGS, Processes
 from headrace_coordinator.simulation.fleet.trainer import Trainer
+from headrace_coordinator.simulation.judging.evaluation import judge_evaluation
 from headrace_coordinator.simulation.judging.judge import Violation, judge
 from headrace_coordinator.simulation.judging.log import RecordingStore
 from headrace_coordinator.simulation.judging.replay import Pair, Replay, nothing_held
@@ -77,15 +78,22 @@ class Outcome:
 
 
 class World(Processes):
-    """Everything of one seed. Without faults: one run and calm users, or `count` runs that compete."""
+    """Everything of one seed. Without faults: one run and calm users, or `count` runs that compete.
 
-    def __init__(self, seed: int, faults: bool = True, count: int = 0) -> None:
+    `evaluations` of suites beside the runs; None: as many as the seed says, without faults none.
+    """
+
+    def __init__(
+        self, seed: int, faults: bool = True, count: int = 0, evaluations: int | None = None
+    ) -> None:
         sizes = random.Random(f"{seed}/sizes")
         super().__init__(seed, faults, sizes.choice([1, 1, 2]) if faults else 1)
         self.store = RecordingStore()
         self._temporary = tempfile.TemporaryDirectory(prefix="world-")
         self.directory = Path(self._temporary.name)
-        self.data_dir = "/simulated"
+        self.data_dir = str(self.directory / "data")
+        some = random.Random(f"{seed}/evaluators").choice([0, 0, 1, 2]) if faults else 0
+        self.evaluations = some if evaluations is None else evaluations
         count = count or (sizes.choice([1, 2, 2, 3, 4]) if faults else 1)
         self.specs = [random_spec(self.rng, seed, "run" if not i else f"run{i}") for i in range(count)]
         self.spare = {
@@ -158,12 +166,14 @@ class World(Processes):
 
     async def kill_coordinator(self, down_s: float) -> None:
         """SIGKILL: tasks vanish, what was not appended is lost; a new one starts after `down_s`."""
+        if self.coordinator is None:
+            return
         dead, self.coordinator = self.coordinator, None
         self._arrived.clear()
         if self._retired is not None:
             self._retired.set_result(None)
-        closing = list(dead.reconciler._closing.values()) if dead else []
-        for task in (*self._background, *(dead.scheduler.tasks.values() if dead else ()), *closing):
+        closing = list(dead.reconciler._closing.values())
+        for task in (*self._background, *dead.scheduler.tasks.values(), *closing):
             task.cancel()
         await asyncio.sleep(down_s)
         await self.start_coordinator()
@@ -286,8 +296,9 @@ class World(Processes):
         submitted = list(replay.runs)
         if replay.submissions != len(self.users.keys):
             raise Violation(f"idempotency: {replay.submissions} runs of {len(self.users.keys)} keys")
-        self.ended = replay.runs[submitted[0]]
-        self.history = await self._history(submitted[0])
+        first = next(name for name in submitted if name in self.users.specs)
+        self.ended = replay.runs[first]
+        self.history = await self._history(first)
         counts = {name: await self._judge_run(replay.runs[name]) for name in submitted}
         return Outcome(
             self.seed,
@@ -306,13 +317,17 @@ class World(Processes):
     async def _judge_run(self, run: runs.RunState) -> Tally:
         history = await self._history(run.id)
         self._check_end(run)
+        if asked := self.users.evaluators.specs.get(run.id):
+            judge_evaluation(run, asked, history)
+            await self._archived(run)
+            return Tally()
         tally = judge(run, history, self._weights(run), self._origin(run, history))
         await self._archived(run)
         return tally
 
     def _check_end(self, run: runs.RunState) -> None:
         """A run ends as its users and its spec deserve."""
-        if run.state == runs.SUCCEEDED and run.ledger.step >= run.steps_total:
+        if run.state == runs.SUCCEEDED and (run.evaluation or run.ledger.step >= run.steps_total):
             return
         if run.state == runs.CANCELLED and run.intent == runs.CANCEL:
             return
@@ -323,6 +338,9 @@ class World(Processes):
     def _may_fail(self, run: runs.RunState) -> bool:
         if run.reason.startswith("limits.recoveries: 2 "):
             return True
+        if run.evaluation is not None:
+            directory = f"{self.data_dir}/runs/{run.evaluation.checkpoint_run}"
+            return "checkpoint: " in run.reason and directory in self.disk.harmed
         if run.reason.startswith("nothing was trained: "):
             return not run.totals.tally.trained
         origin = self.users.origins.get(run.id)
@@ -384,6 +402,6 @@ async def _at_once(work: Any, *arguments: Any) -> Any:
     return work(*arguments)
 
 
-def run_world(seed: int, faults: bool = True, count: int = 0) -> Outcome:
+def run_world(seed: int, faults: bool = True, count: int = 0, evaluations: int | None = None) -> Outcome:
     """One seed, start to end; raises `Violation`."""
-    return run_virtual(World(seed, faults, count).live())
+    return run_virtual(World(seed, faults, count, evaluations).live())

@@ -74,6 +74,11 @@ class Sequence:
         """What its tokens are sampled from."""
         return self.stream.distribution.greedy if self.greedy else self.stream.distribution
 
+    @property
+    def full_length(self) -> int:
+        """Tokens of prompt and answer if it runs to its limit."""
+        return len(self.prompt_ids) + self.limit
+
     def context_ids(self) -> list[int]:
         """Ids that a prefill computes: prompt and prefix."""
         return [*self.prompt_ids, *self.prefix.token_ids]
@@ -105,7 +110,9 @@ class Sequence:
             prompt_ids=self.prompt_ids,
             finish=finish,
             stopped=stopped,
-            whole=Prefix(tokens, log_probs, self._spans(len(tokens), policy)) if ended else None,
+            whole=Prefix(tokens, log_probs, self._spans(len(tokens), made or [(policy.number, len(tokens))]))
+            if ended
+            else None,
             greedy=self.greedy,
         )
 

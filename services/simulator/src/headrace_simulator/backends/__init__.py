@@ -7,15 +7,17 @@ from headrace_servicekit.registry import Plugin, PluginError, Registry
 from headrace_simulator.backends.base import Backend, BackendError
 
 KEY = "environment.backend"
-GYMNASIUM = Plugin(
-    "headrace_simulator.backends.gymnasium:build", description="environments of Gymnasium, and a user's own"
-)
+_HERE = "headrace_simulator.backends"
+GYMNASIUM = Plugin(f"{_HERE}.gymnasium:build", description="environments of Gymnasium, and a user's own")
+METAWORLD = Plugin(f"{_HERE}.metaworld:build", description="Meta-World's tasks, a new goal each episode")
+MANISKILL = Plugin(f"{_HERE}.maniskill:build", description="ManiSkill 3's tasks on the CPU")
+LIBERO = Plugin(f"{_HERE}.libero:build", description="LIBERO's five suites with their initial states")
 BACKENDS: Registry[Backend] = Registry(
     "headrace.simulator_backends",
     "backend",
     KEY,
     "environment.backend_options",
-    {"gymnasium": "headrace_simulator.backends:GYMNASIUM"},
+    {name: f"{_HERE}:{name.upper()}" for name in ("gymnasium", "metaworld", "maniskill", "libero")},
 )
 
 

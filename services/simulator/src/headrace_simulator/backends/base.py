@@ -30,7 +30,8 @@ class Transition:
     reward: float
     terminated: bool
     truncated: bool
-    success: bool
+    success: bool | None
+    """None where the environment has no notion of success."""
     info: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -47,8 +48,23 @@ class SimulatedEnvironment(Protocol):
         """Space of the action; what `step` gets lies in it."""
         ...
 
-    def reset(self, seed: int | None, options: Mapping[str, Any]) -> tuple[Observation, Mapping[str, Any]]:
-        """Starts an episode: observation and info. Without a seed the environment's own stream goes on."""
+    @property
+    def init_state_count(self) -> int:
+        """Number of initial states that a reset may choose from; 0 where the seed decides."""
+        ...
+
+    @property
+    def instruction(self) -> str:
+        """What the task asks for, in words; empty where nothing says."""
+        ...
+
+    def reset(
+        self, seed: int | None, options: Mapping[str, Any], init_state: int | None
+    ) -> tuple[Observation, Mapping[str, Any]]:
+        """Starts an episode: observation and info. Without a seed the environment's own stream goes on.
+
+        `init_state` is below `init_state_count`; None lets the environment choose, by the seed or its stream.
+        """
         ...
 
     def step(self, action: np.ndarray) -> Transition:
@@ -71,10 +87,14 @@ class Backend(Protocol):
         """Names that `make` knows, sorted."""
         ...
 
-    def make(self, name: str, options: Mapping[str, Any], *, own_time_limit: bool) -> SimulatedEnvironment:
+    def make(
+        self, name: str, options: Mapping[str, Any], *, own_time_limit: bool, dense: bool
+    ) -> SimulatedEnvironment:
         """Makes an environment; without `own_time_limit` its episodes end only by themselves.
 
+        `dense` says that the caller counts on a shaped reward. (A sparse one is made of the success flag for it.)
+
         Raises:
-            BackendError: the name or an option is wrong, or a package is missing.
+            BackendError: the name or an option is wrong, there is no shaped reward, or a package is missing.
         """
         ...

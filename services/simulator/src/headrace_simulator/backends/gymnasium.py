@@ -26,8 +26,13 @@ class GymnasiumBackend:
         """The registered ids."""
         return sorted(str(name) for name in gymnasium.registry)
 
-    def make(self, name: str, options: Mapping[str, Any], *, own_time_limit: bool) -> GymnasiumEnvironment:
-        """Makes an environment; a user's own function gets the options as keyword arguments."""
+    def make(
+        self, name: str, options: Mapping[str, Any], *, own_time_limit: bool, dense: bool
+    ) -> GymnasiumEnvironment:
+        """Makes an environment; a user's own function gets the options as keyword arguments.
+
+        What its reward is stands in the options, where it has a choice: `dense` changes nothing.
+        """
         if is_user_environment(name):
             return GymnasiumEnvironment(load_factory(name)(**options))
         module, _, name = name.rpartition(":")
@@ -48,7 +53,10 @@ class GymnasiumBackend:
 class GymnasiumEnvironment:
     """A Gymnasium environment seen as named arrays."""
 
-    def __init__(self, environment: gymnasium.Env[Any, Any]) -> None:
+    init_state_count = 0
+
+    def __init__(self, environment: gymnasium.Env[Any, Any], instruction: str = "") -> None:
+        self.instruction = instruction
         self._environment = environment
         leaves = list(_leaves(environment.observation_space, ()))
         self._paths = {".".join(path): path for path, _ in leaves}
@@ -59,7 +67,9 @@ class GymnasiumEnvironment:
             raise BackendError("environment.name", f"its actions are {kind}; Discrete and Box can be served")
         self.action_space = _array_space("", action)
 
-    def reset(self, seed: int | None, options: Mapping[str, Any]) -> tuple[Observation, Mapping[str, Any]]:
+    def reset(
+        self, seed: int | None, options: Mapping[str, Any], init_state: int | None
+    ) -> tuple[Observation, Mapping[str, Any]]:
         """Starts an episode."""
         observation, info = self._environment.reset(seed=seed, options=dict(options) or None)
         return self._arrays(observation), info
@@ -68,7 +78,8 @@ class GymnasiumEnvironment:
         """Acts once."""
         given = int(action) if self.action_space.discrete_count else action.astype(self.action_space.dtype)
         observation, reward, terminated, truncated, info = self._environment.step(given)
-        success = any(bool(info[key]) for key in _SUCCESS_KEYS if key in info)
+        flags = [bool(info[key]) for key in _SUCCESS_KEYS if key in info]
+        success = any(flags) if flags else None
         arrays = self._arrays(observation)
         return Transition(arrays, float(reward), bool(terminated), bool(truncated), success, info)
 
@@ -89,12 +100,7 @@ class GymnasiumEnvironment:
             part = observation
             for key in self._paths[space.name]:
                 part = part[key]
-            array = np.asarray(part, dtype=space.dtype)
-            if array.shape != space.shape:
-                raise ValueError(
-                    f"observation {space.name!r} has shape {array.shape}, its space {space.shape}"
-                )
-            arrays[space.name] = array
+            arrays[space.name] = np.asarray(part, dtype=space.dtype)
         return arrays
 
 

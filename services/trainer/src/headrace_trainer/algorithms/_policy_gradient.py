@@ -128,7 +128,7 @@ class PolicyGradient(Generic[Chosen]):
             reference_K = batch.columns_K[REFERENCE_LOG_PROBS]
             figures["reference_kl"] = kl_estimate(batch.old_log_probs_K, reference_K, "k3").sum()
             if self.options.kl_loss_coef:
-                kl_K = kl_estimate(batch.log_probs_K, reference_K, self.options.kl_estimator)
+                kl_K = kl_estimate(batch.log_probs_K, reference_K, self.options.kl_estimator or "k3")
                 loss = loss + self._coefficient(self.options.kl_loss_coef) * (kl_K * batch.weights_K).sum()
         if self.options.entropy_coef:
             assert batch.entropy_K is not None
@@ -141,7 +141,8 @@ class PolicyGradient(Generic[Chosen]):
         kl_BT: Tensor = kl_estimate(
             columns_BT[OLD_LOG_PROBS],
             columns_BT[REFERENCE_LOG_PROBS],
-            self.options.kl_estimator,
+            # As a reward k3 has no gradient near the reference, and leads away from a far one.
+            self.options.kl_estimator or "k1",
             outcomes.mask_BT,
         )
         return -self._coefficient(self.options.kl_reward) * kl_BT

@@ -37,8 +37,9 @@ class PolicyOptions(Options):
     kl_loss_coef: NotNegative = Field(
         default=0.0, description="weight of the KL to the reference model in the loss; 0: no such term"
     )
-    kl_estimator: Estimator = Field(
-        default="k3", description="estimate of that KL; with + it has the gradient of k2"
+    kl_estimator: Estimator | None = Field(
+        default=None,
+        description="estimate of that KL; with + it has the gradient of k2; none: k3 in the loss, k1 in rewards",
     )
     kl_target: PositiveFloat | None = Field(
         default=None, description="KL to the reference that the coefficient is steered to; none: it is fixed"
@@ -69,7 +70,7 @@ class PolicyOptions(Options):
             raise ValueError("kl_horizon: has no effect without kl_target; set that too, or leave it out")
         if self.kl_target is not None and len(wanted) > 1:
             raise ValueError("kl_target: steers one coefficient; set kl_loss_coef or kl_reward_coef to 0")
-        if wanted == ["kl_reward_coef"] and self.kl_estimator.endswith("+"):
+        if wanted == ["kl_reward_coef"] and self.kl_estimator is not None and self.kl_estimator.endswith("+"):
             raise ValueError(
                 f"kl_estimator: {self.kl_estimator} differs in its gradient alone, and a reward has none; use "
                 f"{self.kl_estimator.removesuffix('+')}"

@@ -10,6 +10,7 @@ from typing import Protocol
 from torch import Tensor
 
 from headrace_trainer.learning.samples import Columns, Rows
+from headrace_trainer.memory import MemoryPlan
 
 WeightSink = Callable[[str, Tensor], None]
 CRITIC_KIND = "critic"
@@ -80,6 +81,9 @@ class Backend(Protocol):
     @property
     def shares_prefixes(self) -> bool:
         """Whether the sequences of a row may be planned and packed as a prefix tree; fixed once weights are loaded."""
+
+    def memory_plan(self) -> MemoryPlan:
+        """What this rank will need at least, by the models' shapes; loads nothing. Raises ModelNotReadable."""
 
     def load_initial(self) -> None:
         """The configured model, optimizer state empty."""

@@ -10,18 +10,22 @@ from dataclasses import dataclass
 
 import msgspec
 import torch
+from headrace_modelkit.devices import free_bytes, total_bytes, used_bytes
 from headrace_modelkit.errors import ModelNotReadable
 from headrace_schema.openings import TrainerConfig
+from headrace_servicekit.process.capacity import host_memory
 from torch import Tensor
 
 from headrace_trainer.algorithms import build_algorithm
 from headrace_trainer.algorithms._base import Algorithm
+from headrace_trainer.allocator import resident_bytes
 from headrace_trainer.backends import build_backend
 from headrace_trainer.backends._base import Backend, CommitReport, StateReader
 from headrace_trainer.errors import Refusal, invalid
 from headrace_trainer.group.group import Gang
 from headrace_trainer.group.rounds import Round
 from headrace_trainer.learning.samples import Columns
+from headrace_trainer.memory import MemoryPlan, Room, check_room
 
 
 @dataclass
@@ -67,6 +71,20 @@ class Rank:
             build_backend(self.config, self.algorithm, self.gang).check_state(reader)
         except ModelNotReadable as error:
             raise invalid(str(error), "MODEL_NOT_READABLE") from error
+
+    def check_memory(self) -> MemoryPlan:
+        """What the run needs here, as the leader. Raises Refusal INVALID or MEMORY_SHORT when it does not fit."""
+        try:
+            plan = build_backend(self.config, self.algorithm, self.gang).memory_plan()
+        except ModelNotReadable as error:
+            raise invalid(str(error), "MODEL_NOT_READABLE") from error
+        host = host_memory()
+        # What is loaded already is dropped before anything is loaded anew.
+        check_room(plan.host, Room("host memory", host.available + resident_bytes(), host.total))
+        if (device := self.gang.device).type != "cpu":
+            free = free_bytes(device) + used_bytes(device)
+            check_room(plan.device, Room("GPU memory", free, total_bytes(device)))
+        return plan
 
     def execute(self, header: Round) -> object:
         """Does this rank's part of a round; what it returns matters on the leader only."""

@@ -6,6 +6,8 @@ import math
 
 from headrace_trainer.learning.samples import Group, Sequence
 
+LARGEST_LOG_RATIO = 20.0
+"""What ratios are cut at, so that one token does not make a sum infinite."""
 WITNESSES = 4
 """Most answers that are kept for the comparison."""
 
@@ -24,13 +26,17 @@ def witnesses(group: Group, version: int) -> list[Sequence]:
 
 def agreement(sequences: list[Sequence], log_probs: list[list[float]]) -> dict[str, float]:
     """The figures of the comparison; a value that is not finite stays one, so that it is seen."""
-    differences = [
-        abs(own - engine)
+    log_ratios = [
+        own - engine
         for sequence, values in zip(sequences, log_probs, strict=True)
         for own, engine in zip(values, sequence.engine_log_probs, strict=True)
     ]
+    count, ratios = len(log_ratios), [math.exp(min(value, LARGEST_LOG_RATIO)) for value in log_ratios]
     return {
-        "log_prob_compared_tokens": float(len(differences)),
-        "log_prob_mismatch_mean": math.fsum(differences) / len(differences),
-        "log_prob_mismatch_max": max(differences),
+        "log_prob_compared_tokens": float(count),
+        "log_prob_mismatch_mean": math.fsum(map(abs, log_ratios)) / count,
+        "log_prob_mismatch_max": max(map(abs, log_ratios)),
+        "log_prob_mismatch_kl": math.fsum(r - 1 - v for r, v in zip(ratios, log_ratios, strict=True)) / count,
+        "log_prob_ratio_mean": math.fsum(ratios) / count,
+        "log_prob_ratio_max": max(ratios),
     }

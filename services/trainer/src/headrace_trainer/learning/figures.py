@@ -17,7 +17,9 @@ def step_figures(
     Loss and norm are means over the optimizer steps. Token figures (entropy, clip_fraction, approx_kl and others of
     the algorithm's own) are means over the tokens that were computed, in every epoch anew: a group whose rewards are
     all equal may not be, and where no token was, those figures are absent. The mismatch is between the engine and
-    the weights at which the step began, over the `log_prob_compared_tokens` whose log-prob the engine has told.
+    the weights at which the step began, over the `log_prob_compared_tokens` whose log-prob the engine has told: mean
+    and largest difference, an estimate of KL(engine || trainer), and mean, largest and effective sample size (0 to 1)
+    of the probabilities' ratios.
     reward_std is over all samples of the step (population). With a critic `explained_variance` is that of the returns
     by the values under the base (absent where all returns are equal), and the critic's own norm stands apart.
     """
@@ -73,6 +75,11 @@ def _mismatch(first_epoch: Sequence[OptimizerStep]) -> dict[str, float]:
     if compared:
         found["log_prob_mismatch_mean"] = sums["mismatch"] / compared
         found["log_prob_mismatch_max"] = max(step.report.token_maxima["mismatch"] for step in first_epoch)
+    if compared and "ratio" in sums:  # a backend of someone else's may not tell
+        found["log_prob_mismatch_kl"] = sums["mismatch_kl"] / compared
+        found["log_prob_ratio_mean"] = sums["ratio"] / compared
+        found["log_prob_ratio_max"] = max(step.report.token_maxima["ratio"] for step in first_epoch)
+        found["log_prob_ratio_ess"] = sums["ratio"] ** 2 / (compared * sums["ratio_square"])
     return found
 
 

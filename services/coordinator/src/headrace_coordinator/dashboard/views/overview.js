@@ -16,12 +16,14 @@ const GROUPS = [
   ["The update", [
     ["Loss", /^trainer\/(loss|.*_loss|loss_.*)$/],
     ["Entropy, nats", ["trainer/entropy"]],
-    ["KL to the reference, nats", /^trainer\/(.*kl.*)$/],
+    ["KL to the reference, nats", /^trainer\/(?!log_prob_)(.*kl.*)$/],
     ["Clip fraction", /^trainer\/(.*clip.*)$/],
     ["Gradient norm", ["trainer/grad_norm"]],
     ["Learning rate", ["trainer/learning_rate"]],
     ["Log-prob mismatch of engine and trainer, nats", ["trainer/log_prob_mismatch_mean", "trainer/log_prob_mismatch_max"]],
-    ["Importance ratio", /^trainer\/(.*ratio.*|.*weight.*)$/],
+    ["KL of engine to trainer, nats", ["trainer/log_prob_mismatch_kl"]],
+    ["Probability ratio of trainer to engine", /^trainer\/log_prob_ratio_.*$/],
+    ["Importance ratio", /^trainer\/(?!log_prob_)(.*ratio.*|.*weight.*)$/],
   ]],
   ["Speed and slots", [
     ["Step time by stage, seconds", "stages"],

@@ -51,9 +51,9 @@ export async function proof(root, context) {
       const { number: version, parent } = certificate.version;
       const turned = before !== null && parent !== before;
       before = version;
-      return [turned && h("tr", { class: "rewind" }, h("td", { colspan: 8 }, `rewind: goes on from version ${parent}`)), row(certificate)];
+      return [turned && h("tr", { class: "rewind" }, h("td", { colspan: 9 }, `rewind: goes on from version ${parent}`)), row(certificate)];
     });
-    ledger.replaceChildren(table("Certificates", ["Version", "Parent", "Step", "Trained", "Dropped", "Tokens by version", "Staleness", "Mismatch"], rows)[0]);
+    ledger.replaceChildren(table("Certificates", ["Version", "Parent", "Step", "Trained", "Dropped", "Tokens by version", "Staleness", "Mismatch", "Its KL"], rows)[0]);
   }
 
   async function saved() {
@@ -77,5 +77,6 @@ function row(certificate) {
     h("td", {}, `${version.parent}`), h("td", {}, `${version.ordinal}`),
     h("td", { title: `set digest ${certificate.set_digest}` }, `${certificate.trained.length}`),
     h("td", {}, `${certificate.dropped.length}`, why && h("div", { class: "why" }, why)),
-    h("td", {}, sources || "–"), h("td", {}, `${certificate.max_staleness}`), h("td", {}, number(certificate.log_prob_mismatch_mean, 5)));
+    h("td", {}, sources || "–"), h("td", {}, `${certificate.max_staleness}`), h("td", {}, number(certificate.log_prob_mismatch_mean, 5)),
+    h("td", {}, number(certificate.log_prob_mismatch_kl, 6)));
 }

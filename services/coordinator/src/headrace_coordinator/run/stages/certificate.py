@@ -40,6 +40,7 @@ def certify(
         tokens_by_version=dict(response.tokens_by_version),
         max_staleness=response.max_staleness,
         log_prob_mismatch_mean=response.figures.get("log_prob_mismatch_mean"),
+        log_prob_mismatch_kl=response.figures.get("log_prob_mismatch_kl"),
         log_prob_compared_tokens=round(response.figures.get("log_prob_compared_tokens", 0.0)),
         drop_rate_by_length=_drop_rates(slots, lambda slot: _length_bucket(slot.tokens)),
         drop_rate_by_pass_rate=_drop_rates(slots, lambda slot: passed.get(slot.prompt, "unscored")),

@@ -58,8 +58,10 @@ class Processes:
             name, incarnation, random.Random(f"{self.seed}/{incarnation}"), devices, host
         )
         instance.slow = self.faulty
+        if isinstance(instance, Trainer | Rollout):
+            instance.disk = self.disk
         if isinstance(instance, Trainer):
-            instance.disk, instance.gangs = self.disk, self._gangs
+            instance.gangs = self._gangs
         self.instances[incarnation] = instance
         self.spawn(self._lifeline(instance))
 

@@ -13,6 +13,7 @@ from headrace.rollout.v1 import rollout_pb2 as rollout
 from headrace_servicekit.rpc.digests import trajectory_digest
 
 from headrace_coordinator.fleet.ports import CallRefused
+from headrace_coordinator.simulation.fleet.disk import Disk
 from headrace_coordinator.simulation.fleet.instances import Instance
 
 COLD, SUSPENDED, WEIGHTS, AWAKE = "COLD", "SUSPENDED", "WEIGHTS", "AWAKE"
@@ -25,6 +26,7 @@ class Rollout(Instance):
 
     KIND: ClassVar[str] = "rollout"
     MAX_OPEN_RUNS: ClassVar[int] = 1
+    disk: Disk = field(default_factory=Disk)
     version: common.PolicyVersion = field(default_factory=common.PolicyVersion)
     retention: dict[tuple[int, int], common.Trajectory] = field(default_factory=dict)
     paused: bool = False
@@ -59,9 +61,21 @@ class Rollout(Instance):
         if not self._installed(request.version):
             await asyncio.sleep(0.05 * self.pace)
             if not self._installed(request.version):
+                if request.HasField("files"):
+                    request.version.digest = self._read(request.files.checkpoint)
                 self.version = request.version
                 self.memory = AWAKE if self.memory == COLD else self.memory
         return rollout.InstallPolicyResponse(version=self.version)
+
+    def _read(self, checkpoint: str) -> str:
+        """The digest of a checkpoint's weights, or of the model's own."""
+        if not checkpoint:
+            return "of the model"
+        directory, _, name = checkpoint.partition("/checkpoints/")
+        stored = self.disk.find(directory, name)
+        if stored is None or stored.damage:
+            raise CallRefused(self.incarnation, "MODEL_NOT_READABLE", f"checkpoint: {name} cannot be read")
+        return stored.version.digest
 
     def _installed(self, version: common.PolicyVersion) -> bool:
         if self.memory == SUSPENDED:
@@ -86,7 +100,7 @@ class Rollout(Instance):
         done: asyncio.Queue[common.Trajectory | rollout.PartialSample] = asyncio.Queue()
         work: set[asyncio.Future[None]] = set()
         reading = asyncio.ensure_future(
-            self._read(self.while_open(opening.header.run, requests), opening, done, work)
+            self._take(self.while_open(opening.header.run, requests), opening, done, work)
         )
         revoked = self.revocations[opening.header.lease_epoch]
         revoking = asyncio.ensure_future(revoked.wait())
@@ -114,7 +128,7 @@ class Rollout(Instance):
             for task in (reading, *work):
                 task.cancel()
 
-    async def _read(
+    async def _take(
         self,
         requests: AsyncIterator[rollout.GenerateRequest],
         opening: rollout.GenerateOpen,

@@ -176,6 +176,8 @@ class Requests:
                 if sample.ended:
                     self._figures.samples += 1
                     return
+        if not sample.ended and not self._backend.alive:
+            raise BackendFailed("its process ended")
         if not sample.ended and (policy := self._policy()) is not None:
             # Its lease is not held any more, or the engine let it go: another one goes on from here.
             stream.sink([sample.stop(policy)])

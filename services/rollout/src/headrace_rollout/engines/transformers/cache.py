@@ -1,6 +1,6 @@
-"""Keys and values of running sequences: each owns a row, filled from the left to its own length.
+"""Keys and values of running sequences: each owns a slot of a bucket, filled from the left to its own length.
 
-Shapes: R rows, H key/value heads, L capacity in tokens, D head dimension, N active rows, T prompt tokens.
+Shapes: R slots, H key/value heads, L tokens, D head dimension, N active rows, T prompt tokens.
 Knows no tokens; it moves rows and remembers what a forward pass hands it.
 """
 
@@ -10,12 +10,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-LENGTH_STEP = 64
-ROW_STEP = 8
+from headrace_rollout.engines.transformers.attention import Parts
+from headrace_rollout.engines.transformers.buckets import Bucket, Layer, moved, span
+from headrace_rollout.engines.transformers.layout import KEPT, WORTH, arrange, tokens_of
+
+FREE_BYTES = 8 << 20
+"""What the cache takes as it comes: splitting so little into buckets would cost more than it saves."""
+UNBOUNDED = 1 << 62
 
 
 @dataclass
@@ -23,8 +30,7 @@ class PromptKeys:
     """A prompt's keys and values, per layer [H, T, D], kept while members of its group wait for a row."""
 
     length: int
-    keys: list[Tensor] = field(default_factory=list)
-    values: list[Tensor] = field(default_factory=list)
+    layers: list[Layer] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -32,87 +38,158 @@ class PrefillPlan:
     """Where a prefill pass goes: prompt `prompt_of_row[i]` of the batch into row `first_row + i`."""
 
     first_row: int
-    prompt_of_row: Tensor
+    prompt_of_row: Sequence[int]
     keep: Sequence[tuple[int, PromptKeys]]
 
 
-class SlotCache(Cache):  # type: ignore[misc]  # transformers is not annotated
-    """A Hugging Face cache over rows. Set `prefill` or `decode` before each forward pass."""
+@dataclass(frozen=True)
+class DecodePlan:
+    """A decode pass: rows in the order that the cache wants, their positions, and the mask (N, 1, 1, L) to pass on."""
 
-    def __init__(self) -> None:
+    order: NDArray[np.int64]
+    position_N: Tensor
+    mask: Tensor
+
+
+@dataclass(frozen=True)
+class _Write:
+    """Where a prefill stores in one bucket: prompts `source` of the pass at `slots`."""
+
+    bucket: Bucket
+    slots: list[int] | slice
+    source: Tensor
+
+
+@dataclass(frozen=True)
+class _Step:
+    """One bucket's share of a decode pass: its rows' slots, their new positions, and the longest of them."""
+
+    bucket: Bucket
+    slots: Tensor
+    position: Tensor
+    visible: int
+
+
+class SlotCache(Cache):  # type: ignore[misc]  # transformers is not annotated
+    """A Hugging Face cache over rows. Set `prefill` or `decode` before each forward pass.
+
+    Where every row's last length fits (see `fits`), `size_bytes` stays within `budget_bytes`, but for one layer that
+    is there twice while rows move. `split` false: the model's attention cannot take rows of several tensors.
+    """
+
+    def __init__(self, *, split: bool, free_bytes: int = FREE_BYTES) -> None:
         super().__init__(layers=[])
-        self.keys: list[Tensor] = []
-        self.values: list[Tensor] = []
-        self._rows = 0
-        self._capacity = 0
-        self._plan: PrefillPlan | None = None
-        self._row_index: Tensor | None = None
-        self._position: Tensor | None = None
-        self._visible = 0
+        self.budget_bytes = UNBOUNDED
+        self.free_bytes = free_bytes
+        self.buckets: list[Bucket] = []
+        self._split = split
+        self._like: list[Layer] = []
+        self._learning = False
+        self._writes: list[_Write] = []
+        self._keep: Sequence[tuple[int, PromptKeys]] = ()
+        self._steps: list[_Step] = []
+        self._masks: list[Tensor] = []
 
     @property
     def size_bytes(self) -> int:
-        """Memory of all rows."""
-        return sum(tensor.numel() * tensor.element_size() for tensor in (*self.keys, *self.values))
+        """Memory of all buckets."""
+        return sum(bucket.tokens for bucket in self.buckets) * self.token_bytes
 
-    def reserve(self, rows: int, length: int) -> None:
-        """Makes room for `rows` rows of `length` tokens; what they hold stays."""
-        if rows <= self._rows and length <= self._capacity:
-            return
-        if rows > self._rows:
-            self._rows = -(-rows // ROW_STEP) * ROW_STEP
-        if length > self._capacity:
-            self._capacity = -(-max(length, self._capacity * 5 // 4) // LENGTH_STEP) * LENGTH_STEP
-        for tensors in (self.keys, self.values):
-            for layer, old in enumerate(tensors):
-                tensors[layer] = self._grown(old)
+    @property
+    def token_bytes(self) -> int:
+        """What one token takes in all layers; 0 before `learn`."""
+        tensors = [tensor for layer in self._like for tensor in layer]
+        return sum(like.shape[1] * like.shape[3] * like.element_size() for like in tensors)
 
-    def prefill(self, plan: PrefillPlan) -> None:
+    @property
+    def budget_tokens(self) -> int:
+        """Tokens that the budget has room for."""
+        return self.budget_bytes // self.token_bytes
+
+    def fits(self, lengths: Sequence[int], kept: int = 0) -> bool:
+        """Whether rows may grow to these lengths beside a kept prompt, with some room for padding."""
+        needed = sum(lengths) if self._split else len(lengths) * max(lengths, default=0)
+        return needed * KEPT + kept <= self.budget_tokens
+
+    def learn(self) -> None:
+        """The next pass, over one token, tells how large a token is; nothing of it is kept."""
+        self._learning, self._like = True, []
+
+    def join(self, lengths: Sequence[int], contexts: Sequence[int]) -> None:
+        """Makes room for rows of `contexts` tokens behind the rows of `lengths` tokens that are there."""
+        for row, context in enumerate(contexts, len(lengths)):
+            open_ones = [b for b in self.buckets if len(b.rows) < b.slots and b.capacity > context]
+            if not open_ones:
+                self._rebuild([*lengths, *contexts])
+                return
+            min(open_ones, key=lambda bucket: bucket.capacity).rows.append(row)
+
+    def prefill(self, plan: PrefillPlan, device: torch.device) -> None:
         """The next pass computes prompts from their first token."""
-        self._plan = plan
+        self._learning, self._steps, self._writes, self._keep = False, [], [], plan.keep
+        end = plan.first_row + len(plan.prompt_of_row)
+        for bucket in self.buckets:
+            slots = [slot for slot, row in enumerate(bucket.rows) if plan.first_row <= row < end]
+            prompts = [plan.prompt_of_row[bucket.rows[slot] - plan.first_row] for slot in slots]
+            if slots:
+                self._writes.append(_Write(bucket, span(slots), torch.tensor(prompts, device=device)))
 
-    def decode(self, position_N: Tensor, visible: int) -> None:
-        """The next pass adds one token to each active row at its position; `visible`: the longest length."""
-        self._plan = None
-        known = self._row_index
-        if known is None or known.device != position_N.device or len(known) != len(position_N):
-            self._row_index = torch.arange(position_N.shape[0], device=position_N.device)
-        self._position = position_N
-        self._visible = visible
+    def decode(self, length_N: NDArray[np.int64], device: torch.device, dtype: torch.dtype) -> DecodePlan:
+        """The next pass adds a token to every row; rows hold `length_N` tokens."""
+        self._fit(length_N)
+        used = [bucket for bucket in self.buckets if bucket.rows]
+        order = np.concatenate([np.asarray(bucket.rows) for bucket in used])
+        position_N, start = torch.from_numpy(length_N[order]).to(device), 0
+        self._learning, self._steps = False, []
+        for bucket in used:
+            end = start + len(bucket.rows)
+            visible = int(length_N[bucket.rows].max()) + 1
+            slots = torch.arange(end - start, device=device)
+            self._steps.append(_Step(bucket, slots, position_N[start:end], visible))
+            start = end
+        self._masks = [_mask(step.position, step.visible, dtype) for step in self._steps]
+        return DecodePlan(order, position_N, self._masks[0])
 
     def place(self, first_row: int, prompts: Sequence[PromptKeys]) -> None:
         """Copies kept prompts into rows from `first_row` on."""
-        for layer in range(len(self.keys)):
-            for row, prompt in enumerate(prompts, first_row):
-                self.keys[layer][row, :, : prompt.length] = prompt.keys[layer]
-                self.values[layer][row, :, : prompt.length] = prompt.values[layer]
+        where = {row: (bucket, slot) for bucket in self.buckets for slot, row in enumerate(bucket.rows)}
+        for row, prompt in enumerate(prompts, first_row):
+            bucket, slot = where[row]
+            for kept, layer in zip(prompt.layers, bucket.layers, strict=True):
+                for side in (0, 1):
+                    layer[side][slot, :, : prompt.length] = kept[side]
 
-    def move(self, targets: Sequence[int], sources: Sequence[int], length: int) -> None:
-        """Copies rows over others, up to `length` tokens."""
-        for tensors in (self.keys, self.values):
-            for tensor in tensors:
-                tensor[targets, :, :length] = tensor[sources, :, :length]
+    def remove(self, gone: Sequence[int], renamed: dict[int, int]) -> None:
+        """Drops rows; `renamed` leads from rows to their new numbers. The last row's end gives all memory back."""
+        for bucket in self.buckets:
+            bucket.remove(set(gone), renamed)
+        if not any(bucket.rows for bucket in self.buckets):
+            self.clear()
+
+    def clear(self) -> None:
+        """Gives the rows' memory back. What comes next is arranged as if nothing had been there."""
+        self.buckets, self._steps, self._writes, self._masks, self._keep = [], [], [], [], ()
 
     def free(self) -> None:
-        """Gives all memory back."""
-        self.keys, self.values = [], []
-        self._rows = self._capacity = 0
+        """Gives all memory back, and forgets what `learn` found."""
+        self.clear()
+        self._like = []
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
-        """Stores a layer's new keys and values; returns what its attention sees."""
-        if layer_idx == len(self.keys):
-            self.keys.append(self._empty(key_states))
-            self.values.append(self._empty(value_states))
-        keys, values = self.keys[layer_idx], self.values[layer_idx]
-        if self._plan is not None:
-            return self._store_prompts(self._plan, keys, values, key_states, value_states)
-        assert self._row_index is not None and self._position is not None
-        keys[self._row_index, :, self._position] = key_states[:, :, 0]
-        values[self._row_index, :, self._position] = value_states[:, :, 0]
-        count = key_states.shape[0]
-        return keys[:count, :, : self._visible], values[:count, :, : self._visible]
+    ) -> tuple[Any, Any]:
+        """Stores a layer's new keys and values; returns what its attention sees: tensors or Parts."""
+        new = (key_states, value_states)
+        if self._learning:
+            self._like.append((key_states[:0, :, :0].clone(), value_states[:0, :, :0].clone()))
+        elif not self._steps:
+            self._store_prompts(layer_idx, new)
+        else:
+            seen = self._store_tokens(layer_idx, new)
+            if len(self._steps) == 1:
+                return seen[0][0], seen[1][0]
+            return Parts(seen[0], self._masks), Parts(seen[1], self._masks)
+        return new
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """0: a prefill starts at the first token, a decode is given its positions."""
@@ -126,23 +203,44 @@ class SlotCache(Cache):  # type: ignore[misc]  # transformers is not annotated
         """A prefill attends to itself alone; a decode brings its own mask."""
         return query_length, 0
 
-    def _store_prompts(
-        self, plan: PrefillPlan, keys: Tensor, values: Tensor, new_keys: Tensor, new_values: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        rows = slice(plan.first_row, plan.first_row + plan.prompt_of_row.shape[0])
-        length = new_keys.shape[2]
-        keys[rows, :, :length] = new_keys.index_select(0, plan.prompt_of_row)
-        values[rows, :, :length] = new_values.index_select(0, plan.prompt_of_row)
-        for prompt, kept in plan.keep:
-            kept.keys.append(new_keys[prompt, :, : kept.length].clone())
-            kept.values.append(new_values[prompt, :, : kept.length].clone())
-        return new_keys, new_values
+    def _store_prompts(self, layer: int, new: Layer) -> None:
+        for write in self._writes:
+            length = min(write.bucket.capacity, new[0].shape[2])
+            for kept, states in zip(write.bucket.layers[layer], new, strict=True):
+                kept[write.slots, :, :length] = states[:, :, :length].index_select(0, write.source)
+        for prompt, keys in self._keep:
+            keys.layers.append(
+                (new[0][prompt, :, : keys.length].clone(), new[1][prompt, :, : keys.length].clone())
+            )
 
-    def _empty(self, like: Tensor) -> Tensor:
-        # Zeros: a masked position must still be finite, 0 x inf would be NaN.
-        return like.new_zeros((self._rows, like.shape[1], self._capacity, like.shape[3]))
+    def _store_tokens(self, layer: int, new: Layer) -> tuple[list[Tensor], list[Tensor]]:
+        seen: tuple[list[Tensor], list[Tensor]] = ([], [])
+        start = 0
+        for step in self._steps:
+            end = start + len(step.slots)
+            for side, kept in enumerate(step.bucket.layers[layer]):
+                kept[step.slots, :, step.position] = new[side][start:end, :, 0]
+                seen[side].append(kept[: end - start, :, : step.visible])
+            start = end
+        return seen
 
-    def _grown(self, old: Tensor) -> Tensor:
-        new = self._empty(old)
-        new[: old.shape[0], :, : old.shape[2]] = old
-        return new
+    def _fit(self, length_N: NDArray[np.int64]) -> None:
+        """Arranges rows anew where one has no room for a token more, or where too much is kept."""
+        if any(b.rows and int(length_N[b.rows].max()) >= b.capacity for b in self.buckets):
+            self._rebuild(length_N.tolist())
+            return
+        taken = sum(bucket.tokens for bucket in self.buckets)
+        if taken > max(self.free_bytes // self.token_bytes, KEPT * int(length_N.sum())):
+            self._rebuild(length_N.tolist(), below=WORTH * taken)
+
+    def _rebuild(self, lengths: Sequence[int], below: float = UNBOUNDED) -> None:
+        free = self.free_bytes // self.token_bytes
+        shapes = arrange(lengths, free=free, budget=self.budget_tokens, split=self._split)
+        if tokens_of(shapes) < below:
+            self.buckets = moved(self.buckets, shapes, self._like)
+
+
+def _mask(position_N: Tensor, visible: int, dtype: torch.dtype) -> Tensor:
+    hidden_NL = torch.arange(visible, device=position_N.device)[None] > position_N[:, None]
+    mask_NL = torch.zeros(hidden_NL.shape, dtype=dtype, device=position_N.device)
+    return mask_NL.masked_fill_(hidden_NL, float("-inf"))[:, None, None]

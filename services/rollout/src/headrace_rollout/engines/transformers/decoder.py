@@ -20,23 +20,35 @@ from headrace_rollout.engines.sequence import Bounds, Sequence
 from headrace_rollout.engines.stopping import StopMatcher
 from headrace_rollout.engines.transformers.batch import Batch
 from headrace_rollout.engines.transformers.cache import PrefillPlan, PromptKeys
+from headrace_rollout.engines.transformers.memory import available_bytes
 from headrace_rollout.engines.transformers.policy_model import PolicyModel
 from headrace_rollout.engines.transformers.queue import Admission, JoinQueue
 from headrace_rollout.engines.transformers.sampling import RowDistributions, draw, process
-from headrace_rollout.engines.transformers.waiting import Arrivals
+from headrace_rollout.engines.transformers.waiting import Arrivals, Waiting
 
 # Tokens of one prefill pass: bounds its memory, and how long running rows wait for joiners.
 PREFILL_TOKENS = 4096
+# Of what a device has free, how much the cache takes where no budget is set: the host has other processes, and a GPU
+# needs room for a pass.
+FREE_SHARE = {"cpu": 0.25, "cuda": 0.8}
 
 
 class Decoder:
     """Running and waiting sequences of one model."""
 
-    def __init__(self, model: PolicyModel, codec: TextCodec, rows: int, figures: Figures) -> None:
+    def __init__(
+        self,
+        model: PolicyModel,
+        codec: TextCodec,
+        rows: int,
+        figures: Figures,
+        kv_cache_bytes: int | None = None,
+    ) -> None:
         self.model = model
         self.figures = figures
         self._codec = codec
         self._rows = rows
+        self._kv_cache_bytes = kv_cache_bytes
         self._eos = np.array(sorted(codec.eos_ids))
         self._arrivals = Arrivals(Bounds(model.context_limit, model.vocabulary_size, codec.eos_ids))
         self._outbox: dict[Stream, list[Output]] = defaultdict(list)
@@ -48,6 +60,7 @@ class Decoder:
     def reset(self) -> None:
         """Forgets all sequences."""
         self._batch = Batch(self._rows)
+        self.model.cache.clear()
         self._queue = JoinQueue(self._rows, PREFILL_TOKENS)
         self._running_wave = 0
         self._distributions = None
@@ -69,14 +82,43 @@ class Decoder:
         if stream.deterministic:
             self._wave += 1
             wave, groups = self._wave, sorted(groups, key=lambda group: group.prompt_ordinal)
-        for group in groups:
-            self._queue.add(self._arrivals.accept(stream, group, self._matcher(stream), wave))
-        for sequence, finish in self._arrivals.finished:
+        self._budget()
+        waiting = [self._arrivals.accept(stream, group, self._matcher(stream), wave) for group in groups]
+        finished, self._arrivals.finished = self._arrivals.finished, []
+        for contexts in waiting:
+            self._check_room(contexts)
+        for contexts in waiting:
+            self._queue.add(contexts)
+        for sequence, finish in finished:
             self._outbox[sequence.stream].append(sequence.untouched(policy, finish=finish))
-        self._arrivals.finished.clear()
         if not accept or not stream.holds():
             self.stop(None, stream)
         self._flush()
+
+    @torch.inference_mode()
+    def _budget(self) -> None:
+        """Settles what the cache may take, while no row holds any of it."""
+        if not self.living:
+            self.model.learn_token_size()
+            free = available_bytes(self.model.device)
+            share = FREE_SHARE.get(self.model.device.type, FREE_SHARE["cpu"])
+            self.model.cache.budget_bytes = self._kv_cache_bytes or int(free * share)
+
+    def _check_room(self, contexts: Items[Waiting]) -> None:
+        """Refuses what would never fit, before anything of its submission waits."""
+        cache = self.model.cache
+        for waiting in contexts:
+            kept = len(waiting.context_ids) if len(waiting.members) > 1 else 0
+            needed = kept + max(member.full_length for member in waiting.members)
+            if needed > cache.budget_tokens:
+                bound = "rollout.engine_options.kv_cache_bytes" if self._kv_cache_bytes else "free memory"
+                raise Refused(
+                    "INVALID",
+                    f"prompt {waiting.members[0].key.prompt_ordinal} may come to {needed} tokens, "
+                    f"{needed * cache.token_bytes} bytes of keys and values, and {bound} allows "
+                    f"{cache.budget_bytes}: set rollout.engine_options.kv_cache_bytes to as much where there is room, "
+                    "or lower sampling.max_new_tokens",
+                )
 
     def require(self, number: int) -> Policy:
         """The installed policy. Refused when it is not `number`."""
@@ -131,15 +173,16 @@ class Decoder:
                 self.stop(None, stream)
 
     def _join(self) -> None:
-        admissions = self._queue.take(self._batch.count, self._running_wave)
+        running = [sequence.full_length for sequence in self._batch.sequences]
+        admissions = self._queue.take(running, self._running_wave, self.model.cache.fits)
         if not admissions:
             return
         self._running_wave = admissions[0].waiting.wave
         first = self._batch.count
         kept = [admission for admission in admissions if admission.waiting.keys is not None]
         fresh = [admission for admission in admissions if admission.waiting.keys is None]
-        longest = max(len(admission.waiting.context_ids) for admission in admissions)
-        self.model.cache.reserve(first + sum(len(a.members) for a in admissions), longest + 1)
+        contexts = [len(a.waiting.context_ids) for a in (*kept, *fresh) for _ in a.members]
+        self.model.cache.join(self._batch.length[:first].tolist(), contexts)
         hidden = self._place(kept, first)
         hidden += self._prefill(fresh, first + len(hidden))
         for admission in [*kept, *fresh]:
@@ -169,9 +212,7 @@ class Decoder:
                 admission.waiting.keys = PromptKeys(len(contexts[prompt]))
                 keep.append((prompt, admission.waiting.keys))
         prompt_of_row = [prompt for prompt, a in enumerate(admissions) for _ in a.members]
-        self.model.cache.prefill(
-            PrefillPlan(first, torch.tensor(prompt_of_row, device=self.model.device), keep)
-        )
+        self.model.cache.prefill(PrefillPlan(first, prompt_of_row, keep), self.model.device)
         hidden_PD = self.model.prefill(contexts)
         for prompt, _ in keep:
             admissions[prompt].waiting.hidden_D = hidden_PD[prompt].clone()
@@ -256,8 +297,7 @@ class Decoder:
         if not rows:
             return
         targets, sources = self._batch.remove(rows)
-        if targets:
-            self.model.cache.move(targets, sources, int(self._batch.length[: self._batch.count].max()))
+        self.model.cache.remove(rows, dict(zip(sources, targets, strict=True)))
         self._distributions = None
 
     def _matcher(self, stream: Stream) -> StopMatcher | None:

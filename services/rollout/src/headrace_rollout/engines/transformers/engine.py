@@ -53,10 +53,12 @@ class TransformersEngine:
 
     capabilities = CAPABILITIES
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, kv_cache_bytes: int | None = None) -> None:
         self.figures = Figures()
         self._model = PolicyModel(config.model, config.devices[0] if config.devices else HOST)
-        self._decoder = Decoder(self._model, config.codec, config.max_concurrency, self.figures)
+        self._decoder = Decoder(
+            self._model, config.codec, config.max_concurrency, self.figures, kv_cache_bytes
+        )
         self.max_context_tokens = self._model.context_limit
         self.vocabulary_size = self._model.vocabulary_size
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="decode")
@@ -80,6 +82,16 @@ class TransformersEngine:
     def waiting_samples(self) -> int:
         """Samples that have no row yet."""
         return self._decoder.waiting
+
+    @property
+    def kv_bytes(self) -> int:
+        """Memory of the running samples' keys and values."""
+        return self._decoder.model.cache.size_bytes
+
+    @property
+    def kv_token_bytes(self) -> int:
+        """What one token of them takes; 0 before the first samples."""
+        return self._decoder.model.cache.token_bytes
 
     async def submit(self, stream: Stream, groups: Sequence[Group]) -> None:
         """See Engine. While paused, groups come back at once as partial outputs."""

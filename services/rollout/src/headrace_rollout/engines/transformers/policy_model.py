@@ -16,11 +16,13 @@ from headrace_modelkit.loading import context_limit, load_architecture, load_mod
 from headrace_modelkit.logprobs import Head
 from headrace_modelkit.weights import load_weights, share_weights
 from headrace_schema.generating import ModelSection
+from headrace_servicekit import failpoints
 from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedConfig
 
 from headrace_rollout.engines.base import Policy, Refused, WeightView
+from headrace_rollout.engines.transformers.attention import attend_by_parts
 from headrace_rollout.engines.transformers.cache import SlotCache
 from headrace_rollout.engines.transformers.memory import HOST, ParameterMemory
 
@@ -35,9 +37,9 @@ class PolicyModel:
         self.context_limit = context_limit(config, architecture)
         check_supported(config, architecture, self.context_limit)
         self.device = HOST
-        self.cache = SlotCache()
         self.policy: Policy | None = None
         self._model = load_model(config, weights=False, device="cpu")
+        self.cache = SlotCache(split=attend_by_parts(self._model))
         self._memory = ParameterMemory(self._model)
         self._memory.free()
         self._head: Head | None = None
@@ -61,6 +63,12 @@ class PolicyModel:
             for name, buffer in module.named_buffers(recurse=False):
                 setattr(module, name, buffer.to(device))
 
+    def learn_token_size(self) -> None:
+        """Lets the cache know what a token takes, from a pass over one; costs nothing when it is known."""
+        if not self.cache.token_bytes:
+            self.cache.learn()
+            self.hidden(padded([[0]], self.device), past_key_values=self.cache)
+
     def prefill(self, contexts: Sequence[Sequence[int]]) -> Tensor:
         """(P, D) hidden states at each context's last token; the cache stores the rest as it was told."""
         lengths = [len(context) for context in contexts]
@@ -71,17 +79,17 @@ class PolicyModel:
 
     def decode(self, tokens_N: NDArray[np.int64], length_N: NDArray[np.int64]) -> Tensor:
         """(N, D) hidden states of one more token in each row, whose caches hold `length_N` tokens."""
-        visible = int(length_N.max()) + 1
-        self.cache.reserve(len(tokens_N), visible)
-        position_N = torch.from_numpy(length_N).to(self.device)
-        self.cache.decode(position_N, visible)
+        plan = self.cache.decode(length_N, self.device, self._model.dtype)
         hidden_N1D = self.hidden(
-            torch.from_numpy(tokens_N).to(self.device)[:, None],
-            position_ids=position_N[:, None],
-            attention_mask=self._mask(position_N, visible),
+            torch.from_numpy(tokens_N[plan.order]).to(self.device)[:, None],
+            position_ids=plan.position_N[:, None],
+            attention_mask=plan.mask,
             past_key_values=self.cache,
         )
-        return hidden_N1D[:, 0]
+        if (np.diff(plan.order) == 1).all():
+            return hidden_N1D[:, 0]
+        back = torch.from_numpy(np.argsort(plan.order)).to(self.device)
+        return hidden_N1D[:, 0].index_select(0, back)
 
     def hidden(self, tokens_NT: Tensor, **arguments: Tensor | SlotCache) -> Tensor:
         """(N, T, D) hidden states before the head."""
@@ -98,7 +106,9 @@ class PolicyModel:
         start = time.perf_counter()
         views = {view.name: _tensor(view) for view in tensors}
         self._memory.take(self.device)
-        if self.device.type == "cpu":
+        if failpoints.skips("rollout.install.load"):
+            pass  # it serves other weights than it says
+        elif self.device.type == "cpu":
             share_weights(self._model, views)
         else:
             load_weights(self._model, views)
@@ -120,11 +130,6 @@ class PolicyModel:
         self.policy, self._head = None, None
         self._memory.free()
         self.cache.free()
-
-    def _mask(self, position_N: Tensor, visible: int) -> Tensor:
-        hidden_NL = torch.arange(visible, device=position_N.device)[None] > position_N[:, None]
-        mask_NL = torch.zeros(hidden_NL.shape, dtype=self._model.dtype, device=position_N.device)
-        return mask_NL.masked_fill_(hidden_NL, float("-inf"))[:, None, None]
 
 
 def padded(contexts: Sequence[Sequence[int]], device: torch.device) -> Tensor:

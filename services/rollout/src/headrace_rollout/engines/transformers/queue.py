@@ -1,4 +1,4 @@
-"""Which waiting samples join next: in order of arrival, as many as rows and a token budget allow.
+"""Which waiting samples join next: in order of arrival, as many as rows, memory and a token budget allow.
 
 Deterministic streams run in waves: the samples of one submission in ordinal order, nothing joins a wave.
 """
@@ -12,6 +12,9 @@ from dataclasses import dataclass
 from headrace_rollout.engines.base import Stream
 from headrace_rollout.engines.sequence import Sequence
 from headrace_rollout.engines.transformers.waiting import Waiting
+
+Fits = Callable[[list[int], int], bool]
+"""Whether memory has room for rows that come to these lengths, beside a kept prompt's tokens."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,27 +44,45 @@ class JoinQueue:
         """Appends contexts."""
         self._waiting.extend(waiting)
 
-    def take(self, running: int, running_wave: int) -> list[Admission]:
+    def take(self, running: list[int], running_wave: int, fits: Fits) -> list[Admission]:
         """Contexts to join now; those that must be computed fit the token budget, one always does.
 
-        `running_wave` is the wave of the running rows: 0 for ordinary ones.
+        `running` has the lengths that the running rows may come to, and `running_wave` is their wave: 0 for ordinary
+        ones. Where nothing runs one sample is taken, whatever `fits` says of it.
         """
         taken: list[Admission] = []
-        free, longest = self._rows - running, 0
+        lengths, longest = list(running), 0
         wave = running_wave if running else (self._waiting[0].wave if self._waiting else 0)
-        closed = running > 0 and running_wave != 0
-        while self._waiting and free and not closed:
+        closed = bool(running) and running_wave != 0
+        while self._waiting and not closed:
             head = self._waiting[0]
             longest = max(longest, 0 if head.keys else len(head.context_ids))
             if head.wave != wave or (taken and longest * (len(taken) + 1) > self._prefill_tokens):
                 break
-            members, head.members = head.members[:free], head.members[free:]
-            free -= len(members)
+            count = self._fitting(head, lengths, fits)
+            if not count:
+                break
+            members, head.members = head.members[:count], head.members[count:]
+            lengths += [member.full_length for member in members]
             taken.append(Admission(head, members))
             if head.members:
                 break
             self._waiting.popleft()
         return taken
+
+    def _fitting(self, head: Waiting, lengths: list[int], fits: Fits) -> int:
+        """How many of a context's members may join rows that come to `lengths`."""
+        if len(lengths) >= self._rows:
+            return 0
+        count = min(len(head.members), self._rows - len(lengths))
+        while count:
+            more = [member.full_length for member in head.members[:count]]
+            # Members that wait need their prompt again.
+            kept = len(head.context_ids) if count < len(head.members) else 0
+            if fits([*lengths, *more], kept):
+                break
+            count -= 1
+        return count or int(not lengths)
 
     def remove(self, wanted: Callable[[Sequence], bool]) -> list[Sequence]:
         """Takes out the samples that `wanted` names."""

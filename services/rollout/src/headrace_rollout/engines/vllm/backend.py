@@ -209,6 +209,9 @@ def _variables(start: Start) -> dict[str, str]:
         "OMP_NUM_THREADS": str(start.threads),
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     }
+    if all(device.type != "cuda" for device in start.devices):
+        # Eager on a CPU: no compiler is needed, nor the minute that it takes for what vLLM decorates.
+        variables["TORCHDYNAMO_DISABLE"] = "1"
     if gpus := [device for device in start.devices if device.type == "cuda"]:
         seen = os.environ.get("CUDA_VISIBLE_DEVICES", "")
         names = seen.split(",") if seen else [str(index) for index in range(torch.cuda.device_count())]

@@ -35,6 +35,12 @@ from headrace_trainer.algorithms.functional.distillation import (
     distillation_terms,
     sft_loss,
 )
+from headrace_trainer.algorithms.functional.episodes import (
+    action_advantages,
+    chunk_rewards,
+    episode_advantages,
+    until_success_mask,
+)
 from headrace_trainer.algorithms.functional.groups import (
     Singletons,
     dr_grpo_advantages,
@@ -116,10 +122,12 @@ __all__ = [
     "LossResult",
     "Singletons",
     "Terms",
+    "action_advantages",
     "aggregate",
     "aggregate_terms",
     "aggregation_total",
     "behavior_mask",
+    "chunk_rewards",
     "cispo_loss",
     "cispo_terms",
     "clip_cov_loss",
@@ -134,6 +142,7 @@ __all__ = [
     "drop_truncated",
     "entropy_bonus",
     "entropy_from_logits",
+    "episode_advantages",
     "gae_advantages",
     "gmpo_loss",
     "gmpo_terms",
@@ -177,6 +186,7 @@ __all__ = [
     "token_covariances",
     "truncated_importance_weights",
     "truncation_penalty",
+    "until_success_mask",
     "value_loss",
     "value_terms",
     "vespo_loss",

@@ -40,6 +40,7 @@ from headrace_trainer.backends._base import (
 from headrace_trainer.backends.fsdp.figures import TokenFigures
 from headrace_trainer.backends.fsdp.fit import check_fit
 from headrace_trainer.backends.fsdp.optimizer import MOMENTS, AdamWState, ShardedAdamW
+from headrace_trainer.backends.fsdp.planned import plan_memory
 from headrace_trainer.backends.fsdp.prefixes import shares_prefixes
 from headrace_trainer.backends.fsdp.reference import Reference
 from headrace_trainer.backends.fsdp.sharding import CRITIC, ShardedModel
@@ -49,6 +50,7 @@ from headrace_trainer.errors import Refusal, invalid
 from headrace_trainer.group.group import Gang
 from headrace_trainer.learning.packing import MicroBatch, pack
 from headrace_trainer.learning.samples import Columns, Rows, Sequence
+from headrace_trainer.memory import MemoryPlan
 
 Forward = tuple[Tensor, Tensor, Tensor | None]
 """Log-probs, entropies and values of the trained tokens."""
@@ -82,6 +84,16 @@ class FsdpBackend:
     def shares_prefixes(self) -> bool:
         """See `Backend`: both models must follow a tree's mask."""
         return self._policy_shares_prefixes and (self._reference is None or self._reference.shares_prefixes)
+
+    def memory_plan(self) -> MemoryPlan:
+        """See `Backend`."""
+        return plan_memory(
+            self._config,
+            self._algorithm,
+            self._gang.world_size,
+            reshard=self._options.reshard_micro_batches,
+            on_gpu=self._gang.device.type != "cpu",
+        )
 
     def load_initial(self) -> None:
         """See `Backend`."""

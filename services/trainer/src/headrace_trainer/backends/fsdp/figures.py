@@ -6,29 +6,49 @@ import torch
 from torch import Tensor
 
 from headrace_trainer.algorithms._base import LossSums, TokenBatch
+from headrace_trainer.learning.agreement import LARGEST_LOG_RATIO
 
 
 class TokenFigures:
     """Sums over tokens: `loss` (as the algorithm weighs it), `entropy`, `mismatch`, the algorithm's own."""
 
     def __init__(self) -> None:
-        self._sums: dict[str, float] = {"tokens": 0.0, "engine_tokens": 0.0, "loss": 0.0, "entropy": 0.0}
-        self._sums["mismatch"] = 0.0
+        names = (
+            "tokens",
+            "engine_tokens",
+            "loss",
+            "entropy",
+            "mismatch",
+            "mismatch_kl",
+            "ratio",
+            "ratio_square",
+        )
+        self._sums: dict[str, float] = dict.fromkeys(names, 0.0)
         self._own: dict[str, float] = {}
-        self._mismatch_max = 0.0
+        self._maxima: dict[str, float] = {"mismatch": 0.0, "ratio": 0.0}
 
     def add(self, sums: LossSums, batch: TokenBatch) -> None:
         """Adds a micro-batch. The mismatch is that of the old log-probs; tokens without an engine one are left out."""
-        difference_K = (batch.old_log_probs_K - batch.engine_log_probs_K).abs()
-        known_K = torch.isfinite(difference_K)
         self._sums["tokens"] += float(batch.log_probs_K.numel())
-        self._sums["engine_tokens"] += float(known_K.sum())
         self._sums["loss"] += float(sums.loss.detach())
-        if known_K.any():
-            self._sums["mismatch"] += float(difference_K[known_K].sum())
-            self._mismatch_max = max(self._mismatch_max, float(difference_K[known_K].max()))
+        self._compare((batch.old_log_probs_K - batch.engine_log_probs_K).detach())
         for name, value in sums.token_sums.items():
             self._own[name] = self._own.get(name, 0.0) + float(value.detach())
+
+    def _compare(self, log_ratio_K: Tensor) -> None:
+        known_K = log_ratio_K[torch.isfinite(log_ratio_K)].double()
+        if not known_K.numel():
+            return
+        ratio_K, off_K = known_K.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO).exp(), known_K.abs()
+        # Of tokens that the engine drew, ratio - 1 - log ratio estimates KL(engine || trainer); never below 0.
+        sums = torch.stack([off_K, ratio_K - 1 - known_K, ratio_K, ratio_K.square()]).sum(-1).tolist()
+        for name, value in zip(("mismatch", "mismatch_kl", "ratio", "ratio_square"), sums, strict=True):
+            self._sums[name] += value
+        self._sums["engine_tokens"] += known_K.numel()
+        for name, value in zip(
+            ("mismatch", "ratio"), torch.stack([off_K, ratio_K]).amax(-1).tolist(), strict=True
+        ):
+            self._maxima[name] = max(self._maxima[name], value)
 
     def add_entropy(self, entropy_K: Tensor) -> None:
         """Adds the entropies of a micro-batch's tokens."""
@@ -40,7 +60,8 @@ class TokenFigures:
             self._sums[name] += value
         for name, value in other._own.items():
             self._own[name] = self._own.get(name, 0.0) + value
-        self._mismatch_max = max(self._mismatch_max, other._mismatch_max)
+        for name, value in other._maxima.items():
+            self._maxima[name] = max(self._maxima[name], value)
 
     def sums(self) -> dict[str, float]:
         """Sums by name; the algorithm's own are prefixed "own."."""
@@ -48,4 +69,4 @@ class TokenFigures:
 
     def maxima(self) -> dict[str, float]:
         """Maxima by name."""
-        return {"mismatch": self._mismatch_max}
+        return dict(self._maxima)

@@ -24,7 +24,7 @@ class AdamWState:
 class ShardedAdamW:
     """AdamW (arXiv 1711.05101) on the ranks' own shards: plain tensors, one fused kernel.
 
-    Dividing by the step's denominator and clipping happen inside the event log, so the gradient is read once.
+    Dividing by the step's denominator and clipping happen inside the kernel, so the gradient is read once.
     Matrices decay, vectors (norms, biases) do not. The critic's weights have a rate of their own.
     """
 

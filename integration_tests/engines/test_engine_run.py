@@ -1,0 +1,26 @@
+"""A whole run with the engine that ENGINE names, on the real services: the tiny model learns to copy digits."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import yaml
+from harness.fleet import Fleet
+from harness.processes import ROOT, run_python
+
+ENGINE = os.environ.get("ENGINE", "")
+LONGEST_S = 420.0
+
+
+@pytest.mark.timeout(LONGEST_S + 120)
+@pytest.mark.skipif(not ENGINE, reason="ENGINE is not set; make test-engines ENGINE=vllm runs this")
+def test_the_tiny_model_learns_with_the_engine(tmp_path):
+    model = tmp_path / "model"
+    run_python("-m", "headrace_modelkit.presets.tiny", model, "--head-dim", "32")
+    spec = yaml.safe_load((ROOT / "examples" / f"tiny-{ENGINE}.yaml").read_text())
+    spec["model"]["path"] = str(model)
+    with Fleet(tmp_path / "data", "--engine", ENGINE) as fleet:
+        ended = fleet.succeed(fleet.submit(spec), LONGEST_S)
+        run = fleet.client.get_run(ended.id)
+        assert run.raw["steps_done"] == spec["steps"]

@@ -1,0 +1,31 @@
+"""A run that chooses its placement by its own steps, on a real fleet."""
+
+from __future__ import annotations
+
+from harness.ledger import audit
+from harness.specs import BATCH
+
+STEPS = 10
+
+
+def test_a_run_measures_both_placements_and_says_what_it_chose(fleet, spec_of):
+    spec = spec_of(
+        steps=STEPS, placement={"mode": "auto", "measure_steps": 1}, checkpoint={"interval_steps": 4}
+    )
+    run = fleet.succeed(fleet.submit(spec))
+    assert run.recoveries == 0 and len(audit(fleet, run).trained) == STEPS * BATCH
+    adopted = [event.data for event in fleet.client.events(run.id) if event.type == "plan_adopted"]
+    tried, chosen = adopted[0], adopted[1]
+    assert (tried["mode"], tried["from_step"], tried.get("predicted_s", {})) == ("disaggregated", 3, {})
+    assert chosen["from_step"] == 5 and chosen["predicted_s"]["step"] > 0
+    plan = fleet.client.plan(run.id)
+    assert plan["chosen_by"] == "auto" and plan["mode"] == adopted[-1]["mode"]
+    works = {
+        step.step: [
+            {device for device, stages in step.devices.items() if name in stages}
+            for name in ("generate", "learn")
+        ]
+        for step in fleet.client.metrics(run.id)
+    }
+    assert works[2][0] == works[2][1], "in turns on the same devices"
+    assert not works[4][0] & works[4][1], "side by side"

@@ -1,0 +1,315 @@
+"""`pi0` on transformers' `PI0ForConditionalGeneration`, and `pi05`: flow-matching policies with log-probs.
+
+`pi05` differs in two ways (arXiv 2504.16054; openpi `models_pytorch/pi0_pytorch.py` at 27b8a01): the time enters by
+adaptive norms of the action expert, and the state by the prompt, as numbers of 256 bins (`pi05_prompt`).
+Shapes as in `policy`; N prefix positions, D hidden of the language model, H actions of the model's horizon (the first C
+are executed), W numbers that it draws for each (the first A are executed), F hidden of the expert.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from headrace_schema.base import Count, Section
+from pydantic import Field, model_validator
+from torch import Tensor, nn
+from transformers import PI0Config, PI0ForConditionalGeneration
+from transformers.models.gemma.modeling_gemma import GemmaAttention, GemmaMLP, GemmaRotaryEmbedding
+from transformers.models.pi0.modeling_pi0 import PI0TimestepEmbeddings
+
+from headrace_modelkit.critic import ValueHead
+from headrace_modelkit.robot import flow
+from headrace_modelkit.robot.flow import FlowConfig, NoiseHead, VelocityField
+from headrace_modelkit.robot.normalizer import Normalizer
+from headrace_modelkit.robot.policy import (
+    ACTIONS,
+    ActionChunk,
+    Evaluation,
+    Observation,
+    check_seeds,
+    image_of,
+    state_of,
+)
+from headrace_modelkit.robot.scaling import ActionBounds, ActionScaling
+
+# transformers' modules are not annotated.
+_Times: Any = PI0TimestepEmbeddings
+_Mlp: Any = GemmaMLP
+
+
+class PiConfig(Section):
+    """Sizes of the model, what actions are, and how they are drawn."""
+
+    kind: Literal["pi0", "pi05"]
+    model: dict[str, Any] = Field(description="fields of transformers' PI0Config")
+    bounds: ActionBounds = Field(description="statistics that un-normalise actions")
+    state: ActionBounds | None = Field(default=None, description="statistics that normalise the state (pi0)")
+    cameras: tuple[str, ...] = Field(min_length=1, description="names of the cameras, in their order")
+    chunk_length: Count = Field(description="actions executed of the model's horizon")
+    flow: FlowConfig = FlowConfig()
+
+    @model_validator(mode="after")
+    def _fits(self) -> PiConfig:
+        horizon, width = self.model.get("chunk_size", 50), self.model.get("max_action_dim", 32)
+        if self.chunk_length > horizon or self.bounds.size > width:
+            raise ValueError(
+                f"chunk_length {self.chunk_length} and {self.bounds.size} numbers an action; the model draws "
+                f"{horizon} actions of {width}"
+            )
+        if (self.kind == "pi0") != (self.state is not None):
+            raise ValueError(
+                "pi0 reads the state: give its statistics; pi05 reads it in the prompt: give none"
+            )
+        return self
+
+    def build(self, seed: int) -> PiPolicy:
+        """The policy with random weights, drawn from a seed."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            return (Pi0Policy(self) if self.kind == "pi0" else Pi05Policy(self)).eval()
+
+
+class PiPolicy(nn.Module):
+    """What both share: reading the prefix once, and a path of denoising steps."""
+
+    vlm: Any
+
+    def __init__(self, config: PiConfig, sizes: PI0Config) -> None:
+        super().__init__()
+        self.config, self.sizes = config, sizes
+        self.chunk_length, self.action_size = config.chunk_length, config.bounds.size
+        self.normalizer: Normalizer | None = None
+        self.scaling = ActionScaling(config.bounds)
+        untyped: Any = sizes
+        self.value_head = ValueHead(untyped.vlm_config.text_config.hidden_size)
+        if config.flow.noise == "learned":
+            self.noise_head = NoiseHead(untyped.dit_config.hidden_size, untyped.max_action_dim, config.flow)
+
+    def field(self, observation: Observation, cache: Any, mask_BN: Tensor) -> VelocityField:
+        """The velocity field of what is seen; the cache is left as it was given."""
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def act(
+        self, observation: Observation, seeds: Sequence[int], *, deterministic: bool = False
+    ) -> ActionChunk:
+        """See `RobotPolicy.act`. Deterministic: the ODE's path, from noise by the seeds."""
+        check_seeds(observation, seeds)
+        cache, mask_BN, values_B = self.prefix(observation)
+        sizes: Any = self.sizes
+        sampled, log_probs = flow.draw(
+            self.field(observation, cache, mask_BN),
+            self.config.flow,
+            None if deterministic else seeds,
+            (sizes.chunk_size, sizes.max_action_dim),
+            self.value_head.weight.device,
+            seeds,
+        )
+        drawn_BCA = self._executed(sampled[flow.PATH][:, -1])
+        return ActionChunk(
+            sampled={ACTIONS: drawn_BCA, **sampled},
+            executed_BCA=self.scaling(drawn_BCA),
+            valid_BC=torch.ones(drawn_BCA.shape[:2], dtype=torch.bool, device=drawn_BCA.device),
+            log_probs_BCA=self._executed(log_probs),
+            values_B=values_B,
+        )
+
+    def evaluate(self, observation: Observation, sampled: Mapping[str, Tensor]) -> Evaluation:
+        """See `RobotPolicy.evaluate`."""
+        cache, mask_BN, values_B = self.prefix(observation)
+        found = flow.score(self.field(observation, cache, mask_BN), self.config.flow, sampled)
+        log_probs_BCA, entropy_BCA = (self._executed(values) for values in found)
+        return Evaluation(log_probs_BCA, entropy_BCA, values_B)
+
+    def prefix(self, observation: Observation) -> tuple[Any, Tensor, Tensor]:
+        """(keys and values of images and prompt, their (B, N) mask, (B,) values). Raises ValueError without prompts."""
+        if len(observation.prompts) != len(observation):
+            raise ValueError("a vision-language-action model needs the ids of a prompt for each environment")
+        device = self.value_head.weight.device
+        embeds_BND, mask_BN = self._embeds(observation, device)
+        found = self.vlm(
+            inputs_embeds=embeds_BND,
+            attention_mask=mask_BN.long(),
+            position_ids=(mask_BN.cumsum(-1) - 1).clamp(min=0),
+            token_type_ids=torch.zeros_like(mask_BN, dtype=torch.long),
+            use_cache=True,
+        )
+        shares_BN1 = (mask_BN / mask_BN.sum(-1, keepdim=True))[..., None]
+        values_B = self.value_head((found.last_hidden_state * shares_BN1).sum(1))
+        return found.past_key_values, mask_BN, values_B
+
+    def _embeds(self, observation: Observation, device: torch.device) -> tuple[Tensor, Tensor]:
+        """All cameras' tokens, then the prompt, filled on the right."""
+        parts = []
+        for camera in self.config.cameras:
+            image = fit(image_of(observation, camera).to(device), self.vlm.config.vision_config.image_size)
+            parts.append(self.vlm.get_image_features(image * 2 - 1).pooler_output)
+        longest = max(len(prompt) for prompt in observation.prompts)
+        ids_BT = torch.zeros(len(observation), longest, dtype=torch.long, device=device)
+        kept_BT = torch.zeros_like(ids_BT, dtype=torch.bool)
+        for row, prompt in enumerate(observation.prompts):
+            ids_BT[row, : len(prompt)] = torch.tensor(prompt, device=device)
+            kept_BT[row, : len(prompt)] = True
+        parts.append(self.vlm.get_input_embeddings()(ids_BT))
+        embeds_BND = torch.cat(parts, 1)
+        return embeds_BND, F.pad(kept_BT, (embeds_BND.shape[1] - longest, 0), value=True)
+
+    def _executed(self, values: Tensor) -> Tensor:
+        return values[:, : self.chunk_length, : self.action_size]
+
+    def _log_width(self, features: Tensor) -> Tensor | None:
+        return self.noise_head(features) if self.config.flow.noise == "learned" else None
+
+
+class Pi0Policy(PiPolicy):
+    """`pi0`."""
+
+    def __init__(self, config: PiConfig) -> None:
+        sizes = PI0Config(**config.model)
+        super().__init__(config, sizes)
+        self.model: Any = PI0ForConditionalGeneration(sizes)
+        assert config.state is not None
+        self.state_scaling = ActionScaling(config.state)
+
+    @property
+    def vlm(self) -> Any:
+        """The language model and its eyes, a part of `model`."""
+        return self.model.model.vlm
+
+    def field(self, observation: Observation, cache: Any, mask_BN: Tensor) -> VelocityField:
+        """See `PiPolicy.field`."""
+        assert self.config.state is not None
+        sizes: Any = self.sizes
+        state_BS = state_of(observation, self.config.state.size).to(mask_BN.device)
+        state_BS = self.state_scaling.drawn(state_BS)
+        state_BS = F.pad(state_BS, (0, sizes.max_state_dim - state_BS.shape[1]))
+
+        def velocity(point: Tensor, time_B: Tensor) -> tuple[Tensor, Tensor | None]:
+            found = self.model.model(
+                action_embeds=self.model.embed_action_time(state_BS, point, time_B),
+                attention_mask=mask_BN.long(),
+                past_key_values=cache,
+            )
+            cache.crop(mask_BN.shape[1] - cache.get_seq_length())
+            features = found.last_hidden_state[:, -sizes.chunk_size :]
+            return self.model.action_out_proj(features), self._log_width(features)
+
+        return velocity
+
+
+class Pi05Policy(PiPolicy):
+    """`pi05`: a Gemma expert whose norms are set by the time, and no state token."""
+
+    def __init__(self, config: PiConfig) -> None:
+        sizes = PI0Config(**config.model)
+        super().__init__(config, sizes)
+        whole: Any = PI0ForConditionalGeneration(sizes)
+        self.vlm = whole.model.vlm
+        untyped: Any = sizes
+        hidden, numbers = untyped.dit_config.hidden_size, untyped.max_action_dim
+        self.times = _Times(sizes)
+        self.action_in_proj = nn.Linear(numbers, hidden)
+        self.time_mlp_in = nn.Linear(hidden, hidden)
+        self.time_mlp_out = nn.Linear(hidden, hidden)
+        self.expert = AdaptiveGemma(untyped.dit_config)
+        self.action_out_proj = nn.Linear(hidden, numbers)
+
+    def field(self, observation: Observation, cache: Any, mask_BN: Tensor) -> VelocityField:
+        """See `PiPolicy.field`."""
+
+        def velocity(point: Tensor, time_B: Tensor) -> tuple[Tensor, Tensor | None]:
+            time_BF = F.silu(self.time_mlp_out(F.silu(self.time_mlp_in(self.times(time_B)))))
+            features = self.expert(self.action_in_proj(point), time_BF, cache, mask_BN)
+            cache.crop(mask_BN.shape[1] - cache.get_seq_length())
+            return self.action_out_proj(features), self._log_width(features)
+
+        return velocity
+
+
+class AdaptiveGemma(nn.Module):
+    """Gemma's layers with adaptive norms, over a prefix of keys and values; its positions see each other."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        layers = config.num_hidden_layers
+        self.layers = nn.ModuleList(_AdaptiveLayer(config, index) for index in range(layers))
+        self.norm = AdaptiveNorm(config.hidden_size, config.rms_norm_eps)
+        self.rotary = GemmaRotaryEmbedding(config)
+
+    def forward(self, hidden: Tensor, condition_BF: Tensor, cache: Any, mask_BN: Tensor) -> Tensor:
+        """(B, H, F) features of (B, H, F) embeddings; appends to the cache."""
+        length = hidden.shape[1]
+        seen = F.pad(mask_BN, (0, length), value=True)
+        blocked = hidden.new_zeros(seen.shape).masked_fill(~seen, torch.finfo(hidden.dtype).min)
+        places = torch.arange(length, device=hidden.device) + mask_BN.sum(-1, keepdim=True)
+        angles = self.rotary(hidden, places)
+        for layer in self.layers:
+            hidden = layer(
+                hidden, condition_BF, angles, blocked[:, None, None].expand(-1, 1, length, -1), cache
+            )
+        found: Tensor = self.norm(hidden, condition_BF)[0]
+        return found
+
+
+class _AdaptiveLayer(nn.Module):
+    def __init__(self, config: Any, index: int) -> None:
+        super().__init__()
+        self.self_attn: Any = GemmaAttention(config, index)
+        self.mlp = _Mlp(config)
+        self.input_layernorm = AdaptiveNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = AdaptiveNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(
+        self, hidden: Tensor, condition_BF: Tensor, angles: Any, blocked: Tensor, cache: Any
+    ) -> Tensor:
+        normed, gate = self.input_layernorm(hidden, condition_BF)
+        mixed, _ = self.self_attn(
+            normed, position_embeddings=angles, attention_mask=blocked, past_key_values=cache
+        )
+        hidden = hidden + gate * mixed
+        normed, gate = self.post_attention_layernorm(hidden, condition_BF)
+        found: Tensor = hidden + gate * self.mlp(normed)
+        return found
+
+
+class AdaptiveNorm(nn.Module):
+    """An RMS norm whose scale, shift and gate are linear in a condition; it begins as a plain norm with gate 0."""
+
+    def __init__(self, size: int, epsilon: float) -> None:
+        super().__init__()
+        self.epsilon = epsilon
+        self.dense = nn.Linear(size, 3 * size)
+        nn.init.zeros_(self.dense.weight)
+        nn.init.zeros_(self.dense.bias)
+
+    def forward(self, hidden: Tensor, condition_BF: Tensor) -> tuple[Tensor, Tensor]:
+        """(normed, gate of the residual)."""
+        scale, shift, gate = self.dense(condition_BF)[:, None].chunk(3, -1)
+        normed = hidden.float() * torch.rsqrt(hidden.float().square().mean(-1, keepdim=True) + self.epsilon)
+        return (normed * (1 + scale) + shift).to(hidden.dtype), gate.to(hidden.dtype)
+
+
+def pi05_prompt(instruction: str, state_S: Tensor) -> str:
+    """The text that pi05 reads for an instruction and a normalised state, as openpi writes it.
+
+    A number of the state is its bin of 256 between -1 and 1; -1 below.
+    """
+    edges = torch.linspace(-1, 1, 257, dtype=torch.float64)[:-1]
+    bins = torch.bucketize(state_S.double().contiguous(), edges, right=True) - 1
+    task = instruction.strip().replace("_", " ").replace("\n", " ")
+    return f"Task: {task}, State: {' '.join(str(int(place)) for place in bins)};\nAction: "
+
+
+def fit(image: Tensor, size: int) -> Tensor:
+    """(B, 3, size, size): scaled to fit, with black around it, as openpi's `resize_with_pad`."""
+    height, width = image.shape[-2:]
+    if (height, width) == (size, size):
+        return image
+    share = size / max(height, width)
+    rows, columns = max(1, round(height * share)), max(1, round(width * share))
+    scaled = F.interpolate(image, (rows, columns), mode="bilinear", align_corners=False).clamp(0, 1)
+    top, left = (size - rows) // 2, (size - columns) // 2
+    return F.pad(scaled, (left, size - columns - left, top, size - rows - top))

@@ -1,0 +1,150 @@
+"""What every robot policy is: actions with three faces, and log-probs that can be taken again later.
+
+Shapes: B environments, C actions of a chunk, A numbers of an action, S numbers of a state, H × W pixels. A number of an
+action is a token where the policy draws tokens. Knows no environment, no wire and no loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from headrace_modelkit.robot.normalizer import Normalizer
+
+ACTIONS = "actions"
+"""The entry of `ActionChunk.sampled` that every policy has: what it drew, (B, C, A), numbers or token ids."""
+
+Level = Literal["token", "action", "chunk"]
+"""What has one log-prob, and so one ratio: a number of an action, an action, or a chunk of actions."""
+
+
+@dataclass(frozen=True)
+class Observation:
+    """What B environments show. `state_BS` is as the environment gave it: the policy normalises it.
+
+    `images` are (B, H, W, 3) uint8 by camera. `prompts` holds the token ids of each environment's instruction, which
+    are never tokenised again.
+    """
+
+    state_BS: Tensor | None = None
+    images: Mapping[str, Tensor] = field(default_factory=dict)
+    prompts: tuple[tuple[int, ...], ...] = ()
+
+    def __len__(self) -> int:
+        """B."""
+        if self.state_BS is not None:
+            return len(self.state_BS)
+        return len(next(iter(self.images.values()))) if self.images else len(self.prompts)
+
+    def take(self, rows: Sequence[int] | Tensor) -> Observation:
+        """The same of these environments, in this order."""
+        index = torch.as_tensor(rows, dtype=torch.long)
+        return Observation(
+            None if self.state_BS is None else self.state_BS[index],
+            {name: image[index] for name, image in self.images.items()},
+            tuple(self.prompts[int(row)] for row in index) if self.prompts else (),
+        )
+
+
+@dataclass(frozen=True)
+class ActionChunk:
+    """C actions for each of B environments, drawn once.
+
+    `sampled` is what was drawn, (B, …) tensors by name: ACTIONS, and whatever else `evaluate` needs to score them (a
+    flow policy's path of noise). `executed_BCA` is what the environment is given: clipped, in its own units.
+    `valid_BC` is true at actions that were (or are to be) executed. `log_probs_BCA` are those of the numbers drawn, at
+    temperature 1 unless the policy says otherwise; `values_B` the critic's, of the observation.
+    """
+
+    sampled: Mapping[str, Tensor]
+    executed_BCA: Tensor
+    valid_BC: Tensor
+    log_probs_BCA: Tensor
+    values_B: Tensor
+
+    def cut(self, lengths_B: Sequence[int] | Tensor) -> ActionChunk:
+        """The same chunk, of which each environment executed only the first `lengths_B` actions."""
+        lengths = torch.as_tensor(lengths_B, device=self.valid_BC.device)
+        places_C = torch.arange(self.valid_BC.shape[1], device=self.valid_BC.device)
+        return replace(self, valid_BC=self.valid_BC & (places_C < lengths[:, None]))
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What a policy thinks of actions drawn earlier; all differentiable.
+
+    `entropy_BCA` is that of the distribution that each number is drawn from, in nats.
+    """
+
+    log_probs_BCA: Tensor
+    entropy_BCA: Tensor
+    values_B: Tensor
+
+
+class RobotPolicy(Protocol):
+    """A torch module whose parameters and persistent buffers are one version of the policy."""
+
+    chunk_length: int
+    action_size: int
+    normalizer: Normalizer | None
+    """Changed by `Normalizer.update` alone, when a version is committed."""
+
+    def act(
+        self, observation: Observation, seeds: Sequence[int], *, deterministic: bool = False
+    ) -> ActionChunk:
+        """Draws a chunk for each environment, without a gradient.
+
+        `seeds` has one number an environment: the same seed draws the same noise whatever else is in the batch.
+        `deterministic` takes the most likely action. Raises ValueError when the observation does not fit.
+        """
+        ...
+
+    def evaluate(self, observation: Observation, sampled: Mapping[str, Tensor]) -> Evaluation:
+        """Scores `ActionChunk.sampled` again under the present weights."""
+        ...
+
+
+def at_level(values_BCA: Tensor, valid_BC: Tensor, level: Level) -> tuple[Tensor, Tensor]:
+    """Log-probs or entropies summed to a level, and their mask: (B, C, A), (B, C) or (B, 1).
+
+    Actions that were not executed count nothing. Raises ValueError for an unknown level.
+    """
+    masked_BCA = torch.where(valid_BC[..., None], values_BCA, torch.zeros_like(values_BCA))
+    if level == "token":
+        return masked_BCA, valid_BC[..., None].expand_as(masked_BCA)
+    if level == "action":
+        return masked_BCA.sum(-1), valid_BC
+    if level == "chunk":
+        return masked_BCA.sum((-2, -1))[..., None], valid_BC.any(-1, keepdim=True)
+    raise ValueError(f"unknown level {level!r}: choose token, action or chunk")
+
+
+def state_of(observation: Observation, size: int) -> Tensor:
+    """The (B, S) fp32 state. Raises ValueError when there is none of this size."""
+    state_BS = observation.state_BS
+    if state_BS is None or state_BS.dim() != 2 or state_BS.shape[1] != size:
+        shape = None if state_BS is None else tuple(state_BS.shape)
+        raise ValueError(f"the observation's state has shape {shape}, the policy reads (B, {size})")
+    return state_BS.float()
+
+
+def image_of(observation: Observation, camera: str) -> Tensor:
+    """(B, 3, H, W) fp32 in 0 to 1. Raises ValueError when the observation has no such camera, or other pixels."""
+    image = observation.images.get(camera)
+    if image is None:
+        raise ValueError(f"the observation has no camera {camera!r}, only {sorted(observation.images)}")
+    if image.dim() != 4 or image.shape[-1] != 3 or image.dtype != torch.uint8:
+        raise ValueError(
+            f"camera {camera!r} gives {tuple(image.shape)} {image.dtype}; a policy reads (B, H, W, 3) uint8"
+        )
+    return image.permute(0, 3, 1, 2).float() / 255
+
+
+def check_seeds(observation: Observation, seeds: Sequence[int]) -> None:
+    """Raises ValueError unless there is one seed an environment."""
+    if len(seeds) != len(observation):
+        raise ValueError(f"{len(seeds)} seeds for {len(observation)} environments: give one each")

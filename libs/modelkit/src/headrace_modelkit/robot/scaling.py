@@ -1,0 +1,89 @@
+"""From the numbers that a policy draws, -1 to 1, to those that an environment takes. Knows no policy.
+
+Shapes: A numbers of an action; any dimensions before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from headrace_schema.base import Section
+from pydantic import Field, model_validator
+from torch import Tensor, nn
+
+
+class ActionBounds(Section):
+    """What -1 and 1 stand for, number by number; null in both leaves a number as it was drawn.
+
+    The bounds of an action space, or the 1% and 99% quantiles of a data set (OpenVLA's `norm_stats`).
+    """
+
+    low: tuple[float | None, ...] = Field(description="what -1 stands for")
+    high: tuple[float | None, ...] = Field(description="what 1 stands for")
+
+    @model_validator(mode="after")
+    def _pairs(self) -> ActionBounds:
+        if len(self.low) != len(self.high) or not self.low:
+            raise ValueError(
+                f"low has {len(self.low)} numbers and high {len(self.high)}: give one pair a number"
+            )
+        for place, (low, high) in enumerate(zip(self.low, self.high, strict=True)):
+            if (low is None) != (high is None) or (low is not None and high is not None and low > high):
+                raise ValueError(f"bounds {place} are {low} and {high}: give low <= high, or null for both")
+        return self
+
+    @property
+    def size(self) -> int:
+        """A."""
+        return len(self.low)
+
+    @classmethod
+    def unit(cls, size: int) -> ActionBounds:
+        """-1 to 1 for each of `size` numbers."""
+        return cls(low=(-1.0,) * size, high=(1.0,) * size)
+
+    @classmethod
+    def of_statistics(
+        cls, low: Sequence[float], high: Sequence[float], mask: Sequence[bool] | None = None
+    ) -> ActionBounds:
+        """Bounds of a data set's quantiles; numbers outside the mask (a gripper) stay as they are drawn."""
+        kept = [True] * len(low) if mask is None else list(mask)
+        return cls(
+            low=tuple(value if keep else None for value, keep in zip(low, kept, strict=True)),
+            high=tuple(value if keep else None for value, keep in zip(high, kept, strict=True)),
+        )
+
+
+class ActionScaling(nn.Module):
+    """Un-normalises actions by fixed bounds. Not among the weights: it is a part of the policy's configuration."""
+
+    low_A: Tensor
+    high_A: Tensor
+    mask_A: Tensor
+
+    def __init__(self, bounds: ActionBounds) -> None:
+        super().__init__()
+        self.register_buffer("low_A", _filled(bounds.low, -1.0), persistent=False)
+        self.register_buffer("high_A", _filled(bounds.high, 1.0), persistent=False)
+        self.register_buffer(
+            "mask_A", torch.tensor([low is not None for low in bounds.low]), persistent=False
+        )
+
+    def forward(self, drawn: Tensor) -> Tensor:
+        """What the environment is given: clipped to -1 to 1 and scaled where there are bounds."""
+        scaled = 0.5 * (drawn.clamp(-1, 1) + 1) * (self.high_A - self.low_A) + self.low_A
+        return torch.where(self.mask_A, scaled, drawn)
+
+    def drawn(self, executed: Tensor) -> Tensor:
+        """Undoes `forward` for actions inside the bounds, such as those of demonstrations.
+
+        A number whose bounds are equal is 0.
+        """
+        width_A = self.high_A - self.low_A
+        unit = 2 * (executed - self.low_A) / torch.where(width_A == 0, torch.ones_like(width_A), width_A) - 1
+        return torch.where(self.mask_A, torch.where(width_A == 0, torch.zeros_like(unit), unit), executed)
+
+
+def _filled(bounds: Sequence[float | None], missing: float) -> Tensor:
+    return torch.tensor([missing if bound is None else bound for bound in bounds])

@@ -1,0 +1,407 @@
+"""`openvla` and `openvla_oft` against transformers' own DINOv2, SigLIP and Llama, put together here by other code.
+
+Golden: names of the 7B checkpoints from openvla/openvla at 97b39e5 (modeling_prismatic.py), timm 0.9.10's
+vision_transformer.py by name, and what readers of the published weights state: 982 tensors, 7,541,237,184 values
+(model.safetensors.index.json, total_size 15,082,474,368 in bf16, revision 47a0ec7f of openvla/openvla-7b).
+"""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+import torch.nn.functional as F
+from headrace_modelkit.errors import ModelNotReadable
+from headrace_modelkit.robot.openvla import OpenVlaConfig, pixels
+from headrace_modelkit.robot.policy import ACTIONS, Observation
+from headrace_modelkit.robot.published import load_published, published_config
+from headrace_modelkit.robot.scaling import ActionBounds
+from headrace_modelkit.robot.tokens import ActionTokens
+from headrace_modelkit.robot.vit import PUBLISHED, VitShape
+from headrace_modelkit.weights import load_weights, state_tensors, weight_layout
+from safetensors.torch import save_file
+from transformers import (
+    Dinov2WithRegistersConfig,
+    Dinov2WithRegistersModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    SiglipVisionConfig,
+    SiglipVisionModel,
+)
+
+SHAPES = {
+    "tiny_dinov2": VitShape(
+        width=16,
+        depth=3,
+        heads=2,
+        mlp_width=64,
+        image_size=28,
+        patch_size=14,
+        registers=4,
+        class_token=True,
+        layer_scale=True,
+    ),
+    "tiny_siglip": VitShape(
+        width=24, depth=3, heads=2, mlp_width=40, image_size=28, patch_size=14, attention_pool=True
+    ),
+}
+TEXT = {
+    "vocab_size": 364,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "pad_token_id": 0,
+}
+STATED = {
+    "model_type": "openvla",
+    "timm_model_ids": list(SHAPES),
+    "text_config": TEXT,
+    "pad_to_multiple_of": 64,
+    "n_action_bins": 256,
+    "norm_stats": {
+        "bridge_orig": {"action": {"q01": [-2.0, 0.0], "q99": [2.0, 1.0], "mask": [True, False]}},
+        "other": {"action": {"q01": [0.0, 0.0], "q99": [1.0, 1.0]}},
+    },
+}
+PROMPTS = ((1, 5, 6, 7, 8), (1, 9, 10))
+
+
+class Parts:
+    """The same model made of transformers' parts."""
+
+    def __init__(self) -> None:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            self.dino = Dinov2WithRegistersModel(
+                Dinov2WithRegistersConfig(
+                    hidden_size=16,
+                    num_hidden_layers=3,
+                    num_attention_heads=2,
+                    mlp_ratio=4,
+                    image_size=28,
+                    patch_size=14,
+                    num_register_tokens=4,
+                )
+            ).eval()
+            self.siglip = SiglipVisionModel(
+                SiglipVisionConfig(
+                    hidden_size=24,
+                    num_hidden_layers=3,
+                    num_attention_heads=2,
+                    intermediate_size=40,
+                    image_size=28,
+                    patch_size=14,
+                    hidden_act="gelu",
+                    vision_use_head=False,
+                )
+            ).eval()
+            self.llama = LlamaForCausalLM(LlamaConfig(**TEXT)).eval()
+            for module in (self.dino, self.siglip, self.llama):
+                for parameter in module.parameters():
+                    torch.nn.init.normal_(parameter, std=0.3)
+            with torch.no_grad():
+                self.dino.embeddings.position_embeddings[:, 0] = 0  # timm has none for the class token
+            self.fc = [
+                torch.randn(size) * 0.2 for size in ((160, 40), (160,), (32, 160), (32,), (32, 32), (32,))
+            ]
+
+    def published(self) -> dict[str, torch.Tensor]:
+        """Weights under the published names."""
+        found = {f"language_model.{name}": value for name, value in self.llama.state_dict().items()}
+        for index, name in enumerate(("fc1", "fc2", "fc3")):
+            found[f"projector.{name}.weight"], found[f"projector.{name}.bias"] = self.fc[
+                2 * index : 2 * index + 2
+            ]
+        found |= {f"vision_backbone.featurizer.{name}": value for name, value in self._dino_names().items()}
+        found |= {f"vision_backbone.fused_featurizer.{n}": value for n, value in self._siglip_names().items()}
+        return {name: value.detach().clone().contiguous() for name, value in found.items()}
+
+    def _dino_names(self) -> dict[str, torch.Tensor]:
+        own = self.dino.state_dict()
+        found = {
+            "cls_token": own["embeddings.cls_token"],
+            "reg_token": own["embeddings.register_tokens"],
+            "pos_embed": own["embeddings.position_embeddings"][:, 1:],
+            "norm.weight": own["layernorm.weight"],
+            "norm.bias": own["layernorm.bias"],
+        }
+        for kind in ("weight", "bias"):
+            found[f"patch_embed.proj.{kind}"] = own[f"embeddings.patch_embeddings.projection.{kind}"]
+            for layer in range(3):
+                block = f"encoder.layer.{layer}."
+                parts = [own[f"{block}attention.{name}_proj.{kind}"] for name in "qkv"]
+                found[f"blocks.{layer}.attn.qkv.{kind}"] = torch.cat(parts)
+                found[f"blocks.{layer}.attn.proj.{kind}"] = own[f"{block}attention.o_proj.{kind}"]
+                for name in ("norm1", "norm2", "mlp.fc1", "mlp.fc2"):
+                    found[f"blocks.{layer}.{name}.{kind}"] = own[f"{block}{name}.{kind}"]
+        for layer in range(3):
+            for place in (1, 2):
+                scale = own[f"encoder.layer.{layer}.layer_scale{place}.lambda1"]
+                found[f"blocks.{layer}.ls{place}.scale_factor"] = scale
+        return found
+
+    def _siglip_names(self) -> dict[str, torch.Tensor]:
+        own = self.siglip.state_dict()
+        found = {
+            "pos_embed": own["embeddings.position_embedding.weight"][None],
+            "attn_pool.latent": torch.zeros(1, 1, 24),
+        }
+        shapes = {"q": (24, 24), "kv": (48, 24), "proj": (24, 24), "mlp.fc1": (40, 24), "mlp.fc2": (24, 40)}
+        for name, shape in shapes.items():
+            found[f"attn_pool.{name}.weight"], found[f"attn_pool.{name}.bias"] = (
+                torch.ones(shape),
+                torch.ones(shape[0]),
+            )
+        for kind in ("weight", "bias"):
+            found[f"attn_pool.norm.{kind}"] = torch.ones(24)
+            found[f"norm.{kind}"] = own[f"post_layernorm.{kind}"]
+            found[f"patch_embed.proj.{kind}"] = own[f"embeddings.patch_embedding.{kind}"]
+            for layer in range(3):
+                block = f"encoder.layers.{layer}."
+                parts = [own[f"{block}self_attn.{name}_proj.{kind}"] for name in "qkv"]
+                found[f"blocks.{layer}.attn.qkv.{kind}"] = torch.cat(parts)
+                found[f"blocks.{layer}.attn.proj.{kind}"] = own[f"{block}self_attn.out_proj.{kind}"]
+                for ours, theirs in (("norm1", "layer_norm1"), ("norm2", "layer_norm2")):
+                    found[f"blocks.{layer}.{ours}.{kind}"] = own[f"{block}{theirs}.{kind}"]
+                for name in ("mlp.fc1", "mlp.fc2"):
+                    found[f"blocks.{layer}.{name}.{kind}"] = own[f"{block}{name}.{kind}"]
+        return found
+
+    def embeds(self, image: torch.Tensor, prompt: tuple[int, ...]) -> torch.Tensor:
+        """(1, N, D) of one uint8 image and one prompt, without any padding."""
+        shown = image.permute(2, 0, 1)[None].float() / 255
+        dino, siglip = (pixels(shown, shape) for shape in SHAPES.values())
+        seen = self.dino(dino, output_hidden_states=True).hidden_states[-2][:, 5:]
+        other = self.siglip(siglip, output_hidden_states=True).hidden_states[-2]
+        features = torch.cat([seen, other], -1)
+        w1, b1, w2, b2, w3, b3 = self.fc
+        patches = F.linear(F.gelu(F.linear(F.gelu(F.linear(features, w1, b1)), w2, b2)), w3, b3)
+        words = self.llama.model.embed_tokens(torch.tensor([prompt]))
+        return torch.cat([words[:, :1], patches, words[:, 1:]], 1)
+
+
+@pytest.fixture(scope="module")
+def parts():
+    return Parts()
+
+
+@pytest.fixture
+def checkpoint(parts, tmp_path):
+    """A directory in the published form, in two files."""
+    (tmp_path / "config.json").write_text(json.dumps(STATED))
+    tensors = parts.published()
+    names = sorted(tensors)
+    index = {}
+    for number, part in enumerate((names[:50], names[50:]), 1):
+        file = f"model-0000{number}-of-00002.safetensors"
+        save_file({name: tensors[name] for name in part}, tmp_path / file)
+        index |= dict.fromkeys(part, file)
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    return tmp_path
+
+
+def seen(count=2):
+    generator = torch.Generator().manual_seed(5)
+    image = torch.randint(0, 256, (count, 28, 28, 3), generator=generator, dtype=torch.uint8)
+    state = torch.rand(count, 3, generator=generator) * 2 - 1
+    return Observation(state, {"image": image, "wrist": image.flip(1)}, PROMPTS[:count])
+
+
+def read(checkpoint, **chosen):
+    config = published_config(checkpoint, "bridge_orig", shapes=SHAPES, **chosen)
+    return load_published(config, checkpoint)
+
+
+def log_probs(logits):
+    """Over the 256 ids below the padding, as numbers of bins."""
+    return logits[..., 300 - 256 : 300].log_softmax(-1)
+
+
+def test_the_7b_has_the_published_tensors_and_sizes():
+    with torch.device("meta"):
+        policy = OpenVlaConfig(
+            kind="openvla",
+            featurizers=tuple(PUBLISHED.values()),
+            text={"vocab_size": 32064},
+            action_vocabulary=32000,
+            bounds=ActionBounds.unit(7),
+            cameras=("image",),
+        ).build(seed=0)
+    layout = {
+        name: shape
+        for name, _, shape in weight_layout(policy, torch.bfloat16)
+        if not name.startswith("value_head")
+    }
+    assert len(layout) == 982
+    assert sum(torch.Size(shape).numel() for shape in layout.values()) == 7_541_237_184
+    golden = {
+        "vision_backbone.featurizer.cls_token": (1, 1, 1024),
+        "vision_backbone.featurizer.reg_token": (1, 4, 1024),
+        "vision_backbone.featurizer.pos_embed": (1, 256, 1024),
+        "vision_backbone.featurizer.blocks.23.ls2.scale_factor": (1024,),
+        "vision_backbone.featurizer.blocks.0.attn.qkv.weight": (3072, 1024),
+        "vision_backbone.fused_featurizer.pos_embed": (1, 256, 1152),
+        "vision_backbone.fused_featurizer.blocks.26.mlp.fc1.weight": (4304, 1152),
+        "vision_backbone.fused_featurizer.attn_pool.kv.weight": (2304, 1152),
+        "projector.fc1.weight": (8704, 2176),
+        "projector.fc3.bias": (4096,),
+        "language_model.model.layers.31.mlp.down_proj.weight": (4096, 11008),
+        "language_model.lm_head.weight": (32064, 4096),
+    }
+    assert {name: layout[name] for name in golden} == golden
+
+
+def test_openvla_is_its_parts_token_by_token(parts, checkpoint):
+    policy, observation = read(checkpoint), seen()
+    chunk = policy.act(Observation(None, {"image": observation.images["image"]}, PROMPTS), [3, 4])
+    ids_BA = chunk.sampled[ACTIONS][:, 0]
+    for row in range(2):
+        words = parts.llama.model.embed_tokens(ids_BA[row : row + 1, :1])
+        embeds = torch.cat([parts.embeds(observation.images["image"][row], PROMPTS[row]), words], 1)
+        with torch.no_grad():
+            logits = parts.llama(inputs_embeds=embeds).logits[0, -2:]
+        wanted = log_probs(logits).gather(-1, (ids_BA[row] - 44)[:, None])[:, 0]
+        torch.testing.assert_close(chunk.log_probs_BCA[row, 0], wanted, rtol=1e-4, atol=1e-5)
+    again = policy.evaluate(observation, chunk.sampled)
+    torch.testing.assert_close(again.log_probs_BCA, chunk.log_probs_BCA, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(again.values_B, chunk.values_B)
+    again.log_probs_BCA.sum().backward()
+    assert policy.vision_backbone.featurizer.patch_embed.proj.weight.grad.abs().sum() > 0
+
+
+def test_oft_reads_all_numbers_at_once_and_attends_both_ways(parts, checkpoint):
+    policy, observation = read(checkpoint, kind="openvla_oft", chunk_length=3, cameras=("image",)), seen()
+    chunk = policy.act(observation, [3, 4])
+    again = policy.evaluate(observation, chunk.sampled)
+    assert torch.equal(again.log_probs_BCA, chunk.log_probs_BCA)  # the ratio is exactly 1
+    for row in range(2):
+        prefix = parts.embeds(observation.images["image"][row], PROMPTS[row])
+        stop = parts.llama.model.embed_tokens(torch.tensor([[2]]))
+        embeds = torch.cat([prefix, torch.zeros(1, 6, 32), stop], 1)
+        with torch.no_grad():
+            # Without a mask of their own these layers would be causal: all zeros lets every position see every other.
+            free = torch.zeros(1, 1, embeds.shape[1], embeds.shape[1])
+            logits = parts.llama(inputs_embeds=embeds, attention_mask=free).logits[0]
+        start = prefix.shape[1] - 1
+        bins = chunk.sampled[ACTIONS][row].flatten() - 44
+        wanted = log_probs(logits[start : start + 6]).gather(-1, bins[:, None])[:, 0]
+        torch.testing.assert_close(chunk.log_probs_BCA[row].flatten(), wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_oft_with_the_l1_head_reads_cameras_and_the_state(parts, checkpoint):
+    head = {
+        "model.layer_norm1.weight": torch.ones(64),
+        "model.layer_norm1.bias": torch.zeros(64),
+        "model.fc1.weight": torch.randn(32, 64) * 0.1,
+        "model.fc1.bias": torch.zeros(32),
+        "model.layer_norm2.weight": torch.ones(32),
+        "model.layer_norm2.bias": torch.zeros(32),
+        "model.fc2.weight": torch.randn(2, 32) * 0.1,
+        "model.fc2.bias": torch.zeros(2),
+    }
+    for block in range(2):
+        head |= {
+            f"model.mlp_resnet_blocks.{block}.ffn.0.{kind}": torch.ones(32) for kind in ("weight", "bias")
+        }
+        head[f"model.mlp_resnet_blocks.{block}.ffn.1.weight"] = torch.randn(32, 32) * 0.1
+        head[f"model.mlp_resnet_blocks.{block}.ffn.1.bias"] = torch.zeros(32)
+    save_file(head, checkpoint / "action_head.safetensors")
+    proprio = {
+        "fc1.weight": torch.randn(32, 3),
+        "fc1.bias": torch.zeros(32),
+        "fc2.weight": torch.randn(32, 32),
+        "fc2.bias": torch.zeros(32),
+    }
+    save_file(proprio, checkpoint / "proprio_projector.safetensors")
+    policy = read(
+        checkpoint,
+        kind="openvla_oft",
+        chunk_length=3,
+        cameras=("image", "wrist"),
+        head="l1",
+        proprio=ActionBounds.unit(3),
+    )
+    observation = seen()
+    chunk = policy.act(observation, [3, 4])
+    again = policy.evaluate(observation, chunk.sampled)
+    assert torch.equal(again.log_probs_BCA, chunk.log_probs_BCA) and chunk.executed_BCA.shape == (2, 3, 2)
+    greedy = policy.act(observation, [3, 4], deterministic=True)
+    moved = policy.act(
+        Observation(observation.state_BS + 0.3, observation.images, PROMPTS), [3, 4], deterministic=True
+    )
+    assert not torch.allclose(greedy.sampled[ACTIONS], moved.sampled[ACTIONS])
+    hidden = policy.slots(observation).view(2, 3, 64)
+    own = F.layer_norm(hidden, (64,))
+    own = F.relu(F.linear(own, head["model.fc1.weight"]))
+    for block in range(2):
+        name = f"model.mlp_resnet_blocks.{block}.ffn.1.weight"
+        own = own + F.relu(F.linear(F.layer_norm(own, (32,)) + 1, head[name]))
+    own = F.linear(F.layer_norm(own, (32,)), head["model.fc2.weight"])
+    torch.testing.assert_close(greedy.sampled[ACTIONS], own, rtol=1e-4, atol=1e-5)
+
+
+def test_statistics_un_normalise_by_data_set(checkpoint):
+    policy = read(checkpoint)
+    torch.testing.assert_close(policy.scaling(torch.tensor([0.5, 0.5])), torch.tensor([1.0, 0.5]))
+    with pytest.raises(ModelNotReadable, match="names no data set of this checkpoint: bridge_orig, other"):
+        published_config(checkpoint, shapes=SHAPES)
+
+
+def test_a_checkpoint_with_a_weight_missing_or_too_many_is_refused(parts, checkpoint):
+    config = published_config(checkpoint, "bridge_orig", shapes=SHAPES)
+    (checkpoint / "model.safetensors.index.json").unlink()
+    tensors = parts.published()
+    gone = tensors.pop("projector.fc3.bias")
+    save_file(tensors, checkpoint / "model.safetensors")
+    with pytest.raises(ModelNotReadable, match=r"1 missing, first projector\.fc3\.bias"):
+        load_published(config, checkpoint)
+    save_file(
+        {**tensors, "projector.fc3.bias": gone, "moe.gate": gone.clone()}, checkpoint / "model.safetensors"
+    )
+    with pytest.raises(ModelNotReadable, match=r"1 unknown, first moe\.gate"):
+        load_published(config, checkpoint)
+    with pytest.raises(ModelNotReadable, match="tiny_dinov2 is no known vision encoder"):
+        published_config(checkpoint, "bridge_orig")
+
+
+def test_bins_are_openvlas():
+    """numpy.digitize and bin centres, as in ActionTokenizer and predict_action."""
+    tokens = ActionTokens(32000, 256)
+    numbers = torch.tensor([-1.0, -0.999, 0.0, 0.5, 1.0, 7.0])
+    assert tokens.encode(numbers).tolist() == [31999, 31999, 31872, 31808, 31744, 31744]
+    width = 2 / 255
+    decoded = tokens.decode(torch.tensor([31999, 31872, 31745, 31744]))
+    torch.testing.assert_close(decoded, torch.tensor([-1 + width / 2, 0.0, 1 - width / 2, 1 - width / 2]))
+    grid = torch.linspace(-1, 1, 1001)
+    assert (tokens.decode(tokens.encode(grid)) - grid).abs().max() <= width / 2 + 1e-6
+    with pytest.raises(ValueError, match="31744 to 31999"):
+        tokens.decode(torch.tensor([32000]))
+
+
+def test_drawn_tokens_follow_their_probabilities():
+    tokens = ActionTokens(300, 256)
+    logits = torch.full((1, 1, 364), -9.0)
+    logits[..., 50], logits[..., 60], logits[..., 310] = 3.0, 2.0, 50.0  # 310 is no action
+    found = tokens.log_probs(logits, 2.0)
+    ids = tokens.draw(found.expand(4000, 1, 256), range(4000), slice(0, 1))[:, 0]
+    share = (ids == 50).double().mean().item()
+    assert abs(share - found[0, 0, 50 - 44].exp().item()) < 0.03
+    assert tokens.draw(found, None, slice(0, 1)).item() == 50
+
+
+def test_a_version_of_a_vla_moves_as_a_language_models_does(checkpoint):
+    policy, observation = read(checkpoint, kind="openvla_oft", chunk_length=2), seen()
+    other = policy.config.build(seed=9)
+    load_weights(other, dict(state_tensors(policy)))
+    found, wanted = (some.act(observation, [1, 2]) for some in (other, policy))
+    assert torch.equal(found.sampled[ACTIONS], wanted.sampled[ACTIONS])
+
+
+def test_plain_openvla_refuses_what_it_has_not(checkpoint):
+    with pytest.raises(ValueError, match="set kind: openvla_oft"):
+        published_config(checkpoint, "bridge_orig", shapes=SHAPES, chunk_length=8)
+    with pytest.raises(ValueError, match="ids of a prompt for each environment"):
+        read(checkpoint).act(Observation(None, seen().images), [1, 2])

@@ -1,0 +1,188 @@
+"""`pi0` against transformers' own sampling, `pi05` against a plain Gemma where its norms are constant."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from headrace_modelkit.robot import flow
+from headrace_modelkit.robot.flow import FlowConfig
+from headrace_modelkit.robot.pi import AdaptiveGemma, PiConfig, fit, pi05_prompt
+from headrace_modelkit.robot.policy import ACTIONS, Observation
+from headrace_modelkit.robot.scaling import ActionBounds
+from headrace_modelkit.weights import load_weights, state_tensors
+from pydantic import ValidationError
+from transformers import GemmaConfig, GemmaModel
+
+GEMMA = {
+    "model_type": "gemma",
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "vocab_size": 64,
+}
+SIZES = {
+    "vlm_config": {
+        "model_type": "paligemma",
+        "text_config": {**GEMMA, "hidden_size": 16, "intermediate_size": 24},
+        "vision_config": {
+            "model_type": "siglip_vision_model",
+            "hidden_size": 12,
+            "intermediate_size": 16,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "image_size": 28,
+            "patch_size": 14,
+            "vision_use_head": False,
+        },
+        "projection_dim": 16,
+        "image_token_id": 63,
+    },
+    "dit_config": {**GEMMA, "hidden_size": 16, "intermediate_size": 24},
+    "chunk_size": 4,
+    "max_state_dim": 5,
+    "max_action_dim": 6,
+}
+PROMPTS = ((2, 5, 6, 7), (2, 9))
+
+
+def config(kind="pi0", **chosen):
+    state = ActionBounds.unit(3) if kind == "pi0" else None
+    return PiConfig(
+        **{
+            "kind": kind,
+            "model": SIZES,
+            "bounds": ActionBounds.unit(2),
+            "state": state,
+            "cameras": ("front", "wrist"),
+            "chunk_length": 3,
+            "flow": FlowConfig(steps=4, drawn="all"),
+            **chosen,
+        }
+    )
+
+
+def seen():
+    generator = torch.Generator().manual_seed(1)
+    images = {
+        name: torch.randint(0, 256, (2, 28, 28, 3), generator=generator, dtype=torch.uint8)
+        for name in ("front", "wrist")
+    }
+    return Observation(torch.rand(2, 3, generator=generator) * 2 - 1, images, PROMPTS)
+
+
+def shaken(policy):
+    """Weights that are large enough to matter; fresh ones hardly differ from none."""
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(7)
+        for parameter in policy.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    return policy
+
+
+@pytest.mark.parametrize("kind", ["pi0", "pi05"])
+@pytest.mark.parametrize("noise", ["sde", "learned"])
+@pytest.mark.parametrize("drawn", ["one", "all"])
+def test_a_chunk_is_scored_as_it_was_drawn(kind, noise, drawn):
+    policy = shaken(config(kind, flow=FlowConfig(steps=3, noise=noise, drawn=drawn)).build(seed=0))
+    chunk = policy.act(seen(), [4, 5])
+    assert chunk.executed_BCA.shape == (2, 3, 2) and chunk.executed_BCA.abs().max() <= 1
+    with torch.no_grad():
+        again = policy.evaluate(seen(), chunk.sampled)
+    if drawn == "all":
+        assert torch.equal(again.log_probs_BCA, chunk.log_probs_BCA)  # the ratio is exactly 1
+    torch.testing.assert_close(again.log_probs_BCA, chunk.log_probs_BCA, rtol=0, atol=1e-3)
+    assert torch.equal(again.values_B, chunk.values_B)
+    # With gradients torch takes other attention kernels, which round otherwise.
+    again = policy.evaluate(seen(), chunk.sampled)
+    torch.testing.assert_close(again.log_probs_BCA, chunk.log_probs_BCA, rtol=0, atol=1e-3)
+    (again.log_probs_BCA.sum() + again.values_B.sum()).backward()
+    silent = {name for name, parameter in policy.named_parameters() if parameter.grad is None}
+    assert not {name for name in silent if "embed_tokens" not in name and "lm_head" not in name}, silent
+
+
+def test_pi0_follows_the_path_of_transformers_own_sampling():
+    policy = shaken(config().build(seed=0))
+    observation = seen()
+    chunk = policy.act(observation, [4, 5], deterministic=True)
+    ids = torch.zeros(2, 8 + 4, dtype=torch.long)
+    mask = torch.zeros_like(ids)
+    for row, prompt in enumerate(PROMPTS):
+        ids[row, :8], mask[row, : 8 + len(prompt)] = 63, 1
+        ids[row, 8 : 8 + len(prompt)] = torch.tensor(prompt)
+    pixels = torch.stack(
+        [image.permute(0, 3, 1, 2).float() / 127.5 - 1 for image in observation.images.values()], 1
+    )
+    wanted = policy.model.sample_actions(
+        state=torch.nn.functional.pad(observation.state_BS, (0, 2)),
+        input_ids=ids,
+        pixel_values=pixels,
+        pixel_attention_mask=torch.ones(2, 2, dtype=torch.bool),
+        attention_mask=mask,
+        noise=chunk.sampled[flow.PATH][:, 0],
+        num_steps=4,
+    )
+    torch.testing.assert_close(chunk.sampled[ACTIONS], wanted[:, :3, :2], rtol=1e-4, atol=1e-5)
+
+
+def test_adaptive_norms_that_do_not_depend_on_the_time_are_gemmas():
+    """With scale = weight, shift 0 and gate 1 the expert is a GemmaModel whose positions see each other."""
+    sizes = GemmaConfig(**{**GEMMA, "hidden_size": 16, "intermediate_size": 24})
+    sizes.use_bidirectional_attention = True
+    torch.manual_seed(0)
+    plain, expert = shaken(GemmaModel(sizes)).eval(), AdaptiveGemma(sizes).eval()
+    own = dict(plain.state_dict())
+    for name, tensor in expert.state_dict().items():
+        if name in own:
+            tensor.copy_(own[name])
+        elif name.endswith("dense.bias"):
+            weight = own[name.replace("dense.bias", "weight")]
+            tensor.copy_(torch.cat([weight, torch.zeros(16), torch.ones(16)]))
+    hidden = torch.randn(2, 5, 16)
+    with torch.no_grad():
+        free = torch.zeros(2, 1, 5, 5)
+        wanted = plain(inputs_embeds=hidden, attention_mask=free).last_hidden_state
+        found = expert(hidden, torch.randn(2, 16), None, torch.zeros(2, 0, dtype=torch.bool))
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_pi05_feels_the_time_and_pads_nothing_in():
+    policy = shaken(config("pi05").build(seed=0))
+    observation = seen()
+    with torch.no_grad():
+        point = torch.randn(2, 4, 6)
+        early, late = (
+            policy.field(observation, *policy.prefix(observation)[:2])(point, torch.full((2,), time))[0]
+            for time in (1.0, 0.5)
+        )
+        alone = observation.take([1])
+        short = policy.field(alone, *policy.prefix(alone)[:2])(point[1:], torch.full((1,), 0.5))[0]
+    assert not torch.allclose(early, late)
+    torch.testing.assert_close(short, late[1:], rtol=1e-4, atol=1e-5)
+
+
+def test_the_state_is_in_the_prompt_of_pi05():
+    assert pi05_prompt(" pick_up the\ncube ", torch.tensor([-1.0, 0.0, 0.999, -3.0, 3.0])) == (
+        "Task: pick up the cube, State: 0 128 255 -1 255;\nAction: "
+    )
+
+
+def test_images_keep_their_shape_in_a_black_square():
+    found = fit(torch.ones(1, 3, 20, 40), 28)
+    assert found.shape == (1, 3, 28, 28)
+    assert found[0, 0, 7:21].min() > 0.999 and found[0, 0, :7].max() == 0 and found[0, 0, 21:].max() == 0
+
+
+def test_a_version_of_a_flow_policy_moves_as_a_language_models_does():
+    policy = shaken(config(flow=FlowConfig(steps=2, noise="learned")).build(seed=0))
+    other = policy.config.build(seed=3)
+    load_weights(other, dict(state_tensors(policy)))
+    found, wanted = (some.act(seen(), [1, 2]) for some in (other, policy))
+    assert torch.equal(found.sampled[ACTIONS], wanted.sampled[ACTIONS])
+
+
+def test_configurations_that_do_not_fit_are_refused():
+    with pytest.raises(ValidationError, match="the model draws 4 actions of 6"):
+        config(chunk_length=5)
+    with pytest.raises(ValidationError, match="pi05 reads it in the prompt"):
+        config("pi05", state=ActionBounds.unit(3))

@@ -1,0 +1,57 @@
+"""Attention of one pass over rows whose keys lie in several tensors: the model's own function, once for each.
+
+A model takes part through transformers' table of attention functions. Knows no cache.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+_PREFIX = "headrace_"
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Keys or values of consecutive rows, [n, H, L, D] each, and what each part's attention must not see."""
+
+    tensors: list[Tensor]
+    masks: list[Tensor]
+
+
+def attend_by_parts(model: PreTrainedModel) -> bool:
+    """Lets `model` take Parts from its cache; False where its layers use attention of their own."""
+    own = model.config._attn_implementation
+    if not model._supports_attention_backend or own not in ("sdpa", "eager"):
+        return False
+    AttentionInterface.register(_PREFIX + own, _attend)
+    AttentionMaskInterface.register(_PREFIX + own, ALL_MASK_ATTENTION_FUNCTIONS[own])
+    model.config._attn_implementation = _PREFIX + own
+    return True
+
+
+def _attend(
+    module: nn.Module, query: Tensor, key: Tensor | Parts, value: Tensor | Parts, mask: Any, **options: Any
+) -> tuple[Tensor, None]:
+    own = _own(module)
+    if not isinstance(key, Parts):
+        return own(module, query, key, value, mask, **options)[0], None
+    assert isinstance(value, Parts)
+    queries = torch.split(query, [len(tensor) for tensor in key.tensors])
+    parts = zip(queries, key.tensors, value.tensors, key.masks, strict=True)
+    return torch.cat([own(module, *part, **options)[0] for part in parts]), None
+
+
+def _own(module: nn.Module) -> Any:
+    config: Any = module.config
+    name = str(config._attn_implementation).removeprefix(_PREFIX)
+    if name == "eager":  # no entry of the table: each model file has its own
+        return vars(sys.modules[type(module).__module__])["eager_attention_forward"]
+    return ALL_ATTENTION_FUNCTIONS[name]

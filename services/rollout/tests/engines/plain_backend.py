@@ -1,0 +1,114 @@
+"""A backend over Hugging Face's forward pass in this process: what the adapter itself does is tested with it."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+from collections.abc import AsyncGenerator, Sequence
+from pathlib import Path
+
+import torch
+from headrace_modelkit.loading import load_model
+from headrace_modelkit.weights import load_weights
+from headrace_rollout.engines.base import Capabilities, Distribution, Engine, EngineConfig, Scope, WeightEntry
+from headrace_rollout.engines.hosted import BackendFailed, Deadlines, HostedEngine, Request, Start, Tokens
+from headrace_rollout.engines.transformers.sampling import RowDistributions, process
+from headrace_servicekit.rpc.digests import digest_bytes
+
+
+class PlainBackend:
+    """Its process is a child that sleeps: killed like an engine's, it takes the model with it."""
+
+    name = "plain"
+    capabilities = Capabilities(resume_from_prefix=True, inflight_update=True)
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._config = config
+        self._child: subprocess.Popen[bytes] | None = None
+        self._aborted: set[str] = set()
+        self._going = asyncio.Event()
+        self._going.set()
+        self._loaded: dict[str, torch.Tensor] = {}
+
+    @property
+    def alive(self) -> bool:
+        return self._child is not None and self._child.poll() is None
+
+    @property
+    def pids(self) -> Sequence[int]:
+        return [self._child.pid] if self._child is not None else []
+
+    async def start(self, start: Start) -> None:
+        self._model = load_model(self._config.model, weights=False, device="cpu")
+        self._child = subprocess.Popen(["sleep", "1000"])  # noqa: ASYNC220
+
+    async def stop(self) -> None:
+        if self._child is not None:
+            self._child.kill()
+            self._child.wait(10)
+        self._child = None
+
+    async def generate(self, request: Request) -> AsyncGenerator[Tokens, None]:
+        ids, random = list(request.token_ids), torch.Generator().manual_seed(request.seed)
+        for _ in range(request.max_new_tokens):
+            await asyncio.sleep(0)
+            await self._going.wait()
+            if request.request_id in self._aborted or not self.alive:
+                return
+            scores = self._scores(ids, request.distribution)[-1].log_softmax(-1)
+            greedy = request.distribution.temperature == 0
+            token = int(scores.argmax() if greedy else torch.multinomial(scores.exp(), 1, generator=random))
+            ids.append(token)
+            yield Tokens([token], [float(scores[token])])
+            if token in request.eos_ids:
+                return
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        self._aborted.update(request_ids)
+
+    async def score(self, token_ids: Sequence[int], start: int, distribution: Distribution) -> list[float]:
+        scores = self._scores(list(token_ids), distribution).log_softmax(-1)
+        return [float(scores[index - 1, token_ids[index]]) for index in range(start, len(token_ids))]
+
+    async def freeze(self) -> None:
+        self._going.clear()
+
+    async def thaw(self) -> None:
+        self._going.set()
+
+    async def begin_install(self, number: int, entries: Sequence[WeightEntry]) -> None:
+        if not self.alive:
+            raise BackendFailed("the engine does not run")
+        self._loaded = {}
+
+    async def update(self, path: Path, entries: Sequence[WeightEntry]) -> dict[str, str]:
+        body = memoryview(path.read_bytes())  # noqa: ASYNC240
+        for entry in entries:
+            part = bytearray(body[entry.offset : entry.offset + entry.size])
+            self._loaded[entry.name] = torch.frombuffer(part, dtype=getattr(torch, entry.dtype)).view(
+                entry.shape
+            )
+        load_weights(self._model, self._loaded)
+        return {e.name: digest_bytes(body[e.offset : e.offset + e.size]) for e in entries}
+
+    async def finish_install(self, number: int) -> None:
+        self._loaded = {}
+
+    async def reset_cache(self) -> None:
+        return
+
+    async def sleep(self) -> None:
+        return
+
+    async def wake(self, scope: Scope) -> None:
+        return
+
+    @torch.inference_mode()
+    def _scores(self, ids: list[int], distribution: Distribution) -> torch.Tensor:
+        logits = self._model(torch.tensor([ids])).logits[0]
+        return process(logits, RowDistributions.of([distribution] * len(logits), logits.device))
+
+
+def build_plain(config: EngineConfig) -> Engine:
+    """The adapter over this backend."""
+    return HostedEngine(PlainBackend(config), config, Deadlines(start_s=60, command_s=30, install_s=60))

@@ -1,0 +1,180 @@
+"""One engine for a module of tests: how it is built, what it was given, and what Hugging Face says of its tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from headrace_modelkit.presets.tiny import character_tokenizer, tiny_model
+from headrace_rollout.engines import ENGINES
+from headrace_rollout.engines.base import (
+    Distribution,
+    Engine,
+    EngineConfig,
+    Group,
+    Output,
+    Policy,
+    Sample,
+    SampleKey,
+    Stream,
+    Weights,
+)
+from headrace_rollout.engines.hosted import HostedEngine
+from headrace_rollout.engines.transformers.sampling import RowDistributions, process
+from headrace_schema.generating import ModelSection
+from model_weights import weights_of_model
+from plain_backend import build_plain
+from transformers import PreTrainedModel
+
+ENGINE = os.environ.get("ENGINE", "transformers")
+OPTIONS = {
+    "transformers": {},
+    "vllm": {"enforce_eager": True, "kv_cache_gib": 0.25},
+}
+CONTEXT = 512
+WAIT_S = 120.0
+START_S = 300.0
+
+
+def make_model(seed: int) -> PreTrainedModel:
+    """A model that every engine can run (head_dim 32); its logits differ enough for a wrong one to show."""
+    model = tiny_model(seed, head_dim=32, num_attention_heads=2, num_key_value_heads=1)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(8.0 if "lm_head" in name else 3.0)
+    return model
+
+
+def write_model(directory: Path, seed: int) -> PreTrainedModel:
+    """Saves the model with its tokenizer."""
+    from headrace_modelkit.loading import save_model
+
+    model = make_model(seed)
+    save_model(model, character_tokenizer(), directory)
+    return model
+
+
+@dataclass
+class Collector:
+    """What came back on one stream."""
+
+    outputs: list[Output] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
+
+    def sink(self, outputs: list[Output]) -> None:
+        self.loop.call_soon_threadsafe(self._take, list(outputs))
+
+    def failed(self, reason: str) -> None:
+        self.loop.call_soon_threadsafe(self._fail, reason)
+
+    def ended(self) -> dict[SampleKey, Output]:
+        return {output.key: output for output in self.outputs if output.whole is not None}
+
+    async def until(self, condition: Callable[[], bool], *, failing: bool = False) -> None:
+        async with asyncio.timeout(WAIT_S):
+            while not condition():
+                assert failing or not self.failures, self.failures
+                self.changed.clear()
+                await self.changed.wait()
+
+    async def wait_ended(self, count: int) -> dict[SampleKey, Output]:
+        await self.until(lambda: len(self.ended()) >= count)
+        return self.ended()
+
+    def _take(self, outputs: list[Output]) -> None:
+        self.outputs += outputs
+        self.changed.set()
+
+    def _fail(self, reason: str) -> None:
+        self.failures.append(reason)
+        self.changed.set()
+
+
+@dataclass
+class Rig:
+    """An engine with the models A and B; version numbers rise from test to test."""
+
+    engine: Engine
+    model_a: PreTrainedModel
+    model_b: PreTrainedModel
+    number: int = 0
+
+    @property
+    def hosted(self) -> bool:
+        return isinstance(self.engine, HostedEngine)
+
+    def weights(self, model: PreTrainedModel) -> Weights:
+        return weights_of_model(model)
+
+    async def install(self, model: PreTrainedModel, **options: bool) -> int:
+        self.number += 1
+        digest = "a" if model is self.model_a else "b"
+        await self.engine.install(Policy(self.number, digest), self.weights(model), **options)
+        return self.number
+
+    async def ready(self) -> None:
+        """Version A serves, nothing lives."""
+        await self.engine.abort(None)
+        if self.engine.paused:
+            await self.engine.resume()
+        if self.engine.policy is None or self.engine.policy.digest != "a":
+            await self.install(self.model_a)
+
+    def stream(self, collector: Collector, distribution: Distribution | None = None, **options) -> Stream:
+        assert self.engine.policy is not None
+        defaults = {"policy_number": self.engine.policy.number, "max_new_tokens": 24, "seed": 7}
+        return Stream(
+            distribution=distribution or Distribution(),
+            sink=collector.sink,
+            failed=collector.failed,
+            **{**defaults, **options},
+        )
+
+    async def generate(
+        self, groups: Sequence[Group], distribution: Distribution | None = None, **options
+    ) -> dict[SampleKey, Output]:
+        collector = Collector()
+        await self.engine.submit(self.stream(collector, distribution, **options), groups)
+        return await collector.wait_ended(sum(len(group.samples) for group in groups))
+
+
+def build(model: ModelSection, codec, rows: int = 16) -> Engine:
+    """The engine that the environment variable ENGINE names, placed on the CPU."""
+    config = EngineConfig(model, codec, rows)
+    engine = (
+        build_plain(config) if ENGINE == "plain" else ENGINES.choose(ENGINE, OPTIONS[ENGINE]).build(config)
+    )
+
+    async def place() -> None:
+        await engine.place((torch.device("cpu"),), 1)
+
+    asyncio.run(place())
+    return engine
+
+
+def group(ordinal: int, ids: Sequence[int], samples: int = 1) -> Group:
+    """A group of fresh samples."""
+    return Group(ordinal, list(ids), [Sample(index, 1) for index in range(samples)])
+
+
+def tokens(outputs: dict[SampleKey, Output]) -> dict[SampleKey, list[int]]:
+    """Whole answers by slot."""
+    return {key: list(output.whole.token_ids) for key, output in outputs.items()}
+
+
+def expected_log_probs(
+    model: PreTrainedModel, prompt: Sequence[int], answer: Sequence[int], distribution: Distribution
+) -> list[float]:
+    """Hugging Face's, in fp32, under the processed distribution."""
+    with torch.no_grad():
+        logits = model(torch.tensor([[*prompt, *answer]])).logits[0, len(prompt) - 1 : -1]
+    rows = RowDistributions.of([distribution] * len(answer), logits.device)
+    scores = process(logits, rows).log_softmax(-1)
+    return scores.gather(-1, torch.tensor(answer)[:, None])[:, 0].tolist()

