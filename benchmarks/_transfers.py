@@ -39,8 +39,20 @@ Values = Mapping[str, float]
 
 
 @dataclass(frozen=True)
+class Setting:
+    """What a prediction is made from; see `predict`."""
+
+    tree: Node
+    workflow: Workflow
+    profiles: list[Profile]
+    cluster: Mapping[str, DeviceKind]
+    items: float
+    sync: Sync = Sync()  # noqa: RUF009
+
+
+@dataclass(frozen=True)
 class Case:
-    """One transfer: where its inputs come from, what it predicts, what was published for it.
+    """One transfer: where its inputs come from, what is predicted from, what was published for it.
 
     `beside`: the iterations published for other modes of the same work, in seconds, for the ranking.
     `counted`: false where the ranking alone counts, with the reason in `note`.
@@ -49,10 +61,15 @@ class Case:
     name: str
     inputs: str
     measured: float
-    predict: Callable[[Values], float]
+    setting: Callable[[Values], Setting]
     beside: Mapping[str, float]
     counted: bool = True
     note: str = ""
+
+    def predict(self, values: Values) -> float:
+        """Predicted seconds of the iteration."""
+        made = self.setting(values)
+        return predict(made.tree, made.workflow, made.profiles, made.cluster, made.items, made.sync)
 
     def error(self, values: Values) -> float:
         """Relative error of the prediction."""
@@ -142,7 +159,7 @@ def _moe(data: Mapping[str, Any]) -> Iterator[Case]:
 
 def _moe_prediction(
     data: Mapping[str, Any], source: str, mode: str, target: str
-) -> Callable[[Values], float]:
+) -> Callable[[Values], Setting]:
     part = data["moe_32gpu_latency_s"][source]
     rates = data["moe_qwen3_30b_a3b_tokens_per_s"]
     mean = (
@@ -152,17 +169,17 @@ def _moe_prediction(
     workflow = Workflow("moe", ("generate", "learn"), edges, (("learn", "generate"),), GROUP)
     measured_on = MOE_DEVICES // (1 if mode == "collocated" else 2)
 
-    def run(values: Values) -> float:
+    def setting(values: Values) -> Setting:
         lengths = tail(data, values, mean, MOE_LIMIT)
         law = decoding(lengths, values["decode_knee"] * values["sparse_knee_factor"])
         generate = law.measured_as(part["rollout"], MOE_SEQUENCES, measured_on)
         learn = learning(values).measured_as(part["train"], MOE_SEQUENCES, measured_on)
         tree, sync = _moe_tree(target, part["others"], int(values["chunks"]))
-        return predict(
+        return Setting(
             tree, workflow, [generate, learn], {"gpu": DeviceKind(MOE_DEVICES)}, MOE_SEQUENCES, sync
         )
 
-    return run
+    return setting
 
 
 def _moe_tree(mode: str, others: float, chunks: int) -> tuple[Node, Sync]:
@@ -196,7 +213,7 @@ def _ppo(data: Mapping[str, Any]) -> Iterator[Case]:
         )
 
 
-def _ppo_prediction(data: Mapping[str, Any], source: str) -> Callable[[Values], float]:
+def _ppo_prediction(data: Mapping[str, Any], source: str) -> Callable[[Values], Setting]:
     part = data["ppo_7B_32gpu_latency_s"][source]
     tokens = (
         data["ppo_qwen25_tokens_per_s"]["7B"]["temporal"]["32"]
@@ -206,7 +223,7 @@ def _ppo_prediction(data: Mapping[str, Any], source: str) -> Callable[[Values], 
     edges = [Edge("generate", name) for name in pairs[0]] + [Edge(a, b) for a in pairs[0] for b in pairs[1]]
     workflow = Workflow("ppo", ("generate", *pairs[0], *pairs[1]), tuple(edges))
 
-    def run(values: Values) -> float:
+    def setting(values: Values) -> Setting:
         items, chunks = values["ppo_sequences"], int(values["chunks"])
         lengths = tail(data, values, tokens / items, PPO_LIMIT)
         profiles = [decoding(lengths, values["decode_knee"]).measured_as(part["rollout"], items, PPO_DEVICES)]
@@ -217,9 +234,9 @@ def _ppo_prediction(data: Mapping[str, Any], source: str) -> Callable[[Values], 
                 profiles.append(law.measured_as(part[name] / 2, items, PPO_DEVICES))
         sides = [Split(*(Leaf(stage, "gpu", PPO_DEVICES // 8) for stage in stages)) for stages in pairs]
         tree = Split(Split(Leaf("generate", "gpu", PPO_DEVICES // 2), sides[0], chunks), sides[1], chunks)
-        return predict(tree, workflow, profiles, {"gpu": DeviceKind(PPO_DEVICES)}, items)
+        return Setting(tree, workflow, profiles, {"gpu": DeviceKind(PPO_DEVICES)}, items)
 
-    return run
+    return setting
 
 
 # --- ManiSkill at 16 GPUs: hybrid, disaggregated, collocated
@@ -247,11 +264,11 @@ def _maniskill(data: Mapping[str, Any]) -> Iterator[Case]:
             )
 
 
-def _robot_prediction(data: Mapping[str, Any], source: str, target: str) -> Callable[[Values], float]:
+def _robot_prediction(data: Mapping[str, Any], source: str, target: str) -> Callable[[Values], Setting]:
     part, curves = data["maniskill_16gpu_latency_s"][source], data["component_profile"]
     names = {"generate": "generation_s_by_batch", "simulate": "simulator_s_by_envs"}
 
-    def run(values: Values) -> float:
+    def setting(values: Values) -> Setting:
         laws = [fit(Profile(stage, item_s=1.0), _points(curves[name])) for stage, name in names.items()]
         cluster, workflow = {"gpu": DeviceKind(ROBOT_DEVICES)}, embodied()
         before, after = (_robot_cycle(mode, values) for mode in (source, target))
@@ -267,9 +284,9 @@ def _robot_prediction(data: Mapping[str, Any], source: str, target: str) -> Call
         learn = learning(values).measured_as(train, ENVIRONMENTS, before[1])
         place = Leaf("learn", "gpu", after[1])
         tree = Split(after[0], place) if target == "spatial" else Share((after[0], place))
-        return predict(tree, workflow, [*rollout, learn], cluster, ENVIRONMENTS)
+        return Setting(tree, workflow, [*rollout, learn], cluster, ENVIRONMENTS)
 
-    return run
+    return setting
 
 
 def _points(curve: Mapping[str, float]) -> list[Point]:

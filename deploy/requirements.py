@@ -18,6 +18,7 @@ IMAGES = {
     "reward": (*COMMON, "libs/schema", "services/reward[math,reasoning-gym]"),
     "simulator": (*COMMON, "services/simulator[gymnasium]"),
     "torch": (*COMMON, "libs/schema", "libs/modelkit", "services/rollout", "services/trainer"),
+    "rollout-vllm": (*COMMON, "libs/schema", "libs/modelkit", "services/rollout[vllm]"),
     "rollout-sglang": (*COMMON, "libs/schema", "libs/modelkit", "services/rollout[sglang]"),
 }
 

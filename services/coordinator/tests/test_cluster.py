@@ -228,6 +228,16 @@ def test_trees_that_cannot_run_are_refused(tree, words):
         simulate(work, tree)
 
 
+@pytest.mark.parametrize(
+    ("items", "iterations", "words"), [(2.5, 1, "items"), (0, 1, "items"), (64, 0, "iterations")]
+)
+def test_parts_of_items_and_no_steps_are_refused(items, iterations, words):
+    profiles = {stage: Profile(stage, item_s=1) for stage in ("generate", "score", "learn")}
+    work = Workload(reasoning(infer=False), profiles, {"gpu": DeviceKind(8)}, items)
+    with pytest.raises(PlanError, match=words):
+        simulate(work, TREES["resident"], iterations)
+
+
 def test_a_thousand_devices_are_simulated():
     profiles = {
         "generate": Profile("generate", fixed_s=50, item_s=3.0, lengths=LONG_TAIL, replica_devices=2),

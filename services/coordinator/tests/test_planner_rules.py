@@ -150,7 +150,18 @@ def test_only_valid_sizes_are_used():
 
 
 @pytest.mark.parametrize(
-    "module", ["", ".divisions", ".fitting", ".lengths", ".planning", ".profiles", ".tree"]
+    "module",
+    [
+        "",
+        ".cluster.simulating",
+        ".divisions",
+        ".elastic",
+        ".fitting",
+        ".lengths",
+        ".planning",
+        ".profiles",
+        ".tree",
+    ],
 )
 def test_the_documented_examples_hold(module):
     found = doctest.testmod(importlib.import_module(f"headrace_coordinator.planner{module}"))

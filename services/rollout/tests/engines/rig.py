@@ -30,9 +30,9 @@ from model_weights import weights_of_model
 from plain_backend import build_plain
 from transformers import PreTrainedModel
 
-ENGINE = os.environ.get("ENGINE", "transformers")
+ENGINES_HERE = os.environ.get("ENGINE", "transformers,plain").split(",")
+"""The engines to test: those that need no environment of their own, unless ENGINE names another."""
 OPTIONS = {
-    "transformers": {},
     "vllm": {"enforce_eager": True, "kv_cache_gib": 0.25},
 }
 CONTEXT = 512
@@ -101,6 +101,7 @@ class Collector:
 class Rig:
     """An engine with the models A and B; version numbers rise from test to test."""
 
+    name: str
     engine: Engine
     model_a: PreTrainedModel
     model_b: PreTrainedModel
@@ -145,12 +146,11 @@ class Rig:
         return await collector.wait_ended(sum(len(group.samples) for group in groups))
 
 
-def build(model: ModelSection, codec, rows: int = 16) -> Engine:
-    """The engine that the environment variable ENGINE names, placed on the CPU."""
+def build(name: str, model: ModelSection, codec, rows: int = 16) -> Engine:
+    """An engine, placed on the CPU."""
     config = EngineConfig(model, codec, rows)
-    engine = (
-        build_plain(config) if ENGINE == "plain" else ENGINES.choose(ENGINE, OPTIONS[ENGINE]).build(config)
-    )
+    chosen = None if name == "plain" else ENGINES.choose(name, OPTIONS.get(name, {}))
+    engine = build_plain(config) if chosen is None else chosen.build(config)
 
     async def place() -> None:
         await engine.place((torch.device("cpu"),), 1)

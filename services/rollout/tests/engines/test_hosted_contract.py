@@ -1,4 +1,4 @@
-"""What engines in processes of their own do beyond the contract; skipped for the built-in one."""
+"""What engines in processes of their own do beyond the contract."""
 
 from __future__ import annotations
 
@@ -8,14 +8,17 @@ from dataclasses import replace
 
 import pytest
 from headrace_rollout.engines.base import Distribution, Finish, Policy, Refused, SampleKey
-from rig import ENGINE, START_S, Collector, expected_log_probs, group
+from rig import START_S, Collector, expected_log_probs, group
 
-pytestmark = [
-    pytest.mark.timeout(START_S),
-    pytest.mark.skipif(ENGINE == "transformers", reason="ENGINE=transformers runs in this process"),
-]
+pytestmark = pytest.mark.timeout(START_S)
 
 PROMPT = [3 + index % 20 for index in range(200)]
+
+
+@pytest.fixture(autouse=True)
+def _hosted(shared_rig) -> None:
+    if not shared_rig.hosted:
+        pytest.skip(f"{shared_rig.name} runs in this process")
 
 
 async def serves(rig, model) -> None:
@@ -40,7 +43,7 @@ async def test_an_install_that_breaks_halfway_leaves_the_version_before(rig):
 
 async def test_an_update_in_flight_keeps_the_sequences_and_says_which_version_made_what(rig):
     if not rig.engine.capabilities.inflight_update:
-        pytest.skip(f"{ENGINE} offers no update in flight")
+        pytest.skip(f"{rig.name} offers no update in flight")
     collector, before = Collector(), rig.engine.policy.number
     stream = rig.stream(collector, Distribution(1.5), max_new_tokens=300, chunk_tokens=4)
     await rig.engine.submit(stream, [group(0, PROMPT, 8)])
@@ -69,7 +72,7 @@ async def test_a_killed_engine_is_reported_and_started_again_with_its_version(ri
     for pid in rig.engine._backend.pids:
         os.kill(pid, signal.SIGKILL)
     await collector.until(lambda: bool(collector.failures), failing=True)
-    assert ENGINE in collector.failures[0]
+    assert rig.name in collector.failures[0]
     # What the coordinator does next: the samples again, of the version that it knows to be installed.
     again = await rig.generate([group(0, PROMPT, 8)])
     assert all(output.finish in (Finish.EOS, Finish.LENGTH) for output in again.values())

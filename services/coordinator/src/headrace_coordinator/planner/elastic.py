@@ -64,12 +64,13 @@ def plan_elastic(state: ElasticState, now: float) -> tuple[Move, ...]:
     At a step's begin, owners that would wait for data decode. Later the policy compares: to give devices back now,
     later, or never. It moves now when this is predicted to end the step first, by the damping's margin.
 
+    >>> from headrace_coordinator.planner import Lengths, Profile
     >>> lengths = Lengths.from_quantiles({0.5: 60, 0.9: 111, 1: 260})
     >>> terms = Terms(Profile("generate", fixed_s=50, item_s=0.1, lengths=lengths), Profile("learn", item_s=2.0),
-    ...               group_size=4, owners=8, shared=True)
-    >>> state = ElasticState(terms, tuple(Rollout(f"r{n}", 1, 2) for n in range(8)), decoded=2.0, finished=56)
-    >>> [(move.rollout, move.role.value) for move in plan_elastic(state, now=100.0)][:2]
-    [('r1', 'help'), ('r2', 'help')]
+    ...               group_size=4, owners=4, shared=True)
+    >>> state = ElasticState(terms, tuple(Rollout(f"r{n}", 1, n % 2) for n in range(4)), decoded=2.0, finished=128)
+    >>> [(move.rollout, move.role.value) for move in plan_elastic(state, now=100.0)]
+    [('r0', 'help'), ('r1', 'help'), ('r2', 'help')]
     """
     if now - state.moved_at < state.terms.costs.min_hold_s or not any(r.unfinished for r in state.rollouts):
         return ()
@@ -95,6 +96,11 @@ def helpers_until(state: ElasticState) -> float:
         return decode + terms.generate.offload_s
     learners = terms.owners + state.helpers
     return max(decode, terms.learn.seconds(max(1.0, outlook.unlearned), learners))
+
+
+def helper_gives_up(terms: Terms, remaining_s: float, items: float) -> bool:
+    """Whether owners that are ready should learn a helper's unfinished group of `items` (of mean length) themselves."""
+    return remaining_s > terms.learn.seconds(items, terms.owners)
 
 
 def _borrow(state: ElasticState, outlook: Outlook) -> tuple[Move, ...]:

@@ -8,11 +8,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 
+from headrace_coordinator.planner.errors import refuse
 from headrace_coordinator.planner.lengths import Lengths
 from headrace_coordinator.planner.profiles import Profile
 
-BISECTIONS = 30
+BISECTIONS = 20
 QUARTERS = 4
 MARKS = 6
 
@@ -35,6 +37,14 @@ class MoveCosts:
     resume_item_s: float = 0.0
     min_gain: float = 0.02
     min_hold_s: float = 10.0
+
+    def __post_init__(self) -> None:
+        """PlanError when a cost is negative or no number, or when a rate or the hold is 0."""
+        for name, value in vars(self).items():
+            if not value >= 0 or (value == 0 and name in ("link_bytes_per_s", "min_hold_s")):
+                raise refuse(
+                    f"moves.{name}", f"is {value}", "use a number above 0, or 0 for what costs nothing"
+                )
 
 
 @dataclass(frozen=True)
@@ -103,8 +113,7 @@ class Outlook:
         """Seconds until those that reach `length` have it."""
         lengths, load = self.terms.lengths, self.unfinished / replicas
         pace = self._pace(replicas)
-        alive = max(lengths.unfinished(self.decoded), 1e-9)
-        work = (lengths.decoded(length) - lengths.decoded(self.decoded)) / alive
+        work = (lengths.decoded(length) - self._decoded) / self._share
         rounds = max(0.0, load / pace[2] - 1)
         return pace[0] * max(0.0, length - self.decoded) + pace[1] * load * work + pace[0] * rounds
 
@@ -131,7 +140,7 @@ class Outlook:
 
     def later(self) -> float:
         """Seconds until the step's end when devices are given back at the best of some later times."""
-        whole, wait, best = self.decode_s(self.replicas), self.terms.costs.min_hold_s or 1.0, math.inf
+        whole, wait, best = self.decode_s(self.replicas), self.terms.costs.min_hold_s, math.inf
         while wait < whole:
             best = min(best, wait + self.after(wait).best()[0])
             wait *= 2
@@ -144,7 +153,7 @@ class Outlook:
             middle = (low + high) / 2
             low, high = (middle, high) if self._until(middle, self.replicas) < seconds else (low, middle)
         learned = self._learned(self.replicas, self.helpers, 0.0, seconds)
-        alive = self.unfinished * self._alive(low)
+        alive = self.unfinished * self.terms.lengths.unfinished(low) / self._share
         arrived = self.finished + self._arriving(low) - learned
         return replace(self, decoded=low, unfinished=max(1.0, alive), finished=max(0.0, arrived))
 
@@ -158,7 +167,10 @@ class Outlook:
         decode = self.decode_s(survivors) + stall
         begin = terms.join_s if helpers > self.helpers else 0.0
         then = replace(self, owners_learn=self.owners_learn or back > 0, borrowed=self.borrowed - back)
-        rest = self.unlearned - then._learned(survivors, helpers, begin, decode, stall)
+        learned = then._learned(survivors, helpers, begin, decode, stall)
+        rest = max(
+            terms.group_size, self.unlearned - learned
+        )  # the last group is never learned before it ends
         close = terms.contribution_s(helpers) if helpers else 0.0
         if not then.owners_learn:
             switch = terms.return_s - terms.costs.notice_s
@@ -167,51 +179,59 @@ class Outlook:
         learners = together if rest >= together * terms.group_size else terms.owners
         return decode + close + terms.learn.seconds(rest, learners)
 
-    @property
+    @cached_property
     def unlearned(self) -> float:
         """Items (of mean length) of the step that nobody has begun to learn, expected."""
-        lengths, alive = self.terms.lengths, max(self.terms.lengths.unfinished(self.decoded), 1e-9)
-        beyond = (1 - lengths.decoded(self.decoded)) / alive + self.decoded
+        beyond = (1 - self._decoded) / self._share + self.decoded
         return self.finished + self.unfinished * beyond
 
-    @property
+    @cached_property
     def _last(self) -> float:
         return self.terms.lengths.longest(self.unfinished, self.decoded)
 
-    def _alive(self, length: float) -> float:
-        """Share of the unfinished that is still unfinished at a length."""
-        lengths = self.terms.lengths
-        return lengths.unfinished(length) / max(lengths.unfinished(self.decoded), 1e-9)
+    @cached_property
+    def _share(self) -> float:
+        """Share of all outputs that are longer than what is decoded."""
+        return max(self.terms.lengths.unfinished(self.decoded), 1e-9)
+
+    @cached_property
+    def _decoded(self) -> float:
+        return self.terms.lengths.decoded(self.decoded)
+
+    @cached_property
+    def _arrived(self) -> float:
+        return self.terms.lengths.arrived(self.decoded, self.terms.group_size)
+
+    @cached_property
+    def _owners_rate(self) -> float:
+        """Items that the trainer group learns a second."""
+        whole = max(1.0, self.unlearned)
+        return whole / self.terms.learn.seconds(whole, self.terms.owners)
 
     def _arriving(self, length: float) -> float:
         """Items (of mean length) that are complete when all have decoded a length, and are not yet."""
-        lengths, group = self.terms.lengths, self.terms.group_size
-        more = lengths.arrived(length, group) - lengths.arrived(self.decoded, group)
-        return self.unfinished * max(0.0, more) / max(lengths.unfinished(self.decoded), 1e-9)
+        more = self.terms.lengths.arrived(length, self.terms.group_size) - self._arrived
+        return self.unfinished * max(0.0, more) / self._share
 
     def _learned(self, replicas: int, helpers: int, begin: float, end: float, stall: float = 0.0) -> float:
         """Items learned by `end` when helpers begin at `begin`: what they can learn, of what has arrived in time."""
         if not helpers and not self.owners_learn:
             return 0.0
-        least = self.finished + self._capacity(helpers, begin, end)
-        for step in range(1, MARKS + 1):
+        terms, rate = self.terms, self._owners_rate if self.owners_learn else 0.0
+        learners = helpers + (terms.owners if self.owners_learn else 0)
+        group = terms.group_size * max(1.0, self.decoded)  # what is yet to come is at least as long
+        group_s = terms.learn.seconds(group * learners, learners)
+
+        def capacity(since: float) -> float:
+            """Items that helpers, which learn whole groups, and owners can learn from a time on."""
+            spent = max(0.0, end - since)
+            return helpers * (spent // group_s) * group + spent * rate
+
+        least = min(capacity(begin), self.finished + self._arriving(self._last))
+        for step in range(MARKS):
             length = self.decoded + (self._last - self.decoded) * step / MARKS
             since = max(begin, self._until(length, replicas) + stall)
             if since > end:
                 break
-            arrived = self.finished + self._arriving(length)
-            least = min(least, arrived + self._capacity(helpers, since, end))
-        return min(least, self._capacity(helpers, begin, end))
-
-    def _capacity(self, helpers: int, begin: float, end: float) -> float:
-        """Items that helpers and owners can learn between two times; a helper learns whole groups."""
-        terms, owners = self.terms, self.terms.owners if self.owners_learn else 0
-        learners, found = max(1, helpers + owners), 0.0
-        if helpers:
-            group = terms.group_size * max(1.0, self.decoded)  # what is yet to come is at least as long
-            seconds = terms.learn.seconds(group * learners, learners)
-            found += helpers * (max(0.0, end - begin) // seconds) * group
-        if owners:
-            whole = max(1.0, self.unlearned)
-            found += max(0.0, end - begin) * whole / terms.learn.seconds(whole, owners)
-        return found
+            least = min(least, self.finished + self._arriving(length) + capacity(since))
+        return least

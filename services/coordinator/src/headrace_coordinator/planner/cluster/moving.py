@@ -9,10 +9,10 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 
 from headrace_coordinator.planner.cluster.decoding import Finished, Replica, spread
+from headrace_coordinator.planner.cluster.roles import Decoder, Group, Lane, Learner
 from headrace_coordinator.planner.cluster.sampling import Draws
 from headrace_coordinator.planner.cluster.spans import Label, Place, Timeline
 from headrace_coordinator.planner.elastic import (
@@ -20,55 +20,11 @@ from headrace_coordinator.planner.elastic import (
     Move,
     Role,
     Rollout,
+    helper_gives_up,
     helpers_until,
     plan_elastic,
 )
 from headrace_coordinator.planner.outlook import Terms
-
-
-class Lane:
-    """Adjacent devices whose labels follow one another without gaps."""
-
-    def __init__(self, place: Place, timeline: Timeline, begin: float) -> None:
-        self.place, self.timeline, self.now = place, timeline, begin
-
-    def until(self, when: float, stage: str, label: Label, items: float = 0.0) -> None:
-        """Labels the devices from where the last label ended."""
-        if when > self.now:
-            self.timeline.add(self.place, self.now, when, stage, label, items)
-            self.now = when
-
-
-@dataclass
-class Decoder:
-    """A rollout replica with its devices. `last`: when it finished its last output."""
-
-    name: str
-    lane: Lane
-    replica: Replica
-    owner: bool
-    last: float
-    finished: int = 0
-
-
-@dataclass(order=True)
-class Learner:
-    """A helper, or the trainer group, free at some time."""
-
-    free: float
-    number: int
-    lanes: list[Lane] = field(compare=False)
-    owner: bool = field(default=False, compare=False)
-    learned: int = field(default=0, compare=False)
-
-
-@dataclass(frozen=True)
-class Group:
-    """A settled group: since when, its items and its work in items of mean length."""
-
-    since: float
-    items: list[int]
-    weight: float
 
 
 class ElasticStep:
@@ -94,7 +50,7 @@ class ElasticStep:
         self.finished = 0.0
         self.missing: dict[int, list[int]] = {}
         self._start(len(draws.weights))
-        tick = self.terms.costs.min_hold_s or 1.0
+        tick = self.terms.costs.min_hold_s
         while any(decoder.replica.unfinished for decoder in self.decoders):
             self._decode(self.now + tick)
             self._learn(self.now, decoding=True)
@@ -246,46 +202,68 @@ class ElasticStep:
         heapify(free)
         while free and self.settled:
             learner = heappop(free)
-            start = max(learner.free, self.settled[0].since)
-            if start > until:
-                break
-            groups = self._taken(learner, start, decoding)
-            if groups:
+            groups = self._next(learner, decoding)
+            start = max(learner.free, groups[-1].since) if groups else math.inf
+            if start <= until and (learner.owner or self._fits(start, groups)):
+                for _ in groups:
+                    self.settled.popleft()
                 self._teach(learner, start, groups)
                 heappush(free, learner)
 
-    def _taken(self, learner: Learner, start: float, decoding: bool) -> list[Group]:
-        """The groups that a learner begins now; none when it should wait."""
+    def _next(self, learner: Learner, decoding: bool) -> list[Group]:
+        """What a learner would learn next: a helper a group, the trainer group a piece of groups or what is left."""
         if not learner.owner:
-            group = self.settled[0]
-            fits = start + self._helper_s(group.weight) <= self.horizon
-            return [self.settled.popleft()] if fits else []
-        ready = [group for group in self.settled if group.since <= start]
-        if decoding and sum(group.weight for group in ready) < self.piece:
-            return []
-        found: list[Group] = []
-        while self.settled and self.settled[0].since <= start:
-            found.append(self.settled.popleft())
-            if sum(group.weight for group in found) >= self.piece:
-                break
-        return found
+            return [self.settled[0]]
+        found, weight = [], 0.0
+        for group in self.settled:
+            found.append(group)
+            weight += group.weight
+            if weight >= self.piece:
+                return found
+        return [] if decoding else found
+
+    def _fits(self, start: float, groups: Sequence[Group]) -> bool:
+        return start + self._helper_s(groups[0].weight) <= self.horizon
 
     def _helper_s(self, weight: float) -> float:
         learners = len(self.helpers) + (self.owners.count if self.owner else 0)
         return self.terms.learn.seconds(weight * learners, learners)
 
-    def _teach(self, learner: Learner, start: float, groups: Sequence[Group]) -> None:
-        weight, items = sum(group.weight for group in groups), [i for group in groups for i in group.items]
-        seconds = (
-            self.terms.learn.seconds(weight, self.owners.count) if learner.owner else self._helper_s(weight)
-        )
-        end = start + seconds
+    def _teach(self, learner: Learner, start: float, groups: list[Group]) -> None:
+        self._record(learner)
+        weight = sum(group.weight for group in groups)
+        owners = self.terms.learn.seconds(weight, self.owners.count) if learner.owner else 0.0
+        learner.free = start + (owners or self._helper_s(weight))
+        learner.begun = (start, groups)
+        self.finished -= weight
+
+    def _record(self, learner: Learner) -> None:
+        """Labels what a learner has learned until it was free again."""
+        if learner.begun is None:
+            return
+        start, groups = learner.begun
+        items = [item for group in groups for item in group.items]
         for index, lane in enumerate(learner.lanes):
             lane.until(start, self.learn, Label.WAIT_DATA)
-            lane.until(end, self.learn, Label.TRAIN, 0 if index else len(items))
-        learner.free, learner.learned = end, learner.learned + len(items)
-        self.finished -= weight
-        self.done += [(end, item) for item in items]
+            lane.until(learner.free, self.learn, Label.TRAIN, 0 if index else len(items))
+        learner.learned, learner.begun = learner.learned + len(items), None
+        self.done += [(learner.free, item) for item in items]
+
+    def _give_up(self, helper: Learner, when: float) -> bool:
+        """Takes a helper's unfinished group back at `when`, if the owners learn it sooner; its time is lost."""
+        if helper.begun is None or helper.free <= when:
+            return False
+        start, groups = helper.begun
+        weight = sum(group.weight for group in groups)
+        if not helper_gives_up(self.terms, helper.free - when, weight):
+            return False
+        for lane in helper.lanes:
+            lane.until(start, self.learn, Label.WAIT_DATA)
+            lane.until(when, self.learn, Label.TRAIN)
+        self.finished += weight
+        self.settled.extend(Group(when, group.items, group.weight) for group in groups)
+        helper.free, helper.begun = when, None
+        return True
 
     def _finish(self) -> float:
         """From the last output's end to the step's: learns what is left, adds gradients up, gives devices back."""
@@ -300,6 +278,10 @@ class ElasticStep:
 
     def _finish_shared(self, decoded: float) -> float:
         terms = self.terms
+        ready = decoded + terms.generate.offload_s
+        for helper in self.helpers:
+            self._give_up(helper, max(ready, helper.begun[0] if helper.begun else ready))
+            self._record(helper)
         helped = max((helper.free for helper in self.helpers), default=decoded)
         lanes = [decoder.lane for decoder in self.decoders]
         for lane in lanes:
@@ -317,6 +299,7 @@ class ElasticStep:
         self.owner = Learner(added, -1, lanes, owner=True)
         while self.settled:
             self._teach(self.owner, self.owner.free, self._rest())
+        self._record(self.owner)
         for lane in lanes:
             lane.until(self.owner.free + terms.learn.offload_s, self.learn, Label.SWITCH)
         return self.owner.free + terms.learn.offload_s
@@ -335,6 +318,10 @@ class ElasticStep:
         owner = self.owner or self._own([])
         while self.settled:
             self._learn(math.inf, decoding=False)
+            for helper in self.helpers:
+                self._give_up(helper, max(decoded, owner.free))
+        for learner in [owner, *self.helpers]:
+            self._record(learner)
         end = max(decoded, owner.free)
         helped = [helper for helper in self.helpers if helper.learned]
         if helped:

@@ -11,6 +11,7 @@ from headrace_coordinator.planner.cluster.spans import UNPLANNED, Label, Place, 
 from headrace_coordinator.planner.cluster.walking import Pass, Walk
 from headrace_coordinator.planner.costs import Evaluation, Workload
 from headrace_coordinator.planner.errors import refuse
+from headrace_coordinator.planner.graph import Granularity
 from headrace_coordinator.planner.outlook import MoveCosts, Terms
 from headrace_coordinator.planner.tree import Leaf, Node, Share, Split, devices
 
@@ -40,10 +41,10 @@ def simulate(work: Workload, tree: Node, iterations: int = 1, seed: int = 0) -> 
     ...             "learn": Profile("learn", item_s=1.0)}
     >>> work = Workload(reasoning(infer=False), profiles, {"gpu": DeviceKind(8)}, items=64)
     >>> tree = Share(tuple(Leaf(stage, "gpu", 8) for stage in ("generate", "score", "learn")))
-    >>> simulate(work, tree, iterations=2).seconds
-    (22.8, 22.8)
+    >>> [round(seconds, 1) for seconds in simulate(work, tree, iterations=2).seconds]
+    [22.8, 22.8]
     """
-    checked(work, tree)
+    checked(work, tree, iterations)
     walk, origin = Walk(work, Timeline()), dict.fromkeys(work.devices, 0)
     now, seconds, learned = 0.0, [], []
     for iteration in range(iterations):
@@ -59,8 +60,11 @@ def simulate(work: Workload, tree: Node, iterations: int = 1, seed: int = 0) -> 
 def simulate_elastic(
     work: Workload, tree: Node, costs: MoveCosts, iterations: int = 1, seed: int = 0
 ) -> Simulated:
-    """The same with the elastic policy: the tree is a Share or a Split of one generator and one learner."""
-    checked(work, tree)
+    """The same with the elastic policy: the tree is a Share or a Split of one generator and one learner.
+
+    Groups are handed over whole; passing items over the link costs nothing. PlanError for other workloads.
+    """
+    checked(work, tree, iterations)
     terms, rollouts, owners, chunks = elastic_terms(work, tree, costs)
     timeline = Timeline()
     walk = Walk(work, timeline)
@@ -76,9 +80,6 @@ def simulate_elastic(
         made = Pass(step.run(draws), step.done)
         walk.hold(tree, made.end, made.end + sync, dict.fromkeys(work.devices, 0), Label.SYNC)
         made = Pass(made.end + sync, step.done)
-        used = terms.generate.used(len(draws.weights), rollouts.count)
-        idle = Place(rollouts.kind, rollouts.first + used, rollouts.count - used)
-        timeline.add(idle, now, made.end - sync, UNPLANNED, Label.WAIT_LEASE)
         _rest(walk, tree, work.devices, now, made)
         seconds.append(made.end - now)
         learned.append(tuple(item for _, item in made.done))
@@ -98,6 +99,11 @@ def elastic_terms(work: Workload, tree: Node, costs: MoveCosts) -> tuple[Terms, 
     generate, learn = work.profiles[first.stage], work.profiles[second.stage]
     if generate.lengths is None or first.kind != second.kind or (shared and first.devices != second.devices):
         raise refuse("tree", "its first stage has no lengths, or other devices", "use one kind of device")
+    if any(edge.granularity is Granularity.BATCH for edge in work.workflow.edges):
+        raise refuse("edges", "learn waits for the batch", "elastic steps need a barrier of a group or less")
+    if generate.used(work.items, first.devices) < first.devices:
+        problem = f"{work.items:g} items do not occupy {first.devices} {first.kind}"
+        raise refuse("items", problem, "use more items, or fewer devices")
     terms = Terms(
         generate, learn, work.workflow.group_size, second.devices, shared,
         costs, work.memory(first.kind),
@@ -105,8 +111,12 @@ def elastic_terms(work: Workload, tree: Node, costs: MoveCosts) -> tuple[Terms, 
     return terms, Place(first.kind, 0, first.devices), Place(first.kind, at, second.devices), chunks
 
 
-def checked(work: Workload, tree: Node) -> None:
+def checked(work: Workload, tree: Node, iterations: int) -> None:
     """PlanError unless the tree holds every stage once, has no more devices than there are, and fits them."""
+    if iterations < 1:
+        raise refuse("simulation.iterations", f"is {iterations}", "simulate at least 1 step")
+    if work.items != round(work.items) or work.items < 1:
+        raise refuse("items", f"{work.items} are no whole items", "use a whole number, at least 1")
     evaluation = Evaluation(work)
     evaluation.check(tree)
     for kind, count in devices(tree).items():

@@ -29,7 +29,7 @@ from headrace_rollout.engines.base import (
     allowed,
 )
 from headrace_rollout.engines.hosted.backend import Backend, BackendFailed, Deadlines, Start
-from headrace_rollout.engines.hosted.calls import within
+from headrace_rollout.engines.hosted.calls import Hung, within
 from headrace_rollout.engines.hosted.installing import Installer, check_entries, shapes_of
 from headrace_rollout.engines.hosted.memory import Watermark
 from headrace_rollout.engines.hosted.process import EngineProcess
@@ -279,7 +279,13 @@ class HostedEngine:
             raise Refused("ENGINE_FAILED", f"{name} failed: {error}; the engine is started again") from error
 
     async def _score(self, ids: Sequence[int], start: int, distribution: Distribution) -> list[float]:
-        return await self._call("score", self._backend.score(ids, start, distribution))
+        scoring = self._backend.score(ids, start, distribution)
+        try:
+            return await within(self._deadlines.command_s, f"score of {self._backend.name}", scoring)
+        except BackendFailed as error:
+            if isinstance(error, Hung) or not self._backend.alive:
+                self._process.died(str(error))
+            raise Refused("ENGINE_FAILED", f"score failed: {error}") from error
 
     async def _put(self, policy: Policy, weights: Weights, *, freeze: bool) -> None:
         if freeze:

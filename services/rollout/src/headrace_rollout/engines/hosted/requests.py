@@ -154,8 +154,11 @@ class Requests:
         try:
             await self._follow(sample)
         except BackendFailed as error:
-            if not sample.ended:
-                self._process.died(f"a request failed: {error}")
+            if not self._backend.alive:
+                self._process.died(str(error))
+            elif not sample.ended:
+                sample.ended = True  # the engine refused this one: it is of use to the others
+                sample.sequence.stream.failed(f"{self._backend.name} refused a request: {error}")
         finally:
             self._left(sample)
 

@@ -123,7 +123,7 @@ class VllmBackend:
 
     async def update(self, path: Path, entries: Sequence[WeightEntry]) -> dict[str, str]:
         """See Backend."""
-        rows = [[e.name, e.dtype, list(e.shape), e.offset, e.size] for e in entries]
+        rows = [[e.name, e.dtype, list(e.shape), e.offset, e.size, e.digest] for e in entries]
         info = {"path": str(path), "entries": rows}
         await self._obey(self._engine.update_weights(WeightTransferUpdateRequest(update_info=info)))
         workers = await self._obey(self._engine.collective_rpc("headrace_arrived"))

@@ -7,6 +7,9 @@ layouts are mapped by vLLM's loader of the model. Knows no run and no version nu
 from __future__ import annotations
 
 import mmap
+import os
+import threading
+import time
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -27,8 +30,9 @@ from headrace_rollout.engines.vllm.arguments import TRANSFER
 
 warnings.filterwarnings("ignore", message="The given buffer is not writable")
 
+PARENT_S = 1.0
 Entry = list[Any]
-"""[name, torch dtype's name, shape, offset, size], as it travels to a worker."""
+"""[name, torch dtype's name, shape, offset, size, digest], as it travels to a worker."""
 
 
 @dataclass
@@ -53,12 +57,15 @@ class SharedMemoryTransfer(WeightTransferEngine[NoInit, SharedFile]):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self.arrived: dict[str, str] = {}
+        self._half = False
 
     def init_transfer_engine(self, init_info: NoInit) -> None:
         """Nothing to do."""
 
     def start_weight_update(self) -> None:
-        """See WeightTransferEngine."""
+        """See WeightTransferEngine. Raises RuntimeError in a worker whose layers hold parts of two versions."""
+        if self._half:
+            raise RuntimeError("an update broke off while it was loaded; this worker must be started again")
         self.arrived = {}
         self._wanted = {name for name, _ in self.model.named_parameters()}
         initialize_layerwise_reload(self.model)
@@ -70,11 +77,16 @@ class SharedMemoryTransfer(WeightTransferEngine[NoInit, SharedFile]):
             torch.accelerator.synchronize()
 
     def receive_weights(self, update_info: SharedFile) -> None:
-        """Takes every tensor. Raises ValueError when parameters of the model got none."""
+        """Takes every tensor. Raises ValueError, on a wrong digest before anything is loaded."""
         with open(update_info.path, "rb") as file:
             # Closed with the last tensor over it: the loader keeps some until their layer is whole.
-            body = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
-        taken = self.model.load_weights(self._tensors(body, update_info.entries))
+            body = memoryview(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ))
+        for name, _, _, offset, size, digest in update_info.entries:
+            self.arrived[name] = digest_bytes(body[offset : offset + size])
+            if digest and self.arrived[name] != digest:
+                raise ValueError(f"tensor {name} arrived with digest {self.arrived[name]}, not {digest}")
+        self._half = True
+        taken = self.model.load_weights(_tensors(body, update_info.entries))
         if taken is not None and (missing := self._wanted - set(taken)):
             raise ValueError(
                 f"{len(missing)} parameters of the engine's model got no tensor, first {min(missing)}"
@@ -83,20 +95,33 @@ class SharedMemoryTransfer(WeightTransferEngine[NoInit, SharedFile]):
     def finish_weight_update(self) -> None:
         """See WeightTransferEngine."""
         finalize_layerwise_reload(self.model, self.model_config)
+        self._half = False
 
     def shutdown(self) -> None:
         """Nothing is held."""
 
-    def _tensors(self, body: mmap.mmap, entries: list[Entry]) -> Iterator[tuple[str, Tensor]]:
-        view = memoryview(body)
-        for name, dtype, shape, offset, size in entries:
-            part = view[offset : offset + size]
-            self.arrived[name] = digest_bytes(part)
-            kind = getattr(torch, dtype)
-            tensor = torch.frombuffer(part, dtype=kind) if size else torch.empty(0, dtype=kind)
-            yield name, tensor.view(shape)
+
+def _tensors(body: memoryview, entries: list[Entry]) -> Iterator[tuple[str, Tensor]]:
+    for name, dtype, shape, offset, size, _ in entries:
+        kind = getattr(torch, dtype)
+        part = body[offset : offset + size]
+        tensor = torch.frombuffer(part, dtype=kind) if size else torch.empty(0, dtype=kind)
+        yield name, tensor.view(shape)
 
 
+def _end_with_parent() -> None:
+    """A rollout instance that is killed takes its engine along, which would keep the devices."""
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(PARENT_S)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="watch parent", daemon=True).start()
+
+
+_end_with_parent()
 WeightTransferEngineFactory.register_engine(TRANSFER, SharedMemoryTransfer)
 
 

@@ -1,0 +1,211 @@
+"""What moving devices inside a step saves, simulated: `python benchmarks/elastic.py`.
+
+A 7B model with a long tail of output lengths. The costs of its stages are fitted to published GRPO runs
+(`data/published_measurements.json`, collocated, 64 to 256 GPUs); the tail has the published shape. What is not
+published is listed when the script starts. Static: the fastest, simulated, of the planner's best trees of every mode
+on the same devices. Elastic: the same devices with the policy of `headrace_coordinator.planner.elastic`, over the tree
+that is best with other seeds. Both draw the same lengths. Helpers pay for their weights and gradient over the link.
+
+Prints one JSON line: `elastic_speedup_64` and `elastic_speedup_1024` with the published batch (512 prompts of 16
+answers), `elastic_speedup_N_load_Q` with Q answers a device, `elastic_ideal_N_load_Q` (static over the longer of: all
+work spread over all devices with none ever idle; generation alone on all devices), `simulate_s_1024` (CPU seconds of
+ten static steps). Nothing is executed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from _harness import emit, machine, say, table
+from _transfers import MEASUREMENTS, load
+from headrace_coordinator.planner import (
+    DeviceKind,
+    Edge,
+    Granularity,
+    Leaf,
+    Lengths,
+    Node,
+    PlanError,
+    Point,
+    Profile,
+    Shapes,
+    Share,
+    Split,
+    Sync,
+    Workflow,
+    Workload,
+    fit,
+    plan,
+)
+from headrace_coordinator.planner.cluster import simulate, simulate_elastic
+from headrace_coordinator.planner.cluster.sampling import draw
+from headrace_coordinator.planner.explaining import ALTERNATIVES
+from headrace_coordinator.planner.outlook import MoveCosts
+
+PUBLISHED = 512 * 16
+FITTED = ("64", "128", "256")
+LOADS = {64: (8, 16, 32, 64, 128), 1024: (8, 32)}
+SYNC = Sync(between_s=3, same_s=2)
+OWNERS = (2, 4, 8)
+"""Trainer groups that elastic steps are tried with: these parts of the devices, or all of them in turns."""
+ASSUMED = """not published, and assumed (one value, not chosen by the result):
+  link 50e9 bytes/s a device (400 Gb/s); a helper is one device, loads 14e9 bytes (bf16) and sends 28e9 (fp32 gradient)
+  notice 1 s; a moved answer's cache is computed again at the pace of the published log-prob stage
+  load and offload: generate 3 and 1 s, learn 4 and 3 s; weight sync 3 s to other devices, 2 s on the same
+  a helper learns no faster than one of as many devices in one trainer group; whole groups of 16 answers
+  answers of a group are alike in length (group_correlation 1, as in planner_assumptions.json)
+  no log-prob stage; scoring is free; memory limits neither side, so that static modes may keep both stages loaded
+  a move saves at least 2% of the rest of the step, and comes 10 s after the last one"""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Seconds of a step: the fastest static mode and its name, the elastic one and its tree's name, the ideal."""
+
+    static_s: float
+    static: str
+    elastic_s: float
+    elastic: str
+    ideal_s: float
+
+    @property
+    def speedup(self) -> float:
+        """Static over elastic."""
+        return self.static_s / self.elastic_s
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--measurements", type=Path, default=MEASUREMENTS, help="published measurements, JSON"
+    )
+    parser.add_argument("--iterations", type=int, default=2, help="steps of each comparison")
+    parser.add_argument("--seed", type=int, default=1, help="seed of the drawn lengths")
+    options = parser.parse_args()
+    say(machine())
+    say(ASSUMED)
+    data, figures, rows = load(options.measurements), {}, []
+    for devices, loads in LOADS.items():
+        for answers in loads:
+            found = compare(data, devices, answers * devices, options.iterations, options.seed)
+            figures[f"elastic_speedup_{devices}_load_{answers}"] = found.speedup
+            figures[f"elastic_ideal_{devices}_load_{answers}"] = found.static_s / found.ideal_s
+            if answers * devices == PUBLISHED:
+                figures[f"elastic_speedup_{devices}"] = found.speedup
+            rows.append(
+                (
+                    devices, answers, f"{found.static_s:.0f}", found.static,
+                    f"{found.elastic_s:.0f}", found.elastic, f"{found.speedup:.3f}",
+                    f"{found.static_s / found.ideal_s:.3f}",
+                )
+            )  # fmt: skip
+    table(
+        ("devices", "answers a device", "static, s", "mode", "elastic, s", "over", "speed-up", "ideal"),
+        rows,
+    )
+    figures["simulate_s_1024"] = simulate_seconds(data, options.seed)
+    emit("elastic", dict(sorted(figures.items())))
+
+
+def compare(data: Mapping[str, Any], devices: int, items: int, iterations: int, seed: int) -> Comparison:
+    """The fastest static mode and the elastic policy, with the same drawn lengths."""
+    work, costs = workload(data, devices, items), move_costs(data)
+    static = min((simulate(work, tree, iterations, seed).step_s, name) for name, tree in modes(work))
+    bases = dict(elastic_trees(devices))
+    tried = {name: simulate_elastic(work, tree, costs, 1, seed + 1000).step_s for name, tree in bases.items()}
+    best = min(tried, key=lambda name: tried[name])
+    elastic = simulate_elastic(work, bases[best], costs, iterations, seed).step_s
+    return Comparison(static[0], static[1], elastic, best, ideal(work, iterations, seed))
+
+
+def ideal(work: Workload, iterations: int, seed: int) -> float:
+    """Mean seconds of what bounds every schedule of the drawn lengths: all work over all devices, or generation alone.
+
+    Generation's fixed cost counts in the second alone; learning has the efficiency of all devices together.
+    """
+    generate, learn = work.profiles["generate"], work.profiles["learn"]
+    devices, alone = (
+        work.devices["gpu"].count,
+        Workflow("generate", ("generate",), (), (), work.workflow.group_size),
+    )
+    decoding = simulate(
+        replace(work, workflow=alone), Leaf("generate", "gpu", devices), iterations, seed
+    ).seconds
+    found = 0.0
+    for iteration, decode_s in enumerate(decoding):
+        items = sum(draw(work, seed, iteration).weights)
+        area = generate.parts(items, devices)[2] + learn.seconds(items, devices)
+        found += max(area, decode_s) / iterations
+    return found
+
+
+def modes(work: Workload) -> Iterator[tuple[str, Node]]:
+    """The planner's best tree of all, and of each mode."""
+    for name, shapes in {"auto": Shapes(), **ALTERNATIVES}.items():
+        try:
+            found = plan(
+                work.workflow, list(work.profiles.values()), work.devices, work.items, work.sync, shapes
+            )
+        except PlanError:
+            continue
+        yield name, found.tree
+
+
+def elastic_trees(devices: int) -> Iterator[tuple[str, Node]]:
+    """Trees that devices move in: one trainer group on all devices, or on a part of its own."""
+    yield "collocated", Share((Leaf("generate", "gpu", devices), Leaf("learn", "gpu", devices)))
+    for part in OWNERS:
+        own = devices // part
+        sides = Leaf("generate", "gpu", devices - own), Leaf("learn", "gpu", own)
+        yield f"{own} owners apart", Split(*sides, chunks=16)
+
+
+def workload(data: Mapping[str, Any], devices: int, items: int) -> Workload:
+    """GRPO of a 7B model: generate → learn in groups of 16."""
+    published = data["grpo_7B_latency_s"]["RLinf_temporal"]
+    tail = data["rollout_cdf_7B_64gpu_s"]
+    lengths = Lengths.from_quantiles(
+        {0.5: tail["p50"], 0.9: tail["p90"], 0.95: tail["p95"], 1: tail["max"]}, group_correlation=1.0
+    )
+    generate = Profile("generate", item_s=1, lengths=lengths, load_s=3, offload_s=1)
+    learn = Profile("learn", item_s=1, load_s=4, offload_s=3)
+    profiles = {
+        stage: fit(template, [Point(PUBLISHED, int(size), published[size][name]) for size in FITTED])
+        for stage, template, name in (("generate", generate, "rollout"), ("learn", learn, "train"))
+    }
+    edges = (Edge("generate", "learn", Granularity.GROUP),)
+    workflow = Workflow("grpo", ("generate", "learn"), edges, (("learn", "generate"),), group_size=16)
+    return Workload(workflow, profiles, {"gpu": DeviceKind(devices)}, items, SYNC)
+
+
+def move_costs(data: Mapping[str, Any]) -> MoveCosts:
+    """What moves cost; see ASSUMED."""
+    logprob = data["grpo_7B_latency_s"]["RLinf_temporal"]["64"]["logprob"]
+    return MoveCosts(
+        notice_s=1.0,
+        weight_bytes=14e9,
+        gradient_bytes=28e9,
+        link_bytes_per_s=50e9,
+        resume_item_s=logprob * 64 / PUBLISHED,
+    )
+
+
+def simulate_seconds(data: Mapping[str, Any], seed: int) -> float:
+    """CPU seconds of ten simulated steps of the planner's tree at 1,024 devices."""
+    work = workload(data, 1024, PUBLISHED)
+    tree = next(modes(work))[1]
+    started = time.process_time()
+    simulate(work, tree, 10, seed)
+    return time.process_time() - started
+
+
+if __name__ == "__main__":
+    main()
