@@ -82,7 +82,8 @@ def record(command: Sequence[str]) -> list[list[str]]:
     variables.pop("NO_COLOR", None)
     process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=variables)
     os.close(theirs)
-    screens, screen = [], Screen()
+    screens: list[list[str]] = []
+    screen = Screen()
     for output in _outputs(ours):
         if output:
             screen.write(output)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import threading
+import time
 from collections import Counter
 from collections.abc import AsyncIterator
 from itertools import pairwise
@@ -66,11 +67,12 @@ class Crowd:
             raise Refused("NOT_FOUND", f"there is no run {run_id}")
         state = self.states[run_id]
         step = {"QUEUED": 0, "SUCCEEDED": 120}.get(state, 41)
+        began = time.time() - 190 if state == "RUNNING" else NOW + 9
         ended = state in ("SUCCEEDED", "FAILED", "CANCELLED")
         waits = ["1 rollout instance (0 free; held by reason-a1)"] if state == "QUEUED" else []
         return RunView(
             name=f"runs/{run_id}", id=run_id, state=state, reason=REASONS.get(state, ""), step=step, steps=120,
-            place=1 if state == "QUEUED" else None, created_at=NOW, started_at=NOW + 9 if step else None,
+            place=1 if state == "QUEUED" else None, created_at=NOW, started_at=began if step else None,
             finished_at=NOW + 900 if ended else None, waiting_for=waits, policy=policy(step + 1) if step else None,
             warmup_steps=0, baseline_prefill=None, evaluations=[evaluation(0), evaluation(step)] if step else [],
             last_step=step_view(step) if step else None, recoveries=1 if state == "FAILED" else 0,

@@ -125,6 +125,7 @@ def test_an_ill_formed_line_is_named_by_its_number(tmp_path, line, words):
 def test_an_unreadable_file_names_its_neighbour(tmp_path):
     write(tmp_path)
     assert "did you mean items.jsonl?" in refusal("jsonl", {"path": str(tmp_path / "item.jsonl")})
+    assert "items.jsonl" not in refusal("jsonl", {"path": str(tmp_path / "x")}), "a folder is not listed"
     assert "cannot be read" in refusal("jsonl", {"path": str(tmp_path)})
 
 

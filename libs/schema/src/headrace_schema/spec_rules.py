@@ -221,7 +221,9 @@ def _evaluation(spec: RunSpec) -> Iterator[KeyProblemView]:
     )
     if wants and not spec.data.heldout:
         yield problem(
-            f"evaluation.{wants}", "there are no held-out items to evaluate", "set data.heldout above 0"
+            f"evaluation.{wants}",
+            "there are no held-out items to evaluate",
+            f"set data.heldout above 0, or evaluation.{wants} to {'0' if wants == 'every' else 'null'}",
         )
     if evaluation.greedy and evaluation.samples > 1:
         yield problem(

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NoReturn
 
-from headrace_schema.problems import Impossible, choose, problem, show
+from headrace_schema.problems import Impossible, nearest, problem, show
 from pydantic import Field
 
 from headrace_coordinator.data.items import DataItem
@@ -67,12 +67,14 @@ class Jsonl(RowSource):
         return f"line {number} of {self.path}"
 
     def _fix_path(self) -> str:
+        """A file of nearly this name, and no other: whoever asks over the API may not see the folder."""
         folder = Path(self.path).expanduser().parent
         try:
             names = [entry.name for entry in folder.iterdir() if entry.is_file()]
         except OSError:
             return f"name a readable file; the folder {folder} cannot be read either"
-        return choose(Path(self.path).name, names, extra=f"the folder is {folder.absolute()}")
+        close = nearest(Path(self.path).name, names)
+        return f"did you mean {close}?" if close else "name a readable file of the coordinator's host"
 
 
 def _no_constant(name: str) -> NoReturn:

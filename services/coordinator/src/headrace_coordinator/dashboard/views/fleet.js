@@ -8,7 +8,7 @@ const KINDS = ["rollout", "trainer", "reward", "simulator"];
 
 export async function show(root, place, signal) {
   const well = h("p", { class: "muted", role: "status" });
-  const [instances, instanceRows] = table("Instances", ["Instance", "State", "Run", "Devices", "Memory", "Host", "Address", "Drain"]);
+  const [instances, instanceRows] = table("Instances", ["Instance", "State", "Drain", "Run", "Devices", "Memory", "Host", "Address"]);
   const [leases, leaseRows] = table("Leases", ["Epoch", "State", "Instance", "Run", "Stage", "Devices", "Expires in"]);
   const hosts = h("div");
   const noInstances = empty("No instance is registered. Start a fleet with ", h("code", {}, "headrace up"), ".");
@@ -67,9 +67,9 @@ export async function show(root, place, signal) {
 
   function instanceRow(each) {
     return h("tr", {}, h("th", { scope: "row" }, each.name), h("td", {}, chip(each.state), each.silent > 0 && h("div", { class: "why" }, `silent for ${duration(each.silent)}`)),
+      h("td", {}, h("button", { type: "button", class: "quiet", disabled: each.state !== "READY", "data-focus": `drain ${each.name}`, "aria-label": `Drain ${each.name}`, onclick: () => drain(each.name, each.run) }, "Drain…")),
       h("td", {}, runLink(each.run)), h("td", {}, each.devices.map(shortDevice).join(", ") || "–"),
-      h("td", {}, each.memory), h("td", {}, shortHost(each.host)), h("td", {}, h("code", {}, each.address)),
-      h("td", {}, h("button", { type: "button", class: "quiet", disabled: each.state !== "READY", "data-focus": `drain ${each.name}`, "aria-label": `Drain ${each.name}`, onclick: () => drain(each.name, each.run) }, "Drain…")));
+      h("td", {}, each.memory), h("td", {}, shortHost(each.host)), h("td", {}, h("code", {}, each.address)));
   }
 
   function leaseRow(each) {
