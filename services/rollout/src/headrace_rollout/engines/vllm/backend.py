@@ -66,7 +66,7 @@ class VllmBackend:
             self._llm = await asyncio.to_thread(self._make, start)
         except (ValueError, RuntimeError, OSError) as error:
             raise BackendFailed(f"{error}; see this instance's log for the engine's own words") from error
-        await self._obey(self._llm.init_weight_transfer_engine(WeightTransferInitRequest()))
+        await self._obey(self._engine.init_weight_transfer_engine(WeightTransferInitRequest()))
 
     async def stop(self) -> None:
         """See Backend."""
