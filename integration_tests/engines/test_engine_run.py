@@ -7,6 +7,7 @@ import os
 import pytest
 import yaml
 from harness.fleet import Fleet
+from harness.ledger import audit
 from harness.processes import ROOT, run_python
 
 ENGINE = os.environ.get("ENGINE", "")
@@ -21,6 +22,11 @@ def test_the_tiny_model_learns_with_the_engine(tmp_path):
     spec = yaml.safe_load((ROOT / "examples" / f"tiny-{ENGINE}.yaml").read_text())
     spec["model"]["path"] = str(model)
     with Fleet(tmp_path / "data", "--engine", ENGINE) as fleet:
-        ended = fleet.succeed(fleet.submit(spec), LONGEST_S)
-        run = fleet.client.get_run(ended.id)
-        assert run.raw["steps_done"] == spec["steps"]
+        run = fleet.succeed(fleet.submit(spec), LONGEST_S)
+        found = audit(fleet, run)
+        slots = spec["algorithm"]["prompts_per_step"] * spec["algorithm"]["group_size"]
+        assert len(found.trained) == spec["steps"] * slots and found.rewinds == 0
+        # What the engine says of its tokens is what the trainer computes of them.
+        assert all(item.log_prob_compared_tokens and item.log_prob_mismatch_mean < 1e-3 for item in found.live)
+        before, *_, after = run.evaluations
+        assert after.step == spec["steps"] and after.score > before.score

@@ -15,6 +15,7 @@ from vllm import SamplingParams
 from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 from headrace_rollout.engines.base import Capabilities, Distribution, EngineConfig, Scope, WeightEntry
 from headrace_rollout.engines.hosted import BackendFailed, Request, Start, Tokens
@@ -22,6 +23,7 @@ from headrace_rollout.engines.hosted.processes import descendants, kill
 from headrace_rollout.engines.vllm.arguments import engine_args
 from headrace_rollout.engines.vllm.options import VllmOptions
 
+_REFUSALS = (ValueError, RuntimeError, EngineDeadError, EngineGenerateError)
 WAKE_TAGS = {Scope.WEIGHTS: ["weights"], Scope.KV_CACHE: ["kv_cache"]}
 
 
@@ -64,7 +66,7 @@ class VllmBackend:
             self._llm = await asyncio.to_thread(self._make, start)
         except (ValueError, RuntimeError, OSError) as error:
             raise BackendFailed(f"{error}; see this instance's log for the engine's own words") from error
-        await self._obey(self._llm.init_weight_transfer_engine(WeightTransferInitRequest()))
+        await self._obey(self._engine.init_weight_transfer_engine(WeightTransferInitRequest()))
 
     async def stop(self) -> None:
         """See Backend."""
@@ -87,7 +89,7 @@ class VllmBackend:
                     if made.token_ids:
                         ids = list(made.token_ids)
                         yield Tokens(ids, _log_probs(ids, made.logprobs))
-        except (ValueError, RuntimeError) as error:
+        except _REFUSALS as error:
             raise BackendFailed(_sentence(error)) from error
 
     async def abort(self, request_ids: Sequence[str]) -> None:
@@ -97,13 +99,13 @@ class VllmBackend:
     async def score(self, token_ids: Sequence[int], start: int, distribution: Distribution) -> list[float]:
         """See Backend. The last id is scored as the one that comes next: a full context has no room behind it."""
         params = _sampling(distribution, 1)
-        params.prompt_logprobs, params.logprob_token_ids = 0, [token_ids[-1]]
+        params.prompt_logprobs, params.logprobs, params.logprob_token_ids = 0, 1, [token_ids[-1]]
         self._scores += 1
         prompt = {"prompt_token_ids": list(token_ids[:-1])}
         try:
             async for output in self._engine.generate(prompt, params, f"score-{self._scores}"):
                 last = output
-        except (ValueError, RuntimeError) as error:
+        except _REFUSALS as error:
             raise BackendFailed(_sentence(error)) from error
         given = last.prompt_logprobs or []
         found = [given[index][token_ids[index]].logprob for index in range(start, len(token_ids) - 1)]

@@ -36,19 +36,19 @@ Entry = list[Any]
 
 
 @dataclass
-class NoInit(WeightTransferInitInfo):
+class NoInit(WeightTransferInitInfo):  # type: ignore[misc]  # vLLM is not there where types are checked
     """Nothing is needed beforehand."""
 
 
 @dataclass
-class SharedFile(WeightTransferUpdateInfo):
+class SharedFile(WeightTransferUpdateInfo):  # type: ignore[misc]
     """A body and where its tensors lie."""
 
     path: str = ""
     entries: list[Entry] = field(default_factory=list)
 
 
-class SharedMemoryTransfer(WeightTransferEngine[NoInit, SharedFile]):
+class SharedMemoryTransfer(WeightTransferEngine[NoInit, SharedFile]):  # type: ignore[misc]
     """Reads tensors from a mapped file; `arrived` has the digest of each as it was read here."""
 
     init_info_cls = NoInit
