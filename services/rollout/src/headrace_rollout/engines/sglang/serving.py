@@ -106,6 +106,9 @@ class _Server:
         # adapter aborts behind the run's own.
         sampling["ignore_eos"] = not self._model_eos <= set(sampling["stop_token_ids"])
         truncated = sampling["top_p"] < 1 or sampling["top_k"] > 0 or sampling["min_p"] > 0
+        if truncated and sampling["temperature"] > 0 and sampling["top_k"] < 1:
+            # A mask is refused without a finite top-k; this one keeps every token.
+            sampling["top_k"] = self._engine.server_args.sampling_mask_max_tokens
         request = GenerateReqInput(
             input_ids=call["token_ids"],
             sampling_params=sampling,
