@@ -27,6 +27,8 @@ def test_the_tiny_model_learns_with_the_engine(tmp_path):
         slots = spec["algorithm"]["prompts_per_step"] * spec["algorithm"]["group_size"]
         assert len(found.trained) == spec["steps"] * slots and found.rewinds == 0
         # What the engine says of its tokens is what the trainer computes of them.
-        assert all(item.log_prob_compared_tokens and item.log_prob_mismatch_mean < 1e-3 for item in found.live)
+        assert all(
+            item.log_prob_compared_tokens and item.log_prob_mismatch_mean < 1e-3 for item in found.live
+        )
         before, *_, after = run.evaluations
         assert after.step == spec["steps"] and after.score > before.score
