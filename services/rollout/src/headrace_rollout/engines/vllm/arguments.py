@@ -18,6 +18,8 @@ from headrace_rollout.engines.vllm.options import FIXED_ARGUMENTS, OWN_ARGUMENTS
 KEY = "rollout.engine_options"
 WORKER = "headrace_rollout.engines.vllm.worker.HeadraceWorker"
 TRANSFER = "headrace_shm"
+OWNER = "HEADRACE_ENGINE_OWNER"
+"""The variable that tells the engine's processes whose they are, by process id."""
 
 
 def check_extra(arguments: Mapping[str, Any]) -> None:

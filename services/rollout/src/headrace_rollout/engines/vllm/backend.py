@@ -20,7 +20,7 @@ from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 from headrace_rollout.engines.base import Capabilities, Distribution, EngineConfig, Scope, WeightEntry
 from headrace_rollout.engines.hosted import BackendFailed, Request, Start, Tokens
 from headrace_rollout.engines.hosted.processes import descendants, kill
-from headrace_rollout.engines.vllm.arguments import engine_args
+from headrace_rollout.engines.vllm.arguments import OWNER, engine_args
 from headrace_rollout.engines.vllm.options import VllmOptions
 
 _REFUSALS = (ValueError, RuntimeError, EngineDeadError, EngineGenerateError)
@@ -208,6 +208,7 @@ def _variables(start: Start) -> dict[str, str]:
     variables = {
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
         "VLLM_NO_USAGE_STATS": "1",
+        OWNER: str(os.getpid()),
         "OMP_NUM_THREADS": str(start.threads),
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     }

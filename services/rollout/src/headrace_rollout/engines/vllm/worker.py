@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import mmap
 import os
+import signal
 import threading
 import time
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,11 +28,11 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from headrace_rollout.engines.vllm.arguments import TRANSFER
+from headrace_rollout.engines.vllm.arguments import OWNER, TRANSFER
 
 warnings.filterwarnings("ignore", message="The given buffer is not writable")
 
-PARENT_S = 1.0
+OWNER_S = 1.0
 Entry = list[Any]
 """[name, torch dtype's name, shape, offset, size, digest], as it travels to a worker."""
 
@@ -109,19 +111,22 @@ def _tensors(body: memoryview, entries: list[Entry]) -> Iterator[tuple[str, Tens
         yield name, tensor.view(shape)
 
 
-def _end_with_parent() -> None:
-    """A rollout instance that is killed takes its engine along, which would keep the devices."""
+def _end_with_owner() -> None:
+    """An instance that is killed takes its engine along, whose processes would keep the devices."""
     parent = os.getppid()
+    owner = int(os.environ.get(OWNER, parent))
 
     def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(PARENT_S)
+        while os.getppid() == parent and Path(f"/proc/{owner}").exists():
+            time.sleep(OWNER_S)
+        if os.getppid() == parent != owner:
+            os.kill(parent, signal.SIGKILL)  # vLLM's engine core, between the instance and its workers
         os._exit(1)
 
-    threading.Thread(target=watch, name="watch parent", daemon=True).start()
+    threading.Thread(target=watch, name="watch owner", daemon=True).start()
 
 
-_end_with_parent()
+_end_with_owner()
 WeightTransferEngineFactory.register_engine(TRANSFER, SharedMemoryTransfer)
 
 
