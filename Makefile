@@ -58,7 +58,7 @@ engines: ## Make .envs/ENGINE, in which the real engine runs on the CPU (ENGINE=
 	@TORCH_FIND_LINKS="$(TORCH_FIND_LINKS)" TORCH_INDEX_URL="$(TORCH_INDEX_URL)" sh ci/engines_$(ENGINE).sh "$(PYTHON)"
 
 test-engines: setup ## The engine contract and a whole run on the real engine (ENGINE=vllm or sglang).
-	CI=true TORCH_FIND_LINKS="$(TORCH_FIND_LINKS)" TORCH_INDEX_URL="$(TORCH_INDEX_URL)" .venv/bin/python -m ci.engines "$(ENGINE)"
+	CI=true TORCH_FIND_LINKS="$(TORCH_FIND_LINKS)" TORCH_INDEX_URL="$(TORCH_INDEX_URL)" .venv/bin/python -m ci.engines "$(ENGINE)" --run
 
 browser: ## Make .envs/browser with Playwright, and install Chromium where apt-get may.
 	@sh ci/browser.sh "$(PYTHON)"
