@@ -206,10 +206,14 @@ class _Server:
     async def _sleep(self, call: Message) -> None:
         # SGLang asserts that it is idle, and an abort is over only some steps later: the assertion ends the engine.
         await self._until_flushed()
+        if not self._engine.server_args.enable_memory_saver:
+            return  # on a CPU there is nothing that SGLang could give back
         tags = ReleaseMemoryOccupationReqInput(tags=["kv_cache", "weights"])
         await self._manager.release_memory_occupation(tags, None)
 
     async def _wake(self, call: Message) -> None:
+        if not self._engine.server_args.enable_memory_saver:
+            return
         await self._manager.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=[call["tag"]]), None)
 
     async def _until_flushed(self) -> None:
