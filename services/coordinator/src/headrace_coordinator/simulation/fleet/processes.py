@@ -6,7 +6,7 @@ import asyncio
 import random
 from collections import Counter
 from collections.abc import Coroutine
-from typing import Any
+from typing import Any, TypeVar
 
 from headrace_coordinator.domain.state import InstanceState
 from headrace_coordinator.fleet.fleet import Fleet, FleetSettings, Supervisor, open_reports
@@ -20,6 +20,7 @@ from headrace_coordinator.simulation.fleet.trainer import Gangs, Trainer
 from headrace_coordinator.simulation.judging.judge import Violation
 from headrace_coordinator.simulation.specs import DEVICES_A_HOST
 
+T = TypeVar("T")
 SETTINGS = FleetSettings()
 CLASSES: dict[str, type[Instance]] = {"rollout": Rollout, "trainer": Trainer, "reward": Reward}
 
@@ -92,9 +93,12 @@ class Processes:
                 list(instance.devices),
                 {},
             )
-            stale = await fleet.register(
-                state, list(instance.held), instance.coordinator_epoch, instance.store_id
+            stale = await self._answer(
+                fleet,
+                fleet.register(state, list(instance.held), instance.coordinator_epoch, instance.store_id),
             )
+            if stale is None:
+                continue
             instance.coordinator_epoch = max(instance.coordinator_epoch, fleet.event_log.state.epoch)
             instance.store_id = fleet.event_log.state.store_id
             for epoch in stale:
@@ -102,6 +106,16 @@ class Processes:
             self._report(instance, fleet)
             if fleet is self._fleet():
                 await self._session(instance, fleet)
+
+    async def _answer(self, fleet: Fleet, call: Coroutine[Any, Any, T]) -> T | None:
+        """What a call to the coordinator answers; None once that is gone, as its connections are then."""
+        asked = asyncio.ensure_future(call)
+        while not asked.done() and fleet is self._fleet():
+            await asyncio.wait({asked}, timeout=0.5)
+        if asked.done():
+            return asked.result()
+        asked.cancel()
+        return None
 
     async def _session(self, instance: Instance, fleet: Fleet) -> None:
         commands: asyncio.Queue[tuple[str, Any]] = asyncio.Queue()
