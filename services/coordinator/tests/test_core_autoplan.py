@@ -8,6 +8,8 @@ from statistics import median
 
 import pytest
 from headrace_coordinator.domain import events as ev
+from headrace_coordinator.fleet.ports import InstanceDown
+from headrace_coordinator.simulation.fleet.network import SimulatedPort
 from headrace_coordinator.simulation.virtual_time import run_virtual
 from headrace_coordinator.simulation.world import World
 from pydantic import ValidationError
@@ -125,6 +127,24 @@ def test_a_run_that_only_proposes_changes_nothing():
     assert proposed.mode != chosen.mode or proposed.trainer != chosen.trainer
     last = scene.log(ev.StepCommitted)[-1].view["devices"]
     assert {d for d, s in last.items() if "learn" in s} == set(chosen.trainer or last)
+
+
+def test_a_lost_reply_in_a_change_of_plan_leaves_no_engine_paused(monkeypatch):
+    """Seed 194: it was paused, was taken to be awake, and refused every step of fifty recoveries."""
+    call, lost = SimulatedPort.call, []
+
+    async def lossy(port, method, request, timeout):
+        answer = await call(port, method, request, timeout)
+        if method == "Pause" and len(scene.log(ev.PlanAdopted)) == 2 and not lost:
+            lost.append(method)
+            raise InstanceDown("rollout-0", "Pause: the reply was lost")
+        return answer
+
+    monkeypatch.setattr(SimulatedPort, "call", lossy)
+    scene = Scene()
+    assert set(run_virtual(scene.live()).states.values()) == {"SUCCEEDED"}
+    assert scene.log(ev.PlanAdopted)[1].mode == "disaggregated", "the devices are divided anew"
+    assert lost and len(scene.log(ev.RunRecovering)) == 1
 
 
 def test_a_deterministic_run_stays_where_it_is():

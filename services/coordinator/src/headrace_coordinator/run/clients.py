@@ -139,9 +139,9 @@ class RolloutClient(WorkerClient):
 
     async def suspend(self) -> None:
         """Pause, then give the memory back."""
+        self.installed, self.awake = 0, False  # Also where a reply is lost: what it did then is not known.
         await self.port.call("Pause", rollout.PauseRequest(header=self.header()), QUICK_S)
         await self.port.call("Suspend", rollout.SuspendRequest(header=self.header()), SLOW_S)
-        self.installed, self.awake = 0, False
 
     async def wake(self, published: Published) -> None:
         """Weights' room, install, then the cache's room (PROTOCOL, Versions)."""
@@ -335,8 +335,8 @@ class TrainerClient(WorkerClient):
 
     async def suspend(self) -> None:
         """Gives the device back."""
+        self.awake = False  # Also where the reply is lost: what it did then is not known.
         await self.port.call("Suspend", trainer.SuspendRequest(header=self.header()), SLOW_S)
-        self.awake = False
 
     async def wake(self) -> None:
         """Takes the device."""
