@@ -35,12 +35,12 @@ class Steady(random.Random):
 
 
 class Scene(World):
-    """One rollout and one trainer; from step `slow_from` on, learning is `slower` times the work."""
+    """One rollout and one trainer; from step `slow_from` on, the `stages` are `slower` times the work."""
 
-    def __init__(self, steps=14, slow_from=None, slower=1.0, **placement):
+    def __init__(self, steps=14, slow_from=None, slower=1.0, stages=("trainer",), **placement):
         super().__init__(11, faults=False)
         self.work = {"rollout": 1.0, "trainer": 2.0}
-        self.slow_from, self.slower = slow_from, slower
+        self.slow_from, self.slower, self.stages = slow_from, slower, stages
         fields = self.specs[0].model_dump(mode="json")
         sections = {
             "rollout": {"instances": 1},
@@ -63,7 +63,8 @@ class Scene(World):
                 if instance.KIND in self.work and not isinstance(instance.rng, Steady):
                     instance.rng = Steady(instance, self.work)
             if self.slow_from is not None and len(self.log(ev.StepCommitted)) >= self.slow_from:
-                self.work["trainer"], self.slow_from = self.work["trainer"] * self.slower, None
+                self.work |= {stage: self.work[stage] * self.slower for stage in self.stages}
+                self.slow_from = None
             await asyncio.sleep(0.01)
 
     def log(self, kind):
@@ -118,6 +119,15 @@ def test_a_stage_that_becomes_slow_changes_the_plan_and_the_steps_get_faster():
     assert (after.mode, after.trainer) != (before.mode, before.trainer), plans
     assert all("of what was predicted" in plan.reason for plan in changes)
     assert scene.step_s(after.from_step + 2, 24) < 0.9 * scene.step_s(10, changes[0].from_step)
+
+
+def test_on_a_machine_that_slows_as_a_whole_old_measurements_are_no_yardstick():
+    scene = played(Scene(steps=24, slow_from=9, slower=3.0, stages=("rollout", "trainer")))
+    chosen, *later = scene.log(ev.PlanAdopted)[1:]
+    assert later
+    for plan in later:
+        others = [*plan.alternatives.values(), plan.predicted_s["step"]]
+        assert min(others) > 2 * chosen.predicted_s["step"], "every other placement is slower today as well"
 
 
 def test_a_run_that_only_proposes_changes_nothing():

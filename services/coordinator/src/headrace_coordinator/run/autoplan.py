@@ -55,7 +55,8 @@ class Autoplan:
             view.wall_s - sum(seconds.get(stage, 0.0) for stage in NO_WORK),
         )
         self._recent = [*self._recent, time][-self._window :]
-        self._tried[self._layout] = [*self._tried[self._layout], time][-self._window :]
+        if len(self._tried[self._layout]) < self._window:
+            self._tried[self._layout].append(time)
 
     def due(self) -> ev.PlanAdopted | None:
         """The plan to adopt, or to propose, before the next step; None: nothing changes."""
@@ -95,8 +96,8 @@ class Autoplan:
             missing, [], [], f"measures {self._window} steps {missing}", predicted={}, alternatives={}
         )
 
-    def _best(self, now: tuple[Layout, StepTime] | None = None) -> Candidate:
-        return choose(self._candidates(now), self._layout)
+    def _best(self) -> Candidate:
+        return choose(self._candidates(), self._layout)
 
     def _candidates(self, now: tuple[Layout, StepTime] | None = None) -> list[Candidate]:
         tried = {layout: typical(steps) for layout, steps in self._tried.items() if steps}
@@ -108,21 +109,29 @@ class Autoplan:
         """After a drift: what is best today. What an earlier life of the coordinator measured is measured again."""
         percent = 100 * (now.step / plan.predicted_s["step"] - 1)
         words = f"steps take {now.step:.3g} s, {percent:+.0f}% of what was predicted"
-        if not any(layout.in_turns for layout in self._tried) or len(self._tried) == 1:
+        present = self._layout
+        if not self._comparable(present):
             self._tried.clear()
             if self._obstacle() or self._section.replan != "auto":
-                return self._adopt(Candidate(self._layout, now, tried=True), f"{words}; the plan stays")
+                return self._adopt(Candidate(present, now, tried=True), f"{words}; the plan stays")
             return self._event(
                 "collocated", [], [], f"{words}: measures again", predicted={}, alternatives={}
             )
-        before = {layout: steps for layout, steps in self._tried.items() if steps}
-        best = self._best((self._layout, now)) if self._layout in before else self._best()
-        if best.layout == self._layout:
-            return self._adopt(
-                Candidate(best.layout, now, tried=True), f"{words}; {best.layout.words} stays best"
-            )
+        found = self._candidates((present, now))
+        for one in found:
+            if one.tried:  # From now on others are judged by what they would take today.
+                self._tried[one.layout] = [one.time]
+        self._tried[present] = [now]
+        best = choose(found, present)
+        if best.layout == present:
+            return self._adopt(Candidate(present, now, tried=True), f"{words}; {present.words} stays best")
         event = self._adopt(best, f"{words}; {best.layout.words} would take {best.time.step:.3g} s")
         return event if self._section.replan == "auto" else _proposal(event)
+
+    def _comparable(self, present: Layout) -> bool:
+        """Whether steps of the present layout and of another one, and some in turns, were measured."""
+        tried = [layout for layout, steps in self._tried.items() if steps]
+        return present in tried and len(tried) > 1 and any(layout.in_turns for layout in tried)
 
     def _obstacle(self) -> str:
         """Why this run can only take turns; empty: it can generate and learn side by side."""
