@@ -89,6 +89,7 @@ def test_a_run_is_paused_resumed_and_reloaded_and_a_lost_rollout_is_named(fleet,
     page.get_by_role("link", name="Timeline").click()
     page.get_by_text("As a table").click()
     lanes = page.get_by_role("region", name="Seconds by device and stage").locator("tbody tr")
+    lanes.first.wait_for()
     holders = " ".join(lanes.locator("td").all_text_contents())
     assert "rollout-0" in holders and "trainer-0" in holders
     page.get_by_role("link", name="Proof").click()

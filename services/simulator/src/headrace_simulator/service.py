@@ -102,11 +102,13 @@ class SimulatorServicer(simulator_pb2_grpc.SimulatorServiceServicer):
 
         def expand(request: simulator_pb2.StepRequest) -> Outcomes:
             nonlocal header
-            pool = self._pool(request.pool)
-            if header is None or request.HasField("header"):
-                leased = pool.plan.leased or bool(request.header.lease_epoch)
-                self._instance.fence.check(request.header, lease=leased)
+            anew = header is None or request.HasField("header")
+            if anew:
+                self._instance.fence.check(request.header, lease=bool(request.header.lease_epoch))
                 header = request.header
+            pool = self._pool(request.pool)
+            if anew and pool.plan.leased:
+                self._instance.fence.check_lease(request.header.lease_epoch)
             if request.pool_incarnation != pool.incarnation:
                 raise ServiceError(
                     grpc.StatusCode.FAILED_PRECONDITION,
@@ -116,6 +118,7 @@ class SimulatorServicer(simulator_pb2_grpc.SimulatorServiceServicer):
             indices = [operation.environment for operation in request.operations]
             if len(set(indices)) < len(indices):
                 raise _invalid("operations: at most one an environment in one message")
+            assert header is not None
             return pool.perform(request.operations, self._authority(pool, header))
 
         async for batches in unordered(request_iterator, expand, _IN_FLIGHT, _LINGER_S):

@@ -79,7 +79,10 @@ export class Chart {
   range(low, high) {
     if (low === null || high === null) return [0, 1];
     if (this.stacked) return [0, high > 0 ? high * 1.05 : 1];
-    if (low === high) return low === 0 ? [0, 1] : [low - Math.abs(low) / 2, high + Math.abs(high) / 2];
+    // uPlot cannot divide an axis whose ends are equal to it: as far apart as rounding, or next to nothing.
+    const size = Math.max(Math.abs(low), Math.abs(high));
+    if (size < 1e-9) return low < 0 ? [-1, 1] : [0, 1];
+    if (high - low < 1e-5 * size) return [low - size / 2, high + size / 2];
     return window.uPlot.rangeNum(low, high, 0.08, true);
   }
 
