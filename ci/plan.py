@@ -103,7 +103,7 @@ TEST = [
     _tests("faults", "integration_tests/faults", timeout_s=1500),
     _tests("compose", "integration_tests/compose", timeout_s=1200),
     # In an environment of its own (3.3 GB), which the part above has made by then.
-    Part("vllm", (sys.executable, "-m", "ci.engines", "vllm"), timeout_s=900),
+    Part("vllm", (sys.executable, "-m", "ci.engines", "vllm", "--run"), timeout_s=900),
 ]
 
 NIGHTLY = [
