@@ -105,3 +105,14 @@ def test_a_scorer_that_breaks_in_the_run_drops_groups_and_ends_it(fleet, spec_of
     assert {data["reason"] for data in dropped} == {"GROUP_INCOMPLETE"}
     assert all("FileNotFoundError" in data["detail"] for data in dropped), dropped[:3]
     assert audit(fleet, ended).dropped
+
+
+def test_questions_that_contradict_each_other_are_counted_and_shown(fleet, spec_of, tmp_path):
+    pairs = [("012=", "012"), ("012=", "013"), *((f"{n:03d}=", f"{n:03d}") for n in range(20, 28))]
+    file = tmp_path / "items.jsonl"
+    file.write_text("\n".join(json.dumps({"question": q, "answer": a}) for q, a in pairs))
+    spec = spec_of(steps=1, trainer__warmup={"steps": 0})
+    spec["data"] = {**spec["data"], "source": "jsonl", "options": {"path": str(file)}, "heldout": 0}
+    run = fleet.succeed(fleet.submit(spec))
+    notes = [event.data["text"] for event in fleet.client.events(run.id) if event.type == "noted"]
+    assert any("1 items repeat" in text and "1 questions are answered" in text for text in notes), notes

@@ -266,3 +266,11 @@ def test_a_weighted_mixture_goes_on_where_it_was_in_another_process():
 
 def test_weights_are_for_every_part_or_none():
     assert "data.options: parts[1].weight: give every part a weight, or none" in refusal(mixture(2, None))
+
+
+def test_questions_with_two_answers_are_counted_and_the_first_one_holds():
+    pairs = [("1 + 1", "2"), ("1 + 1", "3"), ("1 + 1", "2"), ("2 + 2", "4"), ("2 + 2", "4"), ("3 + 3", "6")]
+    items = [DataItem(question=question, answer=answer) for question, answer in pairs]
+    dataset = Dataset(changed(DIGITS, heldout=0), items, seed=0)
+    assert (dataset.repeated, dataset.contradicting, dataset.train_size) == (3, 1, 3)
+    assert {dataset.train_item(n).question: dataset.train_item(n).answer for n in range(3)}["1 + 1"] == "2"

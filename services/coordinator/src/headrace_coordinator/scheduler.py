@@ -157,7 +157,8 @@ class Scheduler:
         """The items are those that the run began with; else it is paused, since its slots would mean other prompts."""
         now = self._event_log.now()
         if not run.dataset_digest:
-            await self._event_log.commit(ev.DatasetOpened(at=now, run=run.id, digest=dataset.digest))
+            opened = ev.DatasetOpened(at=now, run=run.id, digest=dataset.digest)
+            await self._event_log.commit(opened, *_repetitions(run.id, dataset, now))
         if run.dataset_digest == dataset.digest or run.state == runs.CANCELLING:
             return True
         reason = (
@@ -180,3 +181,14 @@ class Scheduler:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await self._trackers.stop()
+
+
+def _repetitions(run: str, dataset: Dataset, now: float) -> list[ev.Noted]:
+    """What the run's user should know of data that asks one question several times."""
+    if not dataset.contradicting:
+        return []
+    text = (
+        f"data.source: {dataset.repeated} items repeat an earlier question and are left out; "
+        f"{dataset.contradicting} questions are answered in more than one way, and their first answer counts"
+    )
+    return [ev.Noted(at=now, run=run, text=text)]

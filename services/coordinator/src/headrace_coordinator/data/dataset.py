@@ -29,8 +29,14 @@ class Dataset:
     ) -> None:
         excluded = {squeezed(text) for text in section.exclude}
         distinct: dict[str, DataItem] = {}
+        contradicting: set[str] = set()
         for item in items:
-            distinct.setdefault(item.key, item)
+            if distinct.setdefault(item.key, item).answer != item.answer:
+                contradicting.add(item.key)
+        self.repeated = len(items) - len(distinct)
+        """Items left out because their question had been read before."""
+        self.contradicting = len(contradicting)
+        """Questions that the source answers in more than one way; the first answer counts."""
         kept = [item for item in distinct.values() if not excluded & item.names()]
         _enough(section, len(kept), len(distinct) - len(kept))
         ranked = sorted(kept, key=lambda item: _rank(f"heldout {section.heldout_seed}", item))
