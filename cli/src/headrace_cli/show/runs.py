@@ -150,13 +150,17 @@ def run_plan_table(plan: dict[str, Any]) -> Table:
         ("chosen by", plan["chosen_by"]),
         ("from step", plan["from_step"]),
         ("why", plan["reason"]),
-        ("generate on", ", ".join(plan["rollout"])),
-        ("learn on", ", ".join(plan["trainer"])),
+        ("generate on", _short(plan["rollout"])),
+        ("learn on", _short(plan["trainer"])),
         ("predicted", "\n".join(seconds)),
         ("a step with", "\n".join(others)),
         ("proposal", plan["proposal"]),
     ]
     return table(("", ""), [row for row in rows if str(row[1])])
+
+
+def _short(devices: Sequence[str]) -> str:
+    return ", ".join(device.rpartition("/")[2] for device in devices)
 
 
 def certificates_table(certificates: Sequence[Certificate]) -> Table:
