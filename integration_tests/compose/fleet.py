@@ -14,7 +14,7 @@ from harness.ledger import Audit, audit
 from harness.processes import ROOT, clean_environment, free_port
 from harness.specs import BATCH
 from harness.waiting import wait_for
-from headrace.client import Client, Event, Instance, Run
+from headrace.client import Client, Event, HeadraceError, Instance, Run
 
 HERE = Path(__file__).resolve().parent
 PROJECT = "headrace-test"
@@ -146,7 +146,7 @@ class ComposeFleet:
         """The run once it is SUCCEEDED; fails the test with its own words and the logs otherwise."""
         try:
             ended = self.client.wait(asked.id, RUN_S)
-        except Exception as error:
+        except HeadraceError as error:
             raise AssertionError(f"{error}\n{self.client.get(asked.id)}\n{self.logs()}") from error
         assert ended.state == "SUCCEEDED", f"{ended.id} {ended.state}: {ended.reason}\n{self.logs()}"
         return ended

@@ -7,6 +7,7 @@ import json
 import math
 import random
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -47,7 +48,7 @@ class Refused(Exception):
         self.reason = reason
 
 
-class Subject:
+class Subject(ABC):
     """One instance. `seed` makes configs differ; `limit` is how many runs it can have open, 0 for any number."""
 
     def __init__(self, kind: str, model: Path, directory: Path) -> None:
@@ -105,31 +106,31 @@ class Subject:
         algorithm = {"group_size": 2, "prompts_per_step": 1}
         return {"model": model, "algorithm": algorithm, **parts, "seed": seed, "steps": 3}
 
+    @abstractmethod
     def call(self, method: str, request: Any) -> Any:
         """A unary call; raises Refused."""
-        raise NotImplementedError
 
+    @abstractmethod
     def stream(self, method: str, request: Any) -> list[Any]:
         """The responses to a stream of one request; raises Refused."""
-        raise NotImplementedError
 
+    @abstractmethod
     def reports(self) -> list[Report]:
         """What the coordinator was told last."""
-        raise NotImplementedError
 
     # Leases
 
+    @abstractmethod
     def grant(self, epoch: int) -> None:
         """Gives it a lease."""
-        raise NotImplementedError
 
+    @abstractmethod
     def renew(self, epoch: int, *, renewed: bool) -> None:
         """Renews the lease, or lets its deadline pass."""
-        raise NotImplementedError
 
+    @abstractmethod
     def revoked_while(self, method: str, request: Any, epoch: int) -> list[Any]:
         """Responses to a stream of one request that stays open; the lease is revoked after the first."""
-        raise NotImplementedError
 
 
 class RealSubject(Subject):

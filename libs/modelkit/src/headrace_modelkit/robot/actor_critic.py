@@ -6,6 +6,7 @@ units, orthogonal weights (gain √2, the actor's last layer 0.01), log-std -0.5
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Literal
@@ -77,7 +78,7 @@ class CnnConfig(_GaussianConfig):
             return CnnPolicy(self)
 
 
-class _GaussianPolicy(nn.Module):
+class _GaussianPolicy(nn.Module, ABC):
     """Actor and critic on features of an observation."""
 
     def __init__(self, config: _GaussianConfig, features: int, state_size: int) -> None:
@@ -94,9 +95,9 @@ class _GaussianPolicy(nn.Module):
         self.critic = _layers(features, config.hidden, 1, last_gain=1.0)
         self.log_std = nn.Parameter(torch.full((self.chunk_length, self.action_size), config.log_std))
 
+    @abstractmethod
     def features(self, observation: Observation) -> Tensor:
         """(B, F) of what is seen."""
-        raise NotImplementedError
 
     def state(self, observation: Observation) -> Tensor:
         """The normalised (B, S) state."""

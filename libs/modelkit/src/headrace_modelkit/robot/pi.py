@@ -8,6 +8,7 @@ are executed), W numbers that it draws for each (the first A are executed), F hi
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -73,7 +74,7 @@ class PiConfig(Section):
             return (Pi0Policy(self) if self.kind == "pi0" else Pi05Policy(self)).eval()
 
 
-class PiPolicy(nn.Module):
+class PiPolicy(nn.Module, ABC):
     """What both share: reading the prefix once, and a path of denoising steps."""
 
     vlm: Any
@@ -90,9 +91,9 @@ class PiPolicy(nn.Module):
         if config.flow.noise == "learned":
             self.noise_head = NoiseHead(untyped.dit_config.hidden_size, untyped.max_action_dim, config.flow)
 
+    @abstractmethod
     def field(self, observation: Observation, cache: Any, mask_BN: Tensor) -> VelocityField:
         """The velocity field of what is seen; the cache is left as it was given."""
-        raise NotImplementedError
 
     @torch.no_grad()
     def act(

@@ -7,44 +7,27 @@ from collections.abc import Mapping
 from typing import Any
 
 from headrace_modelkit.loading import context_limit, load_architecture
-from headrace_servicekit.problems import KeyProblem, nearest
-from headrace_servicekit.registry import PluginError
 from sglang.srt.server_args import ServerArgs
 
 from headrace_rollout.engines.base import EngineConfig
 from headrace_rollout.engines.hosted import Start
+from headrace_rollout.engines.hosted.arguments import check_names, parallel_size
 from headrace_rollout.engines.sglang.options import FIXED_ARGUMENTS, OWN_ARGUMENTS, SglangOptions
 
-KEY = "rollout.engine_options"
 LOADER = "headrace_rollout.engines.sglang.loader.load_version"
 CPU_CACHE_TOKENS = 8192
 
 
 def check_extra(arguments: Mapping[str, Any]) -> None:
     """Raises PluginError for names that SGLang does not know, and for those that are not a run's to set."""
-    known = sorted(inspect.signature(ServerArgs).parameters)
-    problems = []
-    for name in arguments:
-        key = f"{KEY}.engine_args.{name}"
-        if name in OWN_ARGUMENTS:
-            problems.append(KeyProblem(key, "another setting decides it", f"set {OWN_ARGUMENTS[name]}"))
-        elif name in FIXED_ARGUMENTS:
-            problems.append(KeyProblem(key, "Headrace sets it itself", "leave it out"))
-        elif name not in known:
-            close = nearest(name, known)
-            fix = f"did you mean {close!r}?" if close else "see SGLang's ServerArgs for its names"
-            problems.append(KeyProblem(key, "SGLang has no such argument", fix))
-    if problems:
-        raise PluginError(problems)
-
-
-def parallel_size(options: SglangOptions, start: Start) -> int:
-    """Devices of one model. Raises ValueError when the lease has fewer."""
-    gpus = [device for device in start.devices if device.type == "cuda"]
-    size = options.tensor_parallel_size or max(1, len(gpus))
-    if gpus and size > len(gpus):
-        raise ValueError(f"{KEY}.tensor_parallel_size: {size} devices are wanted and {len(gpus)} are leased")
-    return size
+    check_names(
+        arguments,
+        inspect.signature(ServerArgs).parameters,
+        own=OWN_ARGUMENTS,
+        fixed=FIXED_ARGUMENTS,
+        engine="SGLang",
+        listed_in="ServerArgs",
+    )
 
 
 def engine_args(config: EngineConfig, options: SglangOptions, start: Start) -> dict[str, Any]:
@@ -58,7 +41,7 @@ def engine_args(config: EngineConfig, options: SglangOptions, start: Start) -> d
         "dtype": model.dtype,
         "context_length": context_limit(model, architecture),
         "max_running_requests": config.max_concurrency,
-        "tp_size": parallel_size(options, start),
+        "tp_size": parallel_size(options.tensor_parallel_size, start),
         "mem_fraction_static": options.memory_fraction,
         "max_total_tokens": options.kv_cache_tokens or (None if on_gpu else CPU_CACHE_TOKENS),
         "disable_cuda_graph": options.enforce_eager or not on_gpu,

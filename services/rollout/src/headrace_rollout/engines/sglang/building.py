@@ -7,7 +7,8 @@ from headrace_servicekit.problems import KeyProblem
 from headrace_servicekit.registry import PluginError
 
 from headrace_rollout.engines.base import Engine, EngineConfig
-from headrace_rollout.engines.hosted import Deadlines, HostedEngine
+from headrace_rollout.engines.hosted import HostedEngine
+from headrace_rollout.engines.hosted.arguments import deadlines_of
 from headrace_rollout.engines.sglang.options import SglangOptions
 
 
@@ -29,9 +30,4 @@ def build(options: SglangOptions, config: EngineConfig) -> Engine:
             "model.gguf_file: rollout.engine: sglang installs weights into a directory's own architecture; "
             "give a directory with config.json"
         )
-    deadlines = Deadlines(
-        start_s=options.start_timeout_s,
-        install_s=options.install_timeout_s,
-        silence_s=options.silence_timeout_s,
-    )
-    return HostedEngine(SglangBackend(config, options), config, deadlines)
+    return HostedEngine(SglangBackend(config, options), config, deadlines_of(options))

@@ -7,15 +7,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from headrace_modelkit.loading import context_limit, load_architecture
-from headrace_servicekit.problems import KeyProblem, nearest
-from headrace_servicekit.registry import PluginError
 from vllm import AsyncEngineArgs
 
 from headrace_rollout.engines.base import EngineConfig
 from headrace_rollout.engines.hosted import Start
+from headrace_rollout.engines.hosted.arguments import check_names, parallel_size
 from headrace_rollout.engines.vllm.options import FIXED_ARGUMENTS, OWN_ARGUMENTS, VllmOptions
 
-KEY = "rollout.engine_options"
 WORKER = "headrace_rollout.engines.vllm.worker.HeadraceWorker"
 TRANSFER = "headrace_shm"
 OWNER = "HEADRACE_ENGINE_OWNER"
@@ -24,29 +22,14 @@ OWNER = "HEADRACE_ENGINE_OWNER"
 
 def check_extra(arguments: Mapping[str, Any]) -> None:
     """Raises PluginError for names that vLLM does not know, and for those that are not a run's to set."""
-    known = sorted(field.name for field in dataclasses.fields(AsyncEngineArgs))
-    problems = []
-    for name in arguments:
-        key = f"{KEY}.engine_args.{name}"
-        if name in OWN_ARGUMENTS:
-            problems.append(KeyProblem(key, "another setting decides it", f"set {OWN_ARGUMENTS[name]}"))
-        elif name in FIXED_ARGUMENTS:
-            problems.append(KeyProblem(key, "Headrace sets it itself", "leave it out"))
-        elif name not in known:
-            close = nearest(name, known)
-            fix = f"did you mean {close!r}?" if close else "see vLLM's AsyncEngineArgs for its names"
-            problems.append(KeyProblem(key, "vLLM has no such argument", fix))
-    if problems:
-        raise PluginError(problems)
-
-
-def parallel_size(options: VllmOptions, start: Start) -> int:
-    """Devices of one model. Raises ValueError when the lease has fewer."""
-    gpus = [device for device in start.devices if device.type == "cuda"]
-    size = options.tensor_parallel_size or max(1, len(gpus))
-    if gpus and size > len(gpus):
-        raise ValueError(f"{KEY}.tensor_parallel_size: {size} devices are wanted and {len(gpus)} are leased")
-    return size
+    check_names(
+        arguments,
+        (field.name for field in dataclasses.fields(AsyncEngineArgs)),
+        own=OWN_ARGUMENTS,
+        fixed=FIXED_ARGUMENTS,
+        engine="vLLM",
+        listed_in="AsyncEngineArgs",
+    )
 
 
 def engine_args(config: EngineConfig, options: VllmOptions, start: Start) -> AsyncEngineArgs:
@@ -60,7 +43,7 @@ def engine_args(config: EngineConfig, options: VllmOptions, start: Start) -> Asy
         dtype=model.dtype,
         max_model_len=context_limit(model, load_architecture(model)),
         max_num_seqs=config.max_concurrency,
-        tensor_parallel_size=parallel_size(options, start),
+        tensor_parallel_size=parallel_size(options.tensor_parallel_size, start),
         gpu_memory_utilization=options.gpu_memory_utilization,
         kv_cache_memory_bytes=int(cache_gib * 2**30) if cache_gib else None,
         enforce_eager=options.enforce_eager or not on_gpu,

@@ -7,7 +7,8 @@ from headrace_servicekit.problems import KeyProblem
 from headrace_servicekit.registry import PluginError
 
 from headrace_rollout.engines.base import Engine, EngineConfig
-from headrace_rollout.engines.hosted import Deadlines, HostedEngine
+from headrace_rollout.engines.hosted import HostedEngine
+from headrace_rollout.engines.hosted.arguments import deadlines_of
 from headrace_rollout.engines.vllm.options import VllmOptions
 
 
@@ -28,9 +29,4 @@ def build(options: VllmOptions, config: EngineConfig) -> Engine:
         raise ModelNotReadable(
             "model.gguf_file: rollout.engine: vllm reads no GGUF; give a directory of its own"
         )
-    deadlines = Deadlines(
-        start_s=options.start_timeout_s,
-        install_s=options.install_timeout_s,
-        silence_s=options.silence_timeout_s,
-    )
-    return HostedEngine(VllmBackend(config, options), config, deadlines)
+    return HostedEngine(VllmBackend(config, options), config, deadlines_of(options))

@@ -1,0 +1,73 @@
+"""What the settings of all hosted engines share: names of further arguments, devices, time limits. Knows no engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Set
+from typing import Any, Protocol
+
+from headrace_servicekit.problems import KeyProblem, nearest
+from headrace_servicekit.registry import PluginError
+
+from headrace_rollout.engines.hosted.backend import Deadlines, Start
+
+KEY = "rollout.engine_options"
+
+
+class TimeLimits(Protocol):
+    """The options that every hosted engine has, in seconds."""
+
+    @property
+    def start_timeout_s(self) -> float: ...
+
+    @property
+    def install_timeout_s(self) -> float: ...
+
+    @property
+    def silence_timeout_s(self) -> float: ...
+
+
+def deadlines_of(options: TimeLimits) -> Deadlines:
+    """The options as the adapter takes them."""
+    return Deadlines(
+        start_s=options.start_timeout_s,
+        install_s=options.install_timeout_s,
+        silence_s=options.silence_timeout_s,
+    )
+
+
+def check_names(
+    given: Mapping[str, Any],
+    known: Iterable[str],
+    *,
+    own: Mapping[str, str],
+    fixed: Set[str],
+    engine: str,
+    listed_in: str,
+) -> None:
+    """Checks `engine_args`; raises PluginError with a problem for each name that cannot stand there.
+
+    `own`: names that another setting decides, and which; `fixed`: those that Headrace sets; `known`: the engine's.
+    """
+    names = sorted(known)
+    problems = []
+    for name in given:
+        key = f"{KEY}.engine_args.{name}"
+        if name in own:
+            problems.append(KeyProblem(key, "another setting decides it", f"set {own[name]}"))
+        elif name in fixed:
+            problems.append(KeyProblem(key, "Headrace sets it itself", "leave it out"))
+        elif name not in names:
+            close = nearest(name, names)
+            fix = f"did you mean {close!r}?" if close else f"see {engine}'s {listed_in} for its names"
+            problems.append(KeyProblem(key, f"{engine} has no such argument", fix))
+    if problems:
+        raise PluginError(problems)
+
+
+def parallel_size(wanted: int | None, start: Start) -> int:
+    """Devices of one model: by default all GPUs of the lease. Raises ValueError when the lease has fewer."""
+    gpus = [device for device in start.devices if device.type == "cuda"]
+    size = wanted or max(1, len(gpus))
+    if gpus and size > len(gpus):
+        raise ValueError(f"{KEY}.tensor_parallel_size: {size} devices are wanted and {len(gpus)} are leased")
+    return size
