@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from headrace_schema.base import Count, Section, Seed
+from headrace_schema.embodied import EnvironmentSection
 from headrace_schema.generating import (
     DataSection,
     EvaluationSection,
@@ -37,7 +38,9 @@ class RunSpec(Section):
     name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,40}$")] = Field(
         default="run", description="begins the run's id"
     )
-    workflow: Literal["reasoning"] = Field(default="reasoning", description="the graph of stages")
+    workflow: Literal["reasoning", "embodied"] = Field(
+        default="reasoning", description="the graph of stages; embodied: a robot policy acts in simulators"
+    )
     steps: Count = Field(default=10, description="policy updates")
     seed: Seed = Field(default=0, description="of the order of items and of all sampling")
     deterministic: bool = Field(
@@ -45,6 +48,9 @@ class RunSpec(Section):
     )
     export: bool = Field(default=True, description="write the final weights as a Hugging Face directory")
     model: ModelSection
+    environment: EnvironmentSection | None = Field(
+        default=None, description="what an embodied run's policy acts in"
+    )
     data: DataSection
     sampling: SamplingSection = SamplingSection()
     algorithm: AlgorithmSection = AlgorithmSection()
