@@ -1,6 +1,7 @@
 """Where episodes begin: start states of a run's tasks, by seed or by initial state. Knows no simulator.
 
-A start state is an item like a question: held-out ones are never trained on, and every epoch has each of the others once.
+A start state is an item like a question: held-out ones are never trained on, and every epoch has each other
+one once.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ class Episodes(DataSource):
         default=0, description="seeds of a task's start states begin here"
     )
     init_states: Annotated[int, Field(strict=True, ge=0)] = Field(
-        default=0, description="initial states that the environment lists for a task (LIBERO: 50); 0: seeds alone"
+        default=0,
+        description="initial states that the environment lists for a task (LIBERO: 50); 0: seeds alone",
     )
 
     def items(self) -> Iterator[DataItem]:
