@@ -8,6 +8,8 @@ from headrace_schema.evaluating import EvaluationSpec
 from headrace_schema.spec import RunSpec
 
 UNREADABLE = "unreadable"
+ROBOTS = 0.15
+"""Share of runs with a robot policy."""
 DEVICES_A_HOST = 6
 """Enough for the largest spec side by side: three rollouts and three trainers."""
 MIDDLE = {"min_pass_rate": 0.2, "max_pass_rate": 0.8}
@@ -68,6 +70,25 @@ def random_spec(rng: random.Random, seed: int, name: str = "simulated") -> RunSp
     )
 
 
+def robots(spec: RunSpec, seed: int) -> RunSpec:
+    """The same run with a robot policy in place of a language model, in some seeds."""
+    own = random.Random(f"{seed}/robots/{spec.name}")
+    if own.random() > ROBOTS:
+        return spec
+    fields = spec.model_dump(mode="json")
+    return RunSpec.model_validate(
+        fields
+        | {
+            "workflow": "embodied",
+            "model": {"policy": {"kind": "mlp"}},
+            "environment": {"tasks": own.choice([["reach"], ["reach", "push"]]), "count": own.choice([6, 9])},
+            "data": {"heldout": 2, "options": {"starts": 10}, "curriculum": fields["data"]["curriculum"]},
+            "algorithm": fields["algorithm"] | {"options": {}},
+            "reward": {"scorers": [{"name": "episode"}]},
+        }
+    )
+
+
 def random_evaluation(rng: random.Random, seed: int, origin: str = "") -> EvaluationSpec:
     """An evaluation of the imaginary model, or of the newest checkpoint of the run `origin`."""
     samples = rng.randint(1, 4)
@@ -112,5 +133,5 @@ def forked(origin: RunSpec, run: str, step: int | None, name: str, more: int) ->
 
 def unreadable(spec: RunSpec, name: str) -> RunSpec:
     """A spec whose model no trainer can read: the run fails as soon as it starts."""
-    model = spec.model.model_copy(update={"path": UNREADABLE})
+    model = spec.model.model_copy(update={"path": UNREADABLE, "policy": None})
     return spec.model_copy(update={"name": name, "model": model, "from_checkpoint": None})
