@@ -51,6 +51,8 @@ class Capabilities:
     """One model may span several devices."""
     top_p_after_others: bool = True
     """Top-p counts the mass that top-k and min-p left; without it, top-p is refused together with them."""
+    penalty_counts_prompt: bool = True
+    """The repetition penalty counts the tokens of the prompt too; without it, one other than 1 is refused."""
 
 
 @dataclass(frozen=True)
