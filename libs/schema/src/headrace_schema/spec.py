@@ -6,7 +6,7 @@ engines and devices exist) is checked by the coordinator at submission.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import Field, model_validator
 
@@ -29,6 +29,7 @@ from headrace_schema.running import (
 from headrace_schema.scoring import RewardSection
 from headrace_schema.spec_rules import impossible_combinations
 from headrace_schema.tracking import TrackingSection
+from headrace_schema.workflow import BUILT_IN, WorkflowChoice, WorkflowSection
 
 
 class RunSpec(Section):
@@ -37,7 +38,10 @@ class RunSpec(Section):
     name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,40}$")] = Field(
         default="run", description="begins the run's id"
     )
-    workflow: Literal["reasoning"] = Field(default="reasoning", description="the graph of stages")
+    workflow: WorkflowChoice = Field(
+        default="reasoning",
+        description="reasoning (generate → score → learn), or stages and edges of one's own",
+    )
     steps: Count = Field(default=10, description="policy updates")
     seed: Seed = Field(default=0, description="of the order of items and of all sampling")
     deterministic: bool = Field(
@@ -67,6 +71,16 @@ class RunSpec(Section):
     def slots_per_step(self) -> int:
         """B: slots of one step."""
         return self.algorithm.group_size * self.algorithm.prompts_per_step
+
+    @property
+    def graph(self) -> WorkflowSection:
+        """The workflow with its stages and edges, whichever way it was declared."""
+        return self.workflow if isinstance(self.workflow, WorkflowSection) else BUILT_IN[self.workflow]
+
+    @property
+    def main_stage(self) -> str:
+        """The reward stage whose scorers are `reward.scorers`."""
+        return next(name for name in self.graph.of("reward") if name not in self.reward.stages)
 
     @model_validator(mode="after")
     def _combinations(self) -> RunSpec:
