@@ -79,7 +79,8 @@ def test_a_wrong_edge_is_named_with_the_fix(edges, key, words):
     ("stages", "key", "words"),
     [
         ({"score": {"servise": "reward"}}, "workflow.stages.score.servise", "did you mean service?"),
-        ({"score": {"service": "judge"}}, "workflow.stages.score.service", "use one of: reward, rollout, trainer"),
+        ({"score": {"service": "judge"}}, "workflow.stages.score.service", "use one of: reward, rollout"),
+        ({"a": {"service": "simulator"}}, "workflow.stages.a.service", "use rollout, reward or trainer"),
         ({"generate": {"service": "rollout"}, "b": {"service": "rollout"}}, "workflow.stages.generate", "keep gen"),
         ({"score": {"service": "reward", "combine": "replace"}}, "workflow.stages.score.combine", "receives from none"),
         ({"sync": {"service": "reward"}}, "workflow.stages.sync", "another part of a step"),

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from headrace_coordinator.domain.reward_flow import RewardFlow, stage_figures
-from headrace_schema.workflow import WorkflowSection
+from headrace_schema.workflow import GraphSection
 
 
 def graph(*edges, replace=()):
     stages = {name for source, target, *_ in edges for name in (source, target)}
     service = {"generate": "rollout", "learn": "trainer"}
-    return WorkflowSection.model_validate(
+    return GraphSection.model_validate(
         {
             "stages": {
                 name: {"service": service.get(name, "reward"), **({"combine": "replace"} if name in replace else {})}

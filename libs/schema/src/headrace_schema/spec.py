@@ -11,6 +11,7 @@ from typing import Annotated
 from pydantic import Field, model_validator
 
 from headrace_schema.base import Count, Section, Seed
+from headrace_schema.embodied import EnvironmentSection
 from headrace_schema.generating import (
     DataSection,
     EvaluationSection,
@@ -29,7 +30,7 @@ from headrace_schema.running import (
 from headrace_schema.scoring import RewardSection
 from headrace_schema.spec_rules import impossible_combinations
 from headrace_schema.tracking import TrackingSection
-from headrace_schema.workflow import BUILT_IN, WorkflowChoice, WorkflowSection
+from headrace_schema.workflow import BUILT_IN, GraphSection, WorkflowChoice
 
 
 class RunSpec(Section):
@@ -40,7 +41,8 @@ class RunSpec(Section):
     )
     workflow: WorkflowChoice = Field(
         default="reasoning",
-        description="reasoning (generate → score → learn), or stages and edges of one's own",
+        description="reasoning (generate → score → learn), embodied (a robot policy acts in simulators), or stages and "
+        "edges of one's own",
     )
     steps: Count = Field(default=10, description="policy updates")
     seed: Seed = Field(default=0, description="of the order of items and of all sampling")
@@ -49,6 +51,9 @@ class RunSpec(Section):
     )
     export: bool = Field(default=True, description="write the final weights as a Hugging Face directory")
     model: ModelSection
+    environment: EnvironmentSection | None = Field(
+        default=None, description="what an embodied run's policy acts in"
+    )
     data: DataSection
     sampling: SamplingSection = SamplingSection()
     algorithm: AlgorithmSection = AlgorithmSection()
@@ -73,14 +78,14 @@ class RunSpec(Section):
         return self.algorithm.group_size * self.algorithm.prompts_per_step
 
     @property
-    def graph(self) -> WorkflowSection:
+    def graph(self) -> GraphSection:
         """The workflow with its stages and edges, whichever way it was declared."""
-        return self.workflow if isinstance(self.workflow, WorkflowSection) else BUILT_IN[self.workflow]
+        return self.workflow if isinstance(self.workflow, GraphSection) else BUILT_IN[self.workflow]
 
     @property
     def main_stage(self) -> str:
         """The reward stage whose scorers are `reward.scorers`."""
-        return next(name for name in self.graph.of("reward") if name not in self.reward.stages)
+        return next((name for name in self.graph.of("reward") if name not in self.reward.stages), "score")
 
     @model_validator(mode="after")
     def _combinations(self) -> RunSpec:

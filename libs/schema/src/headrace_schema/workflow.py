@@ -8,12 +8,12 @@ from pydantic import Discriminator, Field, Tag
 
 from headrace_schema.base import Section
 
-Service = Literal["rollout", "reward", "trainer"]
+Service = Literal["rollout", "reward", "trainer", "simulator"]
+Granularity = Literal["turn", "trajectory", "group", "batch"]
 StageName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]{0,31}$")]
-REASONING = "reasoning"
 
 
-class StageSection(Section):
+class GraphStage(Section):
     """Work of one service in every step.
 
     Its scorers are those of `reward.stages` under the stage's name; one reward stage has none there and takes
@@ -21,7 +21,7 @@ class StageSection(Section):
     """
 
     service: Service = Field(
-        description="rollout answers prompts, reward scores answers, trainer learns from them"
+        description="rollout answers, reward scores, trainer learns; simulator: of embodied alone"
     )
     combine: Literal["add", "replace"] = Field(
         default="add",
@@ -29,12 +29,12 @@ class StageSection(Section):
     )
 
 
-class EdgeSection(Section):
+class GraphEdge(Section):
     """What one stage hands to another: answers to a reward stage, whole groups with their rewards to the trainer."""
 
     source: str = Field(description="stage that produces")
     target: str = Field(description="stage that receives")
-    granularity: Literal["trajectory", "group", "batch"] | None = Field(
+    granularity: Granularity | None = Field(
         default=None,
         description="smallest piece handed over; default: group into the trainer, else trajectory",
     )
@@ -44,21 +44,21 @@ class EdgeSection(Section):
     )
 
 
-class WorkflowSection(Section):
+class GraphSection(Section):
     """Stages joined by edges: one rollout, any number of reward stages, one trainer."""
 
-    stages: dict[StageName, StageSection] = Field(min_length=1, description="stage: what it does")
-    edges: list[EdgeSection] = Field(description="what flows between the stages")
+    stages: dict[StageName, GraphStage] = Field(min_length=1, description="stage: what it does")
+    edges: list[GraphEdge] = Field(description="what flows between the stages")
 
     def of(self, service: str) -> list[str]:
         """Names of a service's stages, in the order of declaration."""
         return [name for name, stage in self.stages.items() if stage.service == service]
 
-    def into(self, stage: str) -> list[EdgeSection]:
+    def into(self, stage: str) -> list[GraphEdge]:
         """The edges that end in a stage."""
         return [edge for edge in self.edges if edge.target == stage]
 
-    def granularity(self, edge: EdgeSection) -> Literal["trajectory", "group", "batch"]:
+    def granularity(self, edge: GraphEdge) -> Granularity:
         """The smallest piece that an edge of the graph hands over."""
         learns = self.stages[edge.target].service == "trainer"
         return edge.granularity or ("group" if learns else "trajectory")
@@ -81,27 +81,39 @@ class WorkflowSection(Section):
 
 
 BUILT_IN = {
-    REASONING: WorkflowSection(
+    "reasoning": GraphSection(
         stages={
-            "generate": StageSection(service="rollout"),
-            "score": StageSection(service="reward"),
-            "learn": StageSection(service="trainer"),
+            "generate": GraphStage(service="rollout"),
+            "score": GraphStage(service="reward"),
+            "learn": GraphStage(service="trainer"),
         },
         edges=[
-            EdgeSection(source="generate", target="score"),
-            EdgeSection(source="score", target="learn"),
+            GraphEdge(source="generate", target="score"),
+            GraphEdge(source="score", target="learn"),
         ],
-    )
+    ),
+    "embodied": GraphSection(
+        stages={
+            "generate": GraphStage(service="rollout"),
+            "simulate": GraphStage(service="simulator"),
+            "learn": GraphStage(service="trainer"),
+        },
+        edges=[
+            GraphEdge(source="generate", target="simulate", granularity="turn"),
+            GraphEdge(source="simulate", target="generate", granularity="turn"),
+            GraphEdge(source="generate", target="learn"),
+        ],
+    ),
 }
 """Workflows that a spec can name."""
 
 
 def _form(given: Any) -> str:
-    return "<graph>" if isinstance(given, (dict, WorkflowSection)) else "<name>"
+    return "<graph>" if isinstance(given, (dict, GraphSection)) else "<name>"
 
 
 WorkflowChoice = Annotated[
-    Annotated[Literal["reasoning"], Tag("<name>")] | Annotated[WorkflowSection, Tag("<graph>")],
+    Annotated[Literal["reasoning", "embodied"], Tag("<name>")] | Annotated[GraphSection, Tag("<graph>")],
     Discriminator(_form),
 ]
 """A built-in workflow by name, or a graph. Tags are in angle brackets: no key of a spec is."""

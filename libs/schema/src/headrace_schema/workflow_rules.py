@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from headrace_schema.problems import choose, problem
 from headrace_schema.views import KeyProblemView
-from headrace_schema.workflow import BUILT_IN, REASONING, EdgeSection, WorkflowSection
+from headrace_schema.workflow import GraphEdge, GraphSection
 
 if TYPE_CHECKING:
     from headrace_schema.spec import RunSpec
@@ -20,16 +20,17 @@ TAKEN = frozenset({"checkpoint", "evaluate", "generate", "learn", "protocol", "s
 
 def workflow_problems(spec: RunSpec) -> Iterator[KeyProblemView]:
     """Every problem of the spec's graph, and of the scorers that it names."""
-    graph = spec.workflow if isinstance(spec.workflow, WorkflowSection) else BUILT_IN[REASONING]
-    wrong = [*_stages(graph), *_edges(graph)]
-    yield from wrong
-    if not wrong:
-        yield from _cycles(graph)
-        yield from _loose_ends(graph)
+    graph = spec.graph
+    if graph is spec.workflow:
+        wrong = [*_stages(graph), *_edges(graph)]
+        yield from wrong
+        if not wrong:
+            yield from _cycles(graph)
+            yield from _loose_ends(graph)
     yield from _scorers(spec, graph)
 
 
-def _stages(graph: WorkflowSection) -> Iterator[KeyProblemView]:
+def _stages(graph: GraphSection) -> Iterator[KeyProblemView]:
     for service, name in NAMES.items():
         found = graph.of(service)
         if not found:
@@ -44,6 +45,9 @@ def _stages(graph: WorkflowSection) -> Iterator[KeyProblemView]:
                 fix = f"call it {name}" if len(found) == 1 else f"keep {name}"
                 yield problem(f"workflow.stages.{extra}", reason, fix)
                 break
+    for name in graph.of("simulator"):
+        reason = "the simulator has a stage in the built-in workflow embodied alone"
+        yield problem(f"workflow.stages.{name}.service", reason, "use rollout, reward or trainer")
     if not graph.of("reward"):
         yield problem("workflow.stages", "no stage of the service reward", "add score: {service: reward}")
     for name, stage in graph.stages.items():
@@ -55,11 +59,11 @@ def _stages(graph: WorkflowSection) -> Iterator[KeyProblemView]:
             yield problem(f"{key}.combine", reason, "remove it, or add an edge from a reward stage")
 
 
-def _rewarded(graph: WorkflowSection, name: str) -> bool:
+def _rewarded(graph: GraphSection, name: str) -> bool:
     return any(edge.source in graph.of("reward") for edge in graph.into(name))
 
 
-def _edges(graph: WorkflowSection) -> Iterator[KeyProblemView]:
+def _edges(graph: GraphSection) -> Iterator[KeyProblemView]:
     seen: set[tuple[str, str]] = set()
     for index, edge in enumerate(graph.edges):
         key = f"workflow.edges[{index}]"
@@ -76,7 +80,7 @@ def _edges(graph: WorkflowSection) -> Iterator[KeyProblemView]:
         yield from _types(graph, edge, key)
 
 
-def _types(graph: WorkflowSection, edge: EdgeSection, key: str) -> Iterator[KeyProblemView]:
+def _types(graph: GraphSection, edge: GraphEdge, key: str) -> Iterator[KeyProblemView]:
     source, target = graph.stages[edge.source].service, graph.stages[edge.target].service
     words = f"{edge.source} → {edge.target}"
     if source == "trainer":
@@ -91,6 +95,8 @@ def _types(graph: WorkflowSection, edge: EdgeSection, key: str) -> Iterator[KeyP
     elif target == "trainer" and edge.granularity == "trajectory":
         reason = f"{words}: {edge.target} compares the answers of a group"
         yield problem(f"{key}.granularity", reason, "use group or batch")
+    elif edge.granularity == "turn":
+        yield problem(f"{key}.granularity", f"{words} is no cycle", "use trajectory, group or batch")
     elif target == "reward" and edge.granularity == "batch":
         reason = f"{words}: {edge.target} scores one answer at a time"
         yield problem(f"{key}.granularity", reason, "use trajectory or group")
@@ -101,7 +107,7 @@ def _types(graph: WorkflowSection, edge: EdgeSection, key: str) -> Iterator[KeyP
         yield problem(f"{key}.at_least", reason, "remove it")
 
 
-def _cycles(graph: WorkflowSection) -> Iterator[KeyProblemView]:
+def _cycles(graph: GraphSection) -> Iterator[KeyProblemView]:
     """Stages that are their own ancestors; whether their cycles overlap is said, as both must be opened."""
     reach = {name: {edge.target for edge in graph.edges if edge.source == name} for name in graph.stages}
     for middle in graph.stages:
@@ -121,7 +127,7 @@ def _cycles(graph: WorkflowSection) -> Iterator[KeyProblemView]:
         yield problem(f"workflow.stages.{stage}", reason, "remove an edge of each cycle")
 
 
-def _loose_ends(graph: WorkflowSection) -> Iterator[KeyProblemView]:
+def _loose_ends(graph: GraphSection) -> Iterator[KeyProblemView]:
     for name, stage in graph.stages.items():
         key = f"workflow.stages.{name}"
         if stage.service != "rollout" and not graph.into(name):
@@ -134,7 +140,7 @@ def _loose_ends(graph: WorkflowSection) -> Iterator[KeyProblemView]:
             yield problem(key, "no stage reads what it makes", fix)
 
 
-def _scorers(spec: RunSpec, graph: WorkflowSection) -> Iterator[KeyProblemView]:
+def _scorers(spec: RunSpec, graph: GraphSection) -> Iterator[KeyProblemView]:
     stages = graph.of("reward")
     for name in spec.reward.stages:
         if name not in stages:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from headrace_schema.workflow import EdgeSection, WorkflowSection
+from headrace_schema.workflow import GraphEdge, GraphSection
 
 Key = tuple[int, int]
 """Prompt ordinal and sample index."""
@@ -28,7 +28,7 @@ class _Member:
 class RewardFlow:
     """The way of one step's answers through the reward stages of a workflow."""
 
-    def __init__(self, graph: WorkflowSection, group_size: int) -> None:
+    def __init__(self, graph: GraphSection, group_size: int) -> None:
         self._graph = graph
         self._stages = graph.reward_stages
         self._into = {stage: graph.into(stage) for stage in self._stages}
@@ -84,7 +84,7 @@ class RewardFlow:
                     asked.append(((prompt, sample), stage))
         return asked
 
-    def _passes(self, edge: EdgeSection, group: dict[int, _Member], member: _Member) -> bool | None:
+    def _passes(self, edge: GraphEdge, group: dict[int, _Member], member: _Member) -> bool | None:
         """Whether an edge hands an answer over; None: that is not known yet."""
         together = self._graph.granularity(edge) == "group"
         if together and len(group) < self._size:
@@ -99,7 +99,7 @@ class RewardFlow:
 
 
 def stage_figures(
-    graph: WorkflowSection, rewards: Iterable[dict[str, float]]
+    graph: GraphSection, rewards: Iterable[dict[str, float]]
 ) -> Iterator[tuple[str, int, float]]:
     """(stage, answers that it scored, their mean reward from it), of answers' rewards by stage."""
     listed = list(rewards)

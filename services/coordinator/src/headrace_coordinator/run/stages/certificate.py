@@ -8,7 +8,7 @@ import msgspec
 from headrace.common.v1 import common_pb2 as common
 from headrace.trainer.v1 import trainer_pb2 as trainer
 from headrace_schema.views import StepView
-from headrace_schema.workflow import WorkflowSection
+from headrace_schema.workflow import GraphSection
 from headrace_servicekit.rpc.digests import set_digest
 
 from headrace_coordinator.domain import events as ev
@@ -51,7 +51,7 @@ def certify(
     )
 
 
-def with_stages(certificate: ev.Certificate, graph: WorkflowSection, batch: Batch) -> ev.Certificate:
+def with_stages(certificate: ev.Certificate, graph: GraphSection, batch: Batch) -> ev.Certificate:
     """The certificate with what each of several reward stages saw of the answers that were trained.
 
     Answers that were scored before the coordinator last started have their reward alone.
