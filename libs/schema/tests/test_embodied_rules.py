@@ -32,7 +32,9 @@ def test_start_states_and_rewards_follow_from_the_environment():
 
 def test_what_is_given_stays():
     given = {"scorers": [{"name": "episode", "options": {"scale": 0.1}}]}
-    spec = RunSpec.model_validate({**BASE, "reward": given, "model": {"path": "./policy", "dtype": "bfloat16"}})
+    spec = RunSpec.model_validate(
+        {**BASE, "reward": given, "model": {"path": "./policy", "dtype": "bfloat16"}}
+    )
     assert spec.reward.scorers[0].options == {"scale": 0.1}
     assert not spec.reward.evaluation
     assert spec.model.dtype == "bfloat16"

@@ -28,7 +28,8 @@ class Episodes(DataSource):
         default=0, description="seeds of a task's start states begin here"
     )
     init_states: Annotated[int, Field(strict=True, ge=0)] = Field(
-        default=0, description="initial states that the environment lists for a task (LIBERO: 50); 0: seeds alone"
+        default=0,
+        description="initial states that the environment lists for a task (LIBERO: 50); 0: seeds alone",
     )
 
     def items(self) -> Iterator[DataItem]:

@@ -36,7 +36,9 @@ class Episode:
             found: Any = json.loads(answer.completion)[self._of]
             value = float(found) * self._scale
         except (ValueError, TypeError, KeyError) as error:
-            raise ValueError(f"{answer.completion[:80]!r} does not tell the {self._of} of an episode") from error
+            raise ValueError(
+                f"{answer.completion[:80]!r} does not tell the {self._of} of an episode"
+            ) from error
         if not math.isfinite(value):
             raise ValueError(f"the {self._of} of the episode is {found}")
         return value
