@@ -156,6 +156,9 @@ class SglangBackend:
         """See Backend."""
         await self._call("wake", tag=WAKE_TAGS[scope])
 
+    async def use_threads(self, threads: int) -> None:
+        """See Backend. Its schedulers have those of their start."""
+
     async def _call(self, name: str, /, **arguments: Any) -> Any:
         number, answers = self._ask(name, **arguments)
         try:
