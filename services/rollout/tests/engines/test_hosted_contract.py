@@ -45,30 +45,6 @@ async def test_an_install_that_breaks_halfway_leaves_the_version_before(rig):
     await serves(rig, rig.model_b)
 
 
-async def test_an_update_in_flight_keeps_the_sequences_and_says_which_version_made_what(rig):
-    if not rig.engine.capabilities.inflight_update:
-        pytest.skip(f"{rig.name} offers no update in flight")
-    collector, before = Collector(), rig.engine.policy.number
-    stream = rig.stream(collector, Distribution(1.5), max_new_tokens=300, chunk_tokens=4)
-    await rig.engine.submit(stream, [group(0, PROMPT, 8)])
-    await collector.until(lambda: len(collector.outputs) > 8)
-    after = await rig.install(rig.model_b, in_flight=True)
-    outputs = await collector.wait_ended(8)
-    assert not any(output.stopped for output in outputs.values())
-    crossed = [output.whole for output in outputs.values() if len(output.whole.spans) == 2]
-    assert crossed, "no sample lived through the update"
-    for whole in crossed:
-        (first, count), (second, rest) = whole.spans
-        assert (first, second) == (before, after) and count + rest == len(whole.token_ids)
-        answer = list(whole.token_ids)
-        old = expected_log_probs(rig.model_a, PROMPT, answer, Distribution(1.5))
-        new = expected_log_probs(rig.model_b, PROMPT, answer, Distribution(1.5))
-        assert whole.log_probs[:count] == pytest.approx(old[:count], abs=1e-4)
-        assert whole.log_probs[count:] == pytest.approx(new[count:], abs=1e-4)
-    for output in collector.outputs:
-        assert output.policy_number in (before, after)
-
-
 async def test_a_killed_engine_is_reported_and_started_again_with_its_version(rig):
     collector = Collector()
     await rig.engine.submit(rig.stream(collector, max_new_tokens=400, chunk_tokens=1), [group(0, PROMPT, 8)])
