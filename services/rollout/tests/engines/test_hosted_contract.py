@@ -79,9 +79,38 @@ async def test_an_engine_without_a_lease_computes_nothing_and_takes_the_cores_of
     await serves(rig, rig.model_a)
 
 
+async def test_a_request_that_the_engine_refuses_costs_that_sample_alone(rig):
+    only_plain(rig)
+    rig.engine._backend.refused.add(9)
+    try:
+        found = await rig.generate([group(0, PROMPT, 2), group(1, [9, 5, 6])])
+    finally:
+        rig.engine._backend.refused.clear()
+    assert found[SampleKey(1, 0)].finish is Finish.ERROR
+    assert all(found[SampleKey(0, index)].finish in (Finish.EOS, Finish.LENGTH) for index in (0, 1))
+
+
+async def test_a_lease_that_ends_while_the_engine_starts_does_not_wait_for_it(rig):
+    only_plain(rig)
+    engine, gate = rig.engine, rig.engine._backend.start_gate
+    await engine._thread.call(engine._process.stop)
+    await engine.release()
+    gate.clear()
+    await engine.place((torch.device("cpu"),), 1)
+    installing = asyncio.create_task(rig.install(rig.model_a))
+    await asyncio.sleep(0.2)
+    async with asyncio.timeout(30):
+        await engine.release()
+        with pytest.raises(Refused, match="the lease ended before plain was up"):
+            await installing
+    gate.set()
+    await engine.place((torch.device("cpu"),), 1)
+    await rig.install(rig.model_a)
+    await serves(rig, rig.model_a)
+
+
 async def test_an_engine_that_dies_between_two_leases_starts_with_the_next(rig):
-    if rig.name != "plain":
-        pytest.skip("it is the adapter's doing, and a start of a real engine takes half a minute")
+    only_plain(rig)
     await rig.engine.release()
     before = rig.pids()
     for pid in before:
@@ -94,6 +123,12 @@ async def test_an_engine_that_dies_between_two_leases_starts_with_the_next(rig):
     await rig.install(rig.model_a)
     await serves(rig, rig.model_a)
     assert not set(before) & set(rig.pids())
+
+
+def only_plain(rig) -> None:
+    """For what is the adapter's doing: a start of a real engine takes half a minute."""
+    if rig.name != "plain":
+        pytest.skip("tested with the plain backend")
 
 
 def cpu_seconds(pids) -> float:

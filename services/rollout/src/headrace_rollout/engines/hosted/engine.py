@@ -214,6 +214,7 @@ class HostedEngine:
 
     async def release(self) -> Freed:
         """See Engine. The engine's processes sleep until the next lease, where that gives the devices back."""
+        await self._thread.call(self._process.abandon)  # an install that waits for a start has the turn
         return await self._command(lambda: self._let_go(self._process.release))
 
     async def wake(self, scope: Scope, authority: Authority = allowed) -> None:
@@ -246,6 +247,7 @@ class HostedEngine:
         """See Engine."""
         if self._thread.closed:
             return
+        await self._thread.call(self._process.abandon)
         await self._command(lambda: self._let_go(self._process.stop))
         await self._thread.close()
 

@@ -56,6 +56,11 @@ class RunningSample:
             self._tokens, self._log_probs, self._sent, policy, stopped=True, made=self._spans
         )
 
+    def fail(self, policy: Policy) -> Output:
+        """The event of a request that the engine refused, with what had come."""
+        self.ended = True
+        return self._end(policy, Finish.ERROR)
+
     def _add(self, token: int, log_prob: float, number: int) -> None:
         self._tokens.append(token)
         self._log_probs.append(log_prob)
