@@ -302,6 +302,10 @@ class Certificate(msgspec.Struct, frozen=True, kw_only=True):
     log_prob_mismatch_kl: float | None = None
     refilled: int = 0
     """Groups that the step took in place of dropped ones."""
+    scored_by_stage: dict[str, int] = {}
+    """Trained answers that each of several reward stages scored; empty for a workflow with one."""
+    reward_by_stage: dict[str, float] = {}
+    """The mean reward that they got there."""
 
 
 class StepCommitted(RunEvent, frozen=True, kw_only=True):
