@@ -119,8 +119,8 @@ class RolloutClient(WorkerClient):
         else:
             request.manifest.CopyFrom(published.manifest)
             request.sources.append(published.source)
-        limit = SLOW_S if published.files is None else LOAD_S
-        response: rollout.InstallPolicyResponse = await self.port.call("InstallPolicy", request, limit)
+        # The first one waits for the engine's start, which may take minutes.
+        response: rollout.InstallPolicyResponse = await self.port.call("InstallPolicy", request, LOAD_S)
         self.installed, self.digest = published.version.number, response.version.digest
         return response
 
@@ -146,7 +146,7 @@ class RolloutClient(WorkerClient):
     async def wake(self, published: Published) -> None:
         """Weights' room, install, then the cache's room (PROTOCOL, Versions)."""
         weights, cache = rollout.WAKE_SCOPE_WEIGHTS, rollout.WAKE_SCOPE_KV_CACHE
-        await self.port.call("Wake", rollout.WakeRequest(header=self.header(), scope=weights), SLOW_S)
+        await self.port.call("Wake", rollout.WakeRequest(header=self.header(), scope=weights), LOAD_S)
         await self.install(published)
         await self.port.call("Wake", rollout.WakeRequest(header=self.header(), scope=cache), SLOW_S)
         await self.port.call("Resume", rollout.ResumeRequest(header=self.header()), QUICK_S)

@@ -28,6 +28,7 @@ TRANSFORMERS = Plugin(
         "position_keyed_sampling",
         "deterministic",
         "resume_from_prefix",
+        "inflight_update",
         "score_processed",
         "suspend_frees_memory",
         *_DISTRIBUTIONS,
