@@ -187,6 +187,8 @@ class RunState(msgspec.Struct):
     """None for a run that trains."""
     plan: ev.PlanAdopted | None = None
     """How it uses its devices; None: as its spec says, or collocated where that says auto."""
+    fitted: ev.PolicyFitted | None = None
+    """Of an embodied run, once its environment is known."""
     proposal: str = ""
     """What would be faster, of a run whose plan only its user changes."""
 
@@ -233,6 +235,8 @@ class RunState(msgspec.Struct):
                 self._hold(event.at, Grant(list(event.rollouts), list(event.trainers), list(event.devices)))
             case ev.RunReleased():
                 self._hold(event.at, None)
+            case ev.PolicyFitted():
+                self.fitted = event
             case ev.PlanProposed():
                 self.proposal = event.reason
             case ev.PlanAdopted():
