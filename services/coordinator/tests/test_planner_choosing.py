@@ -86,7 +86,7 @@ def test_short_steps_say_something_only_together():
     assert newest([short, long, long, long], 3) == [long] * 3
     assert len(newest([short] * 60, 3)) == 40
     assert not drifted(0.125, newest([short, slow] * 20, 3)), "every second one is noise"
-    assert drifted(0.125, newest([slow, slow, slow, slow, short] * 6, 3)), "a single usual one does not hide it"
+    assert drifted(0.125, newest([*[slow] * 7, short] * 4, 3)), "a single usual one does not hide it"
 
 
 def test_stages_too_short_to_measure_are_no_error():
