@@ -6,12 +6,13 @@ engines and devices exist) is checked by the coordinator at submission.
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import Field, model_validator
 
 from headrace_schema.base import Count, Section, Seed
 from headrace_schema.embodied import EnvironmentSection
+from headrace_schema.embodied_rules import with_defaults
 from headrace_schema.generating import (
     DataSection,
     EvaluationSection,
@@ -86,6 +87,12 @@ class RunSpec(Section):
     def main_stage(self) -> str:
         """The reward stage whose scorers are `reward.scorers`."""
         return next((name for name in self.graph.of("reward") if name not in self.reward.stages), "score")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _left_out(cls, given: Any) -> Any:
+        """An embodied run's start states and rewards follow from its environment."""
+        return with_defaults(given)
 
     @model_validator(mode="after")
     def _combinations(self) -> RunSpec:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from headrace_schema.embodied_rules import embodied_problems
 from headrace_schema.problems import problem
 from headrace_schema.views import KeyProblemView
 from headrace_schema.workflow_rules import workflow_problems
@@ -49,7 +50,7 @@ RATIO_OPTIONS = (
 def impossible_combinations(spec: RunSpec) -> Iterator[KeyProblemView]:
     """Every problem of a spec whose single values are valid."""
     rules = (_size, _batch, _passes, _reference, _prompt, _sampling, _placement, _evaluation, _reward)
-    for rule in (*rules, workflow_problems):
+    for rule in (*rules, workflow_problems, embodied_problems):
         yield from rule(spec)
 
 
@@ -109,8 +110,8 @@ def _batch(spec: RunSpec) -> Iterator[KeyProblemView]:
 def _passes(spec: RunSpec) -> Iterator[KeyProblemView]:
     """Of built-in algorithms; a trainer checks the others as a run opens."""
     algorithm = spec.algorithm
-    if algorithm.name not in GROUP_RELATIVE | OTHERS:
-        return
+    if algorithm.name not in GROUP_RELATIVE | OTHERS or spec.workflow == "embodied":
+        return  # Of episodes, minibatches are counted in chunks.
     options, prompts = algorithm.options, algorithm.prompts_per_step
     epochs, minibatches = options.get("epochs", 1), options.get("minibatches", 1)
     if isinstance(minibatches, int) and minibatches > prompts:
