@@ -264,12 +264,15 @@ def rollout_target(service, engine, published, model):
 
     def plain(name, **fields):
         message = getattr(rollout_pb2, f"{name}Request")
-        return lambda: [message(header=header(GENERATE), **fields)]
+        own = {} if name == "RunEpisodes" else {"header": header(GENERATE)}
+        return lambda: [message(**own, **fields)]
 
     valid = {
         "OpenRun": plain("OpenRun", config_json=config),
         "Generate": generate,
-        "RunEpisodes": plain("RunEpisodes", simulator_addresses=["127.0.0.1:1"]),
+        "RunEpisodes": plain(
+            "RunEpisodes", open=rollout_pb2.RunEpisodesOpen(header=header(GENERATE), policy_number=1)
+        ),
         "Score": plain(
             "Score",
             sequences=[rollout_pb2.ScoreSequence(token_ids=[5, 6, 7], start=1)],

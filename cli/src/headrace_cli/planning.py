@@ -8,9 +8,12 @@ from __future__ import annotations
 import json
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from headrace_cli.errors import EXIT_MISTAKE, CommandError, mistake, refused
+
+if TYPE_CHECKING:
+    from headrace_schema.spec import RunSpec
 
 PROFILE_FIX = "give --profile FILE; examples/plans has two to start from"
 
@@ -83,8 +86,23 @@ def _of_run_spec(spec: dict[str, Any]) -> dict[str, Any]:
     check_schema(spec)
     run = RunSpec.model_validate(spec)
     return {
-        "workflow": {"name": run.workflow, "barrier": "group", "group_size": run.algorithm.group_size},
+        "workflow": _graph_of(run),
         "items": run.slots_per_step,
+    }
+
+
+def _graph_of(run: RunSpec) -> dict[str, Any]:
+    """The run's graph as the planner takes it."""
+    graph = run.graph
+    return {
+        "name": run.workflow if isinstance(run.workflow, str) else "workflow",
+        "stages": list(graph.stages),
+        "edges": [
+            {"source": edge.source, "target": edge.target, "granularity": graph.granularity(edge)}
+            for edge in graph.edges
+        ],
+        "weights": [["learn", "generate"]],
+        "group_size": run.algorithm.group_size,
     }
 
 

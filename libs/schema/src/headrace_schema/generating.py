@@ -10,9 +10,17 @@ from headrace_schema.base import Count, CountOrZero, Section, Seed, Tokens
 
 
 class ModelSection(Section):
-    """The policy: a Hugging Face id or a local directory (read by rollout and trainer)."""
+    """The policy: a Hugging Face id or a local directory (read by rollout and trainer), or a new robot policy."""
 
-    path: str = Field(description="Hugging Face id or local directory of the model")
+    path: str = Field(
+        default="",
+        description="Hugging Face id or local directory of the model; of a robot policy: a directory with policy.json",
+    )
+    policy: dict[str, Any] | None = Field(
+        default=None,
+        description="a new robot policy in place of `path`: its `kind` (mlp, cnn) and options. Sizes and bounds that "
+        "it leaves out are the environment's",
+    )
     revision: str | None = Field(default=None, description="revision of a Hugging Face id")
     gguf_file: str | None = Field(
         default=None, description="GGUF file inside the directory, dequantised on load"
@@ -23,6 +31,12 @@ class ModelSection(Section):
     max_context: Count | None = Field(
         default=None, description="context limit in tokens; default: the model's own"
     )
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        if bool(self.path) == (self.policy is not None):
+            raise ValueError("give path or, for a new robot policy, policy")
+        return self
 
 
 class PromptSection(Section):
@@ -64,7 +78,7 @@ class DataSection(Section):
     """Where prompts come from."""
 
     source: str = Field(
-        description="name of a data source: jsonl, parquet, huggingface, reasoning_gym, mixture, copy_digits"
+        description="name of a data source: jsonl, parquet, huggingface, reasoning_gym, mixture, copy_digits, episodes"
     )
     options: dict[str, Any] = Field(default_factory=dict, description="options of the source")
     prompt: PromptSection = PromptSection()

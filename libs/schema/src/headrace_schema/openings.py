@@ -10,6 +10,7 @@ from typing import Any, Self
 from pydantic import Field, model_validator
 
 from headrace_schema.base import Count, Section, Seed
+from headrace_schema.embodied import EnvironmentSection
 from headrace_schema.generating import ModelSection, RolloutSection, SamplingSection
 from headrace_schema.learning import AlgorithmSection, CheckpointSection, OptimizerSection, TrainerSection
 from headrace_schema.problems import Impossible, problem
@@ -31,6 +32,7 @@ class RolloutConfig(Opening):
     """What a rollout instance reads."""
 
     model: ModelSection
+    environment: EnvironmentSection | None = None
     rollout: RolloutSection = RolloutSection()
     seed: Seed = 0
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from headrace_schema.embodied_rules import embodied_problems
 from headrace_schema.problems import problem
 from headrace_schema.views import KeyProblemView
+from headrace_schema.workflow_rules import workflow_problems
 
 if TYPE_CHECKING:
     from headrace_schema.generating import SamplingSection
-    from headrace_schema.scoring import ScorerSection
     from headrace_schema.spec import RunSpec
 
 MAX_SLOTS_PER_STEP = 2**20
@@ -48,7 +49,7 @@ RATIO_OPTIONS = (
 
 def impossible_combinations(spec: RunSpec) -> Iterator[KeyProblemView]:
     """Every problem of a spec whose single values are valid."""
-    for rule in (
+    rules = (
         _size,
         _batch,
         _passes,
@@ -59,7 +60,8 @@ def impossible_combinations(spec: RunSpec) -> Iterator[KeyProblemView]:
         _helpers,
         _evaluation,
         _reward,
-    ):
+    )
+    for rule in (*rules, workflow_problems, embodied_problems):
         yield from rule(spec)
 
 
@@ -119,8 +121,8 @@ def _batch(spec: RunSpec) -> Iterator[KeyProblemView]:
 def _passes(spec: RunSpec) -> Iterator[KeyProblemView]:
     """Of built-in algorithms; a trainer checks the others as a run opens."""
     algorithm = spec.algorithm
-    if algorithm.name not in GROUP_RELATIVE | OTHERS:
-        return
+    if algorithm.name not in GROUP_RELATIVE | OTHERS or spec.workflow == "embodied":
+        return  # Of episodes, minibatches are counted in chunks.
     options, prompts = algorithm.options, algorithm.prompts_per_step
     epochs, minibatches = options.get("epochs", 1), options.get("minibatches", 1)
     if isinstance(minibatches, int) and minibatches > prompts:
@@ -263,9 +265,8 @@ def _evaluation(spec: RunSpec) -> Iterator[KeyProblemView]:
 
 
 def _reward(spec: RunSpec) -> Iterator[KeyProblemView]:
-    for part in ("scorers", "evaluation"):
-        scorers: list[ScorerSection] = getattr(spec.reward, part)
-        if scorers and all(scorer.weight == 0 for scorer in scorers):
+    for part, scorers in spec.reward.sets().items():
+        if all(scorer.weight == 0 for scorer in scorers):
             yield problem(
                 f"reward.{part}", "every weight is 0, so every answer is worth the same", "weigh one scorer"
             )

@@ -29,6 +29,8 @@ class PlainBackend:
         self._going = asyncio.Event()
         self._going.set()
         self._loaded: dict[str, torch.Tensor] = {}
+        self._asleep: set[Scope] = set()
+        self.threads = 0
 
     @property
     def alive(self) -> bool:
@@ -41,6 +43,7 @@ class PlainBackend:
     async def start(self, start: Start) -> None:
         self._model = load_model(self._config.model, weights=False, device="cpu")
         self._child = subprocess.Popen(["sleep", "1000"])  # noqa: ASYNC220
+        self._asleep, self.threads = set(), start.threads
 
     async def stop(self) -> None:
         if self._child is not None:
@@ -51,6 +54,7 @@ class PlainBackend:
     async def generate(self, request: Request) -> AsyncGenerator[Tokens, None]:
         ids, random = list(request.token_ids), torch.Generator().manual_seed(request.seed)
         for _ in range(request.max_new_tokens):
+            self._needs(Scope.WEIGHTS, Scope.KV_CACHE)
             await asyncio.sleep(0)
             await self._going.wait()
             if request.request_id in self._aborted or not self.alive:
@@ -79,6 +83,7 @@ class PlainBackend:
     async def begin_install(self, number: int, entries: Sequence[WeightEntry]) -> None:
         if not self.alive:
             raise BackendFailed("the engine does not run")
+        self._needs(Scope.WEIGHTS)
         self._loaded = {}
 
     async def update(self, path: Path, entries: Sequence[WeightEntry]) -> dict[str, str]:
@@ -98,10 +103,17 @@ class PlainBackend:
         return
 
     async def sleep(self) -> None:
-        return
+        self._asleep = {Scope.WEIGHTS, Scope.KV_CACHE}
 
     async def wake(self, scope: Scope) -> None:
-        return
+        self._asleep.remove(scope)
+
+    async def use_threads(self, threads: int) -> None:
+        self.threads = threads
+
+    def _needs(self, *memory: Scope) -> None:
+        if missing := self._asleep & set(memory):
+            raise BackendFailed(f"it sleeps: no memory for {missing}")
 
     @torch.inference_mode()
     def _scores(self, ids: list[int], distribution: Distribution) -> torch.Tensor:

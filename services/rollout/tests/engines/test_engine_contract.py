@@ -260,6 +260,25 @@ async def test_pause_suspend_and_wake_in_every_order(rig):
     assert (await rig.generate([group(8, PROMPTS[0])]))[SampleKey(8, 0)].finish is not None
 
 
+@pytest.mark.parametrize("suspended", [True, False], ids=["suspended", "awake"])
+async def test_a_lease_hand_over_leaves_an_engine_that_the_next_lease_can_use(rig, suspended):
+    engine, before = rig.engine, rig.pids()
+    await engine.pause()
+    if suspended:
+        await engine.suspend()
+    freed = await engine.release()
+    assert freed.free_bytes > 0 and engine.policy is None and not engine.paused
+    await engine.place((torch.device("cpu"),), 1)
+    if suspended:  # as the coordinator wakes it; an evaluation installs at once
+        await engine.wake(Scope.WEIGHTS)
+    await rig.install(rig.model_b)
+    await engine.wake(Scope.KV_CACHE)
+    output = (await rig.generate([group(0, LONG)], Distribution(0.0)))[SampleKey(0, 0)]
+    expected = expected_log_probs(rig.model_b, LONG, list(output.whole.token_ids), Distribution())
+    assert output.whole.log_probs == pytest.approx(expected, abs=1e-4)
+    assert rig.pids() == before
+
+
 async def test_64_samples_with_joins_and_leaves(rig):
     collectors = [Collector() for _ in range(4)]
     for turn, collector in enumerate(collectors):

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 from dataclasses import replace
 
+import psutil
 import pytest
+import torch
 from headrace_rollout.engines.base import Distribution, Finish, Policy, Refused, SampleKey
+from headrace_servicekit.lease.devices import bind_cpu
 from rig import START_S, Collector, expected_log_probs, group
 
 pytestmark = pytest.mark.timeout(START_S)
@@ -77,3 +81,46 @@ async def test_a_killed_engine_is_reported_and_started_again_with_its_version(ri
     again = await rig.generate([group(0, PROMPT, 8)])
     assert all(output.finish in (Finish.EOS, Finish.LENGTH) for output in again.values())
     await serves(rig, rig.model_a)
+
+
+async def test_an_engine_without_a_lease_computes_nothing_and_takes_the_cores_of_the_next(rig):
+    engine, cores = rig.engine, os.sched_getaffinity(0)
+    await rig.generate([group(0, PROMPT)])
+    await engine.release()
+    used = cpu_seconds(rig.pids())
+    await asyncio.sleep(2)
+    assert cpu_seconds(rig.pids()) - used < 1.0
+    bind_cpu([f"cpu:{min(cores)}"])  # as the service does at a grant
+    try:
+        await engine.place((torch.device("cpu"),), 1)
+        for pid in rig.pids():
+            for thread in os.listdir(f"/proc/{pid}/task"):
+                assert os.sched_getaffinity(int(thread)) == {min(cores)}
+    finally:
+        bind_cpu([f"cpu:{core}" for core in cores])
+        await engine.place((torch.device("cpu"),), 1)
+    await rig.install(rig.model_a)
+    await serves(rig, rig.model_a)
+
+
+async def test_an_engine_that_dies_between_two_leases_starts_with_the_next(rig):
+    if rig.name != "plain":
+        pytest.skip("it is the adapter's doing, and a start of a real engine takes half a minute")
+    await rig.engine.release()
+    before = rig.pids()
+    for pid in before:
+        os.kill(pid, signal.SIGKILL)
+    async with asyncio.timeout(30):
+        while rig.engine._process.up:  # noqa: ASYNC110  # seen by a watch of its own
+            await asyncio.sleep(0.05)
+    assert not rig.engine._backend.alive
+    await rig.engine.place((torch.device("cpu"),), 1)
+    await rig.install(rig.model_a)
+    await serves(rig, rig.model_a)
+    assert not set(before) & set(rig.pids())
+
+
+def cpu_seconds(pids) -> float:
+    """Processor time that these have used."""
+    times = [psutil.Process(pid).cpu_times() for pid in pids]
+    return sum(each.user + each.system for each in times)

@@ -245,8 +245,15 @@ class TokenSegment(_message.Message):
     def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., log_probs: _Optional[_Iterable[float]] = ..., distribution: _Optional[_Union[SamplingDistribution, _Mapping]] = ..., text_bytes: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class ActionSegment(_message.Message):
-    __slots__ = ("observation", "sampled_action", "executed_action", "executed_length", "valid_mask", "log_probs", "rewards", "successes", "terminated", "truncated", "final_observation", "value")
+    __slots__ = ("observation", "sampled", "executed_action", "valid_mask", "log_probs", "rewards", "successes", "terminated", "truncated", "final_observation", "values")
     class ObservationEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: Tensor
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[_Union[Tensor, _Mapping]] = ...) -> None: ...
+    class SampledEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
         VALUE_FIELD_NUMBER: _ClassVar[int]
@@ -261,9 +268,8 @@ class ActionSegment(_message.Message):
         value: Tensor
         def __init__(self, key: _Optional[str] = ..., value: _Optional[_Union[Tensor, _Mapping]] = ...) -> None: ...
     OBSERVATION_FIELD_NUMBER: _ClassVar[int]
-    SAMPLED_ACTION_FIELD_NUMBER: _ClassVar[int]
+    SAMPLED_FIELD_NUMBER: _ClassVar[int]
     EXECUTED_ACTION_FIELD_NUMBER: _ClassVar[int]
-    EXECUTED_LENGTH_FIELD_NUMBER: _ClassVar[int]
     VALID_MASK_FIELD_NUMBER: _ClassVar[int]
     LOG_PROBS_FIELD_NUMBER: _ClassVar[int]
     REWARDS_FIELD_NUMBER: _ClassVar[int]
@@ -271,11 +277,10 @@ class ActionSegment(_message.Message):
     TERMINATED_FIELD_NUMBER: _ClassVar[int]
     TRUNCATED_FIELD_NUMBER: _ClassVar[int]
     FINAL_OBSERVATION_FIELD_NUMBER: _ClassVar[int]
-    VALUE_FIELD_NUMBER: _ClassVar[int]
+    VALUES_FIELD_NUMBER: _ClassVar[int]
     observation: _containers.MessageMap[str, Tensor]
-    sampled_action: Tensor
+    sampled: _containers.MessageMap[str, Tensor]
     executed_action: Tensor
-    executed_length: int
     valid_mask: Tensor
     log_probs: Tensor
     rewards: Tensor
@@ -283,8 +288,8 @@ class ActionSegment(_message.Message):
     terminated: bool
     truncated: bool
     final_observation: _containers.MessageMap[str, Tensor]
-    value: Tensor
-    def __init__(self, observation: _Optional[_Mapping[str, Tensor]] = ..., sampled_action: _Optional[_Union[Tensor, _Mapping]] = ..., executed_action: _Optional[_Union[Tensor, _Mapping]] = ..., executed_length: _Optional[int] = ..., valid_mask: _Optional[_Union[Tensor, _Mapping]] = ..., log_probs: _Optional[_Union[Tensor, _Mapping]] = ..., rewards: _Optional[_Union[Tensor, _Mapping]] = ..., successes: _Optional[_Union[Tensor, _Mapping]] = ..., terminated: _Optional[bool] = ..., truncated: _Optional[bool] = ..., final_observation: _Optional[_Mapping[str, Tensor]] = ..., value: _Optional[_Union[Tensor, _Mapping]] = ...) -> None: ...
+    values: Tensor
+    def __init__(self, observation: _Optional[_Mapping[str, Tensor]] = ..., sampled: _Optional[_Mapping[str, Tensor]] = ..., executed_action: _Optional[_Union[Tensor, _Mapping]] = ..., valid_mask: _Optional[_Union[Tensor, _Mapping]] = ..., log_probs: _Optional[_Union[Tensor, _Mapping]] = ..., rewards: _Optional[_Union[Tensor, _Mapping]] = ..., successes: _Optional[_Union[Tensor, _Mapping]] = ..., terminated: _Optional[bool] = ..., truncated: _Optional[bool] = ..., final_observation: _Optional[_Mapping[str, Tensor]] = ..., values: _Optional[_Union[Tensor, _Mapping]] = ...) -> None: ...
 
 class Segment(_message.Message):
     __slots__ = ("policy_number", "tokens", "actions")

@@ -101,14 +101,28 @@ class GroupAssignment(_message.Message):
     def __init__(self, prompt_ordinal: _Optional[int] = ..., prompt: _Optional[_Union[Prompt, _Mapping]] = ..., samples: _Optional[_Iterable[_Union[SampleAssignment, _Mapping]]] = ...) -> None: ...
 
 class Prompt(_message.Message):
-    __slots__ = ("chat", "text", "token_ids")
+    __slots__ = ("chat", "text", "token_ids", "episode")
     CHAT_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    EPISODE_FIELD_NUMBER: _ClassVar[int]
     chat: ChatPrompt
     text: str
     token_ids: TokenIds
-    def __init__(self, chat: _Optional[_Union[ChatPrompt, _Mapping]] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ...) -> None: ...
+    episode: EpisodeStart
+    def __init__(self, chat: _Optional[_Union[ChatPrompt, _Mapping]] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., episode: _Optional[_Union[EpisodeStart, _Mapping]] = ...) -> None: ...
+
+class EpisodeStart(_message.Message):
+    __slots__ = ("task", "seed", "init_state", "instruction")
+    TASK_FIELD_NUMBER: _ClassVar[int]
+    SEED_FIELD_NUMBER: _ClassVar[int]
+    INIT_STATE_FIELD_NUMBER: _ClassVar[int]
+    INSTRUCTION_FIELD_NUMBER: _ClassVar[int]
+    task: str
+    seed: int
+    init_state: int
+    instruction: str
+    def __init__(self, task: _Optional[str] = ..., seed: _Optional[int] = ..., init_state: _Optional[int] = ..., instruction: _Optional[str] = ...) -> None: ...
 
 class ChatPrompt(_message.Message):
     __slots__ = ("messages", "prefill")
@@ -165,20 +179,58 @@ class PartialSample(_message.Message):
     def __init__(self, sample: _Optional[_Union[_common_pb2.SampleKey, _Mapping]] = ..., attempt: _Optional[int] = ..., state: _Optional[_Union[_common_pb2.ResumeState, _Mapping]] = ...) -> None: ...
 
 class RunEpisodesRequest(_message.Message):
-    __slots__ = ("header", "simulator_addresses", "groups")
+    __slots__ = ("open", "assign", "reauthorize")
+    OPEN_FIELD_NUMBER: _ClassVar[int]
+    ASSIGN_FIELD_NUMBER: _ClassVar[int]
+    REAUTHORIZE_FIELD_NUMBER: _ClassVar[int]
+    open: RunEpisodesOpen
+    assign: AssignGroups
+    reauthorize: Reauthorize
+    def __init__(self, open: _Optional[_Union[RunEpisodesOpen, _Mapping]] = ..., assign: _Optional[_Union[AssignGroups, _Mapping]] = ..., reauthorize: _Optional[_Union[Reauthorize, _Mapping]] = ...) -> None: ...
+
+class RunEpisodesOpen(_message.Message):
+    __slots__ = ("header", "policy_number", "seed", "pools", "greedy", "evaluation")
     HEADER_FIELD_NUMBER: _ClassVar[int]
-    SIMULATOR_ADDRESSES_FIELD_NUMBER: _ClassVar[int]
-    GROUPS_FIELD_NUMBER: _ClassVar[int]
+    POLICY_NUMBER_FIELD_NUMBER: _ClassVar[int]
+    SEED_FIELD_NUMBER: _ClassVar[int]
+    POOLS_FIELD_NUMBER: _ClassVar[int]
+    GREEDY_FIELD_NUMBER: _ClassVar[int]
+    EVALUATION_FIELD_NUMBER: _ClassVar[int]
     header: _common_pb2.CommandHeader
-    simulator_addresses: _containers.RepeatedScalarFieldContainer[str]
-    groups: _containers.RepeatedCompositeFieldContainer[GroupAssignment]
-    def __init__(self, header: _Optional[_Union[_common_pb2.CommandHeader, _Mapping]] = ..., simulator_addresses: _Optional[_Iterable[str]] = ..., groups: _Optional[_Iterable[_Union[GroupAssignment, _Mapping]]] = ...) -> None: ...
+    policy_number: int
+    seed: int
+    pools: _containers.RepeatedCompositeFieldContainer[EnvironmentPool]
+    greedy: bool
+    evaluation: bool
+    def __init__(self, header: _Optional[_Union[_common_pb2.CommandHeader, _Mapping]] = ..., policy_number: _Optional[int] = ..., seed: _Optional[int] = ..., pools: _Optional[_Iterable[_Union[EnvironmentPool, _Mapping]]] = ..., greedy: _Optional[bool] = ..., evaluation: _Optional[bool] = ...) -> None: ...
+
+class EnvironmentPool(_message.Message):
+    __slots__ = ("address", "header", "pool", "pool_incarnation", "count", "task")
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    POOL_FIELD_NUMBER: _ClassVar[int]
+    POOL_INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    COUNT_FIELD_NUMBER: _ClassVar[int]
+    TASK_FIELD_NUMBER: _ClassVar[int]
+    address: str
+    header: _common_pb2.CommandHeader
+    pool: str
+    pool_incarnation: str
+    count: int
+    task: str
+    def __init__(self, address: _Optional[str] = ..., header: _Optional[_Union[_common_pb2.CommandHeader, _Mapping]] = ..., pool: _Optional[str] = ..., pool_incarnation: _Optional[str] = ..., count: _Optional[int] = ..., task: _Optional[str] = ...) -> None: ...
 
 class RunEpisodesResponse(_message.Message):
-    __slots__ = ("trajectories",)
-    TRAJECTORIES_FIELD_NUMBER: _ClassVar[int]
-    trajectories: _containers.RepeatedCompositeFieldContainer[_common_pb2.Trajectory]
-    def __init__(self, trajectories: _Optional[_Iterable[_Union[_common_pb2.Trajectory, _Mapping]]] = ...) -> None: ...
+    __slots__ = ("chunks", "partials", "revoked", "lost_pools")
+    CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    PARTIALS_FIELD_NUMBER: _ClassVar[int]
+    REVOKED_FIELD_NUMBER: _ClassVar[int]
+    LOST_POOLS_FIELD_NUMBER: _ClassVar[int]
+    chunks: _containers.RepeatedCompositeFieldContainer[_common_pb2.TrajectoryChunk]
+    partials: _containers.RepeatedCompositeFieldContainer[PartialSample]
+    revoked: bool
+    lost_pools: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, chunks: _Optional[_Iterable[_Union[_common_pb2.TrajectoryChunk, _Mapping]]] = ..., partials: _Optional[_Iterable[_Union[PartialSample, _Mapping]]] = ..., revoked: _Optional[bool] = ..., lost_pools: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class ScoreRequest(_message.Message):
     __slots__ = ("header", "sequences", "distribution")

@@ -133,7 +133,8 @@ class RolloutServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def RunEpisodes(self, request_iterator, context):
-        """Runs episodes against simulators directly.
+        """Runs episodes in pools of simulators: groups to fill in, finished episodes out. The
+        instance speaks to the simulators directly.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -82,8 +82,8 @@ def _names(spec: RunSpec, fleet: FleetView) -> Iterator[KeyProblemView]:
         ("trainer.backend", spec.trainer.backend, "trainer", "backends"),
         ("algorithm.name", spec.algorithm.name, "trainer", "algorithms"),
     ]
-    for part in ("scorers", "evaluation"):
-        for index, scorer in enumerate(getattr(spec.reward, part)):
+    for part, scorers in spec.reward.sets().items():
+        for index, scorer in enumerate(scorers):
             if ".py:" not in scorer.name:  # A user's own file is tried by the reward service.
                 wanted.append((f"reward.{part}[{index}].name", scorer.name, "reward", "scorers"))
     for key, name, kind, facet in wanted:
@@ -112,8 +112,8 @@ def _options(spec: RunSpec, fleet: FleetView) -> Iterator[KeyProblemView]:
             "engine_options",
         ),
     ]
-    for part in ("scorers", "evaluation"):
-        for index, scorer in enumerate(getattr(spec.reward, part)):
+    for part, scorers in spec.reward.sets().items():
+        for index, scorer in enumerate(scorers):
             key = f"reward.{part}[{index}].options"
             chosen.append((key, scorer.name, scorer.options, "reward", "scorer_options"))
     for key, name, options, kind, facet in chosen:

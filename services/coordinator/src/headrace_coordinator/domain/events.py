@@ -308,6 +308,10 @@ class Certificate(msgspec.Struct, frozen=True, kw_only=True):
     """Groups that the step took in place of dropped ones."""
     helped: dict[str, list[int]] = {}
     """Name of a helper → prompt ordinals of the groups whose gradient it contributed."""
+    scored_by_stage: dict[str, int] = {}
+    """Trained answers that each of several reward stages scored; empty for a workflow with one."""
+    reward_by_stage: dict[str, float] = {}
+    """The mean reward that they got there."""
 
 
 class StepCommitted(RunEvent, frozen=True, kw_only=True):

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from headrace.trainer.v1 import trainer_pb2 as trainer
 from headrace_schema.views import StepView
 
 from headrace_coordinator.domain import events as ev
@@ -171,8 +170,8 @@ class Autoplan:
 
     @property
     def _shape(self) -> Shape:
-        spec, leader = self._context.spec, self._context.workers.leader
-        streams = leader.barrier != trainer.BARRIER_BATCH and spec.placement.flow == "pipelined"
+        spec = self._context.spec
+        streams = not self._context.waits_for_batch and spec.placement.flow == "pipelined"
         return Shape(spec.algorithm.prompts_per_step, spec.algorithm.group_size, streams)
 
     def _mode(self, layout: Layout) -> str:

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from headrace.common.v1 import common_pb2 as common
 from headrace.rollout.v1 import rollout_pb2 as rollout
+from headrace.trainer.v1 import trainer_pb2 as trainer
 from headrace_schema.spec import RunSpec
 from headrace_schema.views import EvaluationView, StepView
 
@@ -88,6 +89,11 @@ class RunContext:
     def state(self) -> RunState:
         """The run's durable state."""
         return self.event_log.state.runs[self.run_id]
+
+    @property
+    def waits_for_batch(self) -> bool:
+        """Whether learning begins once the step's answers are complete: the algorithm's wish, or the workflow's."""
+        return self.spec.graph.whole_batch or self.workers.leader.barrier == trainer.BARRIER_BATCH
 
     # --- data
 

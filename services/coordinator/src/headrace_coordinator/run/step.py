@@ -15,7 +15,7 @@ from headrace_coordinator.fleet.ports import CallRefused, InstanceDown
 from headrace_coordinator.run.clients import Published
 from headrace_coordinator.run.concurrency import gather_all
 from headrace_coordinator.run.context import RunContext
-from headrace_coordinator.run.stages.certificate import certify, settled_lines, step_view
+from headrace_coordinator.run.stages.certificate import certify, settled_lines, step_view, with_stages
 from headrace_coordinator.run.stages.generation import Generation
 from headrace_coordinator.run.stages.helping import Helping
 from headrace_coordinator.run.stages.learning import (
@@ -116,7 +116,7 @@ class Step:
     async def _gather(self) -> Batch:
         context, ledger = self._context, self._ledger
         # Deterministic runs accumulate in ordinal order, whatever settles first.
-        waits = context.spec.deterministic or context.workers.leader.barrier == trainer.BARRIER_BATCH
+        waits = context.spec.deterministic or context.waits_for_batch
         streamed = context.placement.streams and not waits
         generation = Generation(
             context,
@@ -195,6 +195,7 @@ class Step:
         """Version + TRAINED + certificate as one event; only then may the trainer publish and go on."""
         context, slots = self._context, [slot for _, slot in sorted(self._ledger.slots.items())]
         certificate = certify(context.state, opened, response, slots)
+        certificate = with_stages(certificate, context.spec.graph, batch)
         self.observed = context.observed(slots)
         self._same_counts(response, slots)
         self._first_step_agrees(certificate)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from headrace_modelkit.loading import context_limit, load_architecture
@@ -60,7 +60,6 @@ class HostedEngine:
         self._policy: Policy | None = None
         self._memory = MemoryState.COLD
         self._paused = False
-        self._asleep = False
         self._broken = ""
         self._installer = Installer(backend, self._deadlines.install_s)
         self._process = EngineProcess(backend, self._deadlines, self._lost, self._restored)
@@ -164,9 +163,11 @@ class HostedEngine:
             check_entries(self._shapes, weights.entries)
             await self._process.ready()
             authority()  # a start takes long
+            await self._process.wake(Scope.WEIGHTS)
             started = time.perf_counter()
             await self._put(policy, weights, freeze=in_flight and self._requests.living > 0)
             if self._memory is MemoryState.COLD:
+                await self._process.wake(Scope.KV_CACHE)
                 self._memory = MemoryState.AWAKE
             return time.perf_counter() - started
 
@@ -203,9 +204,7 @@ class HostedEngine:
             if not self._paused:
                 raise Refused("NOT_PAUSED", "Suspend needs a paused engine; call Pause first")
             mark = self._watermark()
-            if self._process.up and not self._asleep:
-                await self._call("sleep", self._backend.sleep())
-                self._asleep = True
+            await self._process.sleep()
             self._memory = MemoryState.SUSPENDED
             self._nothing_installed()
             return mark.freed()
@@ -213,18 +212,8 @@ class HostedEngine:
         return await self._command(act)
 
     async def release(self) -> Freed:
-        """See Engine. The engine's processes end: nothing else gives all of a device back."""
-
-        async def act() -> Freed:
-            await self._requests.stop(None, None)
-            mark = self._watermark()
-            await self._process.stop()
-            self._process.start = None
-            self._memory, self._paused, self._asleep = MemoryState.COLD, False, False
-            self._nothing_installed()
-            return mark.freed()
-
-        return await self._command(act)
+        """See Engine. The engine's processes sleep until the next lease, where that gives the devices back."""
+        return await self._command(lambda: self._let_go(self._process.release))
 
     async def wake(self, scope: Scope, authority: Authority = allowed) -> None:
         """See Engine. Once all is awake, decoding may go on without Resume."""
@@ -233,26 +222,22 @@ class HostedEngine:
             authority()
             for part in self._memory.to_take(scope, installed=self._policy is not None):
                 await self._process.ready()
-                if self._asleep:
-                    await self._call("wake", self._backend.wake(part))
+                await self._process.wake(part)
                 if part is Scope.WEIGHTS:
                     self._memory = MemoryState.WEIGHTS
                 else:
-                    self._memory, self._paused, self._asleep = MemoryState.AWAKE, False, False
+                    self._memory, self._paused = MemoryState.AWAKE, False
 
         await self._command(act)
 
     async def place(self, devices: tuple[torch.device, ...], threads: int) -> None:
-        """See Engine. The engine's process starts in the background."""
+        """See Engine. The engine's process starts in the background, unless one sleeps that was made for these."""
 
         async def act() -> None:
-            before = self._process.start
-            if devices and (before is None or before.devices != devices):
-                await self._process.stop()
+            if not devices:
+                await self._process.bind(threads)
+            elif not await self._process.place(Start(devices, threads)):
                 self._nothing_installed()
-                self._process.start = Start(devices, threads)
-                self._process.begin()
-            self._process.bind()
 
         await self._command(act)
 
@@ -260,7 +245,7 @@ class HostedEngine:
         """See Engine."""
         if self._thread.closed:
             return
-        await self.release()
+        await self._command(lambda: self._let_go(self._process.stop))
         await self._thread.close()
 
     async def _command(self, act: Callable[[], Coroutine[Any, Any, _Result]]) -> _Result:
@@ -270,13 +255,13 @@ class HostedEngine:
 
         return await self._thread.call(in_turn)
 
-    async def _call(self, name: str, call: Coroutine[Any, Any, _Result]) -> _Result:
-        """A command of the backend; one that fails or hangs costs the process."""
-        try:
-            return await within(self._deadlines.command_s, f"{name} of {self._backend.name}", call)
-        except BackendFailed as error:
-            self._process.died(str(error))
-            raise Refused("ENGINE_FAILED", f"{name} failed: {error}; the engine is started again") from error
+    async def _let_go(self, end: Callable[[], Awaitable[None]]) -> Freed:
+        await self._requests.stop(None, None)
+        mark = self._watermark()
+        await end()
+        self._memory, self._paused = MemoryState.COLD, False
+        self._nothing_installed()
+        return mark.freed()
 
     async def _score(self, ids: Sequence[int], start: int, distribution: Distribution) -> list[float]:
         scoring = self._backend.score(ids, start, distribution)
@@ -289,7 +274,7 @@ class HostedEngine:
 
     async def _put(self, policy: Policy, weights: Weights, *, freeze: bool) -> None:
         if freeze:
-            await self._call("freeze", self._backend.freeze())
+            await self._process.call("freeze", self._backend.freeze())
         try:
             await self._installer.install(policy, weights)
             self._policy, self._broken = policy, ""
@@ -301,7 +286,7 @@ class HostedEngine:
             raise
         finally:
             if freeze and self._process.up:
-                await self._call("thaw", self._backend.thaw())
+                await self._process.call("thaw", self._backend.thaw())
 
     def _require(self, number: int | None) -> Policy:
         """The installed version, which must be `number` where one is given."""
@@ -337,11 +322,9 @@ class HostedEngine:
         self._installer.forget()
 
     def _watermark(self) -> Watermark:
-        start = self._process.start
-        return Watermark(start.devices if start else (), list(self._backend.pids) if self._process.up else [])
+        return Watermark(self._process.devices, list(self._backend.pids) if self._process.up else [])
 
     def _lost(self, reason: str) -> None:
-        self._asleep = False
         self._requests.fail(f"{self._backend.name}: {reason}")
 
     async def _restored(self) -> None:

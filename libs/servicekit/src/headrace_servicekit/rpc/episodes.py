@@ -1,0 +1,158 @@
+"""Episodes of robots between numpy arrays and the wire; every shape is checked against the others.
+
+Shapes: T chunks, C actions of a chunk, A numbers of an action. Knows no policy and no environment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import grpc
+import numpy as np
+from headrace.common.v1 import common_pb2
+
+from headrace_servicekit.rpc.errors import ServiceError
+from headrace_servicekit.rpc.tensors import decode_tensor, encode_tensor
+
+ACTIONS = "actions"
+"""The entry of `sampled` that every policy has."""
+STATE = "state"
+IMAGE = "image/"
+"""Names of observations: the state, and a camera's picture."""
+MAX_EPISODE_BYTES = 1 << 30
+
+Arrays = Mapping[str, np.ndarray]
+
+
+@dataclass(frozen=True)
+class Episode:
+    """What a policy of one version did; see ActionSegment.
+
+    `observation` and `sampled` are (T, …) by name, `executed_TCA` numbers in the environment's units, `valid_TC` true
+    at executed actions, `rewards_TC` and `successes_TC` theirs. `values_T` is None without a critic.
+    `final_observation` is what came behind the last action of an episode that was cut; else empty.
+    """
+
+    observation: Arrays
+    sampled: Arrays
+    executed_TCA: np.ndarray
+    valid_TC: np.ndarray
+    log_probs_TCA: np.ndarray
+    rewards_TC: np.ndarray
+    successes_TC: np.ndarray
+    terminated: bool
+    truncated: bool
+    values_T: np.ndarray | None = None
+    final_observation: Arrays = field(default_factory=dict)
+
+    @property
+    def steps(self) -> int:
+        """Executed actions."""
+        return int(self.valid_TC.sum())
+
+    @property
+    def total_reward(self) -> float:
+        """The sum of rewards."""
+        return float(self.rewards_TC.sum(dtype=np.float64))
+
+    @property
+    def success(self) -> bool:
+        """Whether any action succeeded."""
+        return bool(self.successes_TC.any())
+
+
+def encode_episode(episode: Episode) -> common_pb2.ActionSegment:
+    """The episode as a segment's body, with inline tensors."""
+    message = common_pb2.ActionSegment(
+        executed_action=encode_tensor(episode.executed_TCA),
+        valid_mask=encode_tensor(episode.valid_TC),
+        log_probs=encode_tensor(episode.log_probs_TCA),
+        rewards=encode_tensor(episode.rewards_TC),
+        successes=encode_tensor(episode.successes_TC),
+        terminated=episode.terminated,
+        truncated=episode.truncated,
+    )
+    for arrays, target in (
+        (episode.observation, message.observation),
+        (episode.sampled, message.sampled),
+        (episode.final_observation, message.final_observation),
+    ):
+        for name, array in arrays.items():
+            target[name].CopyFrom(encode_tensor(array))
+    if episode.values_T is not None:
+        message.values.CopyFrom(encode_tensor(episode.values_T))
+    return message
+
+
+def decode_episode(message: common_pb2.ActionSegment, *, max_bytes: int = MAX_EPISODE_BYTES) -> Episode:
+    """The episode of a segment. Raises ServiceError INVALID, which names the field that does not fit."""
+    valid_TC = _decoded("valid_mask", message.valid_mask, max_bytes, np.dtype(np.bool_), 2)
+    chunks, length = valid_TC.shape
+    if not chunks or not valid_TC[:, 0].all():
+        raise _invalid("valid_mask: every chunk has an executed action, and an episode has a chunk")
+    if (np.diff(valid_TC.astype(np.int8), axis=1) > 0).any():
+        raise _invalid("valid_mask: the executed actions of a chunk come first")
+    found = Episode(
+        observation=_named("observation", message.observation, max_bytes, chunks),
+        sampled=_named("sampled", message.sampled, max_bytes, chunks),
+        executed_TCA=_decoded("executed_action", message.executed_action, max_bytes, None, 3),
+        valid_TC=valid_TC,
+        log_probs_TCA=_decoded("log_probs", message.log_probs, max_bytes, np.dtype(np.float32), 3),
+        rewards_TC=_decoded("rewards", message.rewards, max_bytes, np.dtype(np.float32), 2),
+        successes_TC=_decoded("successes", message.successes, max_bytes, np.dtype(np.bool_), 2),
+        terminated=message.terminated,
+        truncated=message.truncated,
+        values_T=_decoded("values", message.values, max_bytes, np.dtype(np.float32), 1)
+        if message.HasField("values")
+        else None,
+        final_observation=_named("final_observation", message.final_observation, max_bytes, None),
+    )
+    _check_shapes(found, chunks, length)
+    return found
+
+
+def _check_shapes(found: Episode, chunks: int, length: int) -> None:
+    if found.sampled.get(ACTIONS) is None or found.sampled[ACTIONS].shape[:2] != (chunks, length):
+        raise _invalid(f"sampled: {ACTIONS!r} has one entry for each of {chunks} chunks of {length} actions")
+    for name, shape in (
+        ("executed_action", found.executed_TCA.shape[:2]),
+        ("log_probs", found.log_probs_TCA.shape[:2]),
+        ("rewards", found.rewards_TC.shape),
+        ("successes", found.successes_TC.shape),
+    ):
+        if shape != (chunks, length):
+            raise _invalid(f"{name}: shape {tuple(shape)} where valid_mask has {(chunks, length)}")
+    if found.values_T is not None and found.values_T.shape != (chunks,):
+        raise _invalid(f"values: shape {found.values_T.shape} for {chunks} chunks")
+    if found.terminated and found.truncated:
+        raise _invalid("terminated, truncated: an episode ends by itself or is cut, not both")
+    if found.truncated and set(found.final_observation) != set(found.observation):
+        raise _invalid("final_observation: an episode that was cut has one, with the names of observation")
+    for name, array in found.final_observation.items():
+        if name in found.observation and array.shape != found.observation[name].shape[1:]:
+            raise _invalid(f"final_observation: {name!r} has another shape than in observation")
+
+
+def _named(
+    where: str, tensors: Mapping[str, common_pb2.Tensor], max_bytes: int, chunks: int | None
+) -> dict[str, np.ndarray]:
+    arrays = {name: decode_tensor(tensor, max_bytes=max_bytes) for name, tensor in sorted(tensors.items())}
+    for name, array in arrays.items():
+        if chunks is not None and (array.ndim < 1 or len(array) != chunks):
+            raise _invalid(f"{where}: {name!r} has shape {array.shape} for {chunks} chunks")
+    return arrays
+
+
+def _decoded(
+    where: str, tensor: common_pb2.Tensor, max_bytes: int, dtype: np.dtype | None, dimensions: int
+) -> np.ndarray:
+    array = decode_tensor(tensor, max_bytes=max_bytes)
+    if array.ndim != dimensions or (dtype is not None and array.dtype != dtype):
+        wanted = f"{dimensions} dimensions" + (f" of {dtype}" if dtype is not None else "")
+        raise _invalid(f"{where}: {array.dtype} of shape {array.shape}; it has {wanted}")
+    return array
+
+
+def _invalid(message: str) -> ServiceError:
+    return ServiceError(grpc.StatusCode.INVALID_ARGUMENT, "INVALID", message)
