@@ -198,6 +198,8 @@ class TrainerClient(WorkerClient):
     drop_equal: bool = False
     max_refill: int = 0
     greedy_first: bool = False
+    joined: bool = False
+    """A helper that is a group of its own."""
 
     def is_baseline(self, sample: int) -> bool:
         """Whether a group's sample is its greedy answer, which is scored and not learned from."""
@@ -304,6 +306,32 @@ class TrainerClient(WorkerClient):
             "CommitStep", request, max(LOAD_S, timeout)
         )
         return response
+
+    async def help(self, published: Published) -> trainer.HelpResponse:
+        """Loads a published version as the base of what it accumulates for itself."""
+        request = trainer.HelpRequest(
+            header=self.header(),
+            version=published.version,
+            manifest=published.manifest,
+            sources=[published.source],
+        )
+        response: trainer.HelpResponse = await self.port.call("Help", request, SLOW_S)
+        return response
+
+    async def take_contribution(self, step: int, attempt: int) -> trainer.Contribution:
+        """Ends a helper's attempt; where its gradient is, and of which groups."""
+        request = trainer.TakeContributionRequest(header=self.header(), step=step, attempt=attempt)
+        response: trainer.TakeContributionResponse = await self.port.call("TakeContribution", request, SLOW_S)
+        return response.contribution
+
+    async def add_contribution(
+        self, step: int, attempt: int, contribution: trainer.Contribution, helper: str
+    ) -> None:
+        """Adds a helper's gradient to the open step, whole or not at all."""
+        request = trainer.AddContributionRequest(
+            header=self.header(), step=step, attempt=attempt, contribution=contribution, helper=helper
+        )
+        await self.port.call("AddContribution", request, SLOW_S)
 
     async def recorded(self, step: int, attempt: int, number: int) -> Published:
         """The ledger has the version, which is published too."""

@@ -28,6 +28,7 @@ from headrace_coordinator.projections.trajectories import Settled
 from headrace_coordinator.run.clients import WorkerClient
 from headrace_coordinator.run.placement import Placement
 from headrace_coordinator.run.stages.step_timer import StepTimer
+from headrace_coordinator.run.stages.tail import Tail
 from headrace_coordinator.run.workers import WorkerGroup
 from headrace_coordinator.store.event_log import EventLog
 
@@ -80,6 +81,7 @@ class RunContext:
         self.agreement_due = True
         self.decision: asyncio.Task[Any] | None = None
         """The commit of the step in hand, from the request until it is recorded; never cancelled on purpose."""
+        self.tail = Tail()
         self._lengths: dict[str, tuple[int, int]] = {}
         section = self.spec.data.curriculum
         self.curriculum = Curriculum(section, dataset) if section else None
