@@ -24,7 +24,7 @@ from headrace_trainer.algorithms.episodes._base import EpisodeAlgorithm
 from headrace_trainer.allocator import give_back_if_short
 from headrace_trainer.backends._base import CommitReport, MicroReport, ReferenceFacts, StateReader
 from headrace_trainer.backends.fsdp.figures import TokenFigures
-from headrace_trainer.backends.fsdp.fit import check_shapes
+from headrace_trainer.backends.fsdp.fit import check_state_shapes
 from headrace_trainer.backends.fsdp.optimizer import MOMENTS, AdamWState, ShardedAdamW
 from headrace_trainer.backends.robot.episodes import (
     Chunks,
@@ -219,7 +219,7 @@ class RobotBackend:
         own = {name: tuple(value.shape) for name, value in state_tensors(self._fresh())}
         section = self._config.model
         key, name = ("model.path", repr(section.path)) if section.path else ("model.policy", "the policy")
-        check_shapes(reader, own, name, key)
+        check_state_shapes(reader, own, name, key)
 
     def load_state(self, reader: StateReader | None) -> None:
         """See `Backend`."""
