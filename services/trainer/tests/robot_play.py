@@ -43,6 +43,7 @@ class Reach:
 
     horizon: int = 24
     ends_on_success: bool = False
+    radius: float = 0.1
     _state: np.ndarray = field(default_factory=lambda: np.zeros(6))
 
     def reset(self, seed: int) -> np.ndarray:
@@ -57,7 +58,7 @@ class Reach:
         velocity = 0.5 * velocity + 0.15 * action_A
         self._state = np.concatenate([place + velocity, velocity, goal])
         distance = float(np.linalg.norm(place + velocity - goal))
-        return self._state, -distance, distance < 0.1, self.ends_on_success and distance < 0.1
+        return self._state, -distance, distance < self.radius, self.ends_on_success and distance < self.radius
 
 
 def noise_seed(*parts: int) -> int:

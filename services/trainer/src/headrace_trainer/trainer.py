@@ -36,6 +36,7 @@ from headrace_trainer.group.group import Gang, join_gang
 from headrace_trainer.group.rank import Rank
 from headrace_trainer.group.rounds import Round, RoundLost, Rounds
 from headrace_trainer.kinds import check_episode_run, run_algorithm
+from headrace_trainer.learning.contribution import check_helped
 from headrace_trainer.learning.step import StepState
 from headrace_trainer.session import Session
 
@@ -114,6 +115,8 @@ class Trainer:
             return self._open_answers(run, config, directory)
         check_episode_run(config)
         algorithm = run_algorithm(config)
+        if config.trainer.helpers:
+            check_helped(algorithm)
         self._run, self._config, self._directory = run, config, directory
         self.vocabulary_size, self.policy = 0, policy
         self._assemble()
@@ -122,6 +125,8 @@ class Trainer:
     def _open_answers(self, run: str, config: TrainerConfig, directory: Path) -> Algorithm:
         choose_backend(config.trainer)
         algorithm = build_algorithm(config.algorithm)
+        if config.trainer.helpers:
+            check_helped(algorithm)
         try:
             architecture = load_architecture(config.model)
             if (critic := algorithm.critic) is not None and critic.path is not None:

@@ -84,8 +84,8 @@ def _names(spec: RunSpec, fleet: FleetView) -> Iterator[KeyProblemView]:
     ]
     if spec.environment:
         wanted.append(("environment.backend", spec.environment.backend, "simulator", "backends"))
-    for part in ("scorers", "evaluation"):
-        for index, scorer in enumerate(getattr(spec.reward, part)):
+    for part, scorers in spec.reward.sets().items():
+        for index, scorer in enumerate(scorers):
             if ".py:" not in scorer.name:  # A user's own file is tried by the reward service.
                 wanted.append((f"reward.{part}[{index}].name", scorer.name, "reward", "scorers"))
     for key, name, kind, facet in wanted:
@@ -125,8 +125,8 @@ def _options(spec: RunSpec, fleet: FleetView) -> Iterator[KeyProblemView]:
             "engine_options",
         ),
     ]
-    for part in ("scorers", "evaluation"):
-        for index, scorer in enumerate(getattr(spec.reward, part)):
+    for part, scorers in spec.reward.sets().items():
+        for index, scorer in enumerate(scorers):
             key = f"reward.{part}[{index}].options"
             chosen.append((key, scorer.name, scorer.options, "reward", "scorer_options"))
     for key, name, options, kind, facet in chosen:

@@ -1,7 +1,6 @@
 """Where episodes begin: start states of a run's tasks, by seed or by initial state. Knows no simulator.
 
-A start state is an item like a question: held-out ones are never trained on, and every epoch has each other
-one once.
+A start state is an item like a question: held-out ones are never trained on, every epoch has each other one once.
 """
 
 from __future__ import annotations

@@ -108,16 +108,17 @@ ACTIONS: dict[str, dict[str, Action]] = {
 
 
 class Grant(msgspec.Struct):
-    """What a run may use: incarnations of its rollouts and trainers, and devices."""
+    """What a run may use: incarnations of its rollouts, trainers and helpers, and devices."""
 
     rollouts: list[str] = []
     trainers: list[str] = []
     devices: list[str] = []
+    helpers: list[str] = []
 
     @property
     def instances(self) -> list[str]:
         """All incarnations."""
-        return [*self.rollouts, *self.trainers]
+        return [*self.rollouts, *self.trainers, *self.helpers]
 
 
 class SuiteEvaluation(msgspec.Struct):
@@ -232,7 +233,7 @@ class RunState(msgspec.Struct):
             case ev.RunStateChanged():
                 self._move(event)
             case ev.RunAdmitted():
-                self._hold(event.at, Grant(list(event.rollouts), list(event.trainers), list(event.devices)))
+                self._hold(event.at, _grant_of(event))
             case ev.RunReleased():
                 self._hold(event.at, None)
             case ev.PolicyFitted():
@@ -307,6 +308,10 @@ class RunState(msgspec.Struct):
             self.queued_at = event.at
         if event.state in TERMINAL:
             self.finished_at = event.at
+
+
+def _grant_of(event: ev.RunAdmitted) -> Grant:
+    return Grant(list(event.rollouts), list(event.trainers), list(event.devices), list(event.helpers))
 
 
 def next_action(run: RunState) -> Action:

@@ -27,6 +27,8 @@ class Demand(msgspec.Struct, frozen=True):
     rollouts: int
     fewest_rollouts: int
     trainers: int
+    helpers: int
+    """Trainers beside the group, as many as nobody else waits for."""
     engine: str
     backend: str
     algorithm: str
@@ -62,6 +64,7 @@ def demand_of(run: RunState) -> Demand:
         rollouts=rollouts,
         fewest_rollouts=1 if run.lineage.head or run.evaluation else rollouts,
         trainers=0 if run.evaluation else spec["trainer"]["ranks"],
+        helpers=0 if run.evaluation else spec["trainer"].get("helpers", 0),
         engine=spec["rollout"]["engine"],
         backend=spec["trainer"]["backend"],
         algorithm=spec["algorithm"]["name"],
@@ -130,6 +133,7 @@ class _Planner:
                 rollouts=list(grant.rollouts),
                 trainers=list(grant.trainers),
                 devices=list(grant.devices),
+                helpers=list(grant.helpers),
             )
         )
 
@@ -138,9 +142,11 @@ class _Planner:
         held = self._grants[run.id]
         # A trainer that was told to stop stays until its state is saved: the run is RECOVERING then.
         trainers = self._usable(held.trainers, draining=run.state != RECOVERING)
-        kept, demand = Grant(self._usable(held.rollouts), trainers, held.devices), demand_of(run)
+        kept = Grant(self._usable(held.rollouts), trainers, held.devices, self._helpers(held.helpers))
+        demand = demand_of(run)
         lacks = len(kept.rollouts) < demand.fewest_rollouts or len(kept.trainers) < demand.trainers
-        if kept == held and not lacks and not (grow and len(kept.rollouts) < demand.rollouts):
+        fewer = len(kept.rollouts) < demand.rollouts or len(kept.helpers) < demand.helpers
+        if kept == held and not lacks and not (grow and fewer):
             return
         others = {name: grant for name, grant in self._grants.items() if name != run.id}
         grant = self._fit(run, others, kept)
@@ -148,6 +154,11 @@ class _Planner:
             grant = kept  # What is lost is no longer held; the run itself waits, or queues.
         if grant != held:
             self._admit(run, grant, plan)
+
+    def _helpers(self, incarnations: Iterable[str]) -> list[str]:
+        """Helpers that stay: while a run waits, an idle one goes to whoever has more need of it."""
+        table, waits = self._state.table, bool(self._waiting)
+        return [who for who in self._usable(incarnations) if not waits or table.of(who)]
 
     def _usable(self, incarnations: Iterable[str], *, draining: bool = False) -> list[str]:
         known = self._state.instances
@@ -158,7 +169,7 @@ class _Planner:
     def _fit(self, run: RunState, grants: dict[str, Grant], kept: Grant | None = None) -> Grant | str:
         """A grant beside `grants`, or what is missing."""
         demand, kept = demand_of(run), kept or Grant()
-        taken = {who for grant in grants.values() for who in (*grant.rollouts, *grant.trainers)}
+        taken = {who for grant in grants.values() for who in grant.instances}
         if not any(i.kind == "reward" and not i.draining for i in self._state.instances.values()):
             return "a reward instance to register"
         if demand.simulator and not simulators(self._state.instances.values(), demand.simulator):
@@ -174,7 +185,11 @@ class _Planner:
         devices = self._devices(run, demand, rollouts, trainers, busy, kept.devices)
         if isinstance(devices, str):
             return devices
-        return Grant([i.incarnation for i in rollouts], [i.incarnation for i in trainers], devices)
+        owners = [i.incarnation for i in trainers]
+        # Nobody waits for what a run has beyond its need.
+        wanted = len(kept.helpers) if self._waiting else demand.helpers
+        helpers = self._choose("trainer", facets, taken | set(owners), kept.helpers, wanted)
+        return Grant([i.incarnation for i in rollouts], owners, devices, [i.incarnation for i in helpers])
 
     def _choose(
         self, kind: str, facets: dict[str, str], taken: set[str], own: Sequence[str], count: int

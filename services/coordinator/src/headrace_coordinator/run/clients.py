@@ -126,8 +126,8 @@ class RolloutClient(WorkerClient):
         else:
             request.manifest.CopyFrom(published.manifest)
             request.sources.append(published.source)
-        limit = SLOW_S if published.files is None else LOAD_S
-        response: rollout.InstallPolicyResponse = await self.port.call("InstallPolicy", request, limit)
+        # The first one waits for the engine's start, which may take minutes.
+        response: rollout.InstallPolicyResponse = await self.port.call("InstallPolicy", request, LOAD_S)
         self.installed, self.digest = published.version.number, response.version.digest
         return response
 
@@ -155,7 +155,7 @@ class RolloutClient(WorkerClient):
     async def wake(self, published: Published) -> None:
         """Weights' room, install, then the cache's room (PROTOCOL, Versions)."""
         weights, cache = rollout.WAKE_SCOPE_WEIGHTS, rollout.WAKE_SCOPE_KV_CACHE
-        await self.port.call("Wake", rollout.WakeRequest(header=self.header(), scope=weights), SLOW_S)
+        await self.port.call("Wake", rollout.WakeRequest(header=self.header(), scope=weights), LOAD_S)
         await self.install(published)
         await self.port.call("Wake", rollout.WakeRequest(header=self.header(), scope=cache), SLOW_S)
         await self.port.call("Resume", rollout.ResumeRequest(header=self.header()), QUICK_S)
@@ -198,6 +198,8 @@ class TrainerClient(WorkerClient):
     drop_equal: bool = False
     max_refill: int = 0
     greedy_first: bool = False
+    joined: bool = False
+    """A helper that is a group of its own."""
 
     def is_baseline(self, sample: int) -> bool:
         """Whether a group's sample is its greedy answer, which is scored and not learned from."""
@@ -304,6 +306,32 @@ class TrainerClient(WorkerClient):
             "CommitStep", request, max(LOAD_S, timeout)
         )
         return response
+
+    async def help(self, published: Published) -> trainer.HelpResponse:
+        """Loads a published version as the base of what it accumulates for itself."""
+        request = trainer.HelpRequest(
+            header=self.header(),
+            version=published.version,
+            manifest=published.manifest,
+            sources=[published.source],
+        )
+        response: trainer.HelpResponse = await self.port.call("Help", request, SLOW_S)
+        return response
+
+    async def take_contribution(self, step: int, attempt: int) -> trainer.Contribution:
+        """Ends a helper's attempt; where its gradient is, and of which groups."""
+        request = trainer.TakeContributionRequest(header=self.header(), step=step, attempt=attempt)
+        response: trainer.TakeContributionResponse = await self.port.call("TakeContribution", request, SLOW_S)
+        return response.contribution
+
+    async def add_contribution(
+        self, step: int, attempt: int, contribution: trainer.Contribution, helper: str
+    ) -> None:
+        """Adds a helper's gradient to the open step, whole or not at all."""
+        request = trainer.AddContributionRequest(
+            header=self.header(), step=step, attempt=attempt, contribution=contribution, helper=helper
+        )
+        await self.port.call("AddContribution", request, SLOW_S)
 
     async def recorded(self, step: int, attempt: int, number: int) -> Published:
         """The ledger has the version, which is published too."""

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from headrace.common.v1 import common_pb2 as common
 from headrace.rollout.v1 import rollout_pb2 as rollout
+from headrace.trainer.v1 import trainer_pb2 as trainer
 from headrace_schema.spec import RunSpec
 from headrace_schema.views import EvaluationView, StepView
 
@@ -27,6 +28,7 @@ from headrace_coordinator.projections.trajectories import Settled
 from headrace_coordinator.run.clients import WorkerClient
 from headrace_coordinator.run.placement import Placement
 from headrace_coordinator.run.stages.step_timer import StepTimer
+from headrace_coordinator.run.stages.tail import Tail
 from headrace_coordinator.run.workers import WorkerGroup
 from headrace_coordinator.store.event_log import EventLog
 
@@ -79,6 +81,7 @@ class RunContext:
         self.agreement_due = True
         self.decision: asyncio.Task[Any] | None = None
         """The commit of the step in hand, from the request until it is recorded; never cancelled on purpose."""
+        self.tail = Tail()
         self._lengths: dict[str, tuple[int, int]] = {}
         section = self.spec.data.curriculum
         self.curriculum = Curriculum(section, dataset) if section else None
@@ -87,6 +90,11 @@ class RunContext:
     def state(self) -> RunState:
         """The run's durable state."""
         return self.event_log.state.runs[self.run_id]
+
+    @property
+    def waits_for_batch(self) -> bool:
+        """Whether learning begins once the step's answers are complete: the algorithm's wish, or the workflow's."""
+        return self.spec.graph.whole_batch or self.workers.leader.barrier == trainer.BARRIER_BATCH
 
     # --- data
 

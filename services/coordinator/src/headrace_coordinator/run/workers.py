@@ -47,6 +47,7 @@ class WorkerGroup:
         self.spec = spec
         self.rollouts: list[RolloutClient] = []
         self.trainers: list[TrainerClient] = []
+        self.helpers: list[TrainerClient] = []
         self.rewards: list[RewardClient] = []
         self.pools = Pools(fleet, run, spec.environment, self._port) if spec.environment else None
         self.lanes = Lanes()
@@ -64,7 +65,7 @@ class WorkerGroup:
     def members(self) -> list[WorkerClient]:
         """Everybody."""
         simulators = self.pools.clients if self.pools else []
-        return [*self.rollouts, *self.trainers, *self.rewards, *simulators]
+        return [*self.rollouts, *self.trainers, *self.helpers, *self.rewards, *simulators]
 
     @property
     def grant(self) -> Grant:
@@ -216,6 +217,32 @@ class WorkerGroup:
         for trainer in self.trainers:
             await self._open(trainer, lambda trainer=trainer: trainer.open_run(config, self._directory))  # type: ignore[misc]
         self.adopt_leases()
+
+    async def staff_helpers(self) -> None:
+        """The granted helpers that can be opened: a run does without the others."""
+        self.helpers = [member for member in self.helpers if member.opened and self.may_help(member)]
+        known = {member.incarnation for member in self.helpers}
+        config = self._trainer_config()
+        for state in self._alive(self.grant.helpers):
+            if state.incarnation in known:
+                continue
+            helper = TrainerClient(self.run, state, self._port(state), self._epoch)
+            try:
+                await self._open(helper, lambda helper=helper: helper.open_run(config, self._directory))  # type: ignore[misc]
+            except (InstanceDown, CallRefused):
+                continue  # Its process is replaced, or tried again with the next step.
+            self.helpers.append(helper)
+
+    async def join_helper(self, helper: TrainerClient) -> None:
+        """A helper is a trainer group of itself alone, on the devices that it holds then."""
+        if not helper.joined:
+            name = f"helper-{helper.incarnation}"  # Nobody is met there.
+            await helper.join(self._state.gang_generation, 1, name, self.fleet_timeout)
+            helper.joined = True
+
+    def may_help(self, member: TrainerClient) -> bool:
+        """A helper that lives and is still granted: what nobody waits for may be granted to another run."""
+        return self.fleet.alive(member.incarnation) and member.incarnation in self.grant.helpers
 
     def reopen(self, incarnation: str) -> None:
         """An instance says that the run is not open there: it is opened anew when the run is staffed next."""

@@ -23,6 +23,7 @@ from headrace_trainer.learning.samples import Rows
 
 Kind = Literal[
     "restore",
+    "help",
     "micro",
     "check",
     "infer",
@@ -31,6 +32,7 @@ Kind = Literal[
     "chunks",
     "end_episodes",
     "hold",
+    "add",
     "commit",
     "end_hold",
     "publish",
@@ -40,7 +42,10 @@ Kind = Literal[
 ]
 
 GOVERNED: frozenset[Kind] = frozenset(
-    {"restore", "micro", "check", "infer", "read", "credit", "chunks", "hold", "commit"}
+    {
+        *("restore", "help", "micro", "check", "infer", "hold", "add", "commit"),
+        *("read", "credit", "chunks"),
+    }
 )
 """Rounds that need every rank's lease. The others end or hand out what such a round has made."""
 

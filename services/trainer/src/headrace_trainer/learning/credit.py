@@ -101,9 +101,9 @@ def _outcomes(kept: Many[tuple[int, KeptEpisode]]) -> EpisodeOutcomes:
 def _units(mask_NC: np.ndarray, algorithm: EpisodeAlgorithm, numbers: int) -> np.ndarray:
     """How many units of each chunk are learned from."""
     if algorithm.level == "chunk":
-        return mask_NC.any(-1).astype(np.int64)
+        return np.asarray(np.any(mask_NC, -1), np.int64)
     each = numbers if algorithm.level == "token" else 1
-    return np.asarray(mask_NC.sum(-1) * each)
+    return np.asarray(np.count_nonzero(mask_NC, -1), np.int64) * each
 
 
 def _returns(credit: Credit, episodes: Many[KeptEpisode]) -> Packed | None:

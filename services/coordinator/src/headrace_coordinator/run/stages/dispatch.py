@@ -63,7 +63,7 @@ class Dispatch:
         while index.open and not over():
             news = self._news.next()
             self._order.reach(self._ledger.prompts)
-            live = sum(workers.fleet.alive(each.incarnation) for each in workers.rollouts)
+            live = sum(workers.usable(each) for each in workers.rollouts)
             if work := plan_dispatch(index, self._order, member.incarnation, member.max_concurrency, live):
                 yield await self._assign(member, work)
             else:

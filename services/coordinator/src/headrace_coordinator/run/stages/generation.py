@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
+from headrace.reward.v1 import reward_pb2 as reward
 from headrace.rollout.v1 import rollout_pb2 as rollout
 
 from headrace_coordinator.fleet.ports import CallRefused, InstanceDown
@@ -18,6 +19,7 @@ from headrace_coordinator.run.context import RunContext
 from headrace_coordinator.run.stages.dispatch import Dispatch
 from headrace_coordinator.run.stages.receive import Receive
 from headrace_coordinator.run.stages.relay import Relay
+from headrace_coordinator.run.stages.score_stages import ScoreStages
 from headrace_coordinator.run.stages.scoring import Scoring
 from headrace_coordinator.run.stages.settle import Batch, Settle
 from headrace_coordinator.run.stages.step_timer import StepTimer
@@ -51,10 +53,20 @@ class Generation:
         self.batch = Batch()
         self._dispatch = Dispatch(context, published, self._news)
         self._settle = Settle(context, relay, self.batch, self._news, on_settled, on_complete)
-        self._scoring = Scoring(context.workers, timer, self._settle.take_scores)
+        self._scoring, put = self._score_stages(timer)
         self._receive = Receive(
-            context, relay, published, self.batch, self._news, self._dispatch, self._scoring, self._settle
+            context, relay, published, self.batch, self._news, self._dispatch, put, self._settle
         )
+
+    def _score_stages(self, timer: StepTimer) -> tuple[Scoring, Callable[[reward.ScoreItem], None]]:
+        """The workflow's reward stages, and where finished answers enter them."""
+        spec, settle = self._context.spec, self._settle
+        if not spec.reward.stages:
+            scoring = Scoring(self._workers, timer, settle.take_scores, spec.main_stage)
+            return scoring, scoring.put
+        scoring = Scoring(self._workers, timer, lambda results: stages.take(results), spec.main_stage)
+        stages = ScoreStages(self._context, self.batch, scoring.put, settle.take_scores)
+        return scoring, stages.put
 
     async def run(self) -> None:
         """Until every group of the step is settled or dropped, and all streams have ended."""

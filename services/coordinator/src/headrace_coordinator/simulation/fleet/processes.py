@@ -44,6 +44,7 @@ class Processes:
         self.ports: list[SimulatedPort] = []
         self.killed_as_silent = 0
         self._gangs: Gangs = {}
+        self._helpers: dict[str, Trainer] = {}
         self._born = 0
         self._tasks: list[asyncio.Task[Any]] = []
 
@@ -72,7 +73,7 @@ class Processes:
         if isinstance(instance, Rollout):
             instance.peers = self.instances
         if isinstance(instance, Trainer):
-            instance.gangs = self._gangs
+            instance.gangs, instance.helpers = self._gangs, self._helpers
         self.instances[incarnation] = instance
         self.spawn(self._lifeline(instance))
 

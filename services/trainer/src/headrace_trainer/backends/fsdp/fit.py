@@ -19,12 +19,12 @@ def check_fit(reader: StateReader, config: ModelSection, critic: Critic | None) 
     Raises ModelNotReadable too. A checkpoint's critic is left out where the run has none.
     """
     own = {name: tuple(tensor.shape) for name, tensor in state_tensors(load_model(config, weights=False))}
-    check_shapes(reader, own, repr(config.path))
+    check_state_shapes(reader, own, repr(config.path))
     if critic is not None:
         _check_critic(reader.critic_shapes(), critic)
 
 
-def check_shapes(
+def check_state_shapes(
     reader: StateReader, own: dict[str, tuple[int, ...]], model: str, key: str = "model.path"
 ) -> None:
     """Raises Refusal CHECKPOINT_MISMATCH unless weights of these shapes and AdamW's moments are there."""

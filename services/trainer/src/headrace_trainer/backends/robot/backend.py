@@ -24,7 +24,7 @@ from headrace_trainer.algorithms.episodes._base import EpisodeAlgorithm
 from headrace_trainer.allocator import give_back_if_short
 from headrace_trainer.backends._base import CommitReport, MicroReport, ReferenceFacts, StateReader
 from headrace_trainer.backends.fsdp.figures import TokenFigures
-from headrace_trainer.backends.fsdp.fit import check_shapes
+from headrace_trainer.backends.fsdp.fit import check_state_shapes
 from headrace_trainer.backends.fsdp.optimizer import MOMENTS, AdamWState, ShardedAdamW
 from headrace_trainer.backends.robot.episodes import (
     Chunks,
@@ -91,10 +91,8 @@ class RobotBackend:
     def learn(self, chunks: list[int]) -> MicroReport:
         """Accumulates the loss gradient of these chunks; none: takes part alone."""
         assert self._chunks is not None and self._credits is not None
-        finite = True
-        for index in torch.tensor(chunks, dtype=torch.long).split(
-            self._micro_batch(self._chunks.observation)
-        ):
+        finite, size = True, self._micro_batch(self._chunks.observation)
+        for index in torch.split(torch.tensor(chunks, dtype=torch.long), size):
             taken = self._chunks.take(index, self._gang.device)
             found = self._policy.evaluate(taken.observation, taken.sampled)
             batch = units(found, self._credits, index, self._algorithm.level)
@@ -119,7 +117,7 @@ class RobotBackend:
     def _score(self, data: EpisodeData) -> EpisodeScores:
         """Episode by episode: what else is read makes no difference to the last bit."""
         chunks, final = self._read[data.key], read_final(data)
-        parts = torch.arange(len(chunks.valid_NC)).split(self._micro_batch(chunks.observation))
+        parts = torch.split(torch.arange(len(chunks.valid_NC)), self._micro_batch(chunks.observation))
         taken = [chunks.take(index, self._gang.device) for index in parts]
         found = [self._policy.evaluate(each.observation, each.sampled) for each in taken]
         value = 0.0 if final is None else self._final_value(final, chunks)
@@ -221,7 +219,7 @@ class RobotBackend:
         own = {name: tuple(value.shape) for name, value in state_tensors(self._fresh())}
         section = self._config.model
         key, name = ("model.path", repr(section.path)) if section.path else ("model.policy", "the policy")
-        check_shapes(reader, own, name, key)
+        check_state_shapes(reader, own, name, key)
 
     def load_state(self, reader: StateReader | None) -> None:
         """See `Backend`."""
