@@ -58,11 +58,15 @@ def sections(
     def walk(path: str, schema: dict[str, Any]) -> None:
         for key, value in schema["properties"].items():
             below = f"{path}.{key}".strip(".")
-            is_list = value.get("type") == "array"
-            target = reference(value["items"] if is_list else value)
-            if target and target not in found:
-                found[target] = (below + "[]" * is_list, definitions[target])
-                walk(*found[target])
+            for option in (value, *value.get("oneOf", [])):
+                target, mark = reference(option), ""
+                if "items" in option:
+                    target, mark = reference(option["items"]), "[]"
+                elif named := option.get("patternProperties"):
+                    target, mark = reference(*named.values()), ".NAME"
+                if target and target not in found:
+                    found[target] = (below + mark, definitions[target])
+                    walk(*found[target])
 
     walk(path, schema)
     return list(found.values())
@@ -103,8 +107,10 @@ def kind(value: dict[str, Any]) -> str:
         return f"`{json.dumps(value['const'])}`"
     if "enum" in value:
         return " or ".join(f"`{json.dumps(option)}`" for option in value["enum"])
-    if "anyOf" in value:
-        return " or ".join(sorted((kind(option) for option in value["anyOf"]), key=len))
+    if options := value.get("anyOf", value.get("oneOf")):
+        return " or ".join(sorted((kind(option) for option in options), key=len))
+    if "$ref" in value:
+        return "section"
     if value.get("type") == "array":
         return ", ".join([f"list of {_element(value['items'])}", *_bounds(value)])
     return ", ".join([str(value.get("type", "any")), *_bounds(value)])

@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 import yaml
+from headrace.client import Workflow, load_spec
 from headrace_cli.errors import CommandError
 from headrace_cli.planning import explain_file
 from headrace_cli.show.plan import gantt, plan_lines, seconds
+from headrace_schema.spec import RunSpec
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 PLANS = EXAMPLES / "plans"
@@ -60,6 +62,28 @@ def test_a_run_spec_is_planned_with_a_profile_and_refused_without(headrace):
     assert bare.returncode == 2 and "profile" in bare.stderr and "--profile FILE" in bare.stderr
     plan = explain_file(spec, [], 8, None, PLANS / "profile_reasoning_7b_h100.yaml")
     assert plan["items"] == 32 and plan["workflow"] == "reasoning"
+
+
+def test_a_workflow_of_ones_own_is_planned_stage_by_stage(headrace, tmp_path):
+    spec, profile = EXAMPLES / "two_rewards.yaml", tmp_path / "profile.yaml"
+    stages = {"generate": {"item_s": 0.1}, "score": {"item_s": 0.001}, "learn": {"item_s": 0.05}}
+    profile.write_text(yaml.safe_dump({"stages": stages}))
+    lacking = headrace("plan", str(spec), "--devices", "8", "--profile", str(profile))
+    assert lacking.returncode == 2 and "judge" in lacking.stderr
+    profile.write_text(yaml.safe_dump({"stages": {**stages, "judge": {"item_s": 0.02}}}))
+    plan = explain_file(spec, [], 8, None, profile)
+    assert {bar["stage"] for bar in plan["timeline"]} == {"generate", "score", "judge", "learn"}
+
+
+def test_the_client_builds_the_graph_of_the_document():
+    flow = Workflow()
+    scored = flow.score(flow.answers)
+    judged = flow.score(scored, name="judge", scorers=[{"name": "exact", "weight": 2.0}], at_least=1.0)
+    flow.learn(judged)
+    written = load_spec(EXAMPLES / "two_rewards.yaml")
+    bare = {key: value for key, value in written.items() if key != "workflow"}
+    bare["reward"] = {key: value for key, value in written["reward"].items() if key != "stages"}
+    assert RunSpec.model_validate(flow.into(bare)) == RunSpec.model_validate(written)
 
 
 def test_a_cluster_file_and_overrides(headrace, tmp_path):

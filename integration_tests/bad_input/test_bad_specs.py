@@ -35,6 +35,20 @@ BAD = {
     "more instances than there are": ({"rollout__instances": 9}, "rollout.instances", "headrace scale"),
     "unknown scorer": ({"reward": {"scorers": [{"name": "exakt"}]}}, "reward.scorers[0].name", "exact"),
     "a scorer without function": ({"reward": {"scorers": [{"name": "mine.py"}]}}, "reward.scorers[0].name", "mine.py:"),
+    "an edge from nowhere": (
+        {
+            "workflow": {
+                "stages": {
+                    "generate": {"service": "rollout"},
+                    "score": {"service": "reward"},
+                    "learn": {"service": "trainer"},
+                },
+                "edges": [{"source": "generate", "target": "score"}, {"source": "scroe", "target": "learn"}],
+            }
+        },
+        "workflow.edges[1].source",
+        "did you mean score",
+    ),
     "unknown engine": ({"rollout__engine": "transformer"}, "rollout.engine", "transformers"),
     "unknown algorithm": ({"algorithm__name": "grpoo"}, "algorithm.name", "grpo"),
     "unknown option of an algorithm": (

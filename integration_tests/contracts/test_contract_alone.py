@@ -70,7 +70,7 @@ def request_of(kind, method, authority):
     message = getattr(MODULES[kind][0], method.input_type.name)()
     if "header" in method.input_type.fields_by_name:
         message.header.CopyFrom(authority)
-    elif method.name == "Generate":
+    elif method.name in ("Generate", "RunEpisodes"):
         message.open.header.CopyFrom(authority)
     return message
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 
 import pytest
 import yaml
@@ -32,3 +33,6 @@ def test_the_tiny_model_learns_with_the_engine(tmp_path):
         )
         before, *_, after = run.evaluations
         assert after.step == spec["steps"] and after.score > before.score
+        log = (fleet.data_dir / "logs" / "rollout-0.log").read_text()
+    if ENGINE == "vllm":  # It slept between its turns: one engine made every step.
+        assert len(set(re.findall(r"EngineCore pid=(\d+)", log))) == 1

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from headrace_modelkit.errors import ModelNotReadable
+from headrace_modelkit.robot.convert import convert, main
 from headrace_modelkit.robot.directory import load_policy, save_policy
 from headrace_modelkit.robot.openvla import OpenVlaConfig, pixels
 from headrace_modelkit.robot.policy import ACTIONS, Observation, RobotPolicy
@@ -424,3 +425,17 @@ def test_plain_openvla_refuses_what_it_has_not(checkpoint):
         published_config(checkpoint, "bridge_orig", shapes=SHAPES, chunk_length=8)
     with pytest.raises(ValueError, match="ids of a prompt for each environment"):
         read(checkpoint).act(Observation(None, seen().images), [1, 2])
+
+
+def test_a_published_checkpoint_becomes_a_policy_directory(parts, checkpoint, tmp_path, capsys):
+    target = tmp_path / "policy"
+    with pytest.raises(ModelNotReadable, match="holds no tokenizer"):
+        convert(checkpoint, target, "bridge_orig", shapes=SHAPES)
+    (checkpoint / "tokenizer.json").write_text("{}")
+    convert(checkpoint, target, "bridge_orig", shapes=SHAPES, kind="openvla", temperature=0.6)
+    policy, wanted = load_policy(target), read(checkpoint)
+    assert policy.config.temperature == 0.6 and (target / "tokenizer.json").read_text() == "{}"
+    for (name, tensor), (_, other) in zip(state_tensors(policy), state_tensors(wanted), strict=True):
+        assert torch.equal(tensor, other), name
+    assert main([str(checkpoint), str(target), "--unnorm-key", "bridge_orig"]) == 1
+    assert "tiny_dinov2 is no known vision encoder" in capsys.readouterr().err

@@ -130,7 +130,7 @@ def test_an_unreadable_file_names_its_neighbour(tmp_path):
 
 
 def test_an_unknown_source_names_the_nearest():
-    shipped = ["copy_digits", "huggingface", "jsonl", "mixture", "parquet", "reasoning_gym"]
+    shipped = ["copy_digits", "episodes", "huggingface", "jsonl", "mixture", "parquet", "reasoning_gym"]
     assert SOURCES.names() == shipped
     assert "data.source: there is no data source 'reasoning-gym'; did you mean 'reasoning_gym'?" in refusal(
         "reasoning-gym", {}

@@ -62,12 +62,13 @@ class RewardClient:
         )
 
 
-def key(message) -> tuple[int, int, int, bool]:
+def key(message) -> tuple[int, int, int, bool, str]:
     return (
         message.sample.prompt_ordinal,
         message.sample.sample_index,
         message.attempt,
         message.evaluation,
+        message.stage,
     )
 
 

@@ -166,3 +166,18 @@ def test_the_contract_finds_a_scorer_that_does_not_repeat_itself(monkeypatch):
     monkeypatch.setattr("headrace_reward.scorers.text.Exact", plugin)
     with pytest.raises(AssertionError, match="two scores: 0 and 1"):
         check_scorer("exact", {}, Answer("", "4", "4"))
+
+
+def test_episode_reads_what_a_rollout_says_of_it():
+    told = '{"return": -12.5, "success": true, "steps": 50}'
+    assert score("episode", told) == -12.5
+    assert score("episode", told, scale=0.1) == pytest.approx(-1.25)
+    assert score("episode", told, of="success") == 1
+    assert score("episode", told, of="steps") == 50
+    check_scorer("episode", {}, Answer("", told))
+
+
+@pytest.mark.parametrize("told", ["42", "[]", '{"steps": 3}', '{"return": NaN}', "reached"])
+def test_episode_judges_nothing_else(told):
+    with pytest.raises(ValueError, match="return"):
+        score("episode", told)

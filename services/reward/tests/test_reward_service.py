@@ -73,6 +73,19 @@ async def test_truncated_reward_replaces_training_rewards_only(reward):
     assert shaped.parts["last_number"] == 1
 
 
+async def test_a_further_stage_has_scorers_of_its_own_and_judges_the_same_answer(reward):
+    stages = {"judge": [{"name": "last_number", "weight": 0.5}]}
+    await reward.open("exact", stages=stages, truncated_reward=-1.0)
+    cut = {"reference": "3", "ordinal": 0, "finish_reason": common_pb2.FINISH_REASON_LENGTH}
+    first, second = await reward.score(
+        reward.item("it is 3", **cut), reward.item("it is 3", stage="judge", **cut)
+    )
+    assert (first.reward, first.stage, dict(first.parts)) == (-1, "", {"exact": 0})
+    assert (second.reward, second.stage, dict(second.parts)) == (0.5, "judge", {"last_number": 1})
+    error = await refused(reward.answers("3", stage="jugde"))
+    assert "items.stage" in message_of(error) and "judge" in message_of(error)
+
+
 async def test_evaluation_has_scorers_of_its_own(reward):
     await reward.open("exact", evaluation=[{"name": "last_number"}])
     (trained,) = await reward.answers("it is 3", reference="3")

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         Trajectory,
     )
     from headrace.client.specs import fork_spec, load_spec
+    from headrace.client.workflow import Workflow
 
 __all__ = [
     "Certificate",
@@ -49,6 +50,7 @@ __all__ = [
     "Run",
     "Step",
     "Trajectory",
+    "Workflow",
     "fork_spec",
     "load_spec",
 ]
@@ -57,6 +59,7 @@ _ELSEWHERE = {
     "Client": "client",
     "HeadraceError": "errors",
     "Problem": "errors",
+    "Workflow": "workflow",
     "fork_spec": "specs",
     "load_spec": "specs",
 }

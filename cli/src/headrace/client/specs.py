@@ -78,10 +78,13 @@ def _make_absolute(spec: dict[str, Any], folder: Path) -> None:
     _absolute(options, "dataset", folder)
     _absolute(options.get("options") if isinstance(options, dict) else None, "path", folder)
     reward = spec.get("reward")
-    for section in ("scorers", "evaluation"):
-        scorers = reward.get(section) if isinstance(reward, dict) else None
-        for scorer in scorers if isinstance(scorers, list) else []:
-            _absolute(scorer, "name", folder)
+    if isinstance(reward, dict):
+        stages = reward.get("stages")
+        found = [reward.get("scorers"), reward.get("evaluation")]
+        found += stages.values() if isinstance(stages, dict) else []
+        for scorers in found:
+            for scorer in scorers if isinstance(scorers, list) else []:
+                _absolute(scorer, "name", folder)
 
 
 def _absolute(section: Any, key: str, folder: Path) -> None:

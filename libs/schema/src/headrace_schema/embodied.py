@@ -13,7 +13,8 @@ class EnvironmentSection(Section):
     """The environments of an embodied run, which simulator instances hold."""
 
     backend: str = Field(
-        default="", description="name in the simulator's registry: gymnasium, metaworld, maniskill, libero"
+        default="gymnasium",
+        description="name in the simulator's registry: gymnasium, metaworld, maniskill, libero",
     )
     tasks: list[str] = Field(min_length=1, description="names of environments in the backend")
     options: dict[str, Any] = Field(default_factory=dict, description="options of the environment")

@@ -78,7 +78,7 @@ class DataSection(Section):
     """Where prompts come from."""
 
     source: str = Field(
-        description="name of a data source: jsonl, parquet, huggingface, reasoning_gym, mixture, copy_digits"
+        description="name of a data source: jsonl, parquet, huggingface, reasoning_gym, mixture, copy_digits, episodes"
     )
     options: dict[str, Any] = Field(default_factory=dict, description="options of the source")
     prompt: PromptSection = PromptSection()

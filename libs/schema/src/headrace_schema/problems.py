@@ -9,7 +9,7 @@ import difflib
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
@@ -106,9 +106,15 @@ def explain_details(
         if isinstance(inner, Impossible):
             found += [item.model_copy(update={"key": _join(prefix, item.key)}) for item in inner.problems]
         else:
-            reason, fix = _reason_and_fix(detail, model)
-            found.append(problem(_join(prefix, path(detail["loc"])), reason, fix))
+            loc = tuple(part for part in detail["loc"] if not _is_tag(part))
+            reason, fix = _reason_and_fix({**detail, "loc": loc}, model)
+            found.append(problem(_join(prefix, path(loc)), reason, fix))
     return found
+
+
+def _is_tag(part: str | int) -> bool:
+    """Whether a part of a location is the tag of one of several forms, such as <graph>, and no key."""
+    return isinstance(part, str) and part.startswith("<") and part.endswith(">")
 
 
 def _join(prefix: str, key: str) -> str:
@@ -241,11 +247,14 @@ def _index(model: type[BaseModel]) -> tuple[dict[str, str], list[tuple[str, str]
 def _model_at(model: type[BaseModel], loc: Sequence[str | int]) -> type[BaseModel] | None:
     """The model that holds the keys at a location."""
     current: type[BaseModel] | None = model
+    in_mapping = False
     for part in loc:
-        if isinstance(part, int):
-            continue  # The index of a list: its element is the model already found.
+        if isinstance(part, int) or in_mapping:
+            in_mapping = False
+            continue  # The place in a list or a mapping: its element is the model already found.
         field = current.model_fields.get(part) if current else None
         current = _model_in(field.annotation) if field else None
+        in_mapping = field is not None and get_origin(field.annotation) is dict
     return current
 
 

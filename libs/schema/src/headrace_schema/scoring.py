@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import Field, PositiveFloat
 
@@ -26,6 +26,10 @@ class RewardSection(Section):
     evaluation: list[ScorerSection] = Field(
         default_factory=list, description="scorers of held-out answers; default: the same scorers"
     )
+    stages: dict[str, Annotated[list[ScorerSection], Field(min_length=1)]] = Field(
+        default_factory=dict,
+        description="scorers of further reward stages of the workflow, by the stage's name",
+    )
     timeout_s: PositiveFloat = Field(
         default=5.0, description="limit of one answer; beyond it the answer failed"
     )
@@ -36,7 +40,8 @@ class RewardSection(Section):
         default=0.0, description="reward of an answer that makes a scorer fail or run out of time"
     )
     truncated_reward: float | None = Field(
-        default=None, description="reward of answers cut by the length limit; none: scored"
+        default=None,
+        description="reward of answers cut by the length limit, which no further stage scores; none: scored",
     )
 
     @property
@@ -48,4 +53,13 @@ class RewardSection(Section):
     def sets(self) -> dict[str, list[ScorerSection]]:
         """The scorers by the key of their set; `evaluation` only where it has scorers of its own."""
         own = {"evaluation": self.evaluation} if self.evaluation else {}
-        return {"scorers": self.scorers, **own}
+        return {
+            "scorers": self.scorers,
+            **own,
+            **{set_of(name): found for name, found in self.stages.items()},
+        }
+
+
+def set_of(stage: str) -> str:
+    """The set of a stage's scorers, as RewardSection.sets() and keys of problems name it; empty: the run's."""
+    return f"stages.{stage}" if stage else "scorers"

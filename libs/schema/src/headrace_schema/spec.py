@@ -6,12 +6,13 @@ engines and devices exist) is checked by the coordinator at submission.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any
 
 from pydantic import Field, model_validator
 
 from headrace_schema.base import Count, Section, Seed
 from headrace_schema.embodied import EnvironmentSection
+from headrace_schema.embodied_rules import with_defaults
 from headrace_schema.generating import (
     DataSection,
     EvaluationSection,
@@ -30,6 +31,7 @@ from headrace_schema.running import (
 from headrace_schema.scoring import RewardSection
 from headrace_schema.spec_rules import impossible_combinations
 from headrace_schema.tracking import TrackingSection
+from headrace_schema.workflow import BUILT_IN, GraphSection, WorkflowChoice
 
 
 class RunSpec(Section):
@@ -38,8 +40,10 @@ class RunSpec(Section):
     name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,40}$")] = Field(
         default="run", description="begins the run's id"
     )
-    workflow: Literal["reasoning", "embodied"] = Field(
-        default="reasoning", description="the graph of stages; embodied: a robot policy acts in simulators"
+    workflow: WorkflowChoice = Field(
+        default="reasoning",
+        description="reasoning (generate → score → learn), embodied (a robot policy acts in simulators), or stages and "
+        "edges of one's own",
     )
     steps: Count = Field(default=10, description="policy updates")
     seed: Seed = Field(default=0, description="of the order of items and of all sampling")
@@ -73,6 +77,22 @@ class RunSpec(Section):
     def slots_per_step(self) -> int:
         """B: slots of one step."""
         return self.algorithm.group_size * self.algorithm.prompts_per_step
+
+    @property
+    def graph(self) -> GraphSection:
+        """The workflow with its stages and edges, whichever way it was declared."""
+        return self.workflow if isinstance(self.workflow, GraphSection) else BUILT_IN[self.workflow]
+
+    @property
+    def main_stage(self) -> str:
+        """The reward stage whose scorers are `reward.scorers`."""
+        return next((name for name in self.graph.of("reward") if name not in self.reward.stages), "score")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _left_out(cls, given: Any) -> Any:
+        """An embodied run's start states and rewards follow from its environment."""
+        return with_defaults(given)
 
     @model_validator(mode="after")
     def _combinations(self) -> RunSpec:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from headrace_schema.embodied_rules import embodied_problems
 from headrace_schema.problems import problem
 from headrace_schema.views import KeyProblemView
+from headrace_schema.workflow_rules import workflow_problems
 
 if TYPE_CHECKING:
     from headrace_schema.generating import SamplingSection
-    from headrace_schema.scoring import ScorerSection
     from headrace_schema.spec import RunSpec
 
 MAX_SLOTS_PER_STEP = 2**20
@@ -48,7 +49,19 @@ RATIO_OPTIONS = (
 
 def impossible_combinations(spec: RunSpec) -> Iterator[KeyProblemView]:
     """Every problem of a spec whose single values are valid."""
-    for rule in (_size, _batch, _passes, _reference, _prompt, _sampling, _placement, _evaluation, _reward):
+    rules = (
+        _size,
+        _batch,
+        _passes,
+        _reference,
+        _prompt,
+        _sampling,
+        _placement,
+        _helpers,
+        _evaluation,
+        _reward,
+    )
+    for rule in (*rules, workflow_problems, embodied_problems):
         yield from rule(spec)
 
 
@@ -108,8 +121,8 @@ def _batch(spec: RunSpec) -> Iterator[KeyProblemView]:
 def _passes(spec: RunSpec) -> Iterator[KeyProblemView]:
     """Of built-in algorithms; a trainer checks the others as a run opens."""
     algorithm = spec.algorithm
-    if algorithm.name not in GROUP_RELATIVE | OTHERS:
-        return
+    if algorithm.name not in GROUP_RELATIVE | OTHERS or spec.workflow == "embodied":
+        return  # Of episodes, minibatches are counted in chunks.
     options, prompts = algorithm.options, algorithm.prompts_per_step
     epochs, minibatches = options.get("epochs", 1), options.get("minibatches", 1)
     if isinstance(minibatches, int) and minibatches > prompts:
@@ -214,6 +227,24 @@ def _placement(spec: RunSpec) -> Iterator[KeyProblemView]:
             )
 
 
+def _helpers(spec: RunSpec) -> Iterator[KeyProblemView]:
+    """Which algorithms take help, a trainer checks as a run opens."""
+    if not spec.trainer.helpers:
+        return
+    fix = ", or set trainer.helpers: 0"
+    if spec.deterministic:
+        reason = "devices that move when the tail decodes make no two runs alike"
+        yield problem("trainer.helpers", reason, f"set deterministic: false{fix}")
+    if spec.placement.mode != "collocated":
+        reason = "helpers work on devices that rollouts give back, which side by side no trainer shares"
+        yield problem("trainer.helpers", reason, f"set placement.mode: collocated{fix}")
+    if spec.trainer.helpers >= spec.rollout.instances:
+        reason = "a helper takes the devices of one rollout while another one decodes what is left"
+        yield problem(
+            "trainer.helpers", reason, f"use fewer than rollout.instances: {spec.rollout.instances}{fix}"
+        )
+
+
 def _evaluation(spec: RunSpec) -> Iterator[KeyProblemView]:
     evaluation = spec.evaluation
     wants = (
@@ -234,9 +265,8 @@ def _evaluation(spec: RunSpec) -> Iterator[KeyProblemView]:
 
 
 def _reward(spec: RunSpec) -> Iterator[KeyProblemView]:
-    for part in ("scorers", "evaluation"):
-        scorers: list[ScorerSection] = getattr(spec.reward, part)
-        if scorers and all(scorer.weight == 0 for scorer in scorers):
+    for part, scorers in spec.reward.sets().items():
+        if all(scorer.weight == 0 for scorer in scorers):
             yield problem(
                 f"reward.{part}", "every weight is 0, so every answer is worth the same", "weigh one scorer"
             )

@@ -195,6 +195,17 @@ class CertificateView(Resource):
         description="share dropped, FILTERED ones apart, by bucket of the prompt's pass rate"
     )
     refilled: int = Field(default=0, description="groups that the step took in place of dropped ones")
+    helped: dict[str, list[int]] = Field(
+        default_factory=dict,
+        description="prompt ordinals of the groups whose gradient a helper contributed, by its name; the trainer "
+        "group made all others",
+    )
+    scored_by_stage: dict[str, int] = Field(
+        default={}, description="trained answers that each of several reward stages scored; else empty"
+    )
+    reward_by_stage: dict[str, float] = Field(
+        default={}, description="mean reward of these answers from each of these stages"
+    )
 
 
 class CertificateListView(Resource):
@@ -235,6 +246,10 @@ class TrajectoryView(Resource):
         description="mean advantage over its trained tokens; null where the trainer did not report it",
     )
     detail: str = Field(default="", description="what made a scorer fail, in an evaluation; empty: nothing")
+    stage_rewards: dict[str, float] = Field(
+        default={},
+        description="what each of several reward stages gave it; a stage that did not see it is absent",
+    )
 
 
 class TrajectoryListView(Resource):

@@ -15,7 +15,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from headrace_schema.scoring import RewardSection, ScorerSection
+from headrace_schema.scoring import RewardSection, ScorerSection, set_of
 from headrace_servicekit.rpc.digests import digest_bytes
 
 from headrace_reward.config import PoolSettings
@@ -39,6 +39,7 @@ class Key:
     sample_index: int
     attempt: int
     evaluation: bool
+    stage: str = ""
 
 
 @dataclass(frozen=True)
@@ -52,11 +53,13 @@ class Item:
     cut_by_length: bool
     answer: Mapping[str, Any]
     """prompt, completion, reference, metadata, token_count."""
+    stage: str = ""
+    """The reward stage that judges it, one of `RewardSection.stages`; empty: the run's scorers."""
 
     @property
     def key(self) -> Key:
         """Its key."""
-        return Key(self.prompt_ordinal, self.sample_index, self.attempt, self.evaluation)
+        return Key(self.prompt_ordinal, self.sample_index, self.attempt, self.evaluation, self.stage)
 
 
 @dataclass(frozen=True)
@@ -154,7 +157,7 @@ class Run:
     def _record(self, key: tuple[Key, str], body: str, item: Item) -> _Recorded:
         """Starts the judgement."""
         recorded = self._recorded[key] = _Recorded(body)
-        name = "evaluation" if item.evaluation and self.section.evaluation else "scorers"
+        name = "evaluation" if item.evaluation and self.section.evaluation else set_of(item.stage)
 
         def weigh(found: asyncio.Future[Finding]) -> None:
             try:
@@ -187,7 +190,7 @@ class Run:
             return Verdict(item.key, Status.SCORER_BROKEN, 0.0, found.parts, detail, found.wall_s)
         truncated = self.section.truncated_reward
         # An evaluation measures: the reward that shapes training stays out of it.
-        if truncated is not None and item.cut_by_length and not item.evaluation:
+        if truncated is not None and item.cut_by_length and not item.evaluation and not item.stage:
             reward = truncated
         return Verdict(item.key, status, reward, found.parts, found.detail, found.wall_s)
 

@@ -95,7 +95,10 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
             if run is None:
                 run = self._admit(request.header)
                 stack.enter_context(self._instance.open_runs.until_closed(request.header.run, closed.set))
-            return map(run.score, map(_item, request.items))
+            items = list(map(_item, request.items))
+            for item in items:
+                _check_stage(item.stage, run)
+            return map(run.score, items)
 
         try:
             with stack:
@@ -142,7 +145,16 @@ def _item(message: reward_pb2.ScoreItem) -> Item:
         evaluation=message.evaluation,
         cut_by_length=message.finish_reason == common_pb2.FINISH_REASON_LENGTH,
         answer=answer,
+        stage=message.stage,
     )
+
+
+def _check_stage(stage: str, run: Run) -> None:
+    if stage and stage not in run.section.stages:
+        known = ", ".join(run.section.stages) or "none"
+        raise invalid(
+            f"items.stage: the run has no scorers for a stage {stage!r}; stages: {known}", key="items.stage"
+        )
 
 
 def _result(verdict: Verdict) -> reward_pb2.ScoreResult:
@@ -155,6 +167,7 @@ def _result(verdict: Verdict) -> reward_pb2.ScoreResult:
         parts=verdict.parts,
         detail=verdict.detail,
         evaluation=key.evaluation,
+        stage=key.stage,
     )
     result.wall_time.FromNanoseconds(int(verdict.wall_s * 1e9))
     return result

@@ -20,7 +20,7 @@ class PlainBackend:
     """Its process is a child that sleeps: killed like an engine's, it takes the model with it."""
 
     name = "plain"
-    capabilities = Capabilities(resume_from_prefix=True, inflight_update=True)
+    capabilities = Capabilities(resume_from_prefix=True, inflight_update=True, penalty_counts_prompt=False)
 
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
@@ -29,6 +29,12 @@ class PlainBackend:
         self._going = asyncio.Event()
         self._going.set()
         self._loaded: dict[str, torch.Tensor] = {}
+        self._asleep: set[Scope] = set()
+        self.threads = 0
+        self.refused: set[int] = set()
+        """It takes no prompt that begins with one of these."""
+        self.start_gate = asyncio.Event()
+        self.start_gate.set()
 
     @property
     def alive(self) -> bool:
@@ -39,8 +45,10 @@ class PlainBackend:
         return [self._child.pid] if self._child is not None else []
 
     async def start(self, start: Start) -> None:
+        await self.start_gate.wait()
         self._model = load_model(self._config.model, weights=False, device="cpu")
         self._child = subprocess.Popen(["sleep", "1000"])  # noqa: ASYNC220
+        self._asleep, self.threads = set(), start.threads
 
     async def stop(self) -> None:
         if self._child is not None:
@@ -49,8 +57,11 @@ class PlainBackend:
         self._child = None
 
     async def generate(self, request: Request) -> AsyncGenerator[Tokens, None]:
+        if request.token_ids[0] in self.refused:
+            raise BackendFailed("a prompt that it cannot take")
         ids, random = list(request.token_ids), torch.Generator().manual_seed(request.seed)
         for _ in range(request.max_new_tokens):
+            self._needs(Scope.WEIGHTS, Scope.KV_CACHE)
             await asyncio.sleep(0)
             await self._going.wait()
             if request.request_id in self._aborted or not self.alive:
@@ -79,6 +90,7 @@ class PlainBackend:
     async def begin_install(self, number: int, entries: Sequence[WeightEntry]) -> None:
         if not self.alive:
             raise BackendFailed("the engine does not run")
+        self._needs(Scope.WEIGHTS)
         self._loaded = {}
 
     async def update(self, path: Path, entries: Sequence[WeightEntry]) -> dict[str, str]:
@@ -98,10 +110,17 @@ class PlainBackend:
         return
 
     async def sleep(self) -> None:
-        return
+        self._asleep = {Scope.WEIGHTS, Scope.KV_CACHE}
 
     async def wake(self, scope: Scope) -> None:
-        return
+        self._asleep.remove(scope)
+
+    async def use_threads(self, threads: int) -> None:
+        self.threads = threads
+
+    def _needs(self, *memory: Scope) -> None:
+        if missing := self._asleep & set(memory):
+            raise BackendFailed(f"it sleeps: no memory for {missing}")
 
     @torch.inference_mode()
     def _scores(self, ids: list[int], distribution: Distribution) -> torch.Tensor:

@@ -112,6 +112,10 @@ class Rig:
     def hosted(self) -> bool:
         return isinstance(self.engine, HostedEngine)
 
+    def pids(self) -> list[int]:
+        """The engine's own processes; none of one that runs in this process."""
+        return list(self.engine._backend.pids) if isinstance(self.engine, HostedEngine) else []
+
     def weights(self, model: PreTrainedModel) -> Weights:
         return weights_of_model(model)
 

@@ -52,12 +52,16 @@ def cast_into(out: memoryview, tensor: Tensor, dtype: torch.dtype) -> str:
 
 
 class Publisher:
-    """The versions of one run on this host: one staged (cast, unseen), base and current published."""
+    """The versions of one run on this host: one staged (cast, unseen), base and current published.
 
-    def __init__(self, store: WeightStore, run: str, layout: Layout) -> None:
+    A helper's gradients are such versions too, under another name than the run's; `kept` of them stay.
+    """
+
+    def __init__(self, store: WeightStore, run: str, layout: Layout, *, kept: int = 2) -> None:
         self._store = store
         self._run = run
         self._layout = layout
+        self._kept = kept
         self._types = {name: getattr(torch, data_type) for name, data_type, _ in layout}
         self._staged: tuple[int, PendingWeights, common_pb2.WeightManifest] | None = None
         self._published: list[int] = []
@@ -71,6 +75,10 @@ class Publisher:
         started = time.monotonic()
         self.discard()
         layout = [(name, _DATA_TYPES[data_type], shape) for name, data_type, shape in self._layout]
+        if self._kept == 1:
+            self._store.keep(
+                self._run, {number}
+            )  # Nobody wants the one before: its memory is the next one's.
         pending = self._store.begin(self._run, number, layout)
         digests = {
             name: cast_into(pending.buffer(name), tensor, self._types[name])
@@ -95,7 +103,7 @@ class Publisher:
         )
         stored = pending.publish(message, manifest)
         self._staged = None
-        self._published = [*self._published, version.number][-2:]
+        self._published = [*self._published, version.number][-self._kept :]
         self._store.keep(self._run, set(self._published))
         return stored
 

@@ -41,6 +41,7 @@ from headrace_trainer.checkpoints.directory import CheckpointDirectory
 from headrace_trainer.checkpoints.saver import Write
 from headrace_trainer.errors import Refusal
 from headrace_trainer.group.compute import ComputeThread, elsewhere, refusals
+from headrace_trainer.helping import HelpingCalls
 from headrace_trainer.learning.queue import LearnQueue
 from headrace_trainer.learning.samples import GroupRecord
 from headrace_trainer.learning.step import Begin, Commit, StepState
@@ -58,7 +59,7 @@ MAX_PATH, MAX_PATH_PART = 1024, 255
 _BARRIERS = {Barrier.GROUP: trainer_pb2.BARRIER_GROUP, Barrier.BATCH: trainer_pb2.BARRIER_BATCH}
 
 
-class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):  # type: ignore[misc]
+class TrainerServicer(HelpingCalls, trainer_pb2_grpc.TrainerServiceServicer):  # type: ignore[misc]
     """See the contract; `instance` gives the fence, the weight store and the lease."""
 
     def __init__(self, instance: Instance) -> None:

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from headrace_trainer.algorithms._base import OLD_LOG_PROBS, Barrier
 from headrace_trainer.allocator import resident_bytes
+from headrace_trainer.backends._base import PrivateGradient, StateReader
 from headrace_trainer.checkpoints.directory import CheckpointDirectory, Snapshot
 from headrace_trainer.checkpoints.reader import CheckpointReader
 from headrace_trainer.checkpoints.saver import Saver, Write
@@ -34,10 +35,12 @@ from headrace_trainer.group.rounds import RoundLost, Rounds
 from headrace_trainer.learning import step as steps
 from headrace_trainer.learning.agreement import agreement, witnesses
 from headrace_trainer.learning.batch import BatchLearner
+from headrace_trainer.learning.contribution import Contribution, add_records, check_helped
 from headrace_trainer.learning.figures import step_figures
 from headrace_trainer.learning.learner import Learner
 from headrace_trainer.learning.samples import Disposition, Group, GroupRecord, Sequence
 from headrace_trainer.learning.schedules import step_rates
+from headrace_trainer.published import check_shapes
 from headrace_trainer.publishing import Publisher
 
 _EXPORT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
@@ -62,6 +65,17 @@ class LearnItem:
     authority: Callable[[], None] = lambda: None
 
 
+@dataclass(frozen=True)
+class Offer:
+    """A helper's contribution, published in its weight store under `name` and the attempt's next number."""
+
+    what: Contribution
+    name: str
+    gradient: StoredWeights
+    token_sums: Mapping[str, float]
+    token_maxima: Mapping[str, float]
+
+
 class Session:
     """One run on the leader of one gang."""
 
@@ -84,6 +98,9 @@ class Session:
         self._manifest = b""
         self._learn_seconds = 0.0
         self._witnesses: list[Sequence] = []
+        self._helps = False
+        self._gradients: Publisher | None = None
+        self._contributed: Offer | None = None
 
     # Life of a version
 
@@ -158,6 +175,78 @@ class Session:
             key="trainer.reference",
         )
 
+    def help(self, base: steps.Version, reader: StateReader) -> None:
+        """Holds a published version as a helper: without optimizer state, checkpoints or versions of its own.
+
+        Raises Refusal CONFLICT for the leader of a run's steps, and INVALID for an older version or another model.
+        """
+        check_helped(self._rank.algorithm)
+        if self._rank.gang.world_size > 1 or (self.state.version is not None and not self._helps):
+            raise conflict(
+                "this trainer leads the run's steps; a helper is a group of its own and restores nothing"
+            )
+        held = self.state.version
+        if held == base:
+            return
+        if held is not None and base.number <= held.number:
+            raise invalid(
+                f"version {base.number} is not above {held.number}, which is held; numbers only rise"
+            )
+        check_shapes(reader, self._rank.config.model)
+        self._rank.reader = reader
+        self.state, self._helps = steps.lost(self.state), True
+        self._lead("help")
+        self._learner = Learner(self._rank.config, self._rank.algorithm, self._leader)
+        self.state = steps.restored(self.state, base, {})
+
+    def contribute(self, step: int, attempt: int) -> Offer:
+        """Ends a helper's attempt; what it has accumulated, published. A retry gets the same.
+
+        Raises Refusal NOT_OPEN, EMPTY_STEP, or NONFINITE for what nobody may add to a step.
+        """
+        last = self._contributed
+        if last is not None and (last.what.step, last.what.attempt) == (step, attempt):
+            return last
+        begun, base = steps.check_open(self.state, step, attempt), steps.held_version(self.state)
+        if not self._helps:
+            raise Refusal("NOT_OPEN", "this trainer is no helper: call Help first")
+        if not (records := self.state.accumulated):
+            raise Refusal("EMPTY_STEP", "no group is accumulated")
+        gradient = self._rank.helping.private_gradient()
+        if self.state.tainted or not gradient.is_finite():
+            self.abort(step, attempt)
+            raise Refusal("NONFINITE", self.state.tainted or "the accumulated gradient is not finite")
+        what = Contribution(step, attempt, base, begun.next_number, "", tuple(records))
+        stored = self._offer(gradient, replace(base, number=begun.next_number))
+        self._contributed = Offer(
+            what, self._gradient_name, stored, gradient.token_sums, gradient.token_maxima
+        )
+        self.abort(step, attempt)
+        return self._contributed
+
+    def _offer(self, gradient: PrivateGradient, version: steps.Version) -> StoredWeights:
+        if self._gradients is None:
+            layout = [(name, "float32", tuple(tensor.shape)) for name, tensor in gradient.tensors.items()]
+            self._gradients = Publisher(self._store, self._gradient_name, layout, kept=1)
+        self._gradients.stage(version.number, iter(gradient.tensors.items()))
+        return self._gradients.publish(version)
+
+    @property
+    def _gradient_name(self) -> str:
+        return f"{self._run}/helpers/{self._store.incarnation}"
+
+    def add(self, given: Contribution, gradient: PrivateGradient) -> None:
+        """Adds a helper's gradient to the open step, whole or not at all; one that is in already changes nothing."""
+        state, fresh = add_records(self.state, given)
+        if not fresh:
+            return
+        if problem := gradient.difference(self._rank.helping.gradient_shapes()):
+            raise invalid(f"the contribution of {given.helper} is of another model: {problem}")
+        if not gradient.is_finite():
+            raise Refusal("NONFINITE", f"the contribution of {given.helper} is not finite")
+        self._leader.add(gradient)
+        self.state = state
+
     def begin(self, command: steps.Begin) -> None:
         """Opens a step attempt with zeroed accumulators."""
         state, fresh = steps.begin(self.state, command)
@@ -222,6 +311,8 @@ class Session:
 
         `manifest` is the coordinator's, opaque, kept for the next checkpoint.
         """
+        if self._helps:
+            raise Refusal("NOT_LEADER", "a helper commits nothing: send this to rank 0 of the trainer group")
         if reply := steps.retried(self.state, command):
             return reply
         steps.check_commit(self.state, command)
@@ -276,6 +367,8 @@ class Session:
         not deleted for it. Raises Refusal BUSY while
         another one is being written.
         """
+        if self._helps:
+            raise Refusal("NOT_LEADER", "a helper saves nothing: send this to rank 0 of the trainer group")
         if self.saver is not None and (write := self.saver.written(number)) is not None:
             return write, 0.0
         version = steps.check_recorded(self.state, number)
@@ -336,8 +429,11 @@ class Session:
         """Finishes the checkpoint in flight and drops what the run published."""
         if self.saver is not None:
             self.saver.finish()
-        if self._publisher is not None:
-            self._publisher.close()
+        for publisher in (self._publisher, self._gradients):
+            if publisher is not None:
+                publisher.close()
+        if self._helps:
+            self._store.keep(self._run, set())  # the base that it was given
 
     # Parts
 

@@ -81,7 +81,7 @@ class ScoreRequest(_message.Message):
     def __init__(self, header: _Optional[_Union[_common_pb2.CommandHeader, _Mapping]] = ..., items: _Optional[_Iterable[_Union[ScoreItem, _Mapping]]] = ...) -> None: ...
 
 class ScoreItem(_message.Message):
-    __slots__ = ("sample", "attempt", "prompt", "completion", "reference", "metadata_json", "finish_reason", "token_count", "evaluation")
+    __slots__ = ("sample", "attempt", "prompt", "completion", "reference", "metadata_json", "finish_reason", "token_count", "evaluation", "stage")
     SAMPLE_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
@@ -91,6 +91,7 @@ class ScoreItem(_message.Message):
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
     TOKEN_COUNT_FIELD_NUMBER: _ClassVar[int]
     EVALUATION_FIELD_NUMBER: _ClassVar[int]
+    STAGE_FIELD_NUMBER: _ClassVar[int]
     sample: _common_pb2.SampleKey
     attempt: int
     prompt: str
@@ -100,7 +101,8 @@ class ScoreItem(_message.Message):
     finish_reason: _common_pb2.FinishReason
     token_count: int
     evaluation: bool
-    def __init__(self, sample: _Optional[_Union[_common_pb2.SampleKey, _Mapping]] = ..., attempt: _Optional[int] = ..., prompt: _Optional[str] = ..., completion: _Optional[str] = ..., reference: _Optional[str] = ..., metadata_json: _Optional[str] = ..., finish_reason: _Optional[_Union[_common_pb2.FinishReason, str]] = ..., token_count: _Optional[int] = ..., evaluation: _Optional[bool] = ...) -> None: ...
+    stage: str
+    def __init__(self, sample: _Optional[_Union[_common_pb2.SampleKey, _Mapping]] = ..., attempt: _Optional[int] = ..., prompt: _Optional[str] = ..., completion: _Optional[str] = ..., reference: _Optional[str] = ..., metadata_json: _Optional[str] = ..., finish_reason: _Optional[_Union[_common_pb2.FinishReason, str]] = ..., token_count: _Optional[int] = ..., evaluation: _Optional[bool] = ..., stage: _Optional[str] = ...) -> None: ...
 
 class ScoreResponse(_message.Message):
     __slots__ = ("results",)
@@ -109,7 +111,7 @@ class ScoreResponse(_message.Message):
     def __init__(self, results: _Optional[_Iterable[_Union[ScoreResult, _Mapping]]] = ...) -> None: ...
 
 class ScoreResult(_message.Message):
-    __slots__ = ("sample", "attempt", "status", "reward", "parts", "detail", "wall_time", "evaluation")
+    __slots__ = ("sample", "attempt", "status", "reward", "parts", "detail", "wall_time", "evaluation", "stage")
     class PartsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -125,6 +127,7 @@ class ScoreResult(_message.Message):
     DETAIL_FIELD_NUMBER: _ClassVar[int]
     WALL_TIME_FIELD_NUMBER: _ClassVar[int]
     EVALUATION_FIELD_NUMBER: _ClassVar[int]
+    STAGE_FIELD_NUMBER: _ClassVar[int]
     sample: _common_pb2.SampleKey
     attempt: int
     status: ScoreStatus
@@ -133,4 +136,5 @@ class ScoreResult(_message.Message):
     detail: str
     wall_time: _duration_pb2.Duration
     evaluation: bool
-    def __init__(self, sample: _Optional[_Union[_common_pb2.SampleKey, _Mapping]] = ..., attempt: _Optional[int] = ..., status: _Optional[_Union[ScoreStatus, str]] = ..., reward: _Optional[float] = ..., parts: _Optional[_Mapping[str, float]] = ..., detail: _Optional[str] = ..., wall_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., evaluation: _Optional[bool] = ...) -> None: ...
+    stage: str
+    def __init__(self, sample: _Optional[_Union[_common_pb2.SampleKey, _Mapping]] = ..., attempt: _Optional[int] = ..., status: _Optional[_Union[ScoreStatus, str]] = ..., reward: _Optional[float] = ..., parts: _Optional[_Mapping[str, float]] = ..., detail: _Optional[str] = ..., wall_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., evaluation: _Optional[bool] = ..., stage: _Optional[str] = ...) -> None: ...

@@ -84,7 +84,7 @@ class RewardServiceServicer:
 
     def Score(self, request_iterator, context):
         """Scores answers; results come in any order. Idempotent by
-        (sample, attempt, scorer digest): the first recorded result wins.
+        (sample, attempt, stage, scorer digest): the first recorded result wins.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -497,6 +497,137 @@ class ExportModelResponse(_message.Message):
     version: _common_pb2.PolicyVersion
     def __init__(self, path: _Optional[str] = ..., version: _Optional[_Union[_common_pb2.PolicyVersion, _Mapping]] = ...) -> None: ...
 
+class HelpRequest(_message.Message):
+    __slots__ = ("header", "version", "manifest", "sources")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    MANIFEST_FIELD_NUMBER: _ClassVar[int]
+    SOURCES_FIELD_NUMBER: _ClassVar[int]
+    header: _common_pb2.CommandHeader
+    version: _common_pb2.PolicyVersion
+    manifest: _common_pb2.WeightManifest
+    sources: _containers.RepeatedCompositeFieldContainer[_common_pb2.WeightSource]
+    def __init__(self, header: _Optional[_Union[_common_pb2.CommandHeader, _Mapping]] = ..., version: _Optional[_Union[_common_pb2.PolicyVersion, _Mapping]] = ..., manifest: _Optional[_Union[_common_pb2.WeightManifest, _Mapping]] = ..., sources: _Optional[_Iterable[_Union[_common_pb2.WeightSource, _Mapping]]] = ...) -> None: ...
+
+class HelpResponse(_message.Message):
+    __slots__ = ("transport", "load_time")
+    TRANSPORT_FIELD_NUMBER: _ClassVar[int]
+    LOAD_TIME_FIELD_NUMBER: _ClassVar[int]
+    transport: _common_pb2.WeightTransport
+    load_time: _duration_pb2.Duration
+    def __init__(self, transport: _Optional[_Union[_common_pb2.WeightTransport, str]] = ..., load_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+
+class AccumulatedMember(_message.Message):
+    __slots__ = ("sample_index", "attempt", "body_digest")
+    SAMPLE_INDEX_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    BODY_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    sample_index: int
+    attempt: int
+    body_digest: str
+    def __init__(self, sample_index: _Optional[int] = ..., attempt: _Optional[int] = ..., body_digest: _Optional[str] = ...) -> None: ...
+
+class AccumulatedGroup(_message.Message):
+    __slots__ = ("prompt_ordinal", "members", "trained_sequence_count", "token_count", "all_equal", "tokens_by_version", "rewards", "answer_lengths")
+    class TokensByVersionEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: int
+        value: int
+        def __init__(self, key: _Optional[int] = ..., value: _Optional[int] = ...) -> None: ...
+    PROMPT_ORDINAL_FIELD_NUMBER: _ClassVar[int]
+    MEMBERS_FIELD_NUMBER: _ClassVar[int]
+    TRAINED_SEQUENCE_COUNT_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_COUNT_FIELD_NUMBER: _ClassVar[int]
+    ALL_EQUAL_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_BY_VERSION_FIELD_NUMBER: _ClassVar[int]
+    REWARDS_FIELD_NUMBER: _ClassVar[int]
+    ANSWER_LENGTHS_FIELD_NUMBER: _ClassVar[int]
+    prompt_ordinal: int
+    members: _containers.RepeatedCompositeFieldContainer[AccumulatedMember]
+    trained_sequence_count: int
+    token_count: int
+    all_equal: bool
+    tokens_by_version: _containers.ScalarMap[int, int]
+    rewards: _containers.RepeatedScalarFieldContainer[float]
+    answer_lengths: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, prompt_ordinal: _Optional[int] = ..., members: _Optional[_Iterable[_Union[AccumulatedMember, _Mapping]]] = ..., trained_sequence_count: _Optional[int] = ..., token_count: _Optional[int] = ..., all_equal: _Optional[bool] = ..., tokens_by_version: _Optional[_Mapping[int, int]] = ..., rewards: _Optional[_Iterable[float]] = ..., answer_lengths: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class Contribution(_message.Message):
+    __slots__ = ("step", "attempt", "base", "next_number", "name", "gradient", "source", "groups", "token_sums", "token_maxima")
+    class TokenSumsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    class TokenMaximaEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    BASE_FIELD_NUMBER: _ClassVar[int]
+    NEXT_NUMBER_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    GRADIENT_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    GROUPS_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_SUMS_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_MAXIMA_FIELD_NUMBER: _ClassVar[int]
+    step: int
+    attempt: int
+    base: _common_pb2.PolicyVersion
+    next_number: int
+    name: str
+    gradient: _common_pb2.WeightManifest
+    source: _common_pb2.WeightSource
+    groups: _containers.RepeatedCompositeFieldContainer[AccumulatedGroup]
+    token_sums: _containers.ScalarMap[str, float]
+    token_maxima: _containers.ScalarMap[str, float]
+    def __init__(self, step: _Optional[int] = ..., attempt: _Optional[int] = ..., base: _Optional[_Union[_common_pb2.PolicyVersion, _Mapping]] = ..., next_number: _Optional[int] = ..., name: _Optional[str] = ..., gradient: _Optional[_Union[_common_pb2.WeightManifest, _Mapping]] = ..., source: _Optional[_Union[_common_pb2.WeightSource, _Mapping]] = ..., groups: _Optional[_Iterable[_Union[AccumulatedGroup, _Mapping]]] = ..., token_sums: _Optional[_Mapping[str, float]] = ..., token_maxima: _Optional[_Mapping[str, float]] = ...) -> None: ...
+
+class TakeContributionRequest(_message.Message):
+    __slots__ = ("header", "step", "attempt")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    header: _common_pb2.CommandHeader
+    step: int
+    attempt: int
+    def __init__(self, header: _Optional[_Union[_common_pb2.CommandHeader, _Mapping]] = ..., step: _Optional[int] = ..., attempt: _Optional[int] = ...) -> None: ...
+
+class TakeContributionResponse(_message.Message):
+    __slots__ = ("contribution",)
+    CONTRIBUTION_FIELD_NUMBER: _ClassVar[int]
+    contribution: Contribution
+    def __init__(self, contribution: _Optional[_Union[Contribution, _Mapping]] = ...) -> None: ...
+
+class AddContributionRequest(_message.Message):
+    __slots__ = ("header", "step", "attempt", "contribution", "helper")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    CONTRIBUTION_FIELD_NUMBER: _ClassVar[int]
+    HELPER_FIELD_NUMBER: _ClassVar[int]
+    header: _common_pb2.CommandHeader
+    step: int
+    attempt: int
+    contribution: Contribution
+    helper: str
+    def __init__(self, header: _Optional[_Union[_common_pb2.CommandHeader, _Mapping]] = ..., step: _Optional[int] = ..., attempt: _Optional[int] = ..., contribution: _Optional[_Union[Contribution, _Mapping]] = ..., helper: _Optional[str] = ...) -> None: ...
+
+class AddContributionResponse(_message.Message):
+    __slots__ = ("transport",)
+    TRANSPORT_FIELD_NUMBER: _ClassVar[int]
+    transport: _common_pb2.WeightTransport
+    def __init__(self, transport: _Optional[_Union[_common_pb2.WeightTransport, str]] = ...) -> None: ...
+
 class SuspendRequest(_message.Message):
     __slots__ = ("header",)
     HEADER_FIELD_NUMBER: _ClassVar[int]

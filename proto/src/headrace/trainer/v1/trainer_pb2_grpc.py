@@ -121,6 +121,21 @@ class TrainerServiceStub:
                 request_serializer=headrace_dot_trainer_dot_v1_dot_trainer__pb2.ExportModelRequest.SerializeToString,
                 response_deserializer=headrace_dot_trainer_dot_v1_dot_trainer__pb2.ExportModelResponse.FromString,
                 _registered_method=True)
+        self.Help = channel.unary_unary(
+                '/headrace.trainer.v1.TrainerService/Help',
+                request_serializer=headrace_dot_trainer_dot_v1_dot_trainer__pb2.HelpRequest.SerializeToString,
+                response_deserializer=headrace_dot_trainer_dot_v1_dot_trainer__pb2.HelpResponse.FromString,
+                _registered_method=True)
+        self.TakeContribution = channel.unary_unary(
+                '/headrace.trainer.v1.TrainerService/TakeContribution',
+                request_serializer=headrace_dot_trainer_dot_v1_dot_trainer__pb2.TakeContributionRequest.SerializeToString,
+                response_deserializer=headrace_dot_trainer_dot_v1_dot_trainer__pb2.TakeContributionResponse.FromString,
+                _registered_method=True)
+        self.AddContribution = channel.unary_unary(
+                '/headrace.trainer.v1.TrainerService/AddContribution',
+                request_serializer=headrace_dot_trainer_dot_v1_dot_trainer__pb2.AddContributionRequest.SerializeToString,
+                response_deserializer=headrace_dot_trainer_dot_v1_dot_trainer__pb2.AddContributionResponse.FromString,
+                _registered_method=True)
         self.Suspend = channel.unary_unary(
                 '/headrace.trainer.v1.TrainerService/Suspend',
                 request_serializer=headrace_dot_trainer_dot_v1_dot_trainer__pb2.SuspendRequest.SerializeToString,
@@ -257,6 +272,28 @@ class TrainerServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Help(self, request, context):
+        """Holds a published version as a helper: a trainer outside of the group that accumulates whole groups for itself.
+        It then takes BeginStep and Learn as a leader does, and neither commits nor saves.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def TakeContribution(self, request, context):
+        """Ends a helper's attempt and publishes the gradient that it has accumulated.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def AddContribution(self, request, context):
+        """Adds a helper's gradient to the accumulators of the open step, whole or not at all.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Suspend(self, request, context):
         """Moves state to host memory and gives the device back. Never inside a commit.
         """
@@ -358,6 +395,21 @@ def add_TrainerServiceServicer_to_server(servicer, server):
                     servicer.ExportModel,
                     request_deserializer=headrace_dot_trainer_dot_v1_dot_trainer__pb2.ExportModelRequest.FromString,
                     response_serializer=headrace_dot_trainer_dot_v1_dot_trainer__pb2.ExportModelResponse.SerializeToString,
+            ),
+            'Help': grpc.unary_unary_rpc_method_handler(
+                    servicer.Help,
+                    request_deserializer=headrace_dot_trainer_dot_v1_dot_trainer__pb2.HelpRequest.FromString,
+                    response_serializer=headrace_dot_trainer_dot_v1_dot_trainer__pb2.HelpResponse.SerializeToString,
+            ),
+            'TakeContribution': grpc.unary_unary_rpc_method_handler(
+                    servicer.TakeContribution,
+                    request_deserializer=headrace_dot_trainer_dot_v1_dot_trainer__pb2.TakeContributionRequest.FromString,
+                    response_serializer=headrace_dot_trainer_dot_v1_dot_trainer__pb2.TakeContributionResponse.SerializeToString,
+            ),
+            'AddContribution': grpc.unary_unary_rpc_method_handler(
+                    servicer.AddContribution,
+                    request_deserializer=headrace_dot_trainer_dot_v1_dot_trainer__pb2.AddContributionRequest.FromString,
+                    response_serializer=headrace_dot_trainer_dot_v1_dot_trainer__pb2.AddContributionResponse.SerializeToString,
             ),
             'Suspend': grpc.unary_unary_rpc_method_handler(
                     servicer.Suspend,
@@ -831,6 +883,87 @@ class TrainerService:
             '/headrace.trainer.v1.TrainerService/ExportModel',
             headrace_dot_trainer_dot_v1_dot_trainer__pb2.ExportModelRequest.SerializeToString,
             headrace_dot_trainer_dot_v1_dot_trainer__pb2.ExportModelResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Help(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/headrace.trainer.v1.TrainerService/Help',
+            headrace_dot_trainer_dot_v1_dot_trainer__pb2.HelpRequest.SerializeToString,
+            headrace_dot_trainer_dot_v1_dot_trainer__pb2.HelpResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def TakeContribution(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/headrace.trainer.v1.TrainerService/TakeContribution',
+            headrace_dot_trainer_dot_v1_dot_trainer__pb2.TakeContributionRequest.SerializeToString,
+            headrace_dot_trainer_dot_v1_dot_trainer__pb2.TakeContributionResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def AddContribution(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/headrace.trainer.v1.TrainerService/AddContribution',
+            headrace_dot_trainer_dot_v1_dot_trainer__pb2.AddContributionRequest.SerializeToString,
+            headrace_dot_trainer_dot_v1_dot_trainer__pb2.AddContributionResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -18,7 +18,7 @@ async def try_scorers(spec: RunSpec, fleet: Fleet, trials: set[str]) -> list[Key
 
     Scorers without a file or options of the user's are known to work. An instance in trouble is the run's to handle.
     """
-    scorers = [*spec.reward.scorers, *spec.reward.evaluation]
+    scorers = [scorer for found in spec.reward.sets().values() for scorer in found]
     ready = fleet.ready("reward")
     if not ready or not any(".py:" in scorer.name or scorer.options for scorer in scorers):
         return []

@@ -42,6 +42,7 @@ SOURCES: Registry[DataSource] = Registry(
     "data.options",
     {
         "copy_digits": "headrace_coordinator.data.copy_digits:CopyDigits",
+        "episodes": "headrace_coordinator.data.episodes:Episodes",
         "huggingface": "headrace_coordinator.data.huggingface:HuggingFace",
         "jsonl": "headrace_coordinator.data.jsonl:Jsonl",
         "mixture": "headrace_coordinator.data.mixture:Mixture",

@@ -48,6 +48,7 @@ class Settled(Slot, frozen=True, omit_defaults=True):
     text_bytes: list[int] = []
     advantage: float | None = None
     detail: str = ""
+    stage_rewards: dict[str, float] = {}
 
 
 encode_line = msgspec.json.Encoder().encode

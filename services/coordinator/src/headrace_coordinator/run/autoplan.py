@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from headrace.trainer.v1 import trainer_pb2 as trainer
 from headrace_schema.views import StepView
 
 from headrace_coordinator.domain import events as ev
@@ -21,6 +20,7 @@ from headrace_coordinator.planner.choosing import (
     candidates,
     choose,
     drifted,
+    newest,
     typical,
 )
 from headrace_coordinator.run.context import RunContext
@@ -54,7 +54,7 @@ class Autoplan:
             seconds.get("learn", 0.0),
             view.wall_s - sum(seconds.get(stage, 0.0) for stage in NO_WORK),
         )
-        self._recent = [*self._recent, time][-self._window :]
+        self._recent = newest([*self._recent, time], self._window) or [*self._recent, time]
         if len(self._tried[self._layout]) < self._window:
             self._tried[self._layout].append(time)
 
@@ -65,8 +65,8 @@ class Autoplan:
         plan = self._context.state.plan
         if plan is None or not plan.predicted_s:
             return self._measure()
-        steps = self._recent
-        if len(steps) < self._window or not drifted(plan.predicted_s["step"], steps):
+        steps = newest(self._recent, self._window)
+        if not drifted(plan.predicted_s["step"], steps):
             return None
         self._recent = []
         return self._replan(plan, typical(steps))
@@ -171,8 +171,8 @@ class Autoplan:
 
     @property
     def _shape(self) -> Shape:
-        spec, leader = self._context.spec, self._context.workers.leader
-        streams = leader.barrier != trainer.BARRIER_BATCH and spec.placement.flow == "pipelined"
+        spec = self._context.spec
+        streams = not self._context.waits_for_batch and spec.placement.flow == "pipelined"
         return Shape(spec.algorithm.prompts_per_step, spec.algorithm.group_size, streams)
 
     def _mode(self, layout: Layout) -> str:

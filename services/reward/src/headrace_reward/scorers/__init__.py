@@ -17,6 +17,7 @@ SCORERS: Registry[Scorer] = Registry(
     "options",
     {
         "capture": f"{_HERE}.text:Capture",
+        "episode": f"{_HERE}.episodes:Episode",
         "exact": f"{_HERE}.text:Exact",
         "format": f"{_HERE}.shape:Format",
         "last_number": f"{_HERE}.text:LastNumber",

@@ -51,6 +51,8 @@ class Capabilities:
     """One model may span several devices."""
     top_p_after_others: bool = True
     """Top-p counts the mass that top-k and min-p left; without it, top-p is refused together with them."""
+    penalty_counts_prompt: bool = True
+    """The repetition penalty counts the tokens of the prompt too; without it, one other than 1 is refused."""
 
 
 @dataclass(frozen=True)
@@ -172,8 +174,8 @@ class Output:
     """What happened to a sample: new tokens, its end, or its stop from outside.
 
     `token_ids` and `log_probs` begin at `offset` and hold what was not sent before; all are of version
-    `policy_number`. An end (`finish`) or a stop (`stopped`) carries the whole answer in `whole`, with the version
-    of each token as spans.
+    `policy_number` (with stop strings, a few that they held back may be of the one before). An end (`finish`) or a
+    stop (`stopped`) carries the whole answer in `whole`, with the version of each token as spans.
     """
 
     key: SampleKey
@@ -280,13 +282,20 @@ class PolicyHolder(Protocol):
     async def abort(self, keys: Sequence[SampleKey] | None) -> int:
         """Stops samples (None: all); their partial outputs go out."""
 
-    async def check_install(self, policy: Policy) -> bool:
-        """True when the digest is there already (its number is taken). POLICY_MISMATCH while others live."""
+    async def check_install(self, policy: Policy, *, in_flight: bool = False) -> bool:
+        """True when the digest is there already (its number is taken). POLICY_MISMATCH while others live.
 
-    async def install(self, policy: Policy, weights: Weights, authority: Authority = allowed) -> float:
-        """Swaps all weights or none; returns the seconds that the work stood still. Refused while samples live.
+        INVALID for `in_flight` where samples cannot go on with another version.
+        """
 
-        ValueError: names or shapes are not the model's; what was installed serves on.
+    async def install(
+        self, policy: Policy, weights: Weights, authority: Authority = allowed, *, in_flight: bool = False
+    ) -> float:
+        """Swaps all weights or none; returns the seconds that the work stood still.
+
+        Refused while samples live, unless `in_flight`: they then go on with the new version, and their spans
+        say where; streams of the versions before take groups as before. ValueError: names or shapes are not the
+        model's; what was installed serves on.
         """
 
     async def suspend(self) -> Freed:
@@ -324,11 +333,6 @@ class Engine(PolicyHolder, Protocol):
 
     async def abort(self, keys: Sequence[SampleKey] | None, *, stream: Stream | None = None) -> int:
         """As PolicyHolder's, of `stream` alone when given."""
-
-    async def install(
-        self, policy: Policy, weights: Weights, authority: Authority = allowed, *, in_flight: bool = False
-    ) -> float:
-        """As PolicyHolder's; `in_flight`: sequences that live go on with the new version, and their spans say where."""
 
     async def score(
         self,

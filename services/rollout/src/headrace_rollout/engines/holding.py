@@ -52,6 +52,8 @@ class HeldModel(Protocol):
 class ThreadedHolder(ABC):
     """Implements `engines.base.PolicyHolder` but for what its work is."""
 
+    installs_in_flight = False
+
     def __init__(self, model: HeldModel, thread: str) -> None:
         self._held = model
         self._executor = ThreadPoolExecutor(1, thread_name_prefix=thread)
@@ -68,6 +70,14 @@ class ThreadedHolder(ABC):
     def paused(self) -> bool:
         """True from pause (or suspend) to resume (or wake)."""
         return self._paused
+
+    @abstractmethod
+    def _go_on(self) -> None:
+        """Before an install in flight: samples go on behind what they have; called in the thread."""
+
+    @abstractmethod
+    def _begin_with(self, policy: Policy) -> None:
+        """Samples are of this version from now on; called in the thread."""
 
     @abstractmethod
     def _living(self) -> int:
@@ -100,16 +110,25 @@ class ThreadedHolder(ABC):
 
         await self._call(act)
 
-    async def check_install(self, policy: Policy) -> bool:
+    async def check_install(self, policy: Policy, *, in_flight: bool = False) -> bool:
         """See PolicyHolder."""
-        return await self._call(lambda: self._check_install(policy))
+        return await self._call(lambda: self._check_install(policy, in_flight=in_flight))
 
-    async def _install(self, policy: Policy, weights: Weights, authority: Authority) -> float:
+    async def install(
+        self, policy: Policy, weights: Weights, authority: Authority = allowed, *, in_flight: bool = False
+    ) -> float:
+        """See PolicyHolder."""
+
         def act() -> float:
             authority()
-            if self._check_install(policy):
+            if self._check_install(policy, in_flight=in_flight):
                 return 0.0
+            goes_on = in_flight and self.policy is not None
+            if goes_on:
+                self._go_on()
             seconds = self._held.install(policy, weights.views())
+            if not goes_on:
+                self._begin_with(policy)
             if self._memory is MemoryState.COLD:
                 self._memory = MemoryState.AWAKE
             return seconds
@@ -183,7 +202,9 @@ class ThreadedHolder(ABC):
         after = used_bytes(device)
         return Freed(max(0, before - after), available_bytes(device), after)
 
-    def _check_install(self, policy: Policy) -> bool:
+    def _check_install(self, policy: Policy, *, in_flight: bool) -> bool:
+        if in_flight and not self.installs_in_flight:
+            raise Refused("INVALID", "in_flight: this policy installs between samples only; pause first")
         installed = self.policy
         if self._memory is MemoryState.SUSPENDED:
             raise Refused("SUSPENDED", "the weights have no room; Wake WEIGHTS first")
@@ -194,10 +215,12 @@ class ThreadedHolder(ABC):
                 "POLICY_MISMATCH",
                 f"version {policy.number} does not follow version {installed.number}, which is installed",
             )
-        if living := self._living():
+        if (living := self._living()) and not in_flight:
             raise Refused("POLICY_MISMATCH", f"{living} samples of the installed version live; pause first")
         if installed is not None and installed.digest == policy.digest:
             # A rewind gives old weights a new number.
             self._held.policy = policy
+            if not in_flight:
+                self._begin_with(policy)
             return True
         return False

@@ -15,7 +15,7 @@ from headrace.rollout.v1 import rollout_pb2
 from headrace_schema.embodied import EnvironmentSection
 from headrace_servicekit.rpc.blobs import BlobReader
 
-from headrace_rollout.engines.base import Authority, Freed, Policy, Refused, SampleKey, Weights, allowed
+from headrace_rollout.engines.base import Freed, Policy, Refused, SampleKey
 from headrace_rollout.engines.holding import ThreadedHolder
 from headrace_rollout.engines.weight_memory import HOST
 from headrace_rollout.robot.model import Decision, RobotModel, Row
@@ -90,10 +90,6 @@ class RobotEngine(ThreadedHolder):
         """See PolicyHolder."""
         return sum(runner.stop(keys) for runner in self._runners)
 
-    async def install(self, policy: Policy, weights: Weights, authority: Authority = allowed) -> float:
-        """See PolicyHolder."""
-        return await self._install(policy, weights, authority)
-
     async def release(self) -> Freed:
         """See PolicyHolder."""
         await self.abort(None)
@@ -105,6 +101,12 @@ class RobotEngine(ThreadedHolder):
             await pool.close()
         await super().close()
         await self._blobs.close()
+
+    def _go_on(self) -> None:
+        raise Refused("INVALID", "in_flight: an episode is of one version")
+
+    def _begin_with(self, policy: Policy) -> None:
+        return
 
     def _living(self) -> int:
         return sum(runner.living for runner in list(self._runners))

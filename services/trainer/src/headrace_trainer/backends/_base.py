@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
 
 from headrace_trainer.learning.samples import Columns, Rows
@@ -39,6 +40,29 @@ class CommitReport:
     token_sums: dict[str, float] = field(default_factory=dict)
     token_maxima: dict[str, float] = field(default_factory=dict)
     critic_grad_norm: float = 0.0
+
+
+@dataclass(frozen=True)
+class PrivateGradient:
+    """The unnormalised fp32 gradient by weight, on the CPU, with the figures of its tokens; see `CommitReport`."""
+
+    tensors: Mapping[str, Tensor]
+    token_sums: Mapping[str, float] = field(default_factory=dict)
+    token_maxima: Mapping[str, float] = field(default_factory=dict)
+
+    def difference(self, own: Mapping[str, tuple[int, ...]]) -> str:
+        """What differs from a gradient of weights of these shapes; empty when nothing does."""
+        given = {name: tuple(tensor.shape) for name, tensor in self.tensors.items()}
+        if other := sorted(given.keys() ^ own.keys()):
+            return f"{other[0]} is {'missing' if other[0] in own else 'no weight of the model'}"
+        for name, tensor in self.tensors.items():
+            if given[name] != own[name] or tensor.dtype is not torch.float32:
+                return f"{name} is {tensor.dtype} of shape {given[name]}, not float32 of {own[name]}"
+        return ""
+
+    def is_finite(self) -> bool:
+        """Whether every element is."""
+        return all(bool(torch.isfinite(tensor).all()) for tensor in self.tensors.values())
 
 
 @dataclass(frozen=True)
@@ -155,3 +179,23 @@ class Backend(Protocol):
 
     def release(self) -> None:
         """Frees what the next forward gathers from the ranks; all ranks do or none, or that would wait for ever."""
+
+
+@runtime_checkable
+class HelpingBackend(Protocol):
+    """What a backend can do besides when it lets others add to a step's gradient, or adds to another's.
+
+    A helper's group is itself alone, so what it calls is not called by several ranks.
+    """
+
+    def load_base(self, reader: StateReader) -> None:
+        """Weights alone, as a helper needs them; again for a later version of the same model."""
+
+    def gradient_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape of each weight that has a gradient."""
+
+    def private_gradient(self) -> PrivateGradient:
+        """What is accumulated, not divided. Good until the next `zero`, which the caller asks for."""
+
+    def add_gradient(self, given: PrivateGradient | None) -> None:
+        """Adds a helper's to what is accumulated: rank 0 has it whole, the others pass None."""

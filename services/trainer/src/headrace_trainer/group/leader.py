@@ -6,7 +6,9 @@ import time
 from collections.abc import Callable
 from collections.abc import Sequence as Many
 
-from headrace_trainer.backends._base import CommitReport
+from headrace_servicekit.failpoints import failpoint_sync
+
+from headrace_trainer.backends._base import CommitReport, PrivateGradient
 from headrace_trainer.group.rank import Rank, commit_report, is_finite
 from headrace_trainer.learning.samples import Columns, Rows, Sequence
 from headrace_trainer.learning.work import plan_rounds
@@ -39,6 +41,7 @@ class LeaderRounds:
 
     def micro(self, work: list[Rows]) -> bool:
         """See `StepRounds`."""
+        failpoint_sync("trainer.micro")
         finite = is_finite(self._step("micro", work=work, algorithm_state=self._rank.algorithm.state()))
         self.micro_rounds += 1
         return finite
@@ -69,6 +72,14 @@ class LeaderRounds:
         return commit_report(
             self._step("commit", denominator=denominator, learning_rate=rate, critic_rate=self.critic_rate)
         )
+
+    def add(self, given: PrivateGradient) -> None:
+        """Adds a helper's gradient to what the ranks have accumulated."""
+        self._rank.contributed = given
+        try:
+            self._step("add")
+        finally:
+            self._rank.contributed = None
 
     def hold(self) -> None:
         """See `StepRounds`."""

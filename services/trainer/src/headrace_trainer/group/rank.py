@@ -20,7 +20,13 @@ from headrace_trainer.algorithms import build_algorithm
 from headrace_trainer.algorithms._base import Algorithm
 from headrace_trainer.allocator import resident_bytes
 from headrace_trainer.backends import build_backend
-from headrace_trainer.backends._base import Backend, CommitReport, StateReader
+from headrace_trainer.backends._base import (
+    Backend,
+    CommitReport,
+    HelpingBackend,
+    PrivateGradient,
+    StateReader,
+)
 from headrace_trainer.errors import Refusal, invalid
 from headrace_trainer.group.group import Gang
 from headrace_trainer.group.rounds import Round
@@ -40,7 +46,7 @@ class Copies:
 class Rank:
     """The backend of this process in its trainer group, driven by rounds.
 
-    `reader` and `collect` are set by the leader before the round that uses them.
+    `reader`, `collect` and `contributed` are set by the leader before the round that uses them.
     """
 
     def __init__(self, config: TrainerConfig, gang: Gang) -> None:
@@ -49,6 +55,7 @@ class Rank:
         self.algorithm: Algorithm = build_algorithm(config.algorithm)
         self.reader: StateReader | None = None
         self.collect: Callable[[Iterator[tuple[str, Tensor]]], None] | None = None
+        self.contributed: PrivateGradient | None = None
         self.warmup_steps = 0
         self.restored = 0
         self._backend: Backend | None = None
@@ -106,6 +113,10 @@ class Rank:
             self.backend.end_hold(back=header.back)
         if header.kind == "restore":
             self._restore(header)
+        if header.kind == "help":
+            self._help()
+        if header.kind == "add":
+            self.helping.add_gradient(self.contributed)
         if header.kind == "publish":
             self._collect()
         if header.kind == "abort":
@@ -132,6 +143,33 @@ class Rank:
             self.reader = None
         self._backend = backend
         self.restored = header.number
+
+    @property
+    def helping(self) -> HelpingBackend:
+        """The backend as one that helps, or is helped. Raises Refusal UNIMPLEMENTED for one that cannot."""
+        if not isinstance(self.backend, HelpingBackend):
+            raise Refusal(
+                "UNIMPLEMENTED",
+                f"trainer.helpers: the backend {self.config.trainer.backend} takes no help; set trainer.helpers: 0",
+            )
+        return self.backend
+
+    def _help(self) -> None:
+        assert self.reader is not None
+        before, self._backend = self._backend, None  # Half-loaded weights are nobody's.
+        backend = before or build_backend(self.config, self.algorithm, self.gang)
+        try:
+            if not isinstance(backend, HelpingBackend):
+                raise Refusal(
+                    "UNIMPLEMENTED",
+                    f"the backend {self.config.trainer.backend} cannot help; set trainer.helpers: 0",
+                )
+            backend.load_base(self.reader)
+        except ModelNotReadable as error:
+            raise invalid(str(error), "MODEL_NOT_READABLE") from error
+        finally:
+            self.reader = None
+        self._backend = backend
 
     def _infer(self, header: Round) -> list[list[Columns]]:
         found = self.backend.infer(header.work[self.gang.rank], header.columns)

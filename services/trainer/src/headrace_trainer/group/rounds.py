@@ -22,10 +22,12 @@ from headrace_trainer.learning.samples import Rows
 
 Kind = Literal[
     "restore",
+    "help",
     "micro",
     "check",
     "infer",
     "hold",
+    "add",
     "commit",
     "end_hold",
     "publish",
@@ -34,7 +36,7 @@ Kind = Literal[
     "leave",
 ]
 
-GOVERNED: frozenset[Kind] = frozenset({"restore", "micro", "check", "infer", "hold", "commit"})
+GOVERNED: frozenset[Kind] = frozenset({"restore", "help", "micro", "check", "infer", "hold", "add", "commit"})
 """Rounds that need every rank's lease. The others end or hand out what such a round has made."""
 
 STUCK_EXIT_CODE = 70

@@ -110,3 +110,5 @@ class GroupRecord:
     answer_lengths: tuple[int, ...] = ()
     advantages: tuple[float, ...] = ()
     """Mean over each member's trained tokens, for people; empty where they are made at the commit."""
+    helper: str = ""
+    """Which helper's contribution the gradient came with; empty where the owners made it."""

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+import msgspec
 from headrace.common.v1 import common_pb2 as common
 from headrace.trainer.v1 import trainer_pb2 as trainer
 from headrace_schema.views import StepView
+from headrace_schema.workflow import GraphSection
 from headrace_servicekit.rpc.digests import set_digest
 
 from headrace_coordinator.domain import events as ev
-from headrace_coordinator.domain.compact import compact, compact_drops, count_drops
+from headrace_coordinator.domain.compact import compact, compact_drops, count_drops, expand
+from headrace_coordinator.domain.reward_flow import stage_figures
 from headrace_coordinator.domain.runs import RunState
 from headrace_coordinator.domain.slot_index import ACCUMULATED, DROPPED, FILTERED, Slot
 from headrace_coordinator.projections.trajectories import Settled, whole_groups
@@ -45,6 +48,24 @@ def certify(
         drop_rate_by_length=_drop_rates(slots, lambda slot: _length_bucket(slot.tokens)),
         drop_rate_by_pass_rate=_drop_rates(slots, lambda slot: passed.get(slot.prompt, "unscored")),
         refilled=run.ledger.refilled,
+        helped={name: sorted(prompts) for name, prompts in run.ledger.helped.items()},
+    )
+
+
+def with_stages(certificate: ev.Certificate, graph: GraphSection, batch: Batch) -> ev.Certificate:
+    """The certificate with what each of several reward stages saw of the answers that were trained.
+
+    Answers that were scored before the coordinator last started have their reward alone.
+    """
+    if not batch.stage_rewards:
+        return certificate
+    trained = [(prompt, sample) for prompt, sample, _ in expand(certificate.trained)]
+    known = [batch.stage_rewards[key] for key in trained if key in batch.stage_rewards]
+    found = list(stage_figures(graph, known))
+    return msgspec.structs.replace(
+        certificate,
+        scored_by_stage={stage: count for stage, count, _ in found},
+        reward_by_stage={stage: mean for stage, _, mean in found},
     )
 
 
@@ -132,6 +153,7 @@ def settled_lines(
             reference=context.item(slot.prompt).answer,
             reward=slot.reward,
             parts=shown.parts,
+            stage_rewards=batch.stage_rewards.get((slot.prompt, slot.sample), {}),
             finish_reason=common.FinishReason.Name(shown.finish_reason).removeprefix("FINISH_REASON_"),  # type: ignore[arg-type]
             tokens=slot.tokens,
             versions=shown.versions,

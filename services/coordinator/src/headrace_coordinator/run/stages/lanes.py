@@ -13,8 +13,10 @@ from typing import Protocol
 from headrace.reward.v1 import reward_pb2 as reward
 
 from headrace_coordinator.fleet.waits import Notifier
-from headrace_coordinator.run.clients import RewardClient, SlotKey
+from headrace_coordinator.run.clients import RewardClient
 
+Question = tuple[int, int, str]
+"""Prompt ordinal, sample index and reward stage."""
 IDLE_S = 1.0
 """A stream without questions ends after so long: an open one would look like a call that hangs."""
 
@@ -27,7 +29,7 @@ class Lane:
     opened_at: float
     heard_at: float
     task: asyncio.Task[None] = field(init=False)
-    asked: dict[SlotKey, reward.ScoreItem] = field(default_factory=dict)
+    asked: dict[Question, reward.ScoreItem] = field(default_factory=dict)
     over: bool = False
     """It takes no more questions."""
 

@@ -5,10 +5,11 @@ dispatch. Keeps no slot's state.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 from headrace.common.v1 import common_pb2 as common
+from headrace.reward.v1 import reward_pb2 as reward
 from headrace.rollout.v1 import rollout_pb2 as rollout
 from headrace_servicekit.rpc.digests import digest_and_size
 
@@ -22,7 +23,6 @@ from headrace_coordinator.run.context import RunContext
 from headrace_coordinator.run.stages.dispatch import Dispatch
 from headrace_coordinator.run.stages.relay import Relay
 from headrace_coordinator.run.stages.scoring import (
-    Scoring,
     first_log_probs,
     first_text_bytes,
     sampled,
@@ -57,7 +57,7 @@ class Receive:
         batch: Batch,
         news: Notifier,
         dispatch: Dispatch,
-        scoring: Scoring,
+        score: Callable[[reward.ScoreItem], None],
         settle: Settle,
     ) -> None:
         self._context = context
@@ -67,7 +67,7 @@ class Receive:
         self._batch = batch
         self._news = news
         self._dispatch = dispatch
-        self._scoring = scoring
+        self._give_to_scoring = score
         self._settle = settle
         self._stale_versions: dict[int, bool] = {}
 
@@ -163,6 +163,9 @@ class Receive:
             self._context.event_log.post(ev.SlotsFinished(at=now, run=run, slots=slots))
             for taken in good:
                 self._context.saw_length(taken.slot.prompt, taken.tokens)
+                self._context.tail.finished(
+                    taken.slot.holder, taken.tokens, self._context.event_log.monotonic()
+                )
 
     def _refuse(self, taken: Taken) -> None:
         slot, reason = taken.slot, taken.body.finish_reason
@@ -191,4 +194,6 @@ class Receive:
         oldest = min((number for number, _ in taken.versions), default=self._published.version.number)
         self._batch.scored[slot.prompt, slot.sample] = Scored(oldest, self._shown(taken))
         self._relay.put((slot.prompt, slot.sample), body, taken.size)
-        self._scoring.put(score_item(self._context.item(slot.prompt), body, taken.tokens, evaluation=False))
+        self._give_to_scoring(
+            score_item(self._context.item(slot.prompt), body, taken.tokens, evaluation=False)
+        )

@@ -12,8 +12,7 @@ from headrace.reward.v1 import reward_pb2 as reward
 
 from headrace_coordinator.data.items import DataItem
 from headrace_coordinator.fleet.ports import InstanceDown
-from headrace_coordinator.run.clients import SlotKey
-from headrace_coordinator.run.stages.lanes import Lane, now
+from headrace_coordinator.run.stages.lanes import Lane, Question, now
 from headrace_coordinator.run.stages.step_timer import StepTimer
 from headrace_coordinator.run.workers import WorkerGroup
 
@@ -40,11 +39,15 @@ def score_item(item: DataItem, body: common.Trajectory, tokens: int, *, evaluati
 
 
 def sampled(body: common.Trajectory) -> tuple[int, list[tuple[int, int]]]:
-    """How many tokens were sampled, and (number of a version, tokens that it sampled), in order."""
+    """How many tokens were sampled, and (number of a version, tokens that it sampled), in order.
+
+    An action that was executed counts as a token.
+    """
     total, spans = 0, []
     for segment in body.segments:
         if number := segment.policy_number:
-            count = len(segment.tokens.token_ids)
+            episode = segment.WhichOneof("body") == "actions"
+            count = sum(segment.actions.valid_mask.data) if episode else len(segment.tokens.token_ids)
             spans.append((number, count))
             total += count
     return total, spans
@@ -69,19 +72,29 @@ def first_text_bytes(body: common.Trajectory, most: int) -> array[int]:
 
 
 class Scoring:
-    """Scores what is put in, on every reward instance of the run, until `close`."""
+    """Scores what is put in, on every reward instance of the run, until `close`.
+
+    `main_stage`: the name of the stage that items without one are of.
+    """
 
     def __init__(
-        self, workers: WorkerGroup, timer: StepTimer, deliver: Callable[[list[reward.ScoreResult]], None]
+        self,
+        workers: WorkerGroup,
+        timer: StepTimer,
+        deliver: Callable[[list[reward.ScoreResult]], None],
+        main_stage: str = "score",
     ) -> None:
         self._workers = workers
         self._timer = timer
         self._deliver = deliver
         self._waiting: list[reward.ScoreItem] = []
         self._lanes = workers.lanes
-        self._broken: Counter[SlotKey] = Counter()
+        self._broken: Counter[Question] = Counter()
         self._closed = False
-        self._busy_since: float | None = None
+        self._main_stage = main_stage
+        self._open: Counter[str] = Counter()
+        """Open questions by stage; when a stage's first one was asked is in `_busy_since`."""
+        self._busy_since: dict[str, float] = {}
 
     def put(self, item: reward.ScoreItem) -> None:
         """Scores one answer soon, together with whatever else waits."""
@@ -145,6 +158,8 @@ class Scoring:
             raise error
         if lane.asked or error is not None or lane.task.cancelled():
             self._waiting[:0] = lane.asked.values()
+            for item in lane.asked.values():
+                self._count(item.stage, -1)
             if lane.member in self._workers.rewards:
                 self._workers.rewards.remove(lane.member)
             await self._workers.fleet.fate(lane.member.incarnation)
@@ -159,34 +174,41 @@ class Scoring:
         items, self._waiting = self._waiting[:count], self._waiting[count:]
         if items and not lane.asked:
             lane.heard_at = now()
-        if items and self._busy_since is None:
-            self._busy_since = self._workers.fleet.event_log.monotonic()
-        lane.asked.update((_slot(item), item) for item in items)
+        for item in items:
+            lane.asked[_question(item)] = item
+            self._count(item.stage, 1)
         return items
+
+    def _count(self, stage: str, change: int) -> None:
+        """A stage's time is that in which some of its questions are open."""
+        clock = self._workers.fleet.event_log.monotonic
+        if not self._open[stage]:
+            self._busy_since[stage] = clock()
+        self._open[stage] += change
+        if not self._open[stage]:
+            self._timer.add(stage or self._main_stage, (self._busy_since.pop(stage), clock()))
 
     def take(self, lane: Lane, results: Iterable[reward.ScoreResult]) -> None:
         """Final results go on; a broken scorer is asked again."""
         final: list[reward.ScoreResult] = []
         for result in results:
-            slot = _slot(result)
-            item = lane.asked.pop(slot, None)
+            question = _question(result)
+            item = lane.asked.pop(question, None)
             if item is None:
                 continue
-            if result.status == reward.SCORE_STATUS_SCORER_BROKEN and self._broken[slot] < SCORER_RETRIES:
-                self._broken[slot] += 1
+            self._count(item.stage, -1)
+            if result.status == reward.SCORE_STATUS_SCORER_BROKEN and self._broken[question] < SCORER_RETRIES:
+                self._broken[question] += 1
                 self._waiting.append(item)
             else:
                 final.append(result)
-        if self._busy_since is not None and not any(each.asked for each in self._lanes.all):
-            self._timer.add("score", (self._busy_since, self._workers.fleet.event_log.monotonic()))
-            self._busy_since = None
         if final:
             self._deliver(final)
         self._lanes.news.beat()
 
 
-def _slot(message: reward.ScoreItem | reward.ScoreResult) -> SlotKey:
-    return (message.sample.prompt_ordinal, message.sample.sample_index)
+def _question(message: reward.ScoreItem | reward.ScoreResult) -> Question:
+    return (message.sample.prompt_ordinal, message.sample.sample_index, message.stage)
 
 
 async def score_all(workers: WorkerGroup, items: Iterable[reward.ScoreItem]) -> list[reward.ScoreResult]:

@@ -45,6 +45,8 @@ class Batch:
     """What a step attempt has gathered so far."""
 
     scored: dict[SlotKey, Scored] = field(default_factory=dict)
+    stage_rewards: dict[SlotKey, dict[str, float]] = field(default_factory=dict)
+    """What each stage gave an answer, in a workflow with several reward stages."""
     refused: int = 0
     """Chunks and results for slots that wait for something else."""
 

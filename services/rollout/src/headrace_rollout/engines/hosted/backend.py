@@ -118,5 +118,8 @@ class Backend(Protocol):
     async def sleep(self) -> None:
         """Gives up weights and cache; nothing runs."""
 
+    async def use_threads(self, threads: int) -> None:
+        """The lease has so many cores now; an engine that cannot follow keeps its number."""
+
     async def wake(self, scope: Scope) -> None:
         """Takes memory again; WEIGHTS comes before KV_CACHE."""

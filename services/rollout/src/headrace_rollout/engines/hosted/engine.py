@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from headrace_modelkit.loading import context_limit, load_architecture
@@ -58,9 +58,9 @@ class HostedEngine:
         self._backend = backend
         self._deadlines = deadlines or Deadlines()
         self._policy: Policy | None = None
+        self._oldest = 0
         self._memory = MemoryState.COLD
         self._paused = False
-        self._asleep = False
         self._broken = ""
         self._installer = Installer(backend, self._deadlines.install_s)
         self._process = EngineProcess(backend, self._deadlines, self._lost, self._restored)
@@ -100,13 +100,7 @@ class HostedEngine:
                 f"deterministic: rollout.engine: {self._backend.name} has no randomness by position and no waves; "
                 "set deterministic: false or rollout.engine: transformers",
             )
-        wanted = stream.distribution
-        if wanted.top_p < 1 and (wanted.top_k or wanted.min_p) and not self.capabilities.top_p_after_others:
-            raise Refused(
-                "INVALID",
-                f"distribution.top_p: rollout.engine: {self._backend.name} counts top-p over all tokens and not over "
-                "those that top_k and min_p leave; set top_p: 1, or top_k: 0 and min_p: 0",
-            )
+        self._check_distribution(stream.distribution)
 
         async def act() -> None:
             policy = self._require(stream.policy_number)
@@ -142,11 +136,11 @@ class HostedEngine:
 
         await self._command(act)
 
-    async def check_install(self, policy: Policy) -> bool:
+    async def check_install(self, policy: Policy, *, in_flight: bool = False) -> bool:
         """See Engine."""
 
         async def act() -> bool:
-            return self._check_install(policy, in_flight=False)
+            return self._check_install(policy, in_flight=in_flight)
 
         return await self._command(act)
 
@@ -154,8 +148,6 @@ class HostedEngine:
         self, policy: Policy, weights: Weights, authority: Authority = allowed, *, in_flight: bool = False
     ) -> float:
         """See Engine."""
-        if in_flight and not self.capabilities.inflight_update:
-            raise Refused("INVALID", f"rollout.engine: {self._backend.name} installs between sequences only")
 
         async def act() -> float:
             authority()
@@ -164,9 +156,13 @@ class HostedEngine:
             check_entries(self._shapes, weights.entries)
             await self._process.ready()
             authority()  # a start takes long
+            await self._process.wake(Scope.WEIGHTS)
             started = time.perf_counter()
+            goes_on = in_flight and self._policy is not None
             await self._put(policy, weights, freeze=in_flight and self._requests.living > 0)
+            self._oldest = self._oldest if goes_on else policy.number
             if self._memory is MemoryState.COLD:
+                await self._process.wake(Scope.KV_CACHE)
                 self._memory = MemoryState.AWAKE
             return time.perf_counter() - started
 
@@ -203,9 +199,7 @@ class HostedEngine:
             if not self._paused:
                 raise Refused("NOT_PAUSED", "Suspend needs a paused engine; call Pause first")
             mark = self._watermark()
-            if self._process.up and not self._asleep:
-                await self._call("sleep", self._backend.sleep())
-                self._asleep = True
+            await self._process.sleep()
             self._memory = MemoryState.SUSPENDED
             self._nothing_installed()
             return mark.freed()
@@ -213,18 +207,9 @@ class HostedEngine:
         return await self._command(act)
 
     async def release(self) -> Freed:
-        """See Engine. The engine's processes end: nothing else gives all of a device back."""
-
-        async def act() -> Freed:
-            await self._requests.stop(None, None)
-            mark = self._watermark()
-            await self._process.stop()
-            self._process.start = None
-            self._memory, self._paused, self._asleep = MemoryState.COLD, False, False
-            self._nothing_installed()
-            return mark.freed()
-
-        return await self._command(act)
+        """See Engine. The engine's processes sleep until the next lease, where that gives the devices back."""
+        await self._thread.call(self._process.abandon)  # an install that waits for a start has the turn
+        return await self._command(lambda: self._let_go(self._process.release))
 
     async def wake(self, scope: Scope, authority: Authority = allowed) -> None:
         """See Engine. Once all is awake, decoding may go on without Resume."""
@@ -233,26 +218,22 @@ class HostedEngine:
             authority()
             for part in self._memory.to_take(scope, installed=self._policy is not None):
                 await self._process.ready()
-                if self._asleep:
-                    await self._call("wake", self._backend.wake(part))
+                await self._process.wake(part)
                 if part is Scope.WEIGHTS:
                     self._memory = MemoryState.WEIGHTS
                 else:
-                    self._memory, self._paused, self._asleep = MemoryState.AWAKE, False, False
+                    self._memory, self._paused = MemoryState.AWAKE, False
 
         await self._command(act)
 
     async def place(self, devices: tuple[torch.device, ...], threads: int) -> None:
-        """See Engine. The engine's process starts in the background."""
+        """See Engine. The engine's process starts in the background, unless one sleeps that was made for these."""
 
         async def act() -> None:
-            before = self._process.start
-            if devices and (before is None or before.devices != devices):
-                await self._process.stop()
+            if not devices:
+                await self._process.bind(threads)
+            elif not await self._process.place(Start(devices, threads)):
                 self._nothing_installed()
-                self._process.start = Start(devices, threads)
-                self._process.begin()
-            self._process.bind()
 
         await self._command(act)
 
@@ -260,7 +241,8 @@ class HostedEngine:
         """See Engine."""
         if self._thread.closed:
             return
-        await self.release()
+        await self._thread.call(self._process.abandon)
+        await self._command(lambda: self._let_go(self._process.stop))
         await self._thread.close()
 
     async def _command(self, act: Callable[[], Coroutine[Any, Any, _Result]]) -> _Result:
@@ -270,13 +252,13 @@ class HostedEngine:
 
         return await self._thread.call(in_turn)
 
-    async def _call(self, name: str, call: Coroutine[Any, Any, _Result]) -> _Result:
-        """A command of the backend; one that fails or hangs costs the process."""
-        try:
-            return await within(self._deadlines.command_s, f"{name} of {self._backend.name}", call)
-        except BackendFailed as error:
-            self._process.died(str(error))
-            raise Refused("ENGINE_FAILED", f"{name} failed: {error}; the engine is started again") from error
+    async def _let_go(self, end: Callable[[], Awaitable[None]]) -> Freed:
+        await self._requests.stop(None, None)
+        mark = self._watermark()
+        await end()
+        self._memory, self._paused = MemoryState.COLD, False
+        self._nothing_installed()
+        return mark.freed()
 
     async def _score(self, ids: Sequence[int], start: int, distribution: Distribution) -> list[float]:
         scoring = self._backend.score(ids, start, distribution)
@@ -289,7 +271,7 @@ class HostedEngine:
 
     async def _put(self, policy: Policy, weights: Weights, *, freeze: bool) -> None:
         if freeze:
-            await self._call("freeze", self._backend.freeze())
+            await self._process.call("freeze", self._backend.freeze())
         try:
             await self._installer.install(policy, weights)
             self._policy, self._broken = policy, ""
@@ -301,22 +283,42 @@ class HostedEngine:
             raise
         finally:
             if freeze and self._process.up:
-                await self._call("thaw", self._backend.thaw())
+                await self._process.call("thaw", self._backend.thaw())
 
     def _require(self, number: int | None) -> Policy:
-        """The installed version, which must be `number` where one is given."""
+        """The installed version, which must be `number`, or have taken over its streams, where one is given."""
         policy = self._policy
         if policy is None and self._broken:
             raise Refused("BROKEN", f"{self._broken}; install again")
-        if policy is None or number not in (None, policy.number):
+        if policy is None or not (number is None or self._oldest <= number <= policy.number):
             wanted = "a policy" if number is None else f"version {number}"
             have = "none" if policy is None else str(policy.number)
             raise Refused("POLICY_MISMATCH", f"{wanted} is wanted and {have} is installed; install it first")
         return policy
 
+    def _check_distribution(self, wanted: Distribution) -> None:
+        """Raises Refused INVALID for a distribution that the engine would sample otherwise."""
+        able, name = self.capabilities, self._backend.name
+        if wanted.top_p < 1 and (wanted.top_k or wanted.min_p) and not able.top_p_after_others:
+            raise Refused(
+                "INVALID",
+                f"distribution.top_p: rollout.engine: {name} counts top-p over all tokens and not over those that "
+                "top_k and min_p leave; set top_p: 1, or top_k: 0 and min_p: 0",
+            )
+        if wanted.repetition_penalty != 1 and not able.penalty_counts_prompt:
+            raise Refused(
+                "INVALID",
+                f"distribution.repetition_penalty: rollout.engine: {name} counts no tokens of the prompt; set 1",
+            )
+
     def _check_install(self, policy: Policy, *, in_flight: bool) -> bool:
         if self._memory is MemoryState.SUSPENDED:
             raise Refused("SUSPENDED", "the weights have no room; Wake WEIGHTS first")
+        if in_flight and not self.capabilities.inflight_update:
+            raise Refused(
+                "INVALID",
+                f"in_flight: rollout.engine: {self._backend.name} installs between sequences only; pause first",
+            )
         installed = self._policy
         if installed == policy:
             return True
@@ -329,6 +331,7 @@ class HostedEngine:
             raise Refused("POLICY_MISMATCH", f"{living} sequences of the installed version live; pause first")
         if installed is not None and installed.digest == policy.digest:
             self._policy = policy  # a rewind gives old weights a new number
+            self._oldest = self._oldest if in_flight else policy.number
             return True
         return False
 
@@ -337,11 +340,9 @@ class HostedEngine:
         self._installer.forget()
 
     def _watermark(self) -> Watermark:
-        start = self._process.start
-        return Watermark(start.devices if start else (), list(self._backend.pids) if self._process.up else [])
+        return Watermark(self._process.devices, list(self._backend.pids) if self._process.up else [])
 
     def _lost(self, reason: str) -> None:
-        self._asleep = False
         self._requests.fail(f"{self._backend.name}: {reason}")
 
     async def _restored(self) -> None:

@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from headrace_modelkit.devices import free_bytes
+from headrace_modelkit.devices import free_bytes, total_bytes
 
 from headrace_rollout.engines.base import Freed
 from headrace_rollout.engines.weight_memory import available_bytes
@@ -23,7 +23,7 @@ class Watermark:
     """Free and used memory at one moment, to be compared with a later one."""
 
     def __init__(self, devices: Sequence[torch.device], pids: Sequence[int]) -> None:
-        self._gpus = [device for device in devices if device.type == "cuda"]
+        self._gpus = gpus_among(devices)
         self._pids = pids
         self._before = self._used()
 
@@ -34,9 +34,17 @@ class Watermark:
 
     def _used(self) -> int:
         # Other processes of a leased GPU have given it back: what is not free there is the engine's.
-        if self._gpus:
-            return sum(_total(device) - free_bytes(device) for device in self._gpus)
-        return resident(self._pids)
+        return used_on(self._gpus) if self._gpus else resident(self._pids)
+
+
+def gpus_among(devices: Sequence[torch.device]) -> list[torch.device]:
+    """Those that have memory of their own."""
+    return [device for device in devices if device.type == "cuda"]
+
+
+def used_on(gpus: Sequence[torch.device]) -> int:
+    """Bytes in use there, by whomever."""
+    return sum(total_bytes(device) - free_bytes(device) for device in gpus)
 
 
 def resident(pids: Iterable[int]) -> int:
@@ -46,9 +54,3 @@ def resident(pids: Iterable[int]) -> int:
         with suppress(OSError):
             total += int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * _PAGE_BYTES
     return total
-
-
-def _total(device: torch.device) -> int:
-    import torch
-
-    return int(torch.cuda.get_device_properties(device).total_memory)

@@ -1,6 +1,7 @@
 """The life of the engine's process: started on the lease's devices, watched, killed when it hangs, started again.
 
-Knows no samples and no weights: it calls `lost` when the process is gone, and `restored` when a new one is up.
+Between two leases it sleeps; see `release`. Knows no samples and no weights: it calls `lost` when the process is gone,
+and `restored` when a new one is up.
 """
 
 from __future__ import annotations
@@ -10,16 +11,24 @@ import logging
 import os
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from typing import TYPE_CHECKING, TypeVar
 
-from headrace_rollout.engines.base import Refused
+from headrace_rollout.engines.base import Refused, Scope
 from headrace_rollout.engines.hosted.backend import Backend, BackendFailed, Deadlines, Start
 from headrace_rollout.engines.hosted.calls import within
+from headrace_rollout.engines.hosted.memory import gpus_among, used_on
+
+if TYPE_CHECKING:
+    import torch
 
 WATCH_S = 0.5
 STOP_S = 60.0
 RESTARTS = 3
 """Deaths without a token between them, after which the engine stays down until it is placed again."""
+ASLEEP_BYTES = 2 * 2**30
+"""What a sleeping engine may keep of each GPU: its context and its libraries' buffers. With more it is ended."""
 _log = logging.getLogger(__name__)
+_Result = TypeVar("_Result")
 
 
 class EngineProcess:
@@ -33,7 +42,10 @@ class EngineProcess:
         restored: Callable[[], Awaitable[None]],
     ) -> None:
         self.backend = backend
-        self.start: Start | None = None
+        self._placed: Start | None = None
+        self._made_with: Start | None = None
+        self._others_bytes = 0
+        self._given_up: list[Scope] = []
         self._deadlines = deadlines
         self._lost = lost
         self._restored = restored
@@ -42,12 +54,23 @@ class EngineProcess:
         self._deaths = 0
         self._last_death = ""
         self._silent_since: float | None = None
+        self._threads = 0
         self._up = False
 
     @property
     def up(self) -> bool:
         """A process runs that has not been given up."""
         return self._up and self.backend.alive
+
+    @property
+    def asleep(self) -> bool:
+        """Some of its memory is given up."""
+        return bool(self._given_up)
+
+    @property
+    def devices(self) -> tuple[torch.device, ...]:
+        """Those that the process was started on, if there is one."""
+        return self._made_with.devices if self._made_with else ()
 
     def heard(self, running: int) -> None:
         """A token came, or a request was added or ended: `running` are left."""
@@ -62,8 +85,12 @@ class EngineProcess:
         if self.up and self._starting is None:
             return
         self.begin()
-        assert self._starting is not None
-        await asyncio.shield(self._starting)
+        starting = self._starting
+        assert starting is not None
+        await asyncio.wait([starting])
+        if starting.cancelled():
+            raise Refused("SUSPENDED", f"the lease ended before {self.backend.name} was up")
+        await starting
 
     def begin(self) -> None:
         """Starts the process in the background, unless it is up or on its way."""
@@ -78,12 +105,61 @@ class EngineProcess:
         self._up, self._deaths, self._last_death = False, self._deaths + 1, reason
         _log.error("the engine failed", extra={"engine": self.backend.name, "reason": reason})
         self._lost(reason)
-        if self._deaths <= RESTARTS:
+        if self._deaths <= RESTARTS and self._placed is not None:
             self.begin()
+
+    async def place(self, start: Start) -> bool:
+        """The lease's devices. False when the process that runs was made for others and another one starts."""
+        kept = self._made_with is not None and self._made_with.devices == start.devices
+        self._placed = start
+        if not kept:
+            await self.stop()
+            self.begin()
+        await self.bind(start.threads)
+        return kept
+
+    async def abandon(self) -> None:
+        """What waits for a start gives up: its lease ends."""
+        if self._starting is not None:
+            self._starting.cancel()
+
+    async def release(self) -> None:
+        """Without devices from now on: the process sleeps, and ends where that leaves too much of a GPU in use.
+
+        On a CPU it keeps host memory, and computes nothing.
+        """
+        self._placed = None
+        gpus = gpus_among(self.devices)
+        if self.up and (not gpus or self.backend.capabilities.suspend_frees_memory):
+            with suppress(Refused):  # it is down then
+                await self.sleep()
+        if not self.up or used_on(gpus) - self._others_bytes > ASLEEP_BYTES * len(gpus):
+            await self.stop()
+
+    async def sleep(self) -> None:
+        """Gives up weights and cache, where a process is up."""
+        if self.up and not self._given_up:
+            await self.call("sleep", self.backend.sleep())
+            self._given_up = [Scope.WEIGHTS, Scope.KV_CACHE]
+
+    async def wake(self, wanted: Scope) -> None:
+        """Takes memory for weights or cache again, where it was given up."""
+        if wanted in self._given_up:
+            await self.call("wake", self.backend.wake(wanted))
+            self._given_up.remove(wanted)
+
+    async def call(self, name: str, call: Awaitable[_Result]) -> _Result:
+        """A command of the backend. One that fails or hangs costs the process: Refused ENGINE_FAILED."""
+        try:
+            return await within(self._deadlines.command_s, f"{name} of {self.backend.name}", call)
+        except BackendFailed as error:
+            self.died(str(error))
+            raise Refused("ENGINE_FAILED", f"{name} failed: {error}; the engine is started again") from error
 
     async def stop(self) -> None:
         """Ends the process; the next `ready` starts another."""
         self._up, self._deaths, self._silent_since = False, 0, None
+        self._made_with, self._given_up = None, []
         for task in (self._watching, self._starting):
             if task is not None:
                 task.cancel()
@@ -92,28 +168,36 @@ class EngineProcess:
         self._watching = self._starting = None
         await within(STOP_S, f"stop of {self.backend.name}", self.backend.stop())
 
-    def bind(self) -> None:
-        """The engine's processes compute on the cores that this process may use."""
+    async def bind(self, threads: int) -> None:
+        """The engine computes on the cores that this process may use, in so many threads."""
+        if not self.up:
+            return  # its start says how many
         cores = os.sched_getaffinity(0)
-        for pid in self.backend.pids if self.up else ():
+        for pid in self.backend.pids:
             with suppress(OSError):  # it, or a thread of it, ended meanwhile
                 for thread in os.listdir(f"/proc/{pid}/task"):
                     os.sched_setaffinity(int(thread), cores)
+        if threads != self._threads:
+            await self.call("threads", self.backend.use_threads(threads))
+            self._threads = threads
 
     async def _start(self) -> None:
         name = self.backend.name
-        if self.start is None:
+        start = self._placed
+        if start is None:
             raise Refused("NOT_PLACED", f"{name} has no devices yet; grant a lease first")
         if self._deaths > RESTARTS:
             message = f"{name} ended {self._deaths} times without a token, last: {self._last_death}"
             raise Refused("ENGINE_FAILED", message)
         await within(STOP_S, f"stop of {name}", self.backend.stop())
+        self._made_with, self._given_up = start, []
+        self._others_bytes = used_on(gpus_among(start.devices))
         try:
-            await within(self._deadlines.start_s, f"start of {name}", self.backend.start(self.start))
+            await within(self._deadlines.start_s, f"start of {name}", self.backend.start(start))
         except BackendFailed as error:
             await within(STOP_S, f"stop of {name}", self.backend.stop())
             raise Refused("ENGINE_FAILED", f"{name} did not start: {error}") from error
-        self._up, self._silent_since = True, None
+        self._up, self._silent_since, self._threads = True, None, start.threads
         if self._watching is None or self._watching.done():
             self._watching = asyncio.create_task(self._watch(), name="watch engine")
         await self._restored()

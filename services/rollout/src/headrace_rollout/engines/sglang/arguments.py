@@ -16,6 +16,8 @@ from headrace_rollout.engines.sglang.options import FIXED_ARGUMENTS, OWN_ARGUMEN
 
 LOADER = "headrace_rollout.engines.sglang.loader.load_version"
 CPU_CACHE_TOKENS = 8192
+SPARE_TOKENS = 8
+"""SGLang takes no prompt of the last few tokens of its context, where a run may have one: it is told of more."""
 
 
 def check_extra(arguments: Mapping[str, Any]) -> None:
@@ -35,15 +37,16 @@ def engine_args(config: EngineConfig, options: SglangOptions, start: Start) -> d
     on_gpu = any(device.type == "cuda" for device in start.devices)
     model = config.model
     architecture = load_architecture(model)
+    context = context_limit(model, architecture) + SPARE_TOKENS
     arguments: dict[str, Any] = {
         "model_path": model.path,
         "revision": model.revision,
         "dtype": model.dtype,
-        "context_length": context_limit(model, architecture),
+        "context_length": context,
         "max_running_requests": config.max_concurrency,
         "tp_size": parallel_size(options.tensor_parallel_size, start),
         "mem_fraction_static": options.memory_fraction,
-        "max_total_tokens": options.kv_cache_tokens or (None if on_gpu else CPU_CACHE_TOKENS),
+        "max_total_tokens": options.kv_cache_tokens or (None if on_gpu else max(CPU_CACHE_TOKENS, context)),
         "disable_cuda_graph": options.enforce_eager or not on_gpu,
         # A policy is installed before the first token: nothing is read from disk.
         "load_format": "dummy",
@@ -52,6 +55,8 @@ def engine_args(config: EngineConfig, options: SglangOptions, start: Start) -> d
         "skip_tokenizer_init": True,
         "sampling_defaults": "openai",
         "enable_memory_saver": on_gpu,
+        # Its schedulers poll without a pause otherwise: without work, and between two leases, they would take a core.
+        "sleep_on_idle": True,
         # A request whose kept set is larger is aborted; none is larger than the vocabulary.
         "sampling_mask_max_tokens": int(architecture.get_text_config().vocab_size),
         # Chunks hold what is new: those that hold everything make a long answer's cost quadratic.

@@ -36,6 +36,8 @@ def capabilities() -> Capabilities:
         tensor_parallel=True,
         # Its samplers join the two by intersection ("joint").
         top_p_after_others=False,
+        # Its penalizer counts what the request itself made, which is not even a resumed prefix.
+        penalty_counts_prompt=False,
     )
 
 
@@ -103,9 +105,7 @@ class SglangBackend:
         )
         try:
             while "tokens" in (answer := await answers.get()):
-                ids, log_probs, versions = answer["tokens"]
-                for version, start, end in _runs(versions, len(ids)):
-                    yield Tokens(ids[start:end], log_probs[start:end], version)
+                yield Tokens(*answer["tokens"])
             _result(answer)
             number = 0
         finally:
@@ -155,6 +155,9 @@ class SglangBackend:
     async def wake(self, scope: Scope) -> None:
         """See Backend."""
         await self._call("wake", tag=WAKE_TAGS[scope])
+
+    async def use_threads(self, threads: int) -> None:
+        """See Backend. Its schedulers have those of their start."""
 
     async def _call(self, name: str, /, **arguments: Any) -> Any:
         number, answers = self._ask(name, **arguments)
@@ -210,23 +213,18 @@ def _sampling(distribution: Distribution, count: int, eos_ids: Sequence[int]) ->
         "top_p": distribution.top_p,
         "top_k": distribution.top_k or -1,
         "min_p": distribution.min_p,
-        "repetition_penalty": distribution.repetition_penalty,
         "max_new_tokens": count,
         "stop_token_ids": list(eos_ids),
         "skip_special_tokens": False,
     }
 
 
-def _runs(versions: Sequence[int], count: int) -> list[tuple[int | None, int, int]]:
-    """(version, start, end) of neighbours of one version; None for all where none is said."""
-    if not versions:
-        return [(None, 0, count)]
-    ends = [index for index in range(1, count) if versions[index] != versions[index - 1]]
-    return [(versions[start], start, end) for start, end in itertools.pairwise([0, *ends, count])]
-
-
 def _variables(start: Start) -> Mapping[str, str]:
-    variables = {"OMP_NUM_THREADS": str(start.threads), "HF_HUB_DISABLE_TELEMETRY": "1"}
+    variables = {
+        "OMP_NUM_THREADS": str(start.threads),
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+        "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",  # by the spare tokens of its arguments
+    }
     gpus = [device for device in start.devices if device.type == "cuda"]
     if not gpus:
         return {**variables, "SGLANG_USE_CPU_ENGINE": "1"}

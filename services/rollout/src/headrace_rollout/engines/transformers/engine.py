@@ -18,7 +18,6 @@ from headrace_rollout.engines.base import (
     Refused,
     SampleKey,
     Stream,
-    Weights,
     allowed,
 )
 from headrace_rollout.engines.holding import ThreadedHolder
@@ -31,6 +30,7 @@ CAPABILITIES = Capabilities(
     position_keyed_sampling=True,
     deterministic=True,
     resume_from_prefix=True,
+    inflight_update=True,
     score_processed=True,
     suspend_frees_memory=True,
 )
@@ -41,6 +41,7 @@ class TransformersEngine(ThreadedHolder):
     """Implements `engines.base.Engine`; built without weights."""
 
     capabilities = CAPABILITIES
+    installs_in_flight = CAPABILITIES.inflight_update
 
     def __init__(self, config: EngineConfig, kv_cache_bytes: int | None = None) -> None:
         self.figures = Figures()
@@ -89,17 +90,6 @@ class TransformersEngine(ThreadedHolder):
 
         return 0 if self._closed else await self._call(act)
 
-    async def install(
-        self, policy: Policy, weights: Weights, authority: Authority = allowed, *, in_flight: bool = False
-    ) -> float:
-        """See Engine."""
-        if in_flight:
-            raise Refused(
-                "INVALID",
-                "rollout.engine: transformers installs between sequences only; pause first, or choose another engine",
-            )
-        return await self._install(policy, weights, authority)
-
     async def score(
         self,
         sequences: Sequence[tuple[Sequence[int], int]],
@@ -117,6 +107,12 @@ class TransformersEngine(ThreadedHolder):
             found = await self._call(partial(self._score, policy, part, distribution, authority))
             results.update(zip(chosen, found, strict=True))
         return [results[index] for index in range(len(sequences))], policy.number
+
+    def _go_on(self) -> None:
+        self._decoder.begin_again()
+
+    def _begin_with(self, policy: Policy) -> None:
+        self._decoder.oldest = policy.number
 
     def _living(self) -> int:
         return self._decoder.living

@@ -152,6 +152,11 @@ class VllmBackend:
         if scope is Scope.KV_CACHE:
             await self._obey(self._engine.wake_up(None))
 
+    async def use_threads(self, threads: int) -> None:
+        """See Backend."""
+        count = max(1, threads // self._engine.vllm_config.parallel_config.tensor_parallel_size)
+        await self._obey(self._engine.collective_rpc("headrace_threads", args=(count,)))
+
     @property
     def _engine(self) -> AsyncLLM:
         if self._llm is None:
@@ -160,7 +165,7 @@ class VllmBackend:
 
     def _make(self, start: Start) -> AsyncLLM:
         arguments = engine_args(self._config, self._options, start)
-        with _environment(_variables(start)):
+        with _environment(_variables(start, arguments.tensor_parallel_size)):
             return AsyncLLM.from_engine_args(arguments)
 
     async def _obey(self, call: Any) -> Any:
@@ -203,13 +208,13 @@ def _is_engine(name: str) -> bool:
     return name.startswith(("EngineCore", "VllmWorker"))
 
 
-def _variables(start: Start) -> dict[str, str]:
+def _variables(start: Start, workers: int) -> dict[str, str]:
     # Processes are spawned: a fork of one that serves gRPC would inherit its locks.
     variables = {
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
         "VLLM_NO_USAGE_STATS": "1",
         OWNER: str(os.getpid()),
-        "OMP_NUM_THREADS": str(start.threads),
+        "OMP_NUM_THREADS": str(max(1, start.threads // workers)),
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     }
     if all(device.type != "cuda" for device in start.devices):

@@ -138,3 +138,7 @@ class HeadraceWorker:
     def headrace_arrived(self) -> dict[str, str]:
         """Digests of the tensors of the last update."""
         return self.weight_transfer_engine.arrived
+
+    def headrace_threads(self, count: int) -> None:
+        """Computes in so many threads; vLLM's CPU worker has put a function that does nothing in torch's place."""
+        torch._C.set_num_threads(count)

@@ -34,6 +34,7 @@ from headrace_trainer.backends._base import (
     CRITIC_KIND,
     CommitReport,
     MicroReport,
+    PrivateGradient,
     ReferenceFacts,
     StateReader,
 )
@@ -41,7 +42,7 @@ from headrace_trainer.backends.fsdp.figures import TokenFigures
 from headrace_trainer.backends.fsdp.fit import check_fit
 from headrace_trainer.backends.fsdp.optimizer import MOMENTS, AdamWState, ShardedAdamW
 from headrace_trainer.backends.fsdp.planned import plan_memory
-from headrace_trainer.backends.fsdp.prefixes import shares_prefixes
+from headrace_trainer.backends.fsdp.prefixes import attends_along_paths, shares_prefixes
 from headrace_trainer.backends.fsdp.reference import Reference
 from headrace_trainer.backends.fsdp.sharding import CRITIC, ShardedModel
 from headrace_trainer.backends.fsdp.warmup import SupervisedBatches
@@ -73,11 +74,13 @@ class FsdpBackend:
         self._dtype = DTYPES[config.model.dtype]
         self._figures = TokenFigures()
         self._dirty = False
-        self._policy_shares_prefixes = False
+        self._policy_shares_prefixes = self._policy_along_paths = False
         self._reference: Reference | None = None
         self._model: ShardedModel | None = None
         self._optimizer: ShardedAdamW | None = None
         self._held: tuple[dict[str, Tensor], AdamWState] | None = None
+        self._contributed: dict[str, Tensor] = {}
+        """Shards of what helpers have added to the step's gradient."""
         torch.use_deterministic_algorithms(config.deterministic)
 
     @property
@@ -182,6 +185,7 @@ class FsdpBackend:
             self._sharded.finish_backward()
         self._sharded.drop_gradients()
         self._figures = TokenFigures()
+        self._contributed = {}
         self._dirty = False
 
     def micro(self, rows: Rows) -> MicroReport:
@@ -249,11 +253,53 @@ class FsdpBackend:
     def reduced_gradient(self, denominator: float) -> dict[str, Tensor]:
         """The step's whole gradient before clipping, by weight; consumes the accumulators. For tests and figures."""
         self._sharded.finish_backward()
-        shards = self._sharded.gradients()
+        shards = self._all_gradients()
         whole = {name: self._sharded.gather(name, shard) / denominator for name, shard in shards.items()}
         self._dirty = False
         self.zero()
         return whole
+
+    def load_base(self, reader: StateReader) -> None:
+        """See `HelpingBackend`."""
+        if self._model is None:
+            self.load_state(reader)
+            return
+        self.zero()
+        for name, shard in self._sharded.shards().items():
+            shard.copy_(self._sharded.scatter(name, reader.weight(name)))
+        for name, buffer in self._sharded.buffers.items():
+            buffer.copy_(reader.weight(name))
+        self._sharded.release()
+
+    def gradient_shapes(self) -> dict[str, tuple[int, ...]]:
+        """See `HelpingBackend`."""
+        return {name: tuple(parameter.shape) for name, parameter in self._sharded.parameters.items()}
+
+    def private_gradient(self) -> PrivateGradient:
+        """See `HelpingBackend`."""
+        if self._dirty:
+            self._sharded.finish_backward()
+            self._dirty = False
+        shards = self._sharded.gradients()
+        whole = {name: self._sharded.gather(name, shard) for name, shard in shards.items()}
+        return PrivateGradient(whole, self._figures.sums(), self._figures.maxima())
+
+    def add_gradient(self, given: PrivateGradient | None) -> None:
+        """See `HelpingBackend`."""
+        for name in self._sharded.parameters:
+            shard = self._sharded.scatter(name, given.tensors[name] if given else None)
+            own = self._contributed.get(name)
+            self._contributed[name] = shard if own is None else own.add_(shard)
+        if given is not None:
+            self._figures.merge(TokenFigures.of(given.token_sums, given.token_maxima))
+
+    def _all_gradients(self) -> dict[str, Tensor]:
+        """The reduced shards with what helpers have added, which is then part of them and of nothing else."""
+        gradients = self._sharded.gradients()
+        for name, shard in self._contributed.items():
+            gradients[name].add_(shard)
+        self._contributed = {}
+        return gradients
 
     def weight_layout(self) -> list[tuple[str, str, tuple[int, ...]]]:
         """See `Backend`."""
@@ -312,6 +358,7 @@ class FsdpBackend:
     def move(self, move: Callable[[Tensor], Tensor]) -> None:
         """Takes masters, gradients and moments elsewhere; nothing runs until they are back on the device."""
         self._sharded.move(move)
+        self._contributed = {name: move(shard) for name, shard in self._contributed.items()}
         self._adamw.move(move, self._sharded.shards())
 
     def _load_critic(self, *, weights: bool, dtype: torch.dtype | None = None) -> Critic | None:
@@ -335,6 +382,7 @@ class FsdpBackend:
                 untyped.gradient_checkpointing_enable({"use_reentrant": False})
                 body.train()  # transformers checkpoints in training mode only; modelkit has turned dropout off
         self._policy_shares_prefixes = shares_prefixes(self._config, [body.config for body in bodies])
+        self._policy_along_paths = attends_along_paths(self._config, bodies, self._gang.device)
         self._model = ShardedModel(
             model, self._gang, self._dtype, reshard=self._options.reshard_micro_batches, critic=critic
         )
@@ -376,7 +424,7 @@ class FsdpBackend:
         """
         if self._dirty:
             self._sharded.finish_backward()
-        gradients = self._sharded.gradients()
+        gradients = self._all_gradients()
         beside = {name: gradients[name] for name in self._sharded.critic_names if name in gradients}
         own = {name: gradient for name, gradient in gradients.items() if name not in beside}
         norm = self._global_norm(own) / denominator
@@ -421,7 +469,8 @@ class FsdpBackend:
             self._reference.park()
 
     def _pack(self, rows: Rows) -> MicroBatch:
-        return pack(rows, shared=self.shares_prefixes).to(self._gang.device)
+        by_paths = self._policy_along_paths and (self._reference is None or self._reference.along_paths)
+        return pack(rows, shared=self.shares_prefixes, by_paths=by_paths).to(self._gang.device)
 
     def _temperature(self) -> float:
         return self._config.sampling.temperature

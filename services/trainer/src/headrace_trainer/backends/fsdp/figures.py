@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -62,6 +64,16 @@ class TokenFigures:
             self._own[name] = self._own.get(name, 0.0) + value
         for name, value in other._maxima.items():
             self._maxima[name] = max(self._maxima[name], value)
+
+    @classmethod
+    def of(cls, sums: Mapping[str, float], maxima: Mapping[str, float]) -> TokenFigures:
+        """What `sums` and `maxima` gave."""
+        found = cls()
+        for name, value in sums.items():
+            own = name.removeprefix("own.")
+            (found._own if own != name else found._sums)[own] = value
+        found._maxima |= maxima
+        return found
 
     def sums(self) -> dict[str, float]:
         """Sums by name; the algorithm's own are prefixed "own."."""

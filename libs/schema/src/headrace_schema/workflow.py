@@ -1,0 +1,119 @@
+"""The workflow as data: stages of the services, and what flows between them. Knows no cost and no device."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Discriminator, Field, Tag
+
+from headrace_schema.base import Section
+
+Service = Literal["rollout", "reward", "trainer", "simulator"]
+Granularity = Literal["turn", "trajectory", "group", "batch"]
+StageName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]{0,31}$")]
+
+
+class GraphStage(Section):
+    """Work of one service in every step.
+
+    Its scorers are those of `reward.stages` under the stage's name; one reward stage has none there and takes
+    `reward.scorers`.
+    """
+
+    service: Service = Field(
+        description="rollout answers, reward scores, trainer learns; simulator: of embodied alone"
+    )
+    combine: Literal["add", "replace"] = Field(
+        default="add",
+        description="reward: add its reward to what earlier stages gave, or let it stand in their place",
+    )
+
+
+class GraphEdge(Section):
+    """What one stage hands to another: answers to a reward stage, whole groups with their rewards to the trainer."""
+
+    source: str = Field(description="stage that produces")
+    target: str = Field(description="stage that receives")
+    granularity: Granularity | None = Field(
+        default=None,
+        description="smallest piece handed over; default: group into the trainer, else trajectory",
+    )
+    at_least: float | None = Field(
+        default=None,
+        description="only answers to which the source, a reward stage, gave at least this reward go on to the target",
+    )
+
+
+class GraphSection(Section):
+    """Stages joined by edges: one rollout, any number of reward stages, one trainer."""
+
+    stages: dict[StageName, GraphStage] = Field(min_length=1, description="stage: what it does")
+    edges: list[GraphEdge] = Field(description="what flows between the stages")
+
+    def of(self, service: str) -> list[str]:
+        """Names of a service's stages, in the order of declaration."""
+        return [name for name, stage in self.stages.items() if stage.service == service]
+
+    def into(self, stage: str) -> list[GraphEdge]:
+        """The edges that end in a stage."""
+        return [edge for edge in self.edges if edge.target == stage]
+
+    def granularity(self, edge: GraphEdge) -> Granularity:
+        """The smallest piece that an edge of the graph hands over."""
+        learns = self.stages[edge.target].service == "trainer"
+        return edge.granularity or ("group" if learns else "trajectory")
+
+    @property
+    def whole_batch(self) -> bool:
+        """Whether learning begins once the step's answers are complete."""
+        return any(self.granularity(edge) == "batch" for edge in self.edges)
+
+    @property
+    def reward_stages(self) -> list[str]:
+        """The reward stages, each behind those that it receives from."""
+        ordered: list[str] = []
+        waiting = self.of("reward")
+        while waiting:
+            ready = [name for name in waiting if not {edge.source for edge in self.into(name)} & {*waiting}]
+            ordered += ready
+            waiting = [name for name in waiting if name not in ready]
+        return ordered
+
+
+BUILT_IN = {
+    "reasoning": GraphSection(
+        stages={
+            "generate": GraphStage(service="rollout"),
+            "score": GraphStage(service="reward"),
+            "learn": GraphStage(service="trainer"),
+        },
+        edges=[
+            GraphEdge(source="generate", target="score"),
+            GraphEdge(source="score", target="learn"),
+        ],
+    ),
+    "embodied": GraphSection(
+        stages={
+            "generate": GraphStage(service="rollout"),
+            "simulate": GraphStage(service="simulator"),
+            "learn": GraphStage(service="trainer"),
+        },
+        edges=[
+            GraphEdge(source="generate", target="simulate", granularity="turn"),
+            GraphEdge(source="simulate", target="generate", granularity="turn"),
+            GraphEdge(source="generate", target="learn"),
+        ],
+    ),
+}
+"""Workflows that a spec can name."""
+
+
+def _form(given: Any) -> str:
+    return "<graph>" if isinstance(given, (dict, GraphSection)) else "<name>"
+
+
+WorkflowChoice = Annotated[
+    Annotated[Literal["reasoning", "embodied"], Tag("<name>")] | Annotated[GraphSection, Tag("<graph>")],
+    Discriminator(_form),
+]
+"""A built-in workflow by name, or a graph. Tags are in angle brackets: no key of a spec is."""

@@ -1,0 +1,68 @@
+"""What an embodied run leaves out is filled in, and keys of text runs are refused by name."""
+
+from typing import Any
+
+import pytest
+from headrace_schema.problems import explain
+from headrace_schema.spec import RunSpec
+from pydantic import ValidationError
+
+BASE: dict[str, Any] = {
+    "workflow": "embodied",
+    "model": {"policy": {"kind": "mlp"}},
+    "environment": {"tasks": ["Pendulum-v1", "Reach-v0"], "count": 8},
+}
+
+
+def problems_of(more: dict[str, Any]) -> dict[str, str]:
+    with pytest.raises(ValidationError) as caught:
+        RunSpec.model_validate({**BASE, **more})
+    return {item.key: item.problem for item in explain(caught.value, RunSpec)}
+
+
+def test_start_states_and_rewards_follow_from_the_environment():
+    spec = RunSpec.model_validate({**BASE, "data": {"heldout": 16}})
+    assert (spec.data.source, spec.data.heldout) == ("episodes", 16)
+    assert spec.data.options == {"tasks": ["Pendulum-v1", "Reach-v0"]}
+    assert [scorer.name for scorer in spec.reward.scorers] == ["episode"]
+    assert spec.reward.evaluation[0].options == {"of": "success"}
+    assert spec.model.dtype == "float32"
+    assert RunSpec.model_validate(spec.model_dump(mode="json")) == spec
+
+
+def test_what_is_given_stays():
+    given = {"scorers": [{"name": "episode", "options": {"scale": 0.1}}]}
+    spec = RunSpec.model_validate(
+        {**BASE, "reward": given, "model": {"path": "./policy", "dtype": "bfloat16"}}
+    )
+    assert spec.reward.scorers[0].options == {"scale": 0.1}
+    assert not spec.reward.evaluation
+    assert spec.model.dtype == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("more", "key"),
+    [
+        ({"sampling": {"max_new_tokens": 5}}, "sampling.max_new_tokens"),
+        ({"trainer": {"warmup": {"steps": 2}}}, "trainer.warmup.steps"),
+        ({"rollout": {"engine": "vllm"}}, "rollout.engine"),
+        ({"algorithm": {"truncated": "mask"}}, "algorithm.truncated"),
+        ({"data": {"source": "copy_digits"}}, "data.source"),
+        ({"data": {"options": {"tasks": ["Other-v0"]}}}, "data.options.tasks"),
+        ({"environment": None}, "environment"),
+        ({"environment": {"tasks": ["a", "b"], "count": 1}}, "environment.count"),
+        ({"environment": {"tasks": ["a", "a"]}}, "environment.tasks"),
+    ],
+)
+def test_what_makes_no_sense_in_an_embodied_run_is_refused_by_its_key(more: dict[str, Any], key: str):
+    assert key in problems_of(more)
+
+
+def test_other_workflows_have_no_environment_and_no_robot_policy():
+    text = {"data": {"source": "copy_digits"}, "reward": {"scorers": [{"name": "exact"}]}}
+    assert problems_of({"workflow": "reasoning", **text}).keys() == {"environment", "model.policy"}
+
+
+def test_minibatches_of_episodes_are_not_bounded_by_the_prompts():
+    algorithm = {"name": "ppo", "group_size": 1, "prompts_per_step": 2, "options": {"minibatches": 8}}
+    assert RunSpec.model_validate({**BASE, "algorithm": algorithm}).slots_per_step == 2

@@ -1,0 +1,44 @@
+"""What an episode of a robot is worth, from what its rollout says of it."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any, Literal
+
+from headrace_servicekit.registry import Options, plugin
+from pydantic import Field
+
+from headrace_reward.scorers.base import Answer
+
+
+class EpisodeOptions(Options):
+    """Options of `episode`."""
+
+    of: Literal["return", "success", "steps"] = Field(
+        "return", description="the sum of rewards, 1 for success, or the number of actions"
+    )
+    scale: float = Field(1.0, description="factor of the figure")
+
+
+@plugin(EpisodeOptions)
+class Episode:
+    """A figure of an episode: its return, success or steps."""
+
+    def __init__(self, options: EpisodeOptions) -> None:
+        self._of, self._scale = options.of, options.scale
+
+    def score(self, answer: Answer) -> float:
+        """The scaled figure. A blank answer, which scorers are tried with, is worth 0; ValueError for other text."""
+        if not answer.completion.strip():
+            return 0.0
+        try:
+            found: Any = json.loads(answer.completion)[self._of]
+            value = float(found) * self._scale
+        except (ValueError, TypeError, KeyError) as error:
+            raise ValueError(
+                f"{answer.completion[:80]!r} does not tell the {self._of} of an episode"
+            ) from error
+        if not math.isfinite(value):
+            raise ValueError(f"the {self._of} of the episode is {found}")
+        return value
