@@ -12,6 +12,7 @@ from harness import corridor
 from harness.fleet import Fleet
 from harness.ledger import audit
 from harness.waiting import wait_for
+from headrace.client import Run
 
 BATCH, STEPS, LONGEST = 6, 4, 8
 
@@ -68,6 +69,27 @@ def test_a_robot_policy_is_trained_paused_resumed_and_shown(fleet: Fleet, tmp_pa
     (fitted,) = [event for event in events if event.type == "policy_fitted"]
     assert fitted.data["policy"]["state_size"] == 2
     assert (Path(ended.export_path) / "policy.json").is_file()
+    judged = [evaluated(fleet, tmp_path, **source) for source in sources(ended)]
+    assert judged[0] == judged[1], "the last checkpoint and the export are the same policy"
+
+
+def sources(run: Run) -> list[dict[str, Any]]:
+    """The policy of a run's last step, as a checkpoint and as a directory."""
+    return [{"checkpoint": {"run": run.id}}, {"model": {"path": run.export_path, "dtype": "float32"}}]
+
+
+def evaluated(fleet: Fleet, directory: Path, **source: Any) -> tuple[str, float, float]:
+    """(digest of the weights, success rate, mean actions) of six start states that no run trains on."""
+    environment = spec(directory)["environment"]
+    suite = {"name": "episodes", "options": {"environment": environment, "starts": 6}}
+    made = fleet.client.evaluate({"suite": suite, **source})
+    found = wait_for(
+        lambda: now if (now := fleet.client.evaluation(made.id)).ended else None, f"{made.id} to end", 240
+    )
+    assert found.state == "SUCCEEDED", found.reason
+    assert found.result is not None and found.answers == 6
+    (greedy,) = found.result.modes
+    return found.weights_digest, greedy.score, found.result.tokens_mean
 
 
 def test_episodes_are_shown_in_place_of_answers(fleet: Fleet, tmp_path: Path):
