@@ -34,6 +34,11 @@ from headrace_trainer.learning.packing import plan_batches, plan_rows
 from headrace_trainer.learning.samples import Group, Member, Sequence
 
 VOCABULARY = 32
+TORCH_TYPES = {
+    common_pb2.DATA_TYPE_FLOAT32: torch.float32,
+    common_pb2.DATA_TYPE_FLOAT64: torch.float64,
+    common_pb2.DATA_TYPE_INT64: torch.int64,
+}
 
 
 @pytest.fixture(scope="session")
@@ -128,6 +133,26 @@ def make_config(tiny_directory: Path) -> Callable[..., dict[str, Any]]:
         return config
 
     return make
+
+
+@pytest.fixture
+def fetched_weights() -> Callable[..., Any]:
+    """Publishes a version; its tensors by name, each of its own type, taken from the body."""
+
+    async def fetch(client: TrainerClient, number: int) -> dict[str, torch.Tensor]:
+        manifest = (await client.publish(number)).manifest
+        body = bytearray(await client.body(number))
+        return {
+            entry.name: torch.frombuffer(
+                body,
+                dtype=TORCH_TYPES[entry.data_type],
+                offset=entry.offset_bytes,
+                count=math.prod(entry.shape),
+            ).reshape(tuple(entry.shape))
+            for entry in manifest.entries
+        }
+
+    return fetch
 
 
 @pytest.fixture

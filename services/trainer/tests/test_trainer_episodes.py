@@ -30,31 +30,6 @@ def play(robots):
     return run
 
 
-@pytest.fixture
-def fetched():
-    """The policy that a published version is."""
-
-    async def fetch(client, number):
-        kinds = {
-            common_pb2.DATA_TYPE_FLOAT32: torch.float32,
-            common_pb2.DATA_TYPE_FLOAT64: torch.float64,
-            common_pb2.DATA_TYPE_INT64: torch.int64,
-        }
-        manifest = (await client.publish(number)).manifest
-        body = bytearray(await client.body(number))
-        return {
-            entry.name: torch.frombuffer(
-                body,
-                dtype=kinds[entry.data_type],
-                offset=entry.offset_bytes,
-                count=int(np.prod(entry.shape)),
-            ).reshape(tuple(entry.shape))
-            for entry in manifest.entries
-        }
-
-    return fetch
-
-
 def new_policy(config):
     return policy_config(config["model"]["policy"]).build(config["seed"])
 
@@ -70,11 +45,11 @@ async def step(client, groups, version, digest_of, *, number=None):
 
 
 async def test_a_step_of_ppo_makes_a_version_whose_normaliser_has_seen_its_states(
-    client, robot_config, play, fetched, settled_digest
+    client, robot_config, play, fetched_weights, settled_digest
 ):
     config = robot_config(options=PPO)
     version = (await client.open(config)).version
-    first = await fetched(client, version.number)
+    first = await fetched_weights(client, version.number)
     policy = new_policy(config)
     assert all(torch.equal(first[name], value) for name, value in state_tensors(policy))
     groups, episodes = play(policy, version)
@@ -87,14 +62,16 @@ async def test_a_step_of_ppo_makes_a_version_whose_normaliser_has_seen_its_state
     shown = {"loss", "value_loss", "entropy", "approx_kl", "clip_fraction", "explained_variance"}
     assert shown | {"grad_norm", "learning_rate", "log_prob_mismatch_mean"} <= figures.keys()
     assert figures["optimizer_steps"] == 2 * 3
-    after = await fetched(client, reply.version.number)
+    after = await fetched_weights(client, reply.version.number)
     states = torch.from_numpy(np.concatenate([e.observation["state"] for e in episodes])).double()
     assert torch.allclose(after["normalizer.mean"], states.mean(0), atol=1e-6)
     assert int(after["normalizer.count"]) == 96 and int(after["normalizer.updates"]) == 1
     assert not torch.equal(after["actor.0.weight"], first["actor.0.weight"])
 
 
-async def test_a_restored_step_is_the_same_to_the_bit(client, robot_config, play, fetched, settled_digest):
+async def test_a_restored_step_is_the_same_to_the_bit(
+    client, robot_config, play, fetched_weights, settled_digest
+):
     config = robot_config(options=PPO)
     version = (await client.open(config)).version
     groups, _ = play(new_policy(config), version)
@@ -103,12 +80,12 @@ async def test_a_restored_step_is_the_same_to_the_bit(client, robot_config, play
     policy = new_policy(config)
     following, _ = play(policy, reply.version, step=1)
     await step(client, following, reply.version, settled_digest)
-    expected = await fetched(client, reply.version.number + 1)
+    expected = await fetched_weights(client, reply.version.number + 1)
     await client.close_run()
     restored = (await client.open(config, saved.name, number=20)).version
     again, _ = play(policy, restored, step=1)
     await step(client, again, restored, settled_digest)
-    found = await fetched(client, 21)
+    found = await fetched_weights(client, 21)
     assert all(torch.equal(found[name], value) for name, value in expected.items())
     other = robot_config(options=PPO, policy={"hidden": [32]})
     await client.close_run()
@@ -118,7 +95,7 @@ async def test_a_restored_step_is_the_same_to_the_bit(client, robot_config, play
 
 
 async def test_an_exported_policy_is_the_version(
-    client, robot_config, play, fetched, settled_digest, tmp_path
+    client, robot_config, play, fetched_weights, settled_digest, tmp_path
 ):
     config = robot_config(options=PPO)
     version = (await client.open(config)).version
@@ -127,7 +104,7 @@ async def test_an_exported_policy_is_the_version(
     await client.suspend()
     await client.wake()
     exported = load_policy((await client.export("final")).path)
-    expected = await fetched(client, reply.version.number)
+    expected = await fetched_weights(client, reply.version.number)
     assert all(torch.equal(value, expected[name]) for name, value in state_tensors(exported))
     await client.close_run()
     by_path = robot_config(options=PPO) | {"model": {"path": str(tmp_path / "run" / "final")}}

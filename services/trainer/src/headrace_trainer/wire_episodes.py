@@ -112,6 +112,16 @@ def _segments(trajectory: common_pb2.Trajectory, where: str) -> tuple[list[int],
 def _check_fit(episode: Episode, spaces: Spaces, where: str) -> None:
     """Raises Refusal INVALID naming the field of the episode that is not as the policy reads or draws it."""
     wanted = (spaces.chunk_length, spaces.action_size)
+    if (
+        not np.issubdtype(episode.executed_TCA.dtype, np.floating)
+        or episode.executed_TCA.shape[2:] != wanted[1:]
+    ):
+        raise invalid(
+            f"{where}: executed_action: {episode.executed_TCA.dtype} of shape {episode.executed_TCA.shape}"
+        )
+    drawn = episode.sampled[ACTIONS].dtype
+    if drawn not in (np.float32, np.int64):
+        raise invalid(f"{where}: sampled: {ACTIONS!r} is {drawn}; give float32 numbers or int64 ids")
     found = {"sampled": episode.sampled[ACTIONS].shape[1:], "log_probs": episode.log_probs_TCA.shape[1:]}
     for name, shape in found.items():
         if tuple(shape) != wanted:
