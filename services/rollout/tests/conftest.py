@@ -211,7 +211,7 @@ class Rollout:
         config = json.dumps({"model": model, "rollout": rollout, "seed": 7})
         return await self.stub.OpenRun(rollout_pb2.OpenRunRequest(header=HEADER, config_json=config))
 
-    async def install(self, published: Published):
+    async def install(self, published: Published, *, in_flight: bool = False):
         self.last = published
         return await self.stub.InstallPolicy(
             rollout_pb2.InstallPolicyRequest(
@@ -219,6 +219,7 @@ class Rollout:
                 version=published.version,
                 manifest=published.manifest,
                 sources=[published.source],
+                in_flight=in_flight,
             )
         )
 

@@ -166,7 +166,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         started = time.perf_counter()
         async with self._changing:
             with refusals():
-                if await run.engine.check_install(policy):
+                if await run.engine.check_install(policy, in_flight=request.in_flight):
                     return rollout_pb2.InstallPolicyResponse(version=version)
                 received = await receive_weights(
                     self._instance.weights,
@@ -178,7 +178,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
                 )
                 transfer_s = time.perf_counter() - started
                 weights = weights_of(request.manifest, received.body, received.path)
-                pause_s = await _install(run, policy, weights, self._authority(request.header))
+                pause_s = await self._put(run, policy, weights, request)
             self._instance.weights.keep(run.name, {version.number})
         return rollout_pb2.InstallPolicyResponse(
             version=version,
@@ -206,12 +206,21 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
             )
             read_s = time.perf_counter() - started
             version.digest = manifest.digest
-            policy, authority = Policy(version.number, version.digest), self._authority(request.header)
+            policy = Policy(version.number, version.digest)
             with refusals():
-                pause_s = await _install(run, policy, weights_of(manifest, body), authority)
+                pause_s = await self._put(run, policy, weights_of(manifest, body), request)
         return rollout_pb2.InstallPolicyResponse(
             version=version, transfer_time=_duration(read_s), pause_time=_duration(pause_s)
         )
+
+    async def _put(
+        self, run: OpenedRun, policy: Policy, weights: Weights, request: rollout_pb2.InstallPolicyRequest
+    ) -> float:
+        authority = self._authority(request.header)
+        try:
+            return await run.engine.install(policy, weights, authority, in_flight=request.in_flight)
+        except ValueError as error:
+            raise ServiceError(grpc.StatusCode.INVALID_ARGUMENT, "WEIGHTS_MISMATCH", str(error)) from error
 
     async def Pause(self, request: rollout_pb2.PauseRequest, context: Context) -> rollout_pb2.PauseResponse:
         """Stops decoding; partial outputs go out on their streams."""
@@ -366,13 +375,6 @@ def _check_ready(run: OpenedRun, number: int) -> None:
         )
     if run.engine.paused:
         raise Refused("PAUSED", "the engine is paused; call Resume first")
-
-
-async def _install(run: OpenedRun, policy: Policy, weights: Weights, authority: Authority) -> float:
-    try:
-        return await run.engine.install(policy, weights, authority)
-    except ValueError as error:
-        raise ServiceError(grpc.StatusCode.INVALID_ARGUMENT, "WEIGHTS_MISMATCH", str(error)) from error
 
 
 def _duration(seconds: float) -> Duration:

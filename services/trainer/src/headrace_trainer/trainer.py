@@ -33,6 +33,7 @@ from headrace_trainer.errors import Refusal, conflict, invalid
 from headrace_trainer.group.group import Gang, join_gang
 from headrace_trainer.group.rank import Rank
 from headrace_trainer.group.rounds import Round, RoundLost, Rounds
+from headrace_trainer.learning.contribution import check_helped
 from headrace_trainer.learning.step import StepState
 from headrace_trainer.session import Session
 
@@ -99,6 +100,8 @@ class Trainer:
         """Prepares for a run; its algorithm. Raises Refusal INVALID or MODEL_NOT_READABLE."""
         choose_backend(config.trainer)
         algorithm = build_algorithm(config.algorithm)
+        if config.trainer.helpers:
+            check_helped(algorithm)
         try:
             architecture = load_architecture(config.model)
             if (critic := algorithm.critic) is not None and critic.path is not None:

@@ -98,7 +98,7 @@ class World(Processes):
         self.specs = [random_spec(self.rng, seed, "run" if not i else f"run{i}") for i in range(count)]
         self.spare = {
             kind: sizes.choice([0, 0, 1, 2]) if faults else 0 for kind in ("rollout", "trainer", "reward")
-        }
+        } | {"simulator": 0}
         self.counts: dict[str, int] = {}
         self.wall_ahead_s = WALL_S
         self.slept_s = 0.0
@@ -128,6 +128,7 @@ class World(Processes):
             "rollout": max(spec.rollout.instances for spec in self.specs),
             "trainer": max(spec.trainer.ranks for spec in self.specs),
             "reward": 1,
+            "simulator": max(2 * bool(spec.environment) for spec in self.specs),
         }
 
     # --- the coordinator

@@ -51,6 +51,8 @@ class Capabilities:
     """One model may span several devices."""
     top_p_after_others: bool = True
     """Top-p counts the mass that top-k and min-p left; without it, top-p is refused together with them."""
+    penalty_counts_prompt: bool = True
+    """The repetition penalty counts the tokens of the prompt too; without it, one other than 1 is refused."""
 
 
 @dataclass(frozen=True)
@@ -172,8 +174,8 @@ class Output:
     """What happened to a sample: new tokens, its end, or its stop from outside.
 
     `token_ids` and `log_probs` begin at `offset` and hold what was not sent before; all are of version
-    `policy_number`. An end (`finish`) or a stop (`stopped`) carries the whole answer in `whole`, with the version
-    of each token as spans.
+    `policy_number` (with stop strings, a few that they held back may be of the one before). An end (`finish`) or a
+    stop (`stopped`) carries the whole answer in `whole`, with the version of each token as spans.
     """
 
     key: SampleKey
@@ -291,8 +293,11 @@ class Engine(Protocol):
     async def resume(self) -> None:
         """Goes on after pause."""
 
-    async def check_install(self, policy: Policy) -> bool:
-        """True when the digest is there already (its number is taken). POLICY_MISMATCH while others live."""
+    async def check_install(self, policy: Policy, *, in_flight: bool = False) -> bool:
+        """True when the digest is there already (its number is taken). POLICY_MISMATCH while others live.
+
+        INVALID for `in_flight` without `capabilities.inflight_update`.
+        """
 
     async def install(
         self, policy: Policy, weights: Weights, authority: Authority = allowed, *, in_flight: bool = False
@@ -300,7 +305,8 @@ class Engine(Protocol):
         """Swaps all weights or none; returns the seconds that decoding stood still.
 
         Refused while sequences live, unless `in_flight`: they then go on with the new version, and their spans
-        say where. ValueError: names or shapes are not the model's; what was installed serves on.
+        say where; streams of the versions before take groups as before. ValueError: names or shapes are not the
+        model's; what was installed serves on.
         """
 
     async def score(

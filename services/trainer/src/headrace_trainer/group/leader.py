@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable
 from collections.abc import Sequence as Many
 
+from headrace_servicekit.failpoints import failpoint_sync
+
 from headrace_trainer.backends._base import CommitReport, PrivateGradient
 from headrace_trainer.group.rank import Rank, commit_report, is_finite
 from headrace_trainer.learning.samples import Columns, Rows, Sequence
@@ -39,6 +41,7 @@ class LeaderRounds:
 
     def micro(self, work: list[Rows]) -> bool:
         """See `StepRounds`."""
+        failpoint_sync("trainer.micro")
         finite = is_finite(self._step("micro", work=work, algorithm_state=self._rank.algorithm.state()))
         self.micro_rounds += 1
         return finite

@@ -41,6 +41,7 @@ CAPABILITIES = Capabilities(
     position_keyed_sampling=True,
     deterministic=True,
     resume_from_prefix=True,
+    inflight_update=True,
     score_processed=True,
     suspend_frees_memory=True,
 )
@@ -132,25 +133,25 @@ class TransformersEngine:
 
         await self._call(act)
 
-    async def check_install(self, policy: Policy) -> bool:
+    async def check_install(self, policy: Policy, *, in_flight: bool = False) -> bool:
         """See Engine."""
-        return await self._call(lambda: self._check_install(policy))
+        return await self._call(lambda: self._check_install(policy, in_flight=in_flight))
 
     async def install(
         self, policy: Policy, weights: Weights, authority: Authority = allowed, *, in_flight: bool = False
     ) -> float:
         """See Engine."""
-        if in_flight:
-            raise Refused(
-                "INVALID",
-                "rollout.engine: transformers installs between sequences only; pause first, or choose another engine",
-            )
 
         def act() -> float:
             authority()
-            if self._check_install(policy):
+            if self._check_install(policy, in_flight=in_flight):
                 return 0.0
+            goes_on = in_flight and self.policy is not None
+            if goes_on:
+                self._decoder.begin_again()
             seconds = self._model.install(policy, weights.views())
+            if not goes_on:
+                self._decoder.oldest = policy.number
             if self._memory is MemoryState.COLD:
                 self._memory = MemoryState.AWAKE
             return seconds
@@ -259,7 +260,7 @@ class TransformersEngine:
             stream.failed(f"{type(error).__name__}: {error}")
         self._streams.clear()
 
-    def _check_install(self, policy: Policy) -> bool:
+    def _check_install(self, policy: Policy, *, in_flight: bool) -> bool:
         installed = self.policy
         if self._memory is MemoryState.SUSPENDED:
             raise Refused("SUSPENDED", "the weights have no room; Wake WEIGHTS first")
@@ -270,11 +271,13 @@ class TransformersEngine:
                 "POLICY_MISMATCH",
                 f"version {policy.number} does not follow version {installed.number}, which is installed",
             )
-        if living := self._decoder.living:
+        if (living := self._decoder.living) and not in_flight:
             raise Refused("POLICY_MISMATCH", f"{living} sequences of the installed version live; pause first")
         if installed is not None and installed.digest == policy.digest:
             # A rewind gives old weights a new number.
             self._model.policy = policy
+            if not in_flight:
+                self._decoder.oldest = policy.number
             return True
         return False
 
