@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 from headrace_schema.evaluating import EvaluationSpec
 from headrace_schema.spec import RunSpec
 
+STAGED = 3
+"""Seeds with this rest by 8 have two reward stages: none that once found a bug has it, which it would not again."""
 UNREADABLE = "unreadable"
 ROBOTS = 0.15
 """Share of runs with a robot policy."""
@@ -48,7 +51,7 @@ def random_spec(rng: random.Random, seed: int, name: str = "simulated") -> RunSp
             },
             "rollout": {"instances": rng.choice([1, 1, 2, 3])},
             "trainer": {"ranks": ranks},
-            "reward": {"scorers": [{"name": "exact"}]},
+            **_stages(seed),
             "placement": _placement(rng.choice(["collocated", "disaggregated"]), seed),
             "checkpoint": {
                 "enabled": rng.random() < 0.8,
@@ -111,6 +114,31 @@ def random_evaluation(rng: random.Random, seed: int, origin: str = "") -> Evalua
             "limits": {"recoveries": rng.choice([2, *[50] * 9])},
         }
     )
+
+
+def _stages(seed: int) -> dict[str, Any]:
+    """For some seeds a second reward stage, behind the first one or beside it; groups of equal rewards stay equal."""
+    if seed % 8 != STAGED:
+        return {"reward": {"scorers": [{"name": "exact"}]}}
+    own = random.Random(f"{seed}/stages")
+    services = {"generate": "rollout", "score": "reward", "judge": "reward", "learn": "trainer"}
+    pieces = own.choice(["trajectory", "group"])
+    second: dict[str, Any] = {
+        "source": own.choice(["generate", "score"]),
+        "target": "judge",
+        "granularity": pieces,
+    }
+    if second["source"] == "score" and own.random() < 0.7:
+        second["at_least"] = 1.0
+    edges = [{"source": "generate", "target": "score"}, second]
+    edges += [{"source": stage, "target": "learn"} for stage in ("score", "judge")]
+    return {
+        "reward": {"scorers": [{"name": "exact"}], "stages": {"judge": [{"name": "exact"}]}},
+        "workflow": {
+            "stages": {name: {"service": service} for name, service in services.items()},
+            "edges": edges,
+        },
+    }
 
 
 def _placement(mode: str, seed: int) -> dict[str, str | int]:
