@@ -28,49 +28,61 @@ def random_spec(rng: random.Random, seed: int, name: str = "simulated") -> RunSp
     """A spec that some fleet of at most three instances of a kind can run."""
     ranks = rng.choice([1, 1, 1, 2, 2, 3])
     return RunSpec.model_validate(
-        {
-            "name": name,
-            "steps": rng.randint(3, 7),
-            "seed": seed,
-            "deterministic": rng.random() < 0.2,
-            "export": rng.random() < 0.5,
-            "model": {"path": "imaginary"},
-            "data": {
-                "source": "copy_digits",
-                "options": {"digits": 1},
-                "heldout": 2,
-                "curriculum": random.Random(f"{seed}/curriculum").choice([None, None, MIDDLE]),
-            },
-            "algorithm": {
-                "group_size": rng.randint(2, 4),
-                "prompts_per_step": ranks * rng.choice([1, 2]) if ranks > 1 else rng.choice([2, 4]),
-                "options": {
-                    **random.Random(f"{seed}/refill").choice(REFILLS),
-                    "greedy_first": random.Random(f"{seed}/greedy").random() < 0.2,
+        _with_helpers(
+            seed,
+            {
+                "name": name,
+                "steps": rng.randint(3, 7),
+                "seed": seed,
+                "deterministic": rng.random() < 0.2,
+                "export": rng.random() < 0.5,
+                "model": {"path": "imaginary"},
+                "data": {
+                    "source": "copy_digits",
+                    "options": {"digits": 1},
+                    "heldout": 2,
+                    "curriculum": random.Random(f"{seed}/curriculum").choice([None, None, MIDDLE]),
+                },
+                "algorithm": {
+                    "group_size": rng.randint(2, 4),
+                    "prompts_per_step": ranks * rng.choice([1, 2]) if ranks > 1 else rng.choice([2, 4]),
+                    "options": {
+                        **random.Random(f"{seed}/refill").choice(REFILLS),
+                        "greedy_first": random.Random(f"{seed}/greedy").random() < 0.2,
+                    },
+                },
+                "rollout": {"instances": rng.choice([1, 1, 2, 3])},
+                "trainer": {"ranks": ranks},
+                **_stages(seed),
+                "placement": _placement(rng.choice(["collocated", "disaggregated"]), seed),
+                "checkpoint": {
+                    "enabled": rng.random() < 0.8,
+                    "interval_steps": rng.randint(1, 3),
+                    "keep": rng.choice([1, 3]),
+                },
+                "evaluation": {"every": rng.choice([0, 2])},
+                "scheduling": {
+                    "priority": rng.choice([0, 0, 0, 1, 5]),
+                    "weight": rng.choice([0.5, 1.0, 1.0, 2.0]),
+                    "quantum_s": rng.choice([0.5, *[rng.uniform(5.0, 30.0)] * 3]),
+                },
+                "limits": {
+                    "max_drop_rate": 0.9,
+                    "recoveries": rng.choice([2, *[50] * 15]),
+                    "in_flight_bytes": rng.choice([200, 10**7]),
                 },
             },
-            "rollout": {"instances": rng.choice([1, 1, 2, 3])},
-            "trainer": {"ranks": ranks},
-            **_stages(seed),
-            "placement": _placement(rng.choice(["collocated", "disaggregated"]), seed),
-            "checkpoint": {
-                "enabled": rng.random() < 0.8,
-                "interval_steps": rng.randint(1, 3),
-                "keep": rng.choice([1, 3]),
-            },
-            "evaluation": {"every": rng.choice([0, 2])},
-            "scheduling": {
-                "priority": rng.choice([0, 0, 0, 1, 5]),
-                "weight": rng.choice([0.5, 1.0, 1.0, 2.0]),
-                "quantum_s": rng.choice([0.5, *[rng.uniform(5.0, 30.0)] * 3]),
-            },
-            "limits": {
-                "max_drop_rate": 0.9,
-                "recoveries": rng.choice([2, *[50] * 15]),
-                "in_flight_bytes": rng.choice([200, 10**7]),
-            },
-        }
+        )
     )
+
+
+def _with_helpers(seed: int, fields: dict[str, Any]) -> dict[str, Any]:
+    """Some helpers for a run that may have any."""
+    instances: int = fields["rollout"]["instances"]
+    if instances > 1 and fields["placement"]["mode"] == "collocated" and not fields["deterministic"]:
+        helpers = random.Random(f"{seed}/helpers").choice([0, 1, instances - 1])
+        fields["trainer"]["helpers"] = helpers
+    return fields
 
 
 def robots(spec: RunSpec, seed: int) -> RunSpec:
@@ -88,6 +100,7 @@ def robots(spec: RunSpec, seed: int) -> RunSpec:
             "data": {"heldout": 2, "options": {"starts": 10}, "curriculum": fields["data"]["curriculum"]},
             "algorithm": fields["algorithm"] | {"options": {}},
             "reward": {"scorers": [{"name": "episode"}]},
+            "trainer": fields["trainer"] | {"helpers": 0},
         }
     )
 
