@@ -11,6 +11,7 @@ import weakref
 
 import grpc
 import pytest
+import torch
 from headrace.common.v1 import common_pb2
 from headrace.rollout.v1 import rollout_pb2
 from headrace_modelkit.presets.tiny import tiny_model
@@ -200,6 +201,42 @@ async def test_install_is_refused_while_a_sequence_of_another_version_lives(roll
     await refused(call.read_all(), "POLICY_MISMATCH", "version 1 is wanted and 2 is installed")
 
 
+async def test_an_install_in_flight_leaves_segments_of_both_versions(
+    rollout, assignments, publish, reference
+):
+    other = tiny_model(seed=3)
+    call = await rollout.generate(assignments, half_close=False, chunk_tokens=1, max_new_tokens=100).start()
+    await call.read_until(lambda call: call.chunks)
+    response = await rollout.install(publish(other, 2), in_flight=True)
+    assert response.pause_time.nanos > 0
+    await call.assign([_renumbered(assignments[0], 50)])  # the stream goes on under version 2
+    await call.call.done_writing()
+    finished = await call.read_all()
+    assert len(finished) == 3 * (len(assignments) + 1) and not call.partials
+    made = {key: [s.policy_number for s in t.segments[1:]] for key, t in finished.items()}
+    assert [1, 2] in made.values(), "no sample lived through the install"
+    assert all(numbers == [2] for (ordinal, _), numbers in made.items() if ordinal == 50)
+    for trajectory in finished.values():
+        prompt = list(trajectory.segments[0].tokens.token_ids)
+        answer = [token for s in trajectory.segments[1:] for token in s.tokens.token_ids]
+        at = 0
+        for segment in trajectory.segments[1:]:
+            model = {1: reference, 2: other}[segment.policy_number]
+            with torch.no_grad():
+                logits = model(torch.tensor([[*prompt, *answer]])).logits[0, len(prompt) - 1 : -1]
+            wanted = logits.log_softmax(-1).gather(-1, torch.tensor(answer)[:, None])[:, 0].tolist()
+            count = len(segment.tokens.log_probs)
+            assert segment.tokens.log_probs == pytest.approx(wanted[at : at + count], abs=1e-4)
+            at += count
+
+
+def _renumbered(group, ordinal):
+    found = rollout_pb2.GroupAssignment()
+    found.CopyFrom(group)
+    found.prompt_ordinal = ordinal
+    return found
+
+
 async def test_suspend_gives_memory_back_and_wake_takes_it_in_order(
     new_rollout, tmp_path, assignments, publish
 ):
@@ -328,13 +365,6 @@ async def test_generate_needs_the_version_and_an_awake_engine(rollout, assignmen
     await refused(call.read_all(), "PAUSED", "Resume")
     await rollout.stub.Resume(rollout_pb2.ResumeRequest(header=HEADER))
     assert len(await (await rollout.generate(assignments).start()).read_all()) == 12
-
-
-async def test_episodes_are_not_offered(rollout):
-    call = rollout.stub.RunEpisodes(iter([rollout_pb2.RunEpisodesRequest(header=HEADER)]))
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await call.read()
-    assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
 
 
 async def test_figures_reach_the_session(rollout, assignments):

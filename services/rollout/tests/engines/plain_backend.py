@@ -20,7 +20,7 @@ class PlainBackend:
     """Its process is a child that sleeps: killed like an engine's, it takes the model with it."""
 
     name = "plain"
-    capabilities = Capabilities(resume_from_prefix=True, inflight_update=True)
+    capabilities = Capabilities(resume_from_prefix=True, inflight_update=True, penalty_counts_prompt=False)
 
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
@@ -31,6 +31,10 @@ class PlainBackend:
         self._loaded: dict[str, torch.Tensor] = {}
         self._asleep: set[Scope] = set()
         self.threads = 0
+        self.refused: set[int] = set()
+        """It takes no prompt that begins with one of these."""
+        self.start_gate = asyncio.Event()
+        self.start_gate.set()
 
     @property
     def alive(self) -> bool:
@@ -41,6 +45,7 @@ class PlainBackend:
         return [self._child.pid] if self._child is not None else []
 
     async def start(self, start: Start) -> None:
+        await self.start_gate.wait()
         self._model = load_model(self._config.model, weights=False, device="cpu")
         self._child = subprocess.Popen(["sleep", "1000"])  # noqa: ASYNC220
         self._asleep, self.threads = set(), start.threads
@@ -52,6 +57,8 @@ class PlainBackend:
         self._child = None
 
     async def generate(self, request: Request) -> AsyncGenerator[Tokens, None]:
+        if request.token_ids[0] in self.refused:
+            raise BackendFailed("a prompt that it cannot take")
         ids, random = list(request.token_ids), torch.Generator().manual_seed(request.seed)
         for _ in range(request.max_new_tokens):
             self._needs(Scope.WEIGHTS, Scope.KV_CACHE)

@@ -56,6 +56,17 @@ async def test_log_probs_are_of_the_processed_distribution(rig, distribution):
         assert output.finish in (Finish.EOS, Finish.LENGTH)
 
 
+async def test_a_repetition_penalty_counts_the_prompt_or_is_refused(rig):
+    wanted = Distribution(0.0, repetition_penalty=50.0)
+    if not rig.engine.capabilities.penalty_counts_prompt:
+        with pytest.raises(Refused, match="repetition_penalty"):
+            await rig.generate(groups(1), wanted)
+        return
+    for output in (await rig.generate(groups(1), wanted, max_new_tokens=4)).values():
+        ids = list(output.whole.token_ids)
+        assert not set(ids) & set(output.prompt_ids) and len(ids) == len(set(ids))
+
+
 async def test_tokens_come_as_often_as_the_distribution_says(rig):
     count, prompt, distribution = 800, PROMPTS[1], Distribution(temperature=1.5)
     outputs = await rig.generate([group(0, prompt, count)], distribution, max_new_tokens=1)
@@ -213,6 +224,38 @@ async def test_a_strict_install_is_refused_while_sequences_live(rig):
     await collector.wait_ended(15)
 
 
+async def test_an_update_in_flight_keeps_the_sequences_and_says_which_version_made_what(rig):
+    if not rig.engine.capabilities.inflight_update:
+        with pytest.raises(Refused, match="in_flight"):
+            await rig.install(rig.model_b, in_flight=True)
+        return
+    prompt, collector, before = LONG[:200], Collector(), rig.engine.policy.number
+    stream = rig.stream(collector, Distribution(1.5), max_new_tokens=300, chunk_tokens=4)
+    await rig.engine.submit(stream, [group(0, prompt, 24)])  # more than run at once: some wait
+    await collector.until(lambda: len(collector.outputs) > 8)
+    after = await rig.install(rig.model_b, in_flight=True)
+    await rig.engine.submit(stream, [group(1, prompt, 2)])  # the stream goes on, too
+    outputs = await collector.wait_ended(26)
+    assert not any(output.stopped for output in outputs.values())
+    crossed = [output.whole for output in outputs.values() if len(output.whole.spans) == 2]
+    assert crossed, "no sample lived through the update"
+    for key, output in outputs.items():
+        answer, at = list(output.whole.token_ids), 0
+        if key.prompt_ordinal == 1:
+            assert output.whole.spans == [(after, len(answer))]
+        for number, count in output.whole.spans:
+            model = {before: rig.model_a, after: rig.model_b}[number]
+            expected = expected_log_probs(model, prompt, answer, Distribution(1.5))[at : at + count]
+            assert output.whole.log_probs[at : at + count] == pytest.approx(expected, abs=1e-4)
+            at += count
+        assert at == len(answer)
+        pieces = [piece for piece in collector.outputs if piece.key == key]
+        assert [token for piece in pieces for token in piece.token_ids] == answer
+        assert {piece.policy_number for piece in pieces} == {number for number, _ in output.whole.spans}
+    with pytest.raises(Refused, match="is wanted"):
+        await rig.engine.submit(rig.stream(Collector(), policy_number=before - 1), groups(1))
+
+
 async def test_a_stream_without_its_lease_gets_its_samples_back(rig):
     held, collector = True, Collector()
     stream = rig.stream(collector, Distribution(0.0), max_new_tokens=400, chunk_tokens=1, holds=lambda: held)
@@ -297,6 +340,16 @@ async def test_64_samples_with_joins_and_leaves(rig):
                 else []
             )
             assert output.whole.log_probs == pytest.approx(expected, abs=1e-4)
+
+
+async def test_more_prompts_at_once_than_an_engine_prefills_in_one_pass(rig):
+    prompts = [[3 + (index * 7 + ordinal) % 20 for index in range(400)] for ordinal in range(16)]
+    asked = [group(ordinal, ids) for ordinal, ids in enumerate(prompts)]
+    for output in (await rig.generate(asked, max_new_tokens=4)).values():
+        answer = list(output.whole.token_ids)
+        expected = expected_log_probs(rig.model_a, output.prompt_ids, answer, Distribution())
+        assert output.whole.log_probs == pytest.approx(expected, abs=1e-4)
+        assert output.finish is not None
 
 
 async def test_a_closed_stream_leaves_the_others(rig):

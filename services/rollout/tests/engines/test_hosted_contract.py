@@ -45,28 +45,22 @@ async def test_an_install_that_breaks_halfway_leaves_the_version_before(rig):
     await serves(rig, rig.model_b)
 
 
-async def test_an_update_in_flight_keeps_the_sequences_and_says_which_version_made_what(rig):
+async def test_an_update_in_flight_that_breaks_leaves_the_sequences_to_the_version_before(rig):
     if not rig.engine.capabilities.inflight_update:
         pytest.skip(f"{rig.name} offers no update in flight")
-    collector, before = Collector(), rig.engine.policy.number
+    weights, number, collector = rig.weights(rig.model_b), rig.engine.policy.number, Collector()
+    damaged = replace(weights, entries=(*weights.entries[:-1], replace(weights.entries[-1], digest="0" * 16)))
     stream = rig.stream(collector, Distribution(1.5), max_new_tokens=300, chunk_tokens=4)
     await rig.engine.submit(stream, [group(0, PROMPT, 8)])
-    await collector.until(lambda: len(collector.outputs) > 8)
-    after = await rig.install(rig.model_b, in_flight=True)
-    outputs = await collector.wait_ended(8)
-    assert not any(output.stopped for output in outputs.values())
-    crossed = [output.whole for output in outputs.values() if len(output.whole.spans) == 2]
-    assert crossed, "no sample lived through the update"
-    for whole in crossed:
-        (first, count), (second, rest) = whole.spans
-        assert (first, second) == (before, after) and count + rest == len(whole.token_ids)
-        answer = list(whole.token_ids)
-        old = expected_log_probs(rig.model_a, PROMPT, answer, Distribution(1.5))
-        new = expected_log_probs(rig.model_b, PROMPT, answer, Distribution(1.5))
-        assert whole.log_probs[:count] == pytest.approx(old[:count], abs=1e-4)
-        assert whole.log_probs[count:] == pytest.approx(new[count:], abs=1e-4)
-    for output in collector.outputs:
-        assert output.policy_number in (before, after)
+    await collector.until(lambda: len(collector.outputs) > 2)
+    with pytest.raises(Refused) as refused:
+        await rig.engine.install(Policy(number + 1, "c"), damaged, in_flight=True)
+    assert refused.value.reason == "INSTALL_FAILED"
+    for output in (await collector.wait_ended(8)).values():
+        answer = list(output.whole.token_ids)
+        expected = expected_log_probs(rig.model_a, PROMPT, answer, Distribution(1.5))
+        assert output.whole.log_probs == pytest.approx(expected, abs=1e-4)
+        assert output.whole.spans == [(number, len(answer))] and not output.stopped
 
 
 async def test_a_killed_engine_is_reported_and_started_again_with_its_version(rig):
@@ -103,9 +97,38 @@ async def test_an_engine_without_a_lease_computes_nothing_and_takes_the_cores_of
     await serves(rig, rig.model_a)
 
 
+async def test_a_request_that_the_engine_refuses_costs_that_sample_alone(rig):
+    only_plain(rig)
+    rig.engine._backend.refused.add(9)
+    try:
+        found = await rig.generate([group(0, PROMPT, 2), group(1, [9, 5, 6])])
+    finally:
+        rig.engine._backend.refused.clear()
+    assert found[SampleKey(1, 0)].finish is Finish.ERROR
+    assert all(found[SampleKey(0, index)].finish in (Finish.EOS, Finish.LENGTH) for index in (0, 1))
+
+
+async def test_a_lease_that_ends_while_the_engine_starts_does_not_wait_for_it(rig):
+    only_plain(rig)
+    engine, gate = rig.engine, rig.engine._backend.start_gate
+    await engine._thread.call(engine._process.stop)
+    await engine.release()
+    gate.clear()
+    await engine.place((torch.device("cpu"),), 1)
+    installing = asyncio.create_task(rig.install(rig.model_a))
+    await asyncio.sleep(0.2)
+    async with asyncio.timeout(30):
+        await engine.release()
+        with pytest.raises(Refused, match="the lease ended before plain was up"):
+            await installing
+    gate.set()
+    await engine.place((torch.device("cpu"),), 1)
+    await rig.install(rig.model_a)
+    await serves(rig, rig.model_a)
+
+
 async def test_an_engine_that_dies_between_two_leases_starts_with_the_next(rig):
-    if rig.name != "plain":
-        pytest.skip("it is the adapter's doing, and a start of a real engine takes half a minute")
+    only_plain(rig)
     await rig.engine.release()
     before = rig.pids()
     for pid in before:
@@ -118,6 +141,12 @@ async def test_an_engine_that_dies_between_two_leases_starts_with_the_next(rig):
     await rig.install(rig.model_a)
     await serves(rig, rig.model_a)
     assert not set(before) & set(rig.pids())
+
+
+def only_plain(rig) -> None:
+    """For what is the adapter's doing: a start of a real engine takes half a minute."""
+    if rig.name != "plain":
+        pytest.skip("tested with the plain backend")
 
 
 def cpu_seconds(pids) -> float:

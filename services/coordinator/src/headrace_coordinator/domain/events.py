@@ -217,6 +217,16 @@ class PlanProposed(PlanAdopted, frozen=True, kw_only=True):
     """What would be faster now, of a run whose plan only its user changes."""
 
 
+class PolicyFitted(RunEvent, frozen=True, kw_only=True):
+    """What a robot policy reads and does in the run's environment: settled once, as its first pools say."""
+
+    policy: dict[str, Any] | None
+    """The whole configuration of a new policy; None for one that is read from a directory."""
+    state: list[str] | None
+    cameras: dict[str, str] | None
+    """Observations that are its state and its cameras' images."""
+
+
 class StepOpened(RunEvent, frozen=True, kw_only=True):
     """An attempt at a step began; `number` is burnt for the version that it may make."""
 
@@ -427,6 +437,7 @@ AnyEvent = (
     | VersionRestored
     | PlanAdopted
     | PlanProposed
+    | PolicyFitted
     | StepOpened
     | SlotsAssigned
     | SlotsFinished

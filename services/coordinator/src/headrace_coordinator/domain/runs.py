@@ -188,6 +188,8 @@ class RunState(msgspec.Struct):
     """None for a run that trains."""
     plan: ev.PlanAdopted | None = None
     """How it uses its devices; None: as its spec says, or collocated where that says auto."""
+    fitted: ev.PolicyFitted | None = None
+    """Of an embodied run, once its environment is known."""
     proposal: str = ""
     """What would be faster, of a run whose plan only its user changes."""
 
@@ -234,6 +236,8 @@ class RunState(msgspec.Struct):
                 self._hold(event.at, _grant_of(event))
             case ev.RunReleased():
                 self._hold(event.at, None)
+            case ev.PolicyFitted():
+                self.fitted = event
             case ev.PlanProposed():
                 self.proposal = event.reason
             case ev.PlanAdopted():

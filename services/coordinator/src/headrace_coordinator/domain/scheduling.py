@@ -32,11 +32,18 @@ class Demand(msgspec.Struct, frozen=True):
     engine: str
     backend: str
     algorithm: str
+    simulator: str
+    """Backend of simulators; empty: none is needed."""
     disaggregated: bool
     side_by_side: bool
     """Whether devices for both sides are of use."""
     rollout_devices: tuple[str, ...]
     trainer_devices: tuple[str, ...]
+
+    @property
+    def algorithms(self) -> str:
+        """The trainer's registry in which the algorithm is."""
+        return "episode_algorithms" if self.simulator else "algorithms"
 
 
 class Plan(msgspec.Struct):
@@ -61,6 +68,7 @@ def demand_of(run: RunState) -> Demand:
         engine=spec["rollout"]["engine"],
         backend=spec["trainer"]["backend"],
         algorithm=spec["algorithm"]["name"],
+        simulator=(spec.get("environment") or {}).get("backend", ""),
         disaggregated=placement["mode"] == "disaggregated",
         side_by_side=placement["mode"] != "collocated",
         rollout_devices=tuple(placement["rollout"]),
@@ -164,10 +172,12 @@ class _Planner:
         taken = {who for grant in grants.values() for who in grant.instances}
         if not any(i.kind == "reward" and not i.draining for i in self._state.instances.values()):
             return "a reward instance to register"
+        if demand.simulator and not simulators(self._state.instances.values(), demand.simulator):
+            return f"a simulator instance with the backend {demand.simulator} to register"
         rollouts = self._choose("rollout", {"engines": demand.engine}, taken, kept.rollouts, demand.rollouts)
         if len(rollouts) < demand.fewest_rollouts:
             return self._missing("rollout", demand.fewest_rollouts, len(rollouts), grants)
-        facets = {"backends": demand.backend, "algorithms": demand.algorithm}
+        facets = {"backends": demand.backend, demand.algorithms: demand.algorithm}
         trainers = self._choose("trainer", facets, taken, kept.trainers, demand.trainers)
         if len(trainers) < demand.trainers:
             return self._missing("trainer", demand.trainers, len(trainers), grants)
@@ -285,6 +295,13 @@ class _Planner:
                 leaving.remove(name)
                 grants = without
         plan.yields |= dict.fromkeys(leaving, f"yields to {run.id}, which waits for {reason}")
+
+
+def simulators(instances: Iterable[InstanceState], backend: str) -> list[InstanceState]:
+    """Simulators that offer a backend and were not told to stop; they serve many runs at once."""
+    return [
+        i for i in instances if i.kind == "simulator" and not i.draining and _has(i, {"backends": backend})
+    ]
 
 
 def _held_by(runs: Iterable[str]) -> str:

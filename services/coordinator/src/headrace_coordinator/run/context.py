@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any, Protocol
 
 from headrace.common.v1 import common_pb2 as common
@@ -132,7 +133,18 @@ class RunContext:
 
     def prompt(self, prompt: int) -> rollout.Prompt:
         """The prompt of a prompt ordinal."""
-        return prompt_message(self.dataset.prompt(self.item(prompt)))
+        return self.prompt_of(self.item(prompt))
+
+    def prompt_of(self, item: DataItem, prefill: str | None = None) -> rollout.Prompt:
+        """The prompt of an item, or where its episode begins; `prefill` stands in for data.prompt.prefill."""
+        if self.workers.pools is None:
+            return prompt_message(self.dataset.prompt(item, prefill=prefill))
+        start = rollout.EpisodeStart(**item.metadata)
+        described = self.workers.pools.described.get(start.task)
+        if described is not None and described.instruction:
+            asked = self.dataset.prompt(replace(item, question=described.instruction))
+            start.instruction = asked.text or ""
+        return rollout.Prompt(episode=start)
 
     def question(self, prompt: int) -> str:
         """The question as scorers and people see it."""

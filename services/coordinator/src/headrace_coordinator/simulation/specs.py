@@ -8,7 +8,11 @@ from typing import Any
 from headrace_schema.evaluating import EvaluationSpec
 from headrace_schema.spec import RunSpec
 
+STAGED = 3
+"""Seeds with this rest by 8 have two reward stages: none that once found a bug has it, which it would not again."""
 UNREADABLE = "unreadable"
+ROBOTS = 0.15
+"""Share of runs with a robot policy."""
 DEVICES_A_HOST = 6
 """Enough for the largest spec side by side: three rollouts and three trainers."""
 MIDDLE = {"min_pass_rate": 0.2, "max_pass_rate": 0.8}
@@ -49,7 +53,7 @@ def random_spec(rng: random.Random, seed: int, name: str = "simulated") -> RunSp
                 },
                 "rollout": {"instances": rng.choice([1, 1, 2, 3])},
                 "trainer": {"ranks": ranks},
-                "reward": {"scorers": [{"name": "exact"}]},
+                **_stages(seed),
                 "placement": _placement(rng.choice(["collocated", "disaggregated"]), seed),
                 "checkpoint": {
                     "enabled": rng.random() < 0.8,
@@ -81,6 +85,26 @@ def _with_helpers(seed: int, fields: dict[str, Any]) -> dict[str, Any]:
     return fields
 
 
+def robots(spec: RunSpec, seed: int) -> RunSpec:
+    """The same run with a robot policy in place of a language model, in some seeds."""
+    own = random.Random(f"{seed}/robots/{spec.name}")
+    if own.random() > ROBOTS:
+        return spec
+    fields = spec.model_dump(mode="json")
+    return RunSpec.model_validate(
+        fields
+        | {
+            "workflow": "embodied",
+            "model": {"policy": {"kind": "mlp"}},
+            "environment": {"tasks": own.choice([["reach"], ["reach", "push"]]), "count": own.choice([6, 9])},
+            "data": {"heldout": 2, "options": {"starts": 10}, "curriculum": fields["data"]["curriculum"]},
+            "algorithm": fields["algorithm"] | {"options": {}},
+            "reward": {"scorers": [{"name": "episode"}]},
+            "trainer": fields["trainer"] | {"helpers": 0},
+        }
+    )
+
+
 def random_evaluation(rng: random.Random, seed: int, origin: str = "") -> EvaluationSpec:
     """An evaluation of the imaginary model, or of the newest checkpoint of the run `origin`."""
     samples = rng.randint(1, 4)
@@ -105,6 +129,31 @@ def random_evaluation(rng: random.Random, seed: int, origin: str = "") -> Evalua
     )
 
 
+def _stages(seed: int) -> dict[str, Any]:
+    """For some seeds a second reward stage, behind the first one or beside it; groups of equal rewards stay equal."""
+    if seed % 8 != STAGED:
+        return {"reward": {"scorers": [{"name": "exact"}]}}
+    own = random.Random(f"{seed}/stages")
+    services = {"generate": "rollout", "score": "reward", "judge": "reward", "learn": "trainer"}
+    pieces = own.choice(["trajectory", "group"])
+    second: dict[str, Any] = {
+        "source": own.choice(["generate", "score"]),
+        "target": "judge",
+        "granularity": pieces,
+    }
+    if second["source"] == "score" and own.random() < 0.7:
+        second["at_least"] = 1.0
+    edges = [{"source": "generate", "target": "score"}, second]
+    edges += [{"source": stage, "target": "learn"} for stage in ("score", "judge")]
+    return {
+        "reward": {"scorers": [{"name": "exact"}], "stages": {"judge": [{"name": "exact"}]}},
+        "workflow": {
+            "stages": {name: {"service": service} for name, service in services.items()},
+            "edges": edges,
+        },
+    }
+
+
 def _placement(mode: str, seed: int) -> dict[str, str | int]:
     own = random.Random(f"{seed}/placement")
     if own.random() < 0.35:
@@ -125,5 +174,5 @@ def forked(origin: RunSpec, run: str, step: int | None, name: str, more: int) ->
 
 def unreadable(spec: RunSpec, name: str) -> RunSpec:
     """A spec whose model no trainer can read: the run fails as soon as it starts."""
-    model = spec.model.model_copy(update={"path": UNREADABLE})
+    model = spec.model.model_copy(update={"path": UNREADABLE, "policy": None})
     return spec.model_copy(update={"name": name, "model": model, "from_checkpoint": None})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Ids
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from headrace_rollout.engines.base import (
     Distribution,
@@ -41,6 +41,7 @@ class Bounds:
             min(stream.max_new_tokens, room),
             matcher,
             sample.greedy,
+            len(prefix.token_ids) if prefix else 0,
         )
 
     def ended(self, sequence: Sequence) -> Finish | None:
@@ -58,7 +59,7 @@ class Bounds:
 
 @dataclass(eq=False)
 class Sequence:
-    """A sample of a stream; `limit` bounds its sampled tokens, the prefix included."""
+    """A sample of a stream; `limit` bounds its sampled tokens, the prefix included, of which `sent` have gone out."""
 
     stream: Stream
     key: SampleKey
@@ -68,6 +69,7 @@ class Sequence:
     limit: int
     matcher: StopMatcher | None
     greedy: bool = False
+    sent: int = 0
 
     @property
     def distribution(self) -> Distribution:
@@ -122,11 +124,16 @@ class Sequence:
         return self.output(
             prefix.token_ids,
             prefix.log_probs,
-            len(prefix.token_ids),
+            self.sent,
             policy,
             finish=finish,
             stopped=finish is None,
         )
+
+    def so_far(self, tokens: Ids[int], log_probs: Ids[float], sent: int, policy: Policy) -> Sequence:
+        """The sample with what it has as its prefix; `policy` made what is new."""
+        spans = self._spans(len(tokens), [(policy.number, len(tokens))])
+        return replace(self, prefix=Prefix(tokens, log_probs, spans), sent=sent)
 
     def _spans(self, count: int, made: Ids[tuple[int, int]]) -> list[tuple[int, int]]:
         spans: list[tuple[int, int]] = []

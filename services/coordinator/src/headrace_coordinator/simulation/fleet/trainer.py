@@ -255,7 +255,8 @@ class Trainer(Instance):
         if self.phase != trainer.STEP_PHASE_ACCUMULATING or self.attempt != (request.step, request.attempt):
             raise self._refuse("CONFLICT", "no such attempt is open")
         for m in group.members:
-            greedy = m.trajectory.segments[0].tokens.distribution.temperature == 0
+            first = m.trajectory.segments[0]
+            greedy = first.HasField("tokens") and first.tokens.distribution.temperature == 0
             if not greedy == m.masked == (self.greedy_first and m.trajectory.sample.sample_index == 0):
                 raise self._refuse("INVALID", "the greedy answer of a group is its first one, sent masked")
         members = [

@@ -3,30 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Set
-from typing import Any, Protocol
+from typing import Any
 
 from headrace_servicekit.problems import KeyProblem, nearest
 from headrace_servicekit.registry import PluginError
 
 from headrace_rollout.engines.hosted.backend import Deadlines, Start
+from headrace_rollout.engines.hosted_options import HostedOptions
 
 KEY = "rollout.engine_options"
 
 
-class TimeLimits(Protocol):
-    """The options that every hosted engine has, in seconds."""
-
-    @property
-    def start_timeout_s(self) -> float: ...
-
-    @property
-    def install_timeout_s(self) -> float: ...
-
-    @property
-    def silence_timeout_s(self) -> float: ...
-
-
-def deadlines_of(options: TimeLimits) -> Deadlines:
+def deadlines_of(options: HostedOptions) -> Deadlines:
     """The options as the adapter takes them."""
     return Deadlines(
         start_s=options.start_timeout_s,

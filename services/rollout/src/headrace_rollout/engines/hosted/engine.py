@@ -58,6 +58,7 @@ class HostedEngine:
         self._backend = backend
         self._deadlines = deadlines or Deadlines()
         self._policy: Policy | None = None
+        self._oldest = 0
         self._memory = MemoryState.COLD
         self._paused = False
         self._broken = ""
@@ -99,13 +100,7 @@ class HostedEngine:
                 f"deterministic: rollout.engine: {self._backend.name} has no randomness by position and no waves; "
                 "set deterministic: false or rollout.engine: transformers",
             )
-        wanted = stream.distribution
-        if wanted.top_p < 1 and (wanted.top_k or wanted.min_p) and not self.capabilities.top_p_after_others:
-            raise Refused(
-                "INVALID",
-                f"distribution.top_p: rollout.engine: {self._backend.name} counts top-p over all tokens and not over "
-                "those that top_k and min_p leave; set top_p: 1, or top_k: 0 and min_p: 0",
-            )
+        self._check_distribution(stream.distribution)
 
         async def act() -> None:
             policy = self._require(stream.policy_number)
@@ -141,11 +136,11 @@ class HostedEngine:
 
         await self._command(act)
 
-    async def check_install(self, policy: Policy) -> bool:
+    async def check_install(self, policy: Policy, *, in_flight: bool = False) -> bool:
         """See Engine."""
 
         async def act() -> bool:
-            return self._check_install(policy, in_flight=False)
+            return self._check_install(policy, in_flight=in_flight)
 
         return await self._command(act)
 
@@ -153,8 +148,6 @@ class HostedEngine:
         self, policy: Policy, weights: Weights, authority: Authority = allowed, *, in_flight: bool = False
     ) -> float:
         """See Engine."""
-        if in_flight and not self.capabilities.inflight_update:
-            raise Refused("INVALID", f"rollout.engine: {self._backend.name} installs between sequences only")
 
         async def act() -> float:
             authority()
@@ -165,7 +158,9 @@ class HostedEngine:
             authority()  # a start takes long
             await self._process.wake(Scope.WEIGHTS)
             started = time.perf_counter()
+            goes_on = in_flight and self._policy is not None
             await self._put(policy, weights, freeze=in_flight and self._requests.living > 0)
+            self._oldest = self._oldest if goes_on else policy.number
             if self._memory is MemoryState.COLD:
                 await self._process.wake(Scope.KV_CACHE)
                 self._memory = MemoryState.AWAKE
@@ -213,6 +208,7 @@ class HostedEngine:
 
     async def release(self) -> Freed:
         """See Engine. The engine's processes sleep until the next lease, where that gives the devices back."""
+        await self._thread.call(self._process.abandon)  # an install that waits for a start has the turn
         return await self._command(lambda: self._let_go(self._process.release))
 
     async def wake(self, scope: Scope, authority: Authority = allowed) -> None:
@@ -245,6 +241,7 @@ class HostedEngine:
         """See Engine."""
         if self._thread.closed:
             return
+        await self._thread.call(self._process.abandon)
         await self._command(lambda: self._let_go(self._process.stop))
         await self._thread.close()
 
@@ -289,19 +286,39 @@ class HostedEngine:
                 await self._process.call("thaw", self._backend.thaw())
 
     def _require(self, number: int | None) -> Policy:
-        """The installed version, which must be `number` where one is given."""
+        """The installed version, which must be `number`, or have taken over its streams, where one is given."""
         policy = self._policy
         if policy is None and self._broken:
             raise Refused("BROKEN", f"{self._broken}; install again")
-        if policy is None or number not in (None, policy.number):
+        if policy is None or not (number is None or self._oldest <= number <= policy.number):
             wanted = "a policy" if number is None else f"version {number}"
             have = "none" if policy is None else str(policy.number)
             raise Refused("POLICY_MISMATCH", f"{wanted} is wanted and {have} is installed; install it first")
         return policy
 
+    def _check_distribution(self, wanted: Distribution) -> None:
+        """Raises Refused INVALID for a distribution that the engine would sample otherwise."""
+        able, name = self.capabilities, self._backend.name
+        if wanted.top_p < 1 and (wanted.top_k or wanted.min_p) and not able.top_p_after_others:
+            raise Refused(
+                "INVALID",
+                f"distribution.top_p: rollout.engine: {name} counts top-p over all tokens and not over those that "
+                "top_k and min_p leave; set top_p: 1, or top_k: 0 and min_p: 0",
+            )
+        if wanted.repetition_penalty != 1 and not able.penalty_counts_prompt:
+            raise Refused(
+                "INVALID",
+                f"distribution.repetition_penalty: rollout.engine: {name} counts no tokens of the prompt; set 1",
+            )
+
     def _check_install(self, policy: Policy, *, in_flight: bool) -> bool:
         if self._memory is MemoryState.SUSPENDED:
             raise Refused("SUSPENDED", "the weights have no room; Wake WEIGHTS first")
+        if in_flight and not self.capabilities.inflight_update:
+            raise Refused(
+                "INVALID",
+                f"in_flight: rollout.engine: {self._backend.name} installs between sequences only; pause first",
+            )
         installed = self._policy
         if installed == policy:
             return True
@@ -314,6 +331,7 @@ class HostedEngine:
             raise Refused("POLICY_MISMATCH", f"{living} sequences of the installed version live; pause first")
         if installed is not None and installed.digest == policy.digest:
             self._policy = policy  # a rewind gives old weights a new number
+            self._oldest = self._oldest if in_flight else policy.number
             return True
         return False
 

@@ -85,8 +85,12 @@ class EngineProcess:
         if self.up and self._starting is None:
             return
         self.begin()
-        assert self._starting is not None
-        await asyncio.shield(self._starting)
+        starting = self._starting
+        assert starting is not None
+        await asyncio.wait([starting])
+        if starting.cancelled():
+            raise Refused("SUSPENDED", f"the lease ended before {self.backend.name} was up")
+        await starting
 
     def begin(self) -> None:
         """Starts the process in the background, unless it is up or on its way."""
@@ -113,6 +117,11 @@ class EngineProcess:
             self.begin()
         await self.bind(start.threads)
         return kept
+
+    async def abandon(self) -> None:
+        """What waits for a start gives up: its lease ends."""
+        if self._starting is not None:
+            self._starting.cancel()
 
     async def release(self) -> None:
         """Without devices from now on: the process sleeps, and ends where that leaves too much of a GPU in use.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import time
 from collections import deque
 from collections.abc import Callable
@@ -22,6 +23,8 @@ from headrace_rollout.engines.hosted.process import EngineProcess
 from headrace_rollout.engines.hosted.sample import RunningSample, seed_of
 from headrace_rollout.engines.sequence import Bounds, Sequence
 from headrace_rollout.engines.stopping import StopMatcher
+
+_log = logging.getLogger(__name__)
 
 
 class Requests:
@@ -156,9 +159,11 @@ class Requests:
         except BackendFailed as error:
             if not self._backend.alive:
                 self._process.died(str(error))
-            elif not sample.ended:
-                sample.ended = True  # the engine refused this one: it is of use to the others
-                sample.sequence.stream.failed(f"{self._backend.name} refused a request: {error}")
+            elif not sample.ended and (policy := self._policy()) is not None:
+                # The engine is of use to the others: this one's group is made again, or dropped with its reason.
+                about = {"engine": self._backend.name, "prompt": sample.sequence.key.prompt_ordinal}
+                _log.warning("the engine refused a request: %s", error, extra=about)
+                sample.sequence.stream.sink([sample.fail(policy)])
         finally:
             self._left(sample)
 

@@ -27,7 +27,7 @@ class RunningSample:
     def __post_init__(self) -> None:
         prefix = self.sequence.prefix
         self._tokens, self._log_probs = list(prefix.token_ids), list(prefix.log_probs)
-        self._sent = len(self._tokens)
+        self._sent = self.sequence.sent
 
     def take(self, new: Tokens, policy: Policy, eos_ids: frozenset[int]) -> list[Output]:
         """What new tokens send: full chunks, and the end if they reach it; what lies behind the end is dropped."""
@@ -35,15 +35,16 @@ class RunningSample:
         made = Policy(number, policy.digest)
         outputs: list[Output] = []
         for token, log_prob in zip(new.token_ids, new.log_probs, strict=True):
+            matcher = self.sequence.matcher
+            held_back = matcher.held_back if matcher else 0
             if self._spans and self._spans[-1][0] != number:
-                outputs += self._chunk(Policy(self._spans[-1][0], ""), len(self._tokens))
+                outputs += self._chunk(Policy(self._spans[-1][0], ""), len(self._tokens) - held_back)
             self._add(token, log_prob, number)
             if finish := self._finish(token, eos_ids):
                 self.ended = True
                 return [*outputs, self._end(made, finish)]
             size = self.sequence.stream.chunk_tokens
-            matcher = self.sequence.matcher
-            free = len(self._tokens) - (matcher.held_back if matcher else 0)
+            free = len(self._tokens) - held_back
             if size and free - self._sent >= size:
                 outputs += self._chunk(made, free)
         return outputs
@@ -54,6 +55,11 @@ class RunningSample:
         return self.sequence.output(
             self._tokens, self._log_probs, self._sent, policy, stopped=True, made=self._spans
         )
+
+    def fail(self, policy: Policy) -> Output:
+        """The event of a request that the engine refused, with what had come."""
+        self.ended = True
+        return self._end(policy, Finish.ERROR)
 
     def _add(self, token: int, log_prob: float, number: int) -> None:
         self._tokens.append(token)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from headrace_servicekit.registry import Options
-from pydantic import Field, PositiveFloat, PositiveInt
+from pydantic import Field, PositiveInt
+
+from headrace_rollout.engines.hosted_options import HostedOptions
 
 OWN_ARGUMENTS = {
     "model_path": "model.path",
@@ -34,30 +35,22 @@ FIXED_ARGUMENTS = frozenset(
         "sampling_defaults",
         "sampling_mask_max_tokens",
         "skip_tokenizer_init",
+        "sleep_on_idle",
         "weight_version",
     }
 )
 """Arguments that the install protocol and the log-probs rely on."""
 
 
-class SglangOptions(Options):
+class SglangOptions(HostedOptions):
     """What a run may say about SGLang."""
 
-    tensor_parallel_size: PositiveInt | None = Field(
-        default=None, description="devices that one model spans; default: all of the lease's GPUs"
-    )
     memory_fraction: Annotated[float, Field(gt=0, lt=1)] = Field(
         default=0.8, description="share of a GPU's memory for weights and KV cache"
     )
     kv_cache_tokens: PositiveInt | None = Field(
         default=None,
         description="tokens that the KV cache holds; default: what is left of the share, on a CPU 8192",
-    )
-    enforce_eager: bool = Field(default=False, description="no CUDA graphs: slower, and starts sooner")
-    start_timeout_s: PositiveFloat = Field(default=600.0, description="longest start of the engine's process")
-    install_timeout_s: PositiveFloat = Field(default=300.0, description="longest install of a version")
-    silence_timeout_s: PositiveFloat = Field(
-        default=120.0, description="seconds without a token, after which the engine counts as hung"
     )
     engine_args: dict[str, Any] = Field(
         default_factory=dict, description="further fields of SGLang's ServerArgs, by name"

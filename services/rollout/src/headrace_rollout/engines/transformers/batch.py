@@ -48,7 +48,7 @@ class Batch:
         self.length[row], self.sampled[row], self.sent[row], self.limit[row] = (
             length,
             given,
-            given,
+            sequence.sent,
             sequence.limit,
         )
         # Without chunks nothing is sent before the end.

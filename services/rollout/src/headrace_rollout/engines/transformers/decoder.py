@@ -20,11 +20,11 @@ from headrace_rollout.engines.sequence import Bounds, Sequence
 from headrace_rollout.engines.stopping import StopMatcher
 from headrace_rollout.engines.transformers.batch import Batch
 from headrace_rollout.engines.transformers.cache import PrefillPlan, PromptKeys
-from headrace_rollout.engines.transformers.memory import available_bytes
 from headrace_rollout.engines.transformers.policy_model import PolicyModel
 from headrace_rollout.engines.transformers.queue import Admission, JoinQueue
 from headrace_rollout.engines.transformers.sampling import RowDistributions, draw, process
 from headrace_rollout.engines.transformers.waiting import Arrivals, Waiting
+from headrace_rollout.engines.weight_memory import available_bytes
 
 # Tokens of one prefill pass: bounds its memory, and how long running rows wait for joiners.
 PREFILL_TOKENS = 4096
@@ -55,6 +55,7 @@ class Decoder:
         self._matchers: dict[tuple[str, ...], StopMatcher] = {}
         self._distributions: RowDistributions | None = None
         self._wave = 0
+        self.oldest = 0
         self.reset()
 
     def reset(self) -> None:
@@ -121,9 +122,9 @@ class Decoder:
                 )
 
     def require(self, number: int) -> Policy:
-        """The installed policy. Refused when it is not `number`."""
+        """The installed policy. Refused when it is not `number`, nor took over the streams of that version."""
         policy = self.model.policy
-        if policy is None or policy.number != number:
+        if policy is None or not self.oldest <= number <= policy.number:
             have = "none" if policy is None else str(policy.number)
             raise Refused(
                 "POLICY_MISMATCH", f"version {number} is wanted and {have} is installed; install it first"
@@ -152,6 +153,29 @@ class Decoder:
             self._remove(rows)
         self._flush()
         return len(gone) + len(rows)
+
+    @torch.inference_mode()
+    def begin_again(self) -> None:
+        """Running rows wait with what they have as their prefix: they go on with weights that are installed now.
+
+        Refused in a wave of a deterministic stream, whose rounding would change.
+        """
+        policy = self.model.policy
+        if self._batch.count and self._running_wave:
+            raise Refused("INVALID", "in_flight: a deterministic stream runs; pause first")
+        running = []
+        for row, sequence in enumerate(self._batch.sequences):
+            end = int(self._batch.sampled[row] - self._batch.held_back[row])
+            if sequence.stream.chunk_tokens and end > self._batch.sent[row]:
+                self._send(row, end)
+                self._batch.sent[row] = end
+            assert policy is not None
+            tokens, log_probs = self._batch.answer(row)
+            sequence = sequence.so_far(tokens, log_probs, int(self._batch.sent[row]), policy)
+            running.append(Waiting(sequence.context_ids(), [sequence]))
+        self._remove(range(self._batch.count))
+        self._queue.begin_again(running)
+        self._flush()
 
     @torch.inference_mode()
     def round(self) -> bool:

@@ -44,6 +44,12 @@ class JoinQueue:
         """Appends contexts."""
         self._waiting.extend(waiting)
 
+    def begin_again(self, running: list[Waiting]) -> None:
+        """Other weights: what was computed for those that wait is void, and what ran waits before them."""
+        for waiting in self._waiting:
+            waiting.keys = waiting.hidden_D = None
+        self._waiting.extendleft(reversed(running))
+
     def take(self, running: list[int], running_wave: int, fits: Fits) -> list[Admission]:
         """Contexts to join now; those that must be computed fit the token budget, one always does.
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from headrace_servicekit.registry import Options
-from pydantic import Field, PositiveFloat, PositiveInt
+from pydantic import Field, PositiveFloat
+
+from headrace_rollout.engines.hosted_options import HostedOptions
 
 OWN_ARGUMENTS = {
     "model": "model.path",
@@ -36,23 +37,14 @@ FIXED_ARGUMENTS = frozenset(
 """Arguments that the install protocol and the log-probs rely on."""
 
 
-class VllmOptions(Options):
+class VllmOptions(HostedOptions):
     """What a run may say about vLLM."""
 
-    tensor_parallel_size: PositiveInt | None = Field(
-        default=None, description="devices that one model spans; default: all of the lease's GPUs"
-    )
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = Field(
         default=0.85, description="share of a GPU's memory that vLLM may take"
     )
     kv_cache_gib: PositiveFloat | None = Field(
         default=None, description="KV cache of each device; default: what is left of the share, on a CPU 1"
-    )
-    enforce_eager: bool = Field(default=False, description="no CUDA graphs: slower, and starts sooner")
-    start_timeout_s: PositiveFloat = Field(default=600.0, description="longest start of the engine's process")
-    install_timeout_s: PositiveFloat = Field(default=300.0, description="longest install of a version")
-    silence_timeout_s: PositiveFloat = Field(
-        default=120.0, description="seconds without a token, after which the engine counts as hung"
     )
     engine_args: dict[str, Any] = Field(
         default_factory=dict, description="further fields of vLLM's AsyncEngineArgs, by name"
