@@ -61,9 +61,11 @@ def test_a_robot_policy_is_trained_paused_resumed_and_shown(fleet: Fleet, tmp_pa
     assert len(found.trained) == STEPS * BATCH
     assert len({item.version.digest for item in found.live}) == STEPS, "every step changed the policy"
     assert all(BATCH <= item.tokens <= BATCH * LONGEST for item in found.live), "actions that were executed"
-    rates = [view["score"] for view in fleet.json("run", "show", run.id)["evaluations"]]
-    assert len(rates) >= 2 and all(0.0 <= rate <= 1.0 for rate in rates)
-    (fitted,) = [event for event in fleet.events(run) if event.type == "policy_fitted"]
+    events = fleet.events(run)
+    views = [event.data["view"] for event in events if event.type == "evaluated"]
+    assert [view["step"] for view in views] == [0, 2, STEPS]
+    assert all(0.0 <= view["score"] <= 1.0 and view["answers"] == 4 for view in views)
+    (fitted,) = [event for event in events if event.type == "policy_fitted"]
     assert fitted.data["policy"]["state_size"] == 2
     assert (Path(ended.export_path) / "policy.json").is_file()
 
