@@ -90,12 +90,12 @@ class EpisodeRunner:
         self._running: dict[asyncio.Task[EpisodeOutput], EpisodeSample] = {}
         self._any_lost = False
         parts = [Turns[Row, Decision](act) for _ in range(plan.environment.alternating)]
-        environments = [(pool, each) for pool in pools for each in pool.environments]
         self._tasks = [asyncio.create_task(self._watch(pool), name=f"watch {pool.name}") for pool in pools]
-        self._tasks += [
-            asyncio.create_task(self._serve(pool, environment, parts[place % len(parts)]))
-            for place, (pool, environment) in enumerate(environments)
-        ]
+        for place, pool in enumerate(pools):
+            for index, environment in enumerate(pool.environments):
+                # A simulator's processes take every so manyth environment: a part is a block, so that it uses them all.
+                part = (index * len(parts) // len(pool.environments) + place) % len(parts)
+                self._tasks.append(asyncio.create_task(self._serve(pool, environment, parts[part])))
 
     @property
     def living(self) -> int:
