@@ -15,6 +15,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+CORE = 0
+"""Both sides compute on this one."""
 Generate = Callable[[list[list[int]]], int]
 """Answers prompts and returns how many tokens were sampled."""
 
@@ -89,6 +91,7 @@ ENGINES: dict[str, Callable[[Load], Generate]] = {"transformers": transformers, 
 def main() -> None:
     """See the module's docstring."""
     name, model, requests, prompt, tokens, dtype = sys.argv[1:]
+    os.sched_setaffinity(0, {CORE})
     load = Load(model, int(requests), int(prompt), int(tokens), dtype)
     # Engines print what they like; the answers have a descriptor of their own.
     answers = os.fdopen(os.dup(1), "w")

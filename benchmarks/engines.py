@@ -2,8 +2,9 @@
 
 `python benchmarks/engines.py [--engines transformers,vllm] [--turns N]`. A rollout service, a process of its own that
 is spoken to over gRPC as the coordinator speaks to it, and the bare engine, another process, generate the same 64
-prompts of 64 tokens with 64 new tokens each, turn about, with one thread each. Bare are `generate` of transformers and
-`LLM` of vLLM; both vllm sides run in `.envs/vllm`, which `make engines ENGINE=vllm` makes.
+prompts of 64 tokens with 64 new tokens each, turn about, with one thread each on the same core. Bare are `generate` of
+transformers and `LLM` of vLLM; both vllm sides run in `.envs/vllm`, which `make engines ENGINE=vllm` makes, without
+torch's compiler.
 
 Prints one JSON line: for each engine `service_vs_bare_ENGINE`, the ratio of the median tokens/s; both medians with
 their quartiles; `start_s_ENGINE` (the process until the run is open), `install_s_ENGINE` (weights from disk),
@@ -28,7 +29,7 @@ from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
-from _engine_bare import ENGINES, Load, prompts
+from _engine_bare import CORE, ENGINES, Load, prompts
 from _engine_memory import kv_bytes_vs_needed
 from _harness import emit, machine, say, table
 
@@ -116,6 +117,10 @@ def measure(name: str, load: Load, folder: Path, turns: int) -> Found:
                 rate = source.turn(turn + 1)
                 if turn >= 0:
                     side.rates.append(rate)
+            if turn >= 0:
+                ratio = found.service.rates[-1] / found.bare.rates[-1]
+                rates = f"service {found.service.rates[-1]:.1f}, bare {found.bare.rates[-1]:.1f} tokens/s"
+                say(f"{name} turn {turn + 1} of {turns}: {rates}, ratio {ratio:.3f}; {machine()}")
         found.pause_s = service.pause(turns + 1)
     return found
 
@@ -183,7 +188,7 @@ class Service:
 
         with ExitStack() as stack:
             fleet = stack.enter_context(FakeFleet())
-            flags = ("--coordinator", fleet.address, "--name", "rollout-0", "--devices", "cpu:0")
+            flags = ("--coordinator", fleet.address, "--name", "rollout-0", "--devices", f"cpu:{CORE}")
             started = time.perf_counter()
             process = alone.Service(
                 "rollout", folder / f"rollout-{name}", *flags, python=python_of(name), **offline()
@@ -312,7 +317,8 @@ def offline() -> dict[str, str]:
     """Settings under which engines start without a network, and this process's path, for what is not installed."""
     path = os.environ.get("PYTHONPATH", "")
     quiet = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
-    return {**quiet, "VLLM_CPU_CI_ENV": "1", **({"PYTHONPATH": path} if path else {})}
+    quiet |= {"VLLM_CPU_CI_ENV": "1", "TORCHDYNAMO_DISABLE": "1"}  # as the service's vLLM on a CPU
+    return {**quiet, **({"PYTHONPATH": path} if path else {})}
 
 
 def _random_model(folder: Path) -> Path:

@@ -15,7 +15,7 @@ def test_a_measured_profile_is_stored_and_planned_from(fleet, spec_of, tmp_path)
     lacking = fleet.headrace("profile", spec, "--stored")
     assert lacking.returncode == 2 and "stages.generate.points: 1 points" in lacking.stderr, lacking.stderr
 
-    found = fleet.json("profile", spec, "--steps", "2")
+    found = fleet.json("profile", spec, "--steps", "1")
     stages = found["profile"]["stages"]
     for stage in ("generate", "learn"):
         points = stages[stage]["points"]

@@ -8,7 +8,7 @@ import torch
 from headrace_schema.generating import SamplingSection
 from headrace_schema.openings import TrainerConfig
 from headrace_servicekit.rpc.errors import reason_of
-from headrace_trainer.backends.fsdp.attention import attend_along_paths
+from headrace_trainer.backends.fsdp.attention import WIDENED_TOKENS, attend_along_paths
 from headrace_trainer.backends.fsdp.prefixes import attends_along_paths, shares_prefixes
 from headrace_trainer.errors import Refusal
 from headrace_trainer.learning import packing
@@ -131,17 +131,18 @@ def test_both_forms_of_attention_give_the_plain_gradient(
         assert 0 < relative_l2(backend.reduced_gradient(17.0), expected) <= 1e-5
 
 
-def test_attention_on_a_cpu_is_computed_in_fp32():
+@pytest.mark.parametrize(("length", "dtype"), [(9, torch.float32), (WIDENED_TOKENS + 1, torch.bfloat16)])
+def test_short_sequences_of_a_bf16_model_are_attended_to_in_fp32(length, dtype):
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(**SIZES)).bfloat16()
     assert attend_along_paths(model, torch.device("cpu"))
     module = model.model.layers[0].self_attn
-    query, key, value = (torch.randn(2, heads, 9, 8).bfloat16() for heads in (2, 1, 1))
-    found, _ = ALL_ATTENTION_FUNCTIONS[model.config._attn_implementation](module, query, key, value, None)
-    wide = scaled_dot_product_attention(
-        query.float(), key.float(), value.float(), is_causal=True, enable_gqa=True
+    own = [torch.randn(2, heads, length, 8).bfloat16() for heads in (2, 1, 1)]
+    found, _ = ALL_ATTENTION_FUNCTIONS[model.config._attn_implementation](module, *own, None)
+    expected = scaled_dot_product_attention(
+        *(tensor.to(dtype) for tensor in own), is_causal=True, enable_gqa=True
     )
-    assert torch.equal(found, wide.transpose(1, 2).bfloat16())
+    assert torch.equal(found, expected.transpose(1, 2).bfloat16())
 
 
 def test_a_model_with_attention_of_its_own_takes_no_paths(gemma):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from headrace_modelkit.presets.tiny import character_tokenizer, tiny_model
@@ -32,10 +34,12 @@ from transformers import PreTrainedModel
 
 ENGINES_HERE = os.environ.get("ENGINE", "transformers,plain").split(",")
 """The engines to test: those that need no environment of their own, unless ENGINE names another."""
-OPTIONS = {
+OPTIONS: dict[str, dict[str, Any]] = {
     "sglang": {"enforce_eager": True},
     "vllm": {"enforce_eager": True, "kv_cache_gib": 0.25},
 }
+for _name in OPTIONS:  # such as {"tensor_parallel_size": 2}
+    OPTIONS[_name] |= json.loads(os.environ.get("ENGINE_OPTIONS", "{}"))
 CONTEXT = 512
 WAIT_S = 120.0
 START_S = 300.0

@@ -342,6 +342,16 @@ async def test_64_samples_with_joins_and_leaves(rig):
             assert output.whole.log_probs == pytest.approx(expected, abs=1e-4)
 
 
+async def test_more_prompts_at_once_than_an_engine_prefills_in_one_pass(rig):
+    prompts = [[3 + (index * 7 + ordinal) % 20 for index in range(400)] for ordinal in range(16)]
+    asked = [group(ordinal, ids) for ordinal, ids in enumerate(prompts)]
+    for output in (await rig.generate(asked, max_new_tokens=4)).values():
+        answer = list(output.whole.token_ids)
+        expected = expected_log_probs(rig.model_a, output.prompt_ids, answer, Distribution())
+        assert output.whole.log_probs == pytest.approx(expected, abs=1e-4)
+        assert output.finish is not None
+
+
 async def test_a_closed_stream_leaves_the_others(rig):
     mine, others = Collector(), Collector()
     stream = rig.stream(mine, max_new_tokens=400)

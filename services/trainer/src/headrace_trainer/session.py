@@ -177,24 +177,28 @@ class Session:
 
         Raises Refusal CONFLICT for the leader of a run's steps, and INVALID for an older version or another model.
         """
-        check_helped(self._rank.algorithm)
-        if self._rank.gang.world_size > 1 or (self.state.version is not None and not self._helps):
-            raise conflict(
-                "this trainer leads the run's steps; a helper is a group of its own and restores nothing"
-            )
-        held = self.state.version
-        if held == base:
+        self.check_help(base)
+        if self.state.version == base:
             return
-        if held is not None and base.number <= held.number:
-            raise invalid(
-                f"version {base.number} is not above {held.number}, which is held; numbers only rise"
-            )
         check_shapes(reader, self._rank.config.model)
         self._rank.reader = reader
         self.state, self._helps = steps.lost(self.state), True
         self._lead("help")
         self._learner = Learner(self._rank.config, self._rank.algorithm, self._leader)
         self.state = steps.restored(self.state, base, {})
+
+    def check_help(self, base: steps.Version) -> None:
+        """Raises what `help` would, but for another model: before weights are taken for it."""
+        check_helped(self._rank.algorithm)
+        if self._rank.gang.world_size > 1 or (self.state.version is not None and not self._helps):
+            raise conflict(
+                "this trainer leads the run's steps; a helper is a group of its own and restores nothing"
+            )
+        held = self.state.version
+        if held is not None and held != base and base.number <= held.number:
+            raise invalid(
+                f"version {base.number} is not above {held.number}, which is held; numbers only rise"
+            )
 
     def contribute(self, step: int, attempt: int) -> Offer:
         """Ends a helper's attempt; what it has accumulated, published. A retry gets the same.

@@ -16,6 +16,7 @@ from headrace_rollout.engines.vllm.options import FIXED_ARGUMENTS, OWN_ARGUMENTS
 
 WORKER = "headrace_rollout.engines.vllm.worker.HeadraceWorker"
 TRANSFER = "headrace_shm"
+CPU_BATCH_TOKENS = 4096
 OWNER = "HEADRACE_ENGINE_OWNER"
 """The variable that tells the engine's processes whose they are, by process id."""
 
@@ -37,11 +38,12 @@ def engine_args(config: EngineConfig, options: VllmOptions, start: Start) -> Asy
     on_gpu = any(device.type == "cuda" for device in start.devices)
     cache_gib = options.kv_cache_gib or (None if on_gpu else 1.0)
     model = config.model
+    context = context_limit(model, load_architecture(model))
     return AsyncEngineArgs(
         model=model.path,
         revision=model.revision,
         dtype=model.dtype,
-        max_model_len=context_limit(model, load_architecture(model)),
+        max_model_len=context,
         max_num_seqs=config.max_concurrency,
         tensor_parallel_size=parallel_size(options.tensor_parallel_size, start),
         gpu_memory_utilization=options.gpu_memory_utilization,
@@ -56,5 +58,18 @@ def engine_args(config: EngineConfig, options: VllmOptions, start: Start) -> Asy
         enable_sleep_mode=on_gpu,
         worker_extension_cls=WORKER,
         weight_transfer_config={"backend": TRANSFER},
-        **{"disable_log_stats": True, **options.engine_args},
+        **{
+            "disable_log_stats": True,
+            **({} if on_gpu else whole_prefills(config, context)),
+            **options.engine_args,
+        },
     )
+
+
+def whole_prefills(config: EngineConfig, context: int) -> dict[str, Any]:
+    """What keeps a CPU from prefilling a prompt in parts.
+
+    vLLM 0.32 sets a seeded request's generator back after a part, which a CPU's cannot do: the engine would end.
+    """
+    tokens = max(CPU_BATCH_TOKENS, context, config.max_concurrency)
+    return {"enable_chunked_prefill": False, "max_num_batched_tokens": tokens}
