@@ -51,6 +51,8 @@ if TYPE_CHECKING:
     from headrace_modelkit.robot.directory import AnyPolicy
 
 FP32 = 4
+CRITIC = ("critic.", "value_head.")
+"""What names of a critic's own weights begin with."""
 PATCH_PIXELS = 14 * 14
 """Pixels of an image that count as a token in `micro_batch_tokens`."""
 
@@ -155,15 +157,22 @@ class RobotBackend:
         return math.isfinite(_norm(self._gradients()))
 
     def commit(self, denominator: float, learning_rate: float, critic_rate: float = 0.0) -> CommitReport:
-        """See `Backend`. The critic is a part of the policy: it has no rate and no norm of its own."""
+        """See `Backend`. The critic's own weights are clipped apart: their large errors must not slow the policy."""
         gradients = self._gradients()
-        norm = _norm(gradients) / denominator
-        if math.isfinite(norm):
-            clip = min(1.0, self._config.optimizer.grad_clip / (norm + 1e-6))
+        beside = {name: gradient for name, gradient in gradients.items() if name.startswith(CRITIC)}
+        own = {name: gradient for name, gradient in gradients.items() if name not in beside}
+        norm, critic_norm = _norm(own) / denominator, _norm(beside) / denominator
+        if finite := math.isfinite(norm + critic_norm):
+            clip, critic_clip = self._clip(norm), self._clip(critic_norm)
+            for gradient in beside.values():
+                gradient.mul_(critic_clip / clip)
             self._adamw.step(gradients, denominator / clip, learning_rate)
         sums, maxima = self._gang.sum(self._figures.sums()), self._gang.maximum(self._figures.maxima())
         self.zero()
-        return CommitReport(math.isfinite(norm), norm, sums, maxima)
+        return CommitReport(finite, norm, sums, maxima, critic_norm)
+
+    def _clip(self, norm: float) -> float:
+        return min(1.0, self._config.optimizer.grad_clip / (norm + 1e-6))
 
     def reduced_gradient(self, denominator: float) -> dict[str, Tensor]:
         """The whole gradient before clipping, by weight; consumes the accumulators. For tests and figures."""
@@ -333,4 +342,4 @@ class RobotBackend:
 
 def _norm(gradients: dict[str, Tensor]) -> float:
     norms = torch._foreach_norm(list(gradients.values()))
-    return float(torch.stack(norms).double().square().sum().sqrt())
+    return float(torch.stack(norms).double().square().sum().sqrt()) if norms else 0.0
