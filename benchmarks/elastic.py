@@ -1,6 +1,6 @@
-"""What moving devices inside a step saves, simulated: `python benchmarks/elastic.py`.
+"""What moving devices inside a step saves: `python benchmarks/elastic.py`, simulated, and `--here`, measured.
 
-A 7B model with a long tail of output lengths. The costs of its stages are fitted to published GRPO runs
+Simulated: a 7B model with a long tail of output lengths. The costs of its stages are fitted to published GRPO runs
 (`data/published_measurements.json`, collocated, 64 to 256 GPUs); the tail has the published shape. What is not
 published is listed when the script starts. Static: the fastest, simulated, of the planner's best trees of every mode
 on the same devices. Elastic: the same devices with the policy of `headrace_coordinator.planner.elastic`, over the tree
@@ -9,7 +9,11 @@ that is best with other seeds. Both draw the same lengths. Helpers pay for their
 Prints one JSON line: `elastic_speedup_64` and `elastic_speedup_1024` with the published batch (512 prompts of 16
 answers), `elastic_speedup_N_load_Q` with Q answers a device, `elastic_ideal_N_load_Q` (static over the longer of: all
 work spread over all devices with none ever idle; generation alone on all devices), `simulate_s_1024` (CPU seconds of
-ten static steps). Nothing is executed.
+ten static steps).
+
+With `--here` a real fleet on two cores runs long-tailed steps in each static mode and with a helper
+(`_elastic_here.py`), and the line has `elastic_speedup_here` (median step of the fastest static mode over that of the
+elastic run) and `switch_s` (what a step spends on devices that change hands) instead.
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from _elastic_here import figures_here
 from _harness import emit, machine, say, table
 from _transfers import MEASUREMENTS, load
 from headrace_coordinator.planner import (
@@ -89,8 +94,18 @@ def main() -> None:
     )
     parser.add_argument("--iterations", type=int, default=2, help="steps of each comparison")
     parser.add_argument("--seed", type=int, default=1, help="seed of the drawn lengths")
+    parser.add_argument(
+        "--here", action="store_true", help="measure on this machine in place of the simulation"
+    )
+    parser.add_argument("--turns", type=int, default=3, help="runs of each mode with --here")
+    parser.add_argument("--steps", type=int, default=4, help="measured steps of a run with --here")
+    parser.add_argument("--width", type=int, default=256, help="hidden size of the model with --here")
+    parser.add_argument("--layers", type=int, default=4, help="layers of the model with --here")
     options = parser.parse_args()
     say(machine())
+    if options.here:
+        emit("elastic", figures_here(options.turns, options.steps, options.width, options.layers))
+        return
     say(ASSUMED)
     data, figures, rows = load(options.measurements), {}, []
     for devices, loads in LOADS.items():

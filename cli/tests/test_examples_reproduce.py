@@ -14,9 +14,12 @@ from headrace_reward.scorers import choose
 from headrace_schema.spec import RunSpec
 from headrace_schema.yaml_text import read_yaml
 from headrace_trainer.algorithms import build_algorithm
+from headrace_trainer.algorithms.episodes import build_episode_algorithm
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-RECIPES = sorted((EXAMPLES / "reproduce").glob("*.yaml"))
+EVERY = sorted((EXAMPLES / "reproduce").glob("*.yaml"))
+ROBOTS = [file for file in EVERY if "workflow: embodied" in file.read_text(encoding="utf-8")]
+RECIPES = [file for file in EVERY if file not in ROBOTS]
 PROFILE = EXAMPLES / "plans" / "profile_reasoning_7b_h100.yaml"
 ROW = {
     "prompt": "<｜User｜>\nWhat is half of 1? <｜Assistant｜><think>\n",
@@ -28,6 +31,9 @@ ROW = {
 def test_there_are_recipes():
     assert {"qwen-1.5b-grpo", "qwen-7b-grpo", "qwen3-30b-a3b-grpo", "qwen-7b-ppo"} <= {
         file.stem for file in RECIPES
+    }
+    assert {"maniskill-openvla-ppo", "libero-130-openvla-oft-grpo", "libero-spatial-pi0-ppo"} <= {
+        file.stem for file in ROBOTS
     }
 
 
@@ -45,6 +51,24 @@ def test_a_recipe_is_valid_and_names_its_source(file, tmp_path):
     (item,) = open_source(spec.data.source, {**spec.data.options, "path": str(rows)}).items()
     assert (item.question, item.answer) == (ROW["prompt"], "\\boxed{0.5}")
     assert spec.sampling.max_new_tokens < (spec.model.max_context or 0) == spec.trainer.micro_batch_tokens
+    _says_that_it_was_not_run(file)
+
+
+@pytest.mark.parametrize("file", ROBOTS, ids=lambda file: file.stem)
+def test_a_recipe_for_robots_is_valid_and_names_its_source(file):
+    document = read_yaml(file.read_text(encoding="utf-8"))
+    assert check(document, Target("", None, known=False))["checked"] == BY_SCHEMA
+    spec = RunSpec.model_validate(document)
+    build_episode_algorithm(spec.algorithm)
+    for scorer in spec.reward.scorers:
+        choose(scorer.name, scorer.options)
+    items = list(open_source(spec.data.source, {**spec.data.options, "starts": 2}).items())
+    assert spec.environment and len(items) == 2 * len(spec.environment.tasks)
+    _says_that_it_was_not_run(file)
+
+
+def _says_that_it_was_not_run(file):
+    text = file.read_text(encoding="utf-8")
     head = text[: text.index("\nname:")]
     assert (
         "NOT RUN HERE" in head and "github.com/RLinf/RLinf at " in head and f"reproduce/{file.name}" in head

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from headrace_cli.errors import CommandError
 from headrace_cli.launcher.data_dir import DataDir
-from headrace_cli.launcher.plan import Wiring, engine_python
+from headrace_cli.launcher.plan import Wiring, engine_python, simulator_python
 from headrace_cli.launcher.start import require_room
 from headrace_servicekit.process.capacity import GIB, Capacity, HostMemory
 
@@ -228,7 +228,14 @@ def test_help_loads_nothing_that_takes_long():
 
 def test_rollout_instances_run_on_the_python_that_has_their_engine(tmp_path):
     wiring = Wiring(
-        "127.0.0.1:1", "h", "auto", tmp_path / "token", None, tmp_path, tmp_path, "/engine/python"
+        "127.0.0.1:1",
+        "h",
+        "auto",
+        tmp_path / "token",
+        None,
+        tmp_path,
+        tmp_path,
+        {"rollout": "/engine/python"},
     )
     assert wiring.instance_command("rollout", 0, "a")[0] == "/engine/python"
     assert wiring.instance_command("trainer", 0, "a")[0] == sys.executable
@@ -242,3 +249,15 @@ def test_an_engine_is_found_in_its_environment_or_named_with_what_makes_it(tmp_p
     python.parent.mkdir(parents=True)
     python.touch()
     assert engine_python("no_such_engine", tmp_path) == str(python)
+
+
+def test_a_simulator_is_found_in_its_environment_or_named_with_what_makes_it(tmp_path):
+    assert simulator_python("gymnasium") == ""
+    with pytest.raises(CommandError, match="make simulators SIM=libero"):
+        simulator_python("libero", tmp_path)
+    python = tmp_path / ".envs" / "libero" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.touch()
+    assert simulator_python("libero", tmp_path) == str(python)
+    with pytest.raises(CommandError, match="gymnasium, metaworld, maniskill, libero"):
+        simulator_python("mujoco")

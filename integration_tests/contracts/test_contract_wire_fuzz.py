@@ -344,6 +344,33 @@ def trainer_target(service, learner, groups, model):
             )
         ]
 
+    published = learner.publish()
+
+    def add():
+        """A leader takes what has the shape of a gradient: here its own weights."""
+        attempt, number = next(attempts), next(numbers)
+        learner.begin(attempt, next_number=number)
+        given = trainer_pb2.Contribution(
+            step=0,
+            attempt=attempt,
+            base=published.version,
+            next_number=number,
+            name=f"{RUN}/helpers/one",
+            gradient=published.manifest,
+            source=published.source,
+            token_sums={"tokens": 3.0},
+        )
+        group = given.groups.add(prompt_ordinal=5, trained_sequence_count=1, token_count=3)
+        group.members.add(sample_index=0, attempt=1, body_digest="digest")
+        group.tokens_by_version[1] = 3
+        group.rewards.append(1.0)
+        group.answer_lengths.append(3)
+        return [
+            trainer_pb2.AddContributionRequest(
+                header=header(LEARN), step=0, attempt=attempt, contribution=given, helper="trainer-1"
+            )
+        ]
+
     def newest():
         request = trainer_pb2.ListCheckpointsRequest(header=header())
         return learner.stub.ListCheckpoints(request, timeout=CALL_S).checkpoints[0].name
@@ -361,6 +388,11 @@ def trainer_target(service, learner, groups, model):
             "Infer", kind=trainer_pb2.INFER_KIND_LOG_PROBS, trajectories=[groups[0].members[0].trajectory]
         ),
         "PublishPolicy": plain("PublishPolicy", number=1),
+        "Help": plain(
+            "Help", version=published.version, manifest=published.manifest, sources=[published.source]
+        ),
+        "TakeContribution": plain("TakeContribution", step=0, attempt=1),
+        "AddContribution": add,
         "SaveCheckpoint": plain("SaveCheckpoint", number=1, wait=True, ledger=b"{}"),
         "ListCheckpoints": plain("ListCheckpoints", page_size=1, page_token="1"),
         "FetchLedger": lambda: [trainer_pb2.FetchLedgerRequest(header=header(LEARN), checkpoint=newest())],

@@ -45,8 +45,8 @@ def warnings(spec: dict[str, Any]) -> list[dict[str, str]]:
         found = [item.model_dump() for item in doubtful_values(RunSpec.model_validate(spec))]
     except ValidationError:
         return []
-    name = str(spec["model"]["path"])
-    if not name.startswith(("/", "~", ".")) and not _is_cached(name):
+    name = str(spec["model"].get("path", ""))
+    if name and not name.startswith(("/", "~", ".")) and not _is_cached(name):
         problem = f"there is no directory {name}, nor a copy in Hugging Face's cache of this machine"
         found.append(
             {"key": "model.path", "problem": problem, "fix": "it is fetched from Hugging Face by that id"}

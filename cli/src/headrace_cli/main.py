@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from headrace_cli.commands import debug, demo, evaluation, fleet, inspect, plan, run
+from headrace_cli.commands import debug, demo, evaluation, fleet, inspect, plan, profile, run
 from headrace_cli.errors import EXIT_INTERRUPTED, EXIT_MISTAKE, CommandError
 from headrace_cli.output import print_error
 from headrace_cli.pipes import quiet_pipes
@@ -49,6 +49,7 @@ app.add_typer(run.app, name="run")
 app.add_typer(evaluation.app, name="eval")
 inspect.add_to(app)
 plan.add_to(app)
+profile.add_to(app)
 debug.add_to(app)
 
 

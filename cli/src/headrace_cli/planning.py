@@ -11,11 +11,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headrace_cli.errors import EXIT_MISTAKE, CommandError, mistake, refused
+from headrace_cli.profiles import stored_profile
 
 if TYPE_CHECKING:
     from headrace_schema.spec import RunSpec
 
-PROFILE_FIX = "give --profile FILE; examples/plans has two to start from"
+HOST = "host"
+PROFILE_FIX = (
+    "measure one with `headrace profile SPEC`, or give --profile FILE; examples/plans has two to start from"
+)
 
 
 def explain_file(
@@ -25,10 +29,12 @@ def explain_file(
     cluster: Path | None,
     profile: Path | None,
     simulation: dict[str, Any] | None = None,
+    measured: Path | None = None,
 ) -> dict[str, Any]:
     """The planner's explanation for a spec file; CommandError (exit code 2) names every key that is wrong.
 
-    `simulation`: iterations, seed and chrome_trace; without it the plan is predicted alone.
+    `simulation`: iterations, seed and chrome_trace; without it the plan is predicted alone. `measured`: folder of the
+    profiles that `headrace profile` stored, of which the run spec's is taken where none is given.
     """
     if find_spec("headrace_coordinator") is None:
         raise mistake(
@@ -43,19 +49,51 @@ def explain_file(
     elif isinstance(request.get("profile"), str):
         request["profile"] = _read(file.parent / request["profile"])
     elif "profile" not in request:
-        raise mistake("profile", "there is no measured profile of this model", PROFILE_FIX)
+        stored = stored_profile(measured, document) if measured and "model" in document else None
+        if stored is None:
+            raise mistake("profile", "there is no measured profile of this model", PROFILE_FIX)
+        request["profile"] = _read(stored)
     if cluster is not None:
         request["cluster"] = _read(cluster)
     if devices is not None:
         given = request.get("cluster")
         kinds = given if isinstance(given, dict) else {}
-        gpu = kinds.get("gpu")
-        request["cluster"] = {**kinds, "gpu": {**(gpu if isinstance(gpu, dict) else {}), "count": devices}}
+        kind = kind_of(request["profile"])
+        same = kinds.get(kind)
+        request["cluster"] = {**kinds, kind: {**(same if isinstance(same, dict) else {}), "count": devices}}
     elif "cluster" not in request:
         raise mistake("cluster", "no devices are named", "give --devices N or --cluster FILE")
+    if HOST in kinds_of(request["profile"]) and isinstance(request["cluster"], dict):
+        request["cluster"] = {HOST: {"count": 1}, **request["cluster"]}
     if simulation is not None:
         request["simulation"] = simulation
     return _explained(request)
+
+
+def kinds_of(profile: Any) -> set[str]:
+    """Kinds of device that a profile's document names, however wrong it is otherwise."""
+    stages = profile.get("stages") if isinstance(profile, dict) else None
+    listed = stages.values() if isinstance(stages, dict) else ()
+    sections = [section for one in listed for section in (one if isinstance(one, list) else [one])]
+    return {str(section.get("kind", "gpu")) for section in sections if isinstance(section, dict)}
+
+
+def kind_of(profile: Any) -> str:
+    """The kind that `--devices N` counts: the profile's only one beside the host, else gpu."""
+    kinds = kinds_of(profile) - {HOST}
+    return kinds.pop() if len(kinds) == 1 else "gpu"
+
+
+def check_profile(document: dict[str, Any]) -> dict[str, float]:
+    """The worst error of each stage's fit; CommandError (exit code 2) for a profile that cannot be fitted."""
+    from headrace_coordinator.planner import PlanError
+    from headrace_coordinator.planner.documents import ProfileDocument
+
+    try:
+        return {made.stage: made.error for made in ProfileDocument.model_validate(document).made()}
+    except PlanError as error:
+        first = error.mistakes[0]
+        raise mistake(first.key, first.problem, first.fix) from error
 
 
 def write_trace(trace: dict[str, Any], file: Path) -> None:

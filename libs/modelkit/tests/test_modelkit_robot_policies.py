@@ -222,3 +222,13 @@ def test_a_directory_that_does_not_fit_is_one_sentence(tmp_path, change, sentenc
         load_policy(tmp_path / "policy")
     with pytest.raises(ModelNotReadable, match="cannot read a robot policy"):
         load_policy(tmp_path / "elsewhere")
+
+
+@pytest.mark.parametrize(("low", "high"), [(-0.1, 0.1), (-0.4, 0.4), (0.3, 0.7), (-1.1, 2.3), (0.2, 0.2)])
+def test_executed_actions_are_inside_the_bounds_to_the_last_bit(low, high):
+    scaling = ActionScaling(ActionBounds(low=(low,), high=(high,)))
+    executed = scaling(torch.linspace(-1.5, 1.5, 4001)[:, None]).double()
+    if low < high:  # equal bounds that fp32 cannot hold have no inside
+        assert low <= executed.min() and executed.max() <= high
+    torch.testing.assert_close(executed.min(), torch.tensor(low, dtype=torch.float64), atol=1e-6, rtol=0)
+    torch.testing.assert_close(executed.max(), torch.tensor(high, dtype=torch.float64), atol=1e-6, rtol=0)

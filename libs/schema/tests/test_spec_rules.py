@@ -112,6 +112,17 @@ def test_a_minimal_spec_is_valid_and_its_json_is_a_fixed_point():
             "placement.rollout",
             "name at least 2 devices, or set rollout.instances: 1",
         ),
+        ({"trainer.helpers": 1}, "trainer.helpers", "use fewer than rollout.instances: 1"),
+        (
+            {"trainer.helpers": 1, "rollout.instances": 2, "deterministic": True},
+            "trainer.helpers",
+            "deterministic: false",
+        ),
+        (
+            {"trainer.helpers": 1, "rollout.instances": 2, "placement.mode": "disaggregated"},
+            "trainer.helpers",
+            "placement.mode: collocated",
+        ),
         ({"evaluation.every": 5}, "evaluation.every", "set data.heldout above 0"),
         ({"evaluation.samples": 4}, "evaluation.samples", "greedy: false"),
         ({"reward.scorers": [{"name": "exact", "weight": 0}]}, "reward.scorers", "every weight is 0"),

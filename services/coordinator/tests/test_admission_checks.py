@@ -5,7 +5,8 @@ from dataclasses import replace
 
 import pytest
 from headrace_coordinator.api.admission import FleetView, check
-from headrace_coordinator.api.engines import settle_engine
+from headrace_coordinator.api.engines import answer_problems, settle_engine
+from headrace_schema.evaluating import AnswerSection
 from headrace_schema.problems import sentence
 from headrace_schema.spec import RunSpec
 from headrace_schema.views import DeviceView, InstanceView
@@ -218,6 +219,23 @@ def test_a_need_that_the_engine_lacks_names_key_and_engine():
     assert "rollout.engine: vllm cannot" in found[1] and "set rollout.engine: transformers" in found[1]
     assert problems({"deterministic": True}, BOTH) == {}
     assert problems(wanted, FLEET) == {}, "instances of a release that registers no features"
+
+
+def test_answers_that_the_engine_would_sample_otherwise_are_refused():
+    features = frozenset(
+        {"sglang:resume_from_prefix", "vllm:top_p_after_others", "vllm:penalty_counts_prompt"}
+    )
+    fleet = replace(FLEET, capabilities={"rollout": {"engine_features": features}})
+
+    def refused(engine: str, **sampling: float) -> list[str]:
+        asked = AnswerSection.model_validate(sampling)
+        return [sentence(each) for each in answer_problems(asked, engine, fleet)]
+
+    both = {"temperature": 0.7, "top_p": 0.9, "top_k": 20, "repetition_penalty": 1.1}
+    top_p, penalty = refused("sglang", **both)
+    assert top_p.startswith("sampling.top_p") and "top_k: 0 and min_p: 0" in top_p
+    assert penalty.startswith("sampling.repetition_penalty") and "set 1" in penalty
+    assert refused("vllm", **both) == [] == refused("sglang", temperature=0.7, top_p=0.9)
 
 
 def test_an_engine_that_nobody_has_installed_names_the_extra():

@@ -28,11 +28,12 @@ def fleet(rollouts=1, trainers=1, rewards=1, **fields):
     return state
 
 
-def spec(rollouts=1, trainers=1, mode="collocated", named=((), ()), **scheduling):
+def spec(rollouts=1, trainers=1, mode="collocated", named=((), ()), helpers=0, **scheduling):
     import random
 
     made = random_spec(random.Random(0), 0).model_dump(mode="json")
     made["rollout"]["instances"], made["trainer"]["ranks"] = rollouts, trainers
+    made["trainer"]["helpers"] = helpers
     made["placement"] = {"mode": mode, "rollout": list(named[0]), "trainer": list(named[1])}
     made["scheduling"] = {"priority": 0, "weight": 1.0, "quantum_s": 60.0, **scheduling}
     return made
@@ -210,6 +211,39 @@ def test_a_run_grows_only_while_nobody_waits():
     leave(state, "b", 4.0, to="CANCELLED")
     admit_all(state, 5.0)
     assert state.runs["a"].grant.rollouts == ["rollout-0#1", "rollout-1#2"]
+
+
+def test_a_run_gets_helpers_only_while_nobody_waits_and_an_idle_one_goes_to_who_does():
+    state = fleet(rollouts=3, trainers=3)
+    submit(state, "a", helpers=2)
+    admit_all(state, 0.0)
+    first = state.runs["a"].grant
+    assert len(first.trainers) == 1 and len(first.helpers) == 2
+    assert set(first.instances) >= {*first.helpers, *first.trainers}
+    busy, idle = first.helpers
+    state.apply(
+        ev.LeaseGranted(at=1.0, epoch=7, incarnation=busy, run="a", stage="help", devices=["h/cpu:0"])
+    )
+    submit(state, "b", at=2.0)
+    admit_all(state, 2.0)
+    assert state.runs["a"].grant.helpers == [busy], "it is at work until the step's end"
+    submit(state, "c", at=3.0)
+    admit_all(state, 3.0)
+    state.apply(ev.LeaseEnded(at=4.0, epoch=7, cause="released", proven=True))
+    admit_all(state, 4.0)
+    assert state.runs["a"].grant.helpers == [] and state.runs["a"].grant.trainers == first.trainers
+    assert state.runs["b"].grant.trainers == [idle] and state.runs["c"].grant.trainers == [busy]
+
+
+def test_a_lost_owner_is_replaced_by_a_helper():
+    state = fleet(rollouts=2, trainers=2)
+    submit(state, "a", rollouts=2, helpers=1)
+    admit_all(state, 0.0)
+    before = state.runs["a"].grant
+    del state.instances[before.trainers[0]]
+    admit_all(state, 1.0)
+    after = state.runs["a"].grant
+    assert after.trainers == before.helpers and after.helpers == []
 
 
 def test_draining_and_quarantined_things_are_not_granted():

@@ -10,6 +10,7 @@ from headrace_coordinator.planner.choosing import (
     candidates,
     choose,
     drifted,
+    newest,
     typical,
 )
 
@@ -77,6 +78,15 @@ def test_only_a_lasting_deviation_is_drift():
     assert drifted(2.0, [StepTime(1, 1, 1.2)] * 3), "faster steps call for a new look too"
     assert not drifted(2.0, [])
     assert typical([slow, usual, usual]) == usual
+
+
+def test_short_steps_say_something_only_together():
+    short, slow, long = (StepTime(step / 2, step / 2, step) for step in (0.125, 0.25, 2.5))
+    assert newest([short] * 3, 3) == [] and newest([long] * 2, 3) == []
+    assert newest([short, long, long, long], 3) == [long] * 3
+    assert len(newest([short] * 60, 3)) == 40
+    assert not drifted(0.125, newest([short, slow] * 20, 3)), "every second one is noise"
+    assert drifted(0.125, newest([*[slow] * 7, short] * 4, 3)), "a single usual one does not hide it"
 
 
 def test_stages_too_short_to_measure_are_no_error():

@@ -7,7 +7,7 @@ import gc
 import json
 import os
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -44,6 +44,7 @@ from headrace_servicekit.weights import WeightServicer, WeightStore
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+from episode_rig import SimulatorProcess
 from model_weights import weights_of_model
 from rollout_calls import HEADER, RUN
 
@@ -189,7 +190,12 @@ def resumed():
     return resume
 
 
-DATA_TYPES = {torch.float32: common_pb2.DATA_TYPE_FLOAT32, torch.bfloat16: common_pb2.DATA_TYPE_BFLOAT16}
+DATA_TYPES = {
+    torch.float32: common_pb2.DATA_TYPE_FLOAT32,
+    torch.bfloat16: common_pb2.DATA_TYPE_BFLOAT16,
+    torch.float64: common_pb2.DATA_TYPE_FLOAT64,
+    torch.int64: common_pb2.DATA_TYPE_INT64,
+}
 
 
 @dataclass
@@ -344,8 +350,8 @@ async def new_rollout(shm_root) -> AsyncIterator[Callable]:
     """Starts instances on free ports; each holds lease 1."""
     started: list[tuple[Instance, grpc.aio.Channel]] = []
 
-    async def start(name: str = "rollout-0") -> Rollout:
-        config = InstanceConfig(kind="rollout", name=name, shm_dir=shm_root, devices=("cpu:0",))
+    async def start(name: str = "rollout-0", shm_dir: Path = shm_root) -> Rollout:
+        config = InstanceConfig(kind="rollout", name=name, shm_dir=shm_dir, devices=("cpu:0",))
         instance = Instance(config)
         await mount(instance)
         address = await instance.start()
@@ -370,6 +376,15 @@ async def rollout(new_rollout, tiny_directory, publish, reference) -> Rollout:
 
 
 @pytest.fixture
+async def rollout_of_text(new_rollout, tiny_directory, publish, reference) -> Rollout:
+    """As `rollout`, beside another instance of a test."""
+    rollout = await new_rollout("rollout-text")
+    await rollout.open(tiny_directory, max_concurrency=16)
+    await rollout.install(publish(reference, 2))
+    return rollout
+
+
+@pytest.fixture
 def assignments() -> list[rollout_pb2.GroupAssignment]:
     """Four text prompts with three samples each."""
     texts = ["7", "copy 123 =", "sort 9 8 7 :", "1 + 2 ="]
@@ -381,3 +396,16 @@ def assignments() -> list[rollout_pb2.GroupAssignment]:
         )
         for ordinal, text in enumerate(texts)
     ]
+
+
+@pytest.fixture(scope="session")
+def simulator_process(tmp_path_factory) -> Iterator[SimulatorProcess]:
+    """A simulator that many tests share; each opens pools of its own."""
+    process = SimulatorProcess(tmp_path_factory.mktemp("simulator"))
+    yield process
+    process.kill()
+
+
+@pytest.fixture
+def simulator_address(simulator_process) -> str:
+    return simulator_process.address

@@ -9,6 +9,7 @@ from headrace.common.v1 import common_pb2
 from headrace.rollout.v1 import rollout_pb2
 from headrace_rollout.generation import Generation
 from headrace_rollout.retention import Retention
+from headrace_rollout.streams import Serving
 from rollout_calls import HEADER, refused
 
 
@@ -99,7 +100,7 @@ async def test_what_finished_unsent_when_a_caller_left_is_kept(rollout, assignme
     async def requests():
         yield rollout_pb2.GenerateRequest(assign=rollout_pb2.AssignGroups(groups=assignments))
 
-    generation = Generation(run, opening, "me", fence=rollout.instance.fence, after_response=lambda: None)
+    generation = Generation(run, opening, Serving("me", rollout.instance.fence, lambda: None))
     responses = generation.responses(requests())
     await anext(responses)
     async with asyncio.timeout(30):

@@ -367,13 +367,6 @@ async def test_generate_needs_the_version_and_an_awake_engine(rollout, assignmen
     assert len(await (await rollout.generate(assignments).start()).read_all()) == 12
 
 
-async def test_episodes_are_not_offered(rollout):
-    call = rollout.stub.RunEpisodes(iter([rollout_pb2.RunEpisodesRequest(header=HEADER)]))
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await call.read()
-    assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
-
-
 async def test_figures_reach_the_session(rollout, assignments):
     await (await rollout.generate(assignments).start()).read_all()
     reports = rollout.instance._take_metrics()

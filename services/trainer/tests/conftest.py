@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 import random
+import sys
 from collections.abc import AsyncIterator, Callable, Collection, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -31,6 +34,45 @@ from headrace_trainer.learning.packing import plan_batches, plan_rows
 from headrace_trainer.learning.samples import Group, Member, Sequence
 
 VOCABULARY = 32
+TORCH_TYPES = {
+    common_pb2.DATA_TYPE_FLOAT32: torch.float32,
+    common_pb2.DATA_TYPE_FLOAT64: torch.float64,
+    common_pb2.DATA_TYPE_INT64: torch.int64,
+}
+
+
+@pytest.fixture(scope="session")
+def robots() -> ModuleType:
+    """`robot_play.py`: environments, episodes, settled groups of them."""
+    spec = importlib.util.spec_from_file_location("robot_play", Path(__file__).parent / "robot_play.py")
+    assert spec is not None and spec.loader is not None
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def robot_config() -> Callable[..., dict[str, Any]]:
+    """Builds the JSON of OpenRun for a new `mlp`, and a short PPO; `options` are the algorithm's."""
+
+    def make(name: str = "ppo", *, group_size: int = 1, options: Any = (), **sections: Any) -> dict[str, Any]:
+        policy = {"kind": "mlp", "state_size": 6, "bounds": {"low": [-1.0, -1.0], "high": [1.0, 1.0]}}
+        return {
+            "model": {"policy": policy | sections.pop("policy", {})},
+            "algorithm": {
+                "name": name,
+                "group_size": group_size,
+                "prompts_per_step": 4,
+                "options": dict(options),
+            },
+            "optimizer": {"lr": 1e-3, "beta2": 0.999, "eps": 1e-5, "grad_clip": 0.5},
+            "checkpoint": {"keep": 2},
+            "seed": 1,
+            "steps": 10,
+            **sections,
+        }
+
+    return make
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -91,6 +133,26 @@ def make_config(tiny_directory: Path) -> Callable[..., dict[str, Any]]:
         return config
 
     return make
+
+
+@pytest.fixture
+def fetched_weights() -> Callable[..., Any]:
+    """Publishes a version; its tensors by name, each of its own type, taken from the body."""
+
+    async def fetch(client: TrainerClient, number: int) -> dict[str, torch.Tensor]:
+        manifest = (await client.publish(number)).manifest
+        body = bytearray(await client.body(number))
+        return {
+            entry.name: torch.frombuffer(
+                body,
+                dtype=TORCH_TYPES[entry.data_type],
+                offset=entry.offset_bytes,
+                count=math.prod(entry.shape),
+            ).reshape(tuple(entry.shape))
+            for entry in manifest.entries
+        }
+
+    return fetch
 
 
 @pytest.fixture

@@ -8,10 +8,16 @@ import torch
 from headrace_schema.generating import SamplingSection
 from headrace_schema.openings import TrainerConfig
 from headrace_servicekit.rpc.errors import reason_of
-from headrace_trainer.backends.fsdp.prefixes import shares_prefixes
+from headrace_trainer.backends.fsdp.attention import WIDENED_TOKENS, attend_along_paths
+from headrace_trainer.backends.fsdp.prefixes import attends_along_paths, shares_prefixes
 from headrace_trainer.errors import Refusal
+from headrace_trainer.learning import packing
+from headrace_trainer.learning.packing import pack
+from headrace_trainer.learning.samples import Sequence
 from headrace_trainer.wire import read_sequence
-from transformers import Gemma2Config, Gemma2ForCausalLM, MistralConfig
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM, MistralConfig
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
 SIZES = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, **HEADS}
@@ -80,3 +86,68 @@ def test_a_window_shorter_than_the_context_is_no_place_for_a_tree(make_config, c
                 shares_prefixes(config, [architecture])
         else:
             assert shares_prefixes(config, [architecture]) is (fits and wanted is not False)
+
+
+def _answers(prompt: int, answer: int, count: int = 4) -> list[Sequence]:
+    """Sequences that share `prompt` tokens and no other."""
+    trained = list(range(prompt, prompt + answer))
+    return [
+        Sequence(
+            [*range(3, 3 + prompt), *[3 + index] * answer], trained, [-1.0] * answer, [0.5] * answer, 1.0
+        )
+        for index in range(count)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("rows", "by_paths", "form"),
+    [
+        ([_answers(2, 12)], True, "paths"),
+        ([_answers(2, 12)], False, "mask"),
+        ([_answers(24, 4)], True, "mask"),  # a tree of 36 nodes against four paths of 27
+        ([_answers(4, 4)[:1], _answers(9, 9)[:1]], True, "causal"),
+        ([_answers(4, 4)[:1], _answers(9, 9)[:1]], False, "causal"),
+    ],
+)
+def test_attention_takes_the_form_that_computes_less(rows, by_paths, form):
+    batch = pack(rows, shared=True, by_paths=by_paths)
+    found = (batch.paths is not None, batch.mask_R1LL is not None)
+    assert found == {"paths": (True, False), "mask": (False, True), "causal": (False, False)}[form]
+
+
+@pytest.mark.parametrize("option", [{}, {"gradient_checkpointing": True}])
+def test_both_forms_of_attention_give_the_plain_gradient(
+    make_backend, sequences, accumulate, relative_l2, monkeypatch, option
+):
+    groups = [sequences(seed) for seed in range(3)]
+    plain = make_backend(trainer={"shared_prefix": False})
+    accumulate(plain, groups, 4096, shared=False)
+    expected = plain.reduced_gradient(17.0)
+    for along in (True, False):
+        monkeypatch.setattr(packing, "_cheaper", lambda *_, along=along: along)
+        backend = make_backend(trainer=option)
+        assert (backend._pack(groups).paths is not None) is along
+        accumulate(backend, groups, 4096)
+        assert 0 < relative_l2(backend.reduced_gradient(17.0), expected) <= 1e-5
+
+
+@pytest.mark.parametrize(("length", "dtype"), [(9, torch.float32), (WIDENED_TOKENS + 1, torch.bfloat16)])
+def test_short_sequences_of_a_bf16_model_are_attended_to_in_fp32(length, dtype):
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**SIZES)).bfloat16()
+    assert attend_along_paths(model, torch.device("cpu"))
+    module = model.model.layers[0].self_attn
+    own = [torch.randn(2, heads, length, 8).bfloat16() for heads in (2, 1, 1)]
+    found, _ = ALL_ATTENTION_FUNCTIONS[model.config._attn_implementation](module, *own, None)
+    expected = scaled_dot_product_attention(
+        *(tensor.to(dtype) for tensor in own), is_causal=True, enable_gqa=True
+    )
+    assert torch.equal(found, expected.transpose(1, 2).bfloat16())
+
+
+def test_a_model_with_attention_of_its_own_takes_no_paths(gemma):
+    model, section = gemma
+    config = TrainerConfig.model_validate({"model": section})
+    own = model.config._attn_implementation
+    assert not attends_along_paths(config, [model], torch.device("cpu"))
+    assert model.config._attn_implementation == own

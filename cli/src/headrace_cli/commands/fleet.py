@@ -13,7 +13,7 @@ import typer
 
 from headrace_cli.commands.options import DEFAULT_DATA_DIR, DataDirOption, JsonFlag, NoToken, Url
 from headrace_cli.errors import CommandError, mistake
-from headrace_cli.launcher.plan import DEFAULT_PORT, FleetPlan, engine_python
+from headrace_cli.launcher.plan import DEFAULT_PORT, FleetPlan, engine_python, simulator_python
 from headrace_cli.output import console, error_console, print_json
 
 if TYPE_CHECKING:
@@ -52,6 +52,13 @@ def up(
             help="Engine that the rollout instances must have: vllm or sglang from this Python or from .envs/ENGINE."
         ),
     ] = "transformers",
+    sim: Annotated[
+        str,
+        typer.Option(
+            help="Simulator that the simulator instances must have: metaworld, maniskill or libero from this Python "
+            "or from .envs/SIM."
+        ),
+    ] = "gymnasium",
     foreground: Annotated[bool, typer.Option("--foreground", help="Stay; Ctrl-C stops the fleet.")] = False,
     timeout: Annotated[
         float, typer.Option(min=1, help="Longest start in seconds; one without progress ends after 60.")
@@ -66,10 +73,8 @@ def up(
     counts = {"rollout": rollout, "trainer": trainer, "reward": reward, "simulator": simulator}
     named = _device_names(devices)
     folder = str(data_dir.expanduser().absolute())
-    python = engine_python(engine)
-    plan = FleetPlan(
-        folder, port, counts, named, tethered=foreground, no_token=no_token, rollout_python=python
-    )
+    pythons = {"rollout": engine_python(engine), "simulator": simulator_python(sim)}
+    plan = FleetPlan(folder, port, counts, named, tethered=foreground, no_token=no_token, pythons=pythons)
     start = start_quietly if as_json or not sys.stdout.isatty() else start_with_spinner
     fleet = start(plan, timeout)
     try:

@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from headrace_cli.commands.options import JsonFlag
+from headrace_cli.commands.options import DEFAULT_DATA_DIR, DataDirOption, JsonFlag
+from headrace_cli.launcher.data_dir import DataDir
 from headrace_cli.output import console, print_json
 
 
@@ -30,7 +31,8 @@ def plan(
         Path | None, typer.Option(help="YAML file: kind of device: {count, memory_gib}.", show_default=False)
     ] = None,
     profile: Annotated[
-        Path | None, typer.Option(help="YAML file: what the stages cost.", show_default=False)
+        Path | None,
+        typer.Option(help="YAML file: what the stages cost; default: as measured.", show_default=False),
     ] = None,
     simulate: Annotated[
         bool,
@@ -42,6 +44,7 @@ def plan(
         Path | None,
         typer.Option(help="Write the simulated timeline to this file, for Perfetto.", show_default=False),
     ] = None,
+    data_dir: DataDirOption = DEFAULT_DATA_DIR,
     as_json: JsonFlag = False,
 ) -> None:
     """Predict the fastest use of devices, and say why it is. Needs no GPU, model or fleet."""
@@ -51,7 +54,7 @@ def plan(
     wanted = None
     if simulate or chrome_trace is not None:
         wanted = {"iterations": iterations, "seed": seed, "chrome_trace": chrome_trace is not None}
-    found = explain_file(file, sets or [], devices, cluster, profile, wanted)
+    found = explain_file(file, sets or [], devices, cluster, profile, wanted, DataDir.at(data_dir).profiles)
     if chrome_trace is not None:
         write_trace(found["simulation"].pop("chrome_trace"), chrome_trace)
     if as_json:

@@ -53,6 +53,10 @@ class DataDir:
         return self.root / "redis"
 
     @property
+    def profiles(self) -> Path:
+        return self.root / "profiles"
+
+    @property
     def models(self) -> Path:
         return self.root / "models"
 

@@ -87,7 +87,7 @@ class LocalFleet:
             http_token_file=None if self.plan.no_token else make_token(data_dir.http_token_file),
             shared_memory=shared_memory,
             data_dir=data_dir.root,
-            rollout_python=self.plan.rollout_python,
+            pythons=self.plan.pythons,
         )
         self._store = None if redis_url else self._alone("store", store_command(data_dir.store, self._socket))
         redis_url = redis_url or store_url(self._socket)

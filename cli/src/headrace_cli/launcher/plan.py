@@ -13,13 +13,21 @@ from headrace_cli.errors import mistake
 
 KINDS = ("rollout", "trainer", "reward", "simulator")
 DEFAULT_PORT = 8470
+DEFAULT_SIMULATOR = "gymnasium"
+SIMULATORS = {
+    "gymnasium": "gymnasium",
+    "metaworld": "metaworld",
+    "maniskill": "mani_skill",
+    "libero": "libero",
+}
+"""Simulators by name, and the module that each is."""
 
 
 @dataclass(frozen=True)
 class FleetPlan:
     """A fleet to start. `counts` is by kind; `devices` are names without the host, none: all it has.
 
-    `rollout_python` is the Python that has the engine of the rollout instances; empty: this one.
+    `pythons` are those that have the engine or the simulator of a kind's instances; others run on this one.
     """
 
     data_dir: str
@@ -28,7 +36,7 @@ class FleetPlan:
     devices: list[str] = field(default_factory=list)
     tethered: bool = False
     no_token: bool = False
-    rollout_python: str = ""
+    pythons: dict[str, str] = field(default_factory=dict)
 
     def to_json(self) -> str:
         """The plan as the launcher's argument."""
@@ -61,7 +69,7 @@ class Wiring:
     http_token_file: Path | None
     shared_memory: Path
     data_dir: Path
-    rollout_python: str = ""
+    pythons: dict[str, str] = field(default_factory=dict)
 
     def coordinator_command(self, port: int, redis_url: str) -> list[str]:
         """Command line of the coordinator."""
@@ -76,7 +84,7 @@ class Wiring:
     def instance_command(self, kind: str, index: int, incarnation: str) -> list[str]:
         """Command line of an instance; only rollout and trainer need leases on devices."""
         devices = ("--devices", self.devices) if kind in ("rollout", "trainer") else ()
-        python = self.rollout_python if kind == "rollout" else ""
+        python = self.pythons.get(kind, "")
         return [
             *_module(f"headrace_{kind}", python),
             *("--name", f"{kind}-{index}", "--incarnation", incarnation, "--host", self.host),
@@ -93,16 +101,29 @@ def engine_python(engine: str, folder: Path = Path()) -> str:
     """
     if not engine.isidentifier():
         raise mistake("--engine", f"{engine!r} is no engine", "write transformers, vllm or sglang")
-    if engine == "transformers" or find_spec(engine) is not None:
+    if engine == "transformers":
         return ""
-    python = folder.absolute() / ".envs" / engine / "bin" / "python"
+    fix = f"install headrace-rollout[{engine}], or in a checkout: make engines ENGINE={engine}"
+    return _python_with(engine, engine, folder, "--engine", fix)
+
+
+def simulator_python(simulator: str, folder: Path = Path()) -> str:
+    """As `engine_python`, of the simulator instances and a simulator."""
+    if simulator not in SIMULATORS:
+        raise mistake("--sim", f"{simulator!r} is no simulator", f"write one of {', '.join(SIMULATORS)}")
+    if simulator == DEFAULT_SIMULATOR:
+        return ""  # A service without it starts all the same, and offers what it has.
+    fix = f"install headrace-simulator[{simulator}], or in a checkout: make simulators SIM={simulator}"
+    return _python_with(simulator, SIMULATORS[simulator], folder, "--sim", fix)
+
+
+def _python_with(name: str, module: str, folder: Path, option: str, fix: str) -> str:
+    if find_spec(module) is not None:
+        return ""
+    python = folder.absolute() / ".envs" / name / "bin" / "python"
     if python.is_file():
         return str(python)
-    raise mistake(
-        "--engine",
-        f"{engine} is not installed here, and there is no {python}",
-        f"install headrace-rollout[{engine}], or in a checkout: make engines ENGINE={engine}",
-    )
+    raise mistake(option, f"{name} is not installed here, and there is no {python}", fix)
 
 
 def _module(name: str, python: str = "") -> list[str]:

@@ -110,7 +110,7 @@ class _HiddenLogProbs(torch.autograd.Function):
                 share_N = upstream_N[rows].where(own.inside_N, 0.0)
                 found_NC.scatter_add_(-1, own.index_N[:, None], share_N[:, None])
                 part.through_shape(found_NC, shaped_NC, ctx.temperature)
-                of_hidden_ND[rows].addmm_(found_NC, part.weight_VD)
+                of_hidden_ND[rows] += _through(found_NC, weight_VD[columns], hidden_ND.dtype)
                 if of_weight_VD is not None:
                     of_weight_VD[columns].addmm_(found_NC.T, hidden_ND[rows].float())
                 if of_bias_V is not None:
@@ -140,6 +140,13 @@ def _softmax_gradient(
         return probs_NC.mul_(-upstream_N[:, None])
     factor_NC = log_probs_NC.add_(entropy_N[:, None]).mul_(-of_entropy_N[:, None]).sub_(upstream_N[:, None])
     return probs_NC.mul_(factor_NC).nan_to_num_(nan=0.0)
+
+
+def _through(gradient_NC: Tensor, weight_CD: Tensor, dtype: torch.dtype) -> Tensor:
+    """(N, D) gradient behind a product with these weights; of a bf16 model in bf16, like every other layer's."""
+    if dtype == weight_CD.dtype == torch.bfloat16:
+        return gradient_NC.bfloat16() @ weight_CD
+    return gradient_NC @ weight_CD.float()
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ class SuiteSection(Section):
     """What is asked, and how answers are judged."""
 
     name: str = Field(
-        description="name of a suite: reasoning_gym, gsm8k, math500, aime24, aime25, gpqa_diamond, items"
+        description="name of a suite: reasoning_gym, gsm8k, math500, aime24, aime25, gpqa_diamond, items, episodes"
     )
     options: dict[str, Any] = Field(default_factory=dict, description="options of the suite")
     limit: Count | None = Field(

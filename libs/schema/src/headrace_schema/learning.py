@@ -63,6 +63,11 @@ class TrainerSection(Section):
 
     backend: str = Field(default="fsdp", description="name in the trainer's registry")
     ranks: Count = Field(default=1, description="ranks of the trainer group, one trainer instance each")
+    helpers: CountOrZero = Field(
+        default=0,
+        description="trainer instances beside the group that help within a step: while the last answers decode, "
+        "devices that rollouts give back compute the gradient of whole groups",
+    )
     micro_batch_tokens: Count = Field(default=2048, description="most tokens of one packed forward")
     gradient_checkpointing: bool = Field(
         default=False, description="recompute activations in the backward pass: less memory, more time"

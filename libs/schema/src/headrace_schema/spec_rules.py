@@ -49,7 +49,18 @@ RATIO_OPTIONS = (
 
 def impossible_combinations(spec: RunSpec) -> Iterator[KeyProblemView]:
     """Every problem of a spec whose single values are valid."""
-    rules = (_size, _batch, _passes, _reference, _prompt, _sampling, _placement, _evaluation, _reward)
+    rules = (
+        _size,
+        _batch,
+        _passes,
+        _reference,
+        _prompt,
+        _sampling,
+        _placement,
+        _helpers,
+        _evaluation,
+        _reward,
+    )
     for rule in (*rules, workflow_problems, embodied_problems):
         yield from rule(spec)
 
@@ -214,6 +225,24 @@ def _placement(spec: RunSpec) -> Iterator[KeyProblemView]:
                 f"{len(devices)} devices are too few for {what}: {users}",
                 f"name at least {users} devices, or set {what}: {len(devices)}",
             )
+
+
+def _helpers(spec: RunSpec) -> Iterator[KeyProblemView]:
+    """Which algorithms take help, a trainer checks as a run opens."""
+    if not spec.trainer.helpers:
+        return
+    fix = ", or set trainer.helpers: 0"
+    if spec.deterministic:
+        reason = "devices that move when the tail decodes make no two runs alike"
+        yield problem("trainer.helpers", reason, f"set deterministic: false{fix}")
+    if spec.placement.mode != "collocated":
+        reason = "helpers work on devices that rollouts give back, which side by side no trainer shares"
+        yield problem("trainer.helpers", reason, f"set placement.mode: collocated{fix}")
+    if spec.trainer.helpers >= spec.rollout.instances:
+        reason = "a helper takes the devices of one rollout while another one decodes what is left"
+        yield problem(
+            "trainer.helpers", reason, f"use fewer than rollout.instances: {spec.rollout.instances}{fix}"
+        )
 
 
 def _evaluation(spec: RunSpec) -> Iterator[KeyProblemView]:

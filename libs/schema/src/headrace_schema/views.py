@@ -195,6 +195,11 @@ class CertificateView(Resource):
         description="share dropped, FILTERED ones apart, by bucket of the prompt's pass rate"
     )
     refilled: int = Field(default=0, description="groups that the step took in place of dropped ones")
+    helped: dict[str, list[int]] = Field(
+        default_factory=dict,
+        description="prompt ordinals of the groups whose gradient a helper contributed, by its name; the trainer "
+        "group made all others",
+    )
     scored_by_stage: dict[str, int] = Field(
         default={}, description="trained answers that each of several reward stages scored; else empty"
     )

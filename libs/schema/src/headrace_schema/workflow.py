@@ -75,8 +75,8 @@ class GraphSection(Section):
         waiting = self.of("reward")
         while waiting:
             ready = [name for name in waiting if not {edge.source for edge in self.into(name)} & {*waiting}]
-            ordered += ready
-            waiting = [name for name in waiting if name not in ready]
+            ordered += ready or waiting  # A graph with a cycle is refused, and has no order.
+            waiting = [name for name in waiting if name not in ordered]
         return ordered
 
 

@@ -12,14 +12,15 @@ import torch
 from headrace.common.v1 import common_pb2
 from headrace_modelkit.errors import ModelNotReadable
 from headrace_modelkit.loading import DTYPES, load_model
+from headrace_modelkit.robot.directory import initial_policy, policy_of
 from headrace_modelkit.weights import copy_out, load_weights, weight_layout
-from headrace_schema.generating import ModelSection
+from headrace_schema.openings import RolloutConfig
 from headrace_servicekit.rpc.digests import digest_bytes, manifest_digest
 from headrace_servicekit.rpc.errors import ServiceError
 from headrace_servicekit.weights.store import entries_of
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from transformers import PreTrainedModel
+from torch import nn
 
 CHECKPOINT_WEIGHTS = "weights.safetensors"
 _DATA_TYPES = {
@@ -37,19 +38,24 @@ _DATA_TYPES = {
 
 
 def read_policy(
-    config: ModelSection, checkpoint: str, digest: str
+    run: RolloutConfig, checkpoint: str, digest: str
 ) -> tuple[common_pb2.WeightManifest, memoryview]:
     """The weights of a checkpoint's directory, or of the model itself where `checkpoint` is empty.
 
     Raises ServiceError MODEL_NOT_READABLE, also where they are not those of `digest` (empty: not compared).
     """
+    config = run.model
+    model: nn.Module
     try:
-        model = load_model(config, weights=not checkpoint)
+        if policy_of(config) is not None:
+            model, dtype = initial_policy(config, run.seed), torch.float32
+        else:
+            model, dtype = load_model(config, weights=not checkpoint), DTYPES[config.dtype]
         if checkpoint:
             _load_checkpoint(model, Path(checkpoint) / CHECKPOINT_WEIGHTS)
     except ModelNotReadable as error:
         raise _unreadable(str(error)) from error
-    manifest, body = _body(model, DTYPES[config.dtype])
+    manifest, body = _body(model, dtype)
     if digest and manifest.digest != digest:
         raise _unreadable(
             f"checkpoint: the weights in {checkpoint or config.path} have digest {manifest.digest}, not {digest}: "
@@ -58,7 +64,7 @@ def read_policy(
     return manifest, body
 
 
-def _load_checkpoint(model: PreTrainedModel, file: Path) -> None:
+def _load_checkpoint(model: nn.Module, file: Path) -> None:
     try:
         load_weights(model, load_file(file))
     except (OSError, SafetensorError) as error:
@@ -68,7 +74,7 @@ def _load_checkpoint(model: PreTrainedModel, file: Path) -> None:
         raise _unreadable(f"checkpoint: {file}: {error}; give the model of the run") from error
 
 
-def _body(model: PreTrainedModel, dtype: torch.dtype) -> tuple[common_pb2.WeightManifest, memoryview]:
+def _body(model: nn.Module, dtype: torch.dtype) -> tuple[common_pb2.WeightManifest, memoryview]:
     layout = [(name, _DATA_TYPES[kind], shape) for name, kind, shape in weight_layout(model, dtype)]
     entries = entries_of(layout)
     body = memoryview(bytearray(sum(entry.size_bytes for entry in entries)))

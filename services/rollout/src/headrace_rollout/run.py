@@ -1,10 +1,11 @@
-"""An open run: its engine, tokenizer and retention, built from the run's config. Knows no gRPC calls."""
+"""An open run: what holds its policy, and what it keeps, built from the run's config. Knows no gRPC calls."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 import grpc
@@ -14,24 +15,27 @@ from headrace_servicekit.instance import host_memory
 from headrace_servicekit.lease.devices import gpu_uuids
 from headrace_servicekit.lease.leases import Memory
 from headrace_servicekit.registry import PluginError
+from headrace_servicekit.rpc.blobs import BlobReader
 from headrace_servicekit.rpc.errors import ServiceError
 
 from headrace_rollout.config import CUSTODY_BYTES
 from headrace_rollout.engines import ENGINES
-from headrace_rollout.engines.base import Engine, EngineConfig
+from headrace_rollout.engines.base import Engine, EngineConfig, PolicyHolder
 from headrace_rollout.retention import Retention
 
 if TYPE_CHECKING:
     import torch
+    from headrace_modelkit.robot.directory import AnyConfig
     from headrace_modelkit.tokenizer import TextCodec
 
+    from headrace_rollout.robot.engine import RobotEngine
 
 STREAM_END_S = 10.0
-"""How long a Generate stream may take to hand out its partial outputs when its run is closed."""
+"""How long a stream may take to hand out its partial outputs when its run is closed."""
 
 
 class LiveStream(Protocol):
-    """A Generate stream that serves the run."""
+    """A stream of samples that serves the run."""
 
     ended: asyncio.Event
 
@@ -52,10 +56,9 @@ class OpenedRun:
 
     name: str
     config: RolloutConfig
-    engine: Engine
-    codec: TextCodec
-    retention: Retention
-    streams: set[LiveStream] = field(default_factory=set)
+    engine: PolicyHolder
+    retention: Retention = field(default_factory=lambda: Retention(CUSTODY_BYTES), kw_only=True)
+    streams: set[LiveStream] = field(default_factory=set, kw_only=True)
 
     async def end_streams(self) -> None:
         """Ends all streams; one whose caller does not read is left behind after STREAM_END_S."""
@@ -72,6 +75,23 @@ class OpenedRun:
         await _until_ended(streams, min(max(notice_s, 1.0), STREAM_END_S))
 
 
+@dataclass(frozen=True, eq=False)
+class TextRun(OpenedRun):
+    """A run whose policy is a language model."""
+
+    engine: Engine
+    codec: TextCodec
+
+
+@dataclass(frozen=True, eq=False)
+class RobotRun(OpenedRun):
+    """A run whose policy acts in environments."""
+
+    engine: RobotEngine
+    encode: Callable[[str], tuple[int, ...]]
+    """Ids of an instruction; none for a policy that reads no language."""
+
+
 async def _until_ended(streams: Sequence[LiveStream], timeout_s: float) -> None:
     waits = [asyncio.ensure_future(stream.ended.wait()) for stream in streams]
     if waits:
@@ -80,27 +100,64 @@ async def _until_ended(streams: Sequence[LiveStream], timeout_s: float) -> None:
             wait.cancel()
 
 
-def open_run(name: str, config: RolloutConfig, leased: Sequence[str]) -> OpenedRun:
+def open_run(
+    name: str, config: RolloutConfig, leased: Sequence[str], shm_dir: Path, token: str | None
+) -> OpenedRun:
     """Builds everything but the weights, on leased devices if there are any already.
 
-    It takes seconds the first time, as it imports torch.
+    It takes seconds the first time, as it imports torch. Simulators on this host put observations below `shm_dir`, and
+    are shown `token`.
 
     Raises ServiceError INVALID for an unknown engine or wrong options, and MODEL_NOT_READABLE.
     """
-    from headrace_modelkit.tokenizer import load_tokenizer
+    from headrace_modelkit.robot.directory import policy_of
 
     try:
-        chosen = ENGINES.choose(config.rollout.engine, config.rollout.engine_options)
-        codec = load_tokenizer(config.model)
-        engine = chosen.build(
-            EngineConfig(config.model, codec, config.rollout.max_concurrency, devices_of(leased))
-        )
+        policy = policy_of(config.model)
+        if policy is None:
+            return _text_run(name, config, leased)
+        return _robot_run(name, config, policy, devices_of(leased), BlobReader(shm_dir, token), token)
     except PluginError as error:
         code = grpc.StatusCode.INVALID_ARGUMENT
         raise ServiceError(code, "INVALID", str(error), **error.metadata) from error
     except ModelNotReadable as error:
         raise ServiceError(grpc.StatusCode.INVALID_ARGUMENT, "MODEL_NOT_READABLE", str(error)) from error
-    return OpenedRun(name, config, engine, codec, Retention(CUSTODY_BYTES))
+
+
+def _text_run(name: str, config: RolloutConfig, leased: Sequence[str]) -> TextRun:
+    from headrace_modelkit.tokenizer import load_tokenizer
+
+    if config.environment is not None:
+        raise ModelNotReadable(
+            f"model.path: {config.model.path!r} holds no robot policy, and environment needs one; give a directory "
+            "with policy.json, or model.policy"
+        )
+    chosen = ENGINES.choose(config.rollout.engine, config.rollout.engine_options)
+    codec = load_tokenizer(config.model)
+    engine = chosen.build(
+        EngineConfig(config.model, codec, config.rollout.max_concurrency, devices_of(leased))
+    )
+    return TextRun(name, config, engine, codec)
+
+
+def _robot_run(
+    name: str,
+    config: RolloutConfig,
+    policy: AnyConfig,
+    devices: tuple[torch.device, ...],
+    blobs: BlobReader,
+    token: str | None,
+) -> RobotRun:
+    from headrace_rollout.robot.engine import RobotEngine
+
+    if config.environment is None:
+        raise ModelNotReadable("environment: a robot policy acts in environments; name them")
+    engine = RobotEngine(policy, config.environment, devices, blobs, token)
+    return RobotRun(name, config, engine, _no_language)
+
+
+def _no_language(instruction: str) -> tuple[int, ...]:
+    return ()
 
 
 def devices_of(leased: Sequence[str]) -> tuple[torch.device, ...]:

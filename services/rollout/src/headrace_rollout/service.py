@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator
+from contextlib import aclosing
 from functools import partial
 from typing import Any
 
@@ -27,7 +28,8 @@ from headrace_rollout.engines.base import Authority, Policy, Refused, Scope, Wei
 from headrace_rollout.figures import GenerateFigures
 from headrace_rollout.generation import Generation
 from headrace_rollout.refusal import refusals
-from headrace_rollout.run import OpenedRun, devices_of, memory_on, open_run
+from headrace_rollout.run import OpenedRun, RobotRun, TextRun, devices_of, memory_on, open_run
+from headrace_rollout.streams import Opening, ResponseT, SampleStream, Serving
 from headrace_rollout.wire import distribution_of, invalid, keys_of, weights_of
 
 REPORT_EVERY_S = 2.0
@@ -69,7 +71,8 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
             header, config, lambda: self._build(name, config), self._end
         )
         return rollout_pb2.OpenRunResponse(
-            max_concurrency=config.rollout.max_concurrency, max_context_tokens=run.engine.max_context_tokens
+            max_concurrency=config.rollout.max_concurrency,
+            max_context_tokens=run.engine.max_context_tokens if isinstance(run, TextRun) else 0,
         )
 
     async def CloseRun(
@@ -80,7 +83,11 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         return rollout_pb2.CloseRunResponse()
 
     async def _build(self, name: str, config: RolloutConfig) -> OpenedRun:
-        building = asyncio.ensure_future(asyncio.to_thread(open_run, name, config, self._leased))
+        building = asyncio.ensure_future(
+            asyncio.to_thread(
+                open_run, name, config, self._leased, self._instance.config.shm_dir, self._instance.token
+            )
+        )
         try:
             run = await asyncio.shield(building)
         except asyncio.CancelledError:
@@ -107,37 +114,52 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
     ) -> AsyncIterator[rollout_pb2.GenerateResponse]:
         """Fills groups; see Generation."""
         opening = await _opening(request_iterator)
+        run = self._text_run(self._ready_run(opening))
+        async for response in self._serve(
+            run, Generation(run, opening, self._serving(run)), request_iterator
+        ):
+            yield response
+
+    async def RunEpisodes(
+        self, request_iterator: AsyncIterator[rollout_pb2.RunEpisodesRequest], context: Context
+    ) -> AsyncIterator[rollout_pb2.RunEpisodesResponse]:
+        """Runs episodes; see EpisodeStream."""
+        opening = await _opening(request_iterator)
+        run = self._ready_run(opening)
+        if not isinstance(run, RobotRun):
+            raise _wrong_policy(
+                "the run's policy is a language model: call Generate; episodes need model.policy"
+            )
+        from headrace_rollout.robot.streaming import EpisodeStream
+
+        stream = EpisodeStream(run, opening, self._serving(run))
+        async for response in self._serve(run, stream, request_iterator):
+            yield response
+
+    def _ready_run(self, opening: Opening) -> OpenedRun:
+        """The run that a stream opens on, with the version that it names."""
         self._instance.fence.check(opening.header, lease=True)
         run = self._opened(opening.header)
         with refusals():
             _check_ready(run, opening.policy_number)
         self._instance.open_runs.applied(opening.header)
-        generation = Generation(
-            run,
-            opening,
-            self._instance.config.incarnation,
-            fence=self._instance.fence,
-            after_response=lambda: self._report(run),
-        )
-        async for response in generation.responses(request_iterator):
-            yield response
-        self._report(run, now=True)
+        return run
 
-    async def RunEpisodes(
-        self, request_iterator: AsyncIterator[rollout_pb2.RunEpisodesRequest], context: Context
-    ) -> AsyncIterator[rollout_pb2.RunEpisodesResponse]:
-        """Not offered by this engine."""
-        raise ServiceError(
-            grpc.StatusCode.UNIMPLEMENTED,
-            "UNIMPLEMENTED",
-            "this rollout instance generates text; it runs no episodes",
-        )
-        yield rollout_pb2.RunEpisodesResponse()
+    def _serving(self, run: OpenedRun) -> Serving:
+        return Serving(self._instance.config.incarnation, self._instance.fence, lambda: self._report(run))
+
+    async def _serve(
+        self, run: OpenedRun, stream: SampleStream[Any, ResponseT], requests: AsyncIterator[Any]
+    ) -> AsyncIterator[ResponseT]:
+        async with aclosing(stream.responses(requests)) as responses:
+            async for response in responses:
+                yield response
+        self._report(run, now=True)
 
     async def Score(self, request: rollout_pb2.ScoreRequest, context: Context) -> rollout_pb2.ScoreResponse:
         """Log-probs of given tokens; RAW asks for the model's own distribution."""
         self._instance.fence.check(request.header, lease=True)
-        run = self._opened(request.header)
+        run = self._text_run(self._opened(request.header))
         check_enum("distribution.log_prob_kind", common_pb2.LogProbKind, request.distribution.log_prob_kind)
         wanted = request.distribution
         if wanted.log_prob_kind == common_pb2.LOG_PROB_KIND_RAW:
@@ -201,9 +223,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
             if installed is not None and installed.number == version.number:
                 version.digest = installed.digest
                 return rollout_pb2.InstallPolicyResponse(version=version)
-            manifest, body = await asyncio.to_thread(
-                read_policy, run.config.model, checkpoint, version.digest
-            )
+            manifest, body = await asyncio.to_thread(read_policy, run.config, checkpoint, version.digest)
             read_s = time.perf_counter() - started
             version.digest = manifest.digest
             policy = Policy(version.number, version.digest)
@@ -351,6 +371,13 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
             )
         return self._run
 
+    def _text_run(self, run: OpenedRun) -> TextRun:
+        if not isinstance(run, TextRun):
+            raise _wrong_policy(
+                "the run's policy is a robot's: call RunEpisodes; it generates and scores no text"
+            )
+        return run
+
     def _report(self, run: OpenedRun, *, now: bool = False) -> None:
         if now or time.monotonic() - self._reported > REPORT_EVERY_S:
             self._reported = time.monotonic()
@@ -358,12 +385,16 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
                 self._instance.report(metrics)
 
 
-async def _opening(requests: AsyncIterator[rollout_pb2.GenerateRequest]) -> rollout_pb2.GenerateOpen:
+async def _opening(requests: AsyncIterator[Any]) -> Any:
     async for request in requests:
         if request.WhichOneof("message") == "open":
             return request.open
         break
-    raise invalid("a Generate stream begins with GenerateOpen")
+    raise invalid("a stream of samples begins with its opening")
+
+
+def _wrong_policy(message: str) -> ServiceError:
+    return ServiceError(grpc.StatusCode.FAILED_PRECONDITION, "WRONG_POLICY", message)
 
 
 def _check_ready(run: OpenedRun, number: int) -> None:

@@ -20,7 +20,7 @@ class PlainBackend:
     """Its process is a child that sleeps: killed like an engine's, it takes the model with it."""
 
     name = "plain"
-    capabilities = Capabilities(resume_from_prefix=True, inflight_update=True)
+    capabilities = Capabilities(resume_from_prefix=True, inflight_update=True, penalty_counts_prompt=False)
 
     def __init__(self, config: EngineConfig) -> None:
         self._config = config

@@ -56,6 +56,17 @@ async def test_log_probs_are_of_the_processed_distribution(rig, distribution):
         assert output.finish in (Finish.EOS, Finish.LENGTH)
 
 
+async def test_a_repetition_penalty_counts_the_prompt_or_is_refused(rig):
+    wanted = Distribution(0.0, repetition_penalty=50.0)
+    if not rig.engine.capabilities.penalty_counts_prompt:
+        with pytest.raises(Refused, match="repetition_penalty"):
+            await rig.generate(groups(1), wanted)
+        return
+    for output in (await rig.generate(groups(1), wanted, max_new_tokens=4)).values():
+        ids = list(output.whole.token_ids)
+        assert not set(ids) & set(output.prompt_ids) and len(ids) == len(set(ids))
+
+
 async def test_tokens_come_as_often_as_the_distribution_says(rig):
     count, prompt, distribution = 800, PROMPTS[1], Distribution(temperature=1.5)
     outputs = await rig.generate([group(0, prompt, count)], distribution, max_new_tokens=1)

@@ -45,6 +45,24 @@ async def test_an_install_that_breaks_halfway_leaves_the_version_before(rig):
     await serves(rig, rig.model_b)
 
 
+async def test_an_update_in_flight_that_breaks_leaves_the_sequences_to_the_version_before(rig):
+    if not rig.engine.capabilities.inflight_update:
+        pytest.skip(f"{rig.name} offers no update in flight")
+    weights, number, collector = rig.weights(rig.model_b), rig.engine.policy.number, Collector()
+    damaged = replace(weights, entries=(*weights.entries[:-1], replace(weights.entries[-1], digest="0" * 16)))
+    stream = rig.stream(collector, Distribution(1.5), max_new_tokens=300, chunk_tokens=4)
+    await rig.engine.submit(stream, [group(0, PROMPT, 8)])
+    await collector.until(lambda: len(collector.outputs) > 2)
+    with pytest.raises(Refused) as refused:
+        await rig.engine.install(Policy(number + 1, "c"), damaged, in_flight=True)
+    assert refused.value.reason == "INSTALL_FAILED"
+    for output in (await collector.wait_ended(8)).values():
+        answer = list(output.whole.token_ids)
+        expected = expected_log_probs(rig.model_a, PROMPT, answer, Distribution(1.5))
+        assert output.whole.log_probs == pytest.approx(expected, abs=1e-4)
+        assert output.whole.spans == [(number, len(answer))] and not output.stopped
+
+
 async def test_a_killed_engine_is_reported_and_started_again_with_its_version(rig):
     collector = Collector()
     await rig.engine.submit(rig.stream(collector, max_new_tokens=400, chunk_tokens=1), [group(0, PROMPT, 8)])

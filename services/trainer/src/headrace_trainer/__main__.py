@@ -30,6 +30,7 @@ async def mount(instance: Instance) -> Close:
     from headrace_servicekit.weights import WeightServicer
 
     from headrace_trainer.algorithms import ALGORITHMS
+    from headrace_trainer.algorithms.episodes import EPISODE_ALGORITHMS
     from headrace_trainer.backends import BACKENDS
     from headrace_trainer.service import TrainerServicer
 
@@ -39,6 +40,8 @@ async def mount(instance: Instance) -> Close:
     instance.capabilities["backend_options"] = BACKENDS.capabilities(LOG.warning)
     instance.capabilities["algorithms"] = ALGORITHMS.names()
     instance.capabilities["algorithm_options"] = ALGORITHMS.capabilities(LOG.warning)
+    instance.capabilities["episode_algorithms"] = EPISODE_ALGORITHMS.names()
+    instance.capabilities["episode_algorithm_options"] = EPISODE_ALGORITHMS.capabilities(LOG.warning)
     instance.capabilities["transports"] = ["shm", "grpc"]
     instance.add_service(
         trainer_pb2_grpc.add_TrainerServiceServicer_to_server,

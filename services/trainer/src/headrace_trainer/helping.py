@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -12,7 +13,8 @@ from headrace.trainer.v1 import trainer_pb2
 from headrace_servicekit.failpoints import failpoint
 from headrace_servicekit.instance import Instance
 from headrace_servicekit.rpc.digests import set_digest
-from headrace_servicekit.rpc.requests import check_name, check_number, invalid
+from headrace_servicekit.rpc.errors import ServiceError
+from headrace_servicekit.rpc.requests import MAX_ATTEMPT, check_name, check_number, invalid
 from headrace_servicekit.weights import receive_weights
 
 from headrace_trainer import wire
@@ -26,6 +28,8 @@ from headrace_trainer.session import Offer, Session
 
 Context = Any
 Result = TypeVar("Result")
+NO_VERSION = 0
+"""Kept in place of what is dropped: no version has this number."""
 
 
 class HelpingCalls:
@@ -44,20 +48,22 @@ class HelpingCalls:
         self._check(request.header, lease=True)
         version, run, started = request.version, request.header.run, time.monotonic()
         check_number("version.number", version.number, 1)
+        check_number("version.ordinal", version.ordinal, 0)
         await failpoint("trainer.help")
-        received = await receive_weights(
-            self._instance.weights,
-            run,
-            version,
-            request.manifest,
-            request.sources,
-            token=self._instance.token,
-        )
         base = Version(version.number, version.parent, version.ordinal, version.digest)
-        with refusals():
-            reader = PublishedReader(published_tensors(request.manifest, received.body))
-        await self._obey(request.header, lambda session: session.help(base, reader))
-        self._instance.weights.keep(run, {version.number})
+        await self._obey(request.header, lambda session: session.check_help(base))
+        store = self._instance.weights
+        received = await receive_weights(
+            store, run, version, request.manifest, request.sources, token=self._instance.token
+        )
+        try:
+            with refusals():
+                reader = PublishedReader(published_tensors(request.manifest, received.body))
+            await self._obey(request.header, lambda session: session.help(base, reader))
+        except ServiceError:
+            store.keep(run, {NO_VERSION})
+            raise
+        store.keep(run, {version.number})
         return trainer_pb2.HelpResponse(
             transport=received.transport, load_time=wire.duration(time.monotonic() - started)
         )
@@ -82,7 +88,11 @@ class HelpingCalls:
         given = request.contribution
         if (given.step, given.attempt) != (request.step, request.attempt):
             raise invalid("contribution", f"is of step {given.step} attempt {given.attempt}, not of this one")
+        check_number("step", request.step, 0)
+        check_number("attempt", request.attempt, 1, MAX_ATTEMPT)
         what = read_contribution(given, request.helper)
+        if not given.name.startswith(f"{request.header.run}/helpers/"):
+            raise invalid("contribution.name", f"{given.name!r} is no helper's of {request.header.run}")
         store = self._instance.weights
         version = common_pb2.PolicyVersion(number=given.next_number, digest=given.gradient.digest)
         received = await receive_weights(
@@ -95,7 +105,7 @@ class HelpingCalls:
         try:
             await self._obey(request.header, lambda session: session.add(what, gradient))
         finally:
-            store.keep(given.name, {0})  # 0 is no number of a version: nothing of it stays
+            store.keep(given.name, {NO_VERSION})
         return trainer_pb2.AddContributionResponse(transport=received.transport)
 
 
@@ -139,6 +149,8 @@ def read_contribution(given: trainer_pb2.Contribution, helper: str) -> Contribut
     check_number("contribution.next_number", given.next_number, 1)
     if not given.groups:
         raise invalid("contribution.groups", "give at least one group")
+    if not all(map(math.isfinite, [*given.token_sums.values(), *given.token_maxima.values()])):
+        raise invalid("contribution.token_sums", "a figure is not finite")
     base = given.base
     records = tuple(_read_group(group) for group in given.groups)
     if len({record.prompt_ordinal for record in records}) != len(records):
@@ -163,6 +175,7 @@ def _read_group(group: trainer_pb2.AccumulatedGroup) -> GroupRecord:
         and 0 <= group.trained_sequence_count <= len(keys)
         and (group.trained_sequence_count > 0) == (group.token_count > 0)
         and 0 < len(group.rewards) == len(group.answer_lengths) <= len(keys)
+        and all(map(math.isfinite, group.rewards))
     )
     if not consistent:
         raise invalid(

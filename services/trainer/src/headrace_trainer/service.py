@@ -43,11 +43,12 @@ from headrace_trainer.errors import Refusal
 from headrace_trainer.group.compute import ComputeThread, elsewhere, refusals
 from headrace_trainer.helping import HelpingCalls
 from headrace_trainer.learning.queue import LearnQueue
-from headrace_trainer.learning.samples import GroupRecord
+from headrace_trainer.learning.samples import Group, GroupRecord
 from headrace_trainer.learning.step import Begin, Commit, StepState
 from headrace_trainer.learning.stream import LearnStream
 from headrace_trainer.session import LearnItem, Session
 from headrace_trainer.trainer import Trainer
+from headrace_trainer.wire_episodes import Spaces, read_episodes
 
 Context = Any
 Result = TypeVar("Result")
@@ -262,6 +263,12 @@ class TrainerServicer(HelpingCalls, trainer_pb2_grpc.TrainerServiceServicer):  #
             )
         self._awake()
         with refusals():
+            if self._trainer.policy is not None:
+                raise Refusal(
+                    "INVALID",
+                    "a robot policy scores no answers; the figures of a step compare its log-probs",
+                    "invalid",
+                )
             sampling, vocabulary = self._trainer.config.sampling, self._trainer.vocabulary_size
             sequences = [
                 wire.read_sequence(trajectory, sampling, vocabulary) for trajectory in request.trajectories
@@ -429,10 +436,15 @@ class TrainerServicer(HelpingCalls, trainer_pb2_grpc.TrainerServiceServicer):  #
         self._check(header, lease=True)
         self._awake()
         with refusals():
-            sampling, vocabulary = self._trainer.config.sampling, self._trainer.vocabulary_size
             _check_step(request)
-            groups = [wire.read_group(group, sampling, vocabulary) for group in request.groups]
+            groups = [self._read_group(group) for group in request.groups]
         return LearnItem(request.step, request.attempt, groups, partial(self._authorise, header))
+
+    def _read_group(self, group: trainer_pb2.SettledGroup) -> Group:
+        trainer = self._trainer
+        if trainer.policy is not None:
+            return read_episodes(group, Spaces.of(trainer.policy))
+        return wire.read_group(group, trainer.config.sampling, trainer.vocabulary_size)
 
     def _checkpoints(self, source: str) -> CheckpointDirectory:
         if source:

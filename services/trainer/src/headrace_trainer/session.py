@@ -13,15 +13,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from headrace_modelkit.loading import DTYPES, load_model, save_model
-from headrace_modelkit.tokenizer import load_tokenizer
-from headrace_modelkit.weights import load_weights
 from headrace_servicekit.failpoints import failpoint_sync
 from headrace_servicekit.rpc.digests import set_digest
 from headrace_servicekit.weights import StoredWeights, WeightStore
 from torch import Tensor
 
-from headrace_trainer.algorithms._base import OLD_LOG_PROBS, Barrier
+from headrace_trainer.algorithms._base import OLD_LOG_PROBS
 from headrace_trainer.allocator import resident_bytes
 from headrace_trainer.backends._base import PrivateGradient, StateReader
 from headrace_trainer.checkpoints.directory import CheckpointDirectory, Snapshot
@@ -32,9 +29,9 @@ from headrace_trainer.errors import Quiesced, Refusal, conflict, invalid
 from headrace_trainer.group.leader import LeaderRounds
 from headrace_trainer.group.rank import Copies, Rank
 from headrace_trainer.group.rounds import RoundLost, Rounds
+from headrace_trainer.kinds import AnyLearner, export_model, run_learner
 from headrace_trainer.learning import step as steps
 from headrace_trainer.learning.agreement import agreement, witnesses
-from headrace_trainer.learning.batch import BatchLearner
 from headrace_trainer.learning.contribution import Contribution, add_records, check_helped
 from headrace_trainer.learning.figures import step_figures
 from headrace_trainer.learning.learner import Learner
@@ -90,7 +87,7 @@ class Session:
         self._rounds = rounds
         self._store = store
         self._publisher: Publisher | None = None
-        self._learner: Learner | BatchLearner | None = None
+        self._learner: AnyLearner | None = None
         self._leader = LeaderRounds(self._lead, rank)
         self._last_restore: tuple[Origin, Restored] | None = None
         self._store_id = ""
@@ -180,24 +177,28 @@ class Session:
 
         Raises Refusal CONFLICT for the leader of a run's steps, and INVALID for an older version or another model.
         """
-        check_helped(self._rank.algorithm)
-        if self._rank.gang.world_size > 1 or (self.state.version is not None and not self._helps):
-            raise conflict(
-                "this trainer leads the run's steps; a helper is a group of its own and restores nothing"
-            )
-        held = self.state.version
-        if held == base:
+        self.check_help(base)
+        if self.state.version == base:
             return
-        if held is not None and base.number <= held.number:
-            raise invalid(
-                f"version {base.number} is not above {held.number}, which is held; numbers only rise"
-            )
         check_shapes(reader, self._rank.config.model)
         self._rank.reader = reader
         self.state, self._helps = steps.lost(self.state), True
         self._lead("help")
         self._learner = Learner(self._rank.config, self._rank.algorithm, self._leader)
         self.state = steps.restored(self.state, base, {})
+
+    def check_help(self, base: steps.Version) -> None:
+        """Raises what `help` would, but for another model: before weights are taken for it."""
+        check_helped(self._rank.algorithm)
+        if self._rank.gang.world_size > 1 or (self.state.version is not None and not self._helps):
+            raise conflict(
+                "this trainer leads the run's steps; a helper is a group of its own and restores nothing"
+            )
+        held = self.state.version
+        if held is not None and held != base and base.number <= held.number:
+            raise invalid(
+                f"version {base.number} is not above {held.number}, which is held; numbers only rise"
+            )
 
     def contribute(self, step: int, attempt: int) -> Offer:
         """Ends a helper's attempt; what it has accumulated, published. A retry gets the same.
@@ -402,7 +403,7 @@ class Session:
         )
 
     def export(self, name: str) -> tuple[Path, steps.Version]:
-        """Writes the held weights as a Hugging Face directory below the run's directory."""
+        """Writes the held weights below the run's directory: a Hugging Face one, or a robot policy's."""
         version = steps.held_version(self.state)
         if not _EXPORT_NAME.fullmatch(name) or name == "checkpoints":
             raise invalid(
@@ -410,19 +411,9 @@ class Session:
                 "letter or digit and is not 'checkpoints'"
             )
         target = self._directory / name
-        config = self._rank.config.model
         weights: dict[str, Tensor] = {}
-
-        def collect(found: Iterator[tuple[str, Tensor]]) -> None:
-            weights.update(
-                (key, value.to(DTYPES[config.dtype]) if value.is_floating_point() else value)
-                for key, value in found
-            )
-
-        self._gather(collect)
-        model = load_model(config, weights=False)
-        load_weights(model, weights)
-        save_model(model, load_tokenizer(config), target)
+        self._gather(weights.update)
+        export_model(self._rank.config, weights, target)
         return target, version
 
     def close(self) -> None:
@@ -448,9 +439,7 @@ class Session:
     def _assemble(self) -> None:
         if self._publisher is None:
             self._publisher = Publisher(self._store, self._run, self._rank.backend.weight_layout())
-        algorithm = self._rank.algorithm
-        kind = BatchLearner if algorithm.barrier is Barrier.BATCH else Learner
-        self._learner = kind(self._rank.config, algorithm, self._leader)
+        self._learner = run_learner(self._rank.config, self._rank.algorithm, self._leader)
 
     def _apply(self, command: steps.Commit) -> steps.CommitReply:
         config = self._rank.config

@@ -12,12 +12,14 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from headrace_modelkit.critic import check_critic, critic_section
 from headrace_modelkit.devices import free_bytes, used_bytes
 from headrace_modelkit.errors import ModelNotReadable
 from headrace_modelkit.loading import load_architecture
+from headrace_modelkit.robot.directory import policy_of
 from headrace_schema.openings import TrainerConfig
 from headrace_servicekit.instance import host_memory
 from headrace_servicekit.lease.leases import Memory
@@ -33,8 +35,13 @@ from headrace_trainer.errors import Refusal, conflict, invalid
 from headrace_trainer.group.group import Gang, join_gang
 from headrace_trainer.group.rank import Rank
 from headrace_trainer.group.rounds import Round, RoundLost, Rounds
+from headrace_trainer.kinds import check_episode_run, run_algorithm
+from headrace_trainer.learning.contribution import check_helped
 from headrace_trainer.learning.step import StepState
 from headrace_trainer.session import Session
+
+if TYPE_CHECKING:
+    from headrace_modelkit.robot.directory import AnyConfig
 
 _log = get_logger(__name__)
 FOLLOWER_STOP_S = 60.0
@@ -67,7 +74,9 @@ class Trainer:
         self.threads = 1
         self.suspended = False
         self.vocabulary_size = 0
-        """Of the open run's model."""
+        """Of the open run's model; 0 of a robot policy."""
+        self.policy: AnyConfig | None = None
+        """The open run's robot policy; None where it learns from answers."""
 
     @property
     def config(self) -> TrainerConfig:
@@ -97,8 +106,27 @@ class Trainer:
 
     def open_run(self, run: str, config: TrainerConfig, directory: Path) -> Algorithm:
         """Prepares for a run; its algorithm. Raises Refusal INVALID or MODEL_NOT_READABLE."""
+        try:
+            policy = policy_of(config.model)
+        except ModelNotReadable as error:
+            key = "model.policy" if config.model.policy is not None else "model.path"
+            raise invalid(f"{key}.{error}", "MODEL_NOT_READABLE", key=key) from error
+        if policy is None:
+            return self._open_answers(run, config, directory)
+        check_episode_run(config)
+        algorithm = run_algorithm(config)
+        if config.trainer.helpers:
+            check_helped(algorithm)
+        self._run, self._config, self._directory = run, config, directory
+        self.vocabulary_size, self.policy = 0, policy
+        self._assemble()
+        return algorithm
+
+    def _open_answers(self, run: str, config: TrainerConfig, directory: Path) -> Algorithm:
         choose_backend(config.trainer)
         algorithm = build_algorithm(config.algorithm)
+        if config.trainer.helpers:
+            check_helped(algorithm)
         try:
             architecture = load_architecture(config.model)
             if (critic := algorithm.critic) is not None and critic.path is not None:
@@ -109,7 +137,7 @@ class Trainer:
         vocabulary = int(architecture.get_text_config().vocab_size)
         _check_reference(config, algorithm, vocabulary)
         self._run, self._config, self._directory = run, config, directory
-        self.vocabulary_size = vocabulary
+        self.vocabulary_size, self.policy = vocabulary, None
         self._assemble()
         return algorithm
 

@@ -19,11 +19,9 @@ from headrace_trainer.errors import invalid
 from headrace_trainer.learning.samples import Disposition, Group, GroupRecord, Member, Sequence
 from headrace_trainer.learning.step import CommitReply, Phase, Result, Version
 
-_SETTLED = {
-    common_pb2.FINISH_REASON_EOS,
-    common_pb2.FINISH_REASON_STOP,
-    common_pb2.FINISH_REASON_LENGTH,
-}
+_SETTLED = frozenset(
+    {common_pb2.FINISH_REASON_EOS, common_pb2.FINISH_REASON_STOP, common_pb2.FINISH_REASON_LENGTH}
+)
 _DISPOSITIONS = {
     Disposition.ACCUMULATED: trainer_pb2.GROUP_DISPOSITION_ACCUMULATED,
     Disposition.NONFINITE: trainer_pb2.GROUP_DISPOSITION_NONFINITE,
@@ -69,19 +67,25 @@ def read_sequence(message: common_pb2.Trajectory, sampling: SamplingSection, voc
     return Sequence(tokens, trained, log_probs)
 
 
-def _read_member(
-    prompt: int, message: trainer_pb2.SettledTrajectory, sampling: SamplingSection, vocabulary: int
-) -> Member:
-    trajectory = message.trajectory
+def check_settled(prompt: int, trajectory: common_pb2.Trajectory, reasons: frozenset[int], what: str) -> str:
+    """How the trajectory is called. Raises Refusal INVALID or DIGEST_MISMATCH unless it ended with one of `reasons`."""
     where = _name(trajectory)
     check_enum(f"{where}: finish_reason", common_pb2.FinishReason, trajectory.finish_reason)
     if trajectory.sample.prompt_ordinal != prompt:
         raise invalid(f"{where} is in the group of prompt {prompt}")
-    if trajectory.finish_reason not in _SETTLED:
+    if trajectory.finish_reason not in reasons:
         reason = common_pb2.FinishReason.Name(trajectory.finish_reason)
-        raise invalid(f"{where} ended with {reason}: only finished answers may be learned from")
+        raise invalid(f"{where} ended with {reason}: only {what} may be learned from")
     if trajectory_digest(trajectory) != trajectory.body_digest:
         raise invalid(f"{where}: its content does not have its body_digest", "DIGEST_MISMATCH")
+    return where
+
+
+def _read_member(
+    prompt: int, message: trainer_pb2.SettledTrajectory, sampling: SamplingSection, vocabulary: int
+) -> Member:
+    trajectory = message.trajectory
+    where = check_settled(prompt, trajectory, _SETTLED, "finished answers")
     # What carries no loss, such as a greedy baseline, may be sampled in any way.
     sampled_from = None if message.masked else sampling
     tokens, trained, log_probs, versions = _read_tokens(trajectory, where, sampled_from, vocabulary)

@@ -23,6 +23,8 @@ from headrace_modelkit.loading import replace_directory, sync_directory
 from headrace_modelkit.weights import load_weights, state_tensors
 
 if TYPE_CHECKING:
+    from headrace_schema.generating import ModelSection
+
     from headrace_modelkit.robot.actor_critic import CnnConfig, CnnPolicy, MlpConfig, MlpPolicy
     from headrace_modelkit.robot.openvla import OpenVlaConfig, OpenVlaPolicy
     from headrace_modelkit.robot.pi import PiConfig, PiPolicy
@@ -58,6 +60,35 @@ def policy_config(fields: Mapping[str, Any]) -> AnyConfig:
         place = ".".join(str(part) for part in first["loc"]) or kind
         raise ModelNotReadable(f"{place}: {first['msg']}") from error
     return config
+
+
+def policy_of(section: ModelSection) -> AnyConfig | None:
+    """The robot policy that a run's `model` names: a new one, or a directory's; None for a language model.
+
+    Raises ModelNotReadable, which names the wrong field.
+    """
+    if section.policy is not None:
+        return policy_config(section.policy)
+    path = Path(section.path) / CONFIG
+    if not section.path or not path.is_file():
+        return None
+    try:
+        fields = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ModelNotReadable(
+            f"cannot read {str(path)!r}: {error}; give a policy that save_policy wrote"
+        ) from error
+    return policy_config(fields)
+
+
+def initial_policy(section: ModelSection, seed: int) -> AnyPolicy:
+    """The policy that a run begins with: a directory's weights, or new ones drawn from the seed.
+
+    Raises ModelNotReadable, also where `section` names no robot policy.
+    """
+    if section.policy is not None:
+        return policy_config(section.policy).build(seed).eval()
+    return load_policy(section.path)
 
 
 def save_policy(policy: AnyPolicy, directory: Path | str) -> None:

@@ -61,11 +61,15 @@ class ActionScaling(nn.Module):
     low_A: Tensor
     high_A: Tensor
     mask_A: Tensor
+    least_A: Tensor
+    most_A: Tensor
 
     def __init__(self, bounds: ActionBounds) -> None:
         super().__init__()
         self.register_buffer("low_A", _filled(bounds.low, -1.0), persistent=False)
         self.register_buffer("high_A", _filled(bounds.high, 1.0), persistent=False)
+        self.register_buffer("least_A", _inside(bounds.low, up=True), persistent=False)
+        self.register_buffer("most_A", _inside(bounds.high, up=False), persistent=False)
         self.register_buffer(
             "mask_A", torch.tensor([low is not None for low in bounds.low]), persistent=False
         )
@@ -73,7 +77,9 @@ class ActionScaling(nn.Module):
     def forward(self, drawn: Tensor) -> Tensor:
         """What the environment is given: clipped to -1 to 1 and scaled where there are bounds."""
         scaled = 0.5 * (drawn.clamp(-1, 1) + 1) * (self.high_A - self.low_A) + self.low_A
-        return torch.where(self.mask_A, scaled, drawn)
+        # Rounding may leave the bounds, and an environment refuses what is outside by one bit.
+        inside = torch.minimum(torch.maximum(scaled, self.least_A), self.most_A)
+        return torch.where(self.mask_A, inside, drawn)
 
     def drawn(self, executed: Tensor) -> Tensor:
         """Undoes `forward` for actions inside the bounds, such as those of demonstrations.
@@ -87,3 +93,12 @@ class ActionScaling(nn.Module):
 
 def _filled(bounds: Sequence[float | None], missing: float) -> Tensor:
     return torch.tensor([missing if bound is None else bound for bound in bounds])
+
+
+def _inside(bounds: Sequence[float | None], *, up: bool) -> Tensor:
+    """Bounds in fp32, rounded to the inside."""
+    exact = torch.tensor([0.0 if bound is None else bound for bound in bounds], dtype=torch.float64)
+    rounded = exact.float()
+    outside = rounded.double() < exact if up else rounded.double() > exact
+    towards = torch.full_like(rounded, float("inf") if up else float("-inf"))
+    return torch.where(outside, torch.nextafter(rounded, towards), rounded)

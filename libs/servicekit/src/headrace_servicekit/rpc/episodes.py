@@ -137,7 +137,9 @@ def _check_shapes(found: Episode, chunks: int, length: int) -> None:
 def _named(
     where: str, tensors: Mapping[str, common_pb2.Tensor], max_bytes: int, chunks: int | None
 ) -> dict[str, np.ndarray]:
-    arrays = {name: decode_tensor(tensor, max_bytes=max_bytes) for name, tensor in sorted(tensors.items())}
+    arrays = {
+        name: _array(f"{where}: {name!r}", tensor, max_bytes) for name, tensor in sorted(tensors.items())
+    }
     for name, array in arrays.items():
         if chunks is not None and (array.ndim < 1 or len(array) != chunks):
             raise _invalid(f"{where}: {name!r} has shape {array.shape} for {chunks} chunks")
@@ -147,11 +149,18 @@ def _named(
 def _decoded(
     where: str, tensor: common_pb2.Tensor, max_bytes: int, dtype: np.dtype | None, dimensions: int
 ) -> np.ndarray:
-    array = decode_tensor(tensor, max_bytes=max_bytes)
+    array = _array(where, tensor, max_bytes)
     if array.ndim != dimensions or (dtype is not None and array.dtype != dtype):
         wanted = f"{dimensions} dimensions" + (f" of {dtype}" if dtype is not None else "")
         raise _invalid(f"{where}: {array.dtype} of shape {array.shape}; it has {wanted}")
     return array
+
+
+def _array(where: str, tensor: common_pb2.Tensor, max_bytes: int) -> np.ndarray:
+    try:
+        return decode_tensor(tensor, max_bytes=max_bytes)
+    except ServiceError as error:
+        raise _invalid(f"{where}: {error.message}") from error
 
 
 def _invalid(message: str) -> ServiceError:

@@ -80,8 +80,10 @@ def check(spec: RunSpec, fleet: FleetView, *, trains: bool = True) -> list[KeyPr
 def _names(spec: RunSpec, fleet: FleetView) -> Iterator[KeyProblemView]:
     wanted = [
         ("trainer.backend", spec.trainer.backend, "trainer", "backends"),
-        ("algorithm.name", spec.algorithm.name, "trainer", "algorithms"),
+        ("algorithm.name", spec.algorithm.name, "trainer", f"{_registry(spec)}s"),
     ]
+    if spec.environment:
+        wanted.append(("environment.backend", spec.environment.backend, "simulator", "backends"))
     for part, scorers in spec.reward.sets().items():
         for index, scorer in enumerate(scorers):
             if ".py:" not in scorer.name:  # A user's own file is tried by the reward service.
@@ -93,10 +95,21 @@ def _names(spec: RunSpec, fleet: FleetView) -> Iterator[KeyProblemView]:
             yield problem(key, f"no {kind} instance has {name!r} among its {facet}", choose(name, known))
 
 
+def _registry(spec: RunSpec) -> str:
+    """Which of a trainer's registries the algorithm is in."""
+    return "episode_algorithm" if spec.environment else "algorithm"
+
+
 def _options(spec: RunSpec, fleet: FleetView) -> Iterator[KeyProblemView]:
     """By the JSON Schemas that instances register; where there is none, the service checks when the run opens."""
     chosen = [
-        ("algorithm.options", spec.algorithm.name, spec.algorithm.options, "trainer", "algorithm_options"),
+        (
+            "algorithm.options",
+            spec.algorithm.name,
+            spec.algorithm.options,
+            "trainer",
+            f"{_registry(spec)}_options",
+        ),
         (
             "trainer.backend_options",
             spec.trainer.backend,
@@ -133,6 +146,7 @@ def _instances(spec: RunSpec, fleet: FleetView) -> Iterator[KeyProblemView]:
         ("rollout.instances", "rollout", spec.rollout.instances),
         ("trainer.ranks", "trainer", spec.trainer.ranks),
         ("reward.scorers", "reward", 1),
+        *([("environment", "simulator", 1)] if spec.environment else []),
     ]
     for key, kind, count in wanted:
         ready = fleet.instances.get(kind, 0)
@@ -169,6 +183,8 @@ def _devices(spec: RunSpec, fleet: FleetView) -> Iterator[KeyProblemView]:
 
 
 def _model(model: ModelSection, section: str) -> Iterator[KeyProblemView]:
+    if model.policy is not None:
+        return  # A new robot policy: the services that build it say what is wrong with it.
     given, file = model.path, model.gguf_file
     path = Path(given).expanduser()
     try:
@@ -191,6 +207,8 @@ def _model(model: ModelSection, section: str) -> Iterator[KeyProblemView]:
 
 
 def _holds_a_model(path: Path) -> bool:
+    if (path / "policy.json").is_file():
+        return (path / "model.safetensors").is_file()
     return (path / "config.json").is_file() and any(
         entry.suffix in WEIGHT_SUFFIXES or entry.name.endswith(".safetensors.index.json")
         for entry in path.iterdir()

@@ -21,7 +21,7 @@ from headrace_schema.views import KeyProblemView, RunView
 from headrace_coordinator.api import presenters as present
 from headrace_coordinator.api.admission import FleetView, check
 from headrace_coordinator.api.control import Refused
-from headrace_coordinator.api.engines import settle_engine
+from headrace_coordinator.api.engines import answer_problems, settle_engine
 from headrace_coordinator.api.evaluations import Prepared, in_users_keys, prepare
 from headrace_coordinator.api.reads import Reads
 from headrace_coordinator.api.scaling import Scaling
@@ -155,6 +155,9 @@ class Coordinator(Reads):
         if problems := await self._check(prepared.spec, trains=False):
             suite = open_suite(asked.suite.name, asked.suite.options)
             raise Impossible(in_users_keys(problems, suite))
+        engine = self.settle(prepared.spec)[0].rollout.engine
+        if problems := list(answer_problems(asked.sampling, engine, self._fleet_view)):
+            raise Impossible(problems)
         return prepared
 
     @contextlib.asynccontextmanager

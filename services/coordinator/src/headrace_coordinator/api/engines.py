@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from headrace_schema.evaluating import AnswerSection
 from headrace_schema.problems import choose, problem
 from headrace_schema.spec import RunSpec
 from headrace_schema.views import KeyProblemView
@@ -51,6 +52,16 @@ def engine_problems(spec: RunSpec, fleet: FleetView) -> Iterator[KeyProblemView]
             f"rollout.engine: {name} cannot sample the same tokens again, since its random numbers follow its batches",
             f"set rollout.engine: {' or '.join(fit)}" if fit else "set deterministic: false",
         )
+
+
+def answer_problems(asked: AnswerSection, engine: str, fleet: FleetView) -> Iterator[KeyProblemView]:
+    """Distributions of an evaluation's answers that its engine would sample otherwise than asked."""
+    if asked.top_p < 1 and (asked.top_k or asked.min_p) and not _offers(fleet, engine, "top_p_after_others"):
+        reason = f"rollout.engine: {engine} counts top-p over all tokens, not over those that top_k and min_p leave"
+        yield problem("sampling.top_p", reason, "set top_p: 1, or top_k: 0 and min_p: 0")
+    if asked.repetition_penalty != 1 and not _offers(fleet, engine, "penalty_counts_prompt"):
+        reason = f"rollout.engine: {engine} counts no tokens of the prompt for it"
+        yield problem("sampling.repetition_penalty", reason, "set 1")
 
 
 def _choose(spec: RunSpec, fleet: FleetView) -> tuple[str, str]:

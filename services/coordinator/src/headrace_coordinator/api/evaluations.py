@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,12 @@ from headrace_coordinator.domain.runs import SuiteEvaluation
 from headrace_coordinator.suites import Suite, open_suite
 
 PACKAGES = ("headrace-coordinator", "reasoning-gym", "datasets")
-_KEYS = (("data.prompt.", "prompt."), ("placement.rollout", "devices"), ("placement.trainer", "devices"))
+_KEYS = (
+    ("data.prompt.", "prompt."),
+    ("environment", "suite.options.environment"),
+    ("placement.rollout", "devices"),
+    ("placement.trainer", "devices"),
+)
 
 
 class Prepared(msgspec.Struct, frozen=True):
@@ -68,7 +72,7 @@ async def prepare(
         raise Impossible([problem("suite.limit", reason, f"the nearest valid value is {count}")])
     evaluation = SuiteEvaluation(
         spec=asked.model_dump(mode="json"),
-        model=given.path,
+        model=given.path or str((given.policy or {}).get("kind", "")),
         items=min(count, limit or count),
         versions=_versions(),
     )
@@ -97,7 +101,7 @@ def in_users_keys(problems: list[KeyProblemView], suite: Suite) -> list[KeyProbl
 
 def _run_spec(asked: EvaluationSpec, model: ModelSection, suite: Suite) -> RunSpec:
     data, reward = suite.data(), asked.reward or suite.reward()
-    sections: Mapping[str, Any] = {
+    sections: dict[str, Any] = {
         "name": asked.name,
         "steps": 1,
         "seed": asked.seed,
@@ -113,6 +117,8 @@ def _run_spec(asked: EvaluationSpec, model: ModelSection, suite: Suite) -> RunSp
         "scheduling": asked.scheduling,
         "limits": asked.limits,
     }
+    if (environment := suite.acts_in()) is not None:
+        sections |= {"workflow": "embodied", "environment": environment, "sampling": {}}
     try:
         return RunSpec.model_validate(sections)
     except ValidationError as error:

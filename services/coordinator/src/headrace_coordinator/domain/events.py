@@ -148,6 +148,8 @@ class RunAdmitted(RunEvent, frozen=True, kw_only=True):
     rollouts: list[str]
     trainers: list[str]
     devices: list[str]
+    helpers: list[str] = []
+    """Trainers beside the group, for what devices can do within a step."""
 
 
 class RunReleased(RunEvent, frozen=True, kw_only=True):
@@ -215,6 +217,16 @@ class PlanProposed(PlanAdopted, frozen=True, kw_only=True):
     """What would be faster now, of a run whose plan only its user changes."""
 
 
+class PolicyFitted(RunEvent, frozen=True, kw_only=True):
+    """What a robot policy reads and does in the run's environment: settled once, as its first pools say."""
+
+    policy: dict[str, Any] | None
+    """The whole configuration of a new policy; None for one that is read from a directory."""
+    state: list[str] | None
+    cameras: dict[str, str] | None
+    """Observations that are its state and its cameras' images."""
+
+
 class StepOpened(RunEvent, frozen=True, kw_only=True):
     """An attempt at a step began; `number` is burnt for the version that it may make."""
 
@@ -251,11 +263,13 @@ class GroupsSettled(RunEvent, frozen=True, kw_only=True):
 
 
 class GroupsAccumulated(RunEvent, frozen=True, kw_only=True):
-    """The trainer has the groups' gradients: prompt ordinals."""
+    """The trainer group has the groups' gradients: prompt ordinals. A helper's came with its contribution."""
 
     step: int
     attempt: int
     prompts: list[int]
+    helper: str = ""
+    """Name of the helper whose contribution they came with."""
 
 
 class GroupDropped(RunEvent, frozen=True, kw_only=True):
@@ -302,6 +316,8 @@ class Certificate(msgspec.Struct, frozen=True, kw_only=True):
     log_prob_mismatch_kl: float | None = None
     refilled: int = 0
     """Groups that the step took in place of dropped ones."""
+    helped: dict[str, list[int]] = {}
+    """Name of a helper → prompt ordinals of the groups whose gradient it contributed."""
     scored_by_stage: dict[str, int] = {}
     """Trained answers that each of several reward stages scored; empty for a workflow with one."""
     reward_by_stage: dict[str, float] = {}
@@ -421,6 +437,7 @@ AnyEvent = (
     | VersionRestored
     | PlanAdopted
     | PlanProposed
+    | PolicyFitted
     | StepOpened
     | SlotsAssigned
     | SlotsFinished

@@ -14,6 +14,8 @@ from headrace_coordinator.domain import events as ev
 
 KEPT_BYTES = 256 * 2**20
 """What a process may still use of a GPU that it has released: small buffers of its libraries."""
+HELP = "help"
+"""Stage of a lease that a helper holds within a step: one that nobody waits for."""
 GRANTED, HELD, REVOKING = "GRANTED", "HELD", "REVOKING"
 
 

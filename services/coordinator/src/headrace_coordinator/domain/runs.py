@@ -108,16 +108,17 @@ ACTIONS: dict[str, dict[str, Action]] = {
 
 
 class Grant(msgspec.Struct):
-    """What a run may use: incarnations of its rollouts and trainers, and devices."""
+    """What a run may use: incarnations of its rollouts, trainers and helpers, and devices."""
 
     rollouts: list[str] = []
     trainers: list[str] = []
     devices: list[str] = []
+    helpers: list[str] = []
 
     @property
     def instances(self) -> list[str]:
         """All incarnations."""
-        return [*self.rollouts, *self.trainers]
+        return [*self.rollouts, *self.trainers, *self.helpers]
 
 
 class SuiteEvaluation(msgspec.Struct):
@@ -187,6 +188,8 @@ class RunState(msgspec.Struct):
     """None for a run that trains."""
     plan: ev.PlanAdopted | None = None
     """How it uses its devices; None: as its spec says, or collocated where that says auto."""
+    fitted: ev.PolicyFitted | None = None
+    """Of an embodied run, once its environment is known."""
     proposal: str = ""
     """What would be faster, of a run whose plan only its user changes."""
 
@@ -230,9 +233,11 @@ class RunState(msgspec.Struct):
             case ev.RunStateChanged():
                 self._move(event)
             case ev.RunAdmitted():
-                self._hold(event.at, Grant(list(event.rollouts), list(event.trainers), list(event.devices)))
+                self._hold(event.at, _grant_of(event))
             case ev.RunReleased():
                 self._hold(event.at, None)
+            case ev.PolicyFitted():
+                self.fitted = event
             case ev.PlanProposed():
                 self.proposal = event.reason
             case ev.PlanAdopted():
@@ -303,6 +308,10 @@ class RunState(msgspec.Struct):
             self.queued_at = event.at
         if event.state in TERMINAL:
             self.finished_at = event.at
+
+
+def _grant_of(event: ev.RunAdmitted) -> Grant:
+    return Grant(list(event.rollouts), list(event.trainers), list(event.devices), list(event.helpers))
 
 
 def next_action(run: RunState) -> Action:

@@ -27,14 +27,23 @@ class Demand(msgspec.Struct, frozen=True):
     rollouts: int
     fewest_rollouts: int
     trainers: int
+    helpers: int
+    """Trainers beside the group, as many as nobody else waits for."""
     engine: str
     backend: str
     algorithm: str
+    simulator: str
+    """Backend of simulators; empty: none is needed."""
     disaggregated: bool
     side_by_side: bool
     """Whether devices for both sides are of use."""
     rollout_devices: tuple[str, ...]
     trainer_devices: tuple[str, ...]
+
+    @property
+    def algorithms(self) -> str:
+        """The trainer's registry in which the algorithm is."""
+        return "episode_algorithms" if self.simulator else "algorithms"
 
 
 class Plan(msgspec.Struct):
@@ -55,9 +64,11 @@ def demand_of(run: RunState) -> Demand:
         rollouts=rollouts,
         fewest_rollouts=1 if run.lineage.head or run.evaluation else rollouts,
         trainers=0 if run.evaluation else spec["trainer"]["ranks"],
+        helpers=0 if run.evaluation else spec["trainer"].get("helpers", 0),
         engine=spec["rollout"]["engine"],
         backend=spec["trainer"]["backend"],
         algorithm=spec["algorithm"]["name"],
+        simulator=(spec.get("environment") or {}).get("backend", ""),
         disaggregated=placement["mode"] == "disaggregated",
         side_by_side=placement["mode"] != "collocated",
         rollout_devices=tuple(placement["rollout"]),
@@ -122,6 +133,7 @@ class _Planner:
                 rollouts=list(grant.rollouts),
                 trainers=list(grant.trainers),
                 devices=list(grant.devices),
+                helpers=list(grant.helpers),
             )
         )
 
@@ -130,9 +142,11 @@ class _Planner:
         held = self._grants[run.id]
         # A trainer that was told to stop stays until its state is saved: the run is RECOVERING then.
         trainers = self._usable(held.trainers, draining=run.state != RECOVERING)
-        kept, demand = Grant(self._usable(held.rollouts), trainers, held.devices), demand_of(run)
+        kept = Grant(self._usable(held.rollouts), trainers, held.devices, self._helpers(held.helpers))
+        demand = demand_of(run)
         lacks = len(kept.rollouts) < demand.fewest_rollouts or len(kept.trainers) < demand.trainers
-        if kept == held and not lacks and not (grow and len(kept.rollouts) < demand.rollouts):
+        fewer = len(kept.rollouts) < demand.rollouts or len(kept.helpers) < demand.helpers
+        if kept == held and not lacks and not (grow and fewer):
             return
         others = {name: grant for name, grant in self._grants.items() if name != run.id}
         grant = self._fit(run, others, kept)
@@ -140,6 +154,11 @@ class _Planner:
             grant = kept  # What is lost is no longer held; the run itself waits, or queues.
         if grant != held:
             self._admit(run, grant, plan)
+
+    def _helpers(self, incarnations: Iterable[str]) -> list[str]:
+        """Helpers that stay: while a run waits, an idle one goes to whoever has more need of it."""
+        table, waits = self._state.table, bool(self._waiting)
+        return [who for who in self._usable(incarnations) if not waits or table.of(who)]
 
     def _usable(self, incarnations: Iterable[str], *, draining: bool = False) -> list[str]:
         known = self._state.instances
@@ -150,13 +169,15 @@ class _Planner:
     def _fit(self, run: RunState, grants: dict[str, Grant], kept: Grant | None = None) -> Grant | str:
         """A grant beside `grants`, or what is missing."""
         demand, kept = demand_of(run), kept or Grant()
-        taken = {who for grant in grants.values() for who in (*grant.rollouts, *grant.trainers)}
+        taken = {who for grant in grants.values() for who in grant.instances}
         if not any(i.kind == "reward" and not i.draining for i in self._state.instances.values()):
             return "a reward instance to register"
+        if demand.simulator and not simulators(self._state.instances.values(), demand.simulator):
+            return f"a simulator instance with the backend {demand.simulator} to register"
         rollouts = self._choose("rollout", {"engines": demand.engine}, taken, kept.rollouts, demand.rollouts)
         if len(rollouts) < demand.fewest_rollouts:
             return self._missing("rollout", demand.fewest_rollouts, len(rollouts), grants)
-        facets = {"backends": demand.backend, "algorithms": demand.algorithm}
+        facets = {"backends": demand.backend, demand.algorithms: demand.algorithm}
         trainers = self._choose("trainer", facets, taken, kept.trainers, demand.trainers)
         if len(trainers) < demand.trainers:
             return self._missing("trainer", demand.trainers, len(trainers), grants)
@@ -164,7 +185,11 @@ class _Planner:
         devices = self._devices(run, demand, rollouts, trainers, busy, kept.devices)
         if isinstance(devices, str):
             return devices
-        return Grant([i.incarnation for i in rollouts], [i.incarnation for i in trainers], devices)
+        owners = [i.incarnation for i in trainers]
+        # Nobody waits for what a run has beyond its need.
+        wanted = len(kept.helpers) if self._waiting else demand.helpers
+        helpers = self._choose("trainer", facets, taken | set(owners), kept.helpers, wanted)
+        return Grant([i.incarnation for i in rollouts], owners, devices, [i.incarnation for i in helpers])
 
     def _choose(
         self, kind: str, facets: dict[str, str], taken: set[str], own: Sequence[str], count: int
@@ -270,6 +295,13 @@ class _Planner:
                 leaving.remove(name)
                 grants = without
         plan.yields |= dict.fromkeys(leaving, f"yields to {run.id}, which waits for {reason}")
+
+
+def simulators(instances: Iterable[InstanceState], backend: str) -> list[InstanceState]:
+    """Simulators that offer a backend and were not told to stop; they serve many runs at once."""
+    return [
+        i for i in instances if i.kind == "simulator" and not i.draining and _has(i, {"backends": backend})
+    ]
 
 
 def _held_by(runs: Iterable[str]) -> str:

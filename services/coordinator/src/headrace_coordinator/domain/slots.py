@@ -59,6 +59,8 @@ class SlotLedger(msgspec.Struct, dict=True):
     """Groups of the open step in place of dropped ones."""
     lacking: int = 0
     """Groups of the open step that were dropped before they settled, and have no other in their place yet."""
+    helped: dict[str, list[int]] = {}
+    """Of the open attempt: name of a helper → groups whose gradient it contributed; the owners have all others."""
 
     def __post_init__(self) -> None:
         """Completes what a snapshot of an older release lacks."""
@@ -123,6 +125,8 @@ class SlotLedger(msgspec.Struct, dict=True):
             case ev.GroupsAccumulated(prompts=prompts):
                 for prompt in prompts:
                     self._move_group(prompt, ACCUMULATED)
+                if event.helper:
+                    self.helped.setdefault(event.helper, []).extend(prompts)
             case ev.GroupDropped():
                 self._drop(event)
             case ev.StepRefilled(groups=groups):
@@ -144,7 +148,7 @@ class SlotLedger(msgspec.Struct, dict=True):
                 self.last_attempt += leap if self.last_attempt else 0
 
     def _open(self, event: ev.StepOpened) -> None:
-        self.attempt, self.open = event.attempt, True
+        self.attempt, self.open, self.helped = event.attempt, True, {}
         if not self.slots:
             self._add(self.prompts)
         for slot in self.slots.values():
@@ -219,7 +223,7 @@ class SlotLedger(msgspec.Struct, dict=True):
 
     def _go_to(self, step: int, prompt: int) -> None:
         self.step, self.attempt, self.open, self.slots = step, 0, False, {}
-        self.next_prompt, self.refilled, self.lacking = prompt, 0, 0
+        self.next_prompt, self.refilled, self.lacking, self.helped = prompt, 0, 0, {}
         self._index_anew()
 
     def _index_anew(self) -> None:

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain import leases, runs
-from headrace_coordinator.domain.leases import Blocked, Lease, LeaseRequest
+from headrace_coordinator.domain.leases import HELP, Blocked, Lease, LeaseRequest
 from headrace_coordinator.fleet.ports import InstanceDown
 from headrace_coordinator.fleet.waits import Waits, WaitTimeout
 from headrace_coordinator.store.event_log import EventLog
@@ -162,6 +162,9 @@ class LeaseManager:
         for request in requests:
             run = self._event_log.state.runs.get(request.run)
             granted = run.grant.devices if run is not None and run.grant is not None else request.devices
+            helpers = run.grant.helpers if run is not None and run.grant is not None else []
+            if request.stage == HELP and request.incarnation not in helpers:
+                raise InstanceDown(request.incarnation, "it went to another run")
             if beyond := [device for device in request.devices if device not in granted]:
                 raise InstanceDown(request.incarnation, f"{', '.join(beyond)} went to another run")
 

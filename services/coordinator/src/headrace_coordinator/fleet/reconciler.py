@@ -15,6 +15,8 @@ from headrace_coordinator.fleet.ports import CallRefused, InstanceDown
 from headrace_coordinator.run.clients import WorkerClient
 
 log = logging.getLogger(__name__)
+SHARED = ("reward", "simulator")
+"""Kinds whose instances serve many runs at once, so that no grant names them."""
 PATIENCE_S = 90.0
 """An instance that keeps an unwanted run open for longer is killed."""
 
@@ -36,7 +38,7 @@ class Reconciler:
         run = self._fleet.event_log.state.runs.get(run_id)
         if run is None or run.grant is None:
             return False
-        return instance.kind == "reward" or instance.incarnation in run.grant.instances
+        return instance.kind in SHARED or instance.incarnation in run.grant.instances
 
     def look(self, incarnation: str) -> None:
         """Closes what an instance reports as open and no run wants there."""

@@ -24,6 +24,10 @@ STAY_GAIN = 0.03
 """And any other so much more than the present one."""
 DRIFT = 0.3
 """A step that lastingly takes so much longer or shorter than predicted calls for a new look."""
+SUSTAINED_S = 5.0
+"""Lastingly: over steps of so many seconds together. A single step of a tenth of a second says little."""
+MOST = 0.8
+"""Share of these steps that must take so much longer, or shorter."""
 
 TICK = 1e-6
 """Seconds of work that was too short to measure."""
@@ -116,10 +120,21 @@ def choose(found: Sequence[Candidate], present: Layout | None = None) -> Candida
     return stays if stays and best.time.step > (1 - STAY_GAIN) * stays.time.step else best
 
 
+def newest(steps: Sequence[StepTime], fewest: int) -> list[StepTime]:
+    """The newest steps that say something: at least `fewest`, and SUSTAINED_S seconds of them; empty when too few."""
+    seconds = 0.0
+    for count, step in enumerate(reversed(steps), 1):
+        seconds += step.step
+        if count >= fewest and seconds >= SUSTAINED_S:
+            return list(steps[len(steps) - count :])
+    return []
+
+
 def drifted(predicted: float, steps: Sequence[StepTime]) -> bool:
-    """Whether all of some steps take longer, or all shorter, than was predicted."""
-    ratios = [step.step / predicted for step in steps]
-    return bool(ratios) and (min(ratios) > 1 + DRIFT or max(ratios) < 1 / (1 + DRIFT))
+    """Whether most of some steps take longer, or most shorter, than was predicted."""
+    ratios = sorted(step.step / predicted for step in steps)
+    needed = math.ceil(MOST * len(ratios))
+    return bool(ratios) and (ratios[-needed] > 1 + DRIFT or ratios[needed - 1] < 1 / (1 + DRIFT))
 
 
 class _Work:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 
 from headrace.common.v1 import common_pb2 as common
@@ -10,9 +11,9 @@ from headrace.rollout.v1 import rollout_pb2 as rollout
 
 from headrace_coordinator.data.items import DataItem
 from headrace_coordinator.fleet.ports import CallRefused, InstanceDown
-from headrace_coordinator.run.clients import Published, RolloutClient
+from headrace_coordinator.run.clients import Opening, Published, RolloutClient
 from headrace_coordinator.run.concurrency import gather_all
-from headrace_coordinator.run.context import RunContext, prompt_message
+from headrace_coordinator.run.context import RunContext
 
 ATTEMPTS = 5
 Answers = dict[tuple[int, int], common.Trajectory]
@@ -25,7 +26,7 @@ class Questions:
 
     items: Sequence[DataItem]
     samples: int
-    opening: rollout.GenerateOpen
+    opening: Opening
     prefill: str | None = None
 
 
@@ -52,8 +53,10 @@ async def answer(
 async def _drive(
     context: RunContext, member: RolloutClient, questions: Questions, mine: Sequence[int], done: Answers
 ) -> None:
-    opening = rollout.GenerateOpen()
-    opening.CopyFrom(questions.opening)
+    opening = deepcopy(questions.opening)
+    await context.workers.staff_simulators(member)
+    if isinstance(opening, rollout.RunEpisodesOpen) and context.workers.pools is not None:
+        opening.pools.extend(context.workers.pools.of(member.incarnation))
     try:
         async for response in member.generate(
             opening, _assignments(context, questions, mine, done), context.spec.limits.step_timeout_s
@@ -64,6 +67,9 @@ async def _drive(
                     done[body.sample.prompt_ordinal, body.sample.sample_index] = body
             if response.revoked:
                 member.lost_lease()
+            if isinstance(response, rollout.RunEpisodesResponse):
+                member.lost_pools += response.lost_pools
+        await context.workers.lost_pools(member)
     except (InstanceDown, CallRefused) as fault:
         await context.lost(member, str(fault))
 
@@ -74,7 +80,7 @@ async def _assignments(
     groups = [
         rollout.GroupAssignment(
             prompt_ordinal=index,
-            prompt=prompt_message(context.dataset.prompt(questions.items[index], prefill=questions.prefill)),
+            prompt=context.prompt_of(questions.items[index], questions.prefill),
             samples=[
                 rollout.SampleAssignment(sample_index=sample, attempt=1)
                 for sample in range(questions.samples)

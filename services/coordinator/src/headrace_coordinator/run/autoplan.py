@@ -20,6 +20,7 @@ from headrace_coordinator.planner.choosing import (
     candidates,
     choose,
     drifted,
+    newest,
     typical,
 )
 from headrace_coordinator.run.context import RunContext
@@ -53,7 +54,7 @@ class Autoplan:
             seconds.get("learn", 0.0),
             view.wall_s - sum(seconds.get(stage, 0.0) for stage in NO_WORK),
         )
-        self._recent = [*self._recent, time][-self._window :]
+        self._recent = newest([*self._recent, time], self._window) or [*self._recent, time]
         if len(self._tried[self._layout]) < self._window:
             self._tried[self._layout].append(time)
 
@@ -64,8 +65,8 @@ class Autoplan:
         plan = self._context.state.plan
         if plan is None or not plan.predicted_s:
             return self._measure()
-        steps = self._recent
-        if len(steps) < self._window or not drifted(plan.predicted_s["step"], steps):
+        steps = newest(self._recent, self._window)
+        if not drifted(plan.predicted_s["step"], steps):
             return None
         self._recent = []
         return self._replan(plan, typical(steps))

@@ -5,11 +5,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from headrace.common.v1 import common_pb2 as common
 from headrace.reward.v1 import reward_pb2 as reward
 from headrace.rollout.v1 import rollout_pb2 as rollout
+from headrace.simulator.v1 import simulator_pb2 as simulator
 from headrace.trainer.v1 import trainer_pb2 as trainer
 from headrace_schema.scoring import RewardSection
 
@@ -19,15 +20,19 @@ from headrace_coordinator.fleet.ports import Port
 QUICK_S, SLOW_S, LOAD_S, CLOSE_S = 30.0, 120.0, 900.0, 90.0
 """Deadlines: bookkeeping; moving memory; loading or writing a model; closing a run."""
 _CLOSE = {
-    "rollout": rollout.CloseRunRequest,
-    "trainer": trainer.CloseRunRequest,
-    "reward": reward.CloseRunRequest,
+    "rollout": ("CloseRun", rollout.CloseRunRequest),
+    "trainer": ("CloseRun", trainer.CloseRunRequest),
+    "reward": ("CloseRun", reward.CloseRunRequest),
+    "simulator": ("ClosePool", simulator.ClosePoolRequest),
 }
+"""By kind; a ClosePool that names no pool closes all of the run."""
 
 KEYS_A_MESSAGE = 10_000
 """Slots that one request names."""
 
 SlotKey = tuple[int, int]
+Opening = rollout.GenerateOpen | rollout.RunEpisodesOpen
+Produced = rollout.GenerateResponse | rollout.RunEpisodesResponse
 
 
 def sample_key(slot: SlotKey) -> common.SampleKey:
@@ -93,8 +98,8 @@ class WorkerClient:
 
     async def close_run(self) -> None:
         """Ends everything that the instance does for the run and frees what it keeps of it."""
-        request = _CLOSE[self.instance.kind](header=self.header())
-        await self.port.call("CloseRun", request, CLOSE_S)
+        method, request = _CLOSE[self.instance.kind]
+        await self.port.call(method, request(header=self.header()), CLOSE_S)
 
 
 @dataclass
@@ -104,6 +109,8 @@ class RolloutClient(WorkerClient):
     max_concurrency: int = 1
     digest: str = ""
     """Of the installed weights."""
+    lost_pools: list[str] = field(default_factory=list)
+    """Pools of environments that it says answer no more."""
 
     async def open_run(self, config_json: str) -> None:
         """Model architecture, tokenizer and engine."""
@@ -125,17 +132,19 @@ class RolloutClient(WorkerClient):
         return response
 
     def generate(
-        self, opening: rollout.GenerateOpen, assignments: AsyncIterator[rollout.AssignGroups], timeout: float
-    ) -> AsyncIterator[rollout.GenerateResponse]:
-        """Groups in, chunks out."""
+        self, opening: Opening, assignments: AsyncIterator[rollout.AssignGroups], timeout: float
+    ) -> AsyncIterator[Produced]:
+        """Groups in, chunks out: answers, or episodes, as the opening says."""
         opening.header.CopyFrom(self.header())
+        episodes = isinstance(opening, rollout.RunEpisodesOpen)
+        request: Any = rollout.RunEpisodesRequest if episodes else rollout.GenerateRequest
 
-        async def requests() -> AsyncIterator[rollout.GenerateRequest]:
-            yield rollout.GenerateRequest(open=opening)
+        async def requests() -> AsyncIterator[Any]:
+            yield request(open=opening)
             async for assignment in assignments:
-                yield rollout.GenerateRequest(assign=assignment)
+                yield request(assign=assignment)
 
-        return self.port.stream("Generate", requests(), timeout)
+        return self.port.stream("RunEpisodes" if episodes else "Generate", requests(), timeout)
 
     async def suspend(self) -> None:
         """Pause, then give the memory back."""
@@ -189,6 +198,8 @@ class TrainerClient(WorkerClient):
     drop_equal: bool = False
     max_refill: int = 0
     greedy_first: bool = False
+    joined: bool = False
+    """A helper that is a group of its own."""
 
     def is_baseline(self, sample: int) -> bool:
         """Whether a group's sample is its greedy answer, which is scored and not learned from."""
@@ -296,6 +307,32 @@ class TrainerClient(WorkerClient):
         )
         return response
 
+    async def help(self, published: Published) -> trainer.HelpResponse:
+        """Loads a published version as the base of what it accumulates for itself."""
+        request = trainer.HelpRequest(
+            header=self.header(),
+            version=published.version,
+            manifest=published.manifest,
+            sources=[published.source],
+        )
+        response: trainer.HelpResponse = await self.port.call("Help", request, SLOW_S)
+        return response
+
+    async def take_contribution(self, step: int, attempt: int) -> trainer.Contribution:
+        """Ends a helper's attempt; where its gradient is, and of which groups."""
+        request = trainer.TakeContributionRequest(header=self.header(), step=step, attempt=attempt)
+        response: trainer.TakeContributionResponse = await self.port.call("TakeContribution", request, SLOW_S)
+        return response.contribution
+
+    async def add_contribution(
+        self, step: int, attempt: int, contribution: trainer.Contribution, helper: str
+    ) -> None:
+        """Adds a helper's gradient to the open step, whole or not at all."""
+        request = trainer.AddContributionRequest(
+            header=self.header(), step=step, attempt=attempt, contribution=contribution, helper=helper
+        )
+        await self.port.call("AddContribution", request, SLOW_S)
+
     async def recorded(self, step: int, attempt: int, number: int) -> Published:
         """The ledger has the version, which is published too."""
         request = trainer.RecordStepRequest(
@@ -367,3 +404,19 @@ class RewardClient(WorkerClient):
                 yield reward.ScoreRequest(header=self.header(), items=items)
 
         return self.port.stream("Score", requests(), timeout)
+
+
+@dataclass
+class SimulatorClient(WorkerClient):
+    """A simulator instance."""
+
+    async def open_pool(self, request: simulator.OpenPoolRequest) -> simulator.OpenPoolResponse:
+        """Makes environments; fills in the authority."""
+        request.header.CopyFrom(self.header())
+        response: simulator.OpenPoolResponse = await self.port.call("OpenPool", request, LOAD_S)
+        return response
+
+    async def close_pool(self, pool: str) -> None:
+        """Ends the environments of a pool."""
+        request = simulator.ClosePoolRequest(header=self.header(), pool=pool)
+        await self.port.call("ClosePool", request, CLOSE_S)

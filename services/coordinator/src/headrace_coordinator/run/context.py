@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any, Protocol
 
 from headrace.common.v1 import common_pb2 as common
@@ -27,6 +28,7 @@ from headrace_coordinator.projections.trajectories import Settled
 from headrace_coordinator.run.clients import WorkerClient
 from headrace_coordinator.run.placement import Placement
 from headrace_coordinator.run.stages.step_timer import StepTimer
+from headrace_coordinator.run.stages.tail import Tail
 from headrace_coordinator.run.workers import WorkerGroup
 from headrace_coordinator.store.event_log import EventLog
 
@@ -79,6 +81,7 @@ class RunContext:
         self.agreement_due = True
         self.decision: asyncio.Task[Any] | None = None
         """The commit of the step in hand, from the request until it is recorded; never cancelled on purpose."""
+        self.tail = Tail()
         self._lengths: dict[str, tuple[int, int]] = {}
         section = self.spec.data.curriculum
         self.curriculum = Curriculum(section, dataset) if section else None
@@ -130,7 +133,18 @@ class RunContext:
 
     def prompt(self, prompt: int) -> rollout.Prompt:
         """The prompt of a prompt ordinal."""
-        return prompt_message(self.dataset.prompt(self.item(prompt)))
+        return self.prompt_of(self.item(prompt))
+
+    def prompt_of(self, item: DataItem, prefill: str | None = None) -> rollout.Prompt:
+        """The prompt of an item, or where its episode begins; `prefill` stands in for data.prompt.prefill."""
+        if self.workers.pools is None:
+            return prompt_message(self.dataset.prompt(item, prefill=prefill))
+        start = rollout.EpisodeStart(**item.metadata)
+        described = self.workers.pools.described.get(start.task)
+        if described is not None and described.instruction:
+            asked = self.dataset.prompt(replace(item, question=described.instruction))
+            start.instruction = asked.text or ""
+        return rollout.Prompt(episode=start)
 
     def question(self, prompt: int) -> str:
         """The question as scorers and people see it."""

@@ -14,7 +14,7 @@ from headrace_schema.views import EvaluationView
 from headrace_coordinator.data.items import DataItem
 from headrace_coordinator.domain.estimates import interval, pass_at
 from headrace_coordinator.run.answering import Answers, Questions, answer
-from headrace_coordinator.run.clients import Published
+from headrace_coordinator.run.clients import Opening, Published
 from headrace_coordinator.run.context import RunContext
 from headrace_coordinator.run.stages.scoring import sampled, score_all, score_item
 
@@ -44,8 +44,15 @@ def evaluation_seed(seed: int, ordinal: int) -> int:
     return (seed + 1_000_003 * (ordinal + 1)) % SEEDS
 
 
-def _opening(context: RunContext, published: Published) -> rollout.GenerateOpen:
+def _opening(context: RunContext, published: Published) -> Opening:
     spec = context.spec
+    if spec.environment is not None:
+        return rollout.RunEpisodesOpen(
+            policy_number=published.version.number,
+            seed=evaluation_seed(spec.seed, published.version.ordinal),
+            greedy=spec.evaluation.greedy,
+            evaluation=True,
+        )
     return rollout.GenerateOpen(
         policy_number=published.version.number,
         distribution=context.distribution(0.0 if spec.evaluation.greedy else spec.evaluation.temperature),

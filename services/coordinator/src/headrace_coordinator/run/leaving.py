@@ -14,6 +14,7 @@ import msgspec
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain import runs
 from headrace_coordinator.fleet.ports import CallRefused, InstanceDown
+from headrace_coordinator.fleet.reconciler import SHARED
 from headrace_coordinator.fleet.waits import WaitTimeout
 from headrace_coordinator.run.checkpointing import Checkpointer
 from headrace_coordinator.run.clients import WorkerClient
@@ -118,9 +119,9 @@ async def save_head(context: RunContext, checkpointer: Checkpointer) -> None:
 
 
 async def close(context: RunContext, members: Sequence[WorkerClient]) -> None:
-    """Closes the run at `members`; kills those that do not in time, but for rewards, which serve other runs too.
+    """Closes the run at `members`; kills those that do not in time, but for those that serve other runs too.
 
-    What a reward keeps is closed by the reconciler.
+    What rewards and simulators keep is closed by the reconciler.
     """
 
     async def one(member: WorkerClient) -> None:
@@ -129,7 +130,7 @@ async def close(context: RunContext, members: Sequence[WorkerClient]) -> None:
             try:
                 return await member.close_run()
             except (InstanceDown, CallRefused) as fault:
-                if not fleet.alive(member.incarnation) or member.instance.kind == "reward":
+                if not fleet.alive(member.incarnation) or member.instance.kind in SHARED:
                     return
                 if context.event_log.monotonic() >= deadline:
                     fleet.kill(member.incarnation, f"it did not close {context.run_id}: {fault}")

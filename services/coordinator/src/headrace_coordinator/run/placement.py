@@ -14,10 +14,10 @@ from math import ceil
 from headrace_schema.running import PlacementSection
 
 from headrace_coordinator.domain import events as ev
-from headrace_coordinator.domain.leases import LeaseRequest, is_gpu
+from headrace_coordinator.domain.leases import HELP, LeaseRequest, is_gpu
 from headrace_coordinator.domain.places import devices_seen, machines, named_devices
 from headrace_coordinator.fleet.ports import CallRefused, InstanceDown
-from headrace_coordinator.run.clients import Published, WorkerClient
+from headrace_coordinator.run.clients import Published, RolloutClient, TrainerClient, WorkerClient
 from headrace_coordinator.run.concurrency import gather_all
 from headrace_coordinator.run.workers import WorkerGroup
 
@@ -93,6 +93,24 @@ class Placement:
             await self._generate(published)
             if not self.in_turns:
                 await self._learn()
+
+    async def lend(self, member: RolloutClient, helper: TrainerClient) -> None:
+        """Inside a step: a rollout gives its devices back with notice, and a helper takes them.
+
+        What the rollout had not finished goes on elsewhere: its stream ends with the partial answers.
+        """
+        async with self._moving:
+            devices = member.devices
+            await self._let_go([member])
+            helper.devices = devices
+            request = LeaseRequest(helper.incarnation, self.workers.run, HELP, devices, helper.instance.host)
+            manager = self.workers.fleet.lease_manager
+            [helper.lease_epoch] = await manager.acquire([request], self.workers.fleet_timeout)
+
+    async def take_back(self, helper: TrainerClient) -> None:
+        """A helper gives its devices back."""
+        if helper.lease_epoch:
+            await self._let_go([helper])
 
     async def _learn(self) -> None:
         if self.in_turns:

@@ -17,6 +17,7 @@ from headrace_coordinator.run.concurrency import gather_all
 from headrace_coordinator.run.context import RunContext
 from headrace_coordinator.run.stages.certificate import certify, settled_lines, step_view, with_stages
 from headrace_coordinator.run.stages.generation import Generation
+from headrace_coordinator.run.stages.helping import Helping
 from headrace_coordinator.run.stages.learning import (
     AttemptLost,
     Learning,
@@ -51,6 +52,7 @@ class Step:
         self._published = published
         self._timer = timer
         self._relay = Relay(context.spec.limits.in_flight_bytes)
+        self._nonfinite = 0
         self.observed: list[ev.Observed] = []
         """What the step, once it has ended, says of its items' pass rates."""
         self.view: StepView | None = None
@@ -61,7 +63,6 @@ class Step:
 
         Raises what recovery must handle. The timer begins with the next step.
         """
-        nonfinite = 0
         while True:
             opened = self._open()
             try:
@@ -77,9 +78,9 @@ class Step:
             )
             if published is not None:
                 return published
-            nonfinite += response.result == trainer.COMMIT_RESULT_NONFINITE
+            self._nonfinite += response.result == trainer.COMMIT_RESULT_NONFINITE
             await self._again(trainer.CommitResult.Name(response.result))
-            if nonfinite >= STEP_ATTEMPTS:
+            if self._nonfinite >= STEP_ATTEMPTS:
                 return await self._skip("NONFINITE")
 
     async def _decision(
@@ -122,15 +123,19 @@ class Step:
             self._relay,
             self._timer,
             self._published,
-            on_settled=lambda prompt: learning.put(prompt) if streamed else None,
-            on_complete=lambda: learning.close() if streamed else None,
+            on_settled=lambda prompt: learning.put(prompt) if streamed else helping.put(prompt),
+            on_complete=lambda: learning.close() if streamed else helping.close(),
             draining=lambda: streamed and learning.backlog,
         )
         learning = Learning(context, self._relay, self._timer, generation.batch)
+        helping = Helping(
+            context, self._timer, self._published, learning, wanted=not waits and not self._nonfinite
+        )
 
         async def generate() -> None:
             await generation.run()
             learning.close()
+            helping.close()
 
         async def learn() -> None:
             await self._begin()
@@ -139,12 +144,15 @@ class Step:
         if streamed:
             await gather_all(generate(), learn())
         else:
-            await generate()
-            with self._timer.stage("switch"):
+            await gather_all(generate(), helping.run())
+            with self._timer.stage("switch"), helping.switching():
                 await context.placement.hand_devices_to_trainers()
+            await self._begin()
+            await helping.contribute()
             for prompt in sorted(ledger.index.settled):
                 learning.put(prompt)
-            await learn()
+            with helping.owners_learning():
+                await learning.run()
         await self._event_log.flush()
         if ledger.unsettled():
             raise CallRefused("coordinator", "INTERNAL", f"groups {ledger.unsettled()} were lost in the step")

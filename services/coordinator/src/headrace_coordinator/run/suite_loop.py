@@ -21,7 +21,7 @@ from headrace_coordinator.fleet.waits import WaitTimeout
 from headrace_coordinator.projections.trajectories import Settled
 from headrace_coordinator.projections.transcripts import Answer, Key, Transcripts, answer_of, read_answers
 from headrace_coordinator.run.answering import Answers, Questions, answer
-from headrace_coordinator.run.clients import Published
+from headrace_coordinator.run.clients import Opening, Published
 from headrace_coordinator.run.context import RunContext
 from headrace_coordinator.run.leaving import Outcome
 from headrace_coordinator.run.loop import RunLoop
@@ -161,8 +161,12 @@ class SuiteLoop(RunLoop):
             if len(done) == before:
                 raise WaitTimeout(f"{wanted - before} answers were not made: rollout instances failed")
 
-    def _opening(self) -> rollout.GenerateOpen:
+    def _opening(self) -> Opening:
         asked, sampling = self._asked, self._asked.sampling
+        if self.context.spec.environment is not None:
+            return rollout.RunEpisodesOpen(
+                policy_number=VERSION, seed=asked.seed, greedy=not sampling.temperature, evaluation=True
+            )
         return rollout.GenerateOpen(
             policy_number=VERSION,
             distribution=common.SamplingDistribution(

@@ -7,8 +7,10 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from headrace_schema.openings import RolloutConfig, TrainerConfig
+from headrace_schema.problems import Impossible
 from headrace_schema.spec import RunSpec
 
+from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain.leases import REVOKING
 from headrace_coordinator.domain.runs import Grant, RunState
 from headrace_coordinator.domain.scheduling import demand_of
@@ -17,6 +19,8 @@ from headrace_coordinator.fleet.fleet import Fleet
 from headrace_coordinator.fleet.ports import CallRefused, InstanceDown
 from headrace_coordinator.fleet.waits import WaitTimeout
 from headrace_coordinator.run.clients import RewardClient, RolloutClient, TrainerClient, WorkerClient
+from headrace_coordinator.run.pools import Pools
+from headrace_coordinator.run.spaces import fit
 from headrace_coordinator.run.stages.lanes import Lanes
 from headrace_coordinator.run.watched_port import WatchedPort
 
@@ -43,7 +47,9 @@ class WorkerGroup:
         self.spec = spec
         self.rollouts: list[RolloutClient] = []
         self.trainers: list[TrainerClient] = []
+        self.helpers: list[TrainerClient] = []
         self.rewards: list[RewardClient] = []
+        self.pools = Pools(fleet, run, spec.environment, self._port) if spec.environment else None
         self.lanes = Lanes()
         self.warmup_examples: list[dict[str, Any]] = []
         self._directory = directory
@@ -58,7 +64,8 @@ class WorkerGroup:
     @property
     def members(self) -> list[WorkerClient]:
         """Everybody."""
-        return [*self.rollouts, *self.trainers, *self.rewards]
+        simulators = self.pools.clients if self.pools else []
+        return [*self.rollouts, *self.trainers, *self.helpers, *self.rewards, *simulators]
 
     @property
     def grant(self) -> Grant:
@@ -104,6 +111,7 @@ class WorkerGroup:
 
     async def staff(self) -> None:
         """Every member is alive and has the run open; raises `Unstaffed` when one is missing for too long."""
+        await self.staff_simulators()
         await self.staff_trainers()
         await self.staff_rewards()
         await self.staff_rollouts(demand_of(self._state).fewest_rollouts)
@@ -114,14 +122,71 @@ class WorkerGroup:
         await self._until(
             lambda: len(self._alive(self.grant.rollouts)) >= fewest, f"{fewest} ready rollout instance(s)"
         )
+        await self.staff_simulators()
         known = {member.incarnation for member in self.rollouts}
         for state in self._alive(self.grant.rollouts):
             if state.incarnation not in known:
                 member = RolloutClient(self.run, state, self._port(state), self._epoch)
-                config = RolloutConfig.of(self.spec).model_dump_json()
+                config = RolloutConfig.of(self._fitted).model_dump_json()
                 await self._open(member, lambda member=member, config=config: member.open_run(config))  # type: ignore[misc]
                 self.rollouts.append(member)
                 self.adopt_leases()
+        self._count_environments()
+
+    async def staff_simulators(self, only: RolloutClient | None = None) -> None:
+        """Of an embodied run, every granted rollout has environments; while rollouts act, `only` one's may change.
+
+        The first time also says, by an event, what the policy reads and does.
+        """
+        if self.pools is None:
+            return
+        backend = self.pools.ready
+        await self._until(lambda: bool(backend()), f"1 ready simulator with {self._backend}")
+        rollouts = [state.incarnation for state in self._alive(self.grant.rollouts)]
+        await self.pools.staff(rollouts, rollouts if only is None else [only.incarnation])
+        self._count_environments()
+        if self._state.fitted is None and self.pools.described:
+            await self._fit(self.pools)
+
+    async def lost_pools(self, member: RolloutClient) -> bool:
+        """Whether a stream ended because simulators were lost; their environments are made anew before the next."""
+        lost, member.lost_pools = member.lost_pools, []
+        if lost and self.pools is not None:
+            await self.pools.lost(member.incarnation, lost)
+        return bool(lost)
+
+    async def _fit(self, pools: Pools) -> None:
+        assert self.spec.environment is not None
+        try:
+            found = fit(self.spec.model.policy, self.spec.environment, pools.described)
+        except Impossible as impossible:
+            raise CallRefused("simulator", "INVALID", str(impossible)) from impossible
+        now = self.fleet.event_log.now()
+        fitted = ev.PolicyFitted(
+            at=now, run=self.run, policy=found.policy, state=found.state, cameras=found.cameras
+        )
+        await self.fleet.event_log.commit(fitted)
+
+    @property
+    def _backend(self) -> str:
+        return self.spec.environment.backend if self.spec.environment else ""
+
+    @property
+    def _fitted(self) -> RunSpec:
+        """The spec with what its environment said of the policy."""
+        fitted, environment = self._state.fitted, self.spec.environment
+        if fitted is None or environment is None:
+            return self.spec
+        model = self.spec.model.model_copy(update={"policy": fitted.policy})
+        reads = {"state": fitted.state, "cameras": fitted.cameras}
+        return self.spec.model_copy(
+            update={"model": model, "environment": environment.model_copy(update=reads)}
+        )
+
+    def _count_environments(self) -> None:
+        if self.pools is not None:
+            for member in self.rollouts:
+                member.max_concurrency = max(1, self.pools.count(member.incarnation))
 
     async def staff_rewards(self) -> None:
         """Every ready reward instance has the run open; at least one. They serve many runs at once."""
@@ -152,6 +217,32 @@ class WorkerGroup:
         for trainer in self.trainers:
             await self._open(trainer, lambda trainer=trainer: trainer.open_run(config, self._directory))  # type: ignore[misc]
         self.adopt_leases()
+
+    async def staff_helpers(self) -> None:
+        """The granted helpers that can be opened: a run does without the others."""
+        self.helpers = [member for member in self.helpers if member.opened and self.may_help(member)]
+        known = {member.incarnation for member in self.helpers}
+        config = self._trainer_config()
+        for state in self._alive(self.grant.helpers):
+            if state.incarnation in known:
+                continue
+            helper = TrainerClient(self.run, state, self._port(state), self._epoch)
+            try:
+                await self._open(helper, lambda helper=helper: helper.open_run(config, self._directory))  # type: ignore[misc]
+            except (InstanceDown, CallRefused):
+                continue  # Its process is replaced, or tried again with the next step.
+            self.helpers.append(helper)
+
+    async def join_helper(self, helper: TrainerClient) -> None:
+        """A helper is a trainer group of itself alone, on the devices that it holds then."""
+        if not helper.joined:
+            name = f"helper-{helper.incarnation}"  # Nobody is met there.
+            await helper.join(self._state.gang_generation, 1, name, self.fleet_timeout)
+            helper.joined = True
+
+    def may_help(self, member: TrainerClient) -> bool:
+        """A helper that lives and is still granted: what nobody waits for may be granted to another run."""
+        return self.fleet.alive(member.incarnation) and member.incarnation in self.grant.helpers
 
     def reopen(self, incarnation: str) -> None:
         """An instance says that the run is not open there: it is opened anew when the run is staffed next."""
@@ -212,4 +303,4 @@ class WorkerGroup:
         return WatchedPort(self.fleet.port(state.incarnation), self.fleet.waits, self.run, state.instance)
 
     def _trainer_config(self) -> str:
-        return TrainerConfig.of(self.spec, warmup_examples=self.warmup_examples).model_dump_json()
+        return TrainerConfig.of(self._fitted, warmup_examples=self.warmup_examples).model_dump_json()

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 from headrace_schema.evaluating import EvaluationSpec
 from headrace_schema.spec import RunSpec
 
+STAGED = 3
+"""Seeds with this rest by 8 have two reward stages: none that once found a bug has it, which it would not again."""
 UNREADABLE = "unreadable"
+ROBOTS = 0.15
+"""Share of runs with a robot policy."""
 DEVICES_A_HOST = 6
 """Enough for the largest spec side by side: three rollouts and three trainers."""
 MIDDLE = {"min_pass_rate": 0.2, "max_pass_rate": 0.8}
@@ -23,47 +28,79 @@ def random_spec(rng: random.Random, seed: int, name: str = "simulated") -> RunSp
     """A spec that some fleet of at most three instances of a kind can run."""
     ranks = rng.choice([1, 1, 1, 2, 2, 3])
     return RunSpec.model_validate(
-        {
-            "name": name,
-            "steps": rng.randint(3, 7),
-            "seed": seed,
-            "deterministic": rng.random() < 0.2,
-            "export": rng.random() < 0.5,
-            "model": {"path": "imaginary"},
-            "data": {
-                "source": "copy_digits",
-                "options": {"digits": 1},
-                "heldout": 2,
-                "curriculum": random.Random(f"{seed}/curriculum").choice([None, None, MIDDLE]),
-            },
-            "algorithm": {
-                "group_size": rng.randint(2, 4),
-                "prompts_per_step": ranks * rng.choice([1, 2]) if ranks > 1 else rng.choice([2, 4]),
-                "options": {
-                    **random.Random(f"{seed}/refill").choice(REFILLS),
-                    "greedy_first": random.Random(f"{seed}/greedy").random() < 0.2,
+        _with_helpers(
+            seed,
+            {
+                "name": name,
+                "steps": rng.randint(3, 7),
+                "seed": seed,
+                "deterministic": rng.random() < 0.2,
+                "export": rng.random() < 0.5,
+                "model": {"path": "imaginary"},
+                "data": {
+                    "source": "copy_digits",
+                    "options": {"digits": 1},
+                    "heldout": 2,
+                    "curriculum": random.Random(f"{seed}/curriculum").choice([None, None, MIDDLE]),
+                },
+                "algorithm": {
+                    "group_size": rng.randint(2, 4),
+                    "prompts_per_step": ranks * rng.choice([1, 2]) if ranks > 1 else rng.choice([2, 4]),
+                    "options": {
+                        **random.Random(f"{seed}/refill").choice(REFILLS),
+                        "greedy_first": random.Random(f"{seed}/greedy").random() < 0.2,
+                    },
+                },
+                "rollout": {"instances": rng.choice([1, 1, 2, 3])},
+                "trainer": {"ranks": ranks},
+                **_stages(seed),
+                "placement": _placement(rng.choice(["collocated", "disaggregated"]), seed),
+                "checkpoint": {
+                    "enabled": rng.random() < 0.8,
+                    "interval_steps": rng.randint(1, 3),
+                    "keep": rng.choice([1, 3]),
+                },
+                "evaluation": {"every": rng.choice([0, 2])},
+                "scheduling": {
+                    "priority": rng.choice([0, 0, 0, 1, 5]),
+                    "weight": rng.choice([0.5, 1.0, 1.0, 2.0]),
+                    "quantum_s": rng.choice([0.5, *[rng.uniform(5.0, 30.0)] * 3]),
+                },
+                "limits": {
+                    "max_drop_rate": 0.9,
+                    "recoveries": rng.choice([2, *[50] * 15]),
+                    "in_flight_bytes": rng.choice([200, 10**7]),
                 },
             },
-            "rollout": {"instances": rng.choice([1, 1, 2, 3])},
-            "trainer": {"ranks": ranks},
-            "reward": {"scorers": [{"name": "exact"}]},
-            "placement": _placement(rng.choice(["collocated", "disaggregated"]), seed),
-            "checkpoint": {
-                "enabled": rng.random() < 0.8,
-                "interval_steps": rng.randint(1, 3),
-                "keep": rng.choice([1, 3]),
-            },
-            "evaluation": {"every": rng.choice([0, 2])},
-            "scheduling": {
-                "priority": rng.choice([0, 0, 0, 1, 5]),
-                "weight": rng.choice([0.5, 1.0, 1.0, 2.0]),
-                "quantum_s": rng.choice([0.5, *[rng.uniform(5.0, 30.0)] * 3]),
-            },
-            "limits": {
-                "max_drop_rate": 0.9,
-                "recoveries": rng.choice([2, *[50] * 15]),
-                "in_flight_bytes": rng.choice([200, 10**7]),
-            },
+        )
+    )
+
+
+def _with_helpers(seed: int, fields: dict[str, Any]) -> dict[str, Any]:
+    """Some helpers for a run that may have any."""
+    instances: int = fields["rollout"]["instances"]
+    if instances > 1 and fields["placement"]["mode"] == "collocated" and not fields["deterministic"]:
+        helpers = random.Random(f"{seed}/helpers").choice([0, 1, instances - 1])
+        fields["trainer"]["helpers"] = helpers
+    return fields
+
+
+def robots(spec: RunSpec, seed: int) -> RunSpec:
+    """The same run with a robot policy in place of a language model, in some seeds."""
+    own = random.Random(f"{seed}/robots/{spec.name}")
+    if own.random() > ROBOTS:
+        return spec
+    fields = spec.model_dump(mode="json")
+    return RunSpec.model_validate(
+        fields
+        | {
+            "workflow": "embodied",
+            "model": {"policy": {"kind": "mlp"}},
+            "environment": {"tasks": own.choice([["reach"], ["reach", "push"]]), "count": own.choice([6, 9])},
+            "data": {"heldout": 2, "options": {"starts": 10}, "curriculum": fields["data"]["curriculum"]},
+            "algorithm": fields["algorithm"] | {"options": {}},
+            "reward": {"scorers": [{"name": "episode"}]},
+            "trainer": fields["trainer"] | {"helpers": 0},
         }
     )
 
@@ -92,6 +129,31 @@ def random_evaluation(rng: random.Random, seed: int, origin: str = "") -> Evalua
     )
 
 
+def _stages(seed: int) -> dict[str, Any]:
+    """For some seeds a second reward stage, behind the first one or beside it; groups of equal rewards stay equal."""
+    if seed % 8 != STAGED:
+        return {"reward": {"scorers": [{"name": "exact"}]}}
+    own = random.Random(f"{seed}/stages")
+    services = {"generate": "rollout", "score": "reward", "judge": "reward", "learn": "trainer"}
+    pieces = own.choice(["trajectory", "group"])
+    second: dict[str, Any] = {
+        "source": own.choice(["generate", "score"]),
+        "target": "judge",
+        "granularity": pieces,
+    }
+    if second["source"] == "score" and own.random() < 0.7:
+        second["at_least"] = 1.0
+    edges = [{"source": "generate", "target": "score"}, second]
+    edges += [{"source": stage, "target": "learn"} for stage in ("score", "judge")]
+    return {
+        "reward": {"scorers": [{"name": "exact"}], "stages": {"judge": [{"name": "exact"}]}},
+        "workflow": {
+            "stages": {name: {"service": service} for name, service in services.items()},
+            "edges": edges,
+        },
+    }
+
+
 def _placement(mode: str, seed: int) -> dict[str, str | int]:
     own = random.Random(f"{seed}/placement")
     if own.random() < 0.35:
@@ -112,5 +174,5 @@ def forked(origin: RunSpec, run: str, step: int | None, name: str, more: int) ->
 
 def unreadable(spec: RunSpec, name: str) -> RunSpec:
     """A spec whose model no trainer can read: the run fails as soon as it starts."""
-    model = spec.model.model_copy(update={"path": UNREADABLE})
+    model = spec.model.model_copy(update={"path": UNREADABLE, "policy": None})
     return spec.model_copy(update={"name": name, "model": model, "from_checkpoint": None})

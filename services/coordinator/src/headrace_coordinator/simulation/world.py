@@ -26,7 +26,8 @@ from headrace_coordinator.simulation.judging.evaluation import judge_evaluation
 from headrace_coordinator.simulation.judging.judge import Violation, judge
 from headrace_coordinator.simulation.judging.log import RecordingStore
 from headrace_coordinator.simulation.judging.replay import Pair, Replay, nothing_held
-from headrace_coordinator.simulation.specs import random_spec
+from headrace_coordinator.simulation.moves import moving
+from headrace_coordinator.simulation.specs import random_spec, robots
 from headrace_coordinator.simulation.users import Users
 from headrace_coordinator.simulation.virtual_time import run_virtual
 from headrace_coordinator.store.event_log import EventLog
@@ -75,6 +76,8 @@ class Outcome:
     states: dict[str, str] = field(default_factory=dict)
     refilled: int = 0
     """Groups that steps took in place of dropped ones."""
+    helped: int = 0
+    """Groups whose gradient a helper contributed."""
 
 
 class World(Processes):
@@ -96,9 +99,11 @@ class World(Processes):
         self.evaluations = some if evaluations is None else evaluations
         count = count or (sizes.choice([1, 2, 2, 3, 4]) if faults else 1)
         self.specs = [random_spec(self.rng, seed, "run" if not i else f"run{i}") for i in range(count)]
+        if faults:
+            self.specs = [robots(spec, seed) for spec in self.specs]
         self.spare = {
             kind: sizes.choice([0, 0, 1, 2]) if faults else 0 for kind in ("rollout", "trainer", "reward")
-        }
+        } | {"simulator": 0}
         self.counts: dict[str, int] = {}
         self.wall_ahead_s = WALL_S
         self.slept_s = 0.0
@@ -126,8 +131,9 @@ class World(Processes):
         """The fewest processes by kind that can run every spec."""
         return {
             "rollout": max(spec.rollout.instances for spec in self.specs),
-            "trainer": max(spec.trainer.ranks for spec in self.specs),
+            "trainer": max(spec.trainer.ranks + spec.trainer.helpers for spec in self.specs),
             "reward": 1,
+            "simulator": max(2 * bool(spec.environment) for spec in self.specs),
         }
 
     # --- the coordinator
@@ -312,6 +318,7 @@ class World(Processes):
             replay.pairs,
             {name: run.state for name, run in replay.runs.items()},
             replay.refilled,
+            replay.helped,
         )
 
     async def _judge_run(self, run: runs.RunState) -> Tally:
@@ -404,4 +411,5 @@ async def _at_once(work: Any, *arguments: Any) -> Any:
 
 def run_world(seed: int, faults: bool = True, count: int = 0, evaluations: int | None = None) -> Outcome:
     """One seed, start to end; raises `Violation`."""
-    return run_virtual(World(seed, faults, count, evaluations).live())
+    with moving(seed):
+        return run_virtual(World(seed, faults, count, evaluations).live())

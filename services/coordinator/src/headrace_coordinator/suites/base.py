@@ -10,6 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import Any, ClassVar
 
+from headrace_schema.embodied import EnvironmentSection
 from headrace_schema.generating import DataSection
 from headrace_schema.scoring import RewardSection
 from headrace_servicekit.registry import Registry
@@ -34,6 +35,10 @@ class Suite(BaseModel, ABC):
     def reward(self) -> RewardSection:
         """What answers are worth."""
 
+    def acts_in(self) -> EnvironmentSection | None:
+        """What a robot policy acts in; None where answers are text."""
+        return None
+
     def key(self, data_key: str) -> str:
         """The user's key for a key of the data section, in which the source names its problems."""
         return data_key.replace("data.source", "suite.name", 1).replace("data.", "suite.", 1)
@@ -52,6 +57,7 @@ SUITES: Registry[Suite] = Registry(
     {
         "aime24": f"{_HERE}.files:Aime24",
         "aime25": f"{_HERE}.files:Aime25",
+        "episodes": f"{_HERE}.episodes:Episodes",
         "gpqa_diamond": f"{_HERE}.files:GpqaDiamond",
         "gsm8k": f"{_HERE}.files:Gsm8k",
         "items": f"{_HERE}.generated:Items",

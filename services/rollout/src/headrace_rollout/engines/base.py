@@ -51,6 +51,8 @@ class Capabilities:
     """One model may span several devices."""
     top_p_after_others: bool = True
     """Top-p counts the mass that top-k and min-p left; without it, top-p is refused together with them."""
+    penalty_counts_prompt: bool = True
+    """The repetition penalty counts the tokens of the prompt too; without it, one other than 1 is refused."""
 
 
 @dataclass(frozen=True)
@@ -259,61 +261,42 @@ class Figures:
     samples: int = 0
 
 
-class Engine(Protocol):
-    """One model on its devices: on the first of them, or with `capabilities.tensor_parallel` on all.
+class PolicyHolder(Protocol):
+    """What holds a policy, of text or of a robot, on its devices.
 
-    Commands act between two tokens and raise Refused where state forbids them.
+    Commands act between two pieces of work and raise Refused where state forbids them.
     """
-
-    capabilities: Capabilities
-    max_context_tokens: int
-    vocabulary_size: int
-    figures: Figures
 
     @property
     def policy(self) -> Policy | None: ...
 
     @property
-    def waiting_samples(self) -> int: ...
-
-    @property
     def paused(self) -> bool: ...
 
-    async def submit(self, stream: Stream, groups: Sequence[Group]) -> None:
-        """Queues groups in order. POLICY_MISMATCH when the stream's version is not installed."""
-
-    async def abort(self, keys: Sequence[SampleKey] | None, *, stream: Stream | None = None) -> int:
-        """Stops samples (None: all), only those of `stream` when given; their partial outputs go out."""
-
     async def pause(self) -> int:
-        """Stops decoding; everything comes back as partial outputs. Returns how many."""
+        """Stops the work; everything comes back as partial outputs. Returns how many."""
 
     async def resume(self) -> None:
         """Goes on after pause."""
 
+    async def abort(self, keys: Sequence[SampleKey] | None) -> int:
+        """Stops samples (None: all); their partial outputs go out."""
+
     async def check_install(self, policy: Policy, *, in_flight: bool = False) -> bool:
         """True when the digest is there already (its number is taken). POLICY_MISMATCH while others live.
 
-        INVALID for `in_flight` without `capabilities.inflight_update`.
+        INVALID for `in_flight` where samples cannot go on with another version.
         """
 
     async def install(
         self, policy: Policy, weights: Weights, authority: Authority = allowed, *, in_flight: bool = False
     ) -> float:
-        """Swaps all weights or none; returns the seconds that decoding stood still.
+        """Swaps all weights or none; returns the seconds that the work stood still.
 
-        Refused while sequences live, unless `in_flight`: they then go on with the new version, and their spans
+        Refused while samples live, unless `in_flight`: they then go on with the new version, and their spans
         say where; streams of the versions before take groups as before. ValueError: names or shapes are not the
         model's; what was installed serves on.
         """
-
-    async def score(
-        self,
-        sequences: Sequence[tuple[Sequence[int], int]],
-        distribution: Distribution,
-        authority: Authority = allowed,
-    ) -> tuple[list[list[float]], int]:
-        """Log-probs of the ids from each start on, and the version that scored."""
 
     async def suspend(self) -> Freed:
         """Gives memory back; NOT_PAUSED unless paused."""
@@ -325,10 +308,36 @@ class Engine(Protocol):
         """Takes memory again, WEIGHTS before KV_CACHE; awake already is no error."""
 
     async def place(self, devices: tuple[torch.device, ...], threads: int) -> None:
-        """Uses these devices and `threads` threads from the next token on; on another device, nothing is installed.
+        """Uses these devices and `threads` threads from now on; on another device, nothing is installed.
 
         Without devices only the number of threads changes.
         """
 
     async def close(self) -> None:
-        """Ends the engine's thread and frees its memory."""
+        """Ends the holder's thread and frees its memory."""
+
+
+class Engine(PolicyHolder, Protocol):
+    """One language model on its devices: on the first of them, or with `capabilities.tensor_parallel` on all."""
+
+    capabilities: Capabilities
+    max_context_tokens: int
+    vocabulary_size: int
+    figures: Figures
+
+    @property
+    def waiting_samples(self) -> int: ...
+
+    async def submit(self, stream: Stream, groups: Sequence[Group]) -> None:
+        """Queues groups in order. POLICY_MISMATCH when the stream's version is not installed."""
+
+    async def abort(self, keys: Sequence[SampleKey] | None, *, stream: Stream | None = None) -> int:
+        """As PolicyHolder's, of `stream` alone when given."""
+
+    async def score(
+        self,
+        sequences: Sequence[tuple[Sequence[int], int]],
+        distribution: Distribution,
+        authority: Authority = allowed,
+    ) -> tuple[list[list[float]], int]:
+        """Log-probs of the ids from each start on, and the version that scored."""

@@ -19,6 +19,7 @@ class TransformersOptions(Options):
     )
 
 
+_DISTRIBUTIONS = ("top_p_after_others", "penalty_counts_prompt")
 TRANSFORMERS = Plugin(
     "headrace_rollout.engines.transformers:build",
     TransformersOptions,
@@ -30,6 +31,7 @@ TRANSFORMERS = Plugin(
         "inflight_update",
         "score_processed",
         "suspend_frees_memory",
+        *_DISTRIBUTIONS,
     ),
 )
 VLLM = Plugin(
@@ -37,7 +39,7 @@ VLLM = Plugin(
     options=VllmOptions,
     description="vLLM in processes of its own (extra headrace-rollout[vllm])",
     packages=("vllm",),
-    features=("resume_from_prefix", "inflight_update", "tensor_parallel"),
+    features=("resume_from_prefix", "inflight_update", "tensor_parallel", *_DISTRIBUTIONS),
 )
 SGLANG = Plugin(
     "headrace_rollout.engines.sglang.building:build",

@@ -37,16 +37,23 @@ class Passes:
     """How often a step's batch is learned from: `epochs` times, in `minibatches` optimizer steps each time.
 
     After the first epoch no further step is made once a minibatch's mean `approx_kl` is above `target_kl`.
+    `minibatch_size`: at most so many chunks of episodes in a minibatch, however many minibatches that makes.
     """
 
     epochs: int = 1
     minibatches: int = 1
     target_kl: float | None = None
+    minibatch_size: int | None = None
 
     @property
     def several(self) -> bool:
         """Whether the policy moves while its batch is learned from, so that ratios differ from 1."""
-        return self.epochs * self.minibatches > 1
+        return self.epochs * self.minibatches > 1 or self.minibatch_size is not None
+
+    def parts(self, chunks: int) -> int:
+        """Optimizer steps of a pass over so many chunks of episodes: at least 1."""
+        wanted = self.minibatches if self.minibatch_size is None else -(-chunks // self.minibatch_size)
+        return max(1, min(wanted, chunks))
 
 
 @dataclass(frozen=True)

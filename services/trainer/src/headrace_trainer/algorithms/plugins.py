@@ -52,6 +52,11 @@ class PolicyOptions(Options):
     )
 
     @property
+    def several(self) -> bool:
+        """Whether a commit makes several optimizer steps."""
+        return self.epochs * self.minibatches > 1
+
+    @property
     def kl_reward(self) -> float:
         """Weight of the KL in the rewards, where there is such an option."""
         found: float = getattr(self, "kl_reward_coef", 0.0)
@@ -80,7 +85,7 @@ class PolicyOptions(Options):
     @model_validator(mode="after")
     def _used(self) -> Self:
         idle = sorted(self.model_fields_set & self.ratio_options)
-        if self.epochs * self.minibatches == 1 and idle:
+        if not self.several and idle:
             raise ValueError(
                 f"{idle[0]}: with one optimizer step a commit the ratio to the old policy is 1, and {', '.join(idle)} "
                 "would have no effect; leave it out, or set epochs or minibatches to 2 or more"

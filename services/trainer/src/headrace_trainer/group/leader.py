@@ -6,8 +6,11 @@ import time
 from collections.abc import Callable
 from collections.abc import Sequence as Many
 
+from headrace_servicekit.failpoints import failpoint_sync
+
 from headrace_trainer.backends._base import CommitReport, PrivateGradient
 from headrace_trainer.group.rank import Rank, commit_report, is_finite
+from headrace_trainer.learning.episode_data import CreditData, EpisodeData, EpisodeScores
 from headrace_trainer.learning.samples import Columns, Rows, Sequence
 from headrace_trainer.learning.work import plan_rounds
 
@@ -39,9 +42,30 @@ class LeaderRounds:
 
     def micro(self, work: list[Rows]) -> bool:
         """See `StepRounds`."""
+        failpoint_sync("trainer.micro")
         finite = is_finite(self._step("micro", work=work, algorithm_state=self._rank.algorithm.state()))
         self.micro_rounds += 1
         return finite
+
+    def read(self, episodes: Many[EpisodeData]) -> list[EpisodeScores]:
+        """See `StepRounds`."""
+        started = time.monotonic()
+        found = self._step("read", episodes=list(episodes))
+        assert isinstance(found, list)
+        self.infer_seconds += time.monotonic() - started
+        return found
+
+    def credit(self, data: CreditData) -> None:
+        """See `StepRounds`."""
+        self._step("credit", credit=data)
+
+    def chunks(self, work: list[list[int]]) -> bool:
+        """See `StepRounds`."""
+        return is_finite(self._step("chunks", chunks=work))
+
+    def end_episodes(self, *, learned: bool) -> None:
+        """See `StepRounds`."""
+        self._step("end_episodes", learned=learned)
 
     def holds(self) -> bool:
         """See `StepRounds`."""

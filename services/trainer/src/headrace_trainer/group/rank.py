@@ -16,10 +16,8 @@ from headrace_schema.openings import TrainerConfig
 from headrace_servicekit.process.capacity import host_memory
 from torch import Tensor
 
-from headrace_trainer.algorithms import build_algorithm
 from headrace_trainer.algorithms._base import Algorithm
 from headrace_trainer.allocator import resident_bytes
-from headrace_trainer.backends import build_backend
 from headrace_trainer.backends._base import (
     Backend,
     CommitReport,
@@ -27,9 +25,12 @@ from headrace_trainer.backends._base import (
     PrivateGradient,
     StateReader,
 )
+from headrace_trainer.backends.robot.backend import RobotBackend
 from headrace_trainer.errors import Refusal, invalid
 from headrace_trainer.group.group import Gang
 from headrace_trainer.group.rounds import Round
+from headrace_trainer.kinds import run_algorithm, run_backend
+from headrace_trainer.learning.episode_data import EpisodeScores
 from headrace_trainer.learning.samples import Columns
 from headrace_trainer.memory import MemoryPlan, Room, check_room
 
@@ -52,7 +53,7 @@ class Rank:
     def __init__(self, config: TrainerConfig, gang: Gang) -> None:
         self.config = config
         self.gang = gang
-        self.algorithm: Algorithm = build_algorithm(config.algorithm)
+        self.algorithm: Algorithm = run_algorithm(config)
         self.reader: StateReader | None = None
         self.collect: Callable[[Iterator[tuple[str, Tensor]]], None] | None = None
         self.contributed: PrivateGradient | None = None
@@ -72,17 +73,20 @@ class Rank:
         """Whether a restore round has loaded weights."""
         return self._backend is not None
 
+    def _new_backend(self) -> Backend:
+        return run_backend(self.config, self.algorithm, self.gang)
+
     def check_state(self, reader: StateReader) -> None:
         """Raises Refusal CHECKPOINT_MISMATCH when a checkpoint is of another model or optimizer."""
         try:
-            build_backend(self.config, self.algorithm, self.gang).check_state(reader)
+            self._new_backend().check_state(reader)
         except ModelNotReadable as error:
             raise invalid(str(error), "MODEL_NOT_READABLE") from error
 
     def check_memory(self) -> MemoryPlan:
         """What the run needs here, as the leader. Raises Refusal INVALID or MEMORY_SHORT when it does not fit."""
         try:
-            plan = build_backend(self.config, self.algorithm, self.gang).memory_plan()
+            plan = self._new_backend().memory_plan()
         except ModelNotReadable as error:
             raise invalid(str(error), "MODEL_NOT_READABLE") from error
         host = host_memory()
@@ -103,6 +107,14 @@ class Rank:
             return self.backend.gradient_is_finite()
         if header.kind == "infer":
             return self._infer(header)
+        if header.kind == "read":
+            return self._read(header)
+        if header.kind == "credit" and header.credit is not None:
+            self._episodes.credit(header.credit)
+        if header.kind == "chunks":
+            return self._episodes.learn(header.chunks[self.gang.rank]).finite
+        if header.kind == "end_episodes":
+            self._episodes.end_episodes(learned=header.learned)
         if header.kind == "commit":
             return self.backend.commit(header.denominator, header.learning_rate, header.critic_rate)
         if header.kind == "snapshot":
@@ -125,7 +137,7 @@ class Rank:
 
     def _restore(self, header: Round) -> None:
         self._backend = None
-        backend = build_backend(self.config, self.algorithm, self.gang)
+        backend = self._new_backend()
         self.warmup_steps = 0
         try:
             if header.checkpoint:
@@ -157,7 +169,7 @@ class Rank:
     def _help(self) -> None:
         assert self.reader is not None
         before, self._backend = self._backend, None  # Half-loaded weights are nobody's.
-        backend = before or build_backend(self.config, self.algorithm, self.gang)
+        backend = before or self._new_backend()
         try:
             if not isinstance(backend, HelpingBackend):
                 raise Refusal(
@@ -175,6 +187,16 @@ class Rank:
         found = self.backend.infer(header.work[self.gang.rank], header.columns)
         bodies = self.gang.gather(msgspec.msgpack.encode(found))
         return [msgspec.msgpack.decode(body, type=list[Columns]) for body in bodies]
+
+    def _read(self, header: Round) -> list[EpisodeScores]:
+        found = self._episodes.read(header.episodes)
+        bodies = self.gang.gather(msgspec.msgpack.encode(found))
+        return [own for body in bodies for own in msgspec.msgpack.decode(body, type=list[EpisodeScores])]
+
+    @property
+    def _episodes(self) -> RobotBackend:
+        assert isinstance(self.backend, RobotBackend)
+        return self.backend
 
     def _collect(self) -> None:
         """Gathers every weight; the leader's `collect` takes them, the others only take part."""

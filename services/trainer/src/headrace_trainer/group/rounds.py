@@ -18,6 +18,7 @@ import msgspec
 
 from headrace_trainer.errors import Quiesced
 from headrace_trainer.group.group import Gang
+from headrace_trainer.learning.episode_data import CreditData, EpisodeData
 from headrace_trainer.learning.samples import Rows
 
 Kind = Literal[
@@ -26,6 +27,10 @@ Kind = Literal[
     "micro",
     "check",
     "infer",
+    "read",
+    "credit",
+    "chunks",
+    "end_episodes",
     "hold",
     "add",
     "commit",
@@ -36,7 +41,12 @@ Kind = Literal[
     "leave",
 ]
 
-GOVERNED: frozenset[Kind] = frozenset({"restore", "help", "micro", "check", "infer", "hold", "add", "commit"})
+GOVERNED: frozenset[Kind] = frozenset(
+    {
+        *("restore", "help", "micro", "check", "infer", "hold", "add", "commit"),
+        *("read", "credit", "chunks"),
+    }
+)
 """Rounds that need every rank's lease. The others end or hand out what such a round has made."""
 
 STUCK_EXIT_CODE = 70
@@ -50,7 +60,8 @@ class Round(msgspec.Struct, frozen=True, omit_defaults=True):
 
     `work` has one entry a rank (micro, infer); a rank whose entry is empty runs a zero-weight dummy. `columns` says
     what an infer computes; `algorithm_state` is `Algorithm.state`, for a micro; `back` is an end_hold's: to what was
-    held.
+    held. `episodes`, `credit` and `chunks` (an entry a rank) are what a learner of episodes has in place of `work`;
+    `learned` is an end_episodes's.
     """
 
     generation: int
@@ -66,6 +77,10 @@ class Round(msgspec.Struct, frozen=True, omit_defaults=True):
     back: bool = False
     algorithm_state: dict[str, float] = msgspec.field(default_factory=dict)
     columns: list[str] = msgspec.field(default_factory=list)
+    episodes: list[EpisodeData] = msgspec.field(default_factory=list)
+    credit: CreditData | None = None
+    chunks: list[list[int]] = msgspec.field(default_factory=list)
+    learned: bool = False
 
 
 class RoundLost(RuntimeError):

@@ -18,7 +18,14 @@ from headrace_trainer.learning import step as steps
 from headrace_trainer.learning.infer import InferPass
 from headrace_trainer.learning.intake import Inferred, Intake, Prepared, not_finite
 from headrace_trainer.learning.samples import Group
-from headrace_trainer.learning.work import Finished, OptimizerStep, StepRounds, denominator, plan_rounds
+from headrace_trainer.learning.work import (
+    Finished,
+    OptimizerStep,
+    StepRounds,
+    denominator,
+    moved_far,
+    plan_rounds,
+)
 
 
 class BatchLearner:
@@ -87,7 +94,7 @@ class BatchLearner:
         assert state.begun is not None
         done: list[OptimizerStep] = []
         for epoch, minibatch in self._minibatches(batch, state.begun.step):
-            if epoch and done and self._far(done[-1].report):
+            if epoch and done and moved_far(self._algorithm.passes, done[-1].report):
                 break
             divisor = denominator(self._algorithm, (prepared.record for prepared in minibatch))
             report = self._optimize(minibatch, divisor, rate)
@@ -117,11 +124,6 @@ class BatchLearner:
         groups = [prepared.sequences for prepared in minibatch]
         budget = self._config.trainer.micro_batch_tokens
         return all(self._rounds.micro(work) for work, _ in plan_rounds(groups, budget, self._rounds))
-
-    def _far(self, report: CommitReport) -> bool:
-        """Whether the policy has moved further from the old one than `target_kl` lets it."""
-        target, sums = self._algorithm.passes.target_kl, report.token_sums
-        return target is not None and sums.get("own.approx_kl", 0.0) > target * max(1.0, sums["tokens"])
 
     def _suspects(self, minibatch: list[Prepared]) -> dict[str, str]:
         """Which of these groups are not finite by themselves, under the weights of the moment."""

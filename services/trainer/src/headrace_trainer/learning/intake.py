@@ -58,18 +58,8 @@ class Intake:
         self._algorithm = algorithm
 
     def refusal(self, state: steps.StepState, group: Group) -> GroupRecord | None:
-        """The record of a group that must not be accumulated."""
-        if problem := state.suspects.get(group.digest) or group.problem():
-            return refused(group, Disposition.NONFINITE, problem)
-        try:
-            lag = steps.staleness(state, {number for m in group.members for number in m.versions})
-        except Refusal as refusal:
-            return refused(group, Disposition.STALE, refusal.message)
-        limit = self._config.algorithm.max_staleness
-        if lag > limit:
-            detail = f"the oldest segment lags {lag} steps behind the base; max_staleness is {limit}"
-            return refused(group, Disposition.STALE, detail)
-        return None
+        """See `unfit`."""
+        return unfit(state, group, self._config.algorithm.max_staleness)
 
     def prepare(self, state: steps.StepState, batch: Many[Inferred]) -> list[Prepared]:
         """Groups whose advantages are computed together: each alone, or a step's whole batch."""
@@ -199,6 +189,20 @@ def _with_end(member: Member, positions: list[int]) -> Sequence:
     """Reads one token further than is trained: which token would follow the end does not matter to its value."""
     end = len(member.tokens)
     return Sequence([*member.tokens, 0], [*positions, end], [*member.engine_log_probs, math.nan])
+
+
+def unfit(state: steps.StepState, group: Group, limit: int) -> GroupRecord | None:
+    """The record of a group that must not be accumulated; `limit` is max_staleness."""
+    if problem := state.suspects.get(group.digest) or group.problem():
+        return refused(group, Disposition.NONFINITE, problem)
+    try:
+        lag = steps.staleness(state, {number for m in group.members for number in m.versions})
+    except Refusal as refusal:
+        return refused(group, Disposition.STALE, refusal.message)
+    if lag > limit:
+        detail = f"the oldest segment lags {lag} steps behind the base; max_staleness is {limit}"
+        return refused(group, Disposition.STALE, detail)
+    return None
 
 
 def refused(group: Group, disposition: Disposition, detail: str) -> GroupRecord:

@@ -4,62 +4,23 @@ The sequences of a row form a prefix tree: a node is a token in the context of i
 its depth, and it attends to its ancestors and itself. A prompt shared by a group, and equal beginnings of
 answers, are one path. This is exact: the same numbers as one row a sequence, summed in another order.
 
+Attention has two exact forms: over a row's nodes with the tree's mask, or causal along each path by itself, which is
+cheaper where the sequences share little.
+
 Shapes: R rows, L nodes of the longest row, U distinct (node, next token) pairs, K trained tokens.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from headrace_trainer.learning.samples import Rows, Sequence
-
-
-@dataclass
-class PrefixTree:
-    """The distinct prefixes of a row's sequences, parents before children."""
-
-    tokens: list[int] = field(default_factory=list)
-    parents: list[int] = field(default_factory=list)
-    depths: list[int] = field(default_factory=list)
-    _children: dict[tuple[int, int], int] = field(default_factory=dict)
-
-    def add(self, tokens: list[int]) -> list[int]:
-        """The node of each token, making those that are not there yet."""
-        path: list[int] = []
-        node = -1
-        for token in tokens:
-            child = self._children.get((node, token))
-            if child is None:
-                child = len(self.tokens)
-                self._children[node, token] = child
-                self.tokens.append(token)
-                self.parents.append(node)
-                self.depths.append(len(path))
-            path.append(child)
-            node = child
-        return path
-
-    def growth(self, tokens: list[int]) -> int:
-        """How many nodes `add` would make."""
-        node = -1
-        for depth, token in enumerate(tokens):
-            child = self._children.get((node, token))
-            if child is None:
-                return len(tokens) - depth
-            node = child
-        return 0
-
-    def attention(self, out_LL: np.ndarray) -> None:
-        """Fills a zeroed mask: each node sees its ancestors and itself, padding sees itself."""
-        np.fill_diagonal(out_LL, True)
-        for node, parent in enumerate(self.parents):
-            if parent >= 0:
-                out_LL[node, : parent + 1] = out_LL[parent, : parent + 1]
+from headrace_trainer.learning.trees import Paths, PrefixTree
 
 
 def context(sequence: Sequence) -> list[int]:
@@ -69,7 +30,7 @@ def context(sequence: Sequence) -> list[int]:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """One forward. `mask_R1LL` is None when plain causal attention is right (no row branches).
+    """One forward. Without `mask_R1LL` attention is causal: along `paths`, or along the rows where none branches.
 
     `columns_K` are those of the infer pass, NaN for a sequence that has none of a name.
     """
@@ -77,6 +38,7 @@ class MicroBatch:
     tokens_RL: Tensor
     positions_RL: Tensor
     mask_R1LL: Tensor | None
+    paths: Paths | None
     sources_U: Tensor
     targets_U: Tensor
     index_K: Tensor
@@ -92,29 +54,38 @@ class MicroBatch:
             return self
         columns_K = {name: value.to(device, non_blocking=True) for name, value in self.columns_K.items()}
         moved = {
-            name: None if value is None else value.to(device, non_blocking=True)
+            name: value.to(device, non_blocking=True)
             for name, value in vars(self).items()
-            if name != "columns_K"
+            if isinstance(value, Tensor)
         }
-        return MicroBatch(columns_K=columns_K, **moved)  # type: ignore[arg-type]
+        paths = None if self.paths is None else self.paths.to(device)
+        return replace(self, columns_K=columns_K, paths=paths, **moved)  # type: ignore[arg-type]
 
 
-def pack(rows: Rows, *, shared: bool) -> MicroBatch:
-    """Tensors of a micro-batch. The trained tokens keep the order of rows, sequences and positions."""
+def pack(rows: Rows, *, shared: bool, by_paths: bool = False) -> MicroBatch:
+    """Tensors of a micro-batch. The trained tokens keep the order of rows, sequences and positions.
+
+    `shared` says that the model follows a mask, `by_paths` that its attention takes paths.
+    """
     trees = [PrefixTree() for _ in rows]
     pairs: dict[tuple[int, int, int], int] = {}
     index: list[int] = []
     sequences = [(row, sequence) for row, members in enumerate(rows) for sequence in members]
+    paths: list[tuple[int, list[int]]] = []
     for row, sequence in sequences:
         path = trees[row].add(context(sequence))
+        paths.append((row, path))
         for position in sequence.trained:
             pair = (row, path[position - 1], sequence.tokens[position])
             index.append(pairs.setdefault(pair, len(pairs)))
     length = max(len(tree.tokens) for tree in trees)
+    branched = shared and any(tree.branches for tree in trees)
+    along = by_paths and _cheaper(paths, len(trees), length)
     return MicroBatch(
         tokens_RL=_padded([tree.tokens for tree in trees], length),
         positions_RL=_padded([tree.depths for tree in trees], length),
-        mask_R1LL=_mask(trees, length) if shared else None,
+        mask_R1LL=_mask(trees, length) if branched and not along else None,
+        paths=Paths.of(paths, len(trees), length) if branched and along else None,
         sources_U=torch.tensor([row * length + node for row, node, _ in pairs], dtype=torch.long),
         targets_U=torch.tensor([token for _, _, token in pairs], dtype=torch.long),
         index_K=torch.tensor(index, dtype=torch.long),
@@ -124,6 +95,11 @@ def pack(rows: Rows, *, shared: bool) -> MicroBatch:
         sequences_K=torch.repeat_interleave(torch.tensor([len(s.trained) for _, s in sequences])),
         columns_K=_columns([s for _, s in sequences]),
     )
+
+
+def _cheaper(paths: list[tuple[int, list[int]]], rows: int, length: int) -> bool:
+    """Whether attention along each path computes fewer pairs of positions than attention over whole rows."""
+    return len(paths) * max(len(path) for _, path in paths) ** 2 < rows * length**2
 
 
 def _columns(sequences: list[Sequence]) -> dict[str, Tensor]:

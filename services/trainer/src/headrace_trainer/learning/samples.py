@@ -1,4 +1,4 @@
-"""Settled groups as the trainer sees them: ids, which of them are trained, rewards. No wire, no torch."""
+"""Settled groups as the trainer sees them: ids or episodes, which of them are trained, rewards. No wire, no torch."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 import msgspec
+import numpy as np
+from headrace_servicekit.rpc.episodes import Episode
 
 MemberKey = tuple[int, int, int, str]
 """(prompt ordinal, sample index, attempt, body digest)."""
@@ -52,6 +54,46 @@ class Member:
     truncated: bool = False
     masked: bool = False
 
+    @property
+    def size(self) -> int:
+        """Tokens, those of the prompt included: an upper bound of the work."""
+        return len(self.tokens)
+
+    def problem(self) -> str:
+        """What is not finite; empty where all is."""
+        if not math.isfinite(self.reward):
+            return f"the reward is {self.reward}"
+        return "an engine log-prob is infinite" if any(map(math.isinf, self.engine_log_probs)) else ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpisodeMember(Member):
+    """A finished episode of a robot policy. `tokens` are the ids of its instruction, of which none is trained.
+
+    `versions` has the sampling version of each executed action.
+    """
+
+    episode: Episode
+
+    @property
+    def size(self) -> int:
+        """Executed actions."""
+        return self.episode.steps
+
+    def problem(self) -> str:
+        """What is not finite; empty where all is."""
+        if not math.isfinite(self.reward):
+            return f"the reward is {self.reward}"
+        named = {"rewards": self.episode.rewards_TC, "log_probs": self.episode.log_probs_TCA}
+        for kind in ("observation", "sampled", "final_observation"):
+            named |= {f"{kind} {name!r}": array for name, array in getattr(self.episode, kind).items()}
+        wrong = [
+            name
+            for name, array in named.items()
+            if np.issubdtype(array.dtype, np.floating) and not np.isfinite(array).all()
+        ]
+        return f"{wrong[0]} is not finite" if wrong else ""
+
 
 @dataclass(frozen=True)
 class Group:
@@ -66,17 +108,14 @@ class Group:
         return [(self.prompt_ordinal, m.sample_index, m.attempt, m.body_digest) for m in self.members]
 
     def token_count(self) -> int:
-        """Tokens of all members, prompts included once a member: an upper bound of the work."""
-        return sum(len(member.tokens) for member in self.members)
+        """Sizes of all members."""
+        return sum(member.size for member in self.members)
 
     def problem(self) -> str:
         """Why the group's values cannot be learned from; empty when they are finite."""
         for member in self.members:
-            where = f"sample {member.sample_index} of prompt {self.prompt_ordinal}"
-            if not math.isfinite(member.reward):
-                return f"{where}: the reward is {member.reward}"
-            if any(math.isinf(value) for value in member.engine_log_probs):
-                return f"{where}: an engine log-prob is infinite"
+            if problem := member.problem():
+                return f"sample {member.sample_index} of prompt {self.prompt_ordinal}: {problem}"
         return ""
 
 

@@ -7,8 +7,9 @@ from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from headrace_trainer.algorithms._base import Algorithm
+from headrace_trainer.algorithms._base import Algorithm, Passes
 from headrace_trainer.backends._base import CommitReport
+from headrace_trainer.learning.episode_data import CreditData, EpisodeData, EpisodeScores
 from headrace_trainer.learning.packing import plan_batches, plan_rows
 from headrace_trainer.learning.samples import Columns, GroupRecord, Rows, Sequence
 
@@ -26,6 +27,18 @@ class StepRounds(Protocol):
 
     def micro(self, work: list[Rows]) -> bool:
         """Accumulates; whether it was finite everywhere. When not, nothing was accumulated."""
+
+    def read(self, episodes: Many[EpisodeData]) -> list[EpisodeScores]:
+        """Gives every rank these episodes; their scores under the weights of the moment, in any order."""
+
+    def credit(self, data: CreditData) -> None:
+        """Says what the chunks of the episodes that were read are worth."""
+
+    def chunks(self, work: list[list[int]]) -> bool:
+        """As `micro`, of numbered chunks of `credit`'s episodes."""
+
+    def end_episodes(self, *, learned: bool) -> None:
+        """Forgets the episodes; when `learned`, the normaliser learns first of what was seen in them."""
 
     def holds(self) -> bool:
         """Whether the accumulated gradient is finite; when it is not, the accumulators have been emptied."""
@@ -82,6 +95,12 @@ class Finished:
     steps: list[OptimizerStep]
     finite: bool
     suspects: Mapping[str, str] = field(default_factory=dict)
+
+
+def moved_far(passes: Passes, report: CommitReport) -> bool:
+    """Whether the policy has moved further from the old one than `target_kl` lets it."""
+    target, sums = passes.target_kl, report.token_sums
+    return target is not None and sums.get("own.approx_kl", 0.0) > target * max(1.0, sums["tokens"])
 
 
 def denominator(algorithm: Algorithm, records: Iterable[GroupRecord]) -> float:

@@ -48,6 +48,7 @@ def certify(
         drop_rate_by_length=_drop_rates(slots, lambda slot: _length_bucket(slot.tokens)),
         drop_rate_by_pass_rate=_drop_rates(slots, lambda slot: passed.get(slot.prompt, "unscored")),
         refilled=run.ledger.refilled,
+        helped={name: sorted(prompts) for name, prompts in run.ledger.helped.items()},
     )
 
 

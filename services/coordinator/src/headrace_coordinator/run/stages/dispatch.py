@@ -20,7 +20,7 @@ from headrace_coordinator.domain.dispatch import (
 )
 from headrace_coordinator.domain.slot_index import Slot
 from headrace_coordinator.fleet.waits import Notifier
-from headrace_coordinator.run.clients import Published, RolloutClient, SlotKey
+from headrace_coordinator.run.clients import Opening, Published, RolloutClient, SlotKey
 from headrace_coordinator.run.context import RunContext
 
 
@@ -36,9 +36,15 @@ class Dispatch:
         expected = None if context.spec.deterministic else context.expected_tokens
         self._order = DispatchOrder(self._ledger.index.fresh, expected)
 
-    def opening(self) -> rollout.GenerateOpen:
-        """The first message of a stream; its header is left to the client."""
+    def opening(self, member: RolloutClient) -> Opening:
+        """The first message of a member's stream; its header is left to the client."""
         spec = self._context.spec
+        if pools := self._context.workers.pools:
+            return rollout.RunEpisodesOpen(
+                policy_number=self._published.version.number,
+                seed=spec.seed,
+                pools=pools.of(member.incarnation),
+            )
         return rollout.GenerateOpen(
             policy_number=self._published.version.number,
             distribution=self._context.distribution(spec.sampling.temperature),
@@ -57,7 +63,7 @@ class Dispatch:
         while index.open and not over():
             news = self._news.next()
             self._order.reach(self._ledger.prompts)
-            live = sum(workers.fleet.alive(each.incarnation) for each in workers.rollouts)
+            live = sum(workers.usable(each) for each in workers.rollouts)
             if work := plan_dispatch(index, self._order, member.incarnation, member.max_concurrency, live):
                 yield await self._assign(member, work)
             else:

@@ -13,7 +13,7 @@ from headrace.rollout.v1 import rollout_pb2 as rollout
 
 from headrace_coordinator.fleet.ports import CallRefused, InstanceDown
 from headrace_coordinator.fleet.waits import Notifier
-from headrace_coordinator.run.clients import Published, RolloutClient
+from headrace_coordinator.run.clients import Produced, Published, RolloutClient
 from headrace_coordinator.run.concurrency import gather_all
 from headrace_coordinator.run.context import RunContext
 from headrace_coordinator.run.stages.dispatch import Dispatch
@@ -109,17 +109,18 @@ class Generation:
 
     async def _drive(self, member: RolloutClient) -> None:
         """One stream, from its opening to its end, however it ends."""
-        started, why = self._context.event_log.monotonic(), "its Generate stream ended early"
+        started, why = self._context.event_log.monotonic(), "its stream of work ended early"
         over, revoked = asyncio.Event(), False
+        await self._workers.staff_simulators(member)
         assignments = self._dispatch.assignments(member, over.is_set)
         try:
             limit = self._context.spec.limits.step_timeout_s
-            async for response in member.generate(self._dispatch.opening(), assignments, limit):
+            async for response in member.generate(self._dispatch.opening(member), assignments, limit):
                 await self._take(member, response, over)
                 revoked = response.revoked
             if revoked:
                 member.lost_lease()
-            elif over.is_set():
+            elif over.is_set() and not await self._workers.lost_pools(member):
                 await self._context.lost(member, "its work was stopped from outside")
         except InstanceDown as fault:
             why = str(fault)
@@ -142,15 +143,16 @@ class Generation:
             self._timer.add("generate", (started, self._context.event_log.monotonic()), member.devices)
             self._news.beat()
 
-    async def _take(
-        self, member: RolloutClient, response: rollout.GenerateResponse, over: asyncio.Event
-    ) -> None:
+    async def _take(self, member: RolloutClient, response: Produced, over: asyncio.Event) -> None:
         bodies = [chunk.finished for chunk in response.chunks if chunk.HasField("finished")]
         if bodies:
             if self._relay.full:
                 with self._context.fleet.waits.named(self._context.run_id, TRAINER_BEHIND, after=SHOWN_S):
                     await self._relay.wait_for_room(self._draining)
             await self._receive.take_bodies(bodies)
+        if isinstance(response, rollout.RunEpisodesResponse) and response.lost_pools:
+            member.lost_pools += response.lost_pools
+            over.set()
         if response.partials or response.revoked:
             over.set()
             self._receive.take_partials(member, response.partials)

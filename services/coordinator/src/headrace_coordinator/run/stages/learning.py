@@ -124,7 +124,7 @@ class Learning:
                 prompts, self._waiting = self._waiting[:GROUPS_A_MESSAGE], self._waiting[GROUPS_A_MESSAGE:]
                 if self._context.spec.deterministic:
                     prompts.sort()
-                for message in self._filled(prompts, await self._bodies(prompts)):
+                for message in self.filled(prompts, await self.bodies(prompts)):
                     await ready.put(message)
             elif self._closed:
                 await ready.put(None)
@@ -132,7 +132,8 @@ class Learning:
             else:
                 await asyncio.shield(news)
 
-    async def _bodies(self, prompts: list[int]) -> dict[SlotKey, SizedBody]:
+    async def bodies(self, prompts: list[int]) -> dict[SlotKey, SizedBody]:
+        """Bodies of settled groups; raises `LostBodies`."""
         slots = [slot for prompt in prompts for slot in self._ledger.group(prompt)]
         bodies = await self._relay.bodies(slots, self._context.workers.rollouts)
         lost = [key for slot in slots if (key := (slot.prompt, slot.sample)) not in bodies]
@@ -140,7 +141,7 @@ class Learning:
             raise LostBodies(lost)
         return bodies
 
-    def _filled(self, prompts: list[int], bodies: dict[SlotKey, SizedBody]) -> Iterator[trainer.LearnRequest]:
+    def filled(self, prompts: list[int], bodies: dict[SlotKey, SizedBody]) -> Iterator[trainer.LearnRequest]:
         """Whole groups, in order, in messages of about MESSAGE_BYTES."""
         message, size = trainer.LearnRequest(), 0
         for prompt in prompts:
@@ -168,6 +169,10 @@ class Learning:
         version.ordinal, version.digest = oldest.ordinal, oldest.digest
 
     def _take(self, response: trainer.LearnResponse) -> None:
+        self.accumulated(self.judge(response))
+
+    def judge(self, response: trainer.LearnResponse) -> list[int]:
+        """Groups whose gradient is in; the others are dropped."""
         accumulated: list[int] = []
         for outcome in response.outcomes:
             prompt = outcome.prompt_ordinal
@@ -178,17 +183,27 @@ class Learning:
             else:
                 name = trainer.GroupDisposition.Name(outcome.disposition).removeprefix("GROUP_DISPOSITION_")
                 self._drop(prompt, "ABANDONED" if name == "STALE" else name, outcome.detail)
-            self._relay.drop((prompt, sample) for sample in range(self._ledger.group_size))
-        if accumulated:
+                self._release([prompt])
+        return accumulated
+
+    def accumulated(self, prompts: list[int], helper: str = "") -> None:
+        """The trainer group has these groups' gradients, which came from a `helper` where one is named."""
+        self._release(prompts)
+        if prompts:
             self._context.event_log.post(
                 ev.GroupsAccumulated(
                     at=self._context.event_log.now(),
                     run=self._context.run_id,
                     step=self._ledger.step,
                     attempt=self._ledger.attempt,
-                    prompts=accumulated,
+                    prompts=prompts,
+                    helper=helper,
                 )
             )
+
+    def _release(self, prompts: list[int]) -> None:
+        size = self._ledger.group_size
+        self._relay.drop((prompt, sample) for prompt in prompts for sample in range(size))
 
     def _same_group(self, outcome: trainer.GroupOutcome) -> None:
         expected = set_digest(members_of(self._ledger.group(outcome.prompt_ordinal)))

@@ -163,6 +163,9 @@ class Receive:
             self._context.event_log.post(ev.SlotsFinished(at=now, run=run, slots=slots))
             for taken in good:
                 self._context.saw_length(taken.slot.prompt, taken.tokens)
+                self._context.tail.finished(
+                    taken.slot.holder, taken.tokens, self._context.event_log.monotonic()
+                )
 
     def _refuse(self, taken: Taken) -> None:
         slot, reason = taken.slot, taken.body.finish_reason

@@ -39,11 +39,15 @@ def score_item(item: DataItem, body: common.Trajectory, tokens: int, *, evaluati
 
 
 def sampled(body: common.Trajectory) -> tuple[int, list[tuple[int, int]]]:
-    """How many tokens were sampled, and (number of a version, tokens that it sampled), in order."""
+    """How many tokens were sampled, and (number of a version, tokens that it sampled), in order.
+
+    An action that was executed counts as a token.
+    """
     total, spans = 0, []
     for segment in body.segments:
         if number := segment.policy_number:
-            count = len(segment.tokens.token_ids)
+            episode = segment.WhichOneof("body") == "actions"
+            count = sum(segment.actions.valid_mask.data) if episode else len(segment.tokens.token_ids)
             spans.append((number, count))
             total += count
     return total, spans

@@ -16,13 +16,19 @@ from headrace_coordinator.simulation.fleet.instances import Instance
 from headrace_coordinator.simulation.fleet.network import SimulatedPort
 from headrace_coordinator.simulation.fleet.reward import Reward
 from headrace_coordinator.simulation.fleet.rollout import Rollout
+from headrace_coordinator.simulation.fleet.simulator import Simulator
 from headrace_coordinator.simulation.fleet.trainer import Gangs, Trainer
 from headrace_coordinator.simulation.judging.judge import Violation
 from headrace_coordinator.simulation.specs import DEVICES_A_HOST
 
 T = TypeVar("T")
 SETTINGS = FleetSettings()
-CLASSES: dict[str, type[Instance]] = {"rollout": Rollout, "trainer": Trainer, "reward": Reward}
+CLASSES: dict[str, type[Instance]] = {
+    "rollout": Rollout,
+    "trainer": Trainer,
+    "reward": Reward,
+    "simulator": Simulator,
+}
 
 
 class Processes:
@@ -38,6 +44,7 @@ class Processes:
         self.ports: list[SimulatedPort] = []
         self.killed_as_silent = 0
         self._gangs: Gangs = {}
+        self._helpers: dict[str, Trainer] = {}
         self._born = 0
         self._tasks: list[asyncio.Task[Any]] = []
 
@@ -54,15 +61,19 @@ class Processes:
         """Starts a process; it registers and keeps its session for as long as it lives."""
         self._born += 1
         incarnation = f"{name}#{self._born:03}"
-        devices = tuple(f"{host}/cpu:{i}" for i in range(DEVICES_A_HOST)) if kind != "reward" else ()
+        devices = (
+            tuple(f"{host}/cpu:{i}" for i in range(DEVICES_A_HOST)) if kind in ("rollout", "trainer") else ()
+        )
         instance = CLASSES[kind](
             name, incarnation, random.Random(f"{self.seed}/{incarnation}"), devices, host
         )
         instance.slow = self.faulty
         if isinstance(instance, Trainer | Rollout):
             instance.disk = self.disk
+        if isinstance(instance, Rollout):
+            instance.peers = self.instances
         if isinstance(instance, Trainer):
-            instance.gangs = self._gangs
+            instance.gangs, instance.helpers = self._gangs, self._helpers
         self.instances[incarnation] = instance
         self.spawn(self._lifeline(instance))
 
@@ -89,7 +100,7 @@ class Processes:
                 instance.incarnation,
                 instance.KIND,
                 instance.host,
-                f"{instance.host}:1",
+                instance.incarnation,
                 list(instance.devices),
                 {},
             )

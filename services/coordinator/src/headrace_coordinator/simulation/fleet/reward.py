@@ -57,6 +57,7 @@ class Reward(Instance):
                             status=reward.SCORE_STATUS_SCORER_BROKEN if broken else reward.SCORE_STATUS_OK,
                             reward=reward_of(item.sample.prompt_ordinal, item.sample.sample_index),
                             evaluation=item.evaluation,
+                            stage=item.stage,
                         )
                     ]
                 )

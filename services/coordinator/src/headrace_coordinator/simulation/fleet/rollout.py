@@ -15,6 +15,7 @@ from headrace_servicekit.rpc.digests import trajectory_digest
 from headrace_coordinator.fleet.ports import CallRefused
 from headrace_coordinator.simulation.fleet.disk import Disk
 from headrace_coordinator.simulation.fleet.instances import Instance
+from headrace_coordinator.simulation.fleet.simulator import Simulator
 
 COLD, SUSPENDED, WEIGHTS, AWAKE = "COLD", "SUSPENDED", "WEIGHTS", "AWAKE"
 """Of the engine's memory: nothing was taken yet, released, room for weights alone, all."""
@@ -27,6 +28,8 @@ class Rollout(Instance):
     KIND: ClassVar[str] = "rollout"
     MAX_OPEN_RUNS: ClassVar[int] = 1
     disk: Disk = field(default_factory=Disk)
+    peers: dict[str, Instance] = field(default_factory=dict)
+    """Everybody by address, for the simulators among them."""
     version: common.PolicyVersion = field(default_factory=common.PolicyVersion)
     retention: dict[tuple[int, int], common.Trajectory] = field(default_factory=dict)
     paused: bool = False
@@ -88,9 +91,17 @@ class Rollout(Instance):
             raise CallRefused(self.incarnation, "POLICY_MISMATCH", "sequences of another version live")
         return False
 
-    async def Generate(
+    def Generate(
         self, requests: AsyncIterator[rollout.GenerateRequest]
     ) -> AsyncIterator[rollout.GenerateResponse]:
+        return self._produce(requests, rollout.GenerateResponse)
+
+    def RunEpisodes(
+        self, requests: AsyncIterator[rollout.RunEpisodesRequest]
+    ) -> AsyncIterator[rollout.RunEpisodesResponse]:
+        return self._produce(requests, rollout.RunEpisodesResponse)
+
+    async def _produce(self, requests: AsyncIterator[Any], response: Any) -> AsyncIterator[Any]:
         opening = (await anext(aiter(requests))).open
         self.fence(opening.header, lease=True)
         if opening.policy_number != self.version.number:
@@ -115,14 +126,14 @@ class Rollout(Instance):
                 if waiting.done():
                     body = waiting.result()
                     if isinstance(body, rollout.PartialSample):
-                        yield rollout.GenerateResponse(partials=[body])
+                        yield response(partials=[body], **self._lost_pools(opening))
                         continue
                     chunk = common.TrajectoryChunk(sample=body.sample, attempt=body.attempt, finished=body)
-                    yield rollout.GenerateResponse(chunks=[chunk])
+                    yield response(chunks=[chunk])
                 else:
                     waiting.cancel()
             if revoked.is_set():
-                yield rollout.GenerateResponse(revoked=True)
+                yield response(revoked=True)
         finally:
             revoking.cancel()
             for task in (reading, *work):
@@ -130,24 +141,27 @@ class Rollout(Instance):
 
     async def _take(
         self,
-        requests: AsyncIterator[rollout.GenerateRequest],
-        opening: rollout.GenerateOpen,
+        requests: AsyncIterator[Any],
+        opening: Any,
         done: asyncio.Queue[common.Trajectory | rollout.PartialSample],
         work: set[asyncio.Future[None]],
     ) -> None:
         async for request in requests:
             for group in request.assign.groups:
                 for sample in group.samples:
-                    made = self._make(opening, group.prompt_ordinal, sample, done)
+                    made = self._make(opening, group, sample, done)
                     work.add(asyncio.ensure_future(made))
 
     async def _make(
         self,
-        opening: rollout.GenerateOpen,
-        prompt: int,
+        opening: Any,
+        group: rollout.GroupAssignment,
         sample: rollout.SampleAssignment,
         done: asyncio.Queue[common.Trajectory | rollout.PartialSample],
     ) -> None:
+        prompt, episode = group.prompt_ordinal, isinstance(opening, rollout.RunEpisodesOpen)
+        pools = [pool for pool in opening.pools if pool.task == group.prompt.episode.task] if episode else []
+        mine = pools[(prompt + sample.sample_index) % len(pools)] if pools else None
         length = 1 + zlib.crc32(f"{opening.seed}/{prompt}/{sample.sample_index}".encode()) % 12
         key = common.SampleKey(prompt_ordinal=prompt, sample_index=sample.sample_index)
         stops = self.stops
@@ -155,29 +169,47 @@ class Rollout(Instance):
         try:
             for position in range(len(sample.resume.token_ids), length):
                 if self.paused:
-                    done.put_nowait(_partial(key, sample.attempt, position))
+                    done.put_nowait(_partial(key, sample.attempt, 0 if episode else position))
                     return
                 await asyncio.sleep(self.rng.uniform(0.05, 0.2))
-                if self.stops != stops:
-                    done.put_nowait(_partial(key, sample.attempt, position))
+                if self.stops != stops or (mine and not self._stands(mine)):
+                    done.put_nowait(_partial(key, sample.attempt, 0 if episode else position))
                     return
         finally:
             self.running -= 1
-        failed = not opening.evaluation and self.rng.random() < 0.01
+        failed = (episode and mine is None) or (not opening.evaluation and self.rng.random() < 0.01)
         body = common.Trajectory(
             sample=key,
             attempt=sample.attempt,
-            finish_reason=common.FINISH_REASON_ERROR if failed else common.FINISH_REASON_EOS,
+            finish_reason=common.FINISH_REASON_ERROR
+            if failed
+            else common.FINISH_REASON_TERMINATED
+            if episode
+            else common.FINISH_REASON_EOS,
             producer=self.incarnation,
         )
         segment = body.segments.add(policy_number=self.version.number)
-        segment.tokens.token_ids.extend(range(length))
-        segment.tokens.log_probs.extend([-1.0] * length)
-        segment.tokens.distribution.temperature = 0.0 if sample.greedy else opening.distribution.temperature
+        if episode:
+            segment.actions.valid_mask.data = b"\x01" * length
+        else:
+            segment.tokens.token_ids.extend(range(length))
+            segment.tokens.log_probs.extend([-1.0] * length)
+            segment.tokens.distribution.temperature = (
+                0.0 if sample.greedy else opening.distribution.temperature
+            )
         body.body_digest = trajectory_digest(body)
         if not opening.evaluation and not failed and self.live_leases():
             self.retention[prompt, sample.sample_index] = body
         done.put_nowait(body)
+
+    def _stands(self, pool: rollout.EnvironmentPool) -> bool:
+        peer = self.peers.get(pool.address)
+        return isinstance(peer, Simulator) and peer.alive and not peer.cut_off and pool.pool in peer.pools
+
+    def _lost_pools(self, opening: Any) -> dict[str, list[str]]:
+        if not isinstance(opening, rollout.RunEpisodesOpen):
+            return {}
+        return {"lost_pools": [pool.pool for pool in opening.pools if not self._stands(pool)]}
 
     async def Pause(self, request: rollout.PauseRequest) -> rollout.PauseResponse:
         self.fence(request.header, lease=False)

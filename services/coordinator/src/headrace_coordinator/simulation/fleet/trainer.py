@@ -48,6 +48,11 @@ class Trainer(Instance):
     groups: dict[int, list[tuple[int, int, int, str]]] = field(default_factory=dict)
     commit: trainer.CommitStepResponse = field(default_factory=trainer.CommitStepResponse)
 
+    helps: bool = False
+    """It holds a base to help with, and makes no versions."""
+    offered: trainer.Contribution = field(default_factory=trainer.Contribution)
+    helpers: dict[str, Trainer] = field(default_factory=dict)
+    """Whoever has offered a contribution, by its name."""
     gangs: Gangs = field(default_factory=dict)
     joined: tuple[int, int, int, str] | None = None
     keep: int = 0
@@ -83,6 +88,7 @@ class Trainer(Instance):
             self.joined, self.suspended, self.writing, self.last_failure = None, False, None, ""
             self.generation, self.phase = 0, trainer.STEP_PHASE_UNSPECIFIED
             self.version, self.weights = common.PolicyVersion(), ()
+            self.helps, self.offered = False, trainer.Contribution()
             self.attempt, self.groups = (0, 0), {}
 
     async def JoinGang(self, request: trainer.JoinGangRequest) -> trainer.JoinGangResponse:
@@ -94,7 +100,7 @@ class Trainer(Instance):
             raise self._refuse("CONFLICT", f"generation {request.generation} is not above {self.joined[0]}")
         self._disband()
         self.phase, self.version, self.groups = trainer.STEP_PHASE_UNSPECIFIED, common.PolicyVersion(), {}
-        self.joined = key
+        self.joined, self.helps = key, False
         met = self.gangs.setdefault((request.generation, request.rendezvous), {})
         met[request.rank] = self
         patience = request.timeout.ToNanoseconds() / 1e9 or 60.0
@@ -249,7 +255,8 @@ class Trainer(Instance):
         if self.phase != trainer.STEP_PHASE_ACCUMULATING or self.attempt != (request.step, request.attempt):
             raise self._refuse("CONFLICT", "no such attempt is open")
         for m in group.members:
-            greedy = m.trajectory.segments[0].tokens.distribution.temperature == 0
+            first = m.trajectory.segments[0]
+            greedy = first.HasField("tokens") and first.tokens.distribution.temperature == 0
             if not greedy == m.masked == (self.greedy_first and m.trajectory.sample.sample_index == 0):
                 raise self._refuse("INVALID", "the greedy answer of a group is its first one, sent masked")
         members = [
@@ -272,6 +279,83 @@ class Trainer(Instance):
             digest=set_digest(members),
         )
 
+    async def Help(self, request: trainer.HelpRequest) -> trainer.HelpResponse:
+        self.fence(request.header, lease=True)
+        self._awake()
+        if self.version.number and not self.helps:
+            raise self._refuse("CONFLICT", "this trainer leads the run's steps")
+        await asyncio.sleep(0.1 * self.pace)
+        self._lead(governed=True)
+        if self.version == request.version:
+            return trainer.HelpResponse()
+        if request.version.number <= self.version.number:
+            raise self._refuse(
+                "INVALID", f"version {request.version.number} is not above {self.version.number}"
+            )
+        self.version, self.helps, self.groups = request.version, True, {}
+        self.phase, self.attempt = trainer.STEP_PHASE_IDLE, (0, 0)
+        return trainer.HelpResponse()
+
+    async def TakeContribution(
+        self, request: trainer.TakeContributionRequest
+    ) -> trainer.TakeContributionResponse:
+        self.fence(request.header, lease=True)
+        self._awake()
+        key = (request.step, request.attempt)
+        if (self.offered.step, self.offered.attempt) == key and self.offered.groups:
+            return trainer.TakeContributionResponse(contribution=self.offered)
+        self._lead(governed=True)
+        if self.phase != trainer.STEP_PHASE_ACCUMULATING or self.attempt != key or not self.helps:
+            raise self._refuse("NOT_OPEN", f"attempt {key} is not open")
+        if not self.groups:
+            raise self._refuse("EMPTY_STEP", "no group is accumulated")
+        self.offered = trainer.Contribution(
+            step=key[0],
+            attempt=key[1],
+            base=self.version,
+            next_number=self.next_number,
+            name=self.incarnation,
+        )
+        for prompt, members in sorted(self.groups.items()):
+            group = self.offered.groups.add(prompt_ordinal=prompt, token_count=len(members))
+            for _, sample, attempt, digest in members:
+                group.members.add(sample_index=sample, attempt=attempt, body_digest=digest)
+        self.helpers[self.incarnation] = self
+        self.phase, self.groups = trainer.STEP_PHASE_IDLE, {}
+        return trainer.TakeContributionResponse(contribution=self.offered)
+
+    async def AddContribution(
+        self, request: trainer.AddContributionRequest
+    ) -> trainer.AddContributionResponse:
+        self.fence(request.header, lease=True)
+        self._awake()
+        given = request.contribution
+        source = self.helpers.get(given.name)
+        await asyncio.sleep(self.rng.uniform(0.05, 0.2))
+        if source is None or not source.alive or source.offered != given:
+            raise self._refuse("WEIGHTS_UNAVAILABLE", f"{given.name} has no such gradient any more")
+        self._awake()
+        self.fence(request.header, lease=True)
+        self._lead(governed=True)
+        if self.phase != trainer.STEP_PHASE_ACCUMULATING or self.attempt != (given.step, given.attempt):
+            raise self._refuse("NOT_OPEN", f"attempt {given.step, given.attempt} is not open")
+        if given.base != self.version:
+            raise self._refuse("POLICY_MISMATCH", "another base")
+        if self.rng.random() < 0.02:
+            raise self._refuse("NONFINITE", "the contribution is not finite")
+        added = {
+            group.prompt_ordinal: [
+                (group.prompt_ordinal, m.sample_index, m.attempt, m.body_digest) for m in group.members
+            ]
+            for group in given.groups
+        }
+        if all(self.groups.get(prompt) == members for prompt, members in added.items()):
+            return trainer.AddContributionResponse()
+        if self.groups.keys() & added.keys():
+            raise self._refuse("CONFLICT", "one of the groups is in already")
+        self.groups |= added
+        return trainer.AddContributionResponse()
+
     async def CommitStep(self, request: trainer.CommitStepRequest) -> trainer.CommitStepResponse:
         self.fence(request.header, lease=True)
         self._awake()
@@ -280,6 +364,8 @@ class Trainer(Instance):
 
     async def _commit(self, request: trainer.CommitStepRequest) -> trainer.CommitStepResponse:
         key = (request.step, request.attempt)
+        if self.helps:
+            raise self._refuse("NOT_LEADER", "a helper commits nothing")
         if self.phase == trainer.STEP_PHASE_COMMITTED and self.attempt == key:
             return self.commit
         if self.phase != trainer.STEP_PHASE_ACCUMULATING or self.attempt != key:

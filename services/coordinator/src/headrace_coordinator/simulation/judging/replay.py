@@ -28,7 +28,7 @@ class Replay:
         self.runs: dict[str, runs.RunState] = {}
         self.pairs: Counter[Pair] = Counter()
         self.submissions = 0
-        self.refilled = 0
+        self.refilled = self.helped = 0
         self.longest_wait: dict[str, float] = {}
         self.longest_quantum = 0.0
         for event in log:
@@ -81,6 +81,8 @@ class Replay:
         match event:
             case ev.StepRefilled(groups=groups):
                 self.refilled += groups
+            case ev.GroupsAccumulated(prompts=prompts, helper=helper):
+                self.helped += len(prompts) if helper else 0
             case ev.RunAdmitted():
                 self._disjoint()
             case ev.RunStateChanged() | ev.RunIntentChanged() | ev.RunSubmitted():

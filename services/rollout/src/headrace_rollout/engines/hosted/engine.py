@@ -100,13 +100,7 @@ class HostedEngine:
                 f"deterministic: rollout.engine: {self._backend.name} has no randomness by position and no waves; "
                 "set deterministic: false or rollout.engine: transformers",
             )
-        wanted = stream.distribution
-        if wanted.top_p < 1 and (wanted.top_k or wanted.min_p) and not self.capabilities.top_p_after_others:
-            raise Refused(
-                "INVALID",
-                f"distribution.top_p: rollout.engine: {self._backend.name} counts top-p over all tokens and not over "
-                "those that top_k and min_p leave; set top_p: 1, or top_k: 0 and min_p: 0",
-            )
+        self._check_distribution(stream.distribution)
 
         async def act() -> None:
             policy = self._require(stream.policy_number)
@@ -301,6 +295,21 @@ class HostedEngine:
             have = "none" if policy is None else str(policy.number)
             raise Refused("POLICY_MISMATCH", f"{wanted} is wanted and {have} is installed; install it first")
         return policy
+
+    def _check_distribution(self, wanted: Distribution) -> None:
+        """Raises Refused INVALID for a distribution that the engine would sample otherwise."""
+        able, name = self.capabilities, self._backend.name
+        if wanted.top_p < 1 and (wanted.top_k or wanted.min_p) and not able.top_p_after_others:
+            raise Refused(
+                "INVALID",
+                f"distribution.top_p: rollout.engine: {name} counts top-p over all tokens and not over those that "
+                "top_k and min_p leave; set top_p: 1, or top_k: 0 and min_p: 0",
+            )
+        if wanted.repetition_penalty != 1 and not able.penalty_counts_prompt:
+            raise Refused(
+                "INVALID",
+                f"distribution.repetition_penalty: rollout.engine: {name} counts no tokens of the prompt; set 1",
+            )
 
     def _check_install(self, policy: Policy, *, in_flight: bool) -> bool:
         if self._memory is MemoryState.SUSPENDED:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from headrace_modelkit.devices import free_bytes, total_bytes
 
 from headrace_rollout.engines.base import Freed
-from headrace_rollout.engines.transformers.memory import available_bytes
+from headrace_rollout.engines.weight_memory import available_bytes
 
 if TYPE_CHECKING:
     import torch

@@ -55,6 +55,8 @@ def engine_args(config: EngineConfig, options: SglangOptions, start: Start) -> d
         "skip_tokenizer_init": True,
         "sampling_defaults": "openai",
         "enable_memory_saver": on_gpu,
+        # Its schedulers poll without a pause otherwise: without work, and between two leases, they would take a core.
+        "sleep_on_idle": True,
         # A request whose kept set is larger is aborted; none is larger than the vocabulary.
         "sampling_mask_max_tokens": int(architecture.get_text_config().vocab_size),
         # Chunks hold what is new: those that hold everything make a long answer's cost quadratic.

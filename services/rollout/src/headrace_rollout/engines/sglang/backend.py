@@ -36,6 +36,8 @@ def capabilities() -> Capabilities:
         tensor_parallel=True,
         # Its samplers join the two by intersection ("joint").
         top_p_after_others=False,
+        # Its penalizer counts what the request itself made, which is not even a resumed prefix.
+        penalty_counts_prompt=False,
     )
 
 
@@ -211,7 +213,6 @@ def _sampling(distribution: Distribution, count: int, eos_ids: Sequence[int]) ->
         "top_p": distribution.top_p,
         "top_k": distribution.top_k or -1,
         "min_p": distribution.min_p,
-        "repetition_penalty": distribution.repetition_penalty,
         "max_new_tokens": count,
         "stop_token_ids": list(eos_ids),
         "skip_special_tokens": False,

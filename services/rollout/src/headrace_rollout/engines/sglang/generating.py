@@ -1,7 +1,8 @@
 """Requests of the backend as requests of SGLang, in the process that holds it. Imports SGLang; knows no weights.
 
 A request that runs when the engine is frozen is aborted there and submitted again, with its tokens behind its prompt,
-when the engine thaws: SGLang's own pause keeps the retracted requests in its queue, with which it flushes no cache.
+when the engine thaws. SGLang's own pause returns before its schedulers stand still: tokens of the version before could
+come behind it. Here none can, and no request of that version holds a part of the cache that is flushed.
 """
 
 from __future__ import annotations

@@ -35,6 +35,7 @@ FIXED_ARGUMENTS = frozenset(
         "sampling_defaults",
         "sampling_mask_max_tokens",
         "skip_tokenizer_init",
+        "sleep_on_idle",
         "weight_version",
     }
 )

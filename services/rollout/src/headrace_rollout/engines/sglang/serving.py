@@ -71,6 +71,8 @@ class _Server:
         reader = asyncio.StreamReader(limit=2**24)
         loop = asyncio.get_running_loop()
         await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), pipe)
+        # On a CPU each flush of the cache collects garbage: without this it walks through all that SGLang imported.
+        await self._manager.freeze_gc()
         with suppress(asyncio.IncompleteReadError):
             while True:
                 size = checked_size(await reader.readexactly(LENGTH.size))

@@ -20,11 +20,11 @@ from headrace_rollout.engines.sequence import Bounds, Sequence
 from headrace_rollout.engines.stopping import StopMatcher
 from headrace_rollout.engines.transformers.batch import Batch
 from headrace_rollout.engines.transformers.cache import PrefillPlan, PromptKeys
-from headrace_rollout.engines.transformers.memory import available_bytes
 from headrace_rollout.engines.transformers.policy_model import PolicyModel
 from headrace_rollout.engines.transformers.queue import Admission, JoinQueue
 from headrace_rollout.engines.transformers.sampling import RowDistributions, draw, process
 from headrace_rollout.engines.transformers.waiting import Arrivals, Waiting
+from headrace_rollout.engines.weight_memory import available_bytes
 
 # Tokens of one prefill pass: bounds its memory, and how long running rows wait for joiners.
 PREFILL_TOKENS = 4096

@@ -1,19 +1,11 @@
-"""The transformers engine: an asyncio face over one decoding thread.
-
-Commands and decode rounds go through the same one-thread executor in turn, so a command acts between two
-tokens and nothing needs a lock.
-"""
+"""The transformers engine: decode rounds in the thread that holds the model, so that a command acts between two."""
 
 from __future__ import annotations
 
-import asyncio
 import logging
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Sequence
+from concurrent.futures import Future
 from functools import partial
-from typing import TypeVar
-
-import torch
 
 from headrace_rollout.engines.base import (
     Authority,
@@ -21,21 +13,18 @@ from headrace_rollout.engines.base import (
     Distribution,
     EngineConfig,
     Figures,
-    Freed,
     Group,
     Policy,
     Refused,
     SampleKey,
-    Scope,
     Stream,
-    Weights,
     allowed,
 )
-from headrace_rollout.engines.memory_state import MemoryState
+from headrace_rollout.engines.holding import ThreadedHolder
 from headrace_rollout.engines.transformers.decoder import Decoder
-from headrace_rollout.engines.transformers.memory import HOST, available_bytes, return_to_system, used_bytes
 from headrace_rollout.engines.transformers.policy_model import PolicyModel
 from headrace_rollout.engines.transformers.scoring import check_scored, passes, score
+from headrace_rollout.engines.weight_memory import HOST
 
 CAPABILITIES = Capabilities(
     position_keyed_sampling=True,
@@ -46,13 +35,13 @@ CAPABILITIES = Capabilities(
     suspend_frees_memory=True,
 )
 _log = logging.getLogger(__name__)
-_Result = TypeVar("_Result")
 
 
-class TransformersEngine:
+class TransformersEngine(ThreadedHolder):
     """Implements `engines.base.Engine`; built without weights."""
 
     capabilities = CAPABILITIES
+    installs_in_flight = CAPABILITIES.inflight_update
 
     def __init__(self, config: EngineConfig, kv_cache_bytes: int | None = None) -> None:
         self.figures = Figures()
@@ -62,22 +51,9 @@ class TransformersEngine:
         )
         self.max_context_tokens = self._model.context_limit
         self.vocabulary_size = self._model.vocabulary_size
-        self._executor = ThreadPoolExecutor(1, thread_name_prefix="decode")
+        super().__init__(self._model, "decode")
         self._streams: set[Stream] = set()
-        self._memory = MemoryState.COLD
-        self._paused = False
         self._scheduled = False
-        self._closed = False
-
-    @property
-    def policy(self) -> Policy | None:
-        """The installed version."""
-        return self._model.policy
-
-    @property
-    def paused(self) -> bool:
-        """True from pause (or suspend) to resume (or wake)."""
-        return self._paused
 
     @property
     def waiting_samples(self) -> int:
@@ -114,50 +90,6 @@ class TransformersEngine:
 
         return 0 if self._closed else await self._call(act)
 
-    async def pause(self) -> int:
-        """See Engine."""
-
-        def act() -> int:
-            self._paused = True
-            return self._decoder.stop(None, None)
-
-        return await self._call(act)
-
-    async def resume(self) -> None:
-        """See Engine."""
-
-        def act() -> None:
-            if self._memory in (MemoryState.SUSPENDED, MemoryState.WEIGHTS):
-                raise Refused("SUSPENDED", "the engine's memory is released; Wake WEIGHTS and KV_CACHE first")
-            self._paused = False
-
-        await self._call(act)
-
-    async def check_install(self, policy: Policy, *, in_flight: bool = False) -> bool:
-        """See Engine."""
-        return await self._call(lambda: self._check_install(policy, in_flight=in_flight))
-
-    async def install(
-        self, policy: Policy, weights: Weights, authority: Authority = allowed, *, in_flight: bool = False
-    ) -> float:
-        """See Engine."""
-
-        def act() -> float:
-            authority()
-            if self._check_install(policy, in_flight=in_flight):
-                return 0.0
-            goes_on = in_flight and self.policy is not None
-            if goes_on:
-                self._decoder.begin_again()
-            seconds = self._model.install(policy, weights.views())
-            if not goes_on:
-                self._decoder.oldest = policy.number
-            if self._memory is MemoryState.COLD:
-                self._memory = MemoryState.AWAKE
-            return seconds
-
-        return await self._call(act)
-
     async def score(
         self,
         sequences: Sequence[tuple[Sequence[int], int]],
@@ -176,72 +108,20 @@ class TransformersEngine:
             results.update(zip(chosen, found, strict=True))
         return [results[index] for index in range(len(sequences))], policy.number
 
-    async def suspend(self) -> Freed:
-        """See Engine. Released bytes are the fall of resident memory (CPU) or of the device's use."""
+    def _go_on(self) -> None:
+        self._decoder.begin_again()
 
-        def act() -> Freed:
-            if not self._paused:
-                raise Refused("NOT_PAUSED", "Suspend needs a paused engine; call Pause first")
-            self._memory = MemoryState.SUSPENDED
-            return self._free()
+    def _begin_with(self, policy: Policy) -> None:
+        self._decoder.oldest = policy.number
 
-        return await self._call(act)
+    def _living(self) -> int:
+        return self._decoder.living
 
-    async def release(self) -> Freed:
-        """See Engine."""
+    def _stop_all(self) -> int:
+        return self._decoder.stop(None, None)
 
-        def act() -> Freed:
-            self._decoder.stop(None, None)
-            self._memory, self._paused = MemoryState.COLD, False
-            freed = self._free()
-            self._model.place(HOST)
-            return freed
-
-        return await self._call(act)
-
-    async def wake(self, scope: Scope, authority: Authority = allowed) -> None:
-        """See Engine. Once all is awake, decoding may go on without Resume."""
-
-        def act() -> None:
-            authority()
-            for part in self._memory.to_take(scope, installed=self.policy is not None):
-                if part is Scope.WEIGHTS:
-                    self._model.take_memory()
-                    self._memory = MemoryState.WEIGHTS
-                else:
-                    self._memory, self._paused = MemoryState.AWAKE, False
-
-        await self._call(act)
-
-    async def place(self, devices: tuple[torch.device, ...], threads: int) -> None:
-        """See Engine. torch counts threads by the thread that asks, so the decoding thread must."""
-
-        def act() -> None:
-            torch.set_num_threads(threads)
-            if devices:
-                self._model.place(devices[0])
-
-        await self._call(act)
-
-    async def close(self) -> None:
-        """See Engine."""
-        await self.release()
-        self._closed = True
-        await asyncio.to_thread(self._executor.shutdown)
-
-    async def _call(self, act: Callable[[], _Result]) -> _Result:
-        if self._closed:
-            raise Refused("NOT_OPEN", "the run was closed; call OpenRun first")
-        return await asyncio.wrap_future(self._executor.submit(act))
-
-    def _free(self) -> Freed:
-        device = self._model.device
-        before = used_bytes(device)
+    def _forget_work(self) -> None:
         self._decoder.reset()
-        self._model.free_memory()
-        return_to_system(device)
-        after = used_bytes(device)
-        return Freed(max(0, before - after), available_bytes(device), after)
 
     def _schedule(self) -> None:
         if not self._scheduled and self._decoder.living:
@@ -259,27 +139,6 @@ class TransformersEngine:
         for stream in self._streams:
             stream.failed(f"{type(error).__name__}: {error}")
         self._streams.clear()
-
-    def _check_install(self, policy: Policy, *, in_flight: bool) -> bool:
-        installed = self.policy
-        if self._memory is MemoryState.SUSPENDED:
-            raise Refused("SUSPENDED", "the weights have no room; Wake WEIGHTS first")
-        if installed == policy:
-            return True
-        if installed is not None and policy.number <= installed.number:
-            raise Refused(
-                "POLICY_MISMATCH",
-                f"version {policy.number} does not follow version {installed.number}, which is installed",
-            )
-        if (living := self._decoder.living) and not in_flight:
-            raise Refused("POLICY_MISMATCH", f"{living} sequences of the installed version live; pause first")
-        if installed is not None and installed.digest == policy.digest:
-            # A rewind gives old weights a new number.
-            self._model.policy = policy
-            if not in_flight:
-                self._decoder.oldest = policy.number
-            return True
-        return False
 
     def _score(
         self,

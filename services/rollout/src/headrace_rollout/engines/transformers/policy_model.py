@@ -6,7 +6,6 @@ Shapes: P prompts, T tokens, N rows, D hidden, V vocabulary. Knows no sampling a
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Sequence
 
 import numpy as np
@@ -24,9 +23,7 @@ from transformers import PreTrainedConfig
 from headrace_rollout.engines.base import Policy, Refused, WeightView
 from headrace_rollout.engines.transformers.attention import attend_by_parts
 from headrace_rollout.engines.transformers.cache import SlotCache
-from headrace_rollout.engines.transformers.memory import HOST, ParameterMemory
-
-warnings.filterwarnings("ignore", message="The given buffer is not writable")
+from headrace_rollout.engines.weight_memory import HOST, ParameterMemory, tensor_of
 
 
 class PolicyModel:
@@ -104,7 +101,7 @@ class PolicyModel:
         On the CPU the views become the weights and are referenced until the next version; a GPU gets a copy.
         """
         start = time.perf_counter()
-        views = {view.name: _tensor(view) for view in tensors}
+        views = {view.name: tensor_of(view) for view in tensors}
         self._memory.take(self.device)
         if failpoints.skips("rollout.install.load"):
             pass  # it serves other weights than it says
@@ -156,10 +153,3 @@ def check_supported(config: ModelSection, architecture: PreTrainedConfig, limit:
             f"model.max_context: {config.path!r} attends to {window} tokens at a time; "
             f"set model.max_context: {window}"
         )
-
-
-def _tensor(view: WeightView) -> Tensor:
-    dtype: torch.dtype = getattr(torch, view.dtype)
-    if 0 in view.shape:
-        return torch.empty(view.shape, dtype=dtype, device=HOST)
-    return torch.frombuffer(view.data, dtype=dtype).view(view.shape)

@@ -42,7 +42,7 @@ from headrace_trainer.backends.fsdp.figures import TokenFigures
 from headrace_trainer.backends.fsdp.fit import check_fit
 from headrace_trainer.backends.fsdp.optimizer import MOMENTS, AdamWState, ShardedAdamW
 from headrace_trainer.backends.fsdp.planned import plan_memory
-from headrace_trainer.backends.fsdp.prefixes import shares_prefixes
+from headrace_trainer.backends.fsdp.prefixes import attends_along_paths, shares_prefixes
 from headrace_trainer.backends.fsdp.reference import Reference
 from headrace_trainer.backends.fsdp.sharding import CRITIC, ShardedModel
 from headrace_trainer.backends.fsdp.warmup import SupervisedBatches
@@ -74,7 +74,7 @@ class FsdpBackend:
         self._dtype = DTYPES[config.model.dtype]
         self._figures = TokenFigures()
         self._dirty = False
-        self._policy_shares_prefixes = False
+        self._policy_shares_prefixes = self._policy_along_paths = False
         self._reference: Reference | None = None
         self._model: ShardedModel | None = None
         self._optimizer: ShardedAdamW | None = None
@@ -382,6 +382,7 @@ class FsdpBackend:
                 untyped.gradient_checkpointing_enable({"use_reentrant": False})
                 body.train()  # transformers checkpoints in training mode only; modelkit has turned dropout off
         self._policy_shares_prefixes = shares_prefixes(self._config, [body.config for body in bodies])
+        self._policy_along_paths = attends_along_paths(self._config, bodies, self._gang.device)
         self._model = ShardedModel(
             model, self._gang, self._dtype, reshard=self._options.reshard_micro_batches, critic=critic
         )
@@ -468,7 +469,8 @@ class FsdpBackend:
             self._reference.park()
 
     def _pack(self, rows: Rows) -> MicroBatch:
-        return pack(rows, shared=self.shares_prefixes).to(self._gang.device)
+        by_paths = self._policy_along_paths and (self._reference is None or self._reference.along_paths)
+        return pack(rows, shared=self.shares_prefixes, by_paths=by_paths).to(self._gang.device)
 
     def _temperature(self) -> float:
         return self._config.sampling.temperature

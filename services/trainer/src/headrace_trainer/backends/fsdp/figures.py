@@ -59,7 +59,7 @@ class TokenFigures:
     def merge(self, other: TokenFigures) -> None:
         """Adds another's."""
         for name, value in other._sums.items():
-            self._sums[name] += value
+            self._sums[name] = self._sums.get(name, 0.0) + value
         for name, value in other._own.items():
             self._own[name] = self._own.get(name, 0.0) + value
         for name, value in other._maxima.items():

@@ -19,10 +19,19 @@ def check_fit(reader: StateReader, config: ModelSection, critic: Critic | None) 
     Raises ModelNotReadable too. A checkpoint's critic is left out where the run has none.
     """
     own = {name: tuple(tensor.shape) for name, tensor in state_tensors(load_model(config, weights=False))}
+    check_state_shapes(reader, own, repr(config.path))
+    if critic is not None:
+        _check_critic(reader.critic_shapes(), critic)
+
+
+def check_state_shapes(
+    reader: StateReader, own: dict[str, tuple[int, ...]], model: str, key: str = "model.path"
+) -> None:
+    """Raises Refusal CHECKPOINT_MISMATCH unless weights of these shapes and AdamW's moments are there."""
     if problem := _difference(reader.weight_shapes(), own):
         raise _mismatch(
-            "model.path",
-            f"{config.path!r} is not the model of the checkpoint: {problem}; name the model that it was made with",
+            key,
+            f"{model} is not the model of the checkpoint: {problem}; name the model that it was made with",
         )
     if (kinds := reader.moment_kinds()) != set(MOMENTS):
         found = ", ".join(sorted(kinds)) or "none"
@@ -31,8 +40,6 @@ def check_fit(reader: StateReader, config: ModelSection, critic: Critic | None) 
             f"the checkpoint has the optimizer state {found}, this run's AdamW has {', '.join(MOMENTS)}; "
             "name a checkpoint that AdamW made",
         )
-    if critic is not None:
-        _check_critic(reader.critic_shapes(), critic)
 
 
 def _check_critic(saved: dict[str, tuple[int, ...]], critic: Critic) -> None:

@@ -70,10 +70,13 @@ class Policy(nn.Module):
 
 def _hidden(body: Any, batch: MicroBatch) -> Tensor:
     """(U, D') last hidden states of a body, at the nodes from which tokens are wanted."""
+    # Only bodies that attend along paths are given any.
+    options = {} if batch.paths is None else {"paths": batch.paths}
     hidden_RLD: Tensor = body(
         input_ids=batch.tokens_RL,
         position_ids=batch.positions_RL,
         attention_mask=batch.mask_R1LL,
         use_cache=False,
+        **options,
     ).last_hidden_state
     return hidden_RLD.flatten(0, 1)[batch.sources_U]

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from headrace_trainer.backends._base import ReferenceFacts
-from headrace_trainer.backends.fsdp.prefixes import shares_prefixes
+from headrace_trainer.backends.fsdp.prefixes import attends_along_paths, shares_prefixes
 from headrace_trainer.backends.fsdp.sharding import ShardedModel
 from headrace_trainer.group.group import Gang
 from headrace_trainer.learning.packing import MicroBatch
@@ -37,7 +37,9 @@ class Reference:
             load_weights(model, warmed)
         for _, tensor in state_tensors(model):
             gang.share(tensor.data)
-        self.shares_prefixes = shares_prefixes(config.model_copy(update={"model": section}), [model.config])
+        own = config.model_copy(update={"model": section})
+        self.shares_prefixes = shares_prefixes(own, [model.config])
+        self.along_paths = attends_along_paths(own, [model], gang.device)
         # Resharded after every layer: a whole copy would stand beside the policy's.
         self._model = ShardedModel(model, gang, DTYPES[section.dtype], reshard=True)
         self._away = False

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import ctypes.util
 import os
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,10 @@ import torch
 from headrace_modelkit import devices as gpu
 from headrace_modelkit.weights import state_tensors
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+
+from headrace_rollout.engines.base import WeightView
+
+warnings.filterwarnings("ignore", message="The given buffer is not writable")
 
 HOST = torch.device("cpu")
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
@@ -22,7 +26,7 @@ _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 class ParameterMemory:
     """The storage of a model's weights, which can be dropped and made again on a device (values then undefined)."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: nn.Module) -> None:
         tables: list[dict[str, Any]] = [t for m in model.modules() for t in (m._parameters, m._buffers)]
         self._weights = [
             _Weight(tensor.shape, tensor.dtype, [(t, key) for t in tables for key in t if t[key] is tensor])
@@ -57,6 +61,14 @@ class _Weight:
         new = nn.Parameter(tensor, requires_grad=False) if isinstance(first[name], nn.Parameter) else tensor
         for table, key in self.owners:
             table[key] = new
+
+
+def tensor_of(view: WeightView) -> Tensor:
+    """The view's bytes as a tensor of the host, without a copy."""
+    dtype: torch.dtype = getattr(torch, view.dtype)
+    if 0 in view.shape:
+        return torch.empty(view.shape, dtype=dtype, device=HOST)
+    return torch.frombuffer(view.data, dtype=dtype).view(view.shape)
 
 
 def resident_bytes() -> int:

@@ -1,0 +1,46 @@
+"""Every example of an embodied run is a spec that a fleet takes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from headrace.client.specs import load_spec
+from headrace_coordinator.api.admission import FleetView, check
+from headrace_schema.spec import RunSpec
+from headrace_trainer.algorithms.episodes import EPISODE_ALGORITHMS
+
+FOLDER = Path(__file__).resolve().parents[2] / "examples" / "embodied"
+EXAMPLES = sorted(FOLDER.glob("*.yaml"))
+
+
+def fleet(**simulators: frozenset[str]) -> FleetView:
+    return FleetView(
+        capabilities={
+            "trainer": {
+                "backends": frozenset({"fsdp"}),
+                "episode_algorithms": frozenset(EPISODE_ALGORITHMS.names()),
+                "episode_algorithm_options": frozenset(EPISODE_ALGORITHMS.capabilities(pytest.fail)),
+            },
+            "rollout": {"engines": frozenset({"transformers"})},
+            "reward": {"scorers": frozenset({"episode"})},
+            "simulator": simulators,
+        },
+        instances={"trainer": 1, "rollout": 1, "reward": 1, **({"simulator": 1} if simulators else {})},
+        devices=["host/cpu:0"],
+    )
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_a_fleet_takes_the_example(path: Path):
+    spec = RunSpec.model_validate(load_spec(path))
+    assert check(spec, fleet(backends=frozenset({"gymnasium", "metaworld"}))) == []
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_what_it_lacks_is_named(path: Path):
+    spec = RunSpec.model_validate(load_spec(path, {"algorithm.options.kl_loss_coef": 0.1}))
+    without = {found.key for found in check(spec, fleet())}
+    assert without == {"environment", "algorithm.options.kl_loss_coef"}
+    other = check(spec, fleet(backends=frozenset({"libero"})))
+    assert "environment.backend" in {found.key for found in other}

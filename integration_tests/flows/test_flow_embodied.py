@@ -1,0 +1,122 @@
+"""Runs of robot policies with real services: trained, paused, resumed, shown; a killed simulator costs nothing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness import corridor
+from harness.fleet import Fleet
+from harness.ledger import audit
+from harness.waiting import wait_for
+from headrace.client import Run
+
+BATCH, STEPS, LONGEST = 6, 4, 8
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    """A fleet with two simulators."""
+    with Fleet(tmp_path_factory.mktemp("robots") / "data", "--simulator", "2") as up:
+        yield up
+
+
+def spec(directory: Path, **more: Any) -> dict[str, Any]:
+    """A run whose episodes have at most eight actions."""
+    return {
+        "name": "corridor",
+        "workflow": "embodied",
+        "steps": STEPS,
+        "model": {"policy": {"kind": "mlp", "hidden": [16], "log_std": 0.0}},
+        "environment": {
+            "tasks": [f"{corridor.__file__}:make_env"],
+            "options": {"directory": str(directory)},
+            "count": 4,
+            "max_episode_steps": LONGEST,
+        },
+        "data": {"heldout": 4, "options": {"starts": 64}},
+        "algorithm": {
+            "name": "ppo",
+            "group_size": 1,
+            "prompts_per_step": BATCH,
+            "options": {"epochs": 2, "minibatch_size": 16},
+        },
+        "optimizer": {"lr": 1.0e-3},
+        "checkpoint": {"interval_steps": 2},
+        "export": True,
+        **more,
+    }
+
+
+def test_a_robot_policy_is_trained_paused_resumed_and_shown(fleet: Fleet, tmp_path: Path):
+    run = fleet.submit(spec(tmp_path, evaluation={"every": 2}))
+    fleet.reach(run, 1)
+    fleet.client.pause(run.id)
+    fleet.state(run, "PAUSED", "SUCCEEDED")
+    fleet.client.resume(run.id)
+    ended = fleet.succeed(run)
+    found = audit(fleet, ended)
+    assert len(found.trained) == STEPS * BATCH
+    assert len({item.version.digest for item in found.live}) == STEPS, "every step changed the policy"
+    assert all(BATCH <= item.tokens <= BATCH * LONGEST for item in found.live), "actions that were executed"
+    events = fleet.events(run)
+    views = [event.data["view"] for event in events if event.type == "evaluated"]
+    assert [view["step"] for view in views] == [0, 2, STEPS]
+    assert all(0.0 <= view["score"] <= 1.0 and view["answers"] == 4 for view in views)
+    (fitted,) = [event for event in events if event.type == "policy_fitted"]
+    assert fitted.data["policy"]["state_size"] == 2
+    assert (Path(ended.export_path) / "policy.json").is_file()
+    judged = [evaluated(fleet, tmp_path, **source) for source in sources(ended)]
+    assert judged[0] == judged[1], "the last checkpoint and the export are the same policy"
+
+
+def sources(run: Run) -> list[dict[str, Any]]:
+    """The policy of a run's last step, as a checkpoint and as a directory."""
+    return [{"checkpoint": {"run": run.id}}, {"model": {"path": run.export_path, "dtype": "float32"}}]
+
+
+def evaluated(fleet: Fleet, directory: Path, **source: Any) -> tuple[str, float, float]:
+    """(digest of the weights, success rate, mean actions) of six start states that no run trains on."""
+    environment = spec(directory)["environment"]
+    suite = {"name": "episodes", "options": {"environment": environment, "starts": 6}}
+    made = fleet.client.evaluate({"suite": suite, **source})
+    found = wait_for(
+        lambda: now if (now := fleet.client.evaluation(made.id)).ended else None, f"{made.id} to end", 240
+    )
+    assert found.state == "SUCCEEDED", found.reason
+    assert found.result is not None and found.answers == 6
+    (greedy,) = found.result.modes
+    return found.weights_digest, greedy.score, found.result.tokens_mean
+
+
+def test_episodes_are_shown_in_place_of_answers(fleet: Fleet, tmp_path: Path):
+    run = fleet.succeed(fleet.submit(spec(tmp_path, steps=1, data={"options": {"starts": 64}}, export=False)))
+    lines = (Path(run.run_directory) / "trajectories.jsonl").read_text().splitlines()
+    episodes = [json.loads(json.loads(line)["completion"]) for line in lines]
+    assert len(episodes) == BATCH
+    assert all(1 <= episode["steps"] <= LONGEST and episode["return"] < 0 for episode in episodes)
+
+
+def test_a_killed_simulator_costs_no_version_and_nothing_is_trained_twice(fleet: Fleet, tmp_path: Path):
+    fleet.ready("simulator-0", "simulator-1")
+    run = fleet.submit(spec(tmp_path, data={"options": {"starts": 64}}, export=False))
+    fleet.reach(run, 1)
+    (tmp_path / "hold").touch()
+    wait_for((tmp_path / "held").exists, "an episode to stand still", 60)
+    killed = fleet.kill("simulator-1")
+    (tmp_path / "hold").unlink()
+    found = audit(fleet, fleet.succeed(run))
+    assert len(found.trained) == STEPS * BATCH
+    assert found.rewinds == 0 and not found.abandoned
+    fleet.replaced("simulator-1", killed)
+
+
+def test_a_task_that_does_not_exist_is_named(fleet: Fleet, tmp_path: Path):
+    environment = {"tasks": ["CartPol-v1"], "count": 2}
+    run = fleet.submit(spec(tmp_path, environment=environment))
+    ended = fleet.client.wait(run.id, 120)
+    assert ended.state == "FAILED"
+    assert "environment.tasks" in ended.reason and "CartPole-v1" in ended.reason

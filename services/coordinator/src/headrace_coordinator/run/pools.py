@@ -1,0 +1,185 @@
+"""The environments of an embodied run: pools at simulators, one for each (simulator, rollout, task).
+
+Decides where pools are; the rollouts act in them. A simulator that is lost takes its pools along, and they are opened
+elsewhere; one that joins is used once no rollout is at work.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Collection, Iterable, Mapping
+
+from headrace.rollout.v1 import rollout_pb2 as rollout
+from headrace.simulator.v1 import simulator_pb2 as simulator
+from headrace_schema.embodied import EnvironmentSection
+
+from headrace_coordinator.domain.scheduling import simulators
+from headrace_coordinator.domain.state import InstanceState
+from headrace_coordinator.fleet.fleet import Fleet
+from headrace_coordinator.fleet.ports import CallRefused, InstanceDown, Port
+from headrace_coordinator.run.clients import SimulatorClient
+from headrace_coordinator.run.concurrency import gather_all
+from headrace_coordinator.run.spaces import Place, divide
+
+REWARDS = {
+    "default": simulator.REWARD_MODE_UNSPECIFIED,
+    "dense": simulator.REWARD_MODE_DENSE,
+    "sparse": simulator.REWARD_MODE_SPARSE,
+}
+KEYS = {
+    "environment.name": "environment.tasks",
+    "options_json": "environment.options",
+    "reward_mode": "environment.reward",
+    "step_timeout": "environment.step_timeout_s",
+}
+"""Fields of OpenPool by the spec's keys."""
+
+
+class Pools:
+    """Simulators at work for a run, and what each has open for whom."""
+
+    def __init__(
+        self, fleet: Fleet, run: str, environment: EnvironmentSection, port: Callable[[InstanceState], Port]
+    ) -> None:
+        self.clients: list[SimulatorClient] = []
+        self.described: dict[str, simulator.OpenPoolResponse] = {}
+        """By task, the newest description."""
+        self._fleet = fleet
+        self._run = run
+        self._environment = environment
+        self._port = port
+        self._open: dict[Place, rollout.EnvironmentPool] = {}
+        self._moving = asyncio.Lock()
+
+    def ready(self) -> list[InstanceState]:
+        """Simulators that may be used."""
+        return simulators(self._fleet.ready("simulator"), self._environment.backend)
+
+    def of(self, incarnation: str) -> list[rollout.EnvironmentPool]:
+        """The pools of a rollout, with the authority to step them."""
+        found = []
+        for (where, who, _), pool in sorted(self._open.items()):
+            if who == incarnation:
+                pool.header.CopyFrom(self._client(where).header())
+                found.append(pool)
+        return found
+
+    def count(self, incarnation: str) -> int:
+        """How many environments a rollout has."""
+        return sum(pool.count for (_, who, _), pool in self._open.items() if who == incarnation)
+
+    async def staff(self, rollouts: list[str], movable: Collection[str]) -> None:
+        """Every one of the `rollouts` has its environments; those of `movable` ones may move to other simulators.
+
+        Raises InstanceDown when no simulator answers, and CallRefused for what one refuses to open.
+        """
+        async with self._moving:
+            await self._staff(rollouts, movable)
+
+    async def _staff(self, rollouts: list[str], movable: Collection[str]) -> None:
+        failed: set[str] = set()
+        while True:
+            self._meet(failed)
+            if not self.clients:
+                raise InstanceDown("simulator", "no simulator opens the run's environments")
+            where = [client.incarnation for client in self.clients]
+            wanted = divide(self._environment.count, rollouts, self._environment.tasks, where)
+            await self._close(self._unwanted(wanted, rollouts, movable))
+            missing = {
+                place: count
+                for place, count in wanted.items()
+                if place not in self._open and (place[1] in movable or not self.count(place[1]))
+            }
+            lost = await gather_all(*(self._open_pool(place, count) for place, count in missing.items()))
+            if not any(lost):
+                return
+            failed |= {incarnation for incarnation in lost if incarnation}
+
+    async def lost(self, incarnation: str, names: Iterable[str]) -> None:
+        """A rollout's pools that answer no more: they are opened anew when it is staffed next."""
+        names = set(names)
+        places = [p for p, pool in self._open.items() if p[1] == incarnation and pool.pool in names]
+        for where in {place[0] for place in places}:
+            await self._fleet.fate(where)
+        async with self._moving:
+            await self._close(place for place in places if place in self._open)
+
+    def _meet(self, failed: Collection[str]) -> None:
+        """Clients of the simulators that are ready now."""
+        ready = {state.incarnation: state for state in self.ready() if state.incarnation not in failed}
+        self.clients = [c for c in self.clients if c.opened and c.incarnation in ready]
+        known = {client.incarnation for client in self.clients}
+        for place in [place for place in self._open if place[0] not in known]:
+            del self._open[place]
+        for state in ready.values():
+            if state.incarnation not in known:
+                client = SimulatorClient(
+                    self._run, state, self._port(state), self._fleet.event_log.state.epoch
+                )
+                # A fresh id closes what a coordinator that stopped had open there.
+                client.open_id, client.opened = self._fleet.next_open_id(), True
+                self.clients.append(client)
+
+    def _unwanted(
+        self, wanted: Mapping[Place, int], rollouts: Collection[str], movable: Collection[str]
+    ) -> list[Place]:
+        return [
+            place
+            for place, pool in self._open.items()
+            if place[1] not in rollouts or (place[1] in movable and wanted.get(place) != pool.count)
+        ]
+
+    async def _close(self, places: Iterable[Place]) -> None:
+        for place in list(places):
+            pool = self._open.pop(place)
+            client = next((c for c in self.clients if c.incarnation == place[0]), None)
+            if client is None or not self._fleet.alive(place[0]):
+                continue
+            try:
+                await client.close_pool(pool.pool)
+            except (InstanceDown, CallRefused):
+                client.opened = False  # The next opening there has a higher id, which closes what is left.
+
+    async def _open_pool(self, place: Place, count: int) -> str:
+        """Opens a pool; the simulator's incarnation where that gives no answer."""
+        where, _, task = place
+        client, section = self._client(where), self._environment
+        request = simulator.OpenPoolRequest(
+            environment=simulator.Environment(backend=section.backend, name=task),
+            count=count,
+            options_json=json.dumps(section.options),
+            max_episode_steps=section.max_episode_steps,
+            reward_mode=REWARDS[section.reward],
+            processes=section.processes and min(section.processes, count),
+        )
+        request.step_timeout.FromMilliseconds(int(section.step_timeout_s * 1000))
+        name = client.instance.instance
+        try:
+            with self._fleet.waits.named(self._run, f"{name} to make {count} environments of {task}"):
+                response = await client.open_pool(request)
+        except InstanceDown:
+            await self._fleet.fate(where)
+            client.opened = False
+            return where
+        except CallRefused as refused:
+            raise _in_users_keys(refused) from refused
+        self.described[task] = response
+        self._open[place] = rollout.EnvironmentPool(
+            address=client.instance.address,
+            pool=response.pool,
+            pool_incarnation=response.pool_incarnation,
+            count=count,
+            task=task,
+        )
+        return ""
+
+    def _client(self, incarnation: str) -> SimulatorClient:
+        return next(client for client in self.clients if client.incarnation == incarnation)
+
+
+def _in_users_keys(refused: CallRefused) -> CallRefused:
+    message = refused.message
+    for field, key in KEYS.items():
+        message = message.replace(f"{field}:", f"{key}:")
+    return CallRefused(refused.incarnation, refused.reason, message, KEYS.get(refused.key, refused.key))

@@ -1,0 +1,35 @@
+"""How devices move inside the steps of a world: as the real policy says, or as soon and as often as they can."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from headrace_coordinator.planner.elastic import ElasticState, Move, Role
+from headrace_coordinator.run.stages.helping import Helping
+
+
+def move_eagerly(state: ElasticState, now: float) -> tuple[Move, ...]:
+    """All rollouts but one give their devices back, whatever that gains."""
+    held_s = now - state.moved_at
+    leaving = state.rollouts[1:] if held_s >= state.terms.costs.min_hold_s else ()
+    return tuple(Move(rollout.name, Role.HELP) for rollout in leaving)
+
+
+def help_always(state: ElasticState) -> float:
+    """A helper takes any group: it may be late."""
+    return math.inf
+
+
+@contextmanager
+def moving(seed: int) -> Iterator[None]:
+    """Within the body, three of four seeds move eagerly: imaginary answers leave the real policy little to gain."""
+    policy, until = Helping.policy, Helping.until
+    if random.Random(f"{seed}/moves").random() < 0.75:
+        Helping.policy, Helping.until = staticmethod(move_eagerly), staticmethod(help_always)
+    try:
+        yield
+    finally:
+        Helping.policy, Helping.until = staticmethod(policy), staticmethod(until)

@@ -1,0 +1,49 @@
+"""A suite of start states: how often a robot policy succeeds in tasks, always in the same episodes."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from headrace_schema.embodied import EnvironmentSection
+from headrace_schema.generating import DataSection, PromptSection
+from headrace_schema.scoring import RewardSection, ScorerSection
+from pydantic import Field
+
+from headrace_coordinator.suites.base import Suite
+
+FIRST_SEED = 1_000_000
+"""Beyond the seeds that a run trains on, unless its `data.options` say otherwise."""
+
+
+class Episodes(Suite):
+    """Start states of tasks, judged by success; its keys are those of a run's environment and start states."""
+
+    environment: EnvironmentSection = Field(
+        description="as a run's `environment`: backend, tasks, options, count, …"
+    )
+    starts: Annotated[int, Field(strict=True, ge=2)] = Field(default=48, description="start states of a task")
+    first_seed: Annotated[int, Field(strict=True, ge=0, lt=2**31)] = Field(
+        default=FIRST_SEED, description="seeds of a task's start states begin here"
+    )
+    init_states: Annotated[int, Field(strict=True, ge=0)] = Field(
+        default=0,
+        description="initial states that the environment lists for a task (LIBERO: 50); 0: seeds alone",
+    )
+
+    def acts_in(self) -> EnvironmentSection:
+        """See `Suite.acts_in`."""
+        return self.environment
+
+    def data(self) -> DataSection:
+        """See `Suite.data`."""
+        own = {"starts": self.starts, "first_seed": self.first_seed, "init_states": self.init_states}
+        options = {"tasks": self.environment.tasks, **own}
+        return DataSection(source="episodes", options=options, prompt=PromptSection(chat=False))
+
+    def key(self, data_key: str) -> str:
+        """See `Suite.key`."""
+        return data_key.replace("data.options.", "suite.options.", 1).replace("data.", "suite.options.", 1)
+
+    def reward(self) -> RewardSection:
+        """1 for an episode in which the task succeeds."""
+        return RewardSection(scorers=[ScorerSection(name="episode", options={"of": "success"})])

@@ -1,0 +1,127 @@
+"""Helpers inside a step, on an imaginary fleet: what they contribute, and that a lost one costs nothing."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from headrace_coordinator.domain import events as ev
+from headrace_coordinator.planner.elastic import Move, Role
+from headrace_coordinator.run.stages.helping import Helping
+from headrace_coordinator.simulation.virtual_time import run_virtual
+from headrace_coordinator.simulation.world import World
+
+STEPS = 7
+
+
+def eager(state, now):
+    """All but one give their devices back as soon as one has nothing more to begin."""
+    leaving = state.rollouts[1:] if now - state.moved_at > state.terms.costs.min_hold_s else ()
+    return tuple(Move(rollout.name, Role.HELP) for rollout in leaving)
+
+
+@pytest.fixture
+def live(monkeypatch):
+    """Runs a calm world of one run with helpers; `hear(world, method, request)` hears every call."""
+
+    def run(helpers=1, rollouts=2, policy=eager, hear=lambda world, method, request: None, seed=3):
+        monkeypatch.setattr(Helping, "policy", staticmethod(policy))
+        monkeypatch.setattr(Helping, "until", staticmethod(lambda state: math.inf))
+        world = World(seed, faults=False)
+        spec = world.spec.model_dump(mode="json")
+        spec |= {"deterministic": False, "steps": STEPS, "placement": {"mode": "collocated"}}
+        spec["rollout"]["instances"], spec["trainer"] = rollouts, {"ranks": 1, "helpers": helpers}
+        spec["algorithm"] = {"group_size": 4, "prompts_per_step": 6}
+        spec["data"]["curriculum"] = None
+        world.spec = type(world.spec).model_validate(spec)
+        world.counts = {"rollout": rollouts, "trainer": 1 + helpers, "reward": 1}
+        monkeypatch.setattr(world, "heard", lambda method, request: hear(world, method, request))
+        outcome = run_virtual(world.live())
+        steps = [event.certificate for _, event in world.history if isinstance(event, ev.StepCommitted)]
+        return outcome, steps, world
+
+    return run
+
+
+def helped(certificates):
+    return [prompt for c in certificates for prompts in c.helped.values() for prompt in prompts]
+
+
+@pytest.mark.parametrize(("helpers", "rollouts"), [(1, 2), (2, 3)])
+def test_groups_that_a_helper_learned_are_trained_once(live, helpers, rollouts):
+    outcome, steps, _ = live(helpers, rollouts)
+    assert outcome.states and set(outcome.states.values()) == {"SUCCEEDED"} and outcome.recoveries == 0
+    assert len(helped(steps)) > 3
+    for certificate in steps:
+        trained = {prompt for prompt, *_ in certificate.trained}
+        assert certificate.max_staleness == 0
+        assert {p for ps in certificate.helped.values() for p in ps} <= set(range(10**6)) and trained
+
+
+def grant_of(world):
+    return world.states()[0].grant
+
+
+def last_kill(world, who):
+    """Kills the helper, an owner or a rollout of the run, now."""
+    grant = grant_of(world)
+    victim = {"helper": grant.helpers, "owner": grant.trainers, "rollout": grant.rollouts}[who][-1]
+    world.spawn(world.kill(victim))
+
+
+@pytest.mark.parametrize("who", ["helper", "owner", "rollout", "coordinator"])
+@pytest.mark.parametrize("method", ["Help", "TakeContribution", "AddContribution", "CommitStep"])
+def test_whoever_is_lost_at_any_point_of_the_help_the_run_trains_every_slot_once(live, who, method):
+    """The world judges the ledger, the versions and what is in the weights."""
+    killed = []
+
+    def hear(world, called, request):
+        if called == method and helped_before(world) and len(killed) < 2:
+            killed.append(method)
+            if who == "coordinator":
+                world.spawn(world.kill_coordinator(0.5))
+            else:
+                last_kill(world, who)
+
+    def helped_before(world):
+        return method in ("Help", "TakeContribution", "AddContribution") or bool(grant_of(world).helpers)
+
+    outcome, steps, _ = live(hear=hear)
+    assert killed and set(outcome.states.values()) == {"SUCCEEDED"}
+    assert len(steps) >= STEPS - 1
+    if who == "helper":
+        assert outcome.recoveries == 0, "a helper is no reason to begin a step again"
+
+
+@pytest.mark.parametrize("nth", range(1, 9))
+def test_a_helper_killed_after_any_of_its_calls_costs_its_groups_alone(live, nth):
+    """The n-th message to a helper is its last one."""
+    told = []
+
+    def hear(world, called, request):
+        if called in ("Help", "BeginStep", "TakeContribution") and world.states() and grant_of(world).helpers:
+            told.append(called)
+            if len(told) == nth:
+                last_kill(world, "helper")
+
+    outcome, steps, _ = live(hear=hear)
+    assert set(outcome.states.values()) == {"SUCCEEDED"} and outcome.recoveries == 0 and len(steps) == STEPS
+
+
+def test_a_helper_goes_to_a_run_that_waits_and_comes_back(monkeypatch):
+    """A trainer that only helps is what nobody waits for: the second run starts with it."""
+    monkeypatch.setattr(Helping, "policy", staticmethod(eager))
+    monkeypatch.setattr(Helping, "until", staticmethod(lambda state: math.inf))
+    world = World(4, faults=False, count=2)
+    for index, spec in enumerate(world.specs):
+        fields = spec.model_dump(mode="json")
+        fields |= {"deterministic": False, "steps": STEPS, "placement": {"mode": "collocated"}}
+        fields["rollout"]["instances"], fields["trainer"] = 2, {"ranks": 1, "helpers": 1}
+        fields["algorithm"] = {"group_size": 2, "prompts_per_step": 6}
+        fields["data"]["curriculum"] = None
+        world.specs[index] = type(spec).model_validate(fields)
+    world.counts = {"rollout": 4, "trainer": 2, "reward": 1}
+    outcome = run_virtual(world.live())
+    assert set(outcome.states.values()) == {"SUCCEEDED"} and len(outcome.states) == 2
+    admitted = [event for event in world.store.log if isinstance(event, ev.RunAdmitted)]
+    assert any(event.helpers for event in admitted)

@@ -1,0 +1,72 @@
+"""What a run measures of its own steps for the elastic policy."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from headrace_coordinator.planner.elastic import ElasticState, Role, Rollout, plan_elastic
+from headrace_coordinator.run.stages.tail import Tail
+
+FIXED, EACH = 0.02, 0.001
+"""Seconds of a token, and of a token of each answer that decodes beside it."""
+
+
+def decoded(lengths):
+    """When each of a replica's answers is finished, all begun at 0."""
+    return [
+        (FIXED * length + EACH * sum(min(length, other) for other in lengths), length) for length in lengths
+    ]
+
+
+def measured(steps=2, moved=False):
+    tail, rng = Tail(), random.Random(1)
+    for step in range(steps):
+        tail.begin(100.0 * step)
+        for replica in ("one", "two"):
+            lengths = [1 + int(rng.expovariate(1 / 60)) for _ in range(32)]
+            for seconds, tokens in sorted(decoded(lengths)):
+                tail.finished(replica, tokens, 100.0 * step + seconds)
+        tail.end(moved=moved)
+        tail.learned(6.0, 4000, 2)
+        tail.switched(0.2)
+    return tail
+
+
+def test_the_pace_of_the_replicas_is_found_from_when_their_answers_were_finished():
+    tail = measured()
+    terms = tail.terms(owners=2, group_size=4)
+    assert terms.generate.fixed_s / tail.mean == pytest.approx(FIXED, rel=1e-6)
+    assert terms.generate.item_s / tail.mean == pytest.approx(EACH, rel=1e-6)
+    assert terms.learn.seconds(4000 / tail.mean, 2) == pytest.approx(6.0)
+    assert terms.shared and terms.learn.load_s == pytest.approx(0.2)
+
+
+def test_a_helper_is_taken_to_be_as_slow_as_devices_scale_until_one_was_measured():
+    tail = measured()
+    assert tail.helper_s(4000) == pytest.approx(12.0)
+    tail.helped(8.0, 4000)
+    assert tail.helper_s(4000) == pytest.approx(8.0)
+    terms = tail.terms(owners=2, group_size=4)
+    assert terms.learn.seconds(4000 / tail.mean, 1) == pytest.approx(8.0)
+    assert terms.learn.seconds(4000 / tail.mean, 2) == pytest.approx(6.0)
+
+
+def test_nothing_is_said_before_two_steps_and_steps_that_moved_give_lengths_alone():
+    assert Tail().terms(2, 4) is None and measured(1).terms(2, 4) is None
+    assert measured(2, moved=True).terms(2, 4) is None
+    quiet = Tail()
+    quiet.finished("one", 5, 1.0)  # a run without helpers keeps nothing
+    assert quiet.longest == 0
+
+
+def test_the_policy_moves_a_device_in_a_long_tail_and_not_where_learning_is_nothing():
+    tail = measured()
+    tail.joined(0.1), tail.contributed(0.05)
+    rollouts = (Rollout("one", 1, 6), Rollout("two", 1, 5))
+    state = ElasticState(tail.terms(2, 4), rollouts, decoded=0.5, finished=50.0)
+    assert [move.role for move in plan_elastic(state, 100.0)] == [Role.HELP]
+    for _ in range(8):
+        tail.learned(0.01, 4000, 2)
+    state = ElasticState(tail.terms(2, 4), rollouts, decoded=0.5, finished=50.0)
+    assert plan_elastic(state, 100.0) == ()

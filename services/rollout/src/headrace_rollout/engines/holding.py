@@ -1,0 +1,226 @@
+"""A policy that one thread of this process holds: its versions, its memory and its place.
+
+Commands go through a one-thread executor in turn, so that they act between two pieces of the policy's work and nothing
+needs a lock. Knows no text and no robot.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol, TypeVar
+
+import torch
+
+from headrace_rollout.engines.base import (
+    Authority,
+    Freed,
+    Policy,
+    Refused,
+    Scope,
+    Weights,
+    WeightView,
+    allowed,
+)
+from headrace_rollout.engines.memory_state import MemoryState
+from headrace_rollout.engines.weight_memory import HOST, available_bytes, return_to_system, used_bytes
+
+_Result = TypeVar("_Result")
+
+
+class HeldModel(Protocol):
+    """A model whose weights come, are released, and come again; used from the holder's thread alone."""
+
+    policy: Policy | None
+    device: torch.device
+
+    def install(self, policy: Policy, tensors: Sequence[WeightView]) -> float:
+        """Takes all weights, or none (ValueError); returns the seconds it took."""
+
+    def place(self, device: torch.device) -> None:
+        """Runs on `device` from now on; on another one than before, nothing is installed."""
+
+    def take_memory(self) -> None:
+        """Room for the weights."""
+
+    def free_memory(self) -> None:
+        """Drops weights and whatever was computed with them."""
+
+
+class ThreadedHolder(ABC):
+    """Implements `engines.base.PolicyHolder` but for what its work is."""
+
+    installs_in_flight = False
+
+    def __init__(self, model: HeldModel, thread: str) -> None:
+        self._held = model
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix=thread)
+        self._memory = MemoryState.COLD
+        self._paused = False
+        self._closed = False
+
+    @property
+    def policy(self) -> Policy | None:
+        """The installed version."""
+        return self._held.policy
+
+    @property
+    def paused(self) -> bool:
+        """True from pause (or suspend) to resume (or wake)."""
+        return self._paused
+
+    @abstractmethod
+    def _go_on(self) -> None:
+        """Before an install in flight: samples go on behind what they have; called in the thread."""
+
+    @abstractmethod
+    def _begin_with(self, policy: Policy) -> None:
+        """Samples are of this version from now on; called in the thread."""
+
+    @abstractmethod
+    def _living(self) -> int:
+        """Samples that run or wait; called in the thread."""
+
+    @abstractmethod
+    def _stop_all(self) -> int:
+        """Ends all samples that live in the thread with their partial outputs; returns how many. Called in it."""
+
+    @abstractmethod
+    def _forget_work(self) -> None:
+        """Drops what the thread keeps of samples that have ended; called in it."""
+
+    async def pause(self) -> int:
+        """See PolicyHolder."""
+
+        def act() -> int:
+            self._paused = True
+            return self._stop_all()
+
+        return await self._call(act)
+
+    async def resume(self) -> None:
+        """See PolicyHolder."""
+
+        def act() -> None:
+            if self._memory in (MemoryState.SUSPENDED, MemoryState.WEIGHTS):
+                raise Refused("SUSPENDED", "the engine's memory is released; Wake WEIGHTS and KV_CACHE first")
+            self._paused = False
+
+        await self._call(act)
+
+    async def check_install(self, policy: Policy, *, in_flight: bool = False) -> bool:
+        """See PolicyHolder."""
+        return await self._call(lambda: self._check_install(policy, in_flight=in_flight))
+
+    async def install(
+        self, policy: Policy, weights: Weights, authority: Authority = allowed, *, in_flight: bool = False
+    ) -> float:
+        """See PolicyHolder."""
+
+        def act() -> float:
+            authority()
+            if self._check_install(policy, in_flight=in_flight):
+                return 0.0
+            goes_on = in_flight and self.policy is not None
+            if goes_on:
+                self._go_on()
+            seconds = self._held.install(policy, weights.views())
+            if not goes_on:
+                self._begin_with(policy)
+            if self._memory is MemoryState.COLD:
+                self._memory = MemoryState.AWAKE
+            return seconds
+
+        return await self._call(act)
+
+    async def suspend(self) -> Freed:
+        """See PolicyHolder. Released bytes are the fall of resident memory (CPU) or of the device's use."""
+
+        def act() -> Freed:
+            if not self._paused:
+                raise Refused("NOT_PAUSED", "Suspend needs a paused engine; call Pause first")
+            self._memory = MemoryState.SUSPENDED
+            return self._free()
+
+        return await self._call(act)
+
+    async def release(self) -> Freed:
+        """See PolicyHolder."""
+
+        def act() -> Freed:
+            self._stop_all()
+            self._memory, self._paused = MemoryState.COLD, False
+            freed = self._free()
+            self._held.place(HOST)
+            return freed
+
+        return await self._call(act)
+
+    async def wake(self, scope: Scope, authority: Authority = allowed) -> None:
+        """See PolicyHolder. Once all is awake, work may go on without Resume."""
+
+        def act() -> None:
+            authority()
+            for part in self._memory.to_take(scope, installed=self.policy is not None):
+                if part is Scope.WEIGHTS:
+                    self._held.take_memory()
+                    self._memory = MemoryState.WEIGHTS
+                else:
+                    self._memory, self._paused = MemoryState.AWAKE, False
+
+        await self._call(act)
+
+    async def place(self, devices: tuple[torch.device, ...], threads: int) -> None:
+        """See PolicyHolder. torch counts threads by the thread that asks, so the holder's thread must."""
+
+        def act() -> None:
+            torch.set_num_threads(threads)
+            if devices:
+                self._held.place(devices[0])
+
+        await self._call(act)
+
+    async def close(self) -> None:
+        """See PolicyHolder."""
+        await self.release()
+        self._closed = True
+        await asyncio.to_thread(self._executor.shutdown)
+
+    async def _call(self, act: Callable[[], _Result]) -> _Result:
+        if self._closed:
+            raise Refused("NOT_OPEN", "the run was closed; call OpenRun first")
+        return await asyncio.wrap_future(self._executor.submit(act))
+
+    def _free(self) -> Freed:
+        device = self._held.device
+        before = used_bytes(device)
+        self._forget_work()
+        self._held.free_memory()
+        return_to_system(device)
+        after = used_bytes(device)
+        return Freed(max(0, before - after), available_bytes(device), after)
+
+    def _check_install(self, policy: Policy, *, in_flight: bool) -> bool:
+        if in_flight and not self.installs_in_flight:
+            raise Refused("INVALID", "in_flight: this policy installs between samples only; pause first")
+        installed = self.policy
+        if self._memory is MemoryState.SUSPENDED:
+            raise Refused("SUSPENDED", "the weights have no room; Wake WEIGHTS first")
+        if installed == policy:
+            return True
+        if installed is not None and policy.number <= installed.number:
+            raise Refused(
+                "POLICY_MISMATCH",
+                f"version {policy.number} does not follow version {installed.number}, which is installed",
+            )
+        if (living := self._living()) and not in_flight:
+            raise Refused("POLICY_MISMATCH", f"{living} samples of the installed version live; pause first")
+        if installed is not None and installed.digest == policy.digest:
+            # A rewind gives old weights a new number.
+            self._held.policy = policy
+            if not in_flight:
+                self._begin_with(policy)
+            return True
+        return False

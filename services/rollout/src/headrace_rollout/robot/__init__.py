@@ -1,0 +1,1 @@
+"""Robots: a policy that acts in the environments of simulators."""

@@ -1,0 +1,135 @@
+"""What holds a robot policy: its versions and memory in one thread, and the pools that it acts in.
+
+Implements `engines.base.PolicyHolder`. Knows no gRPC call of the rollout service and no trajectory.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from headrace.rollout.v1 import rollout_pb2
+from headrace_schema.embodied import EnvironmentSection
+from headrace_servicekit.rpc.blobs import BlobReader
+
+from headrace_rollout.engines.base import Freed, Policy, Refused, SampleKey
+from headrace_rollout.engines.holding import ThreadedHolder
+from headrace_rollout.engines.weight_memory import HOST
+from headrace_rollout.robot.model import Decision, RobotModel, Row
+from headrace_rollout.robot.pool import Pool
+from headrace_rollout.robot.runner import EpisodeRunner, EpisodeSample, Plan
+from headrace_rollout.robot.views import Views
+
+if TYPE_CHECKING:
+    from headrace_modelkit.robot.directory import AnyConfig
+
+
+@dataclass
+class RobotFigures:
+    """What a robot engine has done since it was built."""
+
+    policy_s: float = 0.0
+    policy_calls: int = 0
+    chunks: int = 0
+    environment_steps: int = 0
+    episodes: int = 0
+
+
+class RobotEngine(ThreadedHolder):
+    """One robot policy, built without weights; `token` is what it shows to simulators."""
+
+    def __init__(
+        self,
+        policy: AnyConfig,
+        environment: EnvironmentSection,
+        devices: tuple[torch.device, ...],
+        blobs: BlobReader,
+        token: str | None,
+    ) -> None:
+        self.figures = RobotFigures()
+        self.environment = environment
+        self.views = Views(policy, environment)
+        self._model = RobotModel(policy, devices[0] if devices else HOST)
+        super().__init__(self._model, "policy")
+        self._blobs, self._token = blobs, token
+        self._pools: dict[tuple[str, str, str], Pool] = {}
+        self._runners: set[EpisodeRunner] = set()
+
+    def run_episodes(self, plan: Plan, pools: Sequence[rollout_pb2.EnvironmentPool]) -> EpisodeRunner:
+        """Begins to serve a stream; `leave` ends it. Pools are used from stream to stream."""
+        runner = EpisodeRunner(
+            plan,
+            [self._pool(pool) for pool in pools],
+            lambda rows: self._call(lambda: self._act(rows, plan.policy_number)),
+        )
+        self._runners.add(runner)
+        return runner
+
+    async def leave(self, runner: EpisodeRunner) -> None:
+        """Stops what the runner still does."""
+        self._runners.discard(runner)
+        await runner.close()
+
+    def submit(self, runner: EpisodeRunner, policy_number: int, samples: Sequence[EpisodeSample]) -> None:
+        """Queues samples; while paused they come back at once. POLICY_MISMATCH when another version is installed."""
+        policy = self.policy
+        if policy is None or policy.number != policy_number:
+            have = "none" if policy is None else policy.number
+            raise Refused("POLICY_MISMATCH", f"version {policy_number} is wanted and {have} is installed")
+        runner.submit(samples, accept=not self._paused)
+
+    async def pause(self) -> int:
+        """See PolicyHolder."""
+        await super().pause()
+        return await self.abort(None)
+
+    async def abort(self, keys: Sequence[SampleKey] | None) -> int:
+        """See PolicyHolder."""
+        return sum(runner.stop(keys) for runner in self._runners)
+
+    async def release(self) -> Freed:
+        """See PolicyHolder."""
+        await self.abort(None)
+        return await super().release()
+
+    async def close(self) -> None:
+        """See PolicyHolder. Pools stay open at their simulators."""
+        for pool in self._pools.values():
+            await pool.close()
+        await super().close()
+        await self._blobs.close()
+
+    def _go_on(self) -> None:
+        raise Refused("INVALID", "in_flight: an episode is of one version")
+
+    def _begin_with(self, policy: Policy) -> None:
+        return
+
+    def _living(self) -> int:
+        return sum(runner.living for runner in list(self._runners))
+
+    def _stop_all(self) -> int:
+        return 0  # Episodes live in the event loop: `abort` stops them.
+
+    def _forget_work(self) -> None:
+        return
+
+    def _pool(self, message: rollout_pb2.EnvironmentPool) -> Pool:
+        key = (message.address, message.pool, message.pool_incarnation)
+        if key not in self._pools:
+            self._pools[key] = Pool(message, self._token, self._blobs, self.environment.step_timeout_s)
+        return self._pools[key]
+
+    def _act(self, rows: Sequence[Row], policy_number: int) -> list[Decision]:
+        policy = self.policy
+        if policy is None or policy.number != policy_number:
+            raise Refused("POLICY_MISMATCH", f"version {policy_number} is installed no more")
+        begun = time.perf_counter()
+        decisions = self._model.act(rows)
+        self.figures.policy_s += time.perf_counter() - begun
+        self.figures.policy_calls += 1
+        self.figures.chunks += len(rows)
+        return decisions

@@ -1,0 +1,149 @@
+"""A robot policy's passes over rows, and its weights' life (none, installed, released).
+
+Shapes: B rows, C actions of a chunk, A numbers of an action. Knows no environment and no episode.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from headrace_modelkit.robot.policy import Observation
+from headrace_modelkit.weights import load_weights, share_weights
+from headrace_servicekit import failpoints
+from headrace_servicekit.rpc.episodes import IMAGE, STATE, Arrays
+from torch import Tensor, nn
+
+from headrace_rollout.engines.base import Policy, Refused, WeightView
+from headrace_rollout.engines.weight_memory import HOST, ParameterMemory, tensor_of
+
+if TYPE_CHECKING:
+    from headrace_modelkit.robot.directory import AnyConfig, AnyPolicy
+
+
+@dataclass(frozen=True)
+class Row:
+    """What one environment shows: arrays by their names in an episode, and the instruction's ids.
+
+    `seed` is that of the draw; `greedy` takes the likeliest action.
+    """
+
+    observation: Arrays
+    prompt_ids: tuple[int, ...]
+    seed: int
+    greedy: bool
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What the policy drew for a row: `sampled` by name, (C, …); `executed_CA` in the environment's units."""
+
+    sampled: Arrays
+    executed_CA: np.ndarray
+    log_probs_CA: np.ndarray
+    value: np.ndarray
+
+
+class RobotModel:
+    """A robot policy in float32; used from its holder's thread alone."""
+
+    def __init__(self, config: AnyConfig, device: torch.device) -> None:
+        self.device = HOST
+        self.policy: Policy | None = None
+        self._module: AnyPolicy = config.build(seed=0).eval().requires_grad_(False)
+        self._memory = ParameterMemory(self._module)
+        self._memory.free()
+        self.place(device)
+
+    def act(self, rows: Sequence[Row]) -> list[Decision]:
+        """Decisions in the rows' order. ValueError: an observation is not what the policy reads."""
+        if self.policy is None:
+            raise Refused("POLICY_MISMATCH", "no policy is installed; call InstallPolicy first")
+        decisions: dict[int, Decision] = {}
+        for greedy in (False, True):
+            chosen = [index for index, row in enumerate(rows) if row.greedy is greedy]
+            if chosen:
+                found = self._act([rows[index] for index in chosen], greedy)
+                decisions.update(zip(chosen, found, strict=True))
+        return [decisions[index] for index in range(len(rows))]
+
+    def _act(self, rows: Sequence[Row], greedy: bool) -> list[Decision]:
+        seeds = [row.seed for row in rows]
+        chunk = self._module.act(observation_of(rows), seeds, deterministic=greedy)
+        sampled = {name: _numbers(tensor) for name, tensor in chunk.sampled.items()}
+        executed, log_probs = _numbers(chunk.executed_BCA), _numbers(chunk.log_probs_BCA)
+        values = _numbers(chunk.values_B)
+        return [
+            Decision(
+                {name: array[row] for name, array in sampled.items()},
+                executed[row],
+                log_probs[row].astype(np.float32, copy=False),
+                values[row].astype(np.float32, copy=False),
+            )
+            for row in range(len(rows))
+        ]
+
+    def install(self, policy: Policy, tensors: Sequence[WeightView]) -> float:
+        """See HeldModel. On the CPU the views become the weights; a GPU gets a copy."""
+        start = time.perf_counter()
+        views = {view.name: tensor_of(view) for view in tensors}
+        self._memory.take(self.device)
+        if failpoints.skips("rollout.install.load"):
+            pass  # it serves other weights than it says
+        elif self.device.type == "cpu":
+            share_weights(self._module, views)
+        else:
+            load_weights(self._module, views)
+        self.policy = policy
+        return time.perf_counter() - start
+
+    def place(self, device: torch.device) -> None:
+        """See HeldModel."""
+        if device == self.device:
+            return
+        self.free_memory()
+        self.device = device
+        for module in self._module.modules():
+            _move_buffers(module, device)
+
+    def take_memory(self) -> None:
+        """See HeldModel."""
+        self._memory.take(self.device)
+
+    def free_memory(self) -> None:
+        """See HeldModel."""
+        self.policy = None
+        self._memory.free()
+
+
+def observation_of(rows: Sequence[Row]) -> Observation:
+    """The rows as the policy reads them. ValueError where they differ in names or shapes."""
+    names = set().union(*(row.observation for row in rows))
+    stacked = {name: _stacked(name, [row.observation for row in rows]) for name in sorted(names)}
+    prompts = tuple(row.prompt_ids for row in rows)
+    return Observation(
+        stacked.get(STATE),
+        {name.removeprefix(IMAGE): image for name, image in stacked.items() if name.startswith(IMAGE)},
+        prompts if any(prompts) else (),
+    )
+
+
+def _stacked(name: str, observations: Sequence[Mapping[str, np.ndarray]]) -> Tensor:
+    shapes = {found.shape if (found := each.get(name)) is not None else None for each in observations}
+    if len(shapes) > 1:
+        raise ValueError(f"environments differ in {name!r}: its shapes are {', '.join(map(str, shapes))}")
+    return torch.from_numpy(np.stack([each[name] for each in observations]))
+
+
+def _numbers(tensor: Tensor) -> np.ndarray:
+    found: np.ndarray = tensor.detach().cpu().numpy()
+    return found
+
+
+def _move_buffers(module: nn.Module, device: torch.device) -> None:
+    for name, buffer in module.named_buffers(recurse=False):
+        setattr(module, name, buffer.to(device))

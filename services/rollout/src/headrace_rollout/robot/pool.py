@@ -1,0 +1,195 @@
+"""A pool of environments at a simulator, behind one Step stream. Knows no policy and no episode.
+
+Steps are counted here for as long as the pool lives, over all streams of the run that use it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import grpc
+import grpc.aio
+import numpy as np
+from headrace.common.v1 import common_pb2
+from headrace.rollout.v1 import rollout_pb2
+from headrace.simulator.v1 import simulator_pb2, simulator_pb2_grpc
+from headrace_servicekit.rpc.blobs import BlobReader
+from headrace_servicekit.rpc.client import deadlines_enabled, dial
+from headrace_servicekit.rpc.errors import ServiceError, message_of
+from headrace_servicekit.rpc.tensors import decode_tensor, encode_tensor
+
+MAX_OBSERVATION_BYTES = 1 << 28
+RESET_S = 300.0
+"""Longest a reset may take. The simulator's own limits are shorter: this one is for a simulator that hangs."""
+
+Operation = simulator_pb2.EnvironmentOperation
+Outcome = simulator_pb2.EnvironmentOutcome
+
+
+class PoolLost(Exception):
+    """The pool answers no more."""
+
+
+class EnvironmentLost(Exception):
+    """One environment's process died or hung; it is made anew at the next reset."""
+
+
+class Environment:
+    """One environment of a pool; one episode at a time, which holds `turn`."""
+
+    def __init__(self, pool: Pool, index: int) -> None:
+        self.turn = asyncio.Lock()
+        self._pool, self._index = pool, index
+        self._next_step = 0
+        self._pending: asyncio.Future[Outcome] | None = None
+
+    async def reset(self, start: rollout_pb2.EpisodeStart) -> Outcome:
+        """Begins an episode. Raises as `act`."""
+        reset = simulator_pb2.ResetOperation(seed=start.seed)
+        if start.HasField("init_state"):
+            reset.init_state = start.init_state
+        return await self._operate(Operation(reset=reset), 0)
+
+    async def act(self, actions_CA: np.ndarray) -> Outcome:
+        """Executes a chunk, until the episode ends.
+
+        Raises EnvironmentLost, PoolLost, and ServiceError REFUSED_BY_SIMULATOR with its reason.
+        """
+        return await self._operate(Operation(action_chunk=encode_tensor(actions_CA)), len(actions_CA))
+
+    async def _operate(self, operation: Operation, actions: int) -> Outcome:
+        pool = self._pool
+        # Environments of one process take turns, and each may use up its own limit.
+        limit_s = RESET_S + pool.step_timeout_s * actions * len(pool.environments)
+        what = f"environment {self._index} of {pool.name} at {pool.address}"
+        try:
+            async with asyncio.timeout(limit_s if deadlines_enabled() else None):
+                if self._pending is not None:  # of an episode that was stopped
+                    await asyncio.wait([self._pending])
+                outcome = await asyncio.shield(self._send(operation))
+        except TimeoutError:
+            pool.lose(f"{what} has not answered within {limit_s:.0f} s")
+            raise PoolLost(pool.reason) from None
+        self._check(outcome, what)
+        await pool.fetch_blobs(outcome)
+        return outcome
+
+    def _send(self, operation: Operation) -> asyncio.Future[Outcome]:
+        operation.environment, operation.step_index = self._index, self._next_step
+        self._pool.send(operation)
+        self._pending = asyncio.get_running_loop().create_future()
+        # Whoever waited may be gone when a pool is lost.
+        self._pending.add_done_callback(lambda future: future.cancelled() or future.exception())
+        return self._pending
+
+    def _check(self, outcome: Outcome, what: str) -> None:
+        if outcome.status == simulator_pb2.OUTCOME_STATUS_OK:
+            return
+        if outcome.status == simulator_pb2.OUTCOME_STATUS_ENVIRONMENT_LOST:
+            raise EnvironmentLost(f"{what}: {outcome.detail}")
+        if outcome.status == simulator_pb2.OUTCOME_STATUS_REVOKED:
+            self._pool.lose(f"{self._pool.name} at {self._pool.address}: {outcome.detail}")
+            raise PoolLost(self._pool.reason)
+        raise ServiceError(
+            grpc.StatusCode.FAILED_PRECONDITION,
+            "REFUSED_BY_SIMULATOR",
+            f"{what} refuses: {outcome.detail}; the policy's bounds and the start states must be the environment's",
+        )
+
+    def answered(self, outcome: Outcome) -> None:
+        """Takes the outcome of what was sent."""
+        if outcome.status in (
+            simulator_pb2.OUTCOME_STATUS_OK,
+            simulator_pb2.OUTCOME_STATUS_ENVIRONMENT_LOST,
+        ):
+            self._next_step = outcome.step_index + 1
+        pending, self._pending = self._pending, None
+        if pending is not None and not pending.done():
+            pending.set_result(outcome)
+
+    def lose(self, reason: str) -> None:
+        """Whoever waits for an outcome gets PoolLost."""
+        pending, self._pending = self._pending, None
+        if pending is not None and not pending.done():
+            pending.set_exception(PoolLost(reason))
+
+
+class Pool:
+    """The environments of one pool. `reason` says why it was lost; empty while it is not."""
+
+    def __init__(
+        self,
+        message: rollout_pb2.EnvironmentPool,
+        token: str | None,
+        blobs: BlobReader,
+        step_timeout_s: float,
+    ) -> None:
+        self.name, self.address, self.task = message.pool, message.address, message.task
+        self.step_timeout_s = step_timeout_s
+        self.reason = ""
+        self.lost = asyncio.Event()
+        self.environments = [Environment(self, index) for index in range(message.count)]
+        self._message, self._blobs = message, blobs
+        self._operations: asyncio.Queue[Operation] = asyncio.Queue()
+        self._channel = dial(message.address, token=token)
+        self._reader = asyncio.create_task(self._read(), name=f"read outcomes of {self.name}")
+
+    def send(self, operation: Operation) -> None:
+        """Puts an operation on the stream; raises PoolLost."""
+        if self.reason:
+            raise PoolLost(self.reason)
+        self._operations.put_nowait(operation)
+
+    def lose(self, reason: str) -> None:
+        """Nothing is sent any more; whoever waits gets PoolLost."""
+        if not self.reason:
+            self.reason = reason
+            self._reader.cancel()
+            for environment in self.environments:
+                environment.lose(reason)
+            self.lost.set()
+
+    async def close(self) -> None:
+        """Ends the stream; the pool stays open at its simulator."""
+        self.lose("its run was closed here")
+        await asyncio.gather(self._reader, return_exceptions=True)
+        await self._channel.close(None)
+
+    async def fetch_blobs(self, outcome: Outcome) -> None:
+        """Puts the bodies of an outcome's references in their place: they are gone after the next operation."""
+        for tensors in (outcome.observation, outcome.final_observation):
+            for tensor in tensors.values():
+                if tensor.WhichOneof("body") == "blob":
+                    tensor.data = await self._blobs.read(tensor.blob)
+
+    async def _read(self) -> None:
+        stub = simulator_pb2_grpc.SimulatorServiceStub(self._channel)  # type: ignore[no-untyped-call]
+        try:
+            async for response in stub.Step(self._requests()):
+                for outcome in response.outcomes:
+                    self.environments[outcome.environment].answered(outcome)
+        except grpc.aio.AioRpcError as error:
+            self.lose(f"{self.name} at {self.address}: {message_of(error)}")
+        else:
+            self.lose(f"{self.name} at {self.address} ended its stream")
+
+    async def _requests(self) -> AsyncIterator[simulator_pb2.StepRequest]:
+        header: common_pb2.CommandHeader | None = self._message.header
+        while True:
+            operations = [await self._operations.get()]
+            while not self._operations.empty():
+                operations.append(self._operations.get_nowait())
+            yield simulator_pb2.StepRequest(
+                header=header,
+                pool=self.name,
+                pool_incarnation=self._message.pool_incarnation,
+                operations=operations,
+            )
+            header = None
+
+
+def arrays_of(outcome: Outcome, *, final: bool = False) -> dict[str, np.ndarray]:
+    """The observation by name; `final`: the ended episode's last, where the pool resets by itself."""
+    tensors = outcome.final_observation if final and outcome.final_observation else outcome.observation
+    return {name: decode_tensor(each, max_bytes=MAX_OBSERVATION_BYTES) for name, each in tensors.items()}

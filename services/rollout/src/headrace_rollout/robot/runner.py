@@ -1,0 +1,236 @@
+"""Runs samples as episodes in the environments of a stream, in parts that take turns at the policy.
+
+Knows no gRPC call of its own and no trajectory: samples in, ended episodes out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+
+import grpc
+from headrace.rollout.v1 import rollout_pb2
+from headrace_schema.embodied import EnvironmentSection
+from headrace_servicekit.rpc.digests import digest_bytes
+from headrace_servicekit.rpc.episodes import Episode
+from headrace_servicekit.rpc.errors import ServiceError
+
+from headrace_rollout.engines.base import Refused, SampleKey
+from headrace_rollout.robot.episode import Recording
+from headrace_rollout.robot.model import Decision, Row
+from headrace_rollout.robot.pool import Environment, EnvironmentLost, Pool, PoolLost, arrays_of
+from headrace_rollout.robot.turns import Turns
+from headrace_rollout.robot.views import Views
+
+
+@dataclass(frozen=True)
+class EpisodeSample:
+    """One episode to run."""
+
+    key: SampleKey
+    attempt: int
+    start: rollout_pb2.EpisodeStart
+    prompt_ids: tuple[int, ...] = ()
+    greedy: bool = False
+
+
+@dataclass(frozen=True)
+class EpisodeOutput:
+    """A sample that ended: with its episode, with the reason for which it has none, or (neither) stopped."""
+
+    sample: EpisodeSample
+    episode: Episode | None = None
+    failure: str = ""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What holds for all episodes of a stream. `sink` gets what ended, `failed` what ends the stream."""
+
+    policy_number: int
+    seed: int
+    environment: EnvironmentSection
+    views: Views
+    sink: Callable[[EpisodeOutput], None]
+    failed: Callable[[ServiceError], None]
+    pool_lost: Callable[[Pool], None]
+    holds: Callable[[], bool]
+
+
+Act = Callable[[Sequence[Row]], Awaitable[Sequence[Decision]]]
+
+
+@dataclass
+class _Queue:
+    """Samples of one task that have no environment yet."""
+
+    samples: deque[EpisodeSample] = field(default_factory=deque)
+    filled: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def put(self, sample: EpisodeSample) -> None:
+        self.samples.append(sample)
+        self.filled.set()
+
+    def take(self) -> EpisodeSample | None:
+        found = self.samples.popleft() if self.samples else None
+        if not self.samples:
+            self.filled.clear()
+        return found
+
+
+class EpisodeRunner:
+    """The episodes of one stream."""
+
+    def __init__(self, plan: Plan, pools: Sequence[Pool], act: Act) -> None:
+        self._plan = plan
+        self._queues: dict[str, _Queue] = {pool.task: _Queue() for pool in pools}
+        self._running: dict[asyncio.Task[EpisodeOutput], EpisodeSample] = {}
+        self._any_lost = False
+        parts = [Turns[Row, Decision](act) for _ in range(plan.environment.alternating)]
+        self._tasks = [asyncio.create_task(self._watch(pool), name=f"watch {pool.name}") for pool in pools]
+        for place, pool in enumerate(pools):
+            for index, environment in enumerate(pool.environments):
+                # A simulator's processes take every so manyth environment: a part is a block, so that it uses them all.
+                part = (index * len(parts) // len(pool.environments) + place) % len(parts)
+                self._tasks.append(asyncio.create_task(self._serve(pool, environment, parts[part])))
+
+    @property
+    def living(self) -> int:
+        """Samples that run or wait."""
+        return len(self._running) + sum(len(queue.samples) for queue in self._queues.values())
+
+    def check(self, samples: Sequence[EpisodeSample]) -> None:
+        """Raises Refused INVALID for a task that no pool has."""
+        for sample in samples:
+            if sample.start.task not in self._queues:
+                have = ", ".join(sorted(self._queues))
+                raise Refused(
+                    "INVALID", f"episode.task: no pool has {sample.start.task!r}; pools have {have}"
+                )
+
+    def submit(self, samples: Sequence[EpisodeSample], *, accept: bool = True) -> None:
+        """Queues samples in order; without `accept`, or after a pool was lost, they come back at once."""
+        for sample in samples:
+            if accept and not self._any_lost:
+                self._queues[sample.start.task].put(sample)
+            else:
+                self._plan.sink(EpisodeOutput(sample))
+
+    def stop(self, keys: Sequence[SampleKey] | None) -> int:
+        """Stops samples (None: all), which come back as stopped; returns how many."""
+        wanted = None if keys is None else set(keys)
+        running = [task for task, sample in self._running.items() if wanted is None or sample.key in wanted]
+        for task in running:
+            self._end(task)
+        return len(running) + self._return_waiting(wanted)
+
+    async def close(self) -> None:
+        """Stops everything and ends."""
+        self.stop(None)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, *self._running, return_exceptions=True)
+
+    def _return_waiting(self, wanted: set[SampleKey] | None) -> int:
+        count = 0
+        for queue in self._queues.values():
+            waiting = [queue.take() for _ in range(len(queue.samples))]
+            for sample in waiting:
+                assert sample is not None
+                if wanted is None or sample.key in wanted:
+                    count += 1
+                    self._plan.sink(EpisodeOutput(sample))
+                else:
+                    queue.put(sample)
+        return count
+
+    async def _watch(self, pool: Pool) -> None:
+        await pool.lost.wait()
+        # What waits is assigned elsewhere; what runs in other pools ends.
+        self._any_lost = True
+        self._plan.pool_lost(pool)
+        self._return_waiting(None)
+
+    async def _serve(self, pool: Pool, environment: Environment, turns: Turns[Row, Decision]) -> None:
+        queue = self._queues[pool.task]
+        while not pool.reason:
+            await queue.filled.wait()
+            async with environment.turn:
+                sample = None if pool.reason else queue.take()
+                if sample is not None:
+                    await self._run(sample, environment, turns)
+
+    async def _run(
+        self, sample: EpisodeSample, environment: Environment, turns: Turns[Row, Decision]
+    ) -> None:
+        episode = asyncio.create_task(self._episode(sample, environment, turns))
+        self._running[episode] = sample
+        try:
+            await asyncio.wait([episode])
+        finally:
+            self._end(episode)
+
+    def _end(self, episode: asyncio.Task[EpisodeOutput]) -> None:
+        """Sends what a sample came to, once: its episode, or that it was stopped."""
+        sample = self._running.pop(episode, None)
+        if sample is not None:
+            stopped = not episode.done() or episode.cancelled()
+            episode.cancel()
+            self._plan.sink(EpisodeOutput(sample) if stopped else episode.result())
+
+    async def _episode(
+        self, sample: EpisodeSample, environment: Environment, turns: Turns[Row, Decision]
+    ) -> EpisodeOutput:
+        try:
+            return EpisodeOutput(sample, await self._played(sample, environment, turns))
+        except EnvironmentLost as lost:
+            return EpisodeOutput(sample, failure=str(lost))
+        except (PoolLost, Refused, _NotHeld):  # Refused: the policy was released meanwhile
+            return EpisodeOutput(sample)
+        except ServiceError as error:
+            self._plan.failed(error)
+        except ValueError as error:
+            self._plan.failed(_unfit(sample, error))
+        except Exception as error:  # noqa: BLE001  # the stream would wait for this episode for ever
+            self._plan.failed(_failed(sample, error))
+        return EpisodeOutput(sample)
+
+    async def _played(
+        self, sample: EpisodeSample, environment: Environment, turns: Turns[Row, Decision]
+    ) -> Episode:
+        plan = self._plan
+        recording = Recording(plan.environment.stop_on_success)
+        seen = plan.views(arrays_of(await environment.reset(sample.start)))
+        while not recording.ended:
+            if not plan.holds():
+                raise _NotHeld
+            seed = chunk_seed(plan.seed, sample.key, recording.chunks)
+            decision = await turns.decide(Row(seen, sample.prompt_ids, seed, sample.greedy))
+            async with turns.stepping():
+                outcome = await environment.act(decision.executed_CA)
+            recording.add(seen, decision, outcome)
+            seen = plan.views(arrays_of(outcome, final=recording.ended))
+        return recording.episode(seen)
+
+
+class _NotHeld(Exception):
+    """The stream's lease is not held: no further action is taken under it."""
+
+
+def chunk_seed(seed: int, key: SampleKey, chunk: int) -> int:
+    """What a chunk's noise is drawn from: of the run's seed and the place alone, 63 bits."""
+    place = struct.pack("<4q", seed, key.prompt_ordinal, key.sample_index, chunk)
+    return int(digest_bytes(place)[:16], 16) >> 1
+
+
+def _unfit(sample: EpisodeSample, error: ValueError) -> ServiceError:
+    message = f"the policy does not fit {sample.start.task!r}: {error}"
+    return ServiceError(grpc.StatusCode.INVALID_ARGUMENT, "INVALID", message)
+
+
+def _failed(sample: EpisodeSample, error: Exception) -> ServiceError:
+    message = f"an episode of {sample.start.task!r} failed: {type(error).__name__}: {error}"
+    return ServiceError(grpc.StatusCode.INTERNAL, "ENGINE_FAILED", message)

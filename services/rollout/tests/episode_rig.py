@@ -1,0 +1,197 @@
+"""A rollout instance with a robot run, real simulators beside it, and a stream that collects episodes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import subprocess
+import sys
+import uuid
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import grpc
+from google.protobuf import duration_pb2
+from headrace.common.v1 import common_pb2
+from headrace.rollout.v1 import rollout_pb2
+from headrace.simulator.v1 import simulator_pb2, simulator_pb2_grpc
+from headrace_modelkit.robot.directory import policy_config
+from headrace_servicekit.rpc.client import dial
+from headrace_servicekit.rpc.episodes import Episode, decode_episode
+from rollout_calls import HEADER, RUN
+
+WAIT_S = 120.0
+PENDULUM = {"kind": "mlp", "bounds": {"low": [-2.0], "high": [2.0]}, "state_size": 3, "hidden": [16]}
+# Walks by what it is told; what it is told beyond 5 is a fault.
+ROBOTS = """
+import os
+import time
+
+import gymnasium
+import numpy as np
+from gymnasium import spaces
+
+
+class Walker(gymnasium.Env):
+    action_space = spaces.Box(-10.0, 10.0, (2,), np.float32)
+
+    def __init__(self, goal=1.0, ends_at=1000, image=0, step_s=0.0):
+        self.goal, self.ends_at, self.image, self.step_s = goal, ends_at, image, step_s
+        shown = {"place": spaces.Box(-np.inf, np.inf, (2,), np.float64), "steps": spaces.Discrete(1001)}
+        if image:
+            shown["front"] = spaces.Box(0, 255, (image, image, 3), np.uint8)
+        self.observation_space = spaces.Dict(shown)
+
+    def observe(self):
+        shown = {"place": self.place.copy(), "steps": self.steps}
+        if self.image:
+            shown["front"] = np.full((self.image, self.image, 3), self.steps % 256, np.uint8)
+        return shown
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.seed, self.steps, self.place = seed, 0, self.np_random.random(2)
+        return self.observe(), {}
+
+    def step(self, action):
+        time.sleep(self.step_s)
+        if self.seed == 666 and self.steps == 2:
+            os._exit(7)
+        self.steps += 1
+        self.place = self.place + action
+        reached = bool(self.steps >= self.goal)
+        return self.observe(), float(self.steps), self.steps >= self.ends_at, False, {"success": reached}
+
+
+make_env = Walker
+"""
+WALKER = {"kind": "mlp", "bounds": {"low": [-1.0] * 2, "high": [1.0] * 2}, "state_size": 3, "hidden": [8]}
+SIMULATOR_HEADER = common_pb2.CommandHeader(run=RUN, coordinator_epoch=1, open_id=1)
+
+
+class SimulatorProcess:
+    """`python -m headrace_simulator` in a directory of its own, with the environments of ROBOTS in robots.py."""
+
+    def __init__(self, directory: Path) -> None:
+        self.shm_dir = directory / "shm"
+        (directory / "robots.py").write_text(ROBOTS)
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.address = f"127.0.0.1:{probe.getsockname()[1]}"
+        command = [sys.executable, "-m", "headrace_simulator", "--listen", self.address]
+        command += ["--shm-dir", str(self.shm_dir), "--data-dir", str(directory / "data")]
+        self._process = subprocess.Popen(command, cwd=directory, stderr=subprocess.DEVNULL)
+
+    def kill(self) -> None:
+        """Ends it as a crash does."""
+        self._process.kill()
+        self._process.wait(30)
+
+
+def new_policy(fields=PENDULUM, seed=7):
+    return policy_config(fields).build(seed).eval()
+
+
+async def open_robot(rollout, policy=PENDULUM, **environment):
+    """Opens a run with a robot policy; no version is installed."""
+    section = {"backend": "gymnasium", "tasks": ["Pendulum-v1"], "alternating": 2, **environment}
+    config = {"model": {"policy": policy}, "environment": section, "seed": 7}
+    return await rollout.stub.OpenRun(
+        rollout_pb2.OpenRunRequest(header=HEADER, config_json=json.dumps(config))
+    )
+
+
+async def open_pool(address, name="Pendulum-v1", *, count=4, options=None, task="", **fields):
+    """Opens a pool at a simulator, as the coordinator does."""
+    async with dial(address, token=None) as channel:
+        header = common_pb2.CommandHeader()
+        header.CopyFrom(SIMULATOR_HEADER)
+        header.request_id = uuid.uuid4().hex
+        request = simulator_pb2.OpenPoolRequest(
+            header=header,
+            environment=simulator_pb2.Environment(backend="gymnasium", name=name),
+            count=count,
+            options_json=json.dumps(options or {}),
+            step_timeout=duration_pb2.Duration(seconds=20),
+            **{"max_episode_steps": 12, "processes": 2, **fields},
+        )
+        opened = await simulator_pb2_grpc.SimulatorServiceStub(channel).OpenPool(
+            request, timeout=WAIT_S, wait_for_ready=True
+        )
+    return rollout_pb2.EnvironmentPool(
+        address=address,
+        header=SIMULATOR_HEADER,
+        pool=opened.pool,
+        pool_incarnation=opened.pool_incarnation,
+        count=count,
+        task=task or name,
+    )
+
+
+def starts(prompts, samples=1, *, task="Pendulum-v1", attempt=1, greedy=False):
+    """Groups whose prompt number is the seed of their start state."""
+    return [
+        rollout_pb2.GroupAssignment(
+            prompt_ordinal=ordinal,
+            prompt=rollout_pb2.Prompt(episode=rollout_pb2.EpisodeStart(task=task, seed=ordinal)),
+            samples=[
+                rollout_pb2.SampleAssignment(sample_index=index, attempt=attempt, greedy=greedy)
+                for index in range(samples)
+            ],
+        )
+        for ordinal in prompts
+    ]
+
+
+@dataclass
+class EpisodeCall:
+    """A RunEpisodes stream."""
+
+    call: grpc.aio.StreamStreamCall
+    trajectories: dict[tuple[int, int], common_pb2.Trajectory] = field(default_factory=dict)
+    partials: list[rollout_pb2.PartialSample] = field(default_factory=list)
+    lost: list[str] = field(default_factory=list)
+    revoked: bool = False
+
+    async def assign(self, groups) -> None:
+        await self.call.write(rollout_pb2.RunEpisodesRequest(assign=rollout_pb2.AssignGroups(groups=groups)))
+
+    async def read_until(self, condition) -> None:
+        async with asyncio.timeout(WAIT_S):
+            while not condition(self):
+                response = await self.call.read()
+                if response is grpc.aio.EOF:
+                    return
+                assert not self.revoked, "a revoked stream has ended"
+                for chunk in response.chunks:
+                    key = (chunk.sample.prompt_ordinal, chunk.sample.sample_index)
+                    assert key not in self.trajectories
+                    self.trajectories[key] = chunk.finished
+                self.partials += response.partials
+                self.lost += response.lost_pools
+                self.revoked = response.revoked
+
+    async def read_all(self) -> dict[tuple[int, int], common_pb2.Trajectory]:
+        await self.read_until(lambda _: False)
+        return self.trajectories
+
+
+async def run_episodes(rollout, pools, groups=(), *, half_close=True, **options) -> EpisodeCall:
+    """A stream with groups assigned."""
+    call = EpisodeCall(rollout.stub.RunEpisodes())
+    opening = rollout_pb2.RunEpisodesOpen(
+        header=HEADER, pools=pools, **{"policy_number": 1, "seed": 7, **options}
+    )
+    await call.call.write(rollout_pb2.RunEpisodesRequest(open=opening))
+    if groups:
+        await call.assign(groups)
+    if half_close:
+        await call.call.done_writing()
+    return call
+
+
+def episode_of(trajectory) -> Episode:
+    (segment,) = trajectory.segments
+    assert segment.policy_number == 1
+    return decode_episode(segment.actions)

@@ -1,0 +1,68 @@
+"""PPO on episodes (arXiv 1707.06347): GAE over chunks, bootstrap at time limits, the clipped losses of `ppo`."""
+
+from __future__ import annotations
+
+from headrace_modelkit.robot.policy import Level
+
+from headrace_trainer.algorithms._base import Barrier, Passes
+from headrace_trainer.algorithms.episodes._base import Credit, EpisodeOutcomes
+from headrace_trainer.algorithms.episodes._terms import episode_passes, unit_denominator
+from headrace_trainer.algorithms.episodes.plugins import EpisodePpoOptions
+from headrace_trainer.algorithms.functional import (
+    action_advantages,
+    chunk_rewards,
+    episode_advantages,
+    whiten,
+)
+from headrace_trainer.algorithms.ppo import Ppo
+
+
+class EpisodePpo(Ppo):
+    """The loss is `Ppo`'s; the advantages are those of the environment's rewards."""
+
+    options: EpisodePpoOptions
+
+    def __init__(self, options: EpisodePpoOptions) -> None:
+        super().__init__(options)
+
+    @property
+    def level(self) -> Level:
+        """By the option."""
+        return self.options.level
+
+    @property
+    def barrier(self) -> Barrier:
+        """The whole step."""
+        return Barrier.BATCH
+
+    @property
+    def passes(self) -> Passes:
+        """By the options."""
+        return episode_passes(self.options)
+
+    def denominator(self, tokens: float, sequences: float) -> float:
+        """See `unit_denominator`."""
+        return unit_denominator(self.aggregation, tokens, sequences)
+
+    def credit(self, outcomes: EpisodeOutcomes) -> Credit:
+        """GAE over chunks. Below a chunk, an action has no part in what the chunk earned before it."""
+        chosen, mask_BTC = self.options, outcomes.learned_BTC
+        rewards_BTC = outcomes.rewards_BTC * chosen.reward_scale
+        chunks_BT = outcomes.valid_BTC.any(-1)
+        ends_BT = chunks_BT & (chunks_BT.flip(1).long().cumsum(1).flip(1) == 1)
+        advantages_BT, returns_BT = episode_advantages(
+            chunk_rewards(rewards_BTC, outcomes.valid_BTC),
+            outcomes.values_BT,
+            terminated_BT=ends_BT & outcomes.terminated_B[:, None],
+            truncated_BT=ends_BT & ~outcomes.terminated_B[:, None],
+            final_values_BT=ends_BT * outcomes.final_values_B[:, None],
+            next_values_B=outcomes.final_values_B,
+            mask_BT=chunks_BT,
+            gamma=chosen.gamma,
+            lam=chosen.lam,
+        )
+        if chosen.level == "chunk":
+            advantages, mask = advantages_BT[..., None], mask_BTC.any(-1, keepdim=True)
+        else:
+            advantages, mask = action_advantages(advantages_BT, rewards_BTC, outcomes.valid_BTC), mask_BTC
+        return Credit(whiten(advantages, mask) if chosen.whiten else advantages, mask_BTC, returns_BT)

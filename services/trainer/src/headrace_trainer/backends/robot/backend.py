@@ -1,0 +1,336 @@
+"""One rank of a robot policy: a whole policy in fp32, its gradient added up over the ranks. Knows no steps, no wire.
+
+Every rank holds the step's episodes and takes its share of each minibatch. Gradients are unnormalised sums, divided by
+what they are over at the optimizer step, so neither the order of groups nor the split over ranks matters.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from collections.abc import Sequence as Many
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from headrace_modelkit.devices import used_bytes
+from headrace_modelkit.robot.directory import initial_policy, policy_of
+from headrace_modelkit.robot.policy import Observation
+from headrace_modelkit.weights import load_weights, state_tensors, weight_layout
+from headrace_schema.openings import TrainerConfig
+from torch import Tensor
+
+from headrace_trainer.algorithms.episodes._base import EpisodeAlgorithm
+from headrace_trainer.allocator import give_back_if_short
+from headrace_trainer.backends._base import CommitReport, MicroReport, ReferenceFacts, StateReader
+from headrace_trainer.backends.fsdp.figures import TokenFigures
+from headrace_trainer.backends.fsdp.fit import check_state_shapes
+from headrace_trainer.backends.fsdp.optimizer import MOMENTS, AdamWState, ShardedAdamW
+from headrace_trainer.backends.robot.episodes import (
+    Chunks,
+    Credits,
+    join,
+    read_chunks,
+    read_credits,
+    read_final,
+    units,
+)
+from headrace_trainer.errors import Refusal, invalid
+from headrace_trainer.group.group import Gang
+from headrace_trainer.learning.episode_data import (
+    CreditData,
+    EpisodeData,
+    EpisodeKey,
+    EpisodeScores,
+    Packed,
+)
+from headrace_trainer.learning.samples import Columns, Rows
+from headrace_trainer.memory import MemoryPlan
+
+if TYPE_CHECKING:
+    from headrace_modelkit.robot.directory import AnyPolicy
+
+FP32 = 4
+PATCH_PIXELS = 14 * 14
+"""Pixels of an image that count as a token in `micro_batch_tokens`."""
+
+
+class RobotBackend:
+    """See `Backend`; `read`, `credit`, `learn` and `end_episodes` are in place of `micro` and `infer`."""
+
+    shares_prefixes = False
+    reference: ReferenceFacts | None = None
+    reference_bytes = 0
+
+    def __init__(self, config: TrainerConfig, algorithm: EpisodeAlgorithm, gang: Gang) -> None:
+        self._config = config
+        self._algorithm = algorithm
+        self._gang = gang
+        self._figures = TokenFigures()
+        self._read: dict[EpisodeKey, Chunks] = {}
+        self._chunks: Chunks | None = None
+        self._credits: Credits | None = None
+        self._loaded: AnyPolicy | None = None
+        self._optimizer: ShardedAdamW | None = None
+        self._held: tuple[dict[str, Tensor], AdamWState] | None = None
+        torch.use_deterministic_algorithms(config.deterministic)
+
+    # The step's episodes
+
+    def read(self, episodes: Many[EpisodeData]) -> list[EpisodeScores]:
+        """Keeps episodes, and scores this rank's share of them under the weights of the moment."""
+        for data in episodes:
+            self._read[data.key] = read_chunks(data)
+        return [self._score(data) for data in episodes[self._gang.rank :: self._gang.world_size]]
+
+    def credit(self, data: CreditData) -> None:
+        """Lays out the named episodes for learning, with what their chunks are worth."""
+        self._chunks = join([self._read[key] for key in data.keys])
+        self._credits = read_credits(data)
+
+    def learn(self, chunks: list[int]) -> MicroReport:
+        """Accumulates the loss gradient of these chunks; none: takes part alone."""
+        assert self._chunks is not None and self._credits is not None
+        finite, size = True, self._micro_batch(self._chunks.observation)
+        for index in torch.split(torch.tensor(chunks, dtype=torch.long), size):
+            taken = self._chunks.take(index, self._gang.device)
+            found = self._policy.evaluate(taken.observation, taken.sampled)
+            batch = units(found, self._credits, index, self._algorithm.level)
+            sums = self._algorithm.loss(batch)
+            finite = finite and bool(torch.isfinite(sums.loss))
+            torch.autograd.backward(sums.loss)
+            self._figures.add(sums, batch)
+            assert batch.entropy_K is not None
+            self._figures.add_entropy(batch.entropy_K.detach())
+        return MicroReport(self._gang.all_true(finite))
+
+    def end_episodes(self, *, learned: bool) -> None:
+        """Forgets the episodes; when `learned`, what the policy saw in them goes into its normaliser first."""
+        normalizer = self._policy.normalizer
+        if learned and normalizer is not None and self._chunks is not None:
+            seen = self._chunks.observation.state_BS
+            assert seen is not None
+            normalizer.update(seen.to(self._gang.device))
+        self._read, self._chunks, self._credits = {}, None, None
+
+    @torch.no_grad()
+    def _score(self, data: EpisodeData) -> EpisodeScores:
+        """Episode by episode: what else is read makes no difference to the last bit."""
+        chunks, final = self._read[data.key], read_final(data)
+        parts = torch.split(torch.arange(len(chunks.valid_NC)), self._micro_batch(chunks.observation))
+        taken = [chunks.take(index, self._gang.device) for index in parts]
+        found = [self._policy.evaluate(each.observation, each.sampled) for each in taken]
+        value = 0.0 if final is None else self._final_value(final, chunks)
+        return EpisodeScores(
+            data.key,
+            Packed.of(torch.cat([each.log_probs_BCA for each in found]).cpu().numpy()),
+            Packed.of(torch.cat([each.values_B for each in found]).cpu().numpy()),
+            value,
+        )
+
+    def _final_value(self, final: Observation, chunks: Chunks) -> float:
+        """The critic's value of an observation; the actions that are scored with it do not matter."""
+        drawn = {name: value[:1] for name, value in chunks.sampled.items()}
+        taken = Chunks(final, drawn, chunks.valid_NC[:1]).take(
+            torch.zeros(1, dtype=torch.long), self._gang.device
+        )
+        return float(self._policy.evaluate(taken.observation, taken.sampled).values_B[0])
+
+    def _micro_batch(self, seen: Observation) -> int:
+        """Chunks of one forward: each has its actions, its instruction's ids and its images' patches."""
+        patches = sum(image.shape[1] * image.shape[2] // PATCH_PIXELS for image in seen.images.values())
+        longest = max(map(len, seen.prompts), default=0)
+        places = self._policy.chunk_length + longest + patches
+        return max(1, self._config.trainer.micro_batch_tokens // places)
+
+    # The optimizer step
+
+    def zero(self) -> None:
+        """See `Backend`."""
+        self._policy.zero_grad(set_to_none=True)
+        self._figures = TokenFigures()
+
+    def gradient_is_finite(self) -> bool:
+        """See `Backend`."""
+        return math.isfinite(_norm(self._gradients()))
+
+    def commit(self, denominator: float, learning_rate: float, critic_rate: float = 0.0) -> CommitReport:
+        """See `Backend`. The critic is a part of the policy: it has no rate and no norm of its own."""
+        gradients = self._gradients()
+        norm = _norm(gradients) / denominator
+        if math.isfinite(norm):
+            clip = min(1.0, self._config.optimizer.grad_clip / (norm + 1e-6))
+            self._adamw.step(gradients, denominator / clip, learning_rate)
+        sums, maxima = self._gang.sum(self._figures.sums()), self._gang.maximum(self._figures.maxima())
+        self.zero()
+        return CommitReport(math.isfinite(norm), norm, sums, maxima)
+
+    def reduced_gradient(self, denominator: float) -> dict[str, Tensor]:
+        """The whole gradient before clipping, by weight; consumes the accumulators. For tests and figures."""
+        found = {name: gradient / denominator for name, gradient in self._gradients().items()}
+        self.zero()
+        return found
+
+    def _gradients(self) -> dict[str, Tensor]:
+        """Those of all ranks, added up; this rank's own stay as they are."""
+        found = {
+            name: torch.zeros_like(shard) if parameter.grad is None else parameter.grad.clone()
+            for (name, parameter), shard in zip(
+                self._policy.named_parameters(), self._shards().values(), strict=True
+            )
+        }
+        if self._gang.world_size > 1:
+            for gradient in found.values():
+                dist.all_reduce(gradient)
+        return found
+
+    def hold(self) -> None:
+        """See `Backend`."""
+        weights = {name: tensor.detach().to("cpu", copy=True) for name, tensor in state_tensors(self._policy)}
+        self._held = weights, self._adamw.copy()
+
+    def end_hold(self, *, back: bool) -> None:
+        """See `Backend`."""
+        held, self._held = self._held, None
+        if back:
+            self.zero()
+            if held is not None:
+                load_weights(self._policy, held[0])
+                self._adamw.put_back(held[1])
+
+    # State
+
+    def memory_plan(self) -> MemoryPlan:
+        """See `Backend`."""
+        with torch.device("meta"):
+            config = policy_of(self._config.model)
+            assert config is not None
+            weights = sum(parameter.numel() for parameter in config.build(0).parameters())
+        state = {"masters": weights * FP32, "moments": 2 * weights * FP32, "gradients": 2 * weights * FP32}
+        hold = {"hold": 3 * weights * FP32 if self._algorithm.passes.several else 0}
+        return MemoryPlan(state | hold, {}) if self._gang.device.type == "cpu" else MemoryPlan(hold, state)
+
+    def load_initial(self) -> None:
+        """See `Backend`."""
+        self._take(initial_policy(self._config.model, self._config.seed))
+
+    def check_state(self, reader: StateReader) -> None:
+        """See `Backend`."""
+        own = {name: tuple(value.shape) for name, value in state_tensors(self._fresh())}
+        section = self._config.model
+        key, name = ("model.path", repr(section.path)) if section.path else ("model.policy", "the policy")
+        check_state_shapes(reader, own, name, key)
+
+    def load_state(self, reader: StateReader | None) -> None:
+        """See `Backend`."""
+        policy = self._fresh()
+        if reader is not None:
+            load_weights(policy, {name: reader.weight(name) for name, _ in state_tensors(policy)})
+        self._take(policy)
+        steps = int(self._gang.sum({"steps": float(reader.optimizer_steps if reader else 0)})["steps"])
+        if not steps:
+            return
+        moments: dict[str, dict[str, Tensor]] = {}
+        for kind in MOMENTS:
+            moments[kind] = {}
+            for name, shard in self._shards().items():
+                moment = torch.empty_like(shard) if reader is None else reader.moment(kind, name).to(shard)
+                self._gang.share(moment)
+                moments[kind][name] = moment
+        self._adamw.load(moments, steps)
+
+    def load_reference(self) -> None:
+        """See `Backend`: episodes are compared with no reference."""
+
+    def warm_up(self) -> int:
+        """See `Backend`."""
+        raise invalid("trainer.warmup.steps: supervised steps on answers; a robot policy has none: set 0")
+
+    def weight_layout(self) -> list[tuple[str, str, tuple[int, ...]]]:
+        """See `Backend`."""
+        layout = weight_layout(self._policy, torch.float32)
+        return [(name, str(dtype).removeprefix("torch."), shape) for name, dtype, shape in layout]
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """See `Backend`."""
+        return ((name, tensor.detach().cpu()) for name, tensor in state_tensors(self._policy))
+
+    def moments(self) -> Iterator[tuple[str, Tensor]]:
+        """See `Backend`."""
+        return (
+            (f"{kind}/{name}", self._adamw.moment(kind, name).cpu())
+            for kind in MOMENTS
+            for name in self._shards()
+        )
+
+    @property
+    def optimizer_steps(self) -> int:
+        """See `Backend`."""
+        return self._adamw.steps
+
+    # The device
+
+    def suspend(self) -> int:
+        """See `Backend`."""
+        if self._gang.device.type == "cpu":
+            return give_back_if_short()
+        before = used_bytes(self._gang.device)
+        self._move(torch.device("cpu"))
+        torch.cuda.empty_cache()
+        return before - used_bytes(self._gang.device)
+
+    def wake(self) -> None:
+        """See `Backend`."""
+        if self._gang.device.type != "cpu":
+            self._move(self._gang.device)
+
+    def release(self) -> None:
+        """See `Backend`: nothing is gathered."""
+
+    def _move(self, device: torch.device) -> None:
+        self._policy.to(device)
+        self._adamw.move(lambda tensor: tensor.to(device), self._shards())
+
+    # Answers of a language model
+
+    def micro(self, rows: Rows) -> MicroReport:
+        """Refused: there are no tokens to learn from."""
+        raise invalid("this run learns from episodes, not from answers")
+
+    def infer(self, rows: Rows, columns: Many[str]) -> list[Columns]:
+        """Refused: there are no tokens to score."""
+        raise invalid("this run learns from episodes, not from answers")
+
+    # Parts
+
+    def _fresh(self) -> AnyPolicy:
+        config = policy_of(self._config.model)
+        assert config is not None
+        return config.build(self._config.seed).eval()
+
+    def _take(self, policy: AnyPolicy) -> None:
+        self._loaded = policy.to(self._gang.device)
+        for _, tensor in state_tensors(policy):
+            self._gang.share(tensor.data)
+        decays = {name for name, parameter in policy.named_parameters() if parameter.dim() > 1}
+        self._optimizer = ShardedAdamW(self._config.optimizer, self._shards(), decays=decays)
+
+    def _shards(self) -> dict[str, Tensor]:
+        return {name: parameter.data for name, parameter in self._policy.named_parameters()}
+
+    @property
+    def _policy(self) -> AnyPolicy:
+        if self._loaded is None:
+            raise Refusal("NOT_OPEN", "no weights are loaded; call Restore first")
+        return self._loaded
+
+    @property
+    def _adamw(self) -> ShardedAdamW:
+        if self._optimizer is None:
+            raise Refusal("NOT_OPEN", "no weights are loaded; call Restore first")
+        return self._optimizer
+
+
+def _norm(gradients: dict[str, Tensor]) -> float:
+    norms = torch._foreach_norm(list(gradients.values()))
+    return float(torch.stack(norms).double().square().sum().sqrt())
