@@ -26,6 +26,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from headrace_rollout.engines.vllm.arguments import OWNER, TRANSFER
@@ -97,10 +98,22 @@ class SharedMemoryTransfer(WeightTransferEngine[NoInit, SharedFile]):  # type: i
     def finish_weight_update(self) -> None:
         """See WeightTransferEngine."""
         finalize_layerwise_reload(self.model, self.model_config)
+        if self.device.type == "cpu":
+            _pack_heads(self.model)
         self._half = False
 
     def shutdown(self) -> None:
         """Nothing is held."""
+
+
+def _pack_heads(model: torch.nn.Module) -> None:
+    """Packs output heads for the CPU's kernels again.
+
+    A head that is tied to the embedding gets no tensor of its own, so that the reload leaves its packed copy as it was.
+    """
+    for layer in model.modules():
+        if isinstance(layer, ParallelLMHead):
+            layer.quant_method.process_weights_after_loading(layer)
 
 
 def _tensors(body: memoryview, entries: list[Entry]) -> Iterator[tuple[str, Tensor]]:
