@@ -9,6 +9,7 @@ from contextlib import contextmanager
 
 from headrace_coordinator.planner.elastic import ElasticState, Move, Role
 from headrace_coordinator.run.stages.helping import Helping
+from headrace_coordinator.run.stages.tail import Tail
 
 
 def move_eagerly(state: ElasticState, now: float) -> tuple[Move, ...]:
@@ -26,10 +27,12 @@ def help_always(state: ElasticState) -> float:
 @contextmanager
 def moving(seed: int) -> Iterator[None]:
     """Within the body, three of four seeds move eagerly: imaginary answers leave the real policy little to gain."""
-    policy, until = Helping.policy, Helping.until
+    policy, until, steps = Helping.policy, Helping.until, Tail.fewest_steps
     if random.Random(f"{seed}/moves").random() < 0.75:
         Helping.policy, Helping.until = staticmethod(move_eagerly), staticmethod(help_always)
+        Tail.fewest_steps = 1  # Imaginary runs are short, and are begun again all the time.
     try:
         yield
     finally:
         Helping.policy, Helping.until = staticmethod(policy), staticmethod(until)
+        Tail.fewest_steps = steps

@@ -14,8 +14,8 @@ from headrace_coordinator.planner.lengths import Lengths
 from headrace_coordinator.planner.outlook import MoveCosts, Terms
 from headrace_coordinator.planner.profiles import Profile
 
-STEPS, FEWEST, LENGTHS_KEPT, POINTS_KEPT = 2, 8, 1024, 512
-"""Steps and answers that make a pace; newest lengths that make the distribution; newest points that make the fit."""
+FEWEST, LENGTHS_KEPT, POINTS_KEPT = 8, 1024, 512
+"""Answers that make a pace; newest lengths that make the distribution; newest points that make the fit."""
 MIN_GAIN = 0.05
 MIN_HOLD_S = 0.25
 FIRST_JOIN_S = 0.5
@@ -27,6 +27,9 @@ Finish = tuple[float, int]
 
 class Tail:
     """Figures of one run, over all of its steps; each is the median, or the newest, of what was measured."""
+
+    fewest_steps = 2
+    """Steps that are measured before anything is said: the first has what is done once."""
 
     def __init__(self) -> None:
         self._points: deque[tuple[float, float, float]] = deque(maxlen=POINTS_KEPT)
@@ -105,7 +108,7 @@ class Tail:
 
     def terms(self, owners: int, group_size: int) -> Terms | None:
         """What the policy may rest on; None before enough was measured. `owners`: devices of the trainer group."""
-        if len(self._points) < FEWEST or len(self._learned) < STEPS:
+        if len(self._points) < FEWEST or len(self._learned) < self.fewest_steps:
             return None
         fixed, each = _fit(self._points)
         if fixed + each <= 0:
