@@ -42,7 +42,7 @@ for _name in OPTIONS:  # such as {"tensor_parallel_size": 2}
     OPTIONS[_name] |= json.loads(os.environ.get("ENGINE_OPTIONS", "{}"))
 CONTEXT = 512
 WAIT_S = 120.0
-START_S = 300.0
+START_S = 600.0
 
 
 def make_model(seed: int) -> PreTrainedModel:
