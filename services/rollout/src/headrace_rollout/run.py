@@ -148,16 +148,14 @@ def _robot_run(
     blobs: BlobReader,
     token: str | None,
 ) -> RobotRun:
+    from headrace_modelkit.robot.language import instruction_encoder
+
     from headrace_rollout.robot.engine import RobotEngine
 
     if config.environment is None:
         raise ModelNotReadable("environment: a robot policy acts in environments; name them")
-    engine = RobotEngine(policy, config.environment, devices, blobs, token)
-    return RobotRun(name, config, engine, _no_language)
-
-
-def _no_language(instruction: str) -> tuple[int, ...]:
-    return ()
+    encode = instruction_encoder(policy, config.model.path)
+    return RobotRun(name, config, RobotEngine(policy, config.environment, devices, blobs, token), encode)
 
 
 def devices_of(leased: Sequence[str]) -> tuple[torch.device, ...]:

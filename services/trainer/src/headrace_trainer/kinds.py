@@ -60,11 +60,13 @@ def run_learner(config: TrainerConfig, algorithm: Algorithm, rounds: StepRounds)
 
 
 def export_model(config: TrainerConfig, weights: Mapping[str, Tensor], target: Path) -> None:
-    """Writes weights in model.dtype as a Hugging Face directory, or a robot policy's as `save_policy` does."""
+    """Writes weights in model.dtype as a Hugging Face directory, or a robot policy's as `save_policy` does, with its
+    tokenizer.
+    """
     if (policy := policy_of(config.model)) is not None:
         built = policy.build(config.seed)
         load_weights(built, weights)
-        save_policy(built, target)
+        save_policy(built, target, tokenizer=config.model.path or None)
         return
     dtype = DTYPES[config.model.dtype]
     cast_weights = {

@@ -6,17 +6,14 @@ A run reads the result as `model.path`: `policy.json`, `model.safetensors`, and 
 from __future__ import annotations
 
 import argparse
-import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from headrace_modelkit.errors import ModelNotReadable
-from headrace_modelkit.robot.directory import save_policy
+from headrace_modelkit.robot.directory import save_policy, tokenizer_files
 from headrace_modelkit.robot.published import load_published, published_config
-
-TOKENIZER = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -54,14 +51,12 @@ def convert(published: Path, target: Path, unnorm_key: str | None = None, **chos
     """Writes `target`; `chosen` as in `published_config`. Raises ModelNotReadable, or ValueError for impossible
     choices.
     """
-    tokenizer = [file for pattern in TOKENIZER for file in sorted(published.glob(pattern)) if file.is_file()]
-    if not tokenizer:
+    if not tokenizer_files(published):
         raise ModelNotReadable(
             f"{published} holds no tokenizer (tokenizer.json or tokenizer.model): a policy that reads language needs it"
         )
-    save_policy(load_published(published_config(published, unnorm_key, **chosen), published), target)
-    for file in tokenizer:
-        shutil.copy2(file, target / file.name)
+    policy = load_published(published_config(published, unnorm_key, **chosen), published)
+    save_policy(policy, target, tokenizer=published)
 
 
 if __name__ == "__main__":

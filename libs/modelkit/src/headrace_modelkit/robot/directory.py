@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     AnyPolicy = MlpPolicy | CnnPolicy | OpenVlaPolicy | PiPolicy
 
 CONFIG, WEIGHTS = "policy.json", "model.safetensors"
+TOKENIZER = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt")
 
 KINDS = {
     "mlp": ("actor_critic", "MlpConfig"),
@@ -91,8 +92,16 @@ def initial_policy(section: ModelSection, seed: int) -> AnyPolicy:
     return load_policy(section.path)
 
 
-def save_policy(policy: AnyPolicy, directory: Path | str) -> None:
-    """Writes the directory aside and renames it into place; an existing one is replaced."""
+def tokenizer_files(directory: Path | str) -> list[Path]:
+    """The files of a directory that are its tokenizer; none where it has none."""
+    return [file for pattern in TOKENIZER for file in sorted(Path(directory).glob(pattern)) if file.is_file()]
+
+
+def save_policy(policy: AnyPolicy, directory: Path | str, *, tokenizer: Path | str | None = None) -> None:
+    """Writes the directory aside and renames it into place; an existing one is replaced.
+
+    The tokenizer of the directory `tokenizer`, if it holds one, comes along.
+    """
     target = Path(directory)
     target.parent.mkdir(parents=True, exist_ok=True)
     aside = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.partial")
@@ -101,6 +110,8 @@ def save_policy(policy: AnyPolicy, directory: Path | str) -> None:
         (aside / CONFIG).write_text(policy.config.model_dump_json(indent=2) + "\n")
         tensors = {name: tensor.detach().contiguous() for name, tensor in state_tensors(policy)}
         save_file(tensors, aside / WEIGHTS)
+        for file in tokenizer_files(tokenizer) if tokenizer else []:
+            shutil.copy2(file, aside / file.name)
         sync_directory(aside)
         replace_directory(aside, target)
     finally:
