@@ -49,7 +49,7 @@ def bodies(size, finish_reason=common_pb2.FINISH_REASON_EOS):
     [(100, [9]), (MESSAGE_BYTES // 4, [2, 2, 2, 2, 1]), (MESSAGE_BYTES, [1] * 9)],
 )
 def test_messages_hold_whole_groups_in_order_up_to_a_size(learning, size, groups_of_messages):
-    messages = list(learning._filled(list(range(9)), bodies(size)))
+    messages = list(learning.filled(list(range(9)), bodies(size)))
     assert [len(message.groups) for message in messages] == groups_of_messages
     groups = [group for message in messages for group in message.groups]
     assert [group.prompt_ordinal for group in groups] == list(range(9))
@@ -58,7 +58,7 @@ def test_messages_hold_whole_groups_in_order_up_to_a_size(learning, size, groups
 
 def test_a_member_carries_body_reward_and_oldest_version(learning):
     found = bodies(10, TRUNCATED)
-    (message,) = learning._filled([7], found)
+    (message,) = learning.filled([7], found)
     member = message.groups[0].members[1]
     assert member.trajectory == found[7, 1][0]
     assert (member.reward, member.masked) == (7.5, True)

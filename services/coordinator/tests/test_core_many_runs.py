@@ -33,7 +33,7 @@ class Scene(World):
         fields = spec.model_dump(mode="json")
         plain = {
             "rollout": {"instances": 1},
-            "trainer": {"ranks": 1},
+            "trainer": {"ranks": 1, "helpers": 0},
             "algorithm": {"prompts_per_step": 2},
             "placement": {"mode": "collocated"},
             "evaluation": {"every": 0},

@@ -86,7 +86,7 @@ def on_leased(make_backend, monkeypatch):
 
 def test_a_micro_batch_goes_to_the_leased_device(on_leased, sequences, monkeypatch):
     packed = fsdp.pack([sequences(1)], shared=True)
-    monkeypatch.setattr(fsdp, "pack", lambda rows, shared: packed)
+    monkeypatch.setattr(fsdp, "pack", lambda rows, shared, by_paths: packed)
     with FakeTensorMode(allow_non_fake_inputs=True):
         batch = on_leased._pack([sequences(1)])
         values = [getattr(batch, field.name) for field in dataclasses.fields(batch)]
