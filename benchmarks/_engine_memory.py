@@ -36,12 +36,13 @@ async def _mixed(model: Path, dtype: str) -> tuple[int, int]:
     from headrace_rollout.policy_files import read_policy
     from headrace_rollout.wire import weights_of
     from headrace_schema.generating import ModelSection
+    from headrace_schema.openings import RolloutConfig
 
     section = ModelSection(path=str(model), dtype=dtype)
     engine = BUILT_IN.choose("transformers", {}).build(
         EngineConfig(section, load_tokenizer(section), SHORT_ROWS + 1)
     )
-    manifest, body = read_policy(section, "", "")
+    manifest, body = read_policy(RolloutConfig(model=section), "", "")
     await engine.install(Policy(1, manifest.digest), weights_of(manifest, body))
     lengths = {SampleKey(0, 0): LONG - NEW} | {
         SampleKey(row, 0): SHORT - NEW for row in range(1, SHORT_ROWS + 1)

@@ -29,7 +29,7 @@ from headrace_rollout.engines.transformers.engine import TransformersEngine
 from headrace_rollout.policy_files import read_policy
 from headrace_rollout.wire import weights_of
 from headrace_schema.generating import ModelSection
-from headrace_schema.openings import TrainerConfig
+from headrace_schema.openings import RolloutConfig, TrainerConfig
 from headrace_servicekit.lease.devices import detect_devices, gpu_uuids
 from headrace_trainer.algorithms import build_algorithm
 from headrace_trainer.backends.fsdp.backend import FsdpBackend
@@ -93,7 +93,7 @@ def ranks(model: str, devices: list[torch.device]) -> list[dict[str, float]]:
 async def generate(model: str, devices: list[torch.device]) -> list[dict[str, float]]:
     """An engine on each device, all at once: installs, scores, gives back; and its log-prob, which must agree."""
     section = ModelSection(path=model, dtype="float32", max_context=128)
-    weights = weights_of(*read_policy(section, "", ""))
+    weights = weights_of(*read_policy(RolloutConfig(model=section), "", ""))
     codec = load_tokenizer(section)
     engines = [TransformersEngine(EngineConfig(section, codec, 4, (device,))) for device in devices]
     found = []
