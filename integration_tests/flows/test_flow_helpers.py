@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from harness.fleet import Fleet
 from harness.ledger import audit
 
@@ -46,6 +47,7 @@ def test_a_helper_contributes_the_gradient_of_whole_groups(tmp_path, spec_of):
         assert set(prompts) <= set(own) and len(set(prompts)) == len(prompts)
 
 
+@pytest.mark.nightly  # test_core_helpers kills helpers at every call, in virtual time
 def test_the_owners_learn_what_a_killed_helper_had(tmp_path, spec_of):
     """Each helper dies as it tells of its gradient, which is the last that it does."""
     script = f"{SLOW};trainer.contribution.before_reply=kill"
