@@ -7,11 +7,9 @@ from harness.ledger import audit
 from harness.specs import BATCH
 
 STEPS = 3
-FAST = [
-    "trainer.commit.before_reply=kill@2",
-    "trainer.checkpoint.before_rename=kill@2",
-]
+FAST = ["trainer.commit.before_reply=kill@2"]
 REST = [
+    "trainer.checkpoint.before_rename=kill@2",
     "rollout.round=kill@14",  # for every change test_fault_kills kills the rollout, in a held step and in decoding
     "trainer.commit.before_optimizer=kill@2",
     "trainer.learn=kill@6",

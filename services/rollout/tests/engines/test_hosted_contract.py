@@ -77,13 +77,21 @@ async def test_a_killed_engine_is_reported_and_started_again_with_its_version(ri
     await serves(rig, rig.model_a)
 
 
+async def comes_to_rest(rig):
+    """Ends with two seconds in which the engine's processes compute less than half of the time of a core."""
+    for _ in range(15):
+        used = cpu_seconds(rig.pids())
+        await asyncio.sleep(2)
+        if cpu_seconds(rig.pids()) - used < 1.0:
+            return
+    raise AssertionError("the engine computes without a lease")
+
+
 async def test_an_engine_without_a_lease_computes_nothing_and_takes_the_cores_of_the_next(rig):
     engine, cores = rig.engine, os.sched_getaffinity(0)
     await rig.generate([group(0, PROMPT)])
     await engine.release()
-    used = cpu_seconds(rig.pids())
-    await asyncio.sleep(2)
-    assert cpu_seconds(rig.pids()) - used < 1.0
+    await comes_to_rest(rig)
     bind_cpu([f"cpu:{min(cores)}"])  # as the service does at a grant
     try:
         await engine.place((torch.device("cpu"),), 1)
