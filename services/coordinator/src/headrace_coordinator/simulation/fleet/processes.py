@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Coroutine
 from typing import Any, TypeVar
@@ -31,7 +32,7 @@ CLASSES: dict[str, type[Instance]] = {
 }
 
 
-class Processes:
+class Processes(ABC):
     """All instances of a world. Subclasses say which fleet they belong to."""
 
     def __init__(self, seed: int, faulty: bool, hosts: int) -> None:
@@ -48,10 +49,11 @@ class Processes:
         self._born = 0
         self._tasks: list[asyncio.Task[Any]] = []
 
+    @abstractmethod
     def _fleet(self) -> Fleet | None:
         """The fleet of the coordinator that serves now."""
-        raise NotImplementedError
 
+    @abstractmethod
     def heard(self, method: str, request: Any) -> None:
         """A coordinator calls an instance."""
 
