@@ -136,6 +136,9 @@ class Step:
             await generation.run()
             learning.close()
             helping.close()
+            if streamed and context.placement.joins and learning.backlog:
+                with self._timer.stage("switch"):
+                    await context.placement.hand_devices_to_trainers(complete=True)
 
         async def learn() -> None:
             await self._begin()
@@ -146,7 +149,7 @@ class Step:
         else:
             await gather_all(generate(), helping.run())
             with self._timer.stage("switch"), helping.switching():
-                await context.placement.hand_devices_to_trainers()
+                await context.placement.hand_devices_to_trainers(complete=True)
             await self._begin()
             await helping.contribute()
             for prompt in sorted(ledger.index.settled):

@@ -13,6 +13,8 @@ STAGED = 3
 UNREADABLE = "unreadable"
 ROBOTS = 0.15
 """Share of runs with a robot policy."""
+HYBRID = 1
+"""In seeds with this rest by 8, too, one rank side by side takes all devices when a step's answers are complete."""
 DEVICES_A_HOST = 6
 """Enough for the largest spec side by side: three rollouts and three trainers."""
 MIDDLE = {"min_pass_rate": 0.2, "max_pass_rate": 0.8}
@@ -54,7 +56,7 @@ def random_spec(rng: random.Random, seed: int, name: str = "simulated") -> RunSp
                 "rollout": {"instances": rng.choice([1, 1, 2, 3])},
                 "trainer": {"ranks": ranks},
                 **_stages(seed),
-                "placement": _placement(rng.choice(["collocated", "disaggregated"]), seed),
+                "placement": _placement(rng.choice(["collocated", "disaggregated"]), ranks, seed),
                 "checkpoint": {
                     "enabled": rng.random() < 0.8,
                     "interval_steps": rng.randint(1, 3),
@@ -154,11 +156,13 @@ def _stages(seed: int) -> dict[str, Any]:
     }
 
 
-def _placement(mode: str, seed: int) -> dict[str, str | int]:
+def _placement(mode: str, ranks: int, seed: int) -> dict[str, str | int]:
     own = random.Random(f"{seed}/placement")
     if own.random() < 0.35:
         mode = "auto"
     flow = own.choice(["pipelined", "pipelined", "sequential"])
+    if mode == "disaggregated" and ranks == 1 and seed % 8 == HYBRID:
+        mode = "hybrid"
     return {"mode": mode, "flow": flow, "measure_steps": 1, "replan": own.choice(["auto", "propose"])}
 
 
