@@ -230,12 +230,11 @@ class _Planner:
     ) -> list[str] | str:
         chosen: list[str] = []
         users = Counter(device for grant in grants.values() for device in grant.devices)
-        busy = {
-            device: name
-            for name, grant in grants.items()
-            if not (demand.shares and shares(self._state.runs[name]))
-            for device in grant.devices
-        }
+        busy: dict[str, list[str]] = {}
+        for name, grant in grants.items():
+            if not (demand.shares and shares(self._state.runs[name])):
+                for device in grant.devices:
+                    busy.setdefault(device, []).append(name)
         members = (*rollouts, *trainers)
         for machine in sorted({self._machines[i.incarnation] for i in members}):
             here = [i for i in members if self._machines[i.incarnation] == machine]
@@ -249,7 +248,7 @@ class _Planner:
             named = named_devices((*demand.rollout_devices, *demand.trainer_devices), everything)
             if named:
                 if missing := [device for device in named if device not in free]:
-                    return f"{', '.join(missing)} to be free{_held_by(busy[d] for d in missing)}"
+                    return f"{', '.join(missing)} to be free{_held_by(name for d in missing for name in busy[d])}"
                 chosen += named
                 continue
             # What an admitted run has beyond its need stays: its leases may cover it until a step has ended.
@@ -262,7 +261,7 @@ class _Planner:
             # Also a run that shares takes first what no other run was granted.
             free.sort(key=lambda device: (device not in own, users[device], everything.index(device)))
             if len(free) < needed:
-                holders = _held_by(busy[device] for device in everything if device in busy)
+                holders = _held_by(name for device in everything for name in busy.get(device, ()))
                 plural = "s" if needed > 1 else ""
                 return (
                     f"{needed} device{plural} on {machine} ({len(free)} free of {len(everything)}{holders})"
