@@ -62,6 +62,11 @@ class PlacementSection(Section):
     )
     rollout: Devices = Field(default_factory=list, description="devices that generate; default: by the mode")
     trainer: Devices = Field(default_factory=list, description="devices that learn; default: by the mode")
+    share: bool = Field(
+        default=False,
+        description="hold only the devices of the side at work, so that other runs with placement.share can use the "
+        "rest meanwhile; disaggregated: with placement.flow: sequential",
+    )
     measure_steps: CountOrZero | None = Field(
         default=None,
         description="auto: steps that are measured in each mode before one is chosen, 0 for none; default: 3 where "
@@ -84,10 +89,14 @@ class PlacementSection(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _mode_of_devices(cls, given: Any) -> Any:
-        """Named devices say the mode where the spec does not."""
+    def _completed(cls, given: Any) -> Any:
+        """What other keys say of `flow` and `mode` where the spec does not."""
         made = cls._joined(given)
-        if isinstance(made, dict) and "mode" not in made and (made.get("rollout") or made.get("trainer")):
+        if not isinstance(made, dict):
+            return made
+        if made.get("share") is True:  # It has no trainer beside it to stream to.
+            made = {"flow": "sequential", "mode": "collocated", **made}
+        if "mode" not in made and (made.get("rollout") or made.get("trainer")):
             sides = [_devices(made.get(key)) for key in ("rollout", "trainer")]
             apart = all(isinstance(side, list) for side in sides) and not {*sides[0]} & {*sides[1]}
             made = {**made, "mode": "disaggregated" if apart else "collocated"}

@@ -58,6 +58,7 @@ def impossible_combinations(spec: RunSpec) -> Iterator[KeyProblemView]:
         _prompt,
         _sampling,
         _placement,
+        _share,
         _helpers,
         _evaluation,
         _reward,
@@ -240,6 +241,27 @@ def _hybrid(spec: RunSpec) -> Iterator[KeyProblemView]:
         yield problem(
             "trainer.ranks", reason, "set trainer.ranks: 1, or placement.mode: disaggregated or collocated"
         )
+
+
+def _share(spec: RunSpec) -> Iterator[KeyProblemView]:
+    placement = spec.placement
+    if not placement.share:
+        return
+    fix = ", or set placement.share: false"
+    if placement.mode == "hybrid":
+        reason = "a run that shares holds the devices of one side at a time, and hybrid holds both"
+        yield problem("placement.share", reason, f"set placement.mode: collocated or disaggregated{fix}")
+    if placement.mode == "auto":
+        reason = "a run that measures placements needs its devices to itself"
+        yield problem("placement.share", reason, f"set placement.mode: collocated or disaggregated{fix}")
+    if placement.mode == "disaggregated" and placement.flow == "pipelined":
+        reason = (
+            "a run that shares holds the devices of one side at a time, so nothing can stream to the other"
+        )
+        yield problem("placement.flow", reason, f"set placement.flow: sequential{fix}")
+    if spec.trainer.helpers:
+        reason = "a helper's devices are the run's own until the step ends"
+        yield problem("trainer.helpers", reason, f"set trainer.helpers: 0{fix}")
 
 
 def _helpers(spec: RunSpec) -> Iterator[KeyProblemView]:

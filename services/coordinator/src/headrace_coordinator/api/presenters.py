@@ -106,7 +106,7 @@ def _before_any_plan(spec: Mapping[str, Any]) -> str:
     """Why a run's devices are used as they are before a step has said anything."""
     placement = PlacementSection.model_validate(spec["placement"])
     if placement.mode != "auto":
-        return f"placement.mode: {placement.mode}"
+        return f"placement.mode: {placement.mode}" + (", placement.share" if placement.share else "")
     if spec["trainer"].get("helpers"):
         return "collocated: helpers take turns on the rollouts' devices"
     if placement.measured_steps(spec["steps"]):

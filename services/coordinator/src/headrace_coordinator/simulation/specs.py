@@ -8,13 +8,13 @@ from typing import Any
 from headrace_schema.evaluating import EvaluationSpec
 from headrace_schema.spec import RunSpec
 
+SHARED = 1
+"""Seeds with this rest by 8 have runs that share their devices: as with STAGED, none that once found a bug."""
 STAGED = 3
 """Seeds with this rest by 8 have two reward stages: none that once found a bug has it, which it would not again."""
 UNREADABLE = "unreadable"
 ROBOTS = 0.15
 """Share of runs with a robot policy."""
-HYBRID = 1
-"""In seeds with this rest by 8, too, one rank side by side takes all devices when a step's answers are complete."""
 DEVICES_A_HOST = 6
 """Enough for the largest spec side by side: three rollouts and three trainers."""
 MIDDLE = {"min_pass_rate": 0.2, "max_pass_rate": 0.8}
@@ -56,7 +56,7 @@ def random_spec(rng: random.Random, seed: int, name: str = "simulated") -> RunSp
                 "rollout": {"instances": rng.choice([1, 1, 2, 3])},
                 "trainer": {"ranks": ranks},
                 **_stages(seed),
-                "placement": _placement(rng.choice(["collocated", "disaggregated"]), ranks, seed),
+                "placement": _placement(rng.choice(["collocated", "disaggregated"]), ranks, seed, name),
                 "checkpoint": {
                     "enabled": rng.random() < 0.8,
                     "interval_steps": rng.randint(1, 3),
@@ -81,7 +81,9 @@ def random_spec(rng: random.Random, seed: int, name: str = "simulated") -> RunSp
 def _with_helpers(seed: int, fields: dict[str, Any]) -> dict[str, Any]:
     """Some helpers for a run that may have any."""
     instances: int = fields["rollout"]["instances"]
-    if instances > 1 and fields["placement"]["mode"] == "collocated" and not fields["deterministic"]:
+    placement = fields["placement"]
+    shared = placement.get("share", False)
+    if instances > 1 and placement["mode"] == "collocated" and not fields["deterministic"] and not shared:
         helpers = random.Random(f"{seed}/helpers").choice([0, 1, instances - 1])
         fields["trainer"]["helpers"] = helpers
     return fields
@@ -156,12 +158,15 @@ def _stages(seed: int) -> dict[str, Any]:
     }
 
 
-def _placement(mode: str, ranks: int, seed: int) -> dict[str, str | int]:
+def _placement(mode: str, ranks: int, seed: int, name: str) -> dict[str, str | int]:
+    if seed % 8 == SHARED:
+        # One run in five keeps its devices to itself, whatever the others do.
+        return {"mode": mode, "share": random.Random(f"{seed}/{name}/share").random() < 0.8}
     own = random.Random(f"{seed}/placement")
     if own.random() < 0.35:
         mode = "auto"
     flow = own.choice(["pipelined", "pipelined", "sequential"])
-    if mode == "disaggregated" and ranks == 1 and seed % 8 == HYBRID:
+    if mode == "disaggregated" and ranks == 1 and seed % 8 == STAGED:
         mode = "hybrid"
     return {"mode": mode, "flow": flow, "measure_steps": 1, "replan": own.choice(["auto", "propose"])}
 
