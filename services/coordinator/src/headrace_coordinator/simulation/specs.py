@@ -166,7 +166,7 @@ def _placement(mode: str, ranks: int, seed: int, name: str) -> dict[str, str | i
     if own.random() < 0.35:
         mode = "auto"
     flow = own.choice(["pipelined", "pipelined", "sequential"])
-    if mode == "disaggregated" and ranks == 1 and seed % 8 == STAGED:
+    if mode != "auto" and ranks == 1 and seed % 8 == STAGED:
         mode = "hybrid"
     return {"mode": mode, "flow": flow, "measure_steps": 1, "replan": own.choice(["auto", "propose"])}
 
