@@ -167,7 +167,7 @@ class RobotBackend:
             clip, critic_clip = self._clip(norm), self._clip(critic_norm)
             for gradient in beside.values():
                 gradient.mul_(critic_clip / clip)
-            self._adamw.step(gradients, denominator / clip, learning_rate)
+            self._adamw.step(gradients, denominator / clip, learning_rate, critic_rate)
         sums, maxima = self._gang.sum(self._figures.sums()), self._gang.maximum(self._figures.maxima())
         self.zero()
         return CommitReport(finite, norm, sums, maxima, critic_norm)
@@ -348,7 +348,8 @@ class RobotBackend:
         for _, tensor in state_tensors(policy):
             self._gang.share(tensor.data)
         decays = {name for name, parameter in policy.named_parameters() if parameter.dim() > 1}
-        self._optimizer = ShardedAdamW(self._config.optimizer, self._shards(), decays=decays)
+        critic = frozenset(name for name in self._shards() if name.startswith(CRITIC))
+        self._optimizer = ShardedAdamW(self._config.optimizer, self._shards(), decays=decays, critic=critic)
 
     def _shards(self) -> dict[str, Tensor]:
         return {name: parameter.data for name, parameter in self._policy.named_parameters()}
