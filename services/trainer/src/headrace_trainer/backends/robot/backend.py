@@ -253,11 +253,16 @@ class RobotBackend:
         """See `Backend`: episodes are compared with no reference."""
 
     def warm_up(self) -> WarmUp:
-        """See `Backend`. The policy's normaliser is fitted to the demonstrations' states first."""
+        """See `Backend`. The policy's normaliser is fitted to the demonstrations' states first, and then stays.
+
+        A clone knows its states only as they were normalised when it learned: other statistics would make other
+        actions of the same states.
+        """
         warmup = self._config.trainer.warmup
         shown = read_demonstrations(self._config, self._policy)
         if self._policy.normalizer is not None and shown.observation.state_BS is not None:
             self._policy.normalizer.update(shown.observation.state_BS.to(self._gang.device))
+            self._policy.normalizer.freeze()
         losses = [self._imitate(shown, step) for step in range(warmup.steps)]
         self._take(self._policy)
         figures = {"moments": len(shown.valid_NC), "first_loss": losses[0], "last_loss": losses[-1]}
