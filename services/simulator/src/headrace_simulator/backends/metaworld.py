@@ -12,6 +12,7 @@ import numpy as np
 from headrace_servicekit.registry import Options
 from pydantic import Field
 
+from headrace_simulator.backends import mujoco
 from headrace_simulator.backends.base import EXPERT_ACTION, Observation, Transition
 from headrace_simulator.backends.options import parse, require, unknown
 from headrace_simulator.spaces import ArraySpace
@@ -73,6 +74,7 @@ class MetaWorldEnvironment:
     ) -> None:
         self._expert = expert
         self._environment = environment = task(render_mode="rgb_array")
+        self.knobs = mujoco.knobs(environment.model)
         self._size = options.image_size
         # By default every instance has one goal for ever; so its own random stream draws one at each reset.
         environment.seeded_rand_vec, environment._freeze_rand_vec = True, False
