@@ -12,6 +12,7 @@ from headrace_coordinator.api.http import make_app
 from headrace_coordinator.api.http.openapi import description
 from headrace_coordinator.projections import RunProjection
 from headrace_coordinator.projections.trajectories import Settled
+from headrace_schema.evaluations import VideoListView, VideoView
 from headrace_schema.views import HealthView
 
 
@@ -495,3 +496,22 @@ async def test_a_timeline_has_the_leases_that_the_run_holds_now(api, spec_json):
     assert found == {"parts": [], "work": [], "holds": [], "older": False}
     assert (await api.get(f"/v1/runs/{run}/timeline?steps=0")).status_code == 422
     assert (await api.get("/v1/runs/nobody/timeline")).status_code == 404
+
+
+async def test_videos_are_listed_and_served_as_files(api, fake_control, tmp_path, monkeypatch):
+    (tmp_path / "0001-0-push-success.mp4").write_bytes(b"film")
+    view = VideoView(name="0001-0-push-success.mp4", item=1, sample=0, success=True, size_bytes=4)
+
+    async def videos(evaluation: str) -> VideoListView:
+        return VideoListView(videos=[view])
+
+    async def video(evaluation: str, name: str) -> Path:
+        assert (evaluation, name) == ("push-00001a", view.name)
+        return tmp_path / name
+
+    monkeypatch.setattr(fake_control, "evaluation_videos", videos)
+    monkeypatch.setattr(fake_control, "evaluation_video", video)
+    listed = await api.get("/v1/evaluations/push-00001a/videos")
+    assert listed.json() == {"videos": [view.model_dump()]}
+    answer = await api.get(f"/v1/evaluations/push-00001a/videos/{view.name}")
+    assert (answer.headers["content-type"], answer.content) == ("video/mp4", b"film")
