@@ -1,4 +1,4 @@
-"""Runs of robot policies with real services: trained, paused, resumed, shown; a killed simulator costs nothing."""
+"""Robot policies with real services: trained, paused, resumed, shown; simulators are killed, come and go."""
 
 from __future__ import annotations
 
@@ -100,14 +100,21 @@ def test_episodes_are_shown_in_place_of_answers(fleet: Fleet, tmp_path: Path):
     assert all(1 <= episode["steps"] <= LONGEST and episode["return"] < 0 for episode in episodes)
 
 
-def test_a_killed_simulator_costs_no_version_and_nothing_is_trained_twice(fleet: Fleet, tmp_path: Path):
+def test_a_killed_simulator_costs_no_version_and_a_new_one_takes_part(fleet: Fleet, tmp_path: Path):
     fleet.ready("simulator-0", "simulator-1")
-    run = fleet.submit(spec(tmp_path, data={"options": {"starts": 64}}, export=False))
+    spec_of_run = spec(tmp_path, data={"options": {"starts": 64}}, export=False)
+    spec_of_run["environment"]["step_timeout_s"] = 300.0  # what stands still below is not lost for that
+    run = fleet.submit(spec_of_run)
     fleet.reach(run, 1)
     (tmp_path / "hold").touch()
     wait_for((tmp_path / "held").exists, "an episode to stand still", 60)
     killed = fleet.kill("simulator-1")
+    assert fleet.client.scale("simulator", 3) == 3
+    fleet.ready("simulator-2")
+    newcomer = fleet.pid_of("simulator-2")
     (tmp_path / "hold").unlink()
+    wait_for(lambda: corridor.Corridor.used(tmp_path, newcomer), "an episode in the new simulator", 120)
+    assert fleet.client.scale("simulator", 2) == 2  # the newcomer goes, with what it has begun
     found = audit(fleet, fleet.succeed(run))
     assert len(found.trained) == STEPS * BATCH
     assert found.rewinds == 0 and not found.abandoned

@@ -16,11 +16,12 @@ from headrace_modelkit.robot.policy import Observation
 from headrace_modelkit.weights import load_weights
 from headrace_servicekit.rpc.episodes import Episode
 
+pytestmark = pytest.mark.timeout(600)
 PICTURE, STATE, LENGTH, EPISODES, CHUNKS, GOAL = 48, 3, 2, 8, 6, 0.5
 ROWS = EPISODES * CHUNKS
 POLICIES = {
-    "openvla_oft": ({"state": 0}, "action", 3e-3, 10),
-    "pi0": ({"state": STATE}, "chunk", 3e-3, 10),
+    "openvla_oft": ({"state": 0}, "action", 3e-3, 8),
+    "pi0": ({"state": STATE}, "chunk", 3e-3, 8),
 }
 
 

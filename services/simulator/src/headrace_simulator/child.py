@@ -17,6 +17,7 @@ from headrace_simulator.backends.base import Backend, BackendError
 from headrace_simulator.episodes import Episodes, Raised, Rules, call
 from headrace_simulator.pipes import Kind, Message, decode, encode
 from headrace_simulator.spaces import to_message
+from headrace_simulator.variants import split, varied
 
 _FLUSH_S = 0.005
 """Outcomes of a batch that come faster than this leave in one write."""
@@ -82,9 +83,11 @@ class Host:
         if backend is None:
             raise Raised("no backend is open")
         limit = opening["max_episode_steps"]
+        variant, options = split(opening["options"])
         environment = call(
-            lambda: backend.make(
-                opening["name"], opening["options"], own_time_limit=limit == 0, dense=opening["dense"]
+            lambda: varied(
+                backend.make(opening["name"], options, own_time_limit=limit == 0, dense=opening["dense"]),
+                variant,
             )
         )
         return Episodes(environment, Rules(limit, opening["sparse"], opening["auto_reset"]))

@@ -194,7 +194,10 @@ class Pools:
 
 
 def _in_users_keys(refused: CallRefused) -> CallRefused:
-    message = refused.message
-    for field, key in KEYS.items():
-        message = message.replace(f"{field}:", f"{key}:")
-    return CallRefused(refused.incarnation, refused.reason, message, KEYS.get(refused.key, refused.key))
+    message, key = refused.message, refused.key
+    for field, users in KEYS.items():
+        for end in (":", "."):  # as a whole, or a part of it
+            message = message.replace(f"{field}{end}", f"{users}{end}")
+        if key == field or key.startswith(f"{field}."):
+            key = users + key.removeprefix(field)
+    return CallRefused(refused.incarnation, refused.reason, message, key)
