@@ -34,7 +34,7 @@ def fleet(**simulators: frozenset[str]) -> FleetView:
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_a_fleet_takes_the_example(path: Path):
     spec = RunSpec.model_validate(load_spec(path))
-    assert check(spec, fleet(backends=frozenset({"gymnasium", "metaworld"}))) == []
+    assert check(spec, fleet(backends=frozenset({"gymnasium", "metaworld", "maniskill"}))) == []
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)

@@ -158,8 +158,9 @@ class VariedEnvironment:
         if not deviation:
             return action
         low, high = _bounds(self.action_space)
-        noisy = action + self._random.normal(0.0, deviation, action.shape) * (high - low) / 2
-        return np.clip(noisy, low, high).astype(action.dtype)
+        noisy: np.ndarray = action + self._random.normal(0.0, deviation, action.shape) * (high - low) / 2
+        kept: np.ndarray = np.clip(noisy, low, high).astype(action.dtype)
+        return kept
 
     def _seen(self, observation: Observation) -> dict[str, np.ndarray]:
         deviation = self._values.get("execution.observation_noise", 0.0)
@@ -181,10 +182,11 @@ class VariedEnvironment:
         )
         if not opacity and brightness == 1.0:
             return image
-        shown = image.astype(np.float32) * brightness
+        shown: np.ndarray = image.astype(np.float32) * brightness
         if opacity:
             shown = (1 - opacity) * shown + opacity * self._pictures[name]
-        return np.clip(np.rint(shown), 0, 255).astype(np.uint8)
+        pixels: np.ndarray = np.clip(np.rint(shown), 0, 255).astype(np.uint8)
+        return pixels
 
 
 def _check(

@@ -162,7 +162,7 @@ class RunContext:
         return total / answers if answers else float(self.spec.sampling.max_new_tokens)
 
     def _warmup_examples(self) -> list[dict[str, object]]:
-        if not self.spec.trainer.warmup.steps:
+        if not self.spec.trainer.warmup.steps or self.spec.workflow == "embodied":
             return []
         items = [self.dataset.train_item(ordinal) for ordinal in range(self.dataset.train_size)]
         return [

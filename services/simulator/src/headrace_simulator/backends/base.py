@@ -11,6 +11,10 @@ import numpy as np
 from headrace_simulator.spaces import ArraySpace
 
 Observation = Mapping[str, np.ndarray]
+EXPERT_ACTION = "expert_action"
+"""The observation that a scripted policy's action is, in the action's space; of environments made with the option
+`expert`, whose episodes become demonstrations.
+"""
 Knob = Callable[[float], None]
 """Changes one thing of a simulator from the next reset on; see `headrace_simulator.variants`."""
 
