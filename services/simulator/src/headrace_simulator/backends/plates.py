@@ -87,12 +87,13 @@ class PutOnPlate(BaseEnv):  # type: ignore[misc]
             )
             builder.add_visual_from_file(thing.visual, scale=[thing.scale] * 3)
         else:
-            shape: dict[str, Any] = {
+            shapes: dict[str, dict[str, Any]] = {
                 "box": {"half_size": [x, y, z]},
                 "sphere": {"radius": x},
                 # A cylinder's axis is x: upright.
                 "cylinder": {"pose": sapien.Pose(q=[0.7071, 0, 0.7071, 0]), "radius": x, "half_length": z},
-            }[thing.shape]
+            }
+            shape = shapes[thing.shape]
             getattr(builder, f"add_{thing.shape}_collision")(density=thing.density, **shape)
             getattr(builder, f"add_{thing.shape}_visual")(material=[*thing.colour, 1.0], **shape)
         builder.initial_pose = sapien.Pose(_ASIDE)
@@ -121,7 +122,8 @@ class PutOnPlate(BaseEnv):  # type: ignore[misc]
 
     @property
     def _gripper(self) -> torch.Tensor:
-        return (self.agent.finger1_link.pose.p + self.agent.finger2_link.pose.p) / 2
+        middle: torch.Tensor = (self.agent.finger1_link.pose.p + self.agent.finger2_link.pose.p) / 2
+        return middle
 
     def evaluate(self) -> dict[str, torch.Tensor]:
         """Whether the thing is held, lies on the plate, and that is all."""
