@@ -110,7 +110,11 @@ class EnvironmentPool:
             HostFault: the environment makes none, or needs a reset first.
             HostLost: its process died or took too long.
         """
-        return await self._finish(self._render(self._host(environment), environment))
+        return common_pb2.Tensor.FromString(await self._asked(Kind.RENDER, environment))
+
+    async def video(self, environment: int) -> bytes:
+        """The MP4 file of the episode that is recorded; raises as `render`."""
+        return await self._asked(Kind.VIDEO, environment)
 
     async def settle(self, notice_s: float) -> None:
         """Returns once nothing runs; kills the children of operations that take longer than `notice_s`."""
@@ -153,11 +157,16 @@ class EnvironmentPool:
             for each in operations
         ]
 
-    async def _render(self, host: ChildHost, environment: int) -> common_pb2.Tensor:
-        async with host.turn:
-            child = await host.ready()
-            child.send((Kind.RENDER, json.dumps({"environment": environment}).encode()))
-            return common_pb2.Tensor.FromString(await host.answer(child, self._reset_timeout_s))
+    async def _asked(self, kind: Kind, environment: int) -> bytes:
+        host = self._host(environment)
+
+        async def ask() -> bytes:
+            async with host.turn:
+                child = await host.ready()
+                child.send((kind, json.dumps({"environment": environment}).encode()))
+                return await host.answer(child, self._reset_timeout_s)
+
+        return await self._finish(ask())
 
     async def _in_turn(
         self, host: ChildHost, operations: Sequence[Operation], authority: Authority
