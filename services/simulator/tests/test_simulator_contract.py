@@ -64,6 +64,12 @@ CASES = [
         pixels={"obs_mode": "rgb", "sensor_configs": {"width": 64, "height": 64}},
     ),
     Case(
+        "maniskill",
+        "PutOnPlatePrimitives-v1",
+        "PutOnPlatePrimitive-v1",
+        pixels={"obs_mode": "rgb", "sensor_configs": {"width": 64, "height": 64}},
+    ),
+    Case(
         "libero",
         "libero_spatial/0",
         "libero_spacial/0",
@@ -289,6 +295,17 @@ async def test_an_unknown_name_is_refused_with_the_nearest(simulator, case):
         await simulator.open(case.misspelt, backend=case.backend)
     text = message_of(raised.value)
     assert text.startswith("environment.name: ") and case.name.partition("/")[0] in text
+
+
+@pytest.mark.skipif(UNDER_TEST != "maniskill", reason="tasks of ManiSkill")
+async def test_a_thing_on_a_plate_has_an_instruction_and_models_need_a_folder(simulator):
+    pool = await simulator.open("PutOnPlatePrimitives-v1/7", backend="maniskill")
+    assert pool.opened.instruction == "put yellow bar on plate"
+    for options, words in (({}, "give the folder"), ({"assets_dir": "nowhere"}, "there is no nowhere")):
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await simulator.open("PutOnPlateInScene25Main-v3/7", backend="maniskill", options=options)
+        text = message_of(raised.value)
+        assert text.startswith("options_json.assets_dir: ") and words in text
 
 
 @every
