@@ -138,7 +138,8 @@ def both(client: Client, spec: Mapping[str, Any], placement: Mapping[str, Any], 
 
 
 def submit(client: Client, spec: Mapping[str, Any], placement: Mapping[str, Any], seed: int) -> Run:
-    return client.submit({**spec, "seed": seed, "placement": dict(placement)})
+    name = f"{placement['mode']}{'-shared' if placement.get('share') else ''}-{seed}"
+    return client.submit({**spec, "name": name, "seed": seed, "placement": dict(placement)})
 
 
 def ended(client: Client, run: Run) -> Run:
@@ -151,7 +152,9 @@ def ended(client: Client, run: Run) -> Run:
 
 def seconds(runs: list[Run]) -> float:
     """From the first submission to the last end."""
-    return max(run.finished_at for run in runs) - min(run.created_at for run in runs)
+    took = max(run.finished_at for run in runs) - min(run.created_at for run in runs)
+    say(f"{', '.join(run.name for run in runs)}: {took:.1f} s")
+    return took
 
 
 def longest_streak(client: Client, runs: list[Run]) -> int:
