@@ -2,6 +2,7 @@
 
 import json
 import sys
+from types import SimpleNamespace
 
 import embodied
 from headrace.client import Event
@@ -23,17 +24,24 @@ def events(cloned=True):
 def test_a_runs_figures_are_its_scores_and_its_actions():
     found = embodied.figures(list(events()))
     assert (found["heldout_before"], found["heldout_after"], found["actions"]) == (0.25, 0.75, 6400)
-    assert found["curve"] == [(0, 0.25), (4, 0.75)] and found["cloning_loss"] == 0.01
+    assert found["cloning_loss"] == 0.01
     assert "cloning_loss" not in embodied.figures(list(events(cloned=False)))
+
+
+def test_the_curve_is_each_steps_share_of_successes():
+    told = [(0, "false"), (1, "true"), (0, "true"), (1, "true")]
+    episodes = [SimpleNamespace(step=step, completion=f'{{"success": {success}}}') for step, success in told]
+    assert embodied.successes(episodes) == [0.5, 1.0]
 
 
 def test_recorded_runs_are_drawn_and_not_repeated(tmp_path, monkeypatch, capsys):
     record, picture, asked = tmp_path / "runs.json", tmp_path / "curves.svg", []
-    record.write_text(json.dumps({"reach": {"0": embodied.figures(list(events()))}}))
+    recorded = embodied.figures(list(events())) | {"curve": [0.0, 0.5]}
+    record.write_text(json.dumps({"reach": {"0": recorded}}))
 
     def made(name, seeds, sets, limit_s):
         asked.append((name, seeds))
-        yield from ((seed, embodied.figures(list(events()))) for seed in seeds)
+        yield from ((seed, recorded) for seed in seeds)
 
     monkeypatch.setattr(embodied, "made", made)
     arguments = ["--recipes", "reach", "--seeds", "0", "1", "--record", str(record), "--draw", str(picture)]
