@@ -39,6 +39,7 @@ class Case:
     options: dict[str, Any] = field(default_factory=dict)
     pixels: dict[str, Any] | None = None
     has_success: bool = True
+    expert: bool = False
     variant: dict[str, Any] = field(default_factory=lambda: {"execution": {"random_start": [2, 4]}})
 
 
@@ -55,6 +56,7 @@ CASES = [
         "reach-v3",
         "reech-v3",
         pixels={"image_size": 64},
+        expert=True,
         variant={"execution": {"gravity": [0.1, 0.5], "mass": 3.0, "damping": 0.5, "friction": 0.5}},
     ),
     Case(
@@ -79,6 +81,7 @@ CASES = [
 ]
 TESTED = [case for case in CASES if case.backend == UNDER_TEST]
 PIXELS = [case for case in TESTED if case.pixels]
+EXPERTS = [case for case in TESTED if case.expert]
 every = pytest.mark.parametrize("case", TESTED, ids=lambda case: case.name)
 
 
@@ -336,6 +339,20 @@ async def test_success_is_told_where_the_environment_knows_it(simulator, case):
     assert outcome.status == (OK if case.has_success else LOST)
     if case.has_success:
         assert outcome.reward == float(outcome.success)
+
+
+if EXPERTS:
+
+    @pytest.mark.parametrize("case", EXPERTS, ids=lambda case: case.name)
+    async def test_the_scripted_policy_succeeds_by_actions_of_the_action_space(simulator, case, arrays):
+        pool = await opened(simulator, case, options=case.options | {"expert": True}, max_episode_steps=150)
+        outcome, succeeded = await pool.reset(seed=11), False
+        while not (outcome.terminated or outcome.truncated):
+            check_spaces(pool, outcome)
+            outcome = await pool.act(arrays(outcome)["expert_action"])
+            assert outcome.status == OK, outcome.detail
+            succeeded |= outcome.success
+        assert succeeded
 
 
 async def close(simulator, pool) -> None:
