@@ -68,6 +68,17 @@ HELPERS = (1, 8)
 SYNC = Sync(between_s=3, same_s=2)
 OWNERS = (2, 4, 8)
 """Trainer groups that elastic steps are tried with: these parts of the devices, or all of them in turns."""
+HERE = {
+    "turns": "runs of each mode, if they end in time",
+    "steps": "measured steps of a run",
+    "width": "hidden size of the model",
+    "layers": "its layers",
+    "groups": "groups of a step",
+    "size": "answers of a group",
+    "longest": "most tokens of an answer",
+    "budget_s": "no turn begins that would end later",
+}
+"""Options of what is measured here."""
 ASSUMED = """not published, and assumed (one value, not chosen by the result):
   link 50e9 bytes/s a device (400 Gb/s); a helper loads 14e9 bytes (bf16) and sends 28e9 (fp32 gradient)
   a helper's devices learn as those of a trainer group of 64, the smallest published; whole groups of 16 answers
@@ -106,14 +117,14 @@ def main() -> None:
     parser.add_argument(
         "--here", action="store_true", help="measure on this machine in place of the simulation"
     )
-    parser.add_argument("--turns", type=int, default=3, help="runs of each mode with --here")
-    parser.add_argument("--steps", type=int, default=4, help="measured steps of a run with --here")
-    parser.add_argument("--width", type=int, default=256, help="hidden size of the model with --here")
-    parser.add_argument("--layers", type=int, default=4, help="layers of the model with --here")
+    here = Here()
+    for name, what in HERE.items():
+        kind = type(getattr(here, name))
+        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, default=getattr(here, name), help=f"{what}, with --here")
     options = parser.parse_args()
     say(machine())
     if options.here:
-        emit("elastic", figures_here(Here(options.turns, options.steps, options.width, options.layers)))
+        emit("elastic", figures_here(Here(**{name: getattr(options, name) for name in HERE})))
         return
     say(ASSUMED)
     data, figures, rows = load(options.measurements), {}, []
