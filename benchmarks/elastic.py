@@ -115,12 +115,22 @@ def main() -> None:
     parser.add_argument("--iterations", type=int, default=2, help="steps of each comparison")
     parser.add_argument("--seed", type=int, default=1, help="seed of the drawn lengths")
     parser.add_argument(
+        "--only", metavar="DEVICESxANSWERS", action="append", help="simulate such as 1024x32 alone"
+    )
+    parser.add_argument(
+        "--slow-helpers",
+        action="store_true",
+        help="helpers learn no faster than one trainer group of all devices that learn",
+    )
+    parser.add_argument(
         "--here", action="store_true", help="measure on this machine in place of the simulation"
     )
     here = Here()
     for name, what in HERE.items():
         kind = type(getattr(here, name))
-        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, default=getattr(here, name), help=f"{what}, with --here")
+        parser.add_argument(
+            f"--{name.replace('_', '-')}", type=kind, default=getattr(here, name), help=f"{what}, with --here"
+        )
     options = parser.parse_args()
     say(machine())
     if options.here:
@@ -128,9 +138,14 @@ def main() -> None:
         return
     say(ASSUMED)
     data, figures, rows = load(options.measurements), {}, []
+    costs = move_costs(data)
+    if options.slow_helpers:
+        costs = replace(costs, helper_item_s=0.0)
     for devices, loads in LOADS.items():
         for answers in loads:
-            found = compare(data, devices, answers * devices, options.iterations, options.seed)
+            if options.only and f"{devices}x{answers}" not in options.only:
+                continue
+            found = compare(data, devices, answers * devices, options.iterations, options.seed, costs)
             at = f"{devices}_load_{answers}"
             figures[f"elastic_speedup_{at}"] = found.speedup(HELPERS[-1])
             figures[f"elastic_speedup_single_{at}"] = found.speedup(HELPERS[0])
@@ -138,7 +153,8 @@ def main() -> None:
             figures[f"elastic_ideal_{at}"] = found.static[0] / found.ideal_s
             rows.append(row(devices, answers, found))
             say(f"{devices} devices, {answers} answers a device: {found.speedup(HELPERS[-1]):.3f}")
-        figures[f"elastic_speedup_{devices}"] = figures[f"elastic_speedup_{devices}_load_{NEAREST}"]
+            if answers == NEAREST:
+                figures[f"elastic_speedup_{devices}"] = found.speedup(HELPERS[-1])
     table(
         ("devices", "answers a device", "static, s", "mode", "elastic, s", "over", "speed-up", "helpers of 1",
          "bound", "ideal"),
@@ -161,9 +177,11 @@ def row(devices: int, answers: int, found: Comparison) -> tuple[object, ...]:
     return devices, f"{answers}{published}", *seconds, *(f"{ratio:.2f}" for ratio in ratios)
 
 
-def compare(data: Mapping[str, Any], devices: int, items: int, iterations: int, seed: int) -> Comparison:
+def compare(
+    data: Mapping[str, Any], devices: int, items: int, iterations: int, seed: int, costs: MoveCosts
+) -> Comparison:
     """The fastest static mode and the elastic policy, with the same drawn lengths."""
-    work, costs = workload(data, devices, items), move_costs(data)
+    work = workload(data, devices, items)
     static = min((simulate(work, tree, iterations, seed).step_s, name) for name, tree in modes(work))
     both = resident(work)
     trees = dict(elastic_trees(devices))
