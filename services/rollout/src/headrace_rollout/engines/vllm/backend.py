@@ -49,7 +49,7 @@ class VllmBackend:
         self._options = options
         self._llm: AsyncLLM | None = None
         self._others: set[int] = set()
-        self._cores: set[int] | None = None
+        self._cores: set[int] | None = set()
         self._scores = 0
 
     @property
@@ -77,7 +77,7 @@ class VllmBackend:
     async def stop(self) -> None:
         """See Backend."""
         llm, self._llm = self._llm, None
-        pids = self.pids
+        pids, self._cores = self.pids, set()
         if llm is not None:
             await asyncio.to_thread(llm.shutdown, 5.0)
         await asyncio.to_thread(kill, pids)
