@@ -106,6 +106,7 @@ TEST = [
     Part("vllm", (sys.executable, "-m", "ci.engines", "vllm", "--run"), timeout_s=900),
 ]
 
+TWO_RANKS = '{"tensor_parallel_size": 2}'
 NIGHTLY = [
     _script(
         "simulation",
@@ -119,6 +120,9 @@ NIGHTLY = [
     ),
     _tests("nightly", "integration_tests", "cli/tests", "-m", "nightly", timeout_s=14400),
     Part("sglang", (sys.executable, "-m", "ci.engines", "sglang", "--run"), timeout_s=7200),
+    Part(
+        "vllm-two-ranks", (sys.executable, "-m", "ci.engines", "vllm", "--options", TWO_RANKS), timeout_s=3600
+    ),
     _simulator("maniskill", timeout_s=3600),
     _simulator("libero", timeout_s=3600),
 ]
