@@ -2,23 +2,29 @@
 
 Answers end by themselves: an untrained model draws its end token about once in as many tokens as its vocabulary has.
 All runs make the same answers (seeds, prompts and model are the same, the learning rate is too small to move a weight).
+A short run with fewer answers tells the two parts of the decoding pace apart, for the simulated cluster
+(`_elastic_model.py`), which is compared with what was measured.
 """
 
 from __future__ import annotations
 
 import tempfile
 import time
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
+from _elastic_model import Measured, Model
 from _harness import Fleet, machine, say, table
+from modes import finished
 from streaming import write_model, write_prompts
 
-GROUPS, GROUP_SIZE, LONGEST = 24, 4, 260
+SMALL_GROUPS, SMALL_STEPS = 6, 4
 STILL_STEPS = 3
 """The first, in which torch warms up, and those that an elastic run measures before it moves anything."""
-RUN_S, LOOK_S = 1200.0, 0.5
 ONE, TWO = {"instances": 1}, {"instances": 2}
 APART = {"mode": "disaggregated", "rollout": ["cpu:0"], "trainer": ["cpu:1"]}
 MODES: dict[str, dict[str, Any]] = {
@@ -27,48 +33,105 @@ MODES: dict[str, dict[str, Any]] = {
     "elastic": {"placement": {"mode": "collocated"}, "rollout": TWO, "helpers": 1},
 }
 STATIC = ("collocated", "pipelined")
-Steps = list[dict[str, Any]]
+OPTIONS = ("--devices", "cpu:0,cpu:1", "--simulator", "0", "--rollout", "2", "--trainer", "2")
 
 
-def figures_here(turns: int, steps: int, width: int, layers: int) -> dict[str, float]:
-    """`elastic_speedup_here` with its medians, `switch_s` and the share of groups that helpers learned."""
+@dataclass(frozen=True)
+class Here:
+    """What is run: `groups` of `size` answers of at most `longest` tokens a step; the model's width and layers."""
+
+    turns: int
+    steps: int
+    width: int
+    layers: int
+    groups: int = 24
+    size: int = 4
+    longest: int = 260
+    budget_s: float = 420.0
+    """No turn begins that would end later, by the seconds of the turns before it; one is always made."""
+
+
+Turns = dict[str, list[list[Measured]]]
+"""Measured steps by mode: a list of steps for each turn."""
+
+
+def figures_here(here: Here) -> dict[str, float]:
+    """`elastic_speedup_here` with its medians, `simulated_vs_measured_error` and what it comes from, and the rest."""
     with tempfile.TemporaryDirectory(prefix="headrace-benchmark-") as folder:
         model, prompts = Path(folder) / "model", Path(folder) / "prompts.jsonl"
-        write_model(model, width, layers)
-        write_prompts(prompts, GROUPS * (steps + STILL_STEPS))
-        measured = _measure(model, prompts, turns, steps + STILL_STEPS)
-    walls = {mode: [step["wall_s"] for step in found] for mode, found in measured.items()}
-    table(("mode", "median, s", "fastest, s", "slowest, s"), [
-        (mode, f"{median(each):.2f}", f"{min(each):.2f}", f"{max(each):.2f}") for mode, each in walls.items()
-    ])  # fmt: skip
+        write_model(model, here.width, here.layers)
+        write_prompts(prompts, here.groups * (here.steps + STILL_STEPS))
+        with Fleet(*OPTIONS) as fleet:
+            small = _run(fleet, make_spec(here, model, prompts, SMALL_STEPS, **MODES["collocated"],
+                                      groups=SMALL_GROUPS))[0][1:]  # fmt: skip
+            measured, helped = _measure(fleet, here, model, prompts)
+    say(f"at the end: {machine()}")
+    return _figures(here, small, measured, helped)
+
+
+def _figures(here: Here, small: list[Measured], measured: Turns, helped: int) -> dict[str, float]:
+    steps = {mode: [step for turn in turns for step in turn] for mode, turns in measured.items()}
+    walls = {mode: [step.wall_s for step in found] for mode, found in steps.items()}
     static = min(STATIC, key=lambda mode: median(walls[mode]))
-    say(f"fastest static mode: {static}")
-    helped = sum(len(groups) for step in measured["elastic"] for groups in step["helped"].values())
+    model = Model(steps["collocated"], small, steps["pipelined"], here.size)
+    simulated = {mode: model.step_s(mode, found) for mode, found in steps.items()}
+    errors = {mode: abs(simulated[mode] / fmean(walls[mode]) - 1) for mode in walls}
+    table(
+        ("mode", "median, s", "fastest, s", "slowest, s", "mean, s", "simulated, s", "error"),
+        [
+            (
+                mode, f"{median(each):.2f}", f"{min(each):.2f}", f"{max(each):.2f}",
+                f"{fmean(each):.2f}", f"{simulated[mode]:.2f}", f"{errors[mode]:.1%}",
+            )
+            for mode, each in walls.items()
+        ],
+    )  # fmt: skip
+    tokens = sorted(count for step in steps[static] for count in step.tokens)
+    shape = ", ".join(
+        f"{name} {tokens[min(len(tokens) - 1, int(share * len(tokens)))]}" for name, share in QUANTILES
+    )
+    say(f"tokens of an answer: {shape}; fastest static mode: {static}")
     return {
         "elastic_speedup_here": median(walls[static]) / median(walls["elastic"]),
         "static_s_here": median(walls[static]),
         "elastic_s_here": median(walls["elastic"]),
-        "helped_share_here": helped / (GROUPS * len(measured["elastic"])),
-        "switch_s": median(step["stage_s"].get("switch", 0.0) for step in measured["elastic"]),
+        "helped_share_here": helped / (here.groups * len(steps["elastic"])),
+        "simulated_vs_measured_error": max(errors[static], errors["elastic"]),
+        "simulated_static_s_here": simulated[static],
+        "simulated_elastic_s_here": simulated["elastic"],
+        "simulated_speedup_here": simulated[static] / simulated["elastic"],
+        "switch_s_here": median(step.seconds("switch") for step in steps["elastic"]),
+        "steps_here": float(len(steps["elastic"])),
     }
 
 
-def _measure(model: Path, prompts: Path, turns: int, steps: int) -> dict[str, Steps]:
-    """The measured steps of each mode; the modes take turns, in another order each time."""
-    measured: dict[str, Steps] = {mode: [] for mode in MODES}
-    options = ("--devices", "cpu:0,cpu:1", "--simulator", "0", "--rollout", "2", "--trainer", "2")
-    with Fleet(*options) as fleet:
-        for turn in range(turns):
-            names = list(MODES)
-            for mode in names[turn % len(names) :] + names[: turn % len(names)]:
-                found = _run(fleet, _spec(model, prompts, steps, **MODES[mode]))[STILL_STEPS:]
-                seconds = ", ".join(f"{step['wall_s']:.2f}" for step in found)
-                say(f"{machine()}; {mode}: {seconds} s")
-                measured[mode] += found
-    return measured
+QUANTILES = (("p50", 0.5), ("p90", 0.9), ("p95", 0.95), ("max", 1.0))
 
 
-def _spec(
+def _measure(fleet: Fleet, here: Here, model: Path, prompts: Path) -> tuple[Turns, int]:
+    """The measured steps of each mode, which take turns in another order each time; groups that helpers learned."""
+    measured: Turns = {mode: [] for mode in MODES}
+    helped, began = 0, time.monotonic()
+    for turn in range(here.turns):
+        spent = time.monotonic() - began
+        if turn and spent * (turn + 1) / turn > here.budget_s:
+            say(f"{turn} of {here.turns} turns are made in {spent:.0f} s: the next would not end in time")
+            break
+        names = list(MODES)
+        for mode in names[turn % len(names) :] + names[: turn % len(names)]:
+            steps, groups = _run(
+                fleet, make_spec(here, model, prompts, here.steps + STILL_STEPS, **MODES[mode])
+            )
+            found = steps[STILL_STEPS:]
+            seconds = ", ".join(f"{step.wall_s:.2f}" for step in found)
+            say(f"{machine()}; {mode}: {seconds} s" + (f"; {groups} groups helped" if groups else ""))
+            measured[mode].append(found)
+            helped += groups
+    return measured, helped
+
+
+def make_spec(
+    here: Here,
     model: Path,
     prompts: Path,
     steps: int,
@@ -76,38 +139,44 @@ def _spec(
     placement: dict[str, Any],
     rollout: dict[str, Any],
     helpers: int,
+    groups: int = 0,
 ) -> dict[str, Any]:
+    """A run of a mode, with so many `groups` a step if they are not as many as usual."""
+    groups = groups or here.groups
     return {
         "steps": steps,
         "seed": 7,
         "export": False,
         "model": {"path": str(model), "dtype": "float32"},
         "data": {"source": "jsonl", "options": {"path": str(prompts)}, "prompt": {"chat": False}},
-        "sampling": {"max_new_tokens": LONGEST},
-        "algorithm": {"group_size": GROUP_SIZE, "prompts_per_step": GROUPS},
+        "sampling": {"max_new_tokens": here.longest},
+        "algorithm": {"group_size": here.size, "prompts_per_step": groups},
         "optimizer": {"lr": 1e-12},
         "trainer": {"micro_batch_tokens": 1024, "helpers": helpers},
-        "rollout": {"max_concurrency": GROUPS * GROUP_SIZE, **rollout},
+        "rollout": {"max_concurrency": groups * here.size, **rollout},
         # Any reward that differs inside a group will do: equal rewards carry no gradient.
-        "reward": {"scorers": [{"name": "length", "options": {"target": 0, "limit": LONGEST + 1}}]},
+        "reward": {"scorers": [{"name": "length", "options": {"target": 0, "limit": here.longest + 1}}]},
         "placement": placement,
         "checkpoint": {"enabled": False},
     }
 
 
-def _run(fleet: Fleet, spec: dict[str, Any]) -> Steps:
-    """The steps of a finished run as its metrics show them, each with what helpers contributed."""
+def _run(fleet: Fleet, spec: dict[str, Any]) -> tuple[list[Measured], int]:
+    """The steps of a finished run, and the groups that helpers contributed to those that count."""
     from headrace.client import Client
 
-    give_up_at = time.monotonic() + RUN_S
     with Client(fleet.url, fleet.token) as client:
-        done = client.submit(spec)
-        while not done.ended and time.monotonic() < give_up_at:
-            time.sleep(LOOK_S)
-            done = client.get(done.id)
-        if done.state != "SUCCEEDED":
-            raise RuntimeError(f"{done.name} is {done.state}: {done.reason}")
-        helped = {item.step: item.helped for item in client.certificates(done.id) if item.live}
-        committed = [event for event in client.events(done.id) if event.type == "step_committed"]
-    views = [event.data["view"] for event in committed]
-    return [{**view, "helped": helped.get(view["step"], {})} for view in views]
+        run = finished(client, spec)
+        tokens: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
+        for each in client.trajectories(run):
+            tokens[each.step].append((each.prompt_ordinal, each.sample_index, each.tokens))
+        steps = [
+            Measured(step.wall_s, dict(step.stage_s), tuple(count for *_, count in sorted(tokens[step.step])))
+            for step in client.metrics(run)
+        ]
+        certificates = [item for item in client.certificates(run) if item.live]
+    return steps, _helped(certificates)
+
+
+def _helped(certificates: Sequence[Any]) -> int:
+    return sum(len(groups) for item in certificates[STILL_STEPS:] for groups in item.helped.values())

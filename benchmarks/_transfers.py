@@ -118,7 +118,7 @@ def tail(data: Mapping[str, Any], values: Values, mean: float, limit: float) -> 
 def _scaled(
     published: tuple[tuple[float, float], ...], correlation: float, mean: float, limit: float
 ) -> Lengths:
-    shape = Lengths.from_quantiles(dict(published), correlation)
+    shape = Lengths.from_quantiles(dict(published), correlation, GROUP)
     # An answer much longer than any seen is not assumed, however high the limit is.
     return shape.scaled(mean, min(limit, shape.stretch * mean * 1.000001))
 

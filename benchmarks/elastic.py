@@ -4,16 +4,18 @@ Simulated: a 7B model with a long tail of output lengths. The costs of its stage
 (`data/published_measurements.json`, collocated, 64 to 256 GPUs); the tail has the published shape. What is not
 published is listed when the script starts. Static: the fastest, simulated, of the planner's best trees of every mode
 on the same devices. Elastic: the same devices with the policy of `headrace_coordinator.planner.elastic`, over the tree
-that is best with other seeds. Both draw the same lengths. Helpers pay for their weights and gradient over the link.
+that is best with another seed. Both draw the same lengths. Helpers pay for their weights and gradient over the link.
 
-Prints one JSON line: `elastic_speedup_64` and `elastic_speedup_1024` with the published batch (512 prompts of 16
-answers), `elastic_speedup_N_load_Q` with Q answers a device, `elastic_ideal_N_load_Q` (static over the longer of: all
-work spread over all devices with none ever idle; generation alone on all devices), `simulate_s_1024` (CPU seconds of
-ten static steps).
+Prints one JSON line. `elastic_speedup_N_load_Q`: N devices, Q answers a device, helpers of eight devices (a host);
+`..._single_N_load_Q`: of one. `elastic_bound_N_load_Q`: static over what no policy can beat (`_elastic_bound.fluid`);
+`elastic_ideal_N_load_Q`: over the longer of all work spread over all devices and generation alone on all of them.
+`elastic_speedup_N` is that of the load whose generation comes nearest to the 260 s of the published tail's run.
+`simulate_s_1024`: CPU seconds of ten static steps.
 
 With `--here` a real fleet on two cores runs long-tailed steps in each static mode and with a helper
-(`_elastic_here.py`), and the line has `elastic_speedup_here` (median step of the fastest static mode over that of the
-elastic run) and `switch_s` (what a step spends on devices that change hands) instead.
+(`_elastic_here.py`). The line has `elastic_speedup_here` (median step of the fastest static mode over that of the
+elastic run), `simulated_vs_measured_error` (the simulated cluster with what the static runs say of themselves against
+what was measured, with moves and without, the worse) and what they come from. `switch_s` is `lease_switch.py`'s.
 """
 
 from __future__ import annotations
@@ -23,9 +25,11 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
-from _elastic_here import figures_here
+from _elastic_bound import fluid, ideal
+from _elastic_here import Here, figures_here
 from _harness import emit, machine, say, table
 from _transfers import MEASUREMENTS, load
 from headrace_coordinator.planner import (
@@ -53,35 +57,40 @@ from headrace_coordinator.planner.explaining import ALTERNATIVES
 from headrace_coordinator.planner.outlook import MoveCosts
 
 PUBLISHED = 512 * 16
+SMALLEST = 64
+"""Devices of the smallest published trainer group."""
 FITTED = ("64", "128", "256")
-LOADS = {64: (8, 16, 32, 64, 128), 1024: (8, 32)}
+LOADS = {64: (8, 16, 24, 32, 48, 64, 128), 1024: (8, 16, 24, 32, 48)}
+NEAREST = 32
+"""Answers a device whose generation comes nearest to the 260 s of the published tail's run, of those above."""
+HELPERS = (1, 8)
+"""Devices of a helper."""
 SYNC = Sync(between_s=3, same_s=2)
 OWNERS = (2, 4, 8)
 """Trainer groups that elastic steps are tried with: these parts of the devices, or all of them in turns."""
 ASSUMED = """not published, and assumed (one value, not chosen by the result):
-  link 50e9 bytes/s a device (400 Gb/s); a helper is one device, loads 14e9 bytes (bf16) and sends 28e9 (fp32 gradient)
+  link 50e9 bytes/s a device (400 Gb/s); a helper loads 14e9 bytes (bf16) and sends 28e9 (fp32 gradient)
+  a helper's devices learn as those of a trainer group of 64, the smallest published; whole groups of 16 answers
   notice 1 s; a moved answer's cache is computed again at the pace of the published log-prob stage
   load and offload: generate 3 and 1 s, learn 4 and 3 s; weight sync 3 s to other devices, 2 s on the same
-  a helper learns no faster than one of as many devices in one trainer group; whole groups of 16 answers
+  memory limits neither side, so that static modes and elastic ones may keep both stages loaded
   answers of a group are alike in length (group_correlation 1, as in planner_assumptions.json)
-  no log-prob stage; scoring is free; memory limits neither side, so that static modes may keep both stages loaded
+  no log-prob stage; scoring is free
   a move saves at least 2% of the rest of the step, and comes 10 s after the last one"""
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Seconds of a step: the fastest static mode and its name, the elastic one and its tree's name, the ideal."""
+    """Seconds of a step: static and its mode, elastic and its tree by devices of a helper, and two bounds."""
 
-    static_s: float
-    static: str
-    elastic_s: float
-    elastic: str
+    static: tuple[float, str]
+    elastic: dict[int, tuple[float, str]]
     ideal_s: float
+    bound_s: float
 
-    @property
-    def speedup(self) -> float:
-        """Static over elastic."""
-        return self.static_s / self.elastic_s
+    def speedup(self, helper: int) -> float:
+        """Static over elastic with helpers of so many devices."""
+        return self.static[0] / self.elastic[helper][0]
 
 
 def main() -> None:
@@ -104,62 +113,66 @@ def main() -> None:
     options = parser.parse_args()
     say(machine())
     if options.here:
-        emit("elastic", figures_here(options.turns, options.steps, options.width, options.layers))
+        emit("elastic", figures_here(Here(options.turns, options.steps, options.width, options.layers)))
         return
     say(ASSUMED)
     data, figures, rows = load(options.measurements), {}, []
     for devices, loads in LOADS.items():
         for answers in loads:
             found = compare(data, devices, answers * devices, options.iterations, options.seed)
-            figures[f"elastic_speedup_{devices}_load_{answers}"] = found.speedup
-            figures[f"elastic_ideal_{devices}_load_{answers}"] = found.static_s / found.ideal_s
-            if answers * devices == PUBLISHED:
-                figures[f"elastic_speedup_{devices}"] = found.speedup
-            rows.append(
-                (
-                    devices, answers, f"{found.static_s:.0f}", found.static,
-                    f"{found.elastic_s:.0f}", found.elastic, f"{found.speedup:.3f}",
-                    f"{found.static_s / found.ideal_s:.3f}",
-                )
-            )  # fmt: skip
+            at = f"{devices}_load_{answers}"
+            figures[f"elastic_speedup_{at}"] = found.speedup(HELPERS[-1])
+            figures[f"elastic_speedup_single_{at}"] = found.speedup(HELPERS[0])
+            figures[f"elastic_bound_{at}"] = found.static[0] / found.bound_s
+            figures[f"elastic_ideal_{at}"] = found.static[0] / found.ideal_s
+            rows.append(row(devices, answers, found))
+            say(f"{devices} devices, {answers} answers a device: {found.speedup(HELPERS[-1]):.3f}")
+        figures[f"elastic_speedup_{devices}"] = figures[f"elastic_speedup_{devices}_load_{NEAREST}"]
     table(
-        ("devices", "answers a device", "static, s", "mode", "elastic, s", "over", "speed-up", "ideal"),
+        ("devices", "answers a device", "static, s", "mode", "elastic, s", "over", "speed-up", "helpers of 1",
+         "bound", "ideal"),
         rows,
-    )
+    )  # fmt: skip
     figures["simulate_s_1024"] = simulate_seconds(data, options.seed)
     emit("elastic", dict(sorted(figures.items())))
+
+
+def row(devices: int, answers: int, found: Comparison) -> tuple[object, ...]:
+    """One comparison for the reader."""
+    (static_s, mode), (elastic_s, over) = found.static, found.elastic[HELPERS[-1]]
+    ratios = (
+        *(found.speedup(size) for size in reversed(HELPERS)),
+        static_s / found.bound_s,
+        static_s / found.ideal_s,
+    )
+    published = " (published batch)" if answers * devices == PUBLISHED else ""
+    seconds = f"{static_s:.0f}", mode, f"{elastic_s:.0f}", over
+    return devices, f"{answers}{published}", *seconds, *(f"{ratio:.2f}" for ratio in ratios)
 
 
 def compare(data: Mapping[str, Any], devices: int, items: int, iterations: int, seed: int) -> Comparison:
     """The fastest static mode and the elastic policy, with the same drawn lengths."""
     work, costs = workload(data, devices, items), move_costs(data)
     static = min((simulate(work, tree, iterations, seed).step_s, name) for name, tree in modes(work))
-    bases = dict(elastic_trees(devices))
-    tried = {name: simulate_elastic(work, tree, costs, 1, seed + 1000).step_s for name, tree in bases.items()}
-    best = min(tried, key=lambda name: tried[name])
-    elastic = simulate_elastic(work, bases[best], costs, iterations, seed).step_s
-    return Comparison(static[0], static[1], elastic, best, ideal(work, iterations, seed))
+    both = resident(work)
+    trees = dict(elastic_trees(devices))
+    elastic: dict[int, tuple[float, str]] = {}
+    for size in HELPERS:
+        tried = {
+            name: simulate_elastic(both, tree, costs, 1, seed + 1000, size).step_s
+            for name, tree in trees.items()
+        }
+        best = min(tried, key=lambda name: tried[name])
+        elastic[size] = simulate_elastic(both, trees[best], costs, iterations, seed, size).step_s, best
+    drawn = [draw(work, seed, iteration) for iteration in range(iterations)]
+    bounds = [fmean(bound(work, each, costs.helper_item_s) for each in drawn) for bound in (ideal, fluid)]
+    return Comparison(static, elastic, *bounds)
 
 
-def ideal(work: Workload, iterations: int, seed: int) -> float:
-    """Mean seconds of what bounds every schedule of the drawn lengths: all work over all devices, or generation alone.
-
-    Generation's fixed cost counts in the second alone; learning has the efficiency of all devices together.
-    """
-    generate, learn = work.profiles["generate"], work.profiles["learn"]
-    devices, alone = (
-        work.devices["gpu"].count,
-        Workflow("generate", ("generate",), (), (), work.workflow.group_size),
-    )
-    decoding = simulate(
-        replace(work, workflow=alone), Leaf("generate", "gpu", devices), iterations, seed
-    ).seconds
-    found = 0.0
-    for iteration, decode_s in enumerate(decoding):
-        items = sum(draw(work, seed, iteration).weights)
-        area = generate.parts(items, devices)[2] + learn.seconds(items, devices)
-        found += max(area, decode_s) / iterations
-    return found
+def resident(work: Workload) -> Workload:
+    """Memory limits neither side: both stages stay loaded on all devices, as in the fastest static modes."""
+    loaded = {stage: replace(profile, load_s=0.0, offload_s=0.0) for stage, profile in work.profiles.items()}
+    return replace(work, profiles=loaded)
 
 
 def modes(work: Workload) -> Iterator[tuple[str, Node]]:
@@ -209,6 +222,7 @@ def move_costs(data: Mapping[str, Any]) -> MoveCosts:
         weight_bytes=14e9,
         gradient_bytes=28e9,
         link_bytes_per_s=50e9,
+        helper_item_s=workload(data, SMALLEST, SMALLEST).profiles["learn"].seconds(SMALLEST, SMALLEST),
         resume_item_s=logprob * 64 / PUBLISHED,
     )
 

@@ -65,6 +65,7 @@ def test_refusal_is_exit_2_with_key_problem_and_fix(headrace, coordinator, spec_
     [
         (["run", "submit", "nowhere.yaml"], "nowhere.yaml: cannot be read"),
         (["scale", "rolout=2"], "rollout=2"),
+        (["up", "--scale", "rolout=2"], "rollout=2"),
         (["demo", "--preset", "smol"], "tiny or smollm2"),
         (["run", "get", "r-9"], "no /v1/runs/r-9"),
         (["up", "--rollout", "-1"], "--rollout"),

@@ -119,7 +119,7 @@ def test_sigterm_stops_the_fleet(fleet):
 
 @pytest.mark.parametrize("how", ["down", "sigterm"])
 def test_trainers_stop_first_and_the_coordinator_last(fleet, how):
-    launcher = fleet.up("--rollout", "2")["launcher_pid"]
+    launcher = fleet.up("--scale", "rollout=2")["launcher_pid"]
     (fleet.data_dir / "slow-trainer").touch()
     if how == "down":
         said = fleet.run("down").stderr

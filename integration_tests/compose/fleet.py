@@ -51,7 +51,8 @@ class ComposeFleet:
         """Output of `docker compose …`; fails the test unless it succeeds."""
         files = ["docker-compose.yml", *(str(HERE / name) for name in ("slow.yaml", *overlays))]
         chosen = [part for file in files for part in ("-f", file)]
-        return run(["docker", "compose", "-p", PROJECT, *chosen, *arguments], self._environment, timeout_s)
+        command = ["docker", "compose", "-p", PROJECT, "--profile", "embodied", *chosen, *arguments]
+        return run(command, self._environment, timeout_s)
 
     def up(self, *arguments: str, timeout_s: float = 600.0, overlays: tuple[str, ...] = ()) -> None:
         """`docker compose up -d --wait …`, and every wanted instance is registered."""
@@ -83,9 +84,9 @@ class ComposeFleet:
         found: list[dict[str, Any]] = json.loads(run(["docker", "inspect", identity], self._environment))
         return found[0]
 
-    def inside(self, service: str, *command: str) -> str:
-        """Output of a command in a service's container."""
-        return self.compose("exec", "-T", service, *command)
+    def inside(self, service: str, *command: str, index: int = 1) -> str:
+        """Output of a command in a service's container, the first or another one."""
+        return self.compose("exec", "-T", "--index", str(index), service, *command)
 
     def image_bytes(self, service: str) -> int:
         """Size of a service's image."""

@@ -1,4 +1,4 @@
-"""Runs of robot policies with real services: trained, paused, resumed, shown; a killed simulator costs nothing."""
+"""Robot policies with real services: trained, paused, resumed, shown; simulators are killed, come and go."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from harness import corridor
 from harness.fleet import Fleet
 from harness.ledger import audit
 from harness.waiting import wait_for
 from headrace.client import Run
+from headrace_cli.demonstrations.lerobot import EpisodeData, write_data_set
 
 BATCH, STEPS, LONGEST = 6, 4, 8
 
@@ -61,8 +63,17 @@ def spec(directory: Path, **more: Any) -> dict[str, Any]:
     }
 
 
-def test_a_robot_policy_is_trained_paused_resumed_and_shown(fleet: Fleet, tmp_path: Path):
-    run = fleet.submit(spec(tmp_path, evaluation={"every": 2}))
+def demonstrations(directory: Path) -> str:
+    """Two episodes of walking to the goal, as a data set."""
+    states = [np.array([0.3 * step, 1.0], np.float32) for step in range(3)]
+    shown = EpisodeData("walk", states, [np.ones(1, np.float32)] * len(states))
+    write_data_set(directory / "shown", [shown, shown], {})
+    return str(directory / "shown")
+
+
+def test_a_robot_policy_is_cloned_trained_paused_resumed_and_shown(fleet: Fleet, tmp_path: Path):
+    warmup = {"demonstrations": demonstrations(tmp_path), "steps": 3}
+    run = fleet.submit(spec(tmp_path, evaluation={"every": 2}, trainer={"warmup": warmup}))
     fleet.reach(run, 1)
     fleet.client.pause(run.id)
     fleet.state(run, "PAUSED", "SUCCEEDED")
@@ -76,6 +87,9 @@ def test_a_robot_policy_is_trained_paused_resumed_and_shown(fleet: Fleet, tmp_pa
     views = [event.data["view"] for event in events if event.type == "evaluated"]
     assert [view["step"] for view in views] == [0, 2, STEPS]
     assert all(0.0 <= view["score"] <= 1.0 and view["answers"] == 4 for view in views)
+    assert ended.warmup_steps == 3
+    notes = [event.data["text"] for event in events if event.type == "noted"]
+    assert any("imitated 6 moments of demonstrations in 3 supervised steps" in note for note in notes)
     (fitted,) = [event for event in events if event.type == "policy_fitted"]
     assert fitted.data["policy"]["state_size"] == 2
     assert (Path(ended.export_path) / "policy.json").is_file()
@@ -110,14 +124,21 @@ def test_episodes_are_shown_in_place_of_answers(fleet: Fleet, tmp_path: Path):
     assert all(1 <= episode["steps"] <= LONGEST and episode["return"] < 0 for episode in episodes)
 
 
-def test_a_killed_simulator_costs_no_version_and_nothing_is_trained_twice(fleet: Fleet, tmp_path: Path):
+def test_a_killed_simulator_costs_no_version_and_a_new_one_takes_part(fleet: Fleet, tmp_path: Path):
     fleet.ready("simulator-0", "simulator-1")
-    run = fleet.submit(spec(tmp_path, data={"options": {"starts": 64}}, export=False))
+    spec_of_run = spec(tmp_path, data={"options": {"starts": 64}}, export=False)
+    spec_of_run["environment"]["step_timeout_s"] = 300.0  # what stands still below is not lost for that
+    run = fleet.submit(spec_of_run)
     fleet.reach(run, 1)
     (tmp_path / "hold").touch()
     wait_for((tmp_path / "held").exists, "an episode to stand still", 60)
     killed = fleet.kill("simulator-1")
+    assert fleet.client.scale("simulator", 3) == 3
+    fleet.ready("simulator-2")
+    newcomer = fleet.pid_of("simulator-2")
     (tmp_path / "hold").unlink()
+    wait_for(lambda: corridor.Corridor.used(tmp_path, newcomer), "an episode in the new simulator", 120)
+    assert fleet.client.scale("simulator", 2) == 2  # the newcomer goes, with what it has begun
     found = audit(fleet, fleet.succeed(run))
     assert len(found.trained) == STEPS * BATCH
     assert found.rewinds == 0 and not found.abandoned

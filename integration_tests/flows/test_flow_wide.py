@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
+import httpx
 import pytest
 from harness.fleet import Fleet
 from harness.gate import Gate
@@ -64,6 +66,48 @@ def test_the_reward_instance_serves_both_runs_at_once(wide, spec_of, tmp_path):
         gate.open()
     for run in runs:
         assert wide.succeed(run).step == 1
+
+
+SHARED = {"mode": "disaggregated", "rollout": ["cpu:0"], "trainer": ["cpu:1"], "share": True}
+
+
+@pytest.mark.nightly  # test_core_sharing has it in virtual time, with kills
+def test_two_runs_share_two_cores_stage_by_stage(wide, spec_of):
+    wide.ready("rollout-0", "rollout-1", "trainer-0", "trainer-1")
+    runs = [wide.submit(spec_of(name="shared", steps=8, seed=seed, placement=SHARED)) for seed in (1, 2)]
+    ended = [wide.succeed(run) for run in runs]
+    for run in ended:
+        found = audit(wide, run)
+        assert len(found.trained) == 8 * BATCH and not found.dropped and run.recoveries == 0
+        assert all(certificate.max_staleness == 0 for certificate in found.live)
+    assert ended[0].started_at < ended[1].finished_at and ended[1].started_at < ended[0].finished_at
+    holds = []
+    for run in ended:
+        url = f"{wide.url}/v1/runs/{run.id}/timeline"
+        for hold in httpx.get(url, params={"steps": 200}, headers=wide.headers, trust_env=False).json()[
+            "holds"
+        ]:
+            holds += [(device, hold["start"], hold["end"], run.id) for device in hold["devices"]]
+    assert len({device for device, *_ in holds}) == 2
+    passed = 0
+    for (device, _, end, run), (following, start, _, other) in pairwise(sorted(holds)):
+        if device == following:
+            assert end <= start, f"{device} is held twice"
+            passed += run != other
+    assert passed >= 8, f"the runs take turns on a core stage by stage: {holds}"
+
+
+@pytest.mark.nightly
+def test_while_one_run_waits_for_its_rewards_another_has_its_cores(wide, spec_of, gate):
+    gate.hold_after(3)
+    shared = {"mode": "collocated", "share": True}
+    waits = wide.submit(spec_of(name="waits", steps=2, reward=gate.reward, placement=shared))
+    gate.wait_until_held()
+    other = wide.succeed(wide.submit(spec_of(name="other", steps=3, placement=shared)))
+    assert other.step == 3 and wide.client.get(waits.id).step == 0
+    gate.open()
+    ended = wide.succeed(waits)
+    assert len(audit(wide, ended).trained) == 2 * BATCH and ended.recoveries == 0
 
 
 def run_elastic(fleet: Fleet, spec_of: Any) -> tuple[list[dict[str, list[int]]], list[str]]:

@@ -1,7 +1,11 @@
-"""A user's own environment: walk to a goal that follows from the seed. A file beside it makes its steps stand still."""
+"""A user's own environment: walk to a goal that follows from the seed. A file beside it makes its steps stand still.
+
+A file tells which simulator processes hold one.
+"""
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -20,11 +24,17 @@ class Corridor(gymnasium.Env[np.ndarray, np.ndarray]):
     def __init__(self, directory: str) -> None:
         self._directory = Path(directory)
 
+    @staticmethod
+    def used(directory: Path, simulator: int) -> bool:
+        """Whether an episode began in the simulator of a process id."""
+        return (directory / f"used-{simulator}").exists()
+
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[np.ndarray, dict[str, Any]]:
         """Begins at 0."""
         super().reset(seed=seed, options=options)
+        (self._directory / f"used-{os.getppid()}").touch()
         self._position, self._goal = 0.0, float(self.np_random.uniform(-1.0, 1.0))
         return self._seen(), {}
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from headrace_cli.commands import debug, demo, evaluation, fleet, inspect, plan, profile, run
+from headrace_cli.commands import debug, demo, demonstrations, evaluation, fleet, inspect, plan, profile, run
 from headrace_cli.errors import EXIT_INTERRUPTED, EXIT_MISTAKE, CommandError
 from headrace_cli.output import print_error
 from headrace_cli.pipes import quiet_pipes
@@ -47,6 +47,7 @@ fleet.add_to(app)
 demo.add_to(app)
 app.add_typer(run.app, name="run")
 app.add_typer(evaluation.app, name="eval")
+app.add_typer(demonstrations.app, name="demonstrations")
 inspect.add_to(app)
 plan.add_to(app)
 profile.add_to(app)

@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+from headrace_schema.openings import TrainerConfig
 from headrace_schema.problems import explain
 from headrace_schema.spec import RunSpec
 from pydantic import ValidationError
@@ -45,6 +46,7 @@ def test_what_is_given_stays():
     [
         ({"sampling": {"max_new_tokens": 5}}, "sampling.max_new_tokens"),
         ({"trainer": {"warmup": {"steps": 2}}}, "trainer.warmup.steps"),
+        ({"trainer": {"warmup": {"demonstrations": "./push"}}}, "trainer.warmup.demonstrations"),
         ({"rollout": {"engine": "vllm"}}, "rollout.engine"),
         ({"algorithm": {"truncated": "mask"}}, "algorithm.truncated"),
         ({"data": {"source": "copy_digits"}}, "data.source"),
@@ -60,7 +62,16 @@ def test_what_makes_no_sense_in_an_embodied_run_is_refused_by_its_key(more: dict
 
 def test_other_workflows_have_no_environment_and_no_robot_policy():
     text = {"data": {"source": "copy_digits"}, "reward": {"scorers": [{"name": "exact"}]}}
-    assert problems_of({"workflow": "reasoning", **text}).keys() == {"environment", "model.policy"}
+    text["trainer"] = {"warmup": {"steps": 2, "demonstrations": "./push"}}
+    strange = {"environment", "model.policy", "trainer.warmup.demonstrations"}
+    assert problems_of({"workflow": "reasoning", **text}).keys() == strange
+
+
+def test_a_warm_up_on_demonstrations_is_handed_to_the_trainer():
+    warmup = {"steps": 20, "demonstrations": "./push", "episodes": 8}
+    spec = RunSpec.model_validate({**BASE, "trainer": {"warmup": warmup}})
+    config = TrainerConfig.of(spec, instruction=spec.data.prompt.template)
+    assert config.trainer.warmup.episodes == 8 and config.instruction == "{question}"
 
 
 def test_minibatches_of_episodes_are_not_bounded_by_the_prompts():

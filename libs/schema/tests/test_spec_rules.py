@@ -123,6 +123,21 @@ def test_a_minimal_spec_is_valid_and_its_json_is_a_fixed_point():
             "trainer.helpers",
             "placement.mode: collocated",
         ),
+        (
+            {"placement": {"mode": "auto", "share": True}},
+            "placement.share",
+            "set placement.mode: collocated or disaggregated",
+        ),
+        (
+            {"placement": {"mode": "disaggregated", "share": True, "flow": "pipelined"}},
+            "placement.flow",
+            "set placement.flow: sequential",
+        ),
+        (
+            {"placement.share": True, "trainer.helpers": 1, "rollout.instances": 2},
+            "trainer.helpers",
+            "set trainer.helpers: 0",
+        ),
         ({"evaluation.every": 5}, "evaluation.every", "set data.heldout above 0"),
         ({"evaluation.samples": 4}, "evaluation.samples", "greedy: false"),
         ({"reward.scorers": [{"name": "exact", "weight": 0}]}, "reward.scorers", "every weight is 0"),
@@ -154,7 +169,9 @@ JSON = st.recursive(
 )
 
 
-@settings(suppress_health_check=[HealthCheck.too_slow])  # The first draw of text builds a table.
+@settings(
+    deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)  # The first draw of text builds a table.
 @given(st.dictionaries(KEYS, JSON, max_size=4))
 def test_any_json_is_either_valid_or_explained(values):
     try:

@@ -3,13 +3,14 @@
 import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 from headrace_coordinator.api.admission import FleetView, check
 from headrace_coordinator.api.control import Page, Refused
 from headrace_coordinator.api.overviews import summary
 from headrace_schema.evaluating import EvaluationSpec
-from headrace_schema.evaluations import ComparisonView, EvaluationRunView
+from headrace_schema.evaluations import ComparisonView, EvaluationRunView, VideoListView
 from headrace_schema.overviews import CurvesView, FlowView
 from headrace_schema.problems import nearest
 from headrace_schema.spec import RunSpec
@@ -125,6 +126,12 @@ class FakeControl:
 
     async def compare_evaluations(self, first: str, second: str) -> ComparisonView:
         raise Refused("NOT_FOUND", f"there is no evaluation {first!r}")
+
+    async def evaluation_videos(self, evaluation_id: str) -> VideoListView:
+        raise Refused("NOT_FOUND", f"there is no evaluation {evaluation_id!r}")
+
+    async def evaluation_video(self, evaluation_id: str, name: str) -> Path:
+        raise Refused("NOT_FOUND", f"there is no evaluation {evaluation_id!r}")
 
     def flow(self, run_id: str) -> FlowView:
         self.run(run_id)

@@ -183,6 +183,36 @@ def test_a_lost_simulator_costs_no_step_and_no_recovery(seed):
     assert sum(i.KIND == "simulator" for i in world.instances.values()) > 2
 
 
+class Scaled(Robots):
+    """In the middle of the run a third simulator comes, and then the first two are told to stop."""
+
+    async def trouble(self) -> None:
+        old = self.living("simulator")
+        while not any(i.running for i in self.living("rollout")):  # type: ignore[attr-defined]  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+        await self.bear("simulator", "simulator-9", self.hosts[0])
+        new = self.newcomer
+        while not new.pools:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+        await asyncio.gather(*(self.terminate(each, 10.0) for each in old))
+
+    @property
+    def newcomer(self):
+        return next(i for i in self.instances.values() if i.name == "simulator-9")
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_simulators_come_and_go_in_the_middle_of_a_run(seed):
+    world = Scaled(seed)
+    outcome = run_virtual(world.live())
+    assert (outcome.state, outcome.recoveries) == ("SUCCEEDED", 0)
+    assert outcome.trained + outcome.dropped == 6 * 8
+    assert outcome.trained > outcome.dropped
+    assert [i.name for i in world.living("simulator")] == ["simulator-9"]
+    environments = [request.count for request in world.requests if hasattr(request, "max_episode_steps")]
+    assert sum(environments) > 8, "environments moved"
+
+
 def test_instances_are_told_the_whole_policy():
     world = Robots(2)
     run_virtual(world.live())

@@ -23,6 +23,7 @@ from headrace_coordinator.planner import (
     reasoning,
 )
 from headrace_coordinator.planner.cluster import Label, simulate, simulate_elastic
+from headrace_coordinator.planner.cluster.sampling import Draws
 from headrace_coordinator.planner.elastic import ElasticState, Role, Rollout, plan_elastic
 from headrace_coordinator.planner.outlook import MoveCosts, Terms
 from hypothesis import HealthCheck, given, settings
@@ -74,11 +75,14 @@ def few(examples):
     seed=st.integers(0, 5),
     generate=st.sampled_from([{}, {"replica_devices": 2}, {"max_concurrency": 8}]),
     costs=st.sampled_from([COSTS, replace(COSTS, min_gain=0.0, min_hold_s=4.0), MoveCosts(min_hold_s=8.0)]),
+    team=st.sampled_from([1, 3, 4]),
 )
-def test_items_and_devices_are_conserved_over_moves(tree, items, correlation, learn_s, seed, generate, costs):
+def test_items_and_devices_are_conserved_over_moves(
+    tree, items, correlation, learn_s, seed, generate, costs, team
+):
     lengths = replace(LONG_TAIL, group_correlation=correlation)
     work = work_of(items, lengths, learn_s, **generate)
-    found = simulate_elastic(work, tree, costs, 2, seed)
+    found = simulate_elastic(work, tree, costs, 2, seed, team)
     did = Counter()
     for span in found.timeline.spans:
         did[span.stage, span.label] += span.items
@@ -127,6 +131,33 @@ def test_a_long_tail_is_shortened_and_helpers_pay_for_their_bytes():
     terms = Terms(work.profiles["generate"], work.profiles["learn"], 16, 4, shared=False, costs=COSTS)
     assert terms.join_s == pytest.approx(1 + 1 + 14 / 50)
     assert terms.contribution_s(9) == pytest.approx(3 * 28 / 50)
+
+
+def test_a_helper_of_several_devices_learns_a_long_group_in_time_and_sends_one_gradient():
+    work = work_of(items=1024)
+    alone, team = (simulate_elastic(work, shared(), COSTS, 2, 1, devices) for devices in (1, 4))
+    assert team.step_s < alone.step_s
+    terms = Terms(work.profiles["generate"], work.profiles["learn"], 16, 4, True, COSTS, helper_devices=4)
+    assert terms.contribution_s(16) == pytest.approx(28 / 50)
+    assert terms.helper_s(8.0, 4) == pytest.approx(work.profiles["learn"].seconds(8.0, 4))
+    measured = replace(terms, costs=replace(COSTS, helper_item_s=2.0))
+    assert measured.helper_s(8.0, 4) == pytest.approx(8.0 * 2.0 / 4)
+
+
+def test_devices_leave_one_after_the_other_as_outputs_end():
+    found = simulate_elastic(work_of(items=1024), shared(), replace(COSTS, min_hold_s=4.0), 1, 1)
+    joined = {span.begin for span in found.timeline.spans
+              if span.label is Label.SWITCH and span.stage == "learn" and span.end < found.step_s - 20}  # fmt: skip
+    assert len(joined) > 2
+
+
+def test_steps_of_given_lengths_take_what_these_take():
+    work = work_of(items=32)
+    short, long = (Draws({"generate": [length] * 32}, [length] * 32) for length in (0.5, 2.0))
+    static = simulate(work, shared(), 2, given=(short, long))
+    assert static.seconds[1] > static.seconds[0]
+    again = simulate_elastic(work, shared(), COSTS, 2, given=(long, short))
+    assert again.seconds[0] > again.seconds[1]
 
 
 def state_of(decoded=2.5, unfinished=2, count=8, **changes):

@@ -1,8 +1,11 @@
 """Lists of the HTTP API: pages, orders and filters."""
 
+from pathlib import Path
+
 import pytest
 from headrace_coordinator.projections import RunProjection
 from headrace_coordinator.projections.trajectories import Settled
+from headrace_schema.evaluations import VideoListView, VideoView
 from http_parts import problems, walk
 
 
@@ -124,3 +127,22 @@ async def test_instances_and_leases_by_state_in_an_order(api, fake_control, monk
     for path in ("/v1/instances", "/v1/leases"):
         for query, key in (("state=SLEEPING", "state"), ("order=best", "order")):
             assert key in problems(await api.get(f"{path}?{query}"))
+
+
+async def test_videos_are_listed_and_served_as_files(api, fake_control, tmp_path, monkeypatch):
+    (tmp_path / "0001-0-push-success.mp4").write_bytes(b"film")
+    view = VideoView(name="0001-0-push-success.mp4", item=1, sample=0, success=True, size_bytes=4)
+
+    async def videos(evaluation: str) -> VideoListView:
+        return VideoListView(videos=[view])
+
+    async def video(evaluation: str, name: str) -> Path:
+        assert (evaluation, name) == ("push-00001a", view.name)
+        return tmp_path / name
+
+    monkeypatch.setattr(fake_control, "evaluation_videos", videos)
+    monkeypatch.setattr(fake_control, "evaluation_video", video)
+    listed = await api.get("/v1/evaluations/push-00001a/videos")
+    assert listed.json() == {"videos": [view.model_dump()]}
+    answer = await api.get(f"/v1/evaluations/push-00001a/videos/{view.name}")
+    assert (answer.headers["content-type"], answer.content) == ("video/mp4", b"film")

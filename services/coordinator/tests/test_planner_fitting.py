@@ -2,8 +2,22 @@
 
 from __future__ import annotations
 
+import math
+from statistics import fmean
+
 import pytest
-from headrace_coordinator.planner import Lengths, Memory, PlanError, Point, Profile, fit
+from headrace_coordinator.planner import (
+    DeviceKind,
+    Lengths,
+    Memory,
+    PlanError,
+    Point,
+    Profile,
+    Workload,
+    fit,
+    reasoning,
+)
+from headrace_coordinator.planner.cluster.sampling import draw
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -72,7 +86,32 @@ def test_points_that_do_not_suffice_are_refused(points, words):
 def test_the_tail_makes_generation_slower_than_its_mean():
     flat = Profile("generate", fixed_s=10, item_s=0.1)
     tailed = Profile("generate", fixed_s=10, item_s=0.1, lengths=LENGTHS)
-    assert tailed.seconds(64, 8) == pytest.approx(flat.seconds(64, 8) + 10 * (LENGTHS.stretch - 1))
+    longest = LENGTHS.expected_longest(64)
+    assert 1 < longest < LENGTHS.stretch
+    assert tailed.seconds(64, 8) == pytest.approx(flat.seconds(64, 8) + 10 * (longest - 1))
+
+
+@pytest.mark.parametrize("correlation", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("items", [16, 512, 8192])
+def test_the_longest_output_is_the_mean_of_the_drawn_longest(items, correlation):
+    """Against the draws of the simulated cluster, which takes whole groups by another way."""
+    lengths = Lengths(LENGTHS.values, correlation, 16)
+    work = Workload(
+        reasoning(group_size=16, infer=False),
+        {"generate": Profile("generate", item_s=1.0, lengths=lengths)},
+        {"gpu": DeviceKind(8)},
+        items,
+    )
+    drawn = [max(draw(work, seed, 0).lengths["generate"]) for seed in range(200 if items < 8192 else 10)]
+    assert lengths.expected_longest(items) == pytest.approx(fmean(drawn), rel=0.06)
+
+
+def test_fewer_outputs_end_earlier_and_arrive_by_the_same_distribution():
+    few, many = (LENGTHS.arrivals(1.0, 0.0, 1, 8, count) for count in (32, math.inf))
+    ends = [LENGTHS.expected_longest(count) for count in (32, math.inf)]
+    assert ends[0] < 0.9 * ends[1] and ends[1] == LENGTHS.stretch
+    assert few[-1] == many[-1] == pytest.approx(1.0)
+    assert [share * ends[0] for share in few[:4]] == pytest.approx([share * ends[1] for share in many[:4]])
 
 
 def test_groups_of_independent_lengths_arrive_later():

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import tempfile
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,11 +39,24 @@ class Case:
     options: dict[str, Any] = field(default_factory=dict)
     pixels: dict[str, Any] | None = None
     has_success: bool = True
+    variant: dict[str, Any] = field(default_factory=lambda: {"execution": {"random_start": [2, 4]}})
 
 
 CASES = [
-    Case("gymnasium", "Pendulum-v1", "Pendulun-v1", has_success=False),
-    Case("metaworld", "reach-v3", "reech-v3", pixels={"image_size": 64}),
+    Case(
+        "gymnasium",
+        "Pendulum-v1",
+        "Pendulun-v1",
+        has_success=False,
+        variant={"execution": {"g": [0.5, 0.8], "m": [1.5, 2.0]}},
+    ),
+    Case(
+        "metaworld",
+        "reach-v3",
+        "reech-v3",
+        pixels={"image_size": 64},
+        variant={"execution": {"gravity": [0.1, 0.5], "mass": 3.0, "damping": 0.5, "friction": 0.5}},
+    ),
     Case(
         "maniskill",
         "PushCube-v1",
@@ -187,6 +201,21 @@ async def test_a_chunk_is_its_actions_one_by_one(simulator, case, arrays):
 
 
 @every
+async def test_a_variant_follows_from_the_seed_and_changes_the_episode(simulator, case, arrays):
+    pools = [
+        await opened(simulator, case, options={**case.options, **more})
+        for more in ({}, {"variant": case.variant})
+    ]
+    chosen, episodes = actions(pools[0], 4), []
+    for pool in (*pools, pools[1]):
+        begun = flat(arrays(await pool.reset(seed=7)))
+        episodes.append([begun, *await rollout(pool, 0, chosen, arrays)])
+    plain, first, again = episodes
+    np.testing.assert_allclose(first, again, atol=1e-9)
+    assert not np.allclose(first, plain, atol=1e-6)
+
+
+@every
 async def test_a_partial_reset_leaves_the_others_alone(simulator, case, arrays):
     """Two environments in one process: the episode of one is the same with and without resets of the other."""
     seen = []
@@ -315,6 +344,38 @@ if PIXELS:
             path = instance.config.shm_dir / bodies[-1].blob.incarnation / "blobs" / bodies[-1].blob.blob_id
             image = np.frombuffer(path.read_bytes(), np.uint8).reshape(tuple(bodies[-1].shape))
             assert image.std() > 5, "an image of one colour shows nothing"
+            dark = await opened(
+                simulator, case, options={**case.pixels, "variant": {"vision": {"brightness": 0.2}}}
+            )
+            shown = decode_tensor((await dark.reset(seed=2)).observation[name], max_bytes=1 << 24)
+            assert shown.mean() < 0.5 * image.mean()
         request = simulator_pb2.RenderRequest(pool=pool.opened.pool, environments=[0])
         frame = decode_tensor((await simulator.stub.Render(request)).frames[0], max_bytes=1 << 24)
         assert frame.dtype == np.uint8 and frame.ndim == 3 and frame.shape[2] == 3 and frame.std() > 5
+
+    @pytest.mark.parametrize("case", PIXELS, ids=lambda case: case.name)
+    async def test_a_recorded_episode_is_a_video_of_every_action(simulator, case):
+        import imageio_ffmpeg
+
+        pool = await opened(simulator, case, options=case.pixels)
+        await pool.reset(seed=2, record=True)
+        chosen = actions(pool, 6)
+        for action in chosen[:2]:
+            await pool.act(action)
+        await pool.act_chunk(np.stack(chosen[2:]))
+        request = simulator_pb2.RenderRequest(pool=pool.opened.pool, environments=[0])
+        last = decode_tensor((await simulator.stub.Render(request)).frames[0], max_bytes=1 << 24)
+        request.video = True
+        (video,) = (await simulator.stub.Render(request)).videos
+        with tempfile.NamedTemporaryFile(suffix=".mp4") as file:
+            file.write(video)
+            file.flush()
+            frames = imageio_ffmpeg.read_frames(file.name)
+            width, height = next(frames)["size"]
+            pictures = [np.frombuffer(each, np.uint8).reshape(height, width, 3) for each in frames]
+        assert len(pictures) == 7, "the start and each action"
+        assert (width, height) == (last.shape[1], last.shape[0])
+        error = np.abs(pictures[-1].astype(float) - last).mean()
+        assert error < 12, "the last frame is the picture of the moment, but for what H.264 loses"
+        with pytest.raises(grpc.aio.AioRpcError, match="nothing was recorded"):
+            await simulator.stub.Render(request)

@@ -236,7 +236,7 @@ def test_warm_up_leaves_a_critic_that_begins_as_the_policy(make_backend):
         algorithm=ppo(critic="model"), trainer={"warmup": warmup}, warmup_examples=examples
     )
     before = copied(backend.weights())
-    assert backend.warm_up() == 2
+    assert backend.warm_up().steps == 2
     weights, critic = copied(backend.weights()), copied(backend._sharded.critic_weights())
     assert not torch.equal(weights["model.embed_tokens.weight"], before["model.embed_tokens.weight"])
     body = {n.removeprefix(f"{CRITIC}body."): v for n, v in critic.items() if ".body." in n}

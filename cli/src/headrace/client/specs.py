@@ -70,6 +70,8 @@ def _read(path: Path) -> dict[str, Any]:
 def _make_absolute(spec: dict[str, Any], folder: Path) -> None:
     """Existing files and directories by absolute path: the services have another working directory."""
     _absolute(spec.get("model"), "path", folder)
+    trainer = spec.get("trainer")
+    _absolute(trainer.get("warmup") if isinstance(trainer, dict) else None, "demonstrations", folder)
     data = spec.get("data")
     _absolute(data.get("options") if isinstance(data, dict) else None, "path", folder)
     suite = spec.get("suite")

@@ -13,7 +13,13 @@ import typer
 
 from headrace_cli.commands.options import DEFAULT_DATA_DIR, DataDirOption, JsonFlag, NoToken, Url
 from headrace_cli.errors import CommandError, mistake
-from headrace_cli.launcher.plan import DEFAULT_PORT, FleetPlan, engine_python, simulator_python
+from headrace_cli.launcher.plan import (
+    DEFAULT_PORT,
+    FleetPlan,
+    engine_python,
+    kind_and_count,
+    simulator_python,
+)
 from headrace_cli.output import console, error_console, print_json
 
 if TYPE_CHECKING:
@@ -40,6 +46,12 @@ def up(
     trainer: Count = 1,
     reward: Count = 1,
     simulator: Count = 1,
+    scale: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KIND=N", help="Instances of a service, as `headrace scale` says it: simulator=4."
+        ),
+    ] = None,
     devices: Annotated[
         str,
         typer.Option(
@@ -71,6 +83,7 @@ def up(
     from headrace_cli.launcher.stop import stop_fleet
 
     counts = {"rollout": rollout, "trainer": trainer, "reward": reward, "simulator": simulator}
+    counts |= dict(kind_and_count(text, "--scale") for text in scale or ())
     named = _device_names(devices)
     folder = str(data_dir.expanduser().absolute())
     pythons = {"rollout": engine_python(engine), "simulator": simulator_python(sim)}

@@ -8,8 +8,7 @@ import typer
 
 from headrace_cli.commands.options import DEFAULT_DATA_DIR, DataDirOption, JsonFlag, Url
 from headrace_cli.connection import connect, find_target
-from headrace_cli.errors import mistake
-from headrace_cli.launcher.plan import KINDS
+from headrace_cli.launcher.plan import kind_and_count
 from headrace_cli.output import console, print_json
 
 
@@ -72,13 +71,9 @@ def scale(
     """Set how many processes of a service run. Refused (exit code 2), with the figures, for more than the host
     can hold. Does not wait for them; a later number replaces an earlier one at once.
     """
-    kind, _, number = wanted.partition("=")
-    if kind not in KINDS or not number.isdigit():
-        raise mistake(
-            "KIND=N", f"{wanted!r} is not understood", f"write one of {', '.join(KINDS)}, such as rollout=2"
-        )
+    kind, number = kind_and_count(wanted, "KIND=N")
     with connect(find_target(url, data_dir)) as client:
-        count = client.scale(kind, int(number))
+        count = client.scale(kind, number)
     if as_json:
         print_json({"kind": kind, "count": count})
     else:

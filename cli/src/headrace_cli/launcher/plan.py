@@ -94,6 +94,16 @@ class Wiring:
         ]
 
 
+def kind_and_count(text: str, option: str) -> tuple[str, int]:
+    """What KIND=N says, such as rollout=2. Raises CommandError (exit code 2), which names the option."""
+    kind, _, number = text.partition("=")
+    if kind not in KINDS or not number.isdigit():
+        raise mistake(
+            option, f"{text!r} is not understood", f"write one of {', '.join(KINDS)}, such as rollout=2"
+        )
+    return kind, int(number)
+
+
 def engine_python(engine: str, folder: Path = Path()) -> str:
     """The Python whose rollout instances can run an engine: this one, or that of .envs/ENGINE below `folder`.
 

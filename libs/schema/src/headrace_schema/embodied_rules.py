@@ -18,7 +18,6 @@ OF_TEXT = {
     "data.prompt.system": "a policy's instruction has no system message",
     "data.prompt.prefill": "an episode begins with an observation",
     "data.exclude": "start states are no questions",
-    "trainer.warmup": "there are no reference answers",
     "trainer.reference": "no term of it is computed for robot policies",
     "trainer.micro_batch_tokens": "chunks are counted, not tokens",
     "trainer.helpers": "an episode does not go on elsewhere, so no device is given back inside a step",
@@ -71,8 +70,13 @@ def _start_states(data: Any, tasks: Any) -> Any:
 def embodied_problems(spec: RunSpec) -> Iterator[KeyProblemView]:
     """What does not fit together in a spec with, or without, an environment."""
     if spec.workflow != "embodied":
-        for key, given in (("environment", spec.environment), ("model.policy", spec.model.policy)):
-            if given is not None:
+        of_robots = {
+            "environment": spec.environment is not None,
+            "model.policy": spec.model.policy is not None,
+            "trainer.warmup.demonstrations": bool(spec.trainer.warmup.demonstrations),
+        }
+        for key, given in of_robots.items():
+            if given:
                 yield problem(
                     key, f"is of embodied runs, and workflow is {spec.workflow}", "set workflow: embodied"
                 )
@@ -82,12 +86,34 @@ def embodied_problems(spec: RunSpec) -> Iterator[KeyProblemView]:
         return
     yield from _of_text(spec)
     yield from _start_state_tasks(spec)
+    yield from _demonstrations(spec)
     count, least = spec.environment.count, spec.rollout.instances * len(set(spec.environment.tasks))
     if count < least:
         reason = f"{count} environments are too few: each of {spec.rollout.instances} rollout instances has one a task"
         yield problem("environment.count", reason, f"the nearest valid value is {least}")
+    known = {name for task in spec.environment.tasks for name in (task, spec.environment.variant_of(task)[0])}
+    if strange := set(spec.environment.instructions) - known:
+        reason = f"{', '.join(sorted(strange))} is not among environment.tasks"
+        yield problem("environment.instructions", reason, "name tasks of environment.tasks")
+    used = {spec.environment.variant_of(task)[1] for task in spec.environment.tasks}
+    for variant in sorted(set(spec.environment.variants) - used):
+        task = spec.environment.tasks[0]
+        yield problem(
+            f"environment.variants.{variant}", "no task has it", f"add {task}@{variant} to environment.tasks"
+        )
     if len(set(spec.environment.tasks)) < len(spec.environment.tasks):
         yield problem("environment.tasks", "a task is named twice", "name each task once")
+
+
+def _demonstrations(spec: RunSpec) -> Iterator[KeyProblemView]:
+    warmup = spec.trainer.warmup
+    if warmup.steps and not warmup.demonstrations:
+        reason = "a robot policy imitates demonstrations, and there are none"
+        fix = "give trainer.warmup.demonstrations, a directory that `headrace demonstrations collect` writes"
+        yield problem("trainer.warmup.steps", reason, fix)
+    if warmup.demonstrations and not warmup.steps:
+        reason = "they are not imitated in 0 steps"
+        yield problem("trainer.warmup.demonstrations", reason, "set trainer.warmup.steps, or leave it out")
 
 
 def _start_state_tasks(spec: RunSpec) -> Iterator[KeyProblemView]:
@@ -114,7 +140,7 @@ def _of_text(spec: RunSpec) -> Iterator[KeyProblemView]:
         inner = next(
             (
                 f".{name}"
-                for name in (type(place).model_fields if key in ("sampling", "trainer.warmup") else ())
+                for name in (type(place).model_fields if key == "sampling" else ())
                 if getattr(place, name) != getattr(default, name)
             ),
             "",

@@ -51,11 +51,21 @@ class OptimizerSection(Section):
 
 
 class WarmupSection(Section):
-    """Supervised steps on reference answers before the first RL step; reported as such."""
+    """Supervised steps before the first RL step, on reference answers or on demonstrations; reported as such."""
 
     steps: CountOrZero = Field(default=0, description="supervised steps")
     lr: Rate = Field(default=1e-3, description="learning rate of these steps")
-    batch: Count = Field(default=64, description="examples of one such step")
+    batch: Count = Field(
+        default=64, description="examples of one such step: answers, or moments of demonstrations"
+    )
+    demonstrations: str = Field(
+        default="",
+        description="directory of a LeRobot v3 data set, which a robot policy imitates; a language model learns from "
+        "the answers of `data`",
+    )
+    episodes: CountOrZero = Field(
+        default=0, description="demonstrations that are imitated, from the first on; 0: all"
+    )
 
 
 class TrainerSection(Section):

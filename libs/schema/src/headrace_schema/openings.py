@@ -65,11 +65,14 @@ class TrainerConfig(Opening):
     steps: Count = 10
     deterministic: bool = False
     warmup_examples: list[WarmupExample] = Field(default_factory=list)
+    instruction: str = "{question}"
+    """How the task of a demonstration is rendered for a policy that reads language."""
 
     @model_validator(mode="after")
     def _combinations(self) -> TrainerConfig:
         problems = list(truncated_sampling(self.sampling))
-        if self.trainer.warmup.steps and not self.warmup_examples:
+        warmup = self.trainer.warmup
+        if warmup.steps and not (self.warmup_examples or warmup.demonstrations):
             reason = "warm-up needs reference answers, and warmup_examples is empty"
             fix = "set trainer.warmup.steps: 0 or use a data source that has answers"
             problems.append(problem("trainer.warmup.steps", reason, fix))

@@ -51,6 +51,11 @@ class PlacementSection(Section):
     )
     rollout: Devices = Field(default_factory=list, description="devices that generate; default: by the mode")
     trainer: Devices = Field(default_factory=list, description="devices that learn; default: by the mode")
+    share: bool = Field(
+        default=False,
+        description="hold only the devices of the side at work, so that other runs with placement.share can use the "
+        "rest meanwhile; disaggregated: with placement.flow: sequential",
+    )
     measure_steps: Count = Field(
         default=3, description="auto: steps that are measured in each mode before one is chosen"
     )
@@ -59,6 +64,16 @@ class PlacementSection(Section):
         description="auto: when steps take lastingly longer or shorter than predicted, change the plan at the "
         "next step, or only say what would be better",
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_side(cls, given: Any) -> Any:
+        """A run that shares has no trainer beside it to stream to."""
+        return (
+            {"flow": "sequential", **given}
+            if isinstance(given, dict) and given.get("share") is True
+            else given
+        )
 
     @model_validator(mode="before")
     @classmethod

@@ -57,6 +57,7 @@ def impossible_combinations(spec: RunSpec) -> Iterator[KeyProblemView]:
         _prompt,
         _sampling,
         _placement,
+        _share,
         _helpers,
         _evaluation,
         _reward,
@@ -225,6 +226,24 @@ def _placement(spec: RunSpec) -> Iterator[KeyProblemView]:
                 f"{len(devices)} devices are too few for {what}: {users}",
                 f"name at least {users} devices, or set {what}: {len(devices)}",
             )
+
+
+def _share(spec: RunSpec) -> Iterator[KeyProblemView]:
+    placement = spec.placement
+    if not placement.share:
+        return
+    fix = ", or set placement.share: false"
+    if placement.mode == "auto":
+        reason = "a run that measures placements needs its devices to itself"
+        yield problem("placement.share", reason, f"set placement.mode: collocated or disaggregated{fix}")
+    if placement.mode == "disaggregated" and placement.flow == "pipelined":
+        reason = (
+            "a run that shares holds the devices of one side at a time, so nothing can stream to the other"
+        )
+        yield problem("placement.flow", reason, f"set placement.flow: sequential{fix}")
+    if spec.trainer.helpers:
+        reason = "a helper's devices are the run's own until the step ends"
+        yield problem("trainer.helpers", reason, f"set trainer.helpers: 0{fix}")
 
 
 def _helpers(spec: RunSpec) -> Iterator[KeyProblemView]:

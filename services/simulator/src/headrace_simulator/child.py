@@ -17,6 +17,7 @@ from headrace_simulator.backends.base import Backend, BackendError
 from headrace_simulator.episodes import Episodes, Raised, Rules, call
 from headrace_simulator.pipes import Kind, Message, decode, encode
 from headrace_simulator.spaces import to_message
+from headrace_simulator.variants import split, varied
 
 _FLUSH_S = 0.005
 """Outcomes of a batch that come faster than this leave in one write."""
@@ -56,7 +57,9 @@ class Host:
             self._environments[index].operate(operation, outcome)
             outcome.status = simulator_pb2.OUTCOME_STATUS_OK
         except (Raised, BackendError) as error:
-            self._environments.pop(index, None)
+            lost = self._environments.pop(index, None)
+            if lost is not None:
+                lost.stop_recording()
             outcome = simulator_pb2.EnvironmentOutcome(environment=index, step_index=operation.step_index)
             outcome.status = simulator_pb2.OUTCOME_STATUS_ENVIRONMENT_LOST
             outcome.detail = f"the environment raised {error}"
@@ -69,14 +72,22 @@ class Host:
             raise Raised("the environment is new; reset it first")
         return encode_tensor(call(episodes.environment.render)).SerializeToString()
 
+    def video(self, index: int) -> bytes:
+        """The video of an environment's episode; Raised where there is none."""
+        if index not in self._environments:
+            raise Raised("the environment is new; reset it first")
+        return self._environments[index].take_video()
+
     def _make(self) -> Episodes:
         opening, backend = self._opening, self._backend
         if backend is None:
             raise Raised("no backend is open")
         limit = opening["max_episode_steps"]
+        variant, options = split(opening["options"])
         environment = call(
-            lambda: backend.make(
-                opening["name"], opening["options"], own_time_limit=limit == 0, dense=opening["dense"]
+            lambda: varied(
+                backend.make(opening["name"], options, own_time_limit=limit == 0, dense=opening["dense"]),
+                variant,
             )
         )
         return Episodes(environment, Rules(limit, opening["sparse"], opening["auto_reset"]))
@@ -115,6 +126,8 @@ def _answer(host: Host, kind: Kind, payload: bytes) -> Message:
         return kind, host.open(json.loads(payload)).SerializeToString()
     if kind is Kind.RENDER:
         return kind, host.render(json.loads(payload)["environment"])
+    if kind is Kind.VIDEO:
+        return kind, host.video(json.loads(payload)["environment"])
     return Kind.CATALOGUE, json.dumps(catalogue()).encode()
 
 

@@ -20,6 +20,7 @@ from headrace_trainer.algorithms.episodes._base import EpisodeAlgorithm
 from headrace_trainer.backends import build_backend
 from headrace_trainer.backends._base import Backend
 from headrace_trainer.backends.robot.backend import RobotBackend
+from headrace_trainer.backends.robot.cloning import check_demonstrations
 from headrace_trainer.errors import invalid
 from headrace_trainer.group.group import Gang
 from headrace_trainer.learning.batch import BatchLearner
@@ -86,8 +87,8 @@ def check_episode_run(config: TrainerConfig) -> None:
     idle = {
         "trainer.backend_options": bool(trainer.backend_options),
         "trainer.reference": trainer.reference is not None,
-        "trainer.warmup.steps": bool(trainer.warmup.steps),
         "trainer.gradient_checkpointing": trainer.gradient_checkpointing,
     }
     for key in (key for key, given in idle.items() if given):
         raise invalid(f"{key}: is for language models; leave it out", key=key)
+    check_demonstrations(config)

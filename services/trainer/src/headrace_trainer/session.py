@@ -146,10 +146,11 @@ class Session:
             "resident_bytes": float(resident_bytes()),
             "shared_prefix": float(self._rank.backend.shares_prefixes),
             **planned.figures(),
+            **self._rank.warmup.figures,
         }
         if self._rank.backend.reference is not None:
             figures["reference_bytes"] = float(self._rank.backend.reference_bytes)
-        reply = Restored(version, self._rank.warmup_steps, figures)
+        reply = Restored(version, self._rank.warmup.steps, figures)
         self._last_restore = (origin, reply)
         self._claim_lineage()
         return reply

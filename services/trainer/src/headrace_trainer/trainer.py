@@ -225,7 +225,7 @@ class Trainer:
         end = time.monotonic() + deadline_s
         while time.monotonic() < end:
             if self._rank is not None and self._rank.restored:
-                return self._rank.warmup_steps
+                return self._rank.warmup.steps
             time.sleep(0.02)
         raise Refusal(
             "TIMEOUT",

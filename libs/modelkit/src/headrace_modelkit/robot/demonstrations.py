@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,6 +93,19 @@ class Demonstrations:
             state_TS=_numbers(table[STATE]) if STATE in table.column_names else None,
             images={camera: _pictures(table[IMAGES + camera]) for camera in self._cameras},
         )
+
+    @property
+    def action_size(self) -> int:
+        """A."""
+        return self._size(ACTION)
+
+    @property
+    def state_size(self) -> int:
+        """S; 0 where the episodes have no states."""
+        return self._size(STATE) if STATE in self._info["features"] else 0
+
+    def _size(self, feature: str) -> int:
+        return math.prod(int(extent) for extent in self._info["features"][feature]["shape"])
 
     def _metadata(self) -> dict[str, Any]:
         try:

@@ -259,7 +259,8 @@ def _data(spec: RunSpec) -> Iterator[KeyProblemView]:
     except Impossible as error:
         yield from error.problems
         return
-    if spec.trainer.warmup.steps and (unanswered := data.unanswered()):
+    answers = spec.workflow != "embodied" and spec.trainer.warmup.steps
+    if answers and (unanswered := data.unanswered()):
         reason = f"{unanswered} of {data.train_size} training items have no answer to learn from"
         yield problem(
             "trainer.warmup.steps", reason, "give every item an answer, or set trainer.warmup.steps: 0"

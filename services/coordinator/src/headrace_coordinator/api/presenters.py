@@ -88,13 +88,14 @@ def plan_view(run: RunState) -> RunPlanView:
     mode = placement["mode"]
     measured = {} if last is None else {**last["stage_s"], "step": last["wall_s"]}
     by_auto = "the first steps measure collocated, then disaggregated"
+    by_spec = f"placement.mode: {mode}" + (", placement.share" if placement.get("share") else "")
     return RunPlanView(
         mode=plan.mode if plan else "collocated" if mode == "auto" else mode,
         chosen_by="auto" if mode == "auto" else "spec",
         from_step=plan.from_step + 1 if plan else 1,
         rollout=plan.rollout if plan else placement["rollout"],
         trainer=plan.trainer if plan else placement["trainer"],
-        reason=plan.reason if plan else by_auto if mode == "auto" else f"placement.mode: {mode}",
+        reason=plan.reason if plan else by_auto if mode == "auto" else by_spec,
         predicted_s=plan.predicted_s if plan else {},
         measured_s={name: measured[name] for name in ("generate", "learn", "step") if name in measured},
         alternatives=plan.alternatives if plan else {},

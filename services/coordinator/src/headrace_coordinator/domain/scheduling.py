@@ -7,6 +7,7 @@ the log before it.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 import msgspec
@@ -37,6 +38,8 @@ class Demand(msgspec.Struct, frozen=True):
     disaggregated: bool
     side_by_side: bool
     """Whether devices for both sides are of use."""
+    shares: bool
+    """Whether other runs that share may be granted its devices too."""
     rollout_devices: tuple[str, ...]
     trainer_devices: tuple[str, ...]
 
@@ -71,9 +74,15 @@ def demand_of(run: RunState) -> Demand:
         simulator=(spec.get("environment") or {}).get("backend", ""),
         disaggregated=placement["mode"] == "disaggregated",
         side_by_side=placement["mode"] != "collocated",
+        shares=shares(run),
         rollout_devices=tuple(placement["rollout"]),
         trainer_devices=tuple(placement["trainer"]),
     )
+
+
+def shares(run: RunState) -> bool:
+    """Whether a run's spec lets other runs use what idles in its steps."""
+    return bool(run.spec["placement"].get("share", False))
 
 
 def plan_admission(state: State, now: float) -> Plan:
@@ -181,8 +190,7 @@ class _Planner:
         trainers = self._choose("trainer", facets, taken, kept.trainers, demand.trainers)
         if len(trainers) < demand.trainers:
             return self._missing("trainer", demand.trainers, len(trainers), grants)
-        busy = {device: name for name, grant in grants.items() for device in grant.devices}
-        devices = self._devices(run, demand, rollouts, trainers, busy, kept.devices)
+        devices = self._devices(demand, rollouts, trainers, grants, kept.devices)
         if isinstance(devices, str):
             return devices
         owners = [i.incarnation for i in trainers]
@@ -214,14 +222,19 @@ class _Planner:
 
     def _devices(
         self,
-        run: RunState,
         demand: Demand,
         rollouts: Sequence[InstanceState],
         trainers: Sequence[InstanceState],
-        busy: dict[str, str],
+        grants: dict[str, Grant],
         own: Sequence[str],
     ) -> list[str] | str:
         chosen: list[str] = []
+        users = Counter(device for grant in grants.values() for device in grant.devices)
+        busy: dict[str, list[str]] = {}
+        for name, grant in grants.items():
+            if not (demand.shares and shares(self._state.runs[name])):
+                for device in grant.devices:
+                    busy.setdefault(device, []).append(name)
         members = (*rollouts, *trainers)
         for machine in sorted({self._machines[i.incarnation] for i in members}):
             here = [i for i in members if self._machines[i.incarnation] == machine]
@@ -235,18 +248,20 @@ class _Planner:
             named = named_devices((*demand.rollout_devices, *demand.trainer_devices), everything)
             if named:
                 if missing := [device for device in named if device not in free]:
-                    return f"{', '.join(missing)} to be free{_held_by(busy[d] for d in missing)}"
+                    return f"{', '.join(missing)} to be free{_held_by(name for d in missing for name in busy[d])}"
                 chosen += named
                 continue
             # What an admitted run has beyond its need stays: its leases may cover it until a step has ended.
             mine = sum(device in own for device in free)
-            fair = max(needed, mine if own else len(everything) // self._parts(demand))
+            parts = 1 if demand.shares else self._parts(demand)
+            fair = max(needed, mine if own else len(everything) // parts)
             if all(is_gpu(device) for device in everything):
                 # An engine and a rank compute on one GPU each: more would idle.
                 fair = generate + learn if demand.side_by_side else needed
-            free.sort(key=lambda device: (device not in own, everything.index(device)))
+            # Also a run that shares takes first what no other run was granted.
+            free.sort(key=lambda device: (device not in own, users[device], everything.index(device)))
             if len(free) < needed:
-                holders = _held_by(busy[device] for device in everything if device in busy)
+                holders = _held_by(name for device in everything for name in busy.get(device, ()))
                 plural = "s" if needed > 1 else ""
                 return (
                     f"{needed} device{plural} on {machine} ({len(free)} free of {len(everything)}{holders})"

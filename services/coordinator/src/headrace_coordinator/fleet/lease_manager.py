@@ -6,13 +6,16 @@ The rules are `domain.leases`; who is alive and how a command reaches a process 
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain import leases, runs
 from headrace_coordinator.domain.leases import HELP, Blocked, Lease, LeaseRequest
+from headrace_coordinator.domain.sharing import Waiter, ahead_of, next_for
 from headrace_coordinator.fleet.ports import InstanceDown
 from headrace_coordinator.fleet.waits import Waits, WaitTimeout
 from headrace_coordinator.store.event_log import EventLog
@@ -48,6 +51,8 @@ class LeaseManager:
         self._let_go_by: dict[int, float] = {}
         self._expiry_from = event_log.monotonic() + ttl
         self._ended: dict[str, deque[EndedLease]] = {}
+        self._line: list[Waiter] = []
+        self._numbers = itertools.count(1)
 
     # --- from the holders
 
@@ -117,8 +122,21 @@ class LeaseManager:
         """The run's leases that ended since the last call, oldest first: the newest ENDED_KEPT of them."""
         return list(self._ended.pop(run, ()))
 
-    async def acquire(self, requests: Sequence[LeaseRequest], timeout: float) -> list[int]:
+    def next_for(self, devices: Iterable[str], run: str) -> Waiter | None:
+        """Of the other runs that wait for any of a run's devices, which it shares with them, the next."""
+        return next_for(self._waiting(), devices, run, self._event_log.monotonic())
+
+    async def acquire(
+        self,
+        requests: Sequence[LeaseRequest],
+        timeout: float,
+        patience: float | None = None,
+        waited: Callable[[float], None] = lambda began: None,
+    ) -> list[int]:
         """Leases for all requests or none, held by their holders; returns their epochs.
+
+        `patience`: how long other runs may keep the devices, where they are shared; default: `timeout`. `waited` is
+        told when the wait for them began, once it is over.
 
         Raises:
             WaitTimeout: naming the busy devices and who holds them.
@@ -127,27 +145,62 @@ class LeaseManager:
         held = {request: self._held_already(request) for request in requests}
         missing = [request for request in requests if not held[request]]
         if missing:
-            grants = await self._grant(missing, timeout)
+            began = self._event_log.monotonic()
+            grants = await self._grant(missing, timeout if patience is None else patience)
+            waited(began)
+            await self._until_held(requests[0].run, grants, timeout)
             held |= {request: grant.epoch for request, grant in zip(missing, grants, strict=True)}
         return [held[request] for request in requests]
 
     async def _grant(self, requests: Sequence[LeaseRequest], timeout: float) -> list[ev.LeaseGranted]:
         run, deadline = requests[0].run, asyncio.get_running_loop().time() + timeout
-        while True:
-            self._all_alive(requests)
-            self._all_granted(requests)
-            try:
-                grants = leases.plan_grant(self._event_log.state.table, requests, self._event_log.now())
-                break
-            except Blocked as blocked:
-                left = deadline - asyncio.get_running_loop().time()
-                await self._wait_for_change(run, requests, str(blocked), left)
-        await self._event_log.commit(*grants)
+        with self._in_line(requests) as waiter:
+            while True:
+                self._all_alive(requests)
+                self._all_granted(requests)
+                try:
+                    self._turn_of(waiter)
+                    grants = leases.plan_grant(self._event_log.state.table, requests, self._event_log.now())
+                    break
+                except Blocked as blocked:
+                    left = deadline - asyncio.get_running_loop().time()
+                    await self._wait_for_change(run, requests, str(blocked), left)
+            self._event_log.post(*grants)
+        await self._event_log.flush()
         for grant in grants:
             self._renewed_at[grant.epoch] = self._event_log.monotonic()
             self._holders.send(grant.incarnation, "grant", grant)
-        await self._until_held(run, grants, timeout)
         return grants
+
+    @contextmanager
+    def _in_line(self, requests: Sequence[LeaseRequest]) -> Iterator[Waiter]:
+        """Within the body a run waits for devices, and no run passes it that comes later."""
+        run = self._event_log.state.runs.get(requests[0].run)
+        waiter = Waiter(
+            next(self._numbers),
+            requests[0].run,
+            frozenset(device for request in requests for device in request.devices),
+            self._event_log.monotonic(),
+            run.priority if run is not None else 0,
+        )
+        self._line.append(waiter)
+        self._event_log.wake()  # A run that has the devices looks whether it can do without them.
+        try:
+            yield waiter
+        finally:
+            self._line.remove(waiter)
+            self._event_log.wake()
+
+    def _turn_of(self, waiter: Waiter) -> None:
+        """Raises `Blocked` while another run is to have one of the devices first."""
+        if first := ahead_of(self._waiting(), waiter, self._event_log.monotonic()):
+            shared = ", ".join(sorted(first.devices & waiter.devices))
+            raise Blocked(f"{shared} goes to {first.run} first, which has waited longer or has priority")
+
+    def _waiting(self) -> list[Waiter]:
+        """Everybody in the line, but for those whose devices no release would bring."""
+        lost = self._event_log.state.table.quarantined.keys()
+        return [waiter for waiter in self._line if not waiter.devices & lost]
 
     def _all_alive(self, requests: Iterable[LeaseRequest]) -> None:
         """A grant to a process that is gone would hold its device until it expires."""
@@ -172,11 +225,15 @@ class LeaseManager:
         self, run: str, requests: Sequence[LeaseRequest], what: str, timeout: float
     ) -> None:
         table = self._event_log.state.table
-        before = (set(table.leases), set(table.quarantined))
+
+        def looked_at() -> tuple[object, ...]:
+            return set(table.leases), set(table.quarantined), list(self._line)
 
         def changed() -> bool:
             gone = not all(self._holders.alive(request.incarnation) for request in requests)
-            return gone or (set(table.leases), set(table.quarantined)) != before
+            return gone or looked_at() != before
+
+        before = looked_at()
 
         with self._waits.named(run, what):
             await self._event_log.wait_until(changed, timeout, what)

@@ -4,7 +4,7 @@ A pure library over plain data: no I/O, no torch, no grpc, no store. Stages meas
 here the 30B mixture of experts of the published file at 32 GPUs: collocated it generated for 732 s and learned for
 263 s; what if each side has 16 GPUs of its own and finished trajectories are streamed?
 
->>> shape = Lengths.from_quantiles({0.5: 60, 0.9: 111, 0.95: 127, 1: 260})
+>>> shape = Lengths.from_quantiles({0.5: 60, 0.9: 111, 0.95: 127, 1: 260}, group=16)
 >>> lengths = shape.scaled(mean=9300, limit=20480)
 >>> generate = Profile("generate", fixed_s=160, item_s=1, lengths=lengths).measured_as(732, items=1536, devices=32)
 >>> learn = Profile("learn", item_s=1, scaling_loss=0.14).measured_as(263, items=1536, devices=32)

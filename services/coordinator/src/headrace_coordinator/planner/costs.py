@@ -127,7 +127,7 @@ def pipelined(times: Sequence[float], first: float, second: float) -> float:
     `second` is the seconds of one chunk in the part behind it, which takes chunks one after the other.
     """
     chunks = len(times)
-    return max(time * first + (chunks - index) * second for index, time in enumerate(times))
+    return max([time * first + (chunks - index) * second for index, time in enumerate(times)])
 
 
 class Evaluation:

@@ -72,21 +72,23 @@ def promising(
     first: Seconds,
     second: Seconds,
     bound: Callable[[], float],
-) -> Iterator[tuple[Counts, Counts]]:
-    """Divisions of each row that may take less than `bound()`, from the balanced one outwards.
+) -> Iterator[tuple[Counts, Counts, float, float]]:
+    """Divisions of each row that may take less than `bound()`, from the balanced one outwards, and their seconds.
 
     `first` must not rise along a row and `second` must not fall; neither part may take longer than the whole.
     """
     for row in rows:
         middle = _balanced(row, first, second)
         for mine, theirs in row[middle:]:
-            if second(theirs) >= bound():
+            behind = second(theirs)
+            if behind >= bound():
                 break
-            yield mine, theirs
+            yield mine, theirs, first(mine), behind
         for mine, theirs in reversed(row[:middle]):
-            if first(mine) >= bound():
+            ahead = first(mine)
+            if ahead >= bound():
                 break
-            yield mine, theirs
+            yield mine, theirs, ahead, second(theirs)
 
 
 def _balanced(row: Sequence[tuple[Counts, Counts]], first: Seconds, second: Seconds) -> int:

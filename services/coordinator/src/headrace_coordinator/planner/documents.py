@@ -56,10 +56,13 @@ class LengthsSection(Section):
     group_correlation: Annotated[float, Field(ge=0, le=1)] = Field(
         default=1.0, description="how alike the lengths within a group are: 1 alike, 0 independent"
     )
+    group_size: Count | None = Field(
+        default=None, description="outputs of a group where they were measured; default: the workflow's"
+    )
 
-    def made(self, key: str) -> Lengths:
-        """The distribution; PlanError names `key`."""
-        shape = Lengths.from_quantiles(self.quantiles, self.group_correlation)
+    def made(self, key: str, group: int = 1) -> Lengths:
+        """The distribution, of groups of `group` unless the section says otherwise; PlanError names `key`."""
+        shape = Lengths.from_quantiles(self.quantiles, self.group_correlation, self.group_size or group)
         if self.limit is not None and self.mean is None:
             raise refuse(f"{key}.mean", "is missing beside limit", "add the mean length")
         return (
@@ -94,8 +97,8 @@ class StageSection(Section):
     load_s: Seconds = Field(default=0.0, description="seconds to take the devices' memory")
     offload_s: Seconds = Field(default=0.0, description="seconds to give it back")
 
-    def made(self, stage: str) -> Profile:
-        """The profile, fitted when there are points. PlanError names the stage."""
+    def made(self, stage: str, group: int = 1) -> Profile:
+        """The profile, fitted when there are points; `group`: outputs of a group. PlanError names the stage."""
         key = f"profile.stages.{stage}"
         if self.points and (self.fixed_s or self.item_s):
             raise refuse(key, "has points and costs", "give points, or fixed_s and item_s")
@@ -109,7 +112,7 @@ class StageSection(Section):
             replica_devices=self.replica_devices,
             sizes=tuple(sorted(self.sizes)),
             max_concurrency=self.max_concurrency or math.inf,
-            lengths=self.lengths.made(f"{key}.lengths") if self.lengths else None,
+            lengths=self.lengths.made(f"{key}.lengths", group) if self.lengths else None,
             memory=self.memory.made(),
             load_s=self.load_s,
             offload_s=self.offload_s,
@@ -152,10 +155,10 @@ class ProfileDocument(Section):
     )
     sync: SyncSection = SyncSection()
 
-    def made(self) -> list[Profile]:
-        """All profiles."""
+    def made(self, group: int = 1) -> list[Profile]:
+        """All profiles, for groups of `group` outputs."""
         listed = {name: one if isinstance(one, list) else [one] for name, one in self.stages.items()}
-        return [section.made(stage) for stage, sections in listed.items() for section in sections]
+        return [section.made(stage, group) for stage, sections in listed.items() for section in sections]
 
 
 class EdgeSection(Section):

@@ -7,10 +7,11 @@ unfinished output: only the distribution of lengths.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 
 from headrace_coordinator.planner.outlook import Outlook, Terms
+from headrace_coordinator.planner.schedules import forecasts, with_owners
 
 
 class Role(StrEnum):
@@ -77,11 +78,13 @@ def plan_elastic(state: ElasticState, now: float) -> tuple[Move, ...]:
     outlook = outlook_of(state)
     if state.idle_owners:
         return _borrow(state, outlook)
-    stay = outlook.end(outlook.replicas)
-    best, survivors = outlook.best()
-    if best > stay * (1 - state.terms.costs.min_gain) or best > outlook.later():
+    stay, *others = forecasts(outlook)
+    later = min(each.end for each in (stay, *others) if each.survivors == outlook.replicas)
+    moving = [each for each in others if each.survivors < outlook.replicas]
+    best = min(moving, key=lambda each: each.end, default=stay)
+    if best is stay or best.end > stay.end * (1 - state.terms.costs.min_gain) or best.end > later:
         return ()
-    return _give_back(state, survivors)
+    return _give_back(state, best.survivors)
 
 
 def helpers_until(state: ElasticState) -> float:
@@ -106,10 +109,9 @@ def helper_gives_up(terms: Terms, remaining_s: float, items: float) -> bool:
 def _borrow(state: ElasticState, outlook: Outlook) -> tuple[Move, ...]:
     terms, borrowed = state.terms, len(state.idle_owners)
     switch = terms.learn.offload_s + terms.generate.load_s
-    wider = replace(outlook, replicas=outlook.replicas + borrowed, borrowed=borrowed, owners_learn=False)
-    with_owners = switch + min(wider.best()[0], wider.later())
-    without = min(outlook.end(outlook.replicas), outlook.best()[0], outlook.later())
-    if with_owners > without * (1 - terms.costs.min_gain):
+    borrowing = switch + min(each.end for each in forecasts(with_owners(outlook, borrowed)))
+    without = min(each.end for each in forecasts(outlook))
+    if borrowing > without * (1 - terms.costs.min_gain):
         return ()
     return tuple(Move(rollout.name, Role.DECODE) for rollout in state.idle_owners)
 
@@ -123,14 +125,12 @@ def _give_back(state: ElasticState, survivors: int) -> tuple[Move, ...]:
 
 def outlook_of(state: ElasticState) -> Outlook:
     """What is left of a step, in expected values."""
-    borrowed = sum(rollout.owner for rollout in state.rollouts)
     return Outlook(
         state.terms,
-        replicas=len(state.rollouts),
-        unfinished=sum(rollout.unfinished for rollout in state.rollouts),
+        tuple(sorted(rollout.unfinished for rollout in state.rollouts)),
         decoded=state.decoded,
         finished=state.finished,
         helpers=state.helpers,
-        borrowed=borrowed,
+        borrowed=sum(rollout.owner for rollout in state.rollouts),
         owners_learn=state.owners_learn,
     )

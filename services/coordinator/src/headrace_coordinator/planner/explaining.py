@@ -32,7 +32,8 @@ NOTE = "a prediction from the profile; runs are not placed by plans yet"
 
 def explain(request: PlanRequest) -> dict[str, Any]:
     """The best plan of a request and why it is the best; every value is JSON. PlanError names what is wrong."""
-    workflow, profiles, sync = request.workflow.made(), request.profile.made(), request.profile.sync.made()
+    workflow, sync = request.workflow.made(), request.profile.sync.made()
+    profiles = request.profile.made(workflow.group_size)
     cluster = request.kinds()
 
     def planned(devices: Mapping[str, DeviceKind], shapes: Shapes = Shapes()) -> Plan:  # noqa: B008

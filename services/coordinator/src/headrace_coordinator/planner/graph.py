@@ -110,9 +110,14 @@ class Workflow:
 
     def syncs(self, first: int, second: int) -> int:
         """Number of weight edges that run between two sets of units, in either direction."""
+        pairs = self._synced
+        return sum([bool((a & first and b & second) or (a & second and b & first)) for a, b in pairs])
+
+    @cached_property
+    def _synced(self) -> list[tuple[int, int]]:
+        """Weight edges by the bits of their units."""
         place = {stage: 1 << index for index, unit in enumerate(self.units) for stage in unit}
-        pairs = [(place[a], place[b]) for a, b in self.weights]
-        return sum(bool((a & first and b & second) or (a & second and b & first)) for a, b in pairs)
+        return [(place[a], place[b]) for a, b in self.weights]
 
 
 def _reachable(stages: Sequence[str], pairs: Iterable[tuple[str, str]]) -> dict[str, set[str]]:

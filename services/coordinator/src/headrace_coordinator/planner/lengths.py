@@ -5,9 +5,10 @@ Knows no devices: the caller gives the ratio of the costs.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
 
@@ -22,14 +23,18 @@ class Lengths:
     """Equally likely output lengths, rising, in any unit (tokens, turns); only ratios matter.
 
     `group_correlation` says how alike the lengths of one group's members are: at 1 a group is complete when any
-    of its members is; at 0 they are independent, and a group of 16 waits for the longest of 16.
+    of its members is; at 0 they are independent, and a group of 16 waits for the longest of 16. `group`: outputs of
+    one group, so that `count` outputs are as good as `count * group ** -group_correlation` independent ones.
     """
 
     values: tuple[float, ...]
     group_correlation: float = 1.0
+    group: int = 1
 
     @classmethod
-    def from_quantiles(cls, quantiles: Mapping[float, float], group_correlation: float = 1.0) -> Lengths:
+    def from_quantiles(
+        cls, quantiles: Mapping[float, float], group_correlation: float = 1.0, group: int = 1
+    ) -> Lengths:
         """Lengths from quantiles joined by straight lines from length 0; the last is quantile 1, the longest.
 
         PlanError when quantile 1 is missing or the lengths do not rise.
@@ -45,9 +50,9 @@ class Lengths:
         if not 0 <= group_correlation <= 1:
             raise refuse("lengths.group_correlation", f"{group_correlation} is not in 0..1", "use 0 to 1")
         shares = [(index + 0.5) / (POINTS - 1) for index in range(POINTS - 1)]
-        return cls(
-            (*(_at([(0.0, 0.0), *points], share) for share in shares), points[-1][1]), group_correlation
-        )
+        joined = [(0.0, 0.0), *points]
+        values = (*(_at(joined, share) for share in shares), points[-1][1])
+        return cls(values, group_correlation, group)
 
     @cached_property
     def mean(self) -> float:
@@ -74,15 +79,37 @@ class Lengths:
         for _ in range(BISECTIONS):
             middle = (low + high) / 2
             low, high = (middle, high) if _cut_mean(self.values, middle, limit) < mean else (low, middle)
-        return Lengths(tuple(min(high * value, limit) for value in self.values), self.group_correlation)
+        return replace(self, values=tuple(min(high * value, limit) for value in self.values))
 
-    def arrivals(self, fixed: float, marginal: float, group: int, chunks: int) -> tuple[float, ...]:
-        """When each of `chunks` equal parts of the work is complete, as shares of the time until the last.
+    def expected_longest(self, count: float) -> float:
+        """Expected longest of `count` outputs, in mean lengths: at least 1, at most `stretch`.
+
+        >>> tail = Lengths.from_quantiles({0.5: 60, 0.9: 111, 0.95: 127, 1: 260}, group=16)
+        >>> [round(tail.expected_longest(count), 2) for count in (16, 512, 8192)], round(tail.stretch, 2)
+        ([1.0, 3.03, 3.96], 3.98)
+        """
+        found = self._known_longest.get(count)
+        if found is None:
+            draws = max(1.0, count * self.group**-self.group_correlation)
+            shorter = enumerate(pairwise(self.values), 1)
+            size = len(self.values)
+            short = sum((b - a) * (index / size) ** draws for index, (a, b) in shorter)
+            found = self._known_longest[count] = (self.values[-1] - short) / self.mean
+        return found
+
+    def arrivals(
+        self, fixed: float, marginal: float, group: int, chunks: int, count: float = math.inf
+    ) -> tuple[float, ...]:
+        """When each of `chunks` equal parts of the work of `count` outputs is complete, as shares of the time until
+        the last.
 
         All sequences begin together. Decoding one mean length takes `fixed` seconds, and `marginal` more when
         all sequences are still decoding; so decoding gets faster as sequences finish, and the tail runs at `fixed`.
+        By any length the expected share of the work is the distribution's; the last part ends with the longest.
         """
-        marks = self._marks(group ** (1 - self.group_correlation) - 1, chunks)
+        longest = self.expected_longest(count)
+        known = self._marks(group ** (1 - self.group_correlation) - 1, chunks)
+        marks = [(min(length, longest), decoding) for length, decoding in known[:-1]] + [(longest, 1.0)]
         end = fixed * marks[-1][0] + marginal * marks[-1][1]
         return tuple((fixed * length + marginal * decoding) / end for length, decoding in marks)
 
@@ -115,6 +142,10 @@ class Lengths:
     @cached_property
     def _sums(self) -> list[float]:
         return list(accumulate(self.values, initial=0.0))
+
+    @cached_property
+    def _known_longest(self) -> dict[float, float]:
+        return {}
 
     @cached_property
     def _known_marks(self) -> dict[tuple[float, int], list[tuple[float, float]]]:

@@ -6,17 +6,12 @@ Knows no names of instances and decides nothing.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 from headrace_coordinator.planner.errors import refuse
 from headrace_coordinator.planner.lengths import Lengths
 from headrace_coordinator.planner.profiles import Profile
-
-BISECTIONS = 20
-QUARTERS = 4
-MARKS = 6
 
 
 @dataclass(frozen=True)
@@ -25,7 +20,8 @@ class MoveCosts:
 
     `notice_s`: from a revoke to the end of decoding. A helper loads `weight_bytes` and sends `gradient_bytes` over
     a link of `link_bytes_per_s`, which every device has. `resume_item_s`: seconds of a replica to compute the cache of
-    one mean length that another one decoded.
+    one mean length that another one decoded. A helper learns one mean length in `helper_item_s` on one device; 0:
+    no faster than one of as many devices in one trainer group.
 
     Damping: a move must save `min_gain` of the rest of the step, and comes `min_hold_s` after the last one.
     """
@@ -35,6 +31,7 @@ class MoveCosts:
     gradient_bytes: float = 0.0
     link_bytes_per_s: float = math.inf
     resume_item_s: float = 0.0
+    helper_item_s: float = 0.0
     min_gain: float = 0.02
     min_hold_s: float = 10.0
 
@@ -53,7 +50,8 @@ class Terms:
 
     `owners`: devices of the trainer group. `shared`: they are the rollouts' own devices, so that the group learns
     only when all of them have been given back (a collocated plan); else they are others (a disaggregated one).
-    `memory_bytes`: of one device, for what a replica may have in flight.
+    `memory_bytes`: of one device, for what a replica may have in flight. A helper is `helper_devices` devices, whose
+    ranks divide each of its groups and send one gradient.
     """
 
     generate: Profile
@@ -63,6 +61,7 @@ class Terms:
     shared: bool
     costs: MoveCosts = MoveCosts()
     memory_bytes: float = math.inf
+    helper_devices: int = 1
 
     @property
     def lengths(self) -> Lengths:
@@ -83,39 +82,54 @@ class Terms:
         """Seconds from a revoke until an owner that decoded belongs to the trainer group."""
         return self.costs.notice_s + self.generate.offload_s + self.learn.load_s
 
+    def helper_s(self, items: float, learners: int) -> float:
+        """Seconds of one helper for some items (of mean length), among so many devices that learn."""
+        alone = items * self.costs.helper_item_s or self.learn.seconds(items * learners, learners)
+        return alone / self.helper_devices
+
     def contribution_s(self, helpers: int) -> float:
-        """Seconds to add up the gradients of helpers, over the links of the owners."""
-        return math.ceil(helpers / self.owners) * self.costs.gradient_bytes / self.costs.link_bytes_per_s
+        """Seconds to add up the gradients of so many devices that help, over the links of the owners."""
+        gradients = math.ceil(helpers / self.helper_devices / self.owners)
+        return gradients * self.costs.gradient_bytes / self.costs.link_bytes_per_s
 
 
 @dataclass(frozen=True)
 class Outlook:
     """What is left of a step, in expected values.
 
-    `unfinished` outputs on `replicas` have decoded `decoded` each, `finished` items wait for a learner; `borrowed` of
-    the replicas are owners'.
+    `loads`: unfinished outputs of each replica, rising, which have decoded `decoded` each. `finished` items wait for
+    a learner. `borrowed` of the replicas are owners'.
     """
 
     terms: Terms
-    replicas: int
-    unfinished: float
+    loads: tuple[int, ...]
     decoded: float
     finished: float
     helpers: int
-    borrowed: int
-    owners_learn: bool
+    borrowed: int = 0
+    owners_learn: bool = False
+
+    @property
+    def replicas(self) -> int:
+        """Replicas that decode."""
+        return len(self.loads)
+
+    @cached_property
+    def unfinished(self) -> int:
+        """Unfinished outputs."""
+        return sum(self.loads)
 
     def decode_s(self, replicas: int) -> float:
         """Seconds until all outputs are finished on `replicas` replicas."""
-        return self._until(self._last, replicas)
+        return self.between(self.decoded, self.last, replicas, begins=True)
 
-    def _until(self, length: float, replicas: int) -> float:
-        """Seconds until those that reach `length` have it."""
+    def between(self, here: float, there: float, replicas: int, *, begins: bool) -> float:
+        """Seconds from one length to the next of all that reach it; those that do not fit wait as it `begins`."""
         lengths, load = self.terms.lengths, self.unfinished / replicas
-        pace = self._pace(replicas)
-        work = (lengths.decoded(length) - self._decoded) / self._share
-        rounds = max(0.0, load / pace[2] - 1)
-        return pace[0] * max(0.0, length - self.decoded) + pace[1] * load * work + pace[0] * rounds
+        fixed, each, concurrency = self._pace(replicas)
+        work = (lengths.decoded(there) - lengths.decoded(here)) / self._share
+        rounds = max(0.0, load / concurrency - 1) if begins else 0.0
+        return fixed * max(0.0, there - here) + each * load * work + fixed * rounds
 
     def _pace(self, replicas: int) -> tuple[float, float, int]:
         pace = self.terms.generate.pace(
@@ -123,61 +137,15 @@ class Outlook:
         )
         return pace.fixed, pace.each, pace.concurrency
 
-    def best(self) -> tuple[float, int]:
-        """(seconds until the step's end, replicas that decode on) when devices are given back now."""
-        return min(((self.end(count), count) for count in self._choices()), default=(math.inf, 0))
+    def alive(self, length: float) -> float:
+        """Share of the unfinished outputs that are longer than a length."""
+        return self.terms.lengths.unfinished(length) / self._share if length > self.decoded else 1.0
 
-    def _choices(self) -> Iterator[int]:
-        """Numbers of replicas that decode on: quarters, then halves, of those that may."""
-        own = self.replicas - self.borrowed
-        if self.borrowed:
-            yield own
-        found = {own * part // QUARTERS for part in range(1, QUARTERS)}
-        while own > 1:
-            own //= 2
-            found.add(own)
-        yield from sorted(found - {0}, reverse=True)
-
-    def later(self) -> float:
-        """Seconds until the step's end when devices are given back at the best of some later times."""
-        whole, wait, best = self.decode_s(self.replicas), self.terms.costs.min_hold_s, math.inf
-        while wait < whole:
-            best = min(best, wait + self.after(wait).best()[0])
-            wait *= 2
-        return best
-
-    def after(self, seconds: float) -> Outlook:
-        """The outlook when nothing has moved for some seconds."""
-        low, high = self.decoded, self._last
-        for _ in range(BISECTIONS):
-            middle = (low + high) / 2
-            low, high = (middle, high) if self._until(middle, self.replicas) < seconds else (low, middle)
-        learned = self._learned(self.replicas, self.helpers, 0.0, seconds)
-        alive = self.unfinished * self.terms.lengths.unfinished(low) / self._share
-        arrived = self.finished + self._arriving(low) - learned
-        return replace(self, decoded=low, unfinished=max(1.0, alive), finished=max(0.0, arrived))
-
-    def end(self, survivors: int) -> float:
-        """Seconds until the step's end when `survivors` replicas decode on and the others are given back now."""
-        terms, leaving = self.terms, self.replicas - survivors
-        back = self.borrowed if leaving else 0
-        helpers = self.helpers + (leaving - back) * terms.generate.replica_devices
-        moved = self.unfinished * leaving / self.replicas
-        stall = moved * self.decoded * terms.costs.resume_item_s / survivors
-        decode = self.decode_s(survivors) + stall
-        begin = terms.join_s if helpers > self.helpers else 0.0
-        then = replace(self, owners_learn=self.owners_learn or back > 0, borrowed=self.borrowed - back)
-        learned = then._learned(survivors, helpers, begin, decode, stall)
-        rest = max(
-            terms.group_size, self.unlearned - learned
-        )  # the last group is never learned before it ends
-        close = terms.contribution_s(helpers) if helpers else 0.0
-        if not then.owners_learn:
-            switch = terms.return_s - terms.costs.notice_s
-            return decode + switch + close + terms.learn.seconds(rest, terms.owners)
-        together = terms.owners + helpers
-        learners = together if rest >= together * terms.group_size else terms.owners
-        return decode + close + terms.learn.seconds(rest, learners)
+    def moved(self, leaving: int, length: float, replicas: int) -> float:
+        """Outputs that `leaving` of `replicas` replicas hand over at a length: now, those of the emptiest ones."""
+        if length <= self.decoded:
+            return sum(self.loads[:leaving])
+        return self.unfinished * self.alive(length) * leaving / replicas
 
     @cached_property
     def unlearned(self) -> float:
@@ -186,7 +154,8 @@ class Outlook:
         return self.finished + self.unfinished * beyond
 
     @cached_property
-    def _last(self) -> float:
+    def last(self) -> float:
+        """The longest output's expected length."""
         return self.terms.lengths.longest(self.unfinished, self.decoded)
 
     @cached_property
@@ -203,35 +172,12 @@ class Outlook:
         return self.terms.lengths.arrived(self.decoded, self.terms.group_size)
 
     @cached_property
-    def _owners_rate(self) -> float:
+    def owners_rate(self) -> float:
         """Items that the trainer group learns a second."""
         whole = max(1.0, self.unlearned)
         return whole / self.terms.learn.seconds(whole, self.terms.owners)
 
-    def _arriving(self, length: float) -> float:
+    def arriving(self, length: float) -> float:
         """Items (of mean length) that are complete when all have decoded a length, and are not yet."""
         more = self.terms.lengths.arrived(length, self.terms.group_size) - self._arrived
         return self.unfinished * max(0.0, more) / self._share
-
-    def _learned(self, replicas: int, helpers: int, begin: float, end: float, stall: float = 0.0) -> float:
-        """Items learned by `end` when helpers begin at `begin`: what they can learn, of what has arrived in time."""
-        if not helpers and not self.owners_learn:
-            return 0.0
-        terms, rate = self.terms, self._owners_rate if self.owners_learn else 0.0
-        learners = helpers + (terms.owners if self.owners_learn else 0)
-        group = terms.group_size * max(1.0, self.decoded)  # what is yet to come is at least as long
-        group_s = terms.learn.seconds(group * learners, learners)
-
-        def capacity(since: float) -> float:
-            """Items that helpers, which learn whole groups, and owners can learn from a time on."""
-            spent = max(0.0, end - since)
-            return helpers * (spent // group_s) * group + spent * rate
-
-        least = min(capacity(begin), self.finished + self._arriving(self._last))
-        for step in range(MARKS):
-            length = self.decoded + (self._last - self.decoded) * step / MARKS
-            since = max(begin, self._until(length, replicas) + stall)
-            if since > end:
-                break
-            least = min(least, self.finished + self._arriving(length) + capacity(since))
-        return least

@@ -46,8 +46,8 @@ class Profile:
     `fixed_s * rounds + item_s * q * devices ** scaling_loss + host_item_s * items` seconds:
 
     - `fixed_s`: seconds whatever the number of items (a decode step's weight reads over one mean length).
-    - rounds: longest over mean length when the stage has `lengths`, else 1; and one more for every time that
-      q exceeds what the memory budget or `max_concurrency` lets a replica have in flight.
+    - rounds: expected longest of all items over mean length when the stage has `lengths`, else 1; and one more for
+      every time that q exceeds what the memory budget or `max_concurrency` lets a replica have in flight.
     - `item_s`: seconds that one more item adds on one replica. `scaling_loss`: communication that grows with devices.
     - `host_item_s`: seconds of an item that no device shortens (a simulator bound by the host's CPUs).
 
@@ -147,7 +147,8 @@ class Profile:
         if concurrency < 1:
             return math.inf
         load, fixed, marginal = self.parts(items, used)
-        rounds = (self.lengths.stretch if self.lengths else 1.0) + max(0.0, load / concurrency - 1)
+        rounds = self.lengths.expected_longest(items) if self.lengths else 1.0
+        rounds += max(0.0, load / concurrency - 1)
         return fixed * rounds + marginal + self.host_item_s * items
 
     def arrivals(self, items: float, devices: int, group: int, chunks: int) -> tuple[float, ...]:
@@ -156,7 +157,7 @@ class Profile:
         if self.lengths is None or not used:
             return tuple((index + 1) / chunks for index in range(chunks))
         _, fixed, marginal = self.parts(items, used)
-        return self.lengths.arrivals(fixed, marginal, group, chunks)
+        return self.lengths.arrivals(fixed, marginal, group, chunks, items)
 
     def measured_as(self, seconds: float, items: float, devices: int) -> Profile:
         """The same law (ratio of fixed and item cost, scaling) through one measured point.

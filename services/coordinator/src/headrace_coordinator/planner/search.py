@@ -165,8 +165,8 @@ class Search:
             return best.seconds
 
         rows = self._rows(kinds[0], kinds[1], counts, True, True)
-        for mine, theirs in promising(rows, first, second, bound):
-            seconds = overlapped(first(mine), second(theirs), batches)
+        for mine, theirs, one, other in promising(rows, first, second, bound):
+            seconds = overlapped(one, other, batches)
             if seconds < best.seconds:
                 best = Found(seconds, "cycle", (0, 0), (mine, theirs), batches)
         return best
@@ -223,14 +223,16 @@ class Search:
 
         alone = [part & (part - 1) == 0 and len(self.stages(part)) == 1 for part in cut]
         rows = self._rows(self._needs[cut[0]], self._needs[cut[1]], counts, alone[0], alone[1])
-        for mine, theirs in promising(rows, first, second, bound):
-            ahead, behind = first(mine), second(theirs) / chunks
+        for mine, theirs, ahead, after in promising(rows, first, second, bound):
+            behind = after / chunks
             if not limit:
                 seconds = max(ahead, behind) + sync
             elif ahead + behind + sync >= best.seconds:
                 continue
             else:
                 times = self._times(source, mine, items, limit, chunks) if source else even
+                if times[0] * ahead + after + sync >= best.seconds:
+                    continue
                 seconds = pipelined(times, ahead, behind) + sync
             if seconds < best.seconds:
                 best = Found(seconds, "split", cut, (mine, theirs), chunks)

@@ -6,7 +6,7 @@ The one path for a start, a lost trainer, a restarted coordinator and a resumed 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -166,6 +166,8 @@ async def _restore(context: RunContext) -> None:
             # Its own is set aside: the next listing leaves it out and tells of it.
     for reason in away.values():
         context.note(f"from_checkpoint: {reason}")
+    if "warmup_last_loss" in response.figures:
+        context.note(_cloned(response.warmup_steps, response.figures))
     if source.run:
         context.note(f"forked from {source.run}, checkpoint {source.name}, step {source.frontier_step}")
     await event_log.commit(
@@ -185,6 +187,12 @@ async def _restore(context: RunContext) -> None:
             kept=await event_log.history.kept(run.id, source.frontier_step),
         )
     )
+
+
+def _cloned(steps: int, figures: Mapping[str, float]) -> str:
+    first, last = figures["warmup_first_loss"], figures["warmup_last_loss"]
+    moments = f"{figures['warmup_moments']:,.0f} moments of demonstrations"
+    return f"the policy imitated {moments} in {steps} supervised steps: loss {first:.4g}, then {last:.4g}"
 
 
 @dataclass(frozen=True)

@@ -65,7 +65,8 @@ async def leave(context: RunContext, checkpointer: Checkpointer, outcome: Outcom
 async def _settled(context: RunContext, checkpointer: Checkpointer, *, save: bool) -> str:
     """Ends the attempt in hand; with `save`, makes the head durable. Returns what a resume will have lost."""
     try:
-        async with asyncio.timeout(LEAVE_S):
+        shares = context.spec.placement.share  # Its devices may have to be waited for.
+        async with asyncio.timeout(LEAVE_S + (context.spec.limits.step_timeout_s if shares else 0.0)):
             await _abort_step(context)
             if save:
                 await save_head(context, checkpointer)

@@ -53,6 +53,7 @@ class RunLoop:
         self._event_log = context.event_log
         self._published: Published | None = None
         self._timer = StepTimer(context.event_log.monotonic)
+        context.placement.waited = self._timer.waited
         self._checkpointer = Checkpointer(context)
         self._autoplan = Autoplan(context)
         self._steps = 0

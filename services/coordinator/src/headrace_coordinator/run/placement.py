@@ -1,24 +1,26 @@
 """Which devices generate and learn, and the handing over between them.
 
 `disaggregated` holds both sides at once and streams; `collocated` takes turns on the same devices inside a step;
-`auto` is one of the two, as the run's plan says.
+`auto` is one of the two, as the run's plan says. A run that shares holds the devices of one side at a time, so that it
+never waits for another run with something that this one waits for.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import ceil
 
 from headrace_schema.running import PlacementSection
 
 from headrace_coordinator.domain import events as ev
-from headrace_coordinator.domain.leases import HELP, LeaseRequest, is_gpu
+from headrace_coordinator.domain.leases import HELD, HELP, LeaseRequest, is_gpu
 from headrace_coordinator.domain.places import devices_seen, machines, named_devices
 from headrace_coordinator.fleet.ports import CallRefused, InstanceDown
 from headrace_coordinator.run.clients import Published, RolloutClient, TrainerClient, WorkerClient
 from headrace_coordinator.run.concurrency import gather_all
+from headrace_coordinator.run.stages.step_timer import Interval
 from headrace_coordinator.run.workers import WorkerGroup
 
 
@@ -33,12 +35,14 @@ class Placement:
         self.workers = workers
         self.section = section_of(workers.spec.placement, plan)
         """What holds now; never `auto`."""
+        self.waited: Callable[[Interval, Sequence[str]], None] = lambda interval, devices: None
+        """Is told of each time in the line for devices that other runs share."""
         self._moving = asyncio.Lock()
 
     @property
     def in_turns(self) -> bool:
-        """Whether generating and learning take turns on the same devices."""
-        return self.section.mode == "collocated"
+        """Whether generating and learning take turns: on the same devices, or as other runs share their devices."""
+        return self.section.mode == "collocated" or self.section.share
 
     @property
     def streams(self) -> bool:
@@ -93,6 +97,14 @@ class Placement:
             await self._generate(published)
             if not self.in_turns:
                 await self._learn()
+
+    async def give_way(self) -> None:
+        """Inside a step: the rollouts give their devices to another run, with notice.
+
+        What they had not finished waits until they have devices again: `add_rollout` takes them.
+        """
+        async with self._moving:
+            await self._give_way([member for member in self.workers.rollouts if member.lease_epoch])
 
     async def lend(self, member: RolloutClient, helper: TrainerClient) -> None:
         """Inside a step: a rollout gives its devices back with notice, and a helper takes them.
@@ -157,6 +169,11 @@ class Placement:
         for member in members:
             member.lease_epoch = 0
 
+    async def _give_way(self, held: Sequence[WorkerClient]) -> None:
+        await self._let_go(held)
+        for member in held:
+            member.lost_lease()
+
     async def _take(self, members: Sequence[WorkerClient], stage: str) -> None:
         self.assign()  # The grant may have changed inside the step: an instance was lost, a device is in doubt.
         with_devices = [member for member in members if member.devices]
@@ -169,9 +186,25 @@ class Placement:
         for member in self.workers.members:
             if member.lease_epoch in strays:
                 member.lease_epoch, member.installed = 0, 0
-        epochs = await self.workers.fleet.lease_manager.acquire(requests, self.workers.fleet_timeout)
+        epochs = await self._acquire(requests, with_devices)
         for member, epoch in zip(with_devices, epochs, strict=True):
             member.lease_epoch = epoch
+
+    async def _acquire(self, requests: Sequence[LeaseRequest], members: Sequence[WorkerClient]) -> list[int]:
+        """Leases for members; a run that shares may wait for another one, which it must not keep from its own."""
+        fleet, timeout = self.workers.fleet, self.workers.fleet_timeout
+        if not self.section.share:
+            return await fleet.lease_manager.acquire(requests, timeout)
+        live = fleet.event_log.state.table.leases
+        if any((lease := live.get(m.lease_epoch)) is None or lease.state != HELD for m in members):
+            await self._give_way([member for member in members if member.lease_epoch])
+
+        def waited(began: float) -> None:
+            devices = [device for request in requests for device in request.devices]
+            self.waited((began, fleet.event_log.monotonic()), devices)
+
+        patience = self.workers.spec.limits.step_timeout_s
+        return await fleet.lease_manager.acquire(requests, timeout, patience, waited)
 
 
 def section_of(section: PlacementSection, plan: ev.PlanAdopted | None) -> PlacementSection:

@@ -27,6 +27,7 @@ from headrace_coordinator.run.stages.learning import (
 )
 from headrace_coordinator.run.stages.relay import Relay
 from headrace_coordinator.run.stages.settle import Batch
+from headrace_coordinator.run.stages.sharing import Sharing
 from headrace_coordinator.run.stages.step_timer import StepTimer
 
 STEP_ATTEMPTS = 3
@@ -132,10 +133,13 @@ class Step:
             context, self._timer, self._published, learning, wanted=not waits and not self._nonfinite
         )
 
+        sharing = Sharing(context)
+
         async def generate() -> None:
             await generation.run()
             learning.close()
             helping.close()
+            sharing.close()
 
         async def learn() -> None:
             await self._begin()
@@ -144,7 +148,7 @@ class Step:
         if streamed:
             await gather_all(generate(), learn())
         else:
-            await gather_all(generate(), helping.run())
+            await gather_all(generate(), helping.run(), sharing.run())
             with self._timer.stage("switch"), helping.switching():
                 await context.placement.hand_devices_to_trainers()
             await self._begin()

@@ -303,4 +303,5 @@ class WorkerGroup:
         return WatchedPort(self.fleet.port(state.incarnation), self.fleet.waits, self.run, state.instance)
 
     def _trainer_config(self) -> str:
-        return TrainerConfig.of(self._fitted, warmup_examples=self.warmup_examples).model_dump_json()
+        more = {"warmup_examples": self.warmup_examples, "instruction": self.spec.data.prompt.template}
+        return TrainerConfig.of(self._fitted, **more).model_dump_json()

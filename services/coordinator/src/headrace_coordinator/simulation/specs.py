@@ -8,6 +8,8 @@ from typing import Any
 from headrace_schema.evaluating import EvaluationSpec
 from headrace_schema.spec import RunSpec
 
+SHARED = 1
+"""Seeds with this rest by 8 have runs that share their devices: as with STAGED, none that once found a bug."""
 STAGED = 3
 """Seeds with this rest by 8 have two reward stages: none that once found a bug has it, which it would not again."""
 UNREADABLE = "unreadable"
@@ -54,7 +56,7 @@ def random_spec(rng: random.Random, seed: int, name: str = "simulated") -> RunSp
                 "rollout": {"instances": rng.choice([1, 1, 2, 3])},
                 "trainer": {"ranks": ranks},
                 **_stages(seed),
-                "placement": _placement(rng.choice(["collocated", "disaggregated"]), seed),
+                "placement": _placement(rng.choice(["collocated", "disaggregated"]), seed, name),
                 "checkpoint": {
                     "enabled": rng.random() < 0.8,
                     "interval_steps": rng.randint(1, 3),
@@ -79,7 +81,9 @@ def random_spec(rng: random.Random, seed: int, name: str = "simulated") -> RunSp
 def _with_helpers(seed: int, fields: dict[str, Any]) -> dict[str, Any]:
     """Some helpers for a run that may have any."""
     instances: int = fields["rollout"]["instances"]
-    if instances > 1 and fields["placement"]["mode"] == "collocated" and not fields["deterministic"]:
+    placement = fields["placement"]
+    shared = placement.get("share", False)
+    if instances > 1 and placement["mode"] == "collocated" and not fields["deterministic"] and not shared:
         helpers = random.Random(f"{seed}/helpers").choice([0, 1, instances - 1])
         fields["trainer"]["helpers"] = helpers
     return fields
@@ -154,7 +158,10 @@ def _stages(seed: int) -> dict[str, Any]:
     }
 
 
-def _placement(mode: str, seed: int) -> dict[str, str | int]:
+def _placement(mode: str, seed: int, name: str) -> dict[str, str | int]:
+    if seed % 8 == SHARED:
+        # One run in five keeps its devices to itself, whatever the others do.
+        return {"mode": mode, "share": random.Random(f"{seed}/{name}/share").random() < 0.8}
     own = random.Random(f"{seed}/placement")
     if own.random() < 0.35:
         mode = "auto"

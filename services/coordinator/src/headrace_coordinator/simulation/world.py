@@ -78,6 +78,8 @@ class Outcome:
     """Groups that steps took in place of dropped ones."""
     helped: int = 0
     """Groups whose gradient a helper contributed."""
+    passed: int = 0
+    """Leases of a device that went from one run to another while both were granted it."""
 
 
 class World(Processes):
@@ -128,10 +130,13 @@ class World(Processes):
 
     @property
     def needed(self) -> dict[str, int]:
-        """The fewest processes by kind that can run every spec."""
+        """The fewest processes by kind that can run every spec, and any two at once that share."""
+        together = 2 if any(spec.placement.share for spec in self.specs) else 1
         return {
-            "rollout": max(spec.rollout.instances for spec in self.specs),
-            "trainer": max(spec.trainer.ranks + spec.trainer.helpers for spec in self.specs),
+            "rollout": sum(sorted(spec.rollout.instances for spec in self.specs)[-together:]),
+            "trainer": sum(
+                sorted(spec.trainer.ranks + spec.trainer.helpers for spec in self.specs)[-together:]
+            ),
             "reward": 1,
             "simulator": max(2 * bool(spec.environment) for spec in self.specs),
         }
@@ -319,6 +324,7 @@ class World(Processes):
             {name: run.state for name, run in replay.runs.items()},
             replay.refilled,
             replay.helped,
+            replay.passed,
         )
 
     async def _judge_run(self, run: runs.RunState) -> Tally:

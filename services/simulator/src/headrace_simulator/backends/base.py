@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -11,6 +11,12 @@ import numpy as np
 from headrace_simulator.spaces import ArraySpace
 
 Observation = Mapping[str, np.ndarray]
+EXPERT_ACTION = "expert_action"
+"""The observation that a scripted policy's action is, in the action's space; of environments made with the option
+`expert`, whose episodes become demonstrations.
+"""
+Knob = Callable[[float], None]
+"""Changes one thing of a simulator from the next reset on; see `headrace_simulator.variants`."""
 
 
 class BackendError(Exception):
@@ -36,7 +42,11 @@ class Transition:
 
 
 class SimulatedEnvironment(Protocol):
-    """One environment. It may raise anything: the service then makes a new one."""
+    """One environment. It may raise anything: the service then makes a new one.
+
+    It may have an attribute `knobs` beside these: a Knob by each name that a variant may use, such as
+    "execution.gravity" or "vision.lighting".
+    """
 
     @property
     def observation_spaces(self) -> list[ArraySpace]:

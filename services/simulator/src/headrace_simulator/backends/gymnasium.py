@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import importlib
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import gymnasium
@@ -12,7 +13,8 @@ import numpy as np
 from gymnasium import spaces
 from headrace_servicekit.registry import Options
 
-from headrace_simulator.backends.base import BackendError, Observation, Transition
+from headrace_simulator.backends import mujoco
+from headrace_simulator.backends.base import BackendError, Knob, Observation, Transition
 from headrace_simulator.backends.user import is_user_environment, load_factory
 from headrace_simulator.spaces import ArraySpace
 
@@ -34,7 +36,8 @@ class GymnasiumBackend:
         What its reward is stands in the options, where it has a choice: `dense` changes nothing.
         """
         if is_user_environment(name):
-            return GymnasiumEnvironment(load_factory(name)(**options))
+            own = load_factory(name)(**options)
+            return GymnasiumEnvironment(own, knobs=_knobs(own))
         module, _, name = name.rpartition(":")
         if module:
             importlib.import_module(module)
@@ -42,7 +45,8 @@ class GymnasiumBackend:
             raise BackendError("environment.name", self._unknown(name))
         limit = None if own_time_limit else -1
         arguments = {"render_mode": _render_mode(name), "max_episode_steps": limit, **options}
-        return GymnasiumEnvironment(gymnasium.make(name, disable_env_checker=True, **arguments))
+        made: gymnasium.Env[Any, Any] = gymnasium.make(name, disable_env_checker=True, **arguments)
+        return GymnasiumEnvironment(made, knobs=_knobs(made))
 
     def _unknown(self, name: str) -> str:
         near = difflib.get_close_matches(name, self.environments(), n=3)
@@ -55,8 +59,13 @@ class GymnasiumEnvironment:
 
     init_state_count = 0
 
-    def __init__(self, environment: gymnasium.Env[Any, Any], instruction: str = "") -> None:
-        self.instruction = instruction
+    def __init__(
+        self,
+        environment: gymnasium.Env[Any, Any],
+        instruction: str = "",
+        knobs: Mapping[str, Knob] | None = None,
+    ) -> None:
+        self.instruction, self.knobs = instruction, knobs or {}
         self._environment = environment
         leaves = list(_leaves(environment.observation_space, ()))
         self._paths = {".".join(path): path for path, _ in leaves}
@@ -102,6 +111,22 @@ class GymnasiumEnvironment:
                 part = part[key]
             arrays[space.name] = np.asarray(part, dtype=space.dtype)
         return arrays
+
+
+def _knobs(environment: gymnasium.Env[Any, Any]) -> dict[str, Knob]:
+    """Those of a MuJoCo model; else the numbers that the environment's physics are written with, by attribute."""
+    inner: Any = environment.unwrapped
+    model = getattr(inner, "model", None)
+    if hasattr(model, "geom_friction"):
+        return mujoco.knobs(model)
+    numbers = {
+        name: value for name, value in vars(inner).items() if isinstance(value, float) and name[0] != "_"
+    }
+
+    def turn(name: str, nominal: float, factor: float) -> None:
+        setattr(inner, name, nominal * factor)
+
+    return {f"execution.{name}": partial(turn, name, nominal) for name, nominal in numbers.items()}
 
 
 def _render_mode(name: str) -> str | None:

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
 from headrace_servicekit.registry import Options
 from pydantic import Field
 
-from headrace_simulator.backends.base import Observation, Transition
+from headrace_simulator.backends import mujoco
+from headrace_simulator.backends.base import EXPERT_ACTION, Observation, Transition
 from headrace_simulator.backends.options import parse, require, unknown
 from headrace_simulator.spaces import ArraySpace
 
 _SUFFIX = "-goal-observable"
 _NO_LIMIT = 1 << 40
 _PICTURE = 480
+Expert = Callable[[np.ndarray], np.ndarray]
 Camera = Literal["topview", "corner", "corner2", "corner3", "corner4", "behindGripper", "gripperPOV"]
 
 
@@ -27,6 +31,10 @@ class MetaWorldOptions(Options):
         default=0, ge=0, le=1024, description="height and width of the observation `rgb`; 0 leaves it out"
     )
     camera: Camera = Field(default="corner2", description="camera of `rgb` and of pictures")
+    expert: bool = Field(
+        default=False,
+        description="add the observation `expert_action`: what Meta-World's scripted policy would do",
+    )
 
 
 class MetaWorldBackend:
@@ -47,10 +55,12 @@ class MetaWorldBackend:
         self, name: str, options: Mapping[str, Any], *, own_time_limit: bool, dense: bool
     ) -> MetaWorldEnvironment:
         """Makes a task; its own reward is the dense one, its own limit 500 steps."""
-        task = self._tasks.get(name.removesuffix(_SUFFIX))
+        short = name.removesuffix(_SUFFIX)
+        task = self._tasks.get(short)
         if task is None:
             raise unknown("Meta-World task", name, self._tasks)
-        return MetaWorldEnvironment(task, parse(MetaWorldOptions, options), own_time_limit)
+        chosen = parse(MetaWorldOptions, options)
+        return MetaWorldEnvironment(task, chosen, own_time_limit, _expert(short) if chosen.expert else None)
 
 
 class MetaWorldEnvironment:
@@ -59,8 +69,12 @@ class MetaWorldEnvironment:
     init_state_count = 0
     instruction = ""
 
-    def __init__(self, task: Any, options: MetaWorldOptions, own_time_limit: bool) -> None:
+    def __init__(
+        self, task: Any, options: MetaWorldOptions, own_time_limit: bool, expert: Expert | None
+    ) -> None:
+        self._expert = expert
         self._environment = environment = task(render_mode="rgb_array")
+        self.knobs = mujoco.knobs(environment.model)
         self._size = options.image_size
         # By default every instance has one goal for ever; so its own random stream draws one at each reset.
         environment.seeded_rand_vec, environment._freeze_rand_vec = True, False
@@ -71,14 +85,14 @@ class MetaWorldEnvironment:
         renderer.camera_id = environment.model.camera(options.camera).id
         space, action = environment.sawyer_observation_space, environment.action_space
         self.action_space = ArraySpace("", np.dtype(np.float32), action.shape, action.low, action.high)
-        state = np.dtype(np.float64)
-        if not self._size:
-            self.observation_spaces = [ArraySpace("", state, space.shape, space.low, space.high)]
-            return
+        self._state_name = "state" if self._size else ""
         self.observation_spaces = [
-            ArraySpace("state", state, space.shape, space.low, space.high),
-            ArraySpace("rgb", np.dtype(np.uint8), (self._size, self._size, 3)),
+            ArraySpace(self._state_name, np.dtype(np.float64), space.shape, space.low, space.high)
         ]
+        if self._size:
+            self.observation_spaces.append(ArraySpace("rgb", np.dtype(np.uint8), (self._size, self._size, 3)))
+        if expert is not None:
+            self.observation_spaces.append(replace(self.action_space, name=EXPERT_ACTION))
 
     def reset(
         self, seed: int | None, options: Mapping[str, Any], init_state: int | None
@@ -108,7 +122,23 @@ class MetaWorldEnvironment:
 
     def _named(self, observation: np.ndarray) -> Observation:
         state = np.asarray(observation, np.float64)
-        return {"state": state, "rgb": self.render()} if self._size else {"": state}
+        named = {self._state_name: state}
+        if self._size:
+            named["rgb"] = self.render()
+        if self._expert is not None:
+            space = self.action_space
+            named[EXPERT_ACTION] = np.clip(self._expert(state), space.low, space.high).astype(space.dtype)
+        return named
+
+
+def _expert(task: str) -> Expert:
+    """Meta-World's scripted policy of a task."""
+    from metaworld.policies import ENV_POLICY_MAP
+
+    act: Expert = ENV_POLICY_MAP[task]().get_action
+    # It says at every step that its answers are clipped, as they are here.
+    warnings.filterwarnings("ignore", message="Constant\\(s\\) may be too high")
+    return act
 
 
 def build(options: Options) -> MetaWorldBackend:

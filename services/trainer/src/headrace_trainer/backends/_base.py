@@ -43,6 +43,14 @@ class CommitReport:
 
 
 @dataclass(frozen=True)
+class WarmUp:
+    """Supervised steps before the first RL step: how many, and figures of them."""
+
+    steps: int
+    figures: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class PrivateGradient:
     """The unnormalised fp32 gradient by weight, on the CPU, with the figures of its tokens; see `CommitReport`."""
 
@@ -131,8 +139,8 @@ class Backend(Protocol):
     def reference_bytes(self) -> int:
         """Bytes of this rank's part of it, in host memory between uses."""
 
-    def warm_up(self) -> int:
-        """Supervised steps on reference answers, how many; the optimizer is empty again afterwards."""
+    def warm_up(self) -> WarmUp:
+        """Supervised steps on reference answers or demonstrations; the optimizer is empty again afterwards."""
 
     def zero(self) -> None:
         """Drops accumulated gradients and figures."""

@@ -24,6 +24,7 @@ from headrace_trainer.backends._base import (
     HelpingBackend,
     PrivateGradient,
     StateReader,
+    WarmUp,
 )
 from headrace_trainer.backends.robot.backend import RobotBackend
 from headrace_trainer.errors import Refusal, invalid
@@ -57,7 +58,7 @@ class Rank:
         self.reader: StateReader | None = None
         self.collect: Callable[[Iterator[tuple[str, Tensor]]], None] | None = None
         self.contributed: PrivateGradient | None = None
-        self.warmup_steps = 0
+        self.warmup = WarmUp(0)
         self.restored = 0
         self._backend: Backend | None = None
 
@@ -138,7 +139,7 @@ class Rank:
     def _restore(self, header: Round) -> None:
         self._backend = None
         backend = self._new_backend()
-        self.warmup_steps = 0
+        self.warmup = WarmUp(0)
         try:
             if header.checkpoint:
                 backend.load_reference()
@@ -147,7 +148,7 @@ class Rank:
                 torch.manual_seed(self.config.seed)
                 backend.load_initial()
                 if self.config.trainer.warmup.steps:
-                    self.warmup_steps = backend.warm_up()
+                    self.warmup = backend.warm_up()
                 backend.load_reference()
         except ModelNotReadable as error:
             raise invalid(str(error), "MODEL_NOT_READABLE") from error

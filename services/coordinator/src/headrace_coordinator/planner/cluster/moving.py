@@ -39,6 +39,7 @@ class ElasticStep:
         self.decoders: list[Decoder] = []
         self.owner: Learner | None = None
         self.helpers: list[Learner] = []
+        self.spare: list[Lane] = []  # devices that wait until they are enough for a helper
         self.settled: deque[Group] = deque()
         self.done: list[Finished] = []
         self.moved_at = begin - terms.costs.min_hold_s
@@ -128,7 +129,7 @@ class ElasticStep:
         left = max(1, sum(rollout.unfinished for rollout in rollouts))
         decoded = sum(d.replica.length * d.replica.unfinished for d in self.decoders) / left
         return ElasticState(
-            self.terms, rollouts, decoded, self.finished, len(self.helpers),
+            self.terms, rollouts, decoded, self.finished, self._devices(self.helpers),
             self.owner is not None, (), self.moved_at,
         )  # fmt: skip
 
@@ -181,7 +182,13 @@ class ElasticStep:
         lane.until(ready, self.learn, Label.SWITCH)
         for at in range(lane.place.count):
             place = Place(lane.place.kind, lane.place.first + at, 1)
-            self.helpers.append(Learner(ready, len(self.helpers), [Lane(place, self.timeline, ready)]))
+            self.spare.append(Lane(place, self.timeline, ready))
+        while len(self.spare) >= terms.helper_devices:
+            team, self.spare = self.spare[: terms.helper_devices], self.spare[terms.helper_devices :]
+            self.helpers.append(Learner(ready, len(self.helpers), team))
+
+    def _devices(self, helpers: Sequence[Learner]) -> int:
+        return len(helpers) * self.terms.helper_devices
 
     def _own(self, lanes: list[Lane]) -> Learner:
         ready = self.now + self.terms.return_s - self.terms.costs.notice_s
@@ -226,8 +233,8 @@ class ElasticStep:
         return start + self._helper_s(groups[0].weight) <= self.horizon
 
     def _helper_s(self, weight: float) -> float:
-        learners = len(self.helpers) + (self.owners.count if self.owner else 0)
-        return self.terms.learn.seconds(weight * learners, learners)
+        learners = self._devices(self.helpers) + (self.owners.count if self.owner else 0)
+        return self.terms.helper_s(weight, learners)
 
     def _teach(self, learner: Learner, start: float, groups: list[Group]) -> None:
         self._record(learner)
@@ -286,9 +293,9 @@ class ElasticStep:
         lanes = [decoder.lane for decoder in self.decoders]
         for lane in lanes:
             lane.until(decoded + terms.generate.offload_s, self.generate, Label.SWITCH)
-        lanes += [lane for helper in self.helpers for lane in helper.lanes]
+        lanes += [*self.spare, *(lane for helper in self.helpers for lane in helper.lanes)]
         begin = max(helped, decoded + terms.generate.offload_s)
-        contributors = sum(helper.learned > 0 for helper in self.helpers)
+        contributors = self._devices([helper for helper in self.helpers if helper.learned])
         for lane in lanes:
             lane.until(begin, self.learn, Label.WAIT_DATA)
             lane.until(begin + terms.learn.load_s, self.learn, Label.SWITCH)
@@ -326,15 +333,15 @@ class ElasticStep:
         helped = [helper for helper in self.helpers if helper.learned]
         if helped:
             last = max(helper.free for helper in helped)
-            end = max(end, last) + terms.contribution_s(len(helped))
+            end = max(end, last) + terms.contribution_s(self._devices(helped))
         for helper in self.helpers:
             for lane in helper.lanes:
                 lane.until(max(helper.free, decoded), self.learn, Label.WAIT_DATA)
                 lane.until(end - terms.contribution_s(1) if helped else end, self.learn, Label.WAIT_DATA)
                 lane.until(end, self.learn, Label.SYNC)
                 lane.until(end + terms.generate.load_s, self.generate, Label.SWITCH)
-        if self.helpers:
+        if self.helpers or self.spare:
             end += terms.generate.load_s
-        for lane in [*(decoder.lane for decoder in self.decoders), *owner.lanes]:
+        for lane in [*self.spare, *(decoder.lane for decoder in self.decoders), *owner.lanes]:
             lane.until(end, self.learn, Label.WAIT_DATA)
         return end

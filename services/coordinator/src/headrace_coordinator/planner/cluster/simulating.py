@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from headrace_coordinator.planner.cluster.moving import ElasticStep
-from headrace_coordinator.planner.cluster.sampling import draw
+from headrace_coordinator.planner.cluster.sampling import Draws, draw
 from headrace_coordinator.planner.cluster.spans import UNPLANNED, Label, Place, Timeline
 from headrace_coordinator.planner.cluster.walking import Pass, Walk
 from headrace_coordinator.planner.costs import Evaluation, Workload
@@ -30,11 +30,14 @@ class Simulated:
         return sum(self.seconds) / len(self.seconds)
 
 
-def simulate(work: Workload, tree: Node, iterations: int = 1, seed: int = 0) -> Simulated:
+def simulate(
+    work: Workload, tree: Node, iterations: int = 1, seed: int = 0, given: Sequence[Draws] = ()
+) -> Simulated:
     """`iterations` steps of a tree, one after the other. The same seed gives the same answer.
 
-    Whole items are simulated, and in chunks of whole items or groups: where numbers do not divide, a replica or a
-    chunk has one more, which the prediction smooths over. PlanError when the tree does not hold or fit the workload.
+    `given`: output lengths of each step, such as measured ones; without them they are drawn by the seed. Whole items
+    are simulated, and in chunks of whole items or groups: where numbers do not divide, a replica or a chunk has one
+    more, which the prediction smooths over. PlanError when the tree does not hold or fit the workload.
 
     >>> from headrace_coordinator.planner import DeviceKind, Leaf, Profile, Share, reasoning
     >>> profiles = {"generate": Profile("generate", fixed_s=10, item_s=0.5), "score": Profile("score", item_s=0.1),
@@ -48,7 +51,7 @@ def simulate(work: Workload, tree: Node, iterations: int = 1, seed: int = 0) -> 
     walk, origin = Walk(work, Timeline()), dict.fromkeys(work.devices, 0)
     now, seconds, learned = 0.0, [], []
     for iteration in range(iterations):
-        draws = draw(work, seed, iteration)
+        draws = given[iteration] if given else draw(work, seed, iteration)
         made = walk.run(tree, range(len(draws.weights)), draws, now, origin)
         _rest(walk, tree, work.devices, now, made)
         seconds.append(made.end - now)
@@ -58,14 +61,21 @@ def simulate(work: Workload, tree: Node, iterations: int = 1, seed: int = 0) -> 
 
 
 def simulate_elastic(
-    work: Workload, tree: Node, costs: MoveCosts, iterations: int = 1, seed: int = 0
+    work: Workload,
+    tree: Node,
+    costs: MoveCosts,
+    iterations: int = 1,
+    seed: int = 0,
+    helper_devices: int = 1,
+    given: Sequence[Draws] = (),
 ) -> Simulated:
     """The same with the elastic policy: the tree is a Share or a Split of one generator and one learner.
 
-    Groups are handed over whole; passing items over the link costs nothing. PlanError for other workloads.
+    A helper is `helper_devices` devices. Groups are handed over whole; passing items over the link costs nothing.
+    PlanError for other workloads.
     """
     checked(work, tree, iterations)
-    terms, rollouts, owners, chunks = elastic_terms(work, tree, costs)
+    terms, rollouts, owners, chunks = elastic_terms(work, tree, costs, helper_devices)
     timeline = Timeline()
     walk = Walk(work, timeline)
     units = [
@@ -75,7 +85,7 @@ def simulate_elastic(
     sync = work.sync_seconds(units[0], units[1], work.items, between=not terms.shared)
     now, seconds, learned = 0.0, [], []
     for iteration in range(iterations):
-        draws = draw(work, seed, iteration)
+        draws = given[iteration] if given else draw(work, seed, iteration)
         step = ElasticStep(terms, rollouts, owners, work.items / chunks, timeline, now)
         made = Pass(step.run(draws), step.done)
         walk.hold(tree, made.end, made.end + sync, dict.fromkeys(work.devices, 0), Label.SYNC)
@@ -87,7 +97,9 @@ def simulate_elastic(
     return Simulated(tuple(seconds), tuple(learned), timeline)
 
 
-def elastic_terms(work: Workload, tree: Node, costs: MoveCosts) -> tuple[Terms, Place, Place, int]:
+def elastic_terms(
+    work: Workload, tree: Node, costs: MoveCosts, helper_devices: int = 1
+) -> tuple[Terms, Place, Place, int]:
     """(terms, devices that roll out, owners' devices, chunks) of a tree. PlanError for other trees."""
     match tree:
         case Share((Leaf() as first, Leaf() as second), False):
@@ -106,7 +118,7 @@ def elastic_terms(work: Workload, tree: Node, costs: MoveCosts) -> tuple[Terms, 
         raise refuse("items", problem, "use more items, or fewer devices")
     terms = Terms(
         generate, learn, work.workflow.group_size, second.devices, shared,
-        costs, work.memory(first.kind),
+        costs, work.memory(first.kind), helper_devices,
     )  # fmt: skip
     return terms, Place(first.kind, 0, first.devices), Place(first.kind, at, second.devices), chunks
 

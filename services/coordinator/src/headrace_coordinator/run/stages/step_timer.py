@@ -10,6 +10,7 @@ from itertools import pairwise
 Interval = tuple[float, float]
 NO_DEVICE = ""
 SPANS_KEPT = 32
+WAIT_LEASE = "wait for lease"
 
 
 class StepTimer:
@@ -32,7 +33,12 @@ class StepTimer:
         try:
             yield
         finally:
-            self.add(name, (start, self._clock()), devices)
+            for part in without((start, self._clock()), self._stages.get(WAIT_LEASE, ())):
+                self.add(name, part, devices)
+
+    def waited(self, interval: Interval, devices: Iterable[str]) -> None:
+        """Time in the line for devices that other runs share; no stage that is being timed counts it too."""
+        self.add(WAIT_LEASE, interval, devices)
 
     def add(self, name: str, interval: Interval, devices: Iterable[str] = ()) -> None:
         """Adds an interval that was measured elsewhere."""
@@ -85,6 +91,16 @@ def covered(intervals: Iterable[Interval]) -> float:
         total += max(0.0, stop - max(start, end))
         end = max(end, stop)
     return total
+
+
+def without(interval: Interval, holes: Iterable[Interval]) -> list[Interval]:
+    """What is left of an interval."""
+    left, (start, end) = [], interval
+    for first, last in sorted(holes):
+        if first > start and first < end:
+            left.append((start, first))
+        start = max(start, last)
+    return [*left, (start, end)] if start < end else left
 
 
 def joined(intervals: Iterable[Interval], most: int) -> list[Interval]:

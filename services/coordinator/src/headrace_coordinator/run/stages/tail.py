@@ -119,6 +119,7 @@ class Tail:
             notice_s=join_s,
             gradient_bytes=median(self._contributed) if self._contributed else join_s,
             link_bytes_per_s=1.0,  # The policy divides bytes by a rate: here the seconds are known.
+            helper_item_s=self.helper_s(1) * self.mean,
             min_gain=MIN_GAIN,
             min_hold_s=max(MIN_HOLD_S, join_s),
         )

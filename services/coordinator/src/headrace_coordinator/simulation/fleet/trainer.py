@@ -93,7 +93,9 @@ class Trainer(Instance):
 
     async def JoinGang(self, request: trainer.JoinGangRequest) -> trainer.JoinGangResponse:
         self.fence(request.header, lease=False)
-        key = (request.generation, request.rank, request.world_size, request.rendezvous)
+        # With port 0 a group of one rank meets nobody, wherever it is.
+        where = f"{request.header.run} {request.rendezvous}"
+        key = (request.generation, request.rank, request.world_size, where)
         if self.joined == key and self.generation:
             return trainer.JoinGangResponse(generation=self.generation)
         if self.joined and request.generation <= self.joined[0]:
@@ -101,7 +103,7 @@ class Trainer(Instance):
         self._disband()
         self.phase, self.version, self.groups = trainer.STEP_PHASE_UNSPECIFIED, common.PolicyVersion(), {}
         self.joined, self.helps = key, False
-        met = self.gangs.setdefault((request.generation, request.rendezvous), {})
+        met = self.gangs.setdefault((request.generation, where), {})
         met[request.rank] = self
         patience = request.timeout.ToNanoseconds() / 1e9 or 60.0
         while len(self._gang()) < request.world_size:

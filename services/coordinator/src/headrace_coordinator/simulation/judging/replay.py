@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain import runs
 from headrace_coordinator.domain.leases import LeaseTable
-from headrace_coordinator.domain.scheduling import plan_admission
+from headrace_coordinator.domain.scheduling import plan_admission, shares
 from headrace_coordinator.domain.state import State
 from headrace_coordinator.simulation.judging.judge import Violation
 
@@ -29,6 +29,9 @@ class Replay:
         self.pairs: Counter[Pair] = Counter()
         self.submissions = 0
         self.refilled = self.helped = 0
+        self.passed = 0
+        """Leases of devices that another run had last, which it still was granted."""
+        self._last: dict[str, str] = {}
         self.longest_wait: dict[str, float] = {}
         self.longest_quantum = 0.0
         for event in log:
@@ -83,6 +86,8 @@ class Replay:
                 self.refilled += groups
             case ev.GroupsAccumulated(prompts=prompts, helper=helper):
                 self.helped += len(prompts) if helper else 0
+            case ev.LeaseGranted():
+                self._count_passed(event)
             case ev.RunAdmitted():
                 self._disjoint()
             case ev.RunStateChanged() | ev.RunIntentChanged() | ev.RunSubmitted():
@@ -93,11 +98,20 @@ class Replay:
                 if run.state not in runs.ADMITTED and run.grant is not None:
                     raise Violation(f"run {run.id} is {run.state} and holds {run.grant}")
 
+    def _count_passed(self, event: ev.LeaseGranted) -> None:
+        for device in event.devices:
+            before = self.state.runs.get(self._last.get(device, event.run))
+            if before is not None and before.grant is not None and before.id != event.run:
+                self.passed += device in before.grant.devices
+            self._last[device] = event.run
+
     def _disjoint(self) -> None:
-        """No instance and no device is granted to two runs."""
-        grants = [run.grant for run in self.state.active_runs() if run.grant is not None]
-        held = Counter(name for grant in grants for name in {*grant.instances, *grant.devices})
-        doubled = sorted(name for name, count in held.items() if count > 1)
+        """No instance is granted to two runs, and no device, but to runs that all share."""
+        admitted = [(run, run.grant) for run in self.state.active_runs() if run.grant is not None]
+        held = Counter(name for _, grant in admitted for name in {*grant.instances, *grant.devices})
+        alone = {name for run, grant in admitted for name in grant.devices if not shares(run)}
+        alone |= {name for _, grant in admitted for name in grant.instances}
+        doubled = sorted(name for name, count in held.items() if count > 1 and name in alone)
         if doubled:
             raise Violation(f"admission: {doubled} are granted to two runs")
 

@@ -37,6 +37,7 @@ from headrace_trainer.backends._base import (
     PrivateGradient,
     ReferenceFacts,
     StateReader,
+    WarmUp,
 )
 from headrace_trainer.backends.fsdp.figures import TokenFigures
 from headrace_trainer.backends.fsdp.fit import check_fit
@@ -128,7 +129,7 @@ class FsdpBackend:
             }
             self._adamw.load(moments, steps)
 
-    def warm_up(self) -> int:
+    def warm_up(self) -> WarmUp:
         """See `Backend`."""
         warmup = self._config.trainer.warmup
         batches = SupervisedBatches(self._config, self._gang.rank, self._gang.world_size)
@@ -142,7 +143,7 @@ class FsdpBackend:
             self._apply(optimizer, self._gang.sum({"tokens": float(tokens)})["tokens"], warmup.lr)
         self.zero()
         self._same_as_policy()
-        return warmup.steps
+        return WarmUp(warmup.steps)
 
     def _same_as_policy(self) -> None:
         """A critic that begins as the policy does begins as the warmed-up one."""

@@ -15,17 +15,18 @@ import torch
 import torch.distributed as dist
 from headrace_modelkit.devices import used_bytes
 from headrace_modelkit.robot.directory import initial_policy, policy_of
-from headrace_modelkit.robot.policy import Observation
+from headrace_modelkit.robot.policy import ACTIONS, Observation, imitation_loss
 from headrace_modelkit.weights import load_weights, state_tensors, weight_layout
 from headrace_schema.openings import TrainerConfig
 from torch import Tensor
 
 from headrace_trainer.algorithms.episodes._base import EpisodeAlgorithm
 from headrace_trainer.allocator import give_back_if_short
-from headrace_trainer.backends._base import CommitReport, MicroReport, ReferenceFacts, StateReader
+from headrace_trainer.backends._base import CommitReport, MicroReport, ReferenceFacts, StateReader, WarmUp
 from headrace_trainer.backends.fsdp.figures import TokenFigures
 from headrace_trainer.backends.fsdp.fit import check_state_shapes
 from headrace_trainer.backends.fsdp.optimizer import MOMENTS, AdamWState, ShardedAdamW
+from headrace_trainer.backends.robot.cloning import drawn_moments, noise_seed, read_demonstrations
 from headrace_trainer.backends.robot.episodes import (
     Chunks,
     Credits,
@@ -166,7 +167,7 @@ class RobotBackend:
             clip, critic_clip = self._clip(norm), self._clip(critic_norm)
             for gradient in beside.values():
                 gradient.mul_(critic_clip / clip)
-            self._adamw.step(gradients, denominator / clip, learning_rate)
+            self._adamw.step(gradients, denominator / clip, learning_rate, critic_rate)
         sums, maxima = self._gang.sum(self._figures.sums()), self._gang.maximum(self._figures.maxima())
         self.zero()
         return CommitReport(finite, norm, sums, maxima, critic_norm)
@@ -251,9 +252,39 @@ class RobotBackend:
     def load_reference(self) -> None:
         """See `Backend`: episodes are compared with no reference."""
 
-    def warm_up(self) -> int:
-        """See `Backend`."""
-        raise invalid("trainer.warmup.steps: supervised steps on answers; a robot policy has none: set 0")
+    def warm_up(self) -> WarmUp:
+        """See `Backend`. The policy's normaliser is fitted to the demonstrations' states first, and then stays.
+
+        A clone knows its states only as they were normalised when it learned: other statistics would make other
+        actions of the same states.
+        """
+        warmup = self._config.trainer.warmup
+        shown = read_demonstrations(self._config, self._policy)
+        if self._policy.normalizer is not None and shown.observation.state_BS is not None:
+            self._policy.normalizer.update(shown.observation.state_BS.to(self._gang.device))
+            self._policy.normalizer.freeze()
+        losses = [self._imitate(shown, step) for step in range(warmup.steps)]
+        self._take(self._policy)
+        figures = {"moments": len(shown.valid_NC), "first_loss": losses[0], "last_loss": losses[-1]}
+        return WarmUp(warmup.steps, {f"warmup_{name}": float(value) for name, value in figures.items()})
+
+    def _imitate(self, shown: Chunks, step: int) -> float:
+        """One supervised step: the mean loss of the actions that are imitated. Raises Refusal INVALID."""
+        warmup, gang = self._config.trainer.warmup, self._gang
+        chosen = drawn_moments(self._config.seed, step, warmup.batch, len(shown.valid_NC))
+        own, summed = torch.tensor(chosen[gang.rank :: gang.world_size], dtype=torch.long), 0.0
+        for index in torch.split(own, self._micro_batch(shown.observation)):
+            taken = shown.take(index, gang.device)
+            seeds = [noise_seed(self._config.seed, step, row) for row in index.tolist()]
+            losses_BH = self._policy.imitate(taken.observation, taken.sampled[ACTIONS], seeds)
+            loss = imitation_loss(losses_BH, taken.valid_NC) * taken.valid_NC.sum()
+            torch.autograd.backward(loss)
+            summed += float(loss.detach())
+        count = float(shown.valid_NC[chosen].sum())
+        if not self.commit(count, warmup.lr).finite:
+            reason = f"the gradient of supervised step {step} is not finite; lower it"
+            raise invalid(f"trainer.warmup.lr: {reason}", key="trainer.warmup.lr")
+        return gang.sum({"loss": summed})["loss"] / count
 
     def weight_layout(self) -> list[tuple[str, str, tuple[int, ...]]]:
         """See `Backend`."""
@@ -322,7 +353,8 @@ class RobotBackend:
         for _, tensor in state_tensors(policy):
             self._gang.share(tensor.data)
         decays = {name for name, parameter in policy.named_parameters() if parameter.dim() > 1}
-        self._optimizer = ShardedAdamW(self._config.optimizer, self._shards(), decays=decays)
+        critic = frozenset(name for name in self._shards() if name.startswith(CRITIC))
+        self._optimizer = ShardedAdamW(self._config.optimizer, self._shards(), decays=decays, critic=critic)
 
     def _shards(self) -> dict[str, Tensor]:
         return {name: parameter.data for name, parameter in self._policy.named_parameters()}

@@ -1,0 +1,121 @@
+"""The simulated cluster with what a measured static run says of itself: what steps should take, with moves and without.
+
+Profiles come from steps in turns of two sizes (generation, learning on both cores, switches, the rest) and from
+pipelined steps (learning on one core beside a decoding one). Nothing is taken from the elastic run but its answers'
+lengths. Starts nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import log
+from statistics import fmean, median
+
+from headrace_coordinator.planner import (
+    DeviceKind,
+    Edge,
+    Granularity,
+    Leaf,
+    Lengths,
+    Profile,
+    Share,
+    Split,
+    Sync,
+    Workflow,
+    Workload,
+)
+from headrace_coordinator.planner.cluster import simulate, simulate_elastic
+from headrace_coordinator.planner.cluster.sampling import Draws
+from headrace_coordinator.planner.outlook import MoveCosts
+
+DEVICES, HANDS = 2, 2
+"""Cores, and how often they change hands in a step in turns."""
+FORWARD = 1 / 3
+"""Of a forward and a backward pass: what a moved answer's cache costs."""
+MIN_GAIN, MIN_HOLD_S = 0.05, 0.25
+"""The run loop's damping (`run/stages/tail.py`)."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One step: its seconds, those of its stages, and the tokens of its answers, group after group."""
+
+    wall_s: float
+    stage_s: dict[str, float]
+    tokens: tuple[int, ...]
+
+    def seconds(self, stage: str) -> float:
+        """Of a stage; 0 where the step had none."""
+        return self.stage_s.get(stage, 0.0)
+
+
+class Model:
+    """Profiles of static steps. `small`: steps in turns with fewer answers, so that the decoding pace has two parts."""
+
+    def __init__(
+        self, turns: Sequence[Measured], small: Sequence[Measured], apart: Sequence[Measured], group: int
+    ) -> None:
+        self._group = group
+        everything = sorted(float(tokens) for step in turns for tokens in step.tokens)
+        self._lengths = Lengths(tuple(everything), group_correlation=0.0)
+        mean = self._lengths.mean
+        fixed, each = decoding([*turns, *small])
+        alone = median(step.seconds("learn") / sum(step.tokens) for step in apart)
+        both = median(step.seconds("learn") / sum(step.tokens) for step in turns)
+        switch = median(step.seconds("switch") for step in turns) / HANDS
+        rest = [step.wall_s - sum(map(step.seconds, ("generate", "learn", "switch"))) for step in turns]
+        self._rest = max(0.0, median(rest))
+        self._profiles = {
+            "generate": Profile("generate", "cpu", fixed_s=fixed * mean, item_s=each * mean, lengths=self._lengths,
+                                load_s=switch / 2, offload_s=switch / 2),
+            "learn": Profile("learn", "cpu", item_s=alone * mean,
+                             scaling_loss=min(max(1 + log(both / alone) / log(DEVICES), 0.0), 0.99),
+                             load_s=switch / 2, offload_s=switch / 2),
+        }  # fmt: skip
+        self._costs = MoveCosts(
+            notice_s=switch,
+            gradient_bytes=switch,
+            link_bytes_per_s=1.0,  # seconds are known here, and no bytes
+            resume_item_s=FORWARD * alone * mean,
+            helper_item_s=alone * mean,
+            min_gain=MIN_GAIN,
+            min_hold_s=max(MIN_HOLD_S, switch),
+        )
+
+    def step_s(self, mode: str, steps: Sequence[Measured]) -> float:
+        """Mean seconds of the steps in a mode (collocated, pipelined, elastic), simulated with their own lengths."""
+        given, mean = [], self._lengths.mean
+        for step in steps:
+            shares = [tokens / mean for tokens in step.tokens]
+            given.append(Draws({"generate": shares}, shares))
+        work, count = self._workload(len(steps[0].tokens)), len(given)
+        both = Share((Leaf("generate", "cpu", DEVICES), Leaf("learn", "cpu", DEVICES)))
+        if mode == "elastic":
+            return simulate_elastic(work, both, self._costs, count, given=given).step_s
+        if mode == "collocated":
+            return simulate(work, both, count, given=given).step_s
+        groups = len(steps[0].tokens) // self._group
+        apart = Split(Leaf("generate", "cpu", 1), Leaf("learn", "cpu", 1), chunks=groups)
+        return simulate(work, apart, count, given=given).step_s
+
+    def _workload(self, items: int) -> Workload:
+        edges = (Edge("generate", "learn", Granularity.GROUP),)
+        workflow = Workflow("grpo", ("generate", "learn"), edges, (("learn", "generate"),), self._group)
+        sync = Sync(between_s=self._rest, same_s=self._rest)
+        return Workload(workflow, self._profiles, {"cpu": DeviceKind(DEVICES)}, items, sync)
+
+
+def decoding(steps: Sequence[Measured]) -> tuple[float, float]:
+    """Seconds of a token round, and of one more answer in it: least squares over steps in turns, none below 0."""
+    rows = [(float(max(step.tokens)), sum(step.tokens) / DEVICES, step.seconds("generate")) for step in steps]
+    aa, bb = fmean(a * a for a, _, _ in rows), fmean(b * b for _, b, _ in rows)
+    ab = fmean(a * b for a, b, _ in rows)
+    at, bt = fmean(a * t for a, _, t in rows), fmean(b * t for _, b, t in rows)
+    determinant = aa * bb - ab * ab
+    if determinant > 1e-9 * aa * bb:
+        fixed, each = (at * bb - bt * ab) / determinant, (bt * aa - at * ab) / determinant
+        if fixed >= 0 and each >= 0:
+            return fixed, each
+    alone = [(at / aa, 0.0), (0.0, bt / bb)]
+    return min(alone, key=lambda law: sum((law[0] * a + law[1] * b - t) ** 2 for a, b, t in rows))

@@ -1,0 +1,151 @@
+"""What robot policies learn from the command line: `python benchmarks/embodied.py --recipes reach push --seeds 0 1 2`.
+
+For each recipe, `examples/embodied/NAME.yaml`, a fleet is started with its simulator (`make simulators SIM=…` first)
+and demonstrations are collected where the recipe clones. Then the run is made for each seed, and its last checkpoint
+judged on 48 start states of the suite `episodes`, whose seeds no run trains on and none was tuned on.
+
+Prints one JSON line. By recipe and seed: `heldout_before` and `heldout_after` (success rate on the run's own held-out
+start states), `unseen` (on the suite's), `actions` (that episodes executed), `seconds` (from submitting to the run's
+end, its evaluations and checkpoints included); by recipe `collect_s` and `cloning_loss`. `--record FILE` adds each run
+to a JSON file as it ends and skips those that the file has; `--draw FILE` writes the curves as an SVG.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from _curves import draw_points
+from _harness import Fleet, emit, headrace, machine, say
+from headrace.client import Client, Event, load_spec
+
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples" / "embodied"
+UNSEEN = 48
+EVALUATION_S = 600.0
+LABEL = "success on held-out start states, by step"
+Found = dict[str, Any]
+"""Figures of one run, and `curve`: (step, success on held-out start states)."""
+
+
+def main() -> None:
+    """Command line."""
+    options = parse()
+    runs: dict[str, dict[str, Found]] = {}
+    if options.record is not None and options.record.exists():
+        runs = json.loads(options.record.read_text(encoding="utf-8"))
+    for name in options.recipes:
+        missing = [seed for seed in options.seeds if str(seed) not in runs.get(name, {})]
+        if missing:
+            for seed, found in made(name, missing, options.set, options.limit):
+                runs.setdefault(name, {})[str(seed)] = found
+                if options.record is not None:
+                    options.record.write_text(json.dumps(runs) + "\n", encoding="utf-8")
+    if options.draw is not None:
+        curves = {
+            name: {int(seed): found["curve"] for seed, found in seeds.items()} for name, seeds in runs.items()
+        }
+        options.draw.write_text(draw_points(curves, LABEL), encoding="utf-8")
+    say(f"at the end: {machine()}")
+    emit("embodied", flat(runs))
+
+
+def parse() -> argparse.Namespace:
+    """The options."""
+    known = sorted(path.stem for path in EXAMPLES.glob("*.yaml"))
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--recipes", nargs="+", choices=known, default=["reach", "push", "reach_sparse"])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="of every run's spec")
+    parser.add_argument("--limit", type=float, default=900.0, help="longest run in seconds")
+    parser.add_argument("--record", type=Path, help="JSON file that runs are added to, and not repeated")
+    parser.add_argument("--draw", type=Path, help="SVG file for the curves")
+    return parser.parse_args()
+
+
+def made(name: str, seeds: list[int], sets: list[str], limit_s: float) -> Any:
+    """Yields (seed, figures) as the recipe's runs end, in a fleet of their own."""
+    path = EXAMPLES / f"{name}.yaml"
+    spec = load_spec(path)
+    with (
+        Fleet("--sim", spec["environment"]["backend"]) as fleet,
+        Client(fleet.url, token=fleet.token) as client,
+    ):
+        overrides, collect_s = list(sets), 0.0
+        if "demonstrations" in spec.get("trainer", {}).get("warmup", {}):
+            folder = fleet.directory / "demonstrations"
+            collect_s = collected(path, spec, folder)
+            overrides.append(f"trainer.warmup.demonstrations={folder}")
+        for seed in seeds:
+            say(f"{name}, seed {seed}: {machine()}")
+            found = trained(client, path, [f"seed={seed}", *overrides], limit_s) | {"collect_s": collect_s}
+            say(f"  {json.dumps({key: value for key, value in found.items() if key != 'curve'})}")
+            yield seed, found
+
+
+def collected(path: Path, spec: Mapping[str, Any], folder: Path) -> float:
+    """Seconds that the recipe's demonstrations took."""
+    began = time.perf_counter()
+    episodes = spec["trainer"]["warmup"].get("episodes") or 32
+    headrace("demonstrations", "collect", str(path), "--to", str(folder), "--episodes", str(episodes))
+    return time.perf_counter() - began
+
+
+def trained(client: Client, path: Path, overrides: list[str], limit_s: float) -> Found:
+    """One run and the judgement of its last checkpoint; RuntimeError where it failed."""
+    began = time.perf_counter()
+    run = client.wait(client.submit(path, overrides).id, limit_s)
+    seconds = time.perf_counter() - began
+    if run.state != "SUCCEEDED":
+        raise RuntimeError(f"{run.id} is {run.state}: {run.reason}")
+    found = figures(list(client.events(run.id)))
+    suite = {"name": "episodes", "options": {"environment": run.spec["environment"], "starts": UNSEEN}}
+    judged = client.evaluate({"suite": suite, "checkpoint": {"run": run.id}})
+    give_up_at = time.monotonic() + EVALUATION_S
+    while not (now := client.evaluation(judged.id)).ended:
+        if time.monotonic() > give_up_at:
+            raise RuntimeError(f"{judged.id} has not ended within {EVALUATION_S:.0f} s")
+        time.sleep(0.5)
+    if now.result is None:
+        raise RuntimeError(f"{judged.id} is {now.state}: {now.reason}")
+    return {**found, "seconds": seconds, "unseen": now.result.modes[0].score}
+
+
+def figures(events: list[Event]) -> Found:
+    """What a run's events say: its held-out scores, its actions, the loss of its cloning."""
+    views = [event.data["view"] for event in events if event.type == "step_committed"]
+    curve = [
+        (event.data["view"]["step"], event.data["view"]["score"])
+        for event in events
+        if event.type == "evaluated"
+    ]
+    restored = next(event.data["figures"] for event in events if event.type == "version_restored")
+    cloning = {"cloning_loss": restored["warmup_last_loss"]} if "warmup_last_loss" in restored else {}
+    return {
+        "steps": len(views),
+        "actions": sum(view["tokens"] for view in views),
+        "heldout_before": curve[0][1],
+        "heldout_after": curve[-1][1],
+        **cloning,
+        "curve": curve,
+    }
+
+
+def flat(runs: Mapping[str, Mapping[str, Found]]) -> dict[str, float]:
+    """One number a name, for the JSON line."""
+    return {
+        f"{name}_{key}_seed_{seed}": float(value)
+        for name, seeds in runs.items()
+        for seed, found in seeds.items()
+        for key, value in found.items()
+        if key != "curve"
+    }
+
+
+if __name__ == "__main__":
+    main()

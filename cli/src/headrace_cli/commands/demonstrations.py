@@ -1,0 +1,117 @@
+"""`headrace demonstrations`: episodes of a scripted policy as a data set that a run imitates before it begins."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from headrace_cli.commands.options import JsonFlag
+from headrace_cli.errors import CommandError, mistake, refused
+from headrace_cli.output import console, error_console, print_json
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from headrace_schema.spec import RunSpec
+
+EPISODES = 32
+FIRST_SEED = 1 << 30
+"""Beyond the start states of `data`, unless its first_seed is set there too."""
+
+app = typer.Typer(help="Demonstrations for the warm-up of robot policies.", no_args_is_help=True)
+
+
+@app.callback()
+def _group() -> None:
+    """Keeps `collect` a command of its own."""
+
+
+@app.command()
+def collect(
+    file: Annotated[Path, typer.Argument(metavar="SPEC", help="Run spec of an embodied run, a YAML file.")],
+    sets: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key of the spec.")
+    ] = None,
+    to: Annotated[
+        Path | None,
+        typer.Option(
+            help="Directory to write; default: the spec's trainer.warmup.demonstrations.", show_default=False
+        ),
+    ] = None,
+    episodes: Annotated[
+        int, typer.Option(min=1, help="Successful episodes of each task; others are thrown away.")
+    ] = EPISODES,
+    noise: Annotated[
+        float,
+        typer.Option(min=0, help="Width of the noise on the script's actions, in halves of their range."),
+    ] = 0.1,
+    first_seed: Annotated[int, typer.Option(min=0, max=2**31 - 2**20, help="Seeds begin here.")] = FIRST_SEED,
+    as_json: JsonFlag = False,
+) -> None:
+    """Play the scripted policy of a spec's environment and write a LeRobot v3 data set."""
+    from headrace_cli.launcher.plan import SIMULATORS, simulator_python
+
+    spec = _spec(file, sets or [])
+    assert spec.environment is not None
+    target = to or Path(spec.trainer.warmup.demonstrations or "-")
+    if str(target) == "-":
+        raise mistake(
+            "--to", "names no directory, nor does trainer.warmup.demonstrations", "give one of them"
+        )
+    if target.exists():
+        raise mistake("--to", f"{target} exists", "remove it, or give another directory")
+    try:
+        from headrace_cli.demonstrations.collecting import Collection, collect
+        from headrace_cli.demonstrations.lerobot import write_data_set
+    except ImportError as error:
+        raise CommandError(
+            f"collecting demonstrations needs pip install pyarrow numpy pillow ({error})"
+        ) from error
+    backend = spec.environment.backend
+    python = simulator_python(backend) if backend in SIMULATORS else ""
+    wanted = Collection(spec.environment, episodes, first_seed, noise, _cameras(spec))
+    words = error_console()
+    found = asyncio.run(collect(wanted, python, lambda line: words.print(line, markup=False)))
+    target.parent.mkdir(parents=True, exist_ok=True)
+    write_data_set(target, found.episodes, found.image_shapes)
+    document = {
+        "directory": str(target.absolute()),
+        "episodes": len(found.episodes),
+        "steps": sum(map(len, found.episodes)),
+        "played_episodes": found.played,
+        "played_steps": found.steps,
+    }
+    if as_json:
+        print_json(document)
+        return
+    console().print(
+        f"{document['episodes']} demonstrations of {document['steps']} steps in {target}", markup=False
+    )
+
+
+def _spec(file: Path, sets: list[str]) -> RunSpec:
+    from headrace.client import HeadraceError, load_spec
+    from headrace_schema.spec import RunSpec
+
+    from headrace_cli.dry_run import check_schema
+
+    try:
+        document = load_spec(file, sets)
+    except HeadraceError as error:
+        raise refused(error) from error
+    check_schema(document)
+    spec = RunSpec.model_validate(document)
+    if spec.environment is None:
+        raise mistake("environment", "the spec has none", "demonstrations are of embodied runs")
+    return spec
+
+
+def _cameras(spec: RunSpec) -> Mapping[str, str] | None:
+    """The cameras that a run of the spec sends to its policy: none where it is `mlp`."""
+    assert spec.environment is not None
+    if spec.environment.cameras is None and spec.model.policy and spec.model.policy.get("kind") == "mlp":
+        return {}
+    return spec.environment.cameras

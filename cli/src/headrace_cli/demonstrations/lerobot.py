@@ -1,0 +1,164 @@
+"""Writes episodes as a LeRobot data set of format v3, which the trainer, lerobot and pandas read.
+
+Facts of the format are from huggingface/lerobot `docs/source/lerobot-dataset-v3.mdx` at 0159312. Needs pyarrow.
+Knows no simulator. Shapes: T steps of an episode, S numbers of a state, A of an action.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+VERSION = "v3.0"
+DATA = "data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet"
+EPISODES = "meta/episodes/chunk-000/file-000.parquet"
+FPS = 10
+"""Steps a second that are stated: simulators tell none, and the format wants one."""
+COUNTERS = ("frame_index", "episode_index", "index", "task_index")
+
+
+@dataclass
+class EpisodeData:
+    """One episode: a row a step. `images_T` are PNG files by camera, of `image_shapes` (H, W, 3)."""
+
+    task: str
+    states: list[np.ndarray] = field(default_factory=list)
+    actions: list[np.ndarray] = field(default_factory=list)
+    images: dict[str, list[bytes]] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        """T."""
+        return len(self.actions)
+
+
+def write_data_set(
+    directory: Path, episodes: Sequence[EpisodeData], image_shapes: Mapping[str, tuple[int, ...]]
+) -> None:
+    """Writes the directory aside and renames it into place; it must not exist."""
+    aside = directory.with_name(f".{directory.name}.{uuid.uuid4().hex[:8]}.partial")
+    tasks = sorted({episode.task for episode in episodes})
+    try:
+        for folder in ("data/chunk-000", "meta/episodes/chunk-000"):
+            (aside / folder).mkdir(parents=True)
+        table = _frames(episodes, tasks)
+        pq.write_table(table, aside / DATA.format(chunk_index=0, file_index=0))
+        pq.write_table(_episode_rows(episodes), aside / EPISODES)
+        pq.write_table(_task_rows(tasks), aside / "meta" / "tasks.parquet")
+        _write_json(aside / "meta" / "info.json", _info(episodes, tasks, image_shapes))
+        _write_json(aside / "meta" / "stats.json", _statistics(episodes))
+        aside.rename(directory)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def _frames(episodes: Sequence[EpisodeData], tasks: Sequence[str]) -> pa.Table:
+    frames = [np.arange(len(episode)) for episode in episodes]
+    numbers = [np.full(len(episode), number) for number, episode in enumerate(episodes)]
+    kinds = [np.full(len(episode), tasks.index(episode.task)) for episode in episodes]
+    frame, total = np.concatenate(frames), sum(map(len, episodes))
+    columns: dict[str, Any] = {"action": _vectors(episodes, "actions")}
+    if episodes[0].states:
+        columns["observation.state"] = _vectors(episodes, "states")
+    for camera in episodes[0].images:
+        cells = [{"bytes": png, "path": None} for episode in episodes for png in episode.images[camera]]
+        kind = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
+        columns[f"observation.images.{camera}"] = pa.array(cells, kind)
+    columns["timestamp"] = pa.array((frame / FPS).astype(np.float32))
+    counters = (frame, np.concatenate(numbers), np.arange(total), np.concatenate(kinds))
+    columns |= {
+        name: pa.array(values.astype(np.int64)) for name, values in zip(COUNTERS, counters, strict=True)
+    }
+    return pa.table(columns)
+
+
+def _vectors(episodes: Sequence[EpisodeData], name: str) -> Any:
+    rows = np.concatenate([np.stack(getattr(episode, name)) for episode in episodes]).astype(np.float32)
+    return pa.FixedSizeListArray.from_arrays(pa.array(rows.reshape(-1)), rows.shape[1])
+
+
+def _episode_rows(episodes: Sequence[EpisodeData]) -> pa.Table:
+    ends = np.cumsum([len(episode) for episode in episodes]).tolist()
+    count = len(episodes)
+    return pa.table(
+        {
+            "episode_index": list(range(count)),
+            "tasks": [[episode.task] for episode in episodes],
+            "length": [len(episode) for episode in episodes],
+            "dataset_from_index": [0, *ends[:-1]],
+            "dataset_to_index": ends,
+            **{
+                f"{kind}/{part}_index": [0] * count
+                for kind in ("data", "meta/episodes")
+                for part in ("chunk", "file")
+            },
+        }
+    )
+
+
+def _task_rows(tasks: Sequence[str]) -> pa.Table:
+    """As pandas writes a frame whose index is the task."""
+    index = "__index_level_0__"
+    table = pa.table({"task_index": list(range(len(tasks))), index: list(tasks)})
+    columns = [
+        {"name": name, "field_name": stored, "pandas_type": kind, "numpy_type": numpy, "metadata": None}
+        for name, stored, kind, numpy in (
+            ("task_index", "task_index", "int64", "int64"),
+            (None, index, "unicode", "object"),
+        )
+    ]
+    named = {"index_columns": [index], "column_indexes": [], "columns": columns}
+    return table.replace_schema_metadata({"pandas": json.dumps(named)})
+
+
+def _info(
+    episodes: Sequence[EpisodeData], tasks: Sequence[str], image_shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, Any]:
+    features = {"action": _feature("float32", (len(episodes[0].actions[0]),))}
+    if episodes[0].states:
+        features["observation.state"] = _feature("float32", (len(episodes[0].states[0]),))
+    for camera in episodes[0].images:
+        shape = image_shapes[camera]
+        features[f"observation.images.{camera}"] = _feature("image", shape, ["height", "width", "channels"])
+    features["timestamp"] = _feature("float32", (1,))
+    features |= {name: _feature("int64", (1,)) for name in COUNTERS}
+    return {
+        "codebase_version": VERSION,
+        "robot_type": None,
+        "total_episodes": len(episodes),
+        "total_frames": sum(map(len, episodes)),
+        "total_tasks": len(tasks),
+        "chunks_size": 1000,
+        "fps": FPS,
+        "splits": {"train": f"0:{len(episodes)}"},
+        "data_path": DATA,
+        "video_path": None,
+        "features": features,
+    }
+
+
+def _feature(kind: str, shape: Sequence[int], names: list[str] | None = None) -> dict[str, Any]:
+    return {"dtype": kind, "shape": list(shape), "names": names}
+
+
+def _statistics(episodes: Sequence[EpisodeData]) -> dict[str, Any]:
+    found = {}
+    for feature, name in (("action", "actions"), ("observation.state", "states")):
+        rows = [row for episode in episodes for row in getattr(episode, name)]
+        if rows:
+            values = np.stack(rows).astype(np.float64)
+            kinds = {"min": values.min(0), "max": values.max(0), "mean": values.mean(0), "std": values.std(0)}
+            found[feature] = {kind: row.tolist() for kind, row in kinds.items()} | {"count": [len(rows)]}
+    return found
+
+
+def _write_json(file: Path, document: Mapping[str, Any]) -> None:
+    file.write_text(json.dumps(document, indent=2) + "\n")

@@ -1,0 +1,134 @@
+"""`headrace demonstrations collect` with the real simulator service and an environment that has a scripted policy."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pandas as pd
+import pytest
+import yaml
+from headrace_modelkit.robot.demonstrations import Demonstrations
+
+ENVIRONMENT = '''
+import gymnasium
+import numpy as np
+from gymnasium import spaces
+
+
+class Walk(gymnasium.Env):
+    """Walk from 0 to the seed's goal; some goals are too far for the script."""
+
+    action_space = spaces.Box(-2.0, 2.0, (1,), np.float32)
+
+    def __init__(self, expert=False):
+        boxes = {"goal": spaces.Box(-9.0, 9.0, (1,)), "place": spaces.Box(-9.0, 9.0, (1,))}
+        boxes["front"] = spaces.Box(0, 255, (4, 6, 3), np.uint8)
+        if expert:
+            boxes["expert_action"] = self.action_space
+        self.observation_space = spaces.Dict(boxes)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.place, self.goal = 0.0, 9.0 if seed % 3 == 0 else float(self.np_random.uniform(0.8, 1))
+        return self.seen(), {}
+
+    def step(self, action):
+        self.place += 0.3 * float(action[0])
+        return self.seen(), 0.0, False, False, {"success": abs(self.place - self.goal) < 0.15}
+
+    def seen(self):
+        act = np.clip((np.array([self.goal - self.place])) / 0.3, -2, 2)
+        found = {"goal": [self.goal], "place": [self.place], "expert_action": act}
+        found = {name: np.asarray(value, np.float32) for name, value in found.items()}
+        return {**found, "front": np.full((4, 6, 3), int(100 + 10 * self.place), np.uint8)}
+
+
+def make_env(expert=False):
+    return Walk(expert)
+
+
+def without_script():
+    return Walk()
+'''
+
+
+@pytest.fixture
+def spec(tmp_path):
+    """A run spec of the environment, with some of its keys set."""
+    (tmp_path / "walk.py").write_text(ENVIRONMENT)
+
+    def write(function="make_env", policy="cnn", **environment):
+        section = {"tasks": [f"{tmp_path / 'walk.py'}:{function}"], "count": 3, "max_episode_steps": 12}
+        document = {
+            "workflow": "embodied",
+            "model": {"policy": {"kind": policy}},
+            "environment": section | environment,
+        }
+        path = tmp_path / "walk.yaml"
+        path.write_text(yaml.safe_dump(document))
+        return path
+
+    return write
+
+
+def test_successful_episodes_become_a_data_set_that_the_trainer_and_pandas_read(headrace, spec, tmp_path):
+    target = tmp_path / "made" / "walk"
+    done = headrace(
+        "demonstrations", "collect", str(spec()), "--to", str(target), "--episodes", "4", "--json"
+    )
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert (told["episodes"], told["steps"], told["directory"]) == (4, 48, str(target))
+    assert told["played_episodes"] == 6 and told["played_steps"] == 72, "episodes of a far goal do not count"
+    found = list(Demonstrations(target, ["front"]))
+    assert len(found) == 4 and all(len(each.action_TA) == 12 for each in found)
+    assert len({each.state_TS[0, 0].item() for each in found}) == 4, "each has a goal of its own"
+    for each in found:
+        goal_T, place_T = each.state_TS.numpy().T
+        script_T = np.clip((goal_T - place_T) / 0.3, -2, 2)
+        np.testing.assert_allclose(each.action_TA[:, 0], script_T, atol=1e-5)
+        assert np.abs(np.diff(place_T) - 0.3 * script_T[:-1]).max() > 1e-3, "noise moved it off the path"
+        assert each.images["front"].shape == (12, 4, 6, 3)
+        assert each.images["front"][:, 0, 0, 0].tolist() == [int(100 + 10 * place) for place in place_T]
+    tasks = pd.read_parquet(target / "meta" / "tasks.parquet")
+    assert tasks.index[0] == found[0].task and tasks["task_index"].tolist() == [0]
+    episodes = pd.read_parquet(target / "meta" / "episodes")
+    assert episodes["dataset_to_index"].tolist() == [12, 24, 36, 48]
+    assert not list(target.parent.glob(".*")), "nothing is left aside"
+
+
+def test_cameras_are_left_out_for_a_policy_that_reads_none(headrace, spec, tmp_path):
+    path = spec(policy="mlp", state=["place"], stop_on_success=True)
+    done = headrace(
+        "demonstrations", "collect", str(path), "--to", str(tmp_path / "demos"), "--episodes", "1"
+    )
+    assert done.returncode == 0, done.stderr
+    (found,) = Demonstrations(tmp_path / "demos")
+    assert found.state_TS.shape[1] == 1 and len(found.action_TA) < 12, "it ends with the success"
+    assert "images" not in (tmp_path / "demos/meta/info.json").read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"function": "without_script"}, "expert"),
+        ({"max_episode_steps": 1}, "lower --noise, or raise environment.max_episode_steps"),
+    ],
+)
+def test_what_gives_no_demonstrations_is_named_and_nothing_is_written(
+    headrace, spec, tmp_path, arguments, words
+):
+    target = tmp_path / "demos"
+    done = headrace(
+        "demonstrations", "collect", str(spec(**arguments)), "--to", str(target), "--episodes", "3"
+    )
+    assert done.returncode == 2 and words in done.stderr
+    assert not target.exists()
+
+
+def test_a_directory_is_never_overwritten(headrace, spec, tmp_path):
+    done = headrace("demonstrations", "collect", str(spec()), "--to", str(tmp_path))
+    assert done.returncode == 2 and "remove it, or give another directory" in done.stderr
+    done = headrace("demonstrations", "collect", str(spec()))
+    assert done.returncode == 2 and "trainer.warmup.demonstrations" in done.stderr

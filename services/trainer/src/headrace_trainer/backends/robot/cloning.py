@@ -1,0 +1,106 @@
+"""What a robot policy imitates before its first episode: moments of demonstrations, which a data set on disk holds.
+
+Knows no optimizer. Shapes: N moments, H actions of a policy's horizon, A numbers of an action.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from string import Formatter
+from typing import TYPE_CHECKING
+
+from headrace_modelkit.robot.directory import policy_of
+from headrace_modelkit.robot.language import Encode, instruction_encoder
+from headrace_modelkit.robot.policy import ACTIONS, Observation
+from headrace_schema.openings import TrainerConfig
+
+from headrace_trainer.backends.robot.episodes import Chunks, join
+from headrace_trainer.errors import Refusal, invalid
+
+if TYPE_CHECKING:
+    from headrace_modelkit.robot.demonstrations import Demonstration, Demonstrations
+    from headrace_modelkit.robot.directory import AnyConfig, AnyPolicy
+
+KEY = "trainer.warmup.demonstrations"
+
+
+def check_demonstrations(config: TrainerConfig) -> None:
+    """Raises Refusal INVALID where the demonstrations of a warm-up cannot be read, or are of another robot."""
+    policy = policy_of(config.model)
+    if not config.trainer.warmup.steps or policy is None:
+        return
+    data = _open(config, policy)
+    sizes = {
+        "numbers of an action": (data.action_size, policy.bounds.size),
+        "numbers of a state": (data.state_size, _state_size(policy)),
+    }
+    for what, (given, wanted) in sizes.items():
+        if wanted and given != wanted:
+            raise _refused(f"has {given} {what}, and the policy {wanted}; give demonstrations of this robot")
+
+
+def read_demonstrations(config: TrainerConfig, policy: AnyPolicy) -> Chunks:
+    """Every moment of the demonstrations: what was seen, and under ACTIONS the (N, H, A) actions that came next.
+
+    `valid_NC` says which of the H there are. All of them are held in memory. Raises Refusal INVALID.
+    """
+    from headrace_modelkit.robot.demonstrations import DemonstrationsNotReadable
+
+    data = _open(config, policy.config)
+    encode = instruction_encoder(policy.config, config.model.path)
+    count = min(len(data), config.trainer.warmup.episodes or len(data))
+    try:
+        return join([_moments(data[place], policy, encode, config.instruction) for place in range(count)])
+    except DemonstrationsNotReadable as error:
+        raise _refused(str(error)) from error
+
+
+def drawn_moments(seed: int, step: int, batch: int, count: int) -> list[int]:
+    """The moments of a supervised step, none of them twice; the same on every rank."""
+    return random.Random(f"{seed}/warmup/{step}").sample(range(count), min(batch, count))
+
+
+def noise_seed(seed: int, step: int, moment: int) -> int:
+    """What the noise of a moment's loss is drawn from, for policies whose loss is drawn."""
+    place = f"{seed}/warmup/{step}/{moment}".encode()
+    return int.from_bytes(hashlib.blake2b(place, digest_size=7).digest(), "big")
+
+
+def _moments(shown: Demonstration, policy: AnyPolicy, encode: Encode, template: str) -> Chunks:
+    actions_THA, valid_TH = shown.horizons(policy.horizon)
+    prompt = encode(_rendered(template, shown.task))
+    prompts = (prompt,) * len(valid_TH) if prompt else ()
+    return Chunks(Observation(shown.state_TS, shown.images, prompts), {ACTIONS: actions_THA}, valid_TH)
+
+
+def _rendered(template: str, task: str) -> str:
+    """`data.prompt.template` of a task: the coordinator has checked its places, and all of them tell the task."""
+    return "".join(
+        literal + ("" if name is None else task) for literal, name, _, _ in Formatter().parse(template)
+    )
+
+
+def _open(config: TrainerConfig, policy: AnyConfig) -> Demonstrations:
+    try:
+        from headrace_modelkit.robot.demonstrations import Demonstrations, DemonstrationsNotReadable
+    except ImportError as error:
+        raise _refused(
+            f"reading them needs pip install 'headrace-modelkit[demonstrations]' ({error})"
+        ) from error
+    try:
+        return Demonstrations(config.trainer.warmup.demonstrations, getattr(policy, "cameras", ()))
+    except DemonstrationsNotReadable as error:
+        raise _refused(str(error)) from error
+
+
+def _state_size(policy: AnyConfig) -> int:
+    """Numbers of a state that the policy reads; 0: none."""
+    if policy.kind in ("mlp", "cnn"):
+        return int(getattr(policy, "state_size", 0))
+    bounds = getattr(policy, "state", None) or getattr(policy, "proprio", None)
+    return 0 if bounds is None else int(bounds.size)
+
+
+def _refused(reason: str) -> Refusal:
+    return invalid(f"{KEY}: {reason}", key=KEY)

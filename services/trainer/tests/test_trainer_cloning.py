@@ -1,0 +1,192 @@
+"""Cloning before the first episode: what a policy learns of demonstrations, again after a loss, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+
+import grpc
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from headrace_modelkit.robot.directory import policy_config
+from headrace_modelkit.weights import load_weights
+from headrace_schema.openings import TrainerConfig
+from headrace_trainer.backends._base import CommitReport
+from headrace_trainer.backends.robot.cloning import read_demonstrations
+from headrace_trainer.kinds import run_algorithm, run_backend
+
+EPISODES = 24
+
+
+def scripted(state: np.ndarray) -> np.ndarray:
+    """Toward the goal, with what the velocity does already taken off."""
+    place, velocity, goal = np.split(state, 3)
+    return np.clip((goal - place - 0.5 * velocity) / 0.15, -1, 1)
+
+
+@pytest.fixture
+def demonstrations(tmp_path, robots):
+    """Episodes of the script as LeRobot stores them; seeds that no test plays."""
+    rows, episodes = [], []
+    for episode in range(EPISODES):
+        world = robots.Reach()
+        state = world.reset(10**8 + episode)
+        for frame in range(world.horizon):
+            action = scripted(state)
+            rows.append(
+                {
+                    "observation.state": state.astype(np.float32),
+                    "action": action.astype(np.float32),
+                    "episode_index": episode,
+                    "frame_index": frame,
+                    "task_index": 0,
+                }
+            )
+            state = world.step(action)[0]
+        place = {"data/chunk_index": 0, "data/file_index": 0}
+        episodes.append({"episode_index": episode, "length": world.horizon, "tasks": ["reach"], **place})
+    folder = tmp_path / "reach"
+    for part in ("data/chunk-000", "meta/episodes/chunk-000"):
+        (folder / part).mkdir(parents=True)
+    pd.DataFrame(rows).to_parquet(folder / "data/chunk-000/file-000.parquet")
+    pd.DataFrame(episodes).to_parquet(folder / "meta/episodes/chunk-000/file-000.parquet")
+    pd.DataFrame({"task_index": [0]}, index=["reach"]).to_parquet(folder / "meta/tasks.parquet")
+    info = {
+        "codebase_version": "v3.0",
+        "data_path": "data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet",
+        "features": {
+            "action": {"dtype": "float32", "shape": [2]},
+            "observation.state": {"dtype": "float32", "shape": [6]},
+        },
+    }
+    (folder / "meta/info.json").write_text(json.dumps(info))
+    return folder
+
+
+def cloning(directory, steps=200, **more):
+    return {
+        "warmup": {"demonstrations": str(directory), "steps": steps, "batch": 128, "lr": 3e-3, **more},
+    }
+
+
+def success_rate(policy, robots):
+    """Of the greedy policy, with goals that no demonstration has."""
+    worlds = [robots.Reach() for _ in range(32)]
+    found = robots.play(policy, worlds, range(10**6, 10**6 + 32), 0, deterministic=True)
+    return np.mean([episode.success for episode in found])
+
+
+async def test_a_policy_begins_as_a_clone_and_learns_on(
+    client, robot_config, robots, demonstrations, fetched_weights, settled_digest
+):
+    config = robot_config(trainer=cloning(demonstrations), checkpoint={"enabled": False})
+    restored = await client.open(config)
+    policy = policy_config(config["model"]["policy"]).build(config["seed"])
+    before = success_rate(policy, robots)
+    load_weights(policy, await fetched_weights(client, restored.version.number))
+    assert before <= 0.2 and success_rate(policy, robots) >= 0.8
+    assert restored.warmup_steps == 200
+    assert restored.figures["warmup_moments"] == EPISODES * 24
+    assert restored.figures["warmup_last_loss"] < 0.2 * restored.figures["warmup_first_loss"]
+    assert int(policy.normalizer.count) == EPISODES * 24, "fitted to the demonstrations' states"
+    fitted = policy.normalizer.mean.clone()
+    version = restored.version
+    episodes = robots.play(policy, [robots.Reach() for _ in range(4)], range(4), 0)
+    groups = [robots.settled(place, [episode], version) for place, episode in enumerate(episodes)]
+    await client.begin(0, 1, version.number, version.number + 1)
+    await client.learn(0, 1, groups)
+    reply = await client.commit(0, 1, version.number, version.number + 1, settled_digest(groups))
+    assert reply.version.ordinal == 1
+    assert reply.figures["log_prob_mismatch_max"] < 1e-4
+    after = await fetched_weights(client, reply.version.number)
+    assert torch.equal(after["normalizer.mean"], fitted), "other statistics would undo the clone"
+
+
+async def test_cloning_that_is_made_again_gives_the_same_policy(client, robot_config, demonstrations):
+    """A trainer that was lost in the warm-up, or before the first checkpoint, begins with the initial model again."""
+    config = robot_config(trainer=cloning(demonstrations, steps=20), checkpoint={"keep": 2})
+    first = (await client.open(config)).version
+    again = (await client.restore("", first.number + 1)).version
+    assert again.digest == first.digest
+    other = await client.reopen_with(robot_config(trainer=cloning(demonstrations, steps=21)))
+    assert other.digest != first.digest
+
+
+async def test_a_checkpoint_is_not_cloned_again(client, robot_config, demonstrations):
+    config = robot_config(trainer=cloning(demonstrations, steps=20))
+    first = (await client.open(config)).version
+    name = (await client.save(first.number)).checkpoint.name
+    restored = await client.restore(name, first.number + 1)
+    assert restored.warmup_steps == 0 and restored.version.digest == first.digest
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"demonstrations": "/nowhere"}, "info.json cannot be read"),
+        ({"policy": {"state_size": 5}}, "has 6 numbers of a state, and the policy 5"),
+        (
+            {"policy": {"bounds": {"low": [-1.0], "high": [1.0]}}},
+            "has 2 numbers of an action, and the policy 1",
+        ),
+    ],
+)
+async def test_demonstrations_of_another_robot_are_refused_at_the_opening(
+    change, reason, client, robot_config, demonstrations
+):
+    warmup = cloning(change.pop("demonstrations", demonstrations), steps=1)
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await client.open_run(robot_config(trainer=warmup, **change))
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert reason in caught.value.details() and "trainer.warmup.demonstrations" in caught.value.details()
+
+
+def test_only_as_many_demonstrations_as_are_wanted(robot_config, demonstrations):
+    config = TrainerConfig.model_validate(robot_config(trainer=cloning(demonstrations, episodes=3)))
+    policy = policy_config(config.model.policy).build(0)
+    assert len(read_demonstrations(config, policy).valid_NC) == 3 * 24
+
+
+class Half:
+    """One of two ranks in one process: what is summed over ranks is the other's too."""
+
+    world_size, device, leads = 2, torch.device("cpu"), True
+
+    def __init__(self, rank, other):
+        self.rank, self.other = rank, other
+
+    def share(self, tensor):
+        return None
+
+    def sum(self, values):
+        return {name: value + self.other.get(name, 0.0) for name, value in values.items()}
+
+    maximum = sum
+
+
+def test_the_ranks_of_a_group_take_shares_of_a_supervised_step(
+    robot_config, demonstrations, gang, monkeypatch
+):
+    """The gradients of two ranks add up to that of one, so that a group clones as one trainer does."""
+    config = TrainerConfig.model_validate(robot_config(trainer=cloning(demonstrations, steps=1)))
+    gradients = []
+    for places in ([gang], [Half(0, {}), Half(1, {})]):
+        summed = {}
+        for place in places:
+            backend = run_backend(config, run_algorithm(config), place)
+            backend.load_initial()
+            monkeypatch.setattr(backend, "commit", partial(taken, backend, summed))
+            backend.warm_up()
+        gradients.append(summed)
+    one, both = gradients
+    assert all(torch.allclose(one[name], both[name], atol=1e-7) for name in one)
+
+
+def taken(backend, summed, count, rate):
+    """Adds a rank's own gradient, divided, in place of an optimizer step."""
+    for name, parameter in backend._policy.named_parameters():
+        if parameter.grad is not None:
+            summed[name] = summed.get(name, 0.0) + parameter.grad / count
+    return CommitReport(True, 0.0)
