@@ -104,7 +104,9 @@ def test_a_service_installs_alone_and_without_torch(service, make_environment, t
 def torch_environment(make_environment):
     """One environment with torch for both services that need it: it takes a minute and a gigabyte."""
     environment = make_environment("torch")
-    environment.pip("install", "-q", *torch_source(), "--no-deps", "-c", "constraints/base.txt", "torch")
+    environment.pip(
+        "install", "-q", "--no-compile", *torch_source(), "--no-deps", "-c", "constraints/base.txt", "torch"
+    )
     return environment
 
 

@@ -4,6 +4,7 @@ import asyncio
 
 from headrace.reward.v1 import reward_pb2 as reward
 from headrace_coordinator.domain import events as ev
+from headrace_coordinator.fleet.fleet import RESTART_S
 from headrace_coordinator.simulation.fleet.reward import Reward
 from scene import Scene, ends
 
@@ -88,3 +89,25 @@ def test_the_engine_that_auto_stands_for_is_settled_at_submission_and_noted():
 
 def used_by(scene, key):
     return next(used.resource for used in scene.log(ev.KeyUsed) if used.key == key)
+
+
+def test_what_no_instance_mends_is_refused_at_once_although_a_process_has_just_ended():
+    found = []
+
+    async def play(scene):
+        await scene.first()
+        coordinator, clock = scene.coordinator, asyncio.get_running_loop().time
+        spec = scene.specs[0]
+        for model in (spec.model, spec.model.model_copy(update={"path": "/no/such/model"})):
+            wanted = spec.model_copy(
+                update={"model": model, "rollout": spec.rollout.model_copy(update={"instances": 9})}
+            )
+            coordinator.fleet._last_exit = coordinator.event_log.monotonic()
+            began = clock()
+            keys = {each.key for each in await coordinator.check(wanted)}
+            found.append((clock() - began, keys))
+
+    ends(Scene(play, steps=30))
+    (waited, keys), (at_once, more) = found
+    assert waited >= RESTART_S and "rollout.instances" in keys and "model.path" not in keys
+    assert at_once == 0.0 and more == {*keys, "model.path"}
