@@ -1,7 +1,7 @@
 """Pictures from a simulator to its caller by shared memory, beside the same in the messages of gRPC.
 
-`python benchmarks/pictures.py`: environments that cost nothing show one picture each step; two real services on loopback,
-one of which is asked for references, take turns. Every picture becomes an array. About a minute.
+`python benchmarks/pictures.py`: environments that cost nothing show one picture each step; two real services on
+loopback, one of which is asked for references, take turns. Every picture becomes an array. About a minute.
 
 Prints one JSON line: for each size, `shm_vs_grpc_SIZE` is the median over rounds of the ratio of steps a second, and
 `shm_SIZE_steps_per_s`, `grpc_SIZE_steps_per_s` are the medians that it comes from.
