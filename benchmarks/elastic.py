@@ -60,7 +60,7 @@ PUBLISHED = 512 * 16
 SMALLEST = 64
 """Devices of the smallest published trainer group."""
 FITTED = ("64", "128", "256")
-LOADS = {64: (8, 16, 24, 32, 48, 64, 128), 1024: (8, 16, 24, 32, 64)}
+LOADS = {64: (8, 16, 24, 32, 48, 64, 128), 1024: (8, 16, 24, 32, 48)}
 NEAREST = 32
 """Answers a device whose generation comes nearest to the 260 s of the published tail's run, of those above."""
 HELPERS = (1, 8)

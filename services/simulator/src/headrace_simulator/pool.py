@@ -139,10 +139,11 @@ class EnvironmentPool:
 
     def _finish(self, work: Coroutine[None, None, _RESULT]) -> asyncio.Future[_RESULT]:
         """Finishes what has begun even when its caller goes away: no answer is left in a pipe."""
-        task = asyncio.create_task(work)
+        result: asyncio.Future[_RESULT] = asyncio.get_running_loop().create_future()
+        task = asyncio.create_task(_into(result, work))
         self._running.add(task)
         task.add_done_callback(self._running.discard)
-        return asyncio.shield(task)
+        return result
 
     async def _refuse(self, operations: Sequence[Operation]) -> list[Outcome]:
         refused = simulator_pb2.OUTCOME_STATUS_REFUSED
@@ -224,6 +225,21 @@ class EnvironmentPool:
     def _lost(self, operation: Operation, why: str, host: ChildHost) -> Outcome:
         ledger = self._ledgers[operation.environment]
         return self._record(operation, ledger.lost(operation, why), host.generation)
+
+
+async def _into(result: asyncio.Future[_RESULT], work: Coroutine[None, None, _RESULT]) -> None:
+    """Does the work. Its caller learns the result at once, without a turn of the loop between, and may be gone."""
+    try:
+        found = await work
+    except BaseException as error:  # whatever it is, the caller gets it
+        if isinstance(error, asyncio.CancelledError):
+            result.cancel()
+            raise
+        if not result.done():
+            result.set_exception(error)
+    else:
+        if not result.done():
+            result.set_result(found)
 
 
 def _revoked(operation: Operation, why: str) -> Outcome:
