@@ -212,7 +212,9 @@ JSON = st.recursive(
 )
 
 
-@settings(suppress_health_check=[HealthCheck.too_slow])  # The first draw of text builds a table.
+@settings(
+    deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)  # The first draw of text builds a table.
 @given(st.dictionaries(KEYS, JSON, max_size=4))
 def test_any_json_is_either_valid_or_explained(values):
     try:

@@ -78,11 +78,23 @@ def check(spec: RunSpec, fleet: FleetView, *, trains: bool = True) -> list[KeyPr
         *_options(spec, fleet),
         *_instances(spec, fleet),
         *_devices(spec, fleet),
+        *check_alone(spec),
+    ]
+    return _asked_for(found, trains)
+
+
+def check_alone(spec: RunSpec, *, trains: bool = True) -> list[KeyProblemView]:
+    """Those problems that no instance mends: of the spec's models, its data and its trackers."""
+    found = [
         *_model(spec.model, "model"),
         *(_model(spec.trainer.reference, "trainer.reference") if spec.trainer.reference else ()),
         *_data(spec),
         *tracker_problems(spec.tracking),
     ]
+    return _asked_for(found, trains)
+
+
+def _asked_for(found: list[KeyProblemView], trains: bool) -> list[KeyProblemView]:
     return [each for each in found if trains or not each.key.startswith(LEARNING)]
 
 
