@@ -43,7 +43,8 @@ def fluid(work: Workload, draws: Draws, helper_item_s: float) -> float:
 def learning(work: Workload, draws: Draws, helper_item_s: float) -> float:
     """Seconds to learn everything on all devices, as one trainer group or as helpers, which is faster."""
     items, devices = sum(draws.weights), work.devices["gpu"].count
-    return min(work.profiles["learn"].seconds(items, devices), items * helper_item_s / devices)
+    together = work.profiles["learn"].seconds(items, devices)
+    return min(together, items * helper_item_s / devices) if helper_item_s else together
 
 
 def course(work: Workload, draws: Draws, spread: float) -> tuple[float, float]:

@@ -40,14 +40,14 @@ OPTIONS = ("--devices", "cpu:0,cpu:1", "--simulator", "0", "--rollout", "2", "--
 class Here:
     """What is run: `groups` of `size` answers of at most `longest` tokens a step; the model's width and layers."""
 
-    turns: int
-    steps: int
-    width: int
-    layers: int
+    turns: int = 3
+    steps: int = 3
+    width: int = 384
+    layers: int = 4
     groups: int = 24
     size: int = 4
     longest: int = 260
-    budget_s: float = 420.0
+    budget_s: float = 400.0
     """No turn begins that would end later, by the seconds of the turns before it; one is always made."""
 
 

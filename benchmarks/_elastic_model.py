@@ -66,6 +66,7 @@ class Model:
         switch = median(step.seconds("switch") for step in turns) / HANDS
         rest = [step.wall_s - sum(map(step.seconds, ("generate", "learn", "switch"))) for step in turns]
         self._rest = max(0.0, median(rest))
+        self._rest_apart = median(step.seconds("sync") + step.seconds("protocol") for step in apart)
         self._profiles = {
             "generate": Profile("generate", "cpu", fixed_s=fixed * mean, item_s=each * mean, lengths=self._lengths,
                                 load_s=switch / 2, offload_s=switch / 2),
@@ -102,7 +103,7 @@ class Model:
     def _workload(self, items: int) -> Workload:
         edges = (Edge("generate", "learn", Granularity.GROUP),)
         workflow = Workflow("grpo", ("generate", "learn"), edges, (("learn", "generate"),), self._group)
-        sync = Sync(between_s=self._rest, same_s=self._rest)
+        sync = Sync(between_s=self._rest_apart, same_s=self._rest)
         return Workload(workflow, self._profiles, {"cpu": DeviceKind(DEVICES)}, items, sync)
 
 

@@ -60,7 +60,7 @@ PUBLISHED = 512 * 16
 SMALLEST = 64
 """Devices of the smallest published trainer group."""
 FITTED = ("64", "128", "256")
-LOADS = {64: (8, 16, 24, 32, 48, 64, 128), 1024: (8, 16, 24, 32, 64)}
+LOADS = {64: (8, 16, 24, 32, 48, 64, 128), 1024: (8, 16, 24, 32, 48)}
 NEAREST = 32
 """Answers a device whose generation comes nearest to the 260 s of the published tail's run, of those above."""
 HELPERS = (1, 8)
@@ -68,6 +68,17 @@ HELPERS = (1, 8)
 SYNC = Sync(between_s=3, same_s=2)
 OWNERS = (2, 4, 8)
 """Trainer groups that elastic steps are tried with: these parts of the devices, or all of them in turns."""
+HERE = {
+    "turns": "runs of each mode, if they end in time",
+    "steps": "measured steps of a run",
+    "width": "hidden size of the model",
+    "layers": "its layers",
+    "groups": "groups of a step",
+    "size": "answers of a group",
+    "longest": "most tokens of an answer",
+    "budget_s": "no turn begins that would end later",
+}
+"""Options of what is measured here."""
 ASSUMED = """not published, and assumed (one value, not chosen by the result):
   link 50e9 bytes/s a device (400 Gb/s); a helper loads 14e9 bytes (bf16) and sends 28e9 (fp32 gradient)
   a helper's devices learn as those of a trainer group of 64, the smallest published; whole groups of 16 answers
@@ -104,22 +115,37 @@ def main() -> None:
     parser.add_argument("--iterations", type=int, default=2, help="steps of each comparison")
     parser.add_argument("--seed", type=int, default=1, help="seed of the drawn lengths")
     parser.add_argument(
+        "--only", metavar="DEVICESxANSWERS", action="append", help="simulate such as 1024x32 alone"
+    )
+    parser.add_argument(
+        "--slow-helpers",
+        action="store_true",
+        help="helpers learn no faster than one trainer group of all devices that learn",
+    )
+    parser.add_argument(
         "--here", action="store_true", help="measure on this machine in place of the simulation"
     )
-    parser.add_argument("--turns", type=int, default=3, help="runs of each mode with --here")
-    parser.add_argument("--steps", type=int, default=4, help="measured steps of a run with --here")
-    parser.add_argument("--width", type=int, default=256, help="hidden size of the model with --here")
-    parser.add_argument("--layers", type=int, default=4, help="layers of the model with --here")
+    here = Here()
+    for name, what in HERE.items():
+        kind = type(getattr(here, name))
+        parser.add_argument(
+            f"--{name.replace('_', '-')}", type=kind, default=getattr(here, name), help=f"{what}, with --here"
+        )
     options = parser.parse_args()
     say(machine())
     if options.here:
-        emit("elastic", figures_here(Here(options.turns, options.steps, options.width, options.layers)))
+        emit("elastic", figures_here(Here(**{name: getattr(options, name) for name in HERE})))
         return
     say(ASSUMED)
     data, figures, rows = load(options.measurements), {}, []
+    costs = move_costs(data)
+    if options.slow_helpers:
+        costs = replace(costs, helper_item_s=0.0)
     for devices, loads in LOADS.items():
         for answers in loads:
-            found = compare(data, devices, answers * devices, options.iterations, options.seed)
+            if options.only and f"{devices}x{answers}" not in options.only:
+                continue
+            found = compare(data, devices, answers * devices, options.iterations, options.seed, costs)
             at = f"{devices}_load_{answers}"
             figures[f"elastic_speedup_{at}"] = found.speedup(HELPERS[-1])
             figures[f"elastic_speedup_single_{at}"] = found.speedup(HELPERS[0])
@@ -127,7 +153,8 @@ def main() -> None:
             figures[f"elastic_ideal_{at}"] = found.static[0] / found.ideal_s
             rows.append(row(devices, answers, found))
             say(f"{devices} devices, {answers} answers a device: {found.speedup(HELPERS[-1]):.3f}")
-        figures[f"elastic_speedup_{devices}"] = figures[f"elastic_speedup_{devices}_load_{NEAREST}"]
+            if answers == NEAREST:
+                figures[f"elastic_speedup_{devices}"] = found.speedup(HELPERS[-1])
     table(
         ("devices", "answers a device", "static, s", "mode", "elastic, s", "over", "speed-up", "helpers of 1",
          "bound", "ideal"),
@@ -150,9 +177,11 @@ def row(devices: int, answers: int, found: Comparison) -> tuple[object, ...]:
     return devices, f"{answers}{published}", *seconds, *(f"{ratio:.2f}" for ratio in ratios)
 
 
-def compare(data: Mapping[str, Any], devices: int, items: int, iterations: int, seed: int) -> Comparison:
+def compare(
+    data: Mapping[str, Any], devices: int, items: int, iterations: int, seed: int, costs: MoveCosts
+) -> Comparison:
     """The fastest static mode and the elastic policy, with the same drawn lengths."""
-    work, costs = workload(data, devices, items), move_costs(data)
+    work = workload(data, devices, items)
     static = min((simulate(work, tree, iterations, seed).step_s, name) for name, tree in modes(work))
     both = resident(work)
     trees = dict(elastic_trees(devices))

@@ -19,11 +19,21 @@ from headrace_cli.demonstrations.lerobot import EpisodeData, write_data_set
 BATCH, STEPS, LONGEST = 6, 4, 8
 
 
-@pytest.fixture(scope="module")
-def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    """A fleet with two simulators."""
-    with Fleet(tmp_path_factory.mktemp("robots") / "data", "--simulator", "2") as up:
-        yield up
+SIMULATORS = {"simulator-0", "simulator-1"}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def two_simulators(fleet: Fleet) -> Iterator[None]:
+    """Scales the fleet that modules share to two simulators, and back."""
+
+    def registered() -> set[str]:
+        return {item.name for item in fleet.client.instances() if item.kind == "simulator"}
+
+    fleet.client.scale("simulator", 2)
+    fleet.ready(*SIMULATORS)
+    yield
+    fleet.client.scale("simulator", 0)
+    wait_for(lambda: not registered(), "the simulators to leave")
 
 
 def spec(directory: Path, **more: Any) -> dict[str, Any]:

@@ -1,0 +1,78 @@
+"""What `elastic.py` computes itself: profiles of measured steps, and bounds of what a policy can gain."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import replace
+
+import pytest
+from _elastic_bound import course, fluid, ideal
+from _elastic_model import Measured, Model, decoding
+from headrace_coordinator.planner import (
+    DeviceKind,
+    Edge,
+    Granularity,
+    Leaf,
+    Lengths,
+    Profile,
+    Share,
+    Sync,
+    Workflow,
+    Workload,
+)
+from headrace_coordinator.planner.cluster import simulate_elastic
+from headrace_coordinator.planner.cluster.sampling import draw
+from headrace_coordinator.planner.outlook import MoveCosts
+
+ROUND_S, ANSWER_S, LEARN_S, SWITCH_S = 0.03, 0.0008, 0.0016, 0.3
+
+
+def step(seed, groups=24, apart=False):
+    """A step of two cores that keeps to the law."""
+    rng = random.Random(seed)
+    tokens = tuple(min(260, 1 + int(rng.expovariate(1 / 50))) for _ in range(4 * groups))
+    if apart:
+        return Measured(20.0, {"learn": sum(tokens) * LEARN_S}, tokens)
+    generate = max(tokens) * ROUND_S + sum(tokens) / 2 * ANSWER_S
+    stages = {"generate": generate, "learn": sum(tokens) * LEARN_S / 2, "switch": SWITCH_S}
+    return Measured(sum(stages.values()) + 0.2, stages, tokens)
+
+
+def test_the_pace_of_decoding_is_found_in_steps_of_two_sizes():
+    steps = [*(step(seed) for seed in range(4)), *(step(seed, groups=6) for seed in range(4, 7))]
+    assert decoding(steps) == pytest.approx((ROUND_S, ANSWER_S))
+    alike = [Measured(1.0, {"generate": 2.0}, (10, 10))] * 2
+    assert decoding(alike) in [(pytest.approx(0.2), 0.0), (0.0, pytest.approx(0.2))]
+
+
+def test_simulated_steps_in_turns_take_what_they_took_and_moves_shorten_them():
+    turns = [step(seed) for seed in range(3)]
+    model = Model(turns, [step(9, groups=6)], [step(1, apart=True)], 4)
+    measured = sum(each.wall_s for each in turns) / 3
+    assert model.step_s("collocated", turns) == pytest.approx(measured, rel=0.05)
+    assert model.step_s("elastic", turns) < model.step_s("collocated", turns)
+
+
+def test_no_elastic_step_is_faster_than_the_bound_and_none_of_the_bounds_than_decoding():
+    lengths = Lengths.from_quantiles({0.5: 60, 0.9: 111, 0.95: 127, 1: 260})
+    profiles = {
+        "generate": Profile("generate", fixed_s=31, item_s=3.6, lengths=lengths),
+        "learn": Profile("learn", item_s=2.9),
+    }
+    workflow = Workflow(
+        "grpo", ("generate", "learn"), (Edge("generate", "learn", Granularity.GROUP),),
+        (("learn", "generate"),), group_size=16,
+    )  # fmt: skip
+    work = Workload(workflow, profiles, {"gpu": DeviceKind(16)}, 512, Sync(0, 0))
+    drawn = draw(work, 1, 0)
+    whole, idle = course(work, drawn, math.inf)
+    assert idle == 0 and whole == pytest.approx(
+        max(drawn.lengths["generate"]) * 31 + 3.6 * 2 * sum(drawn.weights) / 32
+    )
+    bounds = ideal(work, drawn, 2.9), fluid(work, drawn, 2.9)
+    assert whole <= bounds[0] <= bounds[1]
+    tree = Share((Leaf("generate", "gpu", 16), Leaf("learn", "gpu", 16)))
+    for team in (1, 4):
+        costs = replace(MoveCosts(), notice_s=0.0, helper_item_s=2.9, min_hold_s=1.0)
+        assert simulate_elastic(work, tree, costs, 1, 1, team).step_s >= bounds[1]
