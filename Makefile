@@ -13,6 +13,9 @@ TORCH_VERSION := 2.13.0
 export PIP_CACHE_DIR ?= $(CURDIR)/.cache/pip
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
+# pip would compile on one core what `make setup` compiles on all of them at its end.
+.venv/.complete: export PIP_COMPILE := 0
+
 PIP := .venv/bin/python -m pip
 PINNED := -c constraints/base.txt
 DISTS := proto libs/servicekit libs/schema libs/modelkit services/coordinator services/rollout \
@@ -40,6 +43,7 @@ setup: .venv/.complete ## Make .venv with all packages, editable (what run, test
 	$(PIP) install -q --no-deps --no-build-isolation $(DISTS:%=-e ./%)
 	$(PIP) install -q $(PINNED) --group dev "headrace[local]"
 	$(PIP) check
+	.venv/bin/python -m compileall -q -j 0 .venv/lib >/dev/null 2>&1 || true # some packages hold files for other Pythons
 	@touch $@ && echo "make setup: .venv is complete"
 
 run: setup ## Train a model from nothing and show it live (PRESET=smollm2 or tiny).

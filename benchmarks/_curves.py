@@ -7,8 +7,6 @@ from html import escape
 
 Curves = Mapping[str, Mapping[int, Sequence[float]]]
 """Rewards of the steps by algorithm and seed; rewards lie between 0 and 1."""
-Points = Mapping[str, Mapping[int, Sequence[tuple[float, float]]]]
-"""(steps made, value) by panel and seed; values lie between 0 and 1."""
 
 COLUMNS, WIDTH, HEIGHT = 3, 250, 150
 LEFT, TOP, GAP_X, GAP_Y, BOTTOM = 36, 28, 24, 44, 60
@@ -24,21 +22,9 @@ def smoothed(values: Sequence[float], window: int = WINDOW) -> list[float]:
     return [sum(values[start : index + 1]) / (index + 1 - start) for index, start in enumerate(starts)]
 
 
-def draw(curves: Curves) -> str:
-    """The SVG's text of the smoothed rewards of steps; see `draw_points`."""
-    points = {
-        name: {
-            seed: [(step + 1, value) for step, value in enumerate(smoothed(values))]
-            for seed, values in seeds.items()
-        }
-        for name, seeds in curves.items()
-    }
-    return draw_points(points, f"mean reward of a step, averaged over {WINDOW} steps")
-
-
-def draw_points(curves: Points, label: str) -> str:
+def draw(curves: Curves, what: str = "mean reward of a step") -> str:
     """The SVG's text. All panels share both scales: from 0 to the longest run, and from 0 to 1."""
-    steps = max(points[-1][0] for seeds in curves.values() for points in seeds.values())
+    steps = max(len(values) for seeds in curves.values() for values in seeds.values())
     rows = -(-len(curves) // COLUMNS)
     width = LEFT + COLUMNS * (WIDTH + GAP_X)
     height = TOP + rows * (HEIGHT + GAP_Y) - GAP_Y + BOTTOM
@@ -48,11 +34,11 @@ def draw_points(curves: Points, label: str) -> str:
         x = LEFT + (index % COLUMNS) * (WIDTH + GAP_X)
         y = TOP + (index // COLUMNS) * (HEIGHT + GAP_Y)
         parts += [f'<g transform="translate({x} {y})">', *_panel(name, seeds, steps), "</g>"]
-    parts += _legend(sorted({seed for seeds in curves.values() for seed in seeds}), label, height - 12)
+    parts += _legend(sorted({seed for seeds in curves.values() for seed in seeds}), what, height - 12)
     return "\n".join([*parts, "</svg>", ""])
 
 
-def _panel(name: str, seeds: Mapping[int, Sequence[tuple[float, float]]], steps: float) -> Iterator[str]:
+def _panel(name: str, seeds: Mapping[int, Sequence[float]], steps: int) -> Iterator[str]:
     yield f'<text x="0" y="-8" {TEXT} font-weight="bold">{escape(name)}</text>'
     for share in (0.0, 0.5, 1.0):
         y = HEIGHT * (1 - share)
@@ -62,16 +48,19 @@ def _panel(name: str, seeds: Mapping[int, Sequence[tuple[float, float]]], steps:
         label = f"{steps * share:g}" + (" steps" if share else "")
         yield f'<text x="{WIDTH * share:g}" y="{HEIGHT + 15}" text-anchor="{anchor}" {TEXT}>{label}</text>'
     for index, (seed, values) in enumerate(sorted(seeds.items())):
-        points = " ".join(f"{WIDTH * step / steps:.1f},{HEIGHT * (1 - value):.1f}" for step, value in values)
+        points = " ".join(
+            f"{WIDTH * (step + 1) / steps:.1f},{HEIGHT * (1 - value):.1f}"
+            for step, value in enumerate(smoothed(values))
+        )
         line = f'fill="none" stroke="{COLOURS[index % len(COLOURS)]}" stroke-width="1.5"'
         yield f'<polyline points="{points}" {line}><title>seed {seed}</title></polyline>'
 
 
-def _legend(seeds: Sequence[int], label: str, y: int) -> Iterator[str]:
+def _legend(seeds: Sequence[int], what: str, y: int) -> Iterator[str]:
     for index, seed in enumerate(seeds):
         x = LEFT + index * 80
         line = f'stroke="{COLOURS[index % len(COLOURS)]}" stroke-width="2"'
         yield f'<line x1="{x}" x2="{x + 20}" y1="{y - 4}" y2="{y - 4}" {line}/>'
         yield f'<text x="{x + 26}" y="{y}" {TEXT}>seed {seed}</text>'
     x = LEFT + len(seeds) * 80
-    yield f'<text x="{x}" y="{y}" {TEXT}>{escape(label)}</text>'
+    yield f'<text x="{x}" y="{y}" {TEXT}>{escape(what)}, averaged over {WINDOW} steps</text>'

@@ -15,20 +15,21 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
-from _curves import draw_points
+from _curves import draw
 from _harness import Fleet, emit, headrace, machine, say
-from headrace.client import Client, Event, load_spec
+from headrace.client import Client, Event, Trajectory, load_spec
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples" / "embodied"
 UNSEEN = 48
 EVALUATION_S = 600.0
-LABEL = "success on held-out start states, by step"
+LABEL = "success of a step's episodes, as they were trained on"
 Found = dict[str, Any]
-"""Figures of one run, and `curve`: (step, success on held-out start states)."""
+"""Figures of one run, and `curve`: the share of each step's episodes that succeeded, noise of the policy included."""
 
 
 def main() -> None:
@@ -48,7 +49,7 @@ def main() -> None:
         curves = {
             name: {int(seed): found["curve"] for seed, found in seeds.items()} for name, seeds in runs.items()
         }
-        options.draw.write_text(draw_points(curves, LABEL), encoding="utf-8")
+        options.draw.write_text(draw(curves, LABEL), encoding="utf-8")
     say(f"at the end: {machine()}")
     emit("embodied", flat(runs))
 
@@ -103,7 +104,7 @@ def trained(client: Client, path: Path, overrides: list[str], limit_s: float) ->
     seconds = time.perf_counter() - began
     if run.state != "SUCCEEDED":
         raise RuntimeError(f"{run.id} is {run.state}: {run.reason}")
-    found = figures(list(client.events(run.id)))
+    found = figures(list(client.events(run.id))) | {"curve": successes(client.trajectories(run.id))}
     suite = {"name": "episodes", "options": {"environment": run.spec["environment"], "starts": UNSEEN}}
     judged = client.evaluate({"suite": suite, "checkpoint": {"run": run.id}})
     give_up_at = time.monotonic() + EVALUATION_S
@@ -119,21 +120,24 @@ def trained(client: Client, path: Path, overrides: list[str], limit_s: float) ->
 def figures(events: list[Event]) -> Found:
     """What a run's events say: its held-out scores, its actions, the loss of its cloning."""
     views = [event.data["view"] for event in events if event.type == "step_committed"]
-    curve = [
-        (event.data["view"]["step"], event.data["view"]["score"])
-        for event in events
-        if event.type == "evaluated"
-    ]
+    scores = [event.data["view"]["score"] for event in events if event.type == "evaluated"]
     restored = next(event.data["figures"] for event in events if event.type == "version_restored")
     cloning = {"cloning_loss": restored["warmup_last_loss"]} if "warmup_last_loss" in restored else {}
     return {
         "steps": len(views),
         "actions": sum(view["tokens"] for view in views),
-        "heldout_before": curve[0][1],
-        "heldout_after": curve[-1][1],
+        "heldout_before": scores[0],
+        "heldout_after": scores[-1],
         **cloning,
-        "curve": curve,
     }
+
+
+def successes(episodes: Iterable[Trajectory]) -> list[float]:
+    """The share of each step's episodes that succeeded."""
+    by_step: dict[int, list[bool]] = {}
+    for episode in episodes:
+        by_step.setdefault(episode.step, []).append(bool(json.loads(episode.completion)["success"]))
+    return [fmean(found) for _, found in sorted(by_step.items())]
 
 
 def flat(runs: Mapping[str, Mapping[str, Found]]) -> dict[str, float]:

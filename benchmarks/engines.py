@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -139,6 +140,7 @@ class Bare:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
+            start_new_session=True,  # vLLM's processes outlive the one that began them
         )
 
     def __enter__(self) -> Bare:
@@ -146,7 +148,7 @@ class Bare:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._process.kill()
+        os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait(30)
 
     def turn(self, turn: int) -> float:

@@ -45,6 +45,7 @@ class Setting:
     name: str
     steps: int
     options: dict[str, Any] = field(default_factory=dict)
+    blob_bytes: int = BLOB_BYTES
 
 
 def settings() -> dict[str, Setting]:
@@ -215,7 +216,7 @@ class Client:
             processes=processes,
             options_json=json.dumps(setting.options),
             max_episode_steps=1 << 30,
-            blob_bytes=BLOB_BYTES,
+            blob_bytes=setting.blob_bytes,
         )
         pool = await stub.OpenPool(request, timeout=LIMIT_S, wait_for_ready=True)
         return cls(channel, stub, pool, header, folder, processes)

@@ -49,11 +49,13 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--turns", type=int, default=3, help="times to measure each alone and both")
-    parser.add_argument("--steps", type=int, default=6, help="steps of a run")
+    parser.add_argument("--steps", type=int, default=4, help="steps of a run")
     parser.add_argument("--width", type=int, default=256, help="hidden size of the model")
     parser.add_argument("--layers", type=int, default=4, help="layers of the model")
     parser.add_argument("--together", type=int, default=16, help="answers decoded together")
-    parser.add_argument("--score-s", type=float, default=0.1, help="seconds that a reward takes in `rewards`")
+    parser.add_argument(
+        "--score-s", type=float, default=0.06, help="seconds that a reward takes in `rewards`"
+    )
     options = parser.parse_args()
     say(machine())
     with tempfile.TemporaryDirectory(prefix="headrace-benchmark-") as name:
@@ -69,7 +71,7 @@ def main() -> None:
             ) as fleet,
             Client(fleet.url, fleet.token) as client,
         ):
-            alone(client, spec, APART)  # Everybody has loaded torch, and the model is in the page cache.
+            both(client, {**spec, "steps": 1}, APART, "warm-up")  # All four have loaded torch, and the model.
             turns = [turn(client, spec, slow, flipped=index % 2 == 1) for index in range(options.turns)]
     say(f"at the end: {machine()}")
     emit("two_runs", summarise(turns))
@@ -138,7 +140,8 @@ def both(client: Client, spec: Mapping[str, Any], placement: Mapping[str, Any], 
 
 
 def submit(client: Client, spec: Mapping[str, Any], placement: Mapping[str, Any], seed: int) -> Run:
-    return client.submit({**spec, "seed": seed, "placement": dict(placement)})
+    name = f"{placement['mode']}{'-shared' if placement.get('share') else ''}-{seed}"
+    return client.submit({**spec, "name": name, "seed": seed, "placement": dict(placement)})
 
 
 def ended(client: Client, run: Run) -> Run:
@@ -151,7 +154,9 @@ def ended(client: Client, run: Run) -> Run:
 
 def seconds(runs: list[Run]) -> float:
     """From the first submission to the last end."""
-    return max(run.finished_at for run in runs) - min(run.created_at for run in runs)
+    took = max(run.finished_at for run in runs) - min(run.created_at for run in runs)
+    say(f"{', '.join(run.id for run in runs)}: {took:.1f} s")
+    return took
 
 
 def longest_streak(client: Client, runs: list[Run]) -> int:

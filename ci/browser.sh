@@ -13,8 +13,7 @@ for program in "${CHROMIUM:-chromium}" chromium-browser google-chrome; do
   if command -v "$program" >/dev/null 2>&1; then exit 0; fi
 done
 if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null 2>&1; then
-  apt-get update -qq
-  DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium fonts-dejavu-core >/dev/null
+  sh ci/apt.sh chromium fonts-dejavu-core
 else
   echo "there is no Chromium: install it (Debian: apt-get install chromium), or set CHROMIUM=/path/to/chromium" >&2
   exit 1

@@ -1,5 +1,6 @@
 """`python -m ci.engines ENGINE`: makes the engine's environment, then runs its contract suite in it.
 
+`--options` go to every engine that the suite makes: '{"tensor_parallel_size": 2}' tries two ranks.
 Where the environment cannot be made (no package index), it fails under CI=true and skips elsewhere; it says why.
 """
 
@@ -23,6 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m ci.engines", description=__doc__)
     parser.add_argument("engine", choices=ENGINES)
     parser.add_argument("--run", action="store_true", help="a whole run on the real services too")
+    parser.add_argument("--options", default="{}", help="rollout.engine_options of the contract, in JSON")
     options = parser.parse_args(arguments)
     engine = options.engine
     started = time.monotonic()
@@ -35,16 +37,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{sentence}; {'this is an error under CI=true' if required else 'its tests are skipped'}")
         return 1 if required else 0
     print(f"{engine}: its environment is ready after {time.monotonic() - started:.0f} s", flush=True)
-    status = _tests(engine, Path(f".envs/{engine}/bin/python"), CONTRACT)
+    status = _tests(engine, Path(f".envs/{engine}/bin/python"), CONTRACT, options.options)
     if options.run:
         status = _tests(engine, Path(sys.executable), RUNS) or status
     print(f"{engine}: {time.monotonic() - started:.0f} s in all")
     return status
 
 
-def _tests(engine: str, python: Path, folder: str) -> int:
+def _tests(engine: str, python: Path, folder: str, options: str = "{}") -> int:
     """Runs the tests of a folder for the engine; returns pytest's status."""
-    variables = {**os.environ, "ENGINE": engine, "HF_HUB_OFFLINE": "1"}
+    variables = {**os.environ, "ENGINE": engine, "ENGINE_OPTIONS": options, "HF_HUB_OFFLINE": "1"}
     command = [str(python), "-m", "pytest", "-p", "no:cacheprovider", "--durations=5", folder]
     return subprocess.run(command, env=variables, check=False).returncode
 

@@ -86,10 +86,20 @@ LINT = [
 
 _UNITS = [_tests(name, f"{folder}/tests", shares=True) for name, folder in UNITS.items()]
 
+_IMAGES = "integration_tests/compose/test_compose_images.py"
+
 # Parts that share the machine come first, long ones before short ones, so that both lanes end together. What starts
-# and kills whole fleets comes after, alone; and so do containers, whose images keep the disk busy for everybody.
+# and kills whole fleets comes after, alone. Environments and images are made before the parts that use them.
 TEST = [
+    Part(
+        "images",
+        (sys.executable, "-m", "pytest", _IMAGES),
+        timeout_s=1500,
+        needs="integration_tests/compose",
+        shares=True,
+    ),
     _script("simulation", "-m", "headrace_coordinator.simulation", "--seeds", "200", timeout_s=900),
+    Part("browser-environment", ("sh", "ci/browser.sh", sys.executable), timeout_s=600, shares=True),
     *_UNITS[:2],
     _tests("packaging", "integration_tests/packaging", timeout_s=1200, shares=True),
     *_UNITS[2:],
@@ -101,11 +111,12 @@ TEST = [
     _tests("benchmarks", "benchmarks/tests", shares=True),
     _tests("flows", "integration_tests/flows", timeout_s=1200),
     _tests("faults", "integration_tests/faults", timeout_s=1500),
-    _tests("compose", "integration_tests/compose", timeout_s=1200),
-    # In an environment of its own (3.3 GB), which the part above has made by then.
+    _tests("compose", "integration_tests/compose", f"--ignore={_IMAGES}", timeout_s=1200),
+    # In an environment of its own (3.3 GB), which the part vllm-environment has made by then.
     Part("vllm", (sys.executable, "-m", "ci.engines", "vllm", "--run"), timeout_s=900),
 ]
 
+TWO_RANKS = '{"tensor_parallel_size": 2}'
 NIGHTLY = [
     _script(
         "simulation",
@@ -119,6 +130,9 @@ NIGHTLY = [
     ),
     _tests("nightly", "integration_tests", "cli/tests", "-m", "nightly", timeout_s=14400),
     Part("sglang", (sys.executable, "-m", "ci.engines", "sglang", "--run"), timeout_s=7200),
+    Part(
+        "vllm-two-ranks", (sys.executable, "-m", "ci.engines", "vllm", "--options", TWO_RANKS), timeout_s=3600
+    ),
     _simulator("maniskill", timeout_s=3600),
     _simulator("libero", timeout_s=3600),
 ]

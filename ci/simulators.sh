@@ -27,8 +27,7 @@ fi
 if [ "$sim" = maniskill ]; then sh deploy/vulkan.sh; exit; fi
 if ldconfig -p | grep -q libOSMesa; then exit 0; fi
 if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null 2>&1; then
-  apt-get update -qq
-  DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends libosmesa6 libegl1 libgl1 libglib2.0-0 >/dev/null
+  sh ci/apt.sh libosmesa6 libegl1 libgl1 libglib2.0-0
 else
   echo "there is no OSMesa: state observations run, pictures do not (Debian: apt-get install libosmesa6 libegl1 libgl1)" >&2
 fi

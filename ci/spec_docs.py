@@ -98,7 +98,8 @@ def _default(value: dict[str, Any]) -> Any:
 
 
 def _about(value: dict[str, Any], definitions: dict[str, Any]) -> str:
-    return _cell(definitions[reference(value)].get("description", "").split("\n")[0])
+    own = value.get("description") or definitions[reference(value)].get("description", "")
+    return _cell(own.split("\n")[0])
 
 
 def kind(value: dict[str, Any]) -> str:

@@ -109,6 +109,7 @@ def test_the_list_and_one_fit_the_terminal(shown, coordinator, width):
     }
     listed = shown(width, "list")
     assert "eval-00001b" in listed and "avg@4 0.512, pass@4 0.750" in " ".join(listed.split())
+    assert "variant" not in shown(width, "get", "eval-00001a")
     one = " ".join(shown(width, "get", "eval-00001a").split())
     assert "avg@4 0.512 0.400 to 0.620" in one and "sums-00000c at step 20" in one and "25% cut" in one
 
@@ -138,3 +139,42 @@ def test_the_picture_of_its_progress_fits(width):
     assert max(map(len, lines)) <= width
     text = " ".join(lines)
     assert "120/240 answers" in text and "50%" in text and "place 2 in the queue" in text and HELD in text
+
+
+@pytest.mark.parametrize("width", [60, 120])
+def test_tasks_have_a_table_and_variants_a_column_of_it(shown, coordinator, width):
+    rows = [
+        {"task": "PushCube-v1", "variant": "", "items": 48, "score": 0.625, "low": 0.484, "high": 0.748},
+        {"task": "PushCube-v1", "variant": "vision", "items": 48, "score": 0.25, "low": 0.149, "high": 0.387},
+    ]
+    done = view(state="SUCCEEDED", result=RESULT | {"tasks": rows})
+    coordinator.routes["GET /v1/evaluations/eval-00001a"] = (200, done)
+    text = " ".join(shown(width, "get", "eval-00001a").split())
+    assert "none 48 0.625 0.484 to 0.748" in text and "vision 48 0.250 0.149 to 0.387" in text
+
+
+def test_videos_are_asked_for_and_saved(headrace, coordinator, tmp_path):
+    """The option asks for some of each task, unless the file says how many; the files are those of the coordinator."""
+    file = tmp_path / "eval.yaml"
+    file.write_text("model: {path: policies/push}\nsuite: {name: episodes, options: {starts: 8}}\n")
+    names = ["0000-0-push-success.mp4", "0001-0-push-failure.mp4"]
+    videos = [
+        {"name": name, "item": item, "sample": 0, "success": not item, "size_bytes": 5}
+        for item, name in enumerate(names)
+    ]
+    base = "GET /v1/evaluations/eval-00001a"
+    coordinator.routes |= {
+        "POST /v1/evaluations": (201, view(state="QUEUED")),
+        base: (200, view(state="SUCCEEDED", answers=240, result=RESULT)),
+        f"{base}/videos": (200, {"videos": videos}),
+        **{f"{base}/videos/{name}": (200, f"film {name[3]}") for name in names},
+    }
+    out = headrace("eval", str(file), "--videos", str(tmp_path / "films"))
+    assert out.returncode == 0 and "1 of successes, 1 of failures" in out.stderr
+    assert [(tmp_path / "films" / name).read_text() for name in names] == ["film 0", "film 1"]
+    again = headrace("eval", str(file), "--set", "suite.options.videos=9", "--videos", str(tmp_path / "more"))
+    assert again.returncode == 0
+    asked = [got.body["suite"]["options"] for got in coordinator.requests("POST /v1/evaluations")]
+    assert asked == [{"starts": 8, "videos": 4}, {"starts": 8, "videos": 9}]
+    saved = headrace("eval", "videos", "eval-00001a", str(tmp_path / "later"))
+    assert saved.returncode == 0 and sorted(each.name for each in (tmp_path / "later").iterdir()) == names

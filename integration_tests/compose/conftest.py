@@ -6,12 +6,14 @@ are skipped, and fail under CI=true.
 
 from __future__ import annotations
 
+import fcntl
 import importlib.metadata
 import os
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +23,17 @@ from harness.processes import ROOT
 from harness.specs import small_spec
 
 ENGINE = ROOT / ".cache" / "docker"
+APT_LOCK = ROOT / ".cache" / "apt.lock"
+"""Whoever runs apt-get in this checkout holds it; see ci/apt.sh."""
+BASES = ("python:3.11-slim", "redis:7-alpine")
 WHEELS = ROOT / ".cache" / "wheels"
 TEST_S = 420
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if item.path.parent.name == "compose":
-            # The first one also starts the engine and builds the images.
+        if item.path.parent.name == "compose" and item.get_closest_marker("timeout") is None:
+            # The first one also starts the engine.
             item.add_marker(pytest.mark.timeout(TEST_S, func_only=True))
 
 
@@ -45,8 +50,10 @@ def engine() -> Iterator[None]:
     os.environ.setdefault("DOCKER_CONFIG", str(Path(os.environ["DOCKER_WORK"]) / "config"))
     Path(os.environ["DOCKER_WORK"]).mkdir(parents=True, exist_ok=True)
     try:
-        for command in ("up", "base"):
-            subprocess.run(["bash", script, command], check=True, timeout=300, stdin=subprocess.DEVNULL)
+        with _apt_is_ours():  # it installs what the engine needs
+            subprocess.run(["bash", script, "up"], check=True, timeout=300, stdin=subprocess.DEVNULL)
+        if not _has_bases():
+            subprocess.run(["bash", script, "base"], check=True, timeout=300, stdin=subprocess.DEVNULL)
         yield
     finally:
         subprocess.run(["bash", script, "down"], timeout=60, stdin=subprocess.DEVNULL)
@@ -57,6 +64,22 @@ def _answers() -> bool:
         return False
     asked = subprocess.run(["docker", "info"], capture_output=True, timeout=60, stdin=subprocess.DEVNULL)
     return asked.returncode == 0
+
+
+def _has_bases() -> bool:
+    """Whether a former session, or the part that builds the images, has made the base images."""
+    asked = subprocess.run(
+        ["docker", "image", "inspect", *BASES], capture_output=True, timeout=60, stdin=subprocess.DEVNULL
+    )
+    return asked.returncode == 0
+
+
+@contextmanager
+def _apt_is_ours() -> Iterator[None]:
+    APT_LOCK.parent.mkdir(parents=True, exist_ok=True)
+    with APT_LOCK.open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def _cannot_run(why: str) -> None:

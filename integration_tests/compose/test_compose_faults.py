@@ -9,12 +9,12 @@ from __future__ import annotations
 import time
 
 import pytest
-from compose.fleet import ENDLESS
+from compose.fleet import ENDLESS, RUN_S
 from harness.ledger import audit
 from harness.specs import BATCH
 from harness.waiting import wait_for
 
-CUT_OFF_S = 30.0
+CUT_OFF_S = 10.0
 LONGER_THAN_A_LEASE_S = 45.0
 
 
@@ -42,7 +42,14 @@ def test_a_killed_process_is_started_again_by_its_supervisor(fleet, running, ser
     assert fleet.inspect(service)["RestartCount"] == before, "the container itself went on"
 
 
-@pytest.mark.parametrize("service", ["rollout", "trainer", "coordinator"])
+@pytest.mark.parametrize(
+    "service",
+    [
+        pytest.param("rollout", marks=pytest.mark.nightly),
+        "trainer",
+        pytest.param("coordinator", marks=pytest.mark.nightly),
+    ],
+)
 def test_a_killed_supervisors_container_is_started_again_by_its_policy(fleet, running, service):
     fleet.kill_supervisor(service)
     goes_on(fleet, running)
@@ -91,7 +98,7 @@ def test_a_trainer_that_is_cut_off(fleet, running, seconds):
     fleet.disconnect("trainer")
     try:
         time.sleep(seconds)  # how long the network is away is the test itself
-        assert fleet.client.get(running.id).waiting_for
+        wait_for(lambda: fleet.client.get(running.id).waiting_for, "the run to say what it waits for", RUN_S)
     finally:
         fleet.connect("trainer")
     goes_on(fleet, running)

@@ -31,16 +31,29 @@ def fleet(**simulators: frozenset[str]) -> FleetView:
     )
 
 
-@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
-def test_a_fleet_takes_the_example(path: Path):
-    spec = RunSpec.model_validate(load_spec(path))
-    assert check(spec, fleet(backends=frozenset({"gymnasium", "metaworld", "maniskill"}))) == []
+def read(path: Path, policies: Path, **more: object) -> RunSpec:
+    """An example; a policy directory that it names is there."""
+    given = load_spec(path, more)
+    if directory := given["model"].get("path"):
+        made = policies / Path(directory).name
+        made.mkdir()
+        for name in ("policy.json", "model.safetensors"):
+            (made / name).touch()
+        given["model"]["path"] = str(made)
+    return RunSpec.model_validate(given)
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
-def test_what_it_lacks_is_named(path: Path):
-    spec = RunSpec.model_validate(load_spec(path, {"algorithm.options.kl_loss_coef": 0.1}))
+def test_a_fleet_takes_the_example(path: Path, tmp_path: Path):
+    spec = read(path, tmp_path)
+    backends = frozenset({"gymnasium", "metaworld", "maniskill", "libero"})
+    assert check(spec, fleet(backends=backends)) == []
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_what_it_lacks_is_named(path: Path, tmp_path: Path):
+    spec = read(path, tmp_path, **{"algorithm.options.kl_loss_coef": 0.1})
     without = {found.key for found in check(spec, fleet())}
     assert without == {"environment", "algorithm.options.kl_loss_coef"}
-    other = check(spec, fleet(backends=frozenset({"libero"})))
+    other = check(spec, fleet(backends=frozenset({"corridor"})))
     assert "environment.backend" in {found.key for found in other}

@@ -7,21 +7,33 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from harness import corridor
 from harness.fleet import Fleet
 from harness.ledger import audit
 from harness.waiting import wait_for
 from headrace.client import Run
+from headrace_cli.demonstrations.lerobot import EpisodeData, write_data_set
 
 BATCH, STEPS, LONGEST = 6, 4, 8
 
 
-@pytest.fixture(scope="module")
-def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    """A fleet with two simulators."""
-    with Fleet(tmp_path_factory.mktemp("robots") / "data", "--simulator", "2") as up:
-        yield up
+SIMULATORS = {"simulator-0", "simulator-1"}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def two_simulators(fleet: Fleet) -> Iterator[None]:
+    """Scales the fleet that modules share to two simulators, and back."""
+
+    def registered() -> set[str]:
+        return {item.name for item in fleet.client.instances() if item.kind == "simulator"}
+
+    fleet.client.scale("simulator", 2)
+    fleet.ready(*SIMULATORS)
+    yield
+    fleet.client.scale("simulator", 0)
+    wait_for(lambda: not registered(), "the simulators to leave")
 
 
 def spec(directory: Path, **more: Any) -> dict[str, Any]:
@@ -51,8 +63,17 @@ def spec(directory: Path, **more: Any) -> dict[str, Any]:
     }
 
 
-def test_a_robot_policy_is_trained_paused_resumed_and_shown(fleet: Fleet, tmp_path: Path):
-    run = fleet.submit(spec(tmp_path, evaluation={"every": 2}))
+def demonstrations(directory: Path) -> str:
+    """Two episodes of walking to the goal, as a data set."""
+    states = [np.array([0.3 * step, 1.0], np.float32) for step in range(3)]
+    shown = EpisodeData("walk", states, [np.ones(1, np.float32)] * len(states))
+    write_data_set(directory / "shown", [shown, shown], {})
+    return str(directory / "shown")
+
+
+def test_a_robot_policy_is_cloned_trained_paused_resumed_and_shown(fleet: Fleet, tmp_path: Path):
+    warmup = {"demonstrations": demonstrations(tmp_path), "steps": 3}
+    run = fleet.submit(spec(tmp_path, evaluation={"every": 2}, trainer={"warmup": warmup}))
     fleet.reach(run, 1)
     fleet.client.pause(run.id)
     fleet.state(run, "PAUSED", "SUCCEEDED")
@@ -66,6 +87,9 @@ def test_a_robot_policy_is_trained_paused_resumed_and_shown(fleet: Fleet, tmp_pa
     views = [event.data["view"] for event in events if event.type == "evaluated"]
     assert [view["step"] for view in views] == [0, 2, STEPS]
     assert all(0.0 <= view["score"] <= 1.0 and view["answers"] == 4 for view in views)
+    assert ended.warmup_steps == 3
+    notes = [event.data["text"] for event in events if event.type == "noted"]
+    assert any("imitated 6 moments of demonstrations in 3 supervised steps" in note for note in notes)
     (fitted,) = [event for event in events if event.type == "policy_fitted"]
     assert fitted.data["policy"]["state_size"] == 2
     assert (Path(ended.export_path) / "policy.json").is_file()

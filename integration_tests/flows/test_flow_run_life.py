@@ -91,6 +91,7 @@ def test_a_resumed_run_waits_while_another_one_works(fleet, held, gate, spec_of,
     assert len(audit(fleet, fleet.succeed(held)).trained) == 4 * BATCH
 
 
+@pytest.mark.nightly  # test_core_many_runs has the two arrive eight milliseconds apart, in virtual time
 def test_pause_now_and_cancel_in_one_breath(fleet, held, gate, spec_of):
     with ThreadPoolExecutor(2) as pool:
         paused = pool.submit(fleet.client.pause, held.id, now=True)
@@ -104,6 +105,7 @@ def test_pause_now_and_cancel_in_one_breath(fleet, held, gate, spec_of):
     assert fleet.succeed(fleet.submit(spec_of(name="next", steps=1))).step == 1
 
 
+@pytest.mark.nightly  # test_core_many_runs keeps a commit that was sent, for either intent
 def test_a_commit_in_hand_is_recorded_before_the_run_pauses(own_fleet, spec_of):
     point = "trainer.commit.after_optimizer=stop@1"
     with own_fleet(HEADRACE_FAILPOINTS=point) as fleet:
@@ -141,17 +143,7 @@ def test_one_key_is_one_run_however_often_and_fast_it_is_sent(fleet, spec_of, ga
     fleet.succeed(ids.pop())
 
 
-def test_a_run_that_is_cancelled_in_the_queue_says_so(fleet, held, gate, spec_of):
-    queued = fleet.submit(spec_of(name="queued"))
-    shown = wait_for(lambda: (now := fleet.client.get(queued.id)).place and now, "a place in the queue", 10)
-    assert shown.place == 1
-    cancelled = fleet.client.cancel(queued.id)
-    assert cancelled.state == "CANCELLED" and "queued" in cancelled.reason
-    assert "stays" not in cancelled.reason, "it has no checkpoint"
-    gate.open()
-    fleet.succeed(held)
-
-
+@pytest.mark.nightly  # test_core_many_runs has a trainer die in each third step, in virtual time
 def test_recoveries_without_progress_end_the_run(own_fleet, spec_of):
     """A trainer that dies in each third step, before the first checkpoint, would recover for ever."""
     point = "trainer.commit.after_optimizer=kill@3"

@@ -1,4 +1,4 @@
-"""Runs from submission to the end, in both placements, with their ledgers audited."""
+"""Runs from submission to the end, in every placement, with their ledgers audited."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from harness.specs import BATCH
 DIGITS = set("0123456789")
 
 
-@pytest.mark.parametrize("mode", ["collocated", "disaggregated"])
+@pytest.mark.parametrize("mode", ["collocated", "disaggregated", "hybrid"])
 def test_every_slot_is_trained_exactly_once(fleet, spec_of, mode):
     run = fleet.succeed(fleet.submit(spec_of(placement__mode=mode, steps=4)))
     found = audit(fleet, run)

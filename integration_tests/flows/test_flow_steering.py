@@ -89,18 +89,10 @@ def test_queued_runs_have_a_place_and_name_who_holds_the_instance(fleet, held, g
             assert f"{run.id} QUEUED {place}" in words
     for run in (first, second):
         assert f"held by {held.id}" in fleet.headrace("run", "get", run.id).stdout
-        fleet.client.cancel(run.id)
+        assert fleet.client.cancel(run.id).state == "CANCELLED"
+        assert fleet.client.get(run.id).started_at is None
     gate.open()
     fleet.succeed(held)
-
-
-def test_a_queued_run_can_be_cancelled(fleet, held, gate, spec_of):
-    queued = fleet.submit(spec_of())
-    fleet.client.cancel(queued.id)
-    fleet.state(queued, "CANCELLED")
-    gate.open()
-    fleet.succeed(held)
-    assert fleet.client.get(queued.id).started_at is None
 
 
 def test_scaling_a_service_serves_the_next_run(fleet, held, gate, spec_of):

@@ -28,6 +28,7 @@ def small_spec(model: Path, **overrides: Any) -> dict[str, Any]:
         "optimizer": {"lr": 5.0e-4},
         "trainer": {"warmup": {"steps": 2, "lr": 2.0e-3, "batch": 16}},
         "rollout": {"max_concurrency": 32},
+        "placement": {"mode": "collocated"},  # a long run would change it after its first steps
         # Answers of a model that knows nothing differ in length alone: without it no group has a gradient.
         "reward": {"scorers": [{"name": "exact"}, {"name": "length", "options": {"target": 1, "limit": 4}}]},
         "checkpoint": {"interval_steps": 1},

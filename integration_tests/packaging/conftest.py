@@ -55,7 +55,8 @@ class Environment:
     def install(self, *dists, pins="base.txt"):
         """Installs dists from their wheels and what they need from the registry: "headrace-reward[math]"."""
         wheels = [f"{self._wheels[name]}{bracket}{extras}" for name, bracket, extras in map(_split, dists)]
-        self.pip("install", "-q", "-c", ROOT / "constraints" / pins, *wheels)
+        # Most modules are never imported here: compiling all of them takes longer than the tests.
+        self.pip("install", "-q", "--no-compile", "-c", ROOT / "constraints" / pins, *wheels)
 
     def headrace_dists(self):
         """Names of the installed dists of this repository."""

@@ -22,7 +22,11 @@ names = [name for name in names if not name.startswith(extra) or name.endswith("
 wanted = [name for name in names if not name.endswith("__main__")]
 print(len([importlib.import_module(name) for name in wanted]))
 """
-OF_EXTRAS = ("headrace_rollout.engines.vllm.", "headrace_rollout.engines.sglang.")
+OF_EXTRAS = (
+    "headrace_rollout.engines.vllm.",
+    "headrace_rollout.engines.sglang.",
+    "headrace_simulator.backends.plates",
+)
 """What only an extra with an environment of its own can import; its options are read without it."""
 HAS = "import importlib.util, sys; print(importlib.util.find_spec(sys.argv[1]) is not None)"
 COMMON = {"headrace-proto", "headrace-servicekit"}
@@ -100,7 +104,9 @@ def test_a_service_installs_alone_and_without_torch(service, make_environment, t
 def torch_environment(make_environment):
     """One environment with torch for both services that need it: it takes a minute and a gigabyte."""
     environment = make_environment("torch")
-    environment.pip("install", "-q", *torch_source(), "--no-deps", "-c", "constraints/base.txt", "torch")
+    environment.pip(
+        "install", "-q", "--no-compile", *torch_source(), "--no-deps", "-c", "constraints/base.txt", "torch"
+    )
     return environment
 
 

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from headrace_schema.spec import RunSpec
 
 HOST = "host"
+COMPARES_THE_BATCH = {"clip_cov", "kl_cov", "reinforce_pp", "reinforce_pp_baseline"}
+"""Built-in algorithms whose advantages or losses compare the whole batch."""
 PROFILE_FIX = (
     "measure one with `headrace profile SPEC`, or give --profile FILE; examples/plans has two to start from"
 )
@@ -53,6 +55,8 @@ def explain_file(
         if stored is None:
             raise mistake("profile", "there is no measured profile of this model", PROFILE_FIX)
         request["profile"] = _read(stored)
+    if "model" in document:
+        _with_infer(request, document)
     if cluster is not None:
         request["cluster"] = _read(cluster)
     if devices is not None:
@@ -116,32 +120,65 @@ def _read(file: Path, sets: list[str] | None = None) -> dict[str, Any]:
 
 
 def _of_run_spec(spec: dict[str, Any]) -> dict[str, Any]:
-    """What a run spec says of its workflow: the batch and the groups."""
+    """What a run spec says of its workflow: the batch, the groups and the environments."""
     from headrace_schema.spec import RunSpec
 
     from headrace_cli.dry_run import check_schema
 
     check_schema(spec)
     run = RunSpec.model_validate(spec)
-    return {
-        "workflow": _graph_of(run),
-        "items": run.slots_per_step,
-    }
+    rooms = {"environments": run.environment.count} if run.environment else {}
+    return {"workflow": _graph_of(run), "items": run.slots_per_step, **rooms}
 
 
 def _graph_of(run: RunSpec) -> dict[str, Any]:
     """The run's graph as the planner takes it."""
-    graph = run.graph
+    graph, batch = run.graph, waits_for_batch(run)
+    learns = {*graph.of("trainer")} if batch else set()
     return {
         "name": run.workflow if isinstance(run.workflow, str) else "workflow",
         "stages": list(graph.stages),
         "edges": [
-            {"source": edge.source, "target": edge.target, "granularity": graph.granularity(edge)}
+            {
+                "source": edge.source,
+                "target": edge.target,
+                "granularity": "batch" if edge.target in learns else graph.granularity(edge),
+            }
             for edge in graph.edges
         ],
         "weights": [["learn", "generate"]],
         "group_size": run.algorithm.group_size,
     }
+
+
+def waits_for_batch(run: RunSpec) -> bool:
+    """Whether a built-in algorithm learns once the whole batch is there: several passes, or statistics of the batch.
+
+    On a fleet the trainer says so itself. An algorithm of one's own is taken to stream unless it has several passes.
+    """
+    name, options = run.algorithm.name, run.algorithm.options
+    passes = [options.get("epochs", 1), options.get("minibatches", 1)]
+    several = any(isinstance(count, int) and count > 1 for count in passes)
+    whitens = name == "ppo" and options.get("whiten", True)
+    weighs = name == "gpg" and options.get("alpha") is None
+    return bool(several or options.get("minibatch_size") or whitens or weighs or name in COMPARES_THE_BATCH)
+
+
+def _with_infer(request: dict[str, Any], spec: dict[str, Any]) -> None:
+    """A profile that has the infer pass apart makes it a stage of its own, where the run has one; else learn has it."""
+    workflow, stages = request["workflow"], request["profile"].get("stages")
+    options = spec.get("algorithm", {}).get("options", {})
+    passes = any(options.get(key, 1) != 1 for key in ("epochs", "minibatches"))
+    compares = any(options.get(key) for key in ("kl_loss_coef", "kl_reward_coef", "minibatch_size"))
+    values = spec.get("algorithm", {}).get("name") == "ppo"
+    if not (isinstance(stages, dict) and "infer" in stages and (passes or compares or values)):
+        return
+    into_learn = next(edge for edge in workflow["edges"] if edge["target"] == "learn")
+    workflow["stages"].append("infer")
+    workflow["edges"] += [
+        {"source": "generate", "target": "infer", "granularity": "trajectory"},
+        {"source": "infer", "target": "learn", "granularity": into_learn["granularity"]},
+    ]
 
 
 def _explained(request: dict[str, Any]) -> dict[str, Any]:

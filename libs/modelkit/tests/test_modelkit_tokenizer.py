@@ -152,6 +152,15 @@ def test_a_tokenizer_that_is_missing_is_one_sentence(tiny_directory, tmp_path):
         load_tokenizer(ModelSection(path=str(directory)))
 
 
+def test_a_tokenizer_of_another_vocabulary_is_one_sentence(tiny_directory, tmp_path):
+    model = tmp_path / "model"
+    shutil.copytree(tiny_directory, model)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "vocab_size": config["vocab_size"] - 1}))
+    with pytest.raises(ModelNotReadable, match=r"tokenizer of 32 tokens and a model of 31 embeddings; put"):
+        load_tokenizer(ModelSection(path=str(model)))
+
+
 def test_the_character_tokenizer_round_trips(tiny_config):
     codec = load_tokenizer(tiny_config)
     ids = codec.encode_prompt(text="copy 123 =")

@@ -124,6 +124,18 @@ def test_a_minimal_spec_is_valid_and_its_json_is_a_fixed_point():
             "placement.mode: collocated",
         ),
         (
+            {"placement": {"rollout": "0-3", "trainer": "3-4"}},
+            "placement.trainer",
+            "make placement.rollout and placement.trainer equal",
+        ),
+        ({"placement": {"mode": "hybrid", "rollout": 0, "trainer": "0"}}, "placement.trainer", "0 generates"),
+        (
+            {"placement.mode": "hybrid", "trainer.ranks": 2, "algorithm.prompts_per_step": 4},
+            "trainer.ranks",
+            "set trainer.ranks: 1",
+        ),
+        ({"placement": {"mode": "auto", "trainer": "all"}}, "placement.trainer", "collocated, disaggregated"),
+        (
             {"placement": {"mode": "auto", "share": True}},
             "placement.share",
             "set placement.mode: collocated or disaggregated",
@@ -149,6 +161,37 @@ def test_a_mistake_is_named_with_its_fix(values, key, words):
     assert words in found[key], found
 
 
+@pytest.mark.parametrize(
+    ("given", "mode", "rollout"),
+    [
+        ({}, "auto", []),
+        ({"rollout": "0-2", "trainer": "3"}, "disaggregated", ["0", "1", "2"]),
+        ({"rollout": "cpu:0-1", "trainer": ["cpu:0", "cpu:1"]}, "collocated", ["cpu:0", "cpu:1"]),
+        ({"trainer,rollout": "all"}, "collocated", ["all"]),
+        ({"rollout": "a/all", "trainer": "b/0-1"}, "disaggregated", ["a/all"]),
+        ({"mode": "hybrid", "rollout": 0, "trainer": 1}, "hybrid", ["0"]),
+    ],
+)
+def test_named_devices_say_the_mode(given, mode, rollout):
+    placement = RunSpec.model_validate(with_values({"placement": given})).placement
+    assert (placement.mode, placement.rollout) == (mode, rollout)
+
+
+@pytest.mark.parametrize(
+    ("given", "steps", "measured"),
+    [
+        ({}, 159, 0),
+        ({}, 160, 3),
+        ({"measure_steps": 2}, 5, 2),
+        ({"measure_steps": 0}, 1000, 0),
+        ({"mode": "disaggregated"}, 1000, 0),
+    ],
+)
+def test_a_run_is_measured_where_that_is_a_small_part_of_it(given, steps, measured):
+    spec = RunSpec.model_validate(with_values({"placement": given, "steps": steps}))
+    assert spec.placement.measured_steps(spec.steps) == measured
+
+
 def test_all_mistakes_are_named_at_once():
     assert set(problems_of({"steps": 0, "sede": 1, "optimizer.lr": "fast"})) == {
         "steps",
@@ -169,7 +212,9 @@ JSON = st.recursive(
 )
 
 
-@settings(suppress_health_check=[HealthCheck.too_slow])  # The first draw of text builds a table.
+@settings(
+    deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)  # The first draw of text builds a table.
 @given(st.dictionaries(KEYS, JSON, max_size=4))
 def test_any_json_is_either_valid_or_explained(values):
     try:

@@ -10,7 +10,7 @@ from headrace_servicekit.rpc.digests import (
     set_digest,
     trajectory_digest,
 )
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 
@@ -51,6 +51,7 @@ def test_a_trajectorys_digest_does_not_depend_on_the_order_of_maps():
     assert trajectory_digest(one) == trajectory_digest(other)
 
 
+@settings(deadline=None)
 @given(st.text(max_size=300), st.text(max_size=3), st.text(max_size=40), st.booleans())
 def test_a_trajectorys_digest_is_that_of_the_serialised_body(text, producer, digest, unknown):
     body = trajectory(completion_text=text, producer=producer, body_digest=digest)
@@ -65,6 +66,7 @@ def test_a_trajectorys_digest_is_that_of_the_serialised_body(text, producer, dig
 members = st.tuples(st.integers(0, 9), st.integers(0, 9), st.integers(1, 3), st.sampled_from(["a", "b"]))
 
 
+@settings(deadline=None)
 @given(st.sets(members), st.randoms(use_true_random=False))
 def test_a_set_digest_is_free_of_order_and_sees_every_member(chosen, rng: random.Random):
     shuffled = list(chosen)

@@ -197,7 +197,7 @@ steps = st.lists(
 )
 
 
-@settings(max_examples=400)
+@settings(max_examples=400, deadline=None)
 @given(steps)
 def test_no_lease_is_usable_after_the_coordinators_timer(script):
     world = World()

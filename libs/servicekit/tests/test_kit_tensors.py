@@ -8,7 +8,7 @@ import pytest
 from headrace.common.v1 import common_pb2
 from headrace_servicekit.rpc.errors import ServiceError
 from headrace_servicekit.rpc.tensors import MAX_TENSOR_BYTES, NUMPY_TYPES, decode_tensor, encode_tensor
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
@@ -34,6 +34,7 @@ def refusal(tensor, max_bytes=LIMIT):
     return caught.value.message
 
 
+@settings(deadline=None)
 @given(arrays())
 def test_every_array_comes_back_bit_for_bit(array):
     decoded = decode_tensor(
@@ -44,6 +45,7 @@ def test_every_array_comes_back_bit_for_bit(array):
     assert decoded.flags.writeable and decoded.flags.c_contiguous
 
 
+@settings(deadline=None)
 @given(arrays(), st.integers(-9, 9).filter(bool))
 def test_a_body_of_the_wrong_length_is_refused(array, extra):
     tensor = encode_tensor(array)
@@ -53,6 +55,7 @@ def test_a_body_of_the_wrong_length_is_refused(array, extra):
         assert "needs" in refusal(tensor)
 
 
+@settings(deadline=None)
 @given(arrays(), st.data())
 def test_a_changed_shape_of_another_size_is_refused(array, data):
     tensor = encode_tensor(array)
@@ -110,6 +113,7 @@ def test_arrays_without_a_wire_form_are_refused():
             encode_tensor(array)
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(2**40, 2**63 - 1), min_size=1, max_size=15), st.sampled_from(sorted(NUMPY_TYPES)))
 def test_extents_beyond_any_memory_are_refused_beside_a_zero_too(extents, data_type):
     if math.prod(extents) * NUMPY_TYPES[data_type].itemsize > MAX_TENSOR_BYTES:
@@ -118,6 +122,7 @@ def test_extents_beyond_any_memory_are_refused_beside_a_zero_too(extents, data_t
             assert "limit" in refusal(common_pb2.Tensor(data_type=data_type, shape=shape))
 
 
+@settings(deadline=None)
 @given(
     st.integers(-(2**31), 2**31 - 1),
     st.lists(st.integers(-(2**63), 2**63 - 1), max_size=40),

@@ -7,7 +7,9 @@ import random
 from statistics import median
 
 import pytest
+from headrace_coordinator.api.presenters import plan_view
 from headrace_coordinator.domain import events as ev
+from headrace_coordinator.domain.state import State
 from headrace_coordinator.fleet.ports import InstanceDown
 from headrace_coordinator.simulation.fleet.network import SimulatedPort
 from headrace_coordinator.simulation.virtual_time import run_virtual
@@ -162,6 +164,30 @@ def test_a_deterministic_run_stays_where_it_is():
     scene.specs = [scene.specs[0].model_copy(update={"deterministic": True})]
     (plan,) = played(scene).log(ev.PlanAdopted)
     assert plan.mode == "collocated" and "deterministic" in plan.reason
+
+
+def test_hybrid_learns_on_its_own_devices_and_in_the_end_on_all():
+    sides = {"rollout": ["cpu:0", "cpu:1", "cpu:2"], "trainer": ["cpu:3", "cpu:4", "cpu:5"]}
+    slow = {"slow_from": 0, "slower": 12.0}
+    hybrid, apart = (
+        played(Scene(steps=6, mode=mode, **slow, **sides)) for mode in ("hybrid", "disaggregated")
+    )
+    assert not hybrid.log(ev.PlanAdopted)
+    for view in (event.view for event in hybrid.log(ev.StepCommitted)):
+        works = {
+            stage: {d for d, s in view["devices"].items() if stage in s} for stage in ("generate", "learn")
+        }
+        assert len(works["generate"]) == DEVICES / 2 and len(works["learn"]) == DEVICES
+    assert hybrid.step_s(2, 6) < 0.9 * apart.step_s(2, 6)
+
+
+def test_a_run_that_is_too_short_to_measure_takes_turns():
+    scene = played(Scene(steps=14, measure_steps=None))
+    assert not scene.log(ev.PlanAdopted)
+    state, (submitted,) = State(), scene.log(ev.RunSubmitted)
+    state.apply(submitted)
+    (view,) = map(plan_view, state.runs.values())
+    assert view.mode == "collocated" and "14 steps" in view.reason
 
 
 def test_devices_are_not_named_beside_auto():

@@ -8,6 +8,7 @@ import pytest
 from headrace.common.v1 import common_pb2 as common
 from headrace.simulator.v1 import simulator_pb2 as simulator
 from headrace_coordinator.domain import events as ev
+from headrace_coordinator.run.pools import BLOB_BYTES
 from headrace_coordinator.run.spaces import divide, fit
 from headrace_coordinator.run.stages.scoring import sampled
 from headrace_coordinator.simulation.virtual_time import run_virtual
@@ -170,6 +171,15 @@ def test_an_embodied_run_trains_on_episodes_and_leaves_nothing_open():
     (fitted,) = world.events(ev.PolicyFitted)
     assert fitted.policy["state_size"] == 3
     assert not any(i.pools for i in world.living("simulator"))
+
+
+@pytest.mark.parametrize("hosts", [1, 2])
+def test_pictures_go_through_shared_memory_where_simulator_and_rollout_share_a_host(hosts):
+    world = Robots(1)
+    world.hosts = [f"host{index}" for index in range(hosts)]
+    run_virtual(world.live())
+    asked = {r.blob_bytes for r in world.requests if isinstance(r, simulator.OpenPoolRequest)}
+    assert asked == ({BLOB_BYTES} if hosts == 1 else {BLOB_BYTES, 0})
 
 
 @pytest.mark.parametrize("seed", range(4))

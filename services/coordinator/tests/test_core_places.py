@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain.leases import Blocked, LeaseRequest, plan_grant
-from headrace_coordinator.domain.places import machines
+from headrace_coordinator.domain.places import machines, named_devices
 from headrace_coordinator.domain.runs import Grant
 from headrace_coordinator.domain.scheduling import plan_admission
 from headrace_coordinator.domain.state import InstanceState, State
@@ -99,6 +99,23 @@ def test_short_names_choose_devices_of_any_machine():
     assert plan.grants[0].devices == [CORES[1]]
 
 
+@pytest.mark.parametrize(
+    ("names", "found"),
+    [
+        (["cpu:1"], [CORES[1]]),
+        (["1"], [CORES[1]]),
+        (["all"], CORES),
+        (["here/all"], CORES),
+        (["here/0"], [CORES[0]]),
+        (["b007/cpu:0"], [CORES[0]]),
+        (["elsewhere/all"], []),
+        (["2", "cp"], []),
+    ],
+)
+def test_devices_are_named_by_number_host_or_all(names, found):
+    assert named_devices(names, CORES, {core: {"here"} for core in CORES}) == found
+
+
 def member(state):
     return SimpleNamespace(instance=state, incarnation=state.incarnation)
 
@@ -119,6 +136,20 @@ def test_containers_of_one_machine_divide_its_devices():
     assert list(default_devices(named, CORES, [rollout], [trainer]).values()) == [CORES[1:], CORES[:1]]
     with pytest.raises(PlacementError, match="two devices on rollout-container-0"):
         default_devices(section, [GPU], [member(containers([GPU])[0])], [member(containers([GPU])[1])])
+
+
+def test_hybrid_gives_the_trainer_all_devices_once_answers_are_complete():
+    rollout, trainer = (member(i) for i in containers(CORES)[:2])
+    section = PlacementSection(mode="hybrid", rollout="0", trainer="1")
+    apart, joined = (
+        default_devices(section, CORES, [rollout], [trainer], joined=joined) for joined in (False, True)
+    )
+    assert list(apart.values()) == [CORES[:1], CORES[1:]]
+    assert [sorted(side) for side in joined.values()] == [CORES[:1], CORES]
+    gpus = [f"GPU-{number}/gpu:{number}" for number in range(2)]
+    members = [member(i) for i in containers(gpus)[:2]]
+    with pytest.raises(PlacementError, match="on GPUs a rank computes on one"):
+        default_devices(PlacementSection(mode="hybrid"), gpus, members[:1], members[1:])
 
 
 @pytest.mark.parametrize("mode", ["collocated", "disaggregated"])

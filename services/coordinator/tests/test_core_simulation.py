@@ -19,15 +19,13 @@ from headrace_coordinator.simulation.virtual_time import run_virtual
 from headrace_coordinator.simulation.world import World, run_world
 
 FAILED_ONCE = [216, 218, 10252, 30527, 60144]
-"""Seeds beyond the chunks that found a bug; within them 4, 6, 14, 36, 37, 52, 110 and 114 did (docs/bugs.md)."""
-
-CHUNK = 25
+"""Seeds from 200 on that found a bug; of those before, 4, 6, 14, 36, 37, 52, 110 and 114 did (docs/bugs.md)."""
 
 
-@pytest.mark.parametrize("first", range(0, 50, CHUNK))
 @pytest.mark.timeout(300)
-def test_guarantees_hold(first):
-    for seed in range(first, first + CHUNK):
+def test_guarantees_hold():
+    """A few worlds for whoever works on this service; the part `simulation` of .ci/run lives the first 200."""
+    for seed in range(8):
         run_world(seed)
 
 

@@ -10,16 +10,8 @@ import pytest
 import yaml
 from headrace_coordinator.api.http import make_app
 from headrace_coordinator.api.http.openapi import description
-from headrace_coordinator.projections import RunProjection
-from headrace_coordinator.projections.trajectories import Settled
 from headrace_schema.views import HealthView
-
-
-def problems(response) -> dict[str, str]:
-    """Problems by key, after checking that the answer is an ErrorView."""
-    body = response.json()
-    assert set(body) == {"reason", "message", "problems"}
-    return {item["key"]: f"{item['problem']}; {item['fix']}" for item in body["problems"]}
+from http_parts import problems
 
 
 async def test_a_run_is_queued_and_shown(api, spec_json):
@@ -159,144 +151,12 @@ async def test_an_unknown_run_names_the_nearest(api, run_id):
         assert f"did you mean {run_id}?" in answer.json()["message"]
 
 
-async def walk(api, path: str, key: str, size: int) -> list[dict]:
-    """All entries of a list, page by page."""
-    found, token = [], ""
-    while True:
-        body = (await api.get(path, params={"page_size": size, "page_token": token})).json()
-        found += body[key]
-        assert len(body[key]) <= size
-        token = body["next_page_token"]
-        if not token:
-            return found
-
-
-async def test_lists_come_in_pages(api, spec_json, run_id):
-    for _ in range(6):
-        await api.post("/v1/runs", json=spec_json)
-    for path, key, count in (
-        ("/v1/runs", "runs", 7),
-        (f"/v1/runs/{run_id}/metrics", "steps", 7),
-        (f"/v1/runs/{run_id}/certificates", "certificates", 5),
-        (f"/v1/runs/{run_id}/checkpoints", "checkpoints", 2),
-        ("/v1/instances", "instances", 3),
-        ("/v1/leases", "leases", 1),
-    ):
-        whole = (await api.get(path)).json()[key]
-        assert len(whole) == count
-        for size in (1, 2, 3, 1000):
-            assert await walk(api, path, key, size) == whole
-
-
-async def test_runs_by_state_in_either_order_with_specs_only_when_asked_for(api, spec_json, run_id):
-    made = [(await api.post("/v1/runs", json=spec_json)).json()["id"] for _ in range(3)]
-    await api.post(f"/v1/runs/{made[1]}:cancel")
-
-    async def ids(query):
-        return [run["id"] for run in (await api.get(f"/v1/runs?{query}")).json()["runs"]]
-
-    assert await ids("state=CANCELLED") == [made[1]]
-    assert await ids("state=QUEUED&state=CANCELLED&order=oldest") == [run_id, *made]
-    # A page goes on behind a run that has left the state meanwhile.
-    assert await ids(f"state=QUEUED&page_token={made[1]}") == [made[0], run_id]
-    assert {len(run["spec"]) for run in (await api.get("/v1/runs")).json()["runs"]} == {0}
-    assert all(run["spec"]["name"] == "sums" for run in (await api.get("/v1/runs?full")).json()["runs"])
-    for query, key in (("state=SLEEPING", "state"), ("order=best", "order")):
-        assert key in problems(await api.get(f"/v1/runs?{query}"))
-
-
-async def test_a_new_run_shifts_no_page(api, spec_json, run_id):
-    for _ in range(3):
-        await api.post("/v1/runs", json=spec_json)
-    first = (await api.get("/v1/runs?page_size=2")).json()
-    await api.post("/v1/runs", json=spec_json)
-    second = (
-        await api.get("/v1/runs", params={"page_size": 2, "page_token": first["next_page_token"]})
-    ).json()
-    assert [run["id"] for run in first["runs"] + second["runs"]] == ["sums-3", "sums-2", "sums-1", "sums-0"]
-
-
-@pytest.mark.parametrize(
-    "list_path", ["", "/R/metrics", "/R/certificates", "/R/checkpoints", "/R/trajectories"]
-)
-@pytest.mark.parametrize(
-    "query", ["page_size=0", "page_size=1001", "page_size=x", "page_token=nonsense", "pagesize=3"]
-)
-async def test_a_wrong_page_is_named(api, run_id, list_path, query):
-    answer = await api.get(f"/v1/runs{list_path.replace('R', run_id)}?{query}")
-    assert answer.status_code == 422
-    assert set(problems(answer)) == {query.partition("=")[0]}
-
-
-async def test_trajectories_are_read_from_the_runs_directory(api, run_id, tmp_path):
-    def view(step: int, prompt: int) -> Settled:
-        return Settled(
-            step=step,
-            version=step,
-            prompt_ordinal=prompt,
-            sample_index=0,
-            attempt=1,
-            prompt="1 + 1 =",
-            completion="²",
-            reference="2",
-            reward=0.5,
-            parts={},
-            finish_reason="EOS",
-            tokens=1,
-        )
-
-    path = f"/v1/runs/{run_id}/trajectories"
-    assert (await api.get(path)).json() == {"trajectories": [], "next_page_token": ""}
-    projection = RunProjection(tmp_path / run_id)
-    projection.trajectories([view(step, 2 * step + prompt) for step in range(3) for prompt in range(2)])
-    projection.close()
-    found = await walk(api, path, "trajectories", 4)
-    assert [item["prompt_ordinal"] for item in found] == [0, 1, 2, 3, 4, 5]
-    assert found[0]["completion"] == "²"
-    only = (await api.get(path, params={"step": 1})).json()["trajectories"]
-    assert [item["prompt_ordinal"] for item in only] == [2, 3]
-
-
 async def test_leases_come_with_devices_and_a_service_is_scaled(api):
     assert (await api.get("/v1/leases")).json()["devices"][0]["name"] == "h/cpu:0"
     answer = await api.post("/v1/services/rollout:scale", json={"count": 3})
     assert answer.json() == {"kind": "rollout", "count": 3}
     unable = await api.post("/v1/services/simulator:scale", json={"count": 1})
     assert (unable.status_code, unable.headers["retry-after"]) == (503, "1")
-
-
-async def test_instances_and_leases_by_state_in_an_order(api, fake_control, monkeypatch):
-    found = fake_control.instances()
-    states = ("READY", "DRAINING", "READY")
-    found = [item.model_copy(update={"state": state}) for item, state in zip(found, states, strict=True)]
-    found[2] = found[2].model_copy(update={"host": "a"})
-    monkeypatch.setattr(fake_control, "instances", lambda: found[::-1])
-    lease = fake_control.leases()[0]
-    leases = [
-        lease.model_copy(update={"epoch": n, "state": s})
-        for n, s in ((7, "HELD"), (8, "GRANTED"), (9, "HELD"))
-    ]
-    monkeypatch.setattr(fake_control, "leases", lambda: leases)
-
-    async def names(query):
-        body = (await api.get(f"/v1/instances?{query}")).json()
-        return [item["name"][-1] for item in body["instances"]], body["next_page_token"]
-
-    async def epochs(query):
-        body = (await api.get(f"/v1/leases?{query}")).json()
-        assert body["devices"]
-        return [item["epoch"] for item in body["leases"]], body["next_page_token"]
-
-    assert await names("") == (["0", "1", "2"], "")
-    assert await names("order=host") == (["2", "0", "1"], "")
-    assert await names("state=READY") == (["0", "2"], "")
-    assert await names("state=READY&page_size=1") == (["0"], "i0")
-    assert await names("state=DRAINING&state=LOST&page_token=i0") == (["1"], "")
-    assert await epochs("state=HELD&order=newest") == ([9, 7], "")
-    assert await epochs("state=HELD&page_size=1") == ([7], "7")
-    for path in ("/v1/instances", "/v1/leases"):
-        for query, key in (("state=SLEEPING", "state"), ("order=best", "order")):
-            assert key in problems(await api.get(f"{path}?{query}"))
 
 
 async def test_an_instance_is_drained(api):

@@ -34,6 +34,7 @@ from gymnasium import spaces
 
 
 class Walker(gymnasium.Env):
+    metadata = {"render_modes": ["rgb_array"]}
     action_space = spaces.Box(-10.0, 10.0, (2,), np.float32)
 
     def __init__(self, goal=1.0, ends_at=1000, image=0, step_s=0.0):
@@ -62,6 +63,9 @@ class Walker(gymnasium.Env):
         self.place = self.place + action
         reached = bool(self.steps >= self.goal)
         return self.observe(), float(self.steps), self.steps >= self.ends_at, False, {"success": reached}
+
+    def render(self):
+        return np.full((8, 8, 3), self.steps, np.uint8)
 
 
 make_env = Walker
@@ -152,6 +156,7 @@ class EpisodeCall:
     trajectories: dict[tuple[int, int], common_pb2.Trajectory] = field(default_factory=dict)
     partials: list[rollout_pb2.PartialSample] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)
+    videos: dict[int, bytes] = field(default_factory=dict)
     revoked: bool = False
 
     async def assign(self, groups) -> None:
@@ -170,6 +175,7 @@ class EpisodeCall:
                     self.trajectories[key] = chunk.finished
                 self.partials += response.partials
                 self.lost += response.lost_pools
+                self.videos |= {video.sample.prompt_ordinal: video.content for video in response.videos}
                 self.revoked = response.revoked
 
     async def read_all(self) -> dict[tuple[int, int], common_pb2.Trajectory]:

@@ -20,6 +20,7 @@ from episode_rig import (
 from headrace.common.v1 import common_pb2
 from headrace.rollout.v1 import rollout_pb2
 from headrace_servicekit.rpc.episodes import IMAGE, STATE
+from headrace_servicekit.weights.store import reap_dead_stores
 from rollout_calls import HEADER, RUN, refused
 
 TASK = "robots.py:make_env"
@@ -108,6 +109,18 @@ async def test_images_by_reference_are_those_of_their_steps(
         images = episode_of(trajectory).observation[IMAGE + "eye"]
         assert images.shape == (6, 40, 40, 3)
         assert all((image == step).all() for step, image in enumerate(images))
+
+
+async def test_a_killed_simulator_leaves_no_picture_behind(new_walker, tmp_path):
+    cnn = {**WALKER, "kind": "cnn", "cameras": ["eye"], "height": 40, "width": 40, "features": 8}
+    doomed = SimulatorProcess(tmp_path)
+    rollout = await new_walker(policy=cnn, cameras={"eye": "front"}, shm_dir=doomed.shm_dir)
+    pool = await walks(doomed.address, options={"image": 40}, blob_bytes=1000)
+    await (await run_episodes(rollout, [pool], begin(range(3)))).read_all()
+    assert list(doomed.shm_dir.glob("*/blobs/*"))
+    doomed.kill()
+    reap_dead_stores(doomed.shm_dir)  # as every instance does that starts on the host
+    assert not list(doomed.shm_dir.glob("*/blobs/*"))
 
 
 async def test_a_killed_simulator_costs_its_own_episodes_alone(new_walker, simulator_address, tmp_path):

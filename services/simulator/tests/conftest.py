@@ -120,9 +120,9 @@ class PoolClient:
                     self.next_index[outcome.environment] = outcome.step_index + 1
         return outcomes
 
-    def reset_operation(self, environment=0, *, index=None, seed=None, options=None, init_state=None):
+    def reset_operation(self, environment=0, *, index=None, options=None, **fields):
         text = json.dumps(options) if options else ""
-        reset = simulator_pb2.ResetOperation(seed=seed, options_json=text, init_state=init_state)
+        reset = simulator_pb2.ResetOperation(options_json=text, **fields)
         index = self.next_index.get(environment, 0) if index is None else index
         return simulator_pb2.EnvironmentOperation(environment=environment, step_index=index, reset=reset)
 

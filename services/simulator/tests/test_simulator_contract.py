@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import tempfile
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,6 +39,7 @@ class Case:
     options: dict[str, Any] = field(default_factory=dict)
     pixels: dict[str, Any] | None = None
     has_success: bool = True
+    expert: bool = False
     variant: dict[str, Any] = field(default_factory=lambda: {"execution": {"random_start": [2, 4]}})
 
 
@@ -54,12 +56,19 @@ CASES = [
         "reach-v3",
         "reech-v3",
         pixels={"image_size": 64},
+        expert=True,
         variant={"execution": {"gravity": [0.1, 0.5], "mass": 3.0, "damping": 0.5, "friction": 0.5}},
     ),
     Case(
         "maniskill",
         "PushCube-v1",
         "PushCub-v1",
+        pixels={"obs_mode": "rgb", "sensor_configs": {"width": 64, "height": 64}},
+    ),
+    Case(
+        "maniskill",
+        "PutOnPlatePrimitives-v1",
+        "PutOnPlatePrimitive-v1",
         pixels={"obs_mode": "rgb", "sensor_configs": {"width": 64, "height": 64}},
     ),
     Case(
@@ -72,6 +81,7 @@ CASES = [
 ]
 TESTED = [case for case in CASES if case.backend == UNDER_TEST]
 PIXELS = [case for case in TESTED if case.pixels]
+EXPERTS = [case for case in TESTED if case.expert]
 every = pytest.mark.parametrize("case", TESTED, ids=lambda case: case.name)
 
 
@@ -290,6 +300,17 @@ async def test_an_unknown_name_is_refused_with_the_nearest(simulator, case):
     assert text.startswith("environment.name: ") and case.name.partition("/")[0] in text
 
 
+@pytest.mark.skipif(UNDER_TEST != "maniskill", reason="tasks of ManiSkill")
+async def test_a_thing_on_a_plate_has_an_instruction_and_models_need_a_folder(simulator):
+    pool = await simulator.open("PutOnPlatePrimitives-v1/7", backend="maniskill")
+    assert pool.opened.instruction == "put yellow bar on plate"
+    for options, words in (({}, "give the folder"), ({"assets_dir": "nowhere"}, "there is no nowhere")):
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await simulator.open("PutOnPlateInScene25Main-v3/7", backend="maniskill", options=options)
+        text = message_of(raised.value)
+        assert text.startswith("options_json.assets_dir: ") and words in text
+
+
 @every
 async def test_it_is_listed(simulator, case):
     request = simulator_pb2.ListEnvironmentsRequest(page_size=10_000)
@@ -318,6 +339,20 @@ async def test_success_is_told_where_the_environment_knows_it(simulator, case):
     assert outcome.status == (OK if case.has_success else LOST)
     if case.has_success:
         assert outcome.reward == float(outcome.success)
+
+
+if EXPERTS:
+
+    @pytest.mark.parametrize("case", EXPERTS, ids=lambda case: case.name)
+    async def test_the_scripted_policy_succeeds_by_actions_of_the_action_space(simulator, case, arrays):
+        pool = await opened(simulator, case, options=case.options | {"expert": True}, max_episode_steps=150)
+        outcome, succeeded = await pool.reset(seed=11), False
+        while not (outcome.terminated or outcome.truncated):
+            check_spaces(pool, outcome)
+            outcome = await pool.act(arrays(outcome)["expert_action"])
+            assert outcome.status == OK, outcome.detail
+            succeeded |= outcome.success
+        assert succeeded
 
 
 async def close(simulator, pool) -> None:
@@ -351,3 +386,30 @@ if PIXELS:
         request = simulator_pb2.RenderRequest(pool=pool.opened.pool, environments=[0])
         frame = decode_tensor((await simulator.stub.Render(request)).frames[0], max_bytes=1 << 24)
         assert frame.dtype == np.uint8 and frame.ndim == 3 and frame.shape[2] == 3 and frame.std() > 5
+
+    @pytest.mark.parametrize("case", PIXELS, ids=lambda case: case.name)
+    async def test_a_recorded_episode_is_a_video_of_every_action(simulator, case):
+        import imageio_ffmpeg
+
+        pool = await opened(simulator, case, options=case.pixels)
+        await pool.reset(seed=2, record=True)
+        chosen = actions(pool, 6)
+        for action in chosen[:2]:
+            await pool.act(action)
+        await pool.act_chunk(np.stack(chosen[2:]))
+        request = simulator_pb2.RenderRequest(pool=pool.opened.pool, environments=[0])
+        last = decode_tensor((await simulator.stub.Render(request)).frames[0], max_bytes=1 << 24)
+        request.video = True
+        (video,) = (await simulator.stub.Render(request)).videos
+        with tempfile.NamedTemporaryFile(suffix=".mp4") as file:
+            file.write(video)
+            file.flush()
+            frames = imageio_ffmpeg.read_frames(file.name)
+            width, height = next(frames)["size"]
+            pictures = [np.frombuffer(each, np.uint8).reshape(height, width, 3) for each in frames]
+        assert len(pictures) == 7, "the start and each action"
+        assert (width, height) == (last.shape[1], last.shape[0])
+        error = np.abs(pictures[-1].astype(float) - last).mean()
+        assert error < 12, "the last frame is the picture of the moment, but for what H.264 loses"
+        with pytest.raises(grpc.aio.AioRpcError, match="nothing was recorded"):
+            await simulator.stub.Render(request)

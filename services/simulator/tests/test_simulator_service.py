@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from importlib.util import find_spec
 
 import grpc
 import gymnasium
@@ -277,3 +278,20 @@ async def test_render(simulator, environment_file):
     await refused(simulator.stub.Render(request), grpc.StatusCode.FAILED_PRECONDITION)
     request.environments[0] = 7
     await refused(simulator.stub.Render(request))
+
+
+async def test_an_episode_goes_on_where_it_cannot_be_recorded(simulator, environment_file):
+    """No frame is made without ffmpeg, or of an environment without pictures; who asks for the video is told."""
+    pool = await simulator.open(f"{environment_file}:make_env", options={"picture": False})
+    request = simulator_pb2.RenderRequest(pool=pool.opened.pool, environments=[0], video=True)
+    await pool.reset()
+    error = await refused(simulator.stub.Render(request), grpc.StatusCode.FAILED_PRECONDITION)
+    assert "nothing was recorded" in message_of(error)
+    await pool.reset(record=True)
+    outcome = await pool.act([0.0, 0.0])
+    assert outcome.status == simulator_pb2.OUTCOME_STATUS_OK
+    error = await refused(simulator.stub.Render(request), grpc.StatusCode.FAILED_PRECONDITION)
+    said = (
+        "renders no rgb_array" if find_spec("imageio_ffmpeg") else "pip install 'headrace-simulator[video]'"
+    )
+    assert said in message_of(error)

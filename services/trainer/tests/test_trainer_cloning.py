@@ -90,7 +90,8 @@ async def test_a_policy_begins_as_a_clone_and_learns_on(
     assert restored.warmup_steps == 200
     assert restored.figures["warmup_moments"] == EPISODES * 24
     assert restored.figures["warmup_last_loss"] < 0.2 * restored.figures["warmup_first_loss"]
-    assert int(policy.normalizer.updates) == 1, "fitted to the demonstrations before the first episode"
+    assert int(policy.normalizer.count) == EPISODES * 24, "fitted to the demonstrations' states"
+    fitted = policy.normalizer.mean.clone()
     version = restored.version
     episodes = robots.play(policy, [robots.Reach() for _ in range(4)], range(4), 0)
     groups = [robots.settled(place, [episode], version) for place, episode in enumerate(episodes)]
@@ -99,6 +100,8 @@ async def test_a_policy_begins_as_a_clone_and_learns_on(
     reply = await client.commit(0, 1, version.number, version.number + 1, settled_digest(groups))
     assert reply.version.ordinal == 1
     assert reply.figures["log_prob_mismatch_max"] < 1e-4
+    after = await fetched_weights(client, reply.version.number)
+    assert torch.equal(after["normalizer.mean"], fitted), "other statistics would undo the clone"
 
 
 async def test_cloning_that_is_made_again_gives_the_same_policy(client, robot_config, demonstrations):

@@ -10,7 +10,7 @@ import pytest
 import torch
 from headrace.common.v1 import common_pb2
 from headrace_modelkit.robot.directory import load_policy, policy_config
-from headrace_modelkit.weights import state_tensors
+from headrace_modelkit.weights import load_weights, state_tensors
 from headrace_servicekit.rpc.errors import reason_of
 
 PPO = {"epochs": 2, "minibatch_size": 40, "gamma": 0.97, "reward_scale": 0.1}
@@ -67,6 +67,28 @@ async def test_a_step_of_ppo_makes_a_version_whose_normaliser_has_seen_its_state
     assert torch.allclose(after["normalizer.mean"], states.mean(0), atol=1e-6)
     assert int(after["normalizer.count"]) == 96 and int(after["normalizer.updates"]) == 1
     assert not torch.equal(after["actor.0.weight"], first["actor.0.weight"])
+
+
+async def test_the_critic_learns_alone_in_the_first_steps_and_at_a_rate_of_its_own(
+    client, robot_config, play, fetched_weights, settled_digest
+):
+    """So that a policy that was cloned is not moved by a critic that knows nothing yet."""
+    config = robot_config(options=PPO | {"critic_warmup_steps": 1, "critic_lr": 3e-3})
+    version = (await client.open(config)).version
+    policy = new_policy(config)
+    seen = [await fetched_weights(client, version.number)]
+    for number in range(2):
+        groups, _ = play(policy, version, step=number)
+        _, reply = await step(client, groups, version, settled_digest)
+        version = reply.version
+        seen.append(await fetched_weights(client, version.number))
+        load_weights(policy, seen[-1])
+    first, second, third = seen
+    for name in ("actor.0.weight", "log_std"):
+        assert torch.equal(first[name], second[name]) and not torch.equal(second[name], third[name])
+    assert not torch.equal(first["critic.0.weight"], second["critic.0.weight"])
+    moved = (second["critic.0.weight"] - first["critic.0.weight"]).abs().max()
+    assert moved > 6e-3, "six optimizer steps of 0.003 each"
 
 
 async def test_a_restored_step_is_the_same_to_the_bit(

@@ -11,19 +11,13 @@ from pathlib import Path
 import grpc
 import numpy as np
 import pytest
-from headrace.common.v1 import common_pb2, weights_pb2, weights_pb2_grpc
+from headrace.common.v1 import common_pb2
 from headrace.trainer.v1 import trainer_pb2 as pb
 from headrace_servicekit import failpoints
 from headrace_servicekit.rpc.errors import message_of, reason_of
-from safetensors.numpy import load_file
+from trainer_calls import refused
 
 pytestmark = pytest.mark.timeout(90)
-
-
-async def refused(call) -> str:
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await call
-    return str(reason_of(caught.value))
 
 
 async def test_a_step_from_restore_to_publish(client, make_settled, settled_digest):
@@ -275,96 +269,6 @@ async def test_a_revoke_suspends_and_the_next_grant_wakes(client, make_settled):
     assert await refused(client.learn(0, 1, [make_settled(1, version=version)])) == "SUSPENDED"
 
 
-async def test_resume_gives_the_weights_of_the_uninterrupted_run(client, make_config):
-    config = make_config(deterministic=True, optimizer={"schedule": {"name": "linear"}})
-    version = (await client.open(config)).version
-    version = await client.train(version, 2)
-    saved = await client.save(version.number, ledger=b"the ledger")
-    assert saved.durable and saved.checkpoint.name == "lineage-1/step-2"
-    straight = await client.train(version, 2)
-
-    await client.close_run()
-    resumed = await client.open(config, checkpoint="lineage-1/step-2", number=50)
-    assert (resumed.version.number, resumed.version.parent, resumed.version.ordinal) == (
-        50,
-        version.number,
-        2,
-    )
-    assert resumed.version.digest == version.digest
-    again = await client.train(resumed.version, 2)
-    assert again.digest == straight.digest
-
-    await client.save(again.number, ledger=b"later")
-    listed = (await client.checkpoints()).checkpoints
-    assert [entry.name for entry in listed] == ["lineage-2/step-4", "lineage-1/step-2"]
-    assert not any(entry.ledger for entry in listed)
-    assert [await client.ledger(entry.name) for entry in listed] == [[b"later"], [b"the ledger"]]
-    assert listed[0].version.digest == straight.digest and listed[0].store_id == "store"
-
-
-async def test_a_save_runs_beside_the_next_step_one_at_a_time(client):
-    version = (await client.open()).version
-    version = await client.train(version, 1)
-    failpoints.arm("trainer.checkpoint.before_rename=delay:1.0@1")
-    try:
-        begun = await client.save(version.number, wait=False)
-        assert not begun.durable
-        version = await client.train(version, 1)
-        assert await refused(client.save(version.number, wait=False)) == "BUSY"
-        done = await client.save(version.number)
-        assert done.durable
-    finally:
-        failpoints.arm("")
-    names = [entry.name for entry in (await client.checkpoints()).checkpoints]
-    assert names == ["lineage-1/step-2", "lineage-1/step-1"]
-
-
-async def test_a_full_disk_fails_the_save_and_not_the_training(client, monkeypatch):
-    from headrace_trainer.checkpoints import files as checkpoint_files
-
-    version = (await client.open()).version
-    version = await client.train(version, 1)
-    first = (await client.save(version.number)).checkpoint.name
-    version = await client.train(version, 1)
-    monkeypatch.setattr(checkpoint_files.HashedFile, "write", _no_space)
-    assert await refused(client.save(version.number)) == "CHECKPOINT_FAILED"
-    listed = await client.checkpoints()
-    assert [entry.name for entry in listed.checkpoints] == [first]
-    assert "lineage-1/step-2: " in listed.last_failure and "No space left" in listed.last_failure
-    assert not list(client.directory.glob("checkpoints/*/.*"))
-    monkeypatch.undo()
-    assert (await client.save(version.number)).durable
-
-
-def _no_space(self, data):
-    raise OSError(28, "No space left on device")
-
-
-async def test_export_writes_a_model_directory(client):
-    from transformers import AutoModelForCausalLM
-
-    version = (await client.open()).version
-    version = await client.train(version, 1)
-    published = await client.publish(version.number)
-    exported = await client.export("final")
-    tensors = load_file(Path(exported.path) / "model.safetensors")
-    assert {entry.name for entry in published.manifest.entries} == set(tensors)
-    body = await client.body(version.number)
-    for entry in published.manifest.entries:
-        data = body[entry.offset_bytes : entry.offset_bytes + entry.size_bytes]
-        assert tensors[entry.name].tobytes() == data
-    assert AutoModelForCausalLM.from_pretrained(exported.path).config.model_type == "qwen3"
-    assert await refused(client.export("../elsewhere")) == "INVALID"
-
-
-async def test_weights_are_served(client):
-    await client.open()
-    await client.publish(1)
-    stub = weights_pb2_grpc.WeightServiceStub(client.channel)
-    request = weights_pb2.GetManifestRequest(run="runs/test", number=1)
-    assert (await stub.GetManifest(request)).version.number == 1
-
-
 async def test_values_of_a_run_without_a_critic_are_refused(client, make_settled):
     version = (await client.open()).version
     trajectory = make_settled(0, version=version).members[0].trajectory
@@ -426,65 +330,3 @@ async def test_a_run_closed_while_suspended_leaves_the_next_one_awake(client):
     await client.close_run()
     assert session() is None, "model and optimizer are gone with the session"
     assert (await client.open(number=5)).version.number == 5
-
-
-PASSES = {"options": {"epochs": 2, "minibatches": 2}}
-
-
-async def test_several_passes_are_one_version_and_clip(client, make_config, make_settled, settled_digest):
-    """With a clip of nothing every ratio but 1 is clipped: the policy moves between the optimizer steps."""
-    options = PASSES["options"] | {"clip_low": 0.0, "clip_high": 0.0}
-    config = make_config(algorithm={"options": options}, optimizer={"lr": 1e-2})
-    version = (await client.open(config)).version
-    groups = [make_settled(prompt, version=version) for prompt in range(3)]
-    await client.begin(0, 1, 1, 2)
-    await client.learn(0, 1, groups)
-    reply = await client.commit(0, 1, 1, 2, settled_digest(groups))
-    assert reply.result == pb.COMMIT_RESULT_COMMITTED and reply.version.ordinal == 1
-    tokens = sum(len(m.trajectory.segments[1].tokens.token_ids) for g in groups for m in g.members)
-    assert reply.token_count == tokens == reply.figures["log_prob_compared_tokens"]
-    assert reply.figures["optimizer_steps"] == 4
-    assert 0.1 < reply.figures["clip_fraction"] < 1 and reply.figures["approx_kl"] > 0
-    assert 0 < reply.figures["entropy"] <= np.log(32) + 1e-3
-    assert await client.commit(0, 1, 1, 2, settled_digest(groups)) == reply
-
-
-async def test_a_gradient_that_is_not_finite_in_any_pass_leaves_the_base(
-    client, make_config, make_settled, settled_digest
-):
-    """Its replay quarantines the culprits, and then learns what a trainer learns that never saw them."""
-    options = PASSES["options"] | {"normalize_std": False}
-    config = make_config(algorithm={"options": options}, deterministic=True)
-    version = (await client.open(config)).version
-    healthy = [make_settled(prompt, version=version) for prompt in (0, 2, 4)]
-    culprit = make_settled(3, version=version, rewards=[1e25, 0, 0, 0])
-    groups = sorted([*healthy, culprit], key=lambda group: group.prompt_ordinal)
-    await client.begin(0, 1, 1, 2)
-    await client.learn(0, 1, groups)
-    reply = await client.commit(0, 1, 1, 2, settled_digest(groups))
-    assert reply.result == pb.COMMIT_RESULT_NONFINITE
-    assert (await client.publish(1)).manifest.digest == version.digest
-
-    await client.begin(0, 2, 1, 3)
-    responses = await client.learn(0, 2, groups)
-    outcomes = {o.prompt_ordinal: o for response in responses for o in response.outcomes}
-    assert outcomes[3].disposition == pb.GROUP_DISPOSITION_NONFINITE and "gradient" in outcomes[3].detail
-    replayed = await client.commit(0, 2, 1, 3, settled_digest(healthy))
-    assert replayed.result == pb.COMMIT_RESULT_COMMITTED and replayed.group_count == 3
-
-    other = await client.reopen_with(config)
-    fresh = [make_settled(prompt, version=other) for prompt in (0, 2, 4)]
-    await client.begin(0, 1, other.number, other.number + 1)
-    await client.learn(0, 1, fresh)
-    clean = await client.commit(0, 1, other.number, other.number + 1, settled_digest(fresh))
-    assert clean.version.digest == replayed.version.digest
-
-
-async def test_a_resumed_run_makes_the_same_passes(client, make_config):
-    config = make_config(deterministic=True, algorithm=PASSES)
-    version = await client.train((await client.open(config)).version, 1)
-    saved = await client.save(version.number)
-    straight = await client.train(version, 1)
-    await client.close_run()
-    resumed = await client.open(config, checkpoint=saved.checkpoint.name, number=50)
-    assert (await client.train(resumed.version, 1)).digest == straight.digest

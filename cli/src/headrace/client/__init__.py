@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         Run,
         Step,
         Trajectory,
+        Video,
     )
     from headrace.client.specs import fork_spec, load_spec
     from headrace.client.workflow import Workflow
@@ -50,6 +51,7 @@ __all__ = [
     "Run",
     "Step",
     "Trajectory",
+    "Video",
     "Workflow",
     "fork_spec",
     "load_spec",

@@ -22,6 +22,7 @@ from headrace.client.models import (
     Run,
     Step,
     Trajectory,
+    Video,
 )
 from headrace.client.specs import Overrides, Spec, fork_spec, load_spec
 from headrace.client.sse import messages
@@ -161,6 +162,17 @@ class Client:
         """One evaluation."""
         name = evaluation.removeprefix("evaluations/")
         return EvaluationRun.from_json(self._transport.get(f"/v1/evaluations/{name}"))
+
+    def videos(self, evaluation: str) -> Sequence[Video]:
+        """The videos of an evaluation's episodes, by item."""
+        name = evaluation.removeprefix("evaluations/")
+        found = self._transport.get(f"/v1/evaluations/{name}/videos")
+        return [Video.from_json(each) for each in found["videos"]]
+
+    def video(self, evaluation: str, video: str) -> bytes:
+        """The content of one video, an MP4 file."""
+        name = evaluation.removeprefix("evaluations/")
+        return self._transport.content(f"/v1/evaluations/{name}/videos/{quote(video)}")
 
     def compare(self, first: str, second: str) -> Comparison:
         """Second minus first, item by item: two evaluations of the same items."""

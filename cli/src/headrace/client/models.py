@@ -2,6 +2,7 @@
 
 from headrace_schema.evaluations import ComparisonView as Comparison
 from headrace_schema.evaluations import EvaluationRunView as EvaluationRun
+from headrace_schema.evaluations import VideoView as Video
 from headrace_schema.views import CertificateView as Certificate
 from headrace_schema.views import CheckpointView as Checkpoint
 from headrace_schema.views import CountsView as Counts
@@ -32,4 +33,5 @@ __all__ = [
     "Run",
     "Step",
     "Trajectory",
+    "Video",
 ]

@@ -39,6 +39,10 @@ class Transport:
         """GET; returns the JSON answer."""
         return self._send("GET", path, params=params)
 
+    def content(self, path: str) -> bytes:
+        """GET; returns the bytes of the answer."""
+        return self._answer("GET", path).content
+
     def post(
         self,
         path: str,
@@ -74,6 +78,11 @@ class Transport:
             yield from response.iter_lines()
 
     def _send(self, method: str, path: str, **request: Any) -> Any:
+        response = self._answer(method, path, **request)
+        self.note = response.headers.get(NOTE, "")
+        return response.json()
+
+    def _answer(self, method: str, path: str, **request: Any) -> httpx.Response:
         give_up_at = time.monotonic() + self.patience_s
         while True:
             try:
@@ -85,8 +94,7 @@ class Transport:
                 time.sleep(RETRY_PAUSE_S)
         if response.is_error:
             raise error_of(response)
-        self.note = response.headers.get(NOTE, "")
-        return response.json()
+        return response
 
     def _unanswered(self, error: httpx.TransportError, what: str, headers: dict[str, str]) -> HeadraceError:
         """Tells a coordinator that is slow, or broke off, from none."""

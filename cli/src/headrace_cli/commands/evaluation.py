@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 PATIENCE_S = 60.0  # how long the coordinator of an evaluation that is watched may be away
 LOOK_S = 0.5
 SUBMIT = "submit"
+VIDEOS = 4
 
 
 class _FileFirst(TyperGroup):
@@ -52,6 +53,13 @@ def submit(
     ] = None,
     detach: Annotated[bool, typer.Option("--detach", help="Queue it and return.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check the spec and queue nothing.")] = False,
+    videos: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Record episodes (suite.options.videos of each task, 4 where the file says nothing) into DIR.",
+        ),
+    ] = None,
     idempotency_key: Annotated[str, typer.Option(help="Same key and spec: the same evaluation.")] = "",
     url: Url = None,
     data_dir: DataDirOption = DEFAULT_DATA_DIR,
@@ -62,6 +70,8 @@ def submit(
 
     try:
         spec = load_spec(file, sets or [])
+        if videos is not None:
+            spec = load_spec(spec, {"suite.options.videos": _videos_asked(spec)})
     except HeadraceError as error:
         raise refused(error) from error
     with connect(find_target(url, data_dir), patience_s=0 if detach or dry_run else PATIENCE_S) as client:
@@ -75,7 +85,15 @@ def submit(
         elif detach:
             _show(made, as_json)
         else:
-            _finish(client, made, as_json)
+            _finish(client, made, as_json, videos)
+
+
+def _videos_asked(spec: dict[str, Any]) -> int:
+    """How many episodes of a task the spec wants recorded; VIDEOS where it says nothing."""
+    suite = spec.get("suite")
+    options = suite.get("options") if isinstance(suite, dict) else None
+    asked: int = (options.get("videos") if isinstance(options, dict) else None) or VIDEOS
+    return asked
 
 
 def _show_check(answer: dict[str, Any], as_json: bool) -> None:
@@ -85,7 +103,7 @@ def _show_check(answer: dict[str, Any], as_json: bool) -> None:
         console().print("the spec is valid; nothing was queued")
 
 
-def _finish(client: Client, made: EvaluationRun, as_json: bool) -> None:
+def _finish(client: Client, made: EvaluationRun, as_json: bool, videos: Path | None) -> None:
     """Shows the progress on standard error, the end on standard output."""
     try:
         found = _watch(client, made.id)
@@ -93,6 +111,8 @@ def _finish(client: Client, made: EvaluationRun, as_json: bool) -> None:
         error_console().print(f"\nthe evaluation goes on; stop it with: headrace run cancel {made.id}")
         raise typer.Exit(EXIT_INTERRUPTED) from None
     _show(found, as_json)
+    if videos is not None:
+        _save_videos(client, found.id, videos)
     if found.state != "SUCCEEDED":
         raise CommandError(f"evaluation {found.id} {found.state}: {found.reason}", reason=found.state)
 
@@ -164,6 +184,34 @@ def get(
     """Show one evaluation with its figures. Its transcripts: `headrace run trajectories EVALUATION`."""
     with connect(find_target(url, data_dir)) as client:
         _show(client.evaluation(evaluation), as_json)
+
+
+@app.command("videos")
+def save_videos(
+    evaluation: EvaluationId,
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Directory to write them to.")],
+    url: Url = None,
+    data_dir: DataDirOption = DEFAULT_DATA_DIR,
+) -> None:
+    """Save the videos of an evaluation's episodes, if it recorded any (suite.options.videos)."""
+    with connect(find_target(url, data_dir)) as client:
+        _save_videos(client, evaluation, directory)
+
+
+def _save_videos(client: Client, evaluation: str, directory: Path) -> None:
+    """Writes the files, and says on standard error what they show."""
+    found = client.videos(evaluation)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        for video in found:
+            (directory / Path(video.name).name).write_bytes(client.video(evaluation, video.name))
+    except OSError as error:
+        raise CommandError(f"{directory} cannot be written: {error.strerror}") from error
+    won = sum(video.success for video in found)
+    error_console().print(
+        f"{len(found)} videos in {directory}: {won} of successes, {len(found) - won} of failures",
+        markup=False,
+    )
 
 
 @app.command()

@@ -11,6 +11,7 @@ from headrace_cli.show.runs import age
 
 if TYPE_CHECKING:
     from headrace.client import Comparison, EvaluationRun
+    from headrace_schema.evaluations import SuiteResultView
     from rich.console import RenderableType
 
 WIDE = 100
@@ -64,12 +65,31 @@ def result_table(found: EvaluationRun) -> RenderableType:
     if (result := found.result) is not None:
         modes = [(each.mode, f"{each.score:.3f}", interval(each.low, each.high)) for each in result.modes]
         parts.append(table(("mode", ">score", "95% interval"), modes))
+        if result.tasks:
+            parts.append(_task_table(result))
         parts.append(
             f"{result.answers} answers of {result.tokens_mean:.0f} tokens; {result.truncated:.0%} cut by the limit"
             + (f"; {result.failed} made a scorer fail" if result.failed else "")
         )
         parts.append(", ".join(f"{name} {value:.3f}" for name, value in result.parts.items()))
     return Group(*parts)
+
+
+def _task_table(result: SuiteResultView) -> RenderableType:
+    """The first mode's figure task by task; variants stand in a column where there are any."""
+    varied = any(each.variant for each in result.tasks)
+    rows = [
+        (
+            each.task,
+            *([each.variant or "none"] if varied else []),
+            each.items,
+            f"{each.score:.3f}",
+            interval(each.low, each.high),
+        )
+        for each in result.tasks
+    ]
+    names = ("task", *(["variant"] if varied else []), ">items", f">{result.modes[0].mode}", "95% interval")
+    return table(names, rows)
 
 
 def interval(low: float | None, high: float | None, sign: str = "") -> str:

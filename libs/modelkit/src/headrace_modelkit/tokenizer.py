@@ -94,6 +94,13 @@ def load_tokenizer(config: ModelSection) -> TextCodec:
         raise ModelNotReadable(
             f"model.path: {config.path!r} holds no tokenizer; put its tokenizer.json beside config.json"
         )
+    # Without tokens that were added to it: models are published with some that they have no embedding of.
+    embeddings = int(architecture.get_text_config().vocab_size)
+    if tokenizer.vocab_size > embeddings:
+        raise ModelNotReadable(
+            f"model.path: {config.path!r} has a tokenizer of {tokenizer.vocab_size} tokens and a model of {embeddings} "
+            "embeddings; put the tokenizer that the model was trained with beside config.json"
+        )
     eos_ids = _eos_ids(tokenizer, architecture, _generation_config(config))
     if not eos_ids:
         raise ModelNotReadable(

@@ -18,6 +18,10 @@ class EnvironmentSection(Section):
     )
     tasks: list[str] = Field(min_length=1, description="names of environments in the backend")
     options: dict[str, Any] = Field(default_factory=dict, description="options of the environment")
+    variants: dict[str, dict[str, Any]] = Field(
+        default_factory=dict,
+        description="variants by name, each as `options.variant` says one: TASK@NAME among the tasks is the task in it",
+    )
     count: Count = Field(default=16, description="environments at work, over all tasks and simulators")
     alternating: Count = Field(
         default=2,
@@ -47,3 +51,22 @@ class EnvironmentSection(Section):
         default=None,
         description="observation by camera as the policy calls it; default: all images, by their own names",
     )
+    instructions: dict[str, str] = Field(
+        default_factory=dict,
+        description="what a task asks for, in words, by task; default: what the environment says",
+    )
+
+    def variant_of(self, task: str) -> tuple[str, str]:
+        """The task as the backend names it, and its variant; "" for none."""
+        name, _, variant = task.rpartition("@")
+        return (name, variant) if name and variant in self.variants else (task, "")
+
+    def options_of(self, task: str) -> dict[str, Any]:
+        """The options of a task's environment."""
+        _, variant = self.variant_of(task)
+        return {**self.options, "variant": self.variants[variant]} if variant else self.options
+
+    def instruction_of(self, task: str) -> str:
+        """What the spec says that a task asks for; a variant's own words go first."""
+        name, _ = self.variant_of(task)
+        return self.instructions.get(task) or self.instructions.get(name, "")

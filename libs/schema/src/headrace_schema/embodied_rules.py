@@ -91,6 +91,16 @@ def embodied_problems(spec: RunSpec) -> Iterator[KeyProblemView]:
     if count < least:
         reason = f"{count} environments are too few: each of {spec.rollout.instances} rollout instances has one a task"
         yield problem("environment.count", reason, f"the nearest valid value is {least}")
+    known = {name for task in spec.environment.tasks for name in (task, spec.environment.variant_of(task)[0])}
+    if strange := set(spec.environment.instructions) - known:
+        reason = f"{', '.join(sorted(strange))} is not among environment.tasks"
+        yield problem("environment.instructions", reason, "name tasks of environment.tasks")
+    used = {spec.environment.variant_of(task)[1] for task in spec.environment.tasks}
+    for variant in sorted(set(spec.environment.variants) - used):
+        task = spec.environment.tasks[0]
+        yield problem(
+            f"environment.variants.{variant}", "no task has it", f"add {task}@{variant} to environment.tasks"
+        )
     if len(set(spec.environment.tasks)) < len(spec.environment.tasks):
         yield problem("environment.tasks", "a task is named twice", "name each task once")
 

@@ -18,10 +18,26 @@ class ModeView(Resource):
     high: float | None = None
 
 
+class TaskView(Resource):
+    """The first figure of one task of a suite that has several kinds of items."""
+
+    task: str
+    variant: str = Field(
+        default="", description="of the task, by the spec's environment.variants; empty: none"
+    )
+    items: int
+    score: float
+    low: float | None = Field(default=None, description="95% interval over items; null: fewer than two items")
+    high: float | None = None
+
+
 class SuiteResultView(Resource):
     """What an evaluation found."""
 
     modes: list[ModeView]
+    tasks: list[TaskView] = Field(
+        default_factory=list, description="of episodes: the first mode's figure of each task"
+    )
     parts: dict[str, float] = Field(description="mean of each scorer before weighting")
     answers: int
     truncated: float = Field(description="share of answers that the length limit cut")
@@ -78,6 +94,24 @@ class EvaluationRunListView(Resource):
 
     evaluations: list[EvaluationRunView]
     next_page_token: str = ""
+
+
+class VideoView(Resource):
+    """A video of an episode of an evaluation."""
+
+    name: str = Field(
+        description="of the file; `/v1/evaluations/{id}/videos/{name}` is the file itself, an MP4"
+    )
+    item: int = Field(description="as `prompt_ordinal` of its transcript")
+    sample: int
+    success: bool
+    size_bytes: int
+
+
+class VideoListView(Resource):
+    """The videos of an evaluation, by item."""
+
+    videos: list[VideoView]
 
 
 class DifferenceView(Resource):

@@ -10,11 +10,20 @@ from pydantic import BeforeValidator, Field, PositiveFloat, model_validator
 from headrace_schema.base import Bytes, Count, CountOrZero, Section
 
 MAX_DEVICES = 4096
+EVERY = "all"
+"""Stands for every device, or behind "HOST/" for every one of that host."""
+APART = ("disaggregated", "hybrid")
+"""Modes in which generating and learning have devices of their own while answers are made."""
+MEASURE_STEPS = 3
+MEASURING_SHARE = 0.05
+"""Of a run's steps: what measuring both modes may take where the spec does not ask for it."""
 _RANGE = re.compile(r"(?P<stem>.*?)(?P<first>\d+)-(?P<last>\d+)")
 
 
 def _devices(given: Any) -> Any:
-    """Device names: a list, or one text with commas; "cpu:0-3" is a range of four."""
+    """Device names: a list, or one text with commas; "cpu:0-3" is a range of four. YAML reads `3` as a number."""
+    if isinstance(given, int) and not isinstance(given, bool):
+        given = str(given)
     listed = given.split(",") if isinstance(given, str) else given
     if not isinstance(listed, list) or not all(isinstance(name, str) for name in listed):
         return given
@@ -35,15 +44,17 @@ Devices = Annotated[list[str], BeforeValidator(_devices)]
 
 
 class PlacementSection(Section):
-    """Which devices generate and learn. Names as `headrace instances` shows them, without the host.
+    """Which devices generate and learn. Names as `headrace instances` shows them.
 
-    Devices are a list or a text such as "cpu:0-3,cpu:6"; a key `rollout,trainer` gives both the same.
+    Devices are a list or a text such as "cpu:0-3,cpu:6": a name, its number alone, a range, or "all", each also
+    behind "HOST/". A key `rollout,trainer` gives both the same.
     """
 
-    mode: Literal["auto", "collocated", "disaggregated"] = Field(
-        default="collocated",
-        description="take turns on the same devices, or side by side; auto: the run's first steps try both, "
-        "and it goes on with what is faster",
+    mode: Literal["auto", "collocated", "disaggregated", "hybrid"] = Field(
+        default="auto",
+        description="take turns on the same devices, or side by side; hybrid: side by side while answers are made, "
+        "then learn on all; auto: in turns, and a run that is long enough tries both and goes on with what is faster. "
+        "Where devices are named, the default is what they say: the same ones in turns, others side by side",
     )
     flow: Literal["pipelined", "sequential"] = Field(
         default="pipelined",
@@ -56,8 +67,10 @@ class PlacementSection(Section):
         description="hold only the devices of the side at work, so that other runs with placement.share can use the "
         "rest meanwhile; disaggregated: with placement.flow: sequential",
     )
-    measure_steps: Count = Field(
-        default=3, description="auto: steps that are measured in each mode before one is chosen"
+    measure_steps: CountOrZero | None = Field(
+        default=None,
+        description="auto: steps that are measured in each mode before one is chosen, 0 for none; default: 3 where "
+        "that is at most a twentieth of the run, else 0",
     )
     replan: Literal["auto", "propose"] = Field(
         default="auto",
@@ -65,17 +78,30 @@ class PlacementSection(Section):
         "next step, or only say what would be better",
     )
 
-    @model_validator(mode="before")
-    @classmethod
-    def _one_side(cls, given: Any) -> Any:
-        """A run that shares has no trainer beside it to stream to."""
-        return (
-            {"flow": "sequential", **given}
-            if isinstance(given, dict) and given.get("share") is True
-            else given
-        )
+    def measured_steps(self, steps: int) -> int:
+        """Steps that a run of `steps` measures in each mode: 0 where its mode is given, or it is too short."""
+        if self.mode != "auto":
+            return 0
+        if self.measure_steps is not None:
+            return self.measure_steps
+        # Each mode needs one step more, which pays for the change.
+        return MEASURE_STEPS if MEASURING_SHARE * steps >= 2 * (MEASURE_STEPS + 1) else 0
 
     @model_validator(mode="before")
+    @classmethod
+    def _completed(cls, given: Any) -> Any:
+        """What other keys say of `flow` and `mode` where the spec does not."""
+        made = cls._joined(given)
+        if not isinstance(made, dict):
+            return made
+        if made.get("share") is True:  # It has no trainer beside it to stream to.
+            made = {"flow": "sequential", "mode": "collocated", **made}
+        if "mode" not in made and (made.get("rollout") or made.get("trainer")):
+            sides = [_devices(made.get(key)) for key in ("rollout", "trainer")]
+            apart = all(isinstance(side, list) for side in sides) and not {*sides[0]} & {*sides[1]}
+            made = {**made, "mode": "disaggregated" if apart else "collocated"}
+        return made
+
     @classmethod
     def _joined(cls, given: Any) -> Any:
         """`rollout,trainer: DEVICES` stands for both keys."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
 from headrace_schema.base import Count, Section, Seed
 from headrace_schema.embodied import EnvironmentSection
@@ -37,6 +37,9 @@ from headrace_schema.workflow import BUILT_IN, GraphSection, WorkflowChoice
 class RunSpec(Section):
     """One run."""
 
+    # An embodied run's data and reward follow from its environment: the description must not ask for them.
+    model_config = ConfigDict(json_schema_extra={"required": ["model"]})
+
     name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,40}$")] = Field(
         default="run", description="begins the run's id"
     )
@@ -55,13 +58,13 @@ class RunSpec(Section):
     environment: EnvironmentSection | None = Field(
         default=None, description="what an embodied run's policy acts in"
     )
-    data: DataSection
+    data: DataSection = Field(description="where prompts come from; needed but for an embodied run")
     sampling: SamplingSection = SamplingSection()
     algorithm: AlgorithmSection = AlgorithmSection()
     optimizer: OptimizerSection = OptimizerSection()
     trainer: TrainerSection = TrainerSection()
     rollout: RolloutSection = RolloutSection()
-    reward: RewardSection
+    reward: RewardSection = Field(description="what judges an answer; needed but for an embodied run")
     placement: PlacementSection = PlacementSection()
     evaluation: EvaluationSection = EvaluationSection()
     checkpoint: CheckpointSection = CheckpointSection()

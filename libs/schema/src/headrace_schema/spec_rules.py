@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from headrace_schema.embodied_rules import embodied_problems
 from headrace_schema.problems import problem
+from headrace_schema.running import APART, EVERY
 from headrace_schema.views import KeyProblemView
 from headrace_schema.workflow_rules import workflow_problems
 
@@ -200,7 +201,7 @@ def _placement(spec: RunSpec) -> Iterator[KeyProblemView]:
         yield problem(
             f"placement.{named}",
             "with placement.mode: auto the run chooses its devices",
-            f"remove placement.{named}, or set placement.mode: collocated or disaggregated",
+            f"remove placement.{named}, or set placement.mode: collocated, disaggregated or hybrid",
         )
     shared = sorted(set(placement.rollout) & set(placement.trainer))
     if placement.mode == "collocated" and sorted(placement.rollout) != sorted(placement.trainer):
@@ -209,17 +210,19 @@ def _placement(spec: RunSpec) -> Iterator[KeyProblemView]:
             "collocated placement takes turns on the same devices",
             "make placement.rollout and placement.trainer equal, or set placement.mode: disaggregated",
         )
-    if placement.mode == "disaggregated" and shared:
+    if placement.mode in APART and shared:
         yield problem(
             "placement.trainer",
-            f"{', '.join(shared)} generates too; disaggregated placement needs disjoint devices",
+            f"{', '.join(shared)} generates too; {placement.mode} placement needs disjoint devices",
             "name other devices, or set placement.mode: collocated",
         )
+    if placement.mode == "hybrid":
+        yield from _hybrid(spec)
     for key, users in (("rollout", spec.rollout.instances), ("trainer", spec.trainer.ranks)):
         devices: list[str] = getattr(placement, key)
         if len(set(devices)) < len(devices):
             yield problem(f"placement.{key}", "a device is named twice", "name each device once")
-        elif devices and len(devices) < users:
+        elif devices and len(devices) < users and not any(_is_every(name) for name in devices):
             what = "rollout.instances" if key == "rollout" else "trainer.ranks"
             yield problem(
                 f"placement.{key}",
@@ -228,11 +231,26 @@ def _placement(spec: RunSpec) -> Iterator[KeyProblemView]:
             )
 
 
+def _is_every(name: str) -> bool:
+    return name.rpartition("/")[2] == EVERY
+
+
+def _hybrid(spec: RunSpec) -> Iterator[KeyProblemView]:
+    if spec.trainer.ranks > 1:
+        reason = "hybrid placement gives the rollouts' devices to one rank within a step"
+        yield problem(
+            "trainer.ranks", reason, "set trainer.ranks: 1, or placement.mode: disaggregated or collocated"
+        )
+
+
 def _share(spec: RunSpec) -> Iterator[KeyProblemView]:
     placement = spec.placement
     if not placement.share:
         return
     fix = ", or set placement.share: false"
+    if placement.mode == "hybrid":
+        reason = "a run that shares holds the devices of one side at a time, and hybrid holds both"
+        yield problem("placement.share", reason, f"set placement.mode: collocated or disaggregated{fix}")
     if placement.mode == "auto":
         reason = "a run that measures placements needs its devices to itself"
         yield problem("placement.share", reason, f"set placement.mode: collocated or disaggregated{fix}")
@@ -254,7 +272,8 @@ def _helpers(spec: RunSpec) -> Iterator[KeyProblemView]:
     if spec.deterministic:
         reason = "devices that move when the tail decodes make no two runs alike"
         yield problem("trainer.helpers", reason, f"set deterministic: false{fix}")
-    if spec.placement.mode != "collocated":
+    placement = spec.placement
+    if placement.mode in APART or (placement.mode == "auto" and placement.measure_steps):
         reason = "helpers work on devices that rollouts give back, which side by side no trainer shares"
         yield problem("trainer.helpers", reason, f"set placement.mode: collocated{fix}")
     if spec.trainer.helpers >= spec.rollout.instances:

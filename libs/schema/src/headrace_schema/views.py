@@ -85,7 +85,7 @@ class CountsView(Resource):
 class RunPlanView(Resource):
     """How a run uses its devices, and how its last step compares with what was predicted."""
 
-    mode: str = Field(description="collocated or disaggregated")
+    mode: str = Field(description="collocated, disaggregated or hybrid")
     chosen_by: str = Field(description="spec, or auto: by the run's own steps")
     from_step: int = Field(description="the first step that it holds for, counted from 1")
     rollout: list[str] = Field(description="devices that generate; empty: as the mode divides the run's")

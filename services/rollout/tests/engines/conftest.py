@@ -9,23 +9,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from headrace_modelkit.tokenizer import load_tokenizer
-from headrace_schema.generating import ModelSection
 
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[1])]
 
-from rig import CONTEXT, ENGINES_HERE, Rig, build, make_model, write_model  # noqa: E402
+from rig import ENGINES_HERE, Rig, make_rig  # noqa: E402
 
 
 @pytest.fixture(scope="session", params=ENGINES_HERE)
 def shared_rig(request, tmp_path_factory) -> Iterator[Rig]:
     torch.set_num_threads(1)
-    directory = tmp_path_factory.mktemp("engine-model")
-    model_a = write_model(directory, 1)
-    section = ModelSection(path=str(directory), dtype="float32", max_context=CONTEXT)
-    engine = build(request.param, section, load_tokenizer(section))
-    yield Rig(request.param, engine, model_a, make_model(2))
-    asyncio.run(engine.close())
+    rig = make_rig(request.param, tmp_path_factory.mktemp("engine-model"))
+    yield rig
+    asyncio.run(rig.engine.close())
 
 
 @pytest.fixture

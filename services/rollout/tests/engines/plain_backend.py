@@ -33,6 +33,8 @@ class PlainBackend:
         self.threads = 0
         self.refused: set[int] = set()
         """It takes no prompt that begins with one of these."""
+        self.hangs: set[str] = set()
+        """Calls that it never answers, until it is started again."""
         self.start_gate = asyncio.Event()
         self.start_gate.set()
 
@@ -46,6 +48,9 @@ class PlainBackend:
 
     async def start(self, start: Start) -> None:
         await self.start_gate.wait()
+        hangs, self.hangs = self.hangs, set()
+        if "start" in hangs:
+            await asyncio.Event().wait()
         self._model = load_model(self._config.model, weights=False, device="cpu")
         self._child = subprocess.Popen(["sleep", "1000"])  # noqa: ASYNC220
         self._asleep, self.threads = set(), start.threads
@@ -62,6 +67,7 @@ class PlainBackend:
         ids, random = list(request.token_ids), torch.Generator().manual_seed(request.seed)
         for _ in range(request.max_new_tokens):
             self._needs(Scope.WEIGHTS, Scope.KV_CACHE)
+            await self._answers("generate")
             await asyncio.sleep(0)
             await self._going.wait()
             if request.request_id in self._aborted or not self.alive:
@@ -78,6 +84,7 @@ class PlainBackend:
         self._aborted.update(request_ids)
 
     async def score(self, token_ids: Sequence[int], start: int, distribution: Distribution) -> list[float]:
+        await self._answers("score")
         scores = self._scores(list(token_ids), distribution).log_softmax(-1)
         return [float(scores[index - 1, token_ids[index]]) for index in range(start, len(token_ids))]
 
@@ -90,10 +97,12 @@ class PlainBackend:
     async def begin_install(self, number: int, entries: Sequence[WeightEntry]) -> None:
         if not self.alive:
             raise BackendFailed("the engine does not run")
+        await self._answers("begin_install")
         self._needs(Scope.WEIGHTS)
         self._loaded = {}
 
     async def update(self, path: Path, entries: Sequence[WeightEntry]) -> dict[str, str]:
+        await self._answers("update")
         body = memoryview(path.read_bytes())  # noqa: ASYNC240
         for entry in entries:
             part = bytearray(body[entry.offset : entry.offset + entry.size])
@@ -110,6 +119,7 @@ class PlainBackend:
         return
 
     async def sleep(self) -> None:
+        await self._answers("sleep")
         self._asleep = {Scope.WEIGHTS, Scope.KV_CACHE}
 
     async def wake(self, scope: Scope) -> None:
@@ -117,6 +127,10 @@ class PlainBackend:
 
     async def use_threads(self, threads: int) -> None:
         self.threads = threads
+
+    async def _answers(self, call: str) -> None:
+        if call in self.hangs:
+            await asyncio.Event().wait()
 
     def _needs(self, *memory: Scope) -> None:
         if missing := self._asleep & set(memory):
@@ -128,6 +142,9 @@ class PlainBackend:
         return process(logits, RowDistributions.of([distribution] * len(logits), logits.device))
 
 
-def build_plain(config: EngineConfig) -> Engine:
+LIMITS = Deadlines(start_s=60, command_s=30, install_s=60)
+
+
+def build_plain(config: EngineConfig, limits: Deadlines = LIMITS) -> Engine:
     """The adapter over this backend."""
-    return HostedEngine(PlainBackend(config), config, Deadlines(start_s=60, command_s=30, install_s=60))
+    return HostedEngine(PlainBackend(config), config, limits)

@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from headrace_modelkit.presets.tiny import character_tokenizer, tiny_model
+from headrace_modelkit.tokenizer import TextCodec, load_tokenizer
 from headrace_rollout.engines import ENGINES
 from headrace_rollout.engines.base import (
     Distribution,
@@ -45,9 +47,9 @@ WAIT_S = 120.0
 START_S = 600.0
 
 
-def make_model(seed: int) -> PreTrainedModel:
+def make_model(seed: int, **shape: Any) -> PreTrainedModel:
     """A model that every engine can run (head_dim 32); its logits differ enough for a wrong one to show."""
-    model = tiny_model(seed, head_dim=32, num_attention_heads=2, num_key_value_heads=1)
+    model = tiny_model(seed, head_dim=32, num_attention_heads=2, num_key_value_heads=1, **shape)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() > 1:
@@ -55,13 +57,21 @@ def make_model(seed: int) -> PreTrainedModel:
     return model
 
 
-def write_model(directory: Path, seed: int) -> PreTrainedModel:
+def write_model(directory: Path, seed: int, **shape: Any) -> PreTrainedModel:
     """Saves the model with its tokenizer."""
     from headrace_modelkit.loading import save_model
 
-    model = make_model(seed)
+    model = make_model(seed, **shape)
     save_model(model, character_tokenizer(), directory)
     return model
+
+
+def make_rig(name: str, directory: Path, **shape: Any) -> Rig:
+    """An engine for a model that is written there, without a version."""
+    model_a = write_model(directory, 1, **shape)
+    section = ModelSection(path=str(directory), dtype="float32", max_context=CONTEXT)
+    engine = build(name, section, load_tokenizer(section))
+    return Rig(name, section, engine, model_a, make_model(2, **shape))
 
 
 @dataclass
@@ -107,6 +117,7 @@ class Rig:
     """An engine with the models A and B; version numbers rise from test to test."""
 
     name: str
+    model: ModelSection
     engine: Engine
     model_a: PreTrainedModel
     model_b: PreTrainedModel
@@ -122,6 +133,13 @@ class Rig:
 
     def weights(self, model: PreTrainedModel) -> Weights:
         return weights_of_model(model)
+
+    async def serves(self, model: PreTrainedModel) -> None:
+        """Fails unless what answers is this model."""
+        prompt = [3 + index % 20 for index in range(200)]
+        output = (await self.generate([group(0, prompt)], Distribution(0.0)))[SampleKey(0, 0)]
+        expected = expected_log_probs(model, prompt, list(output.whole.token_ids), Distribution())
+        assert output.whole.log_probs == pytest.approx(expected, abs=1e-4)
 
     async def install(self, model: PreTrainedModel, **options: bool) -> int:
         self.number += 1
@@ -155,10 +173,13 @@ class Rig:
         return await collector.wait_ended(sum(len(group.samples) for group in groups))
 
 
-def build(name: str, model: ModelSection, codec, rows: int = 16) -> Engine:
-    """An engine, placed on the CPU."""
+def build(
+    name: str, model: ModelSection, codec: TextCodec, rows: int = 16, options: Mapping[str, Any] | None = None
+) -> Engine:
+    """An engine, placed on the CPU; `options` go before those of all tests."""
     config = EngineConfig(model, codec, rows)
-    chosen = None if name == "plain" else ENGINES.choose(name, OPTIONS.get(name, {}))
+    wanted = {**OPTIONS.get(name, {}), **(options or {})}
+    chosen = None if name == "plain" else ENGINES.choose(name, wanted)
     engine = build_plain(config) if chosen is None else chosen.build(config)
 
     async def place() -> None:

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from headrace_modelkit.presets.tiny import character_tokenizer
+from headrace_modelkit.weights import state_tensors
 from headrace_rollout.engines.base import (
     Distribution,
     Finish,
@@ -20,7 +21,11 @@ from headrace_rollout.engines.base import (
     SampleKey,
     Scope,
 )
+from headrace_rollout.policy_files import CHECKPOINT_WEIGHTS, read_policy
+from headrace_rollout.wire import weights_of
+from headrace_schema.openings import RolloutConfig
 from rig import START_S, Collector, expected_log_probs, group, tokens
+from safetensors.torch import save_file
 
 pytestmark = pytest.mark.timeout(START_S)
 
@@ -361,3 +366,15 @@ async def test_a_closed_stream_leaves_the_others(rig):
     await mine.wait_ended(5)
     assert not any(output.stopped for output in (await others.wait_ended(5)).values())
     await asyncio.sleep(0)
+
+
+async def test_weights_from_disk_become_a_version_as_those_of_a_trainer(rig, tmp_path):
+    """As an evaluation installs (`PolicyFiles`): a checkpoint's masters, and the model's own weights."""
+    masters = {name: tensor.detach().clone() for name, tensor in state_tensors(rig.model_b)}
+    save_file(masters, tmp_path / CHECKPOINT_WEIGHTS)
+    config = RolloutConfig(model=rig.model)
+    for checkpoint, model in ((str(tmp_path), rig.model_b), ("", rig.model_a)):
+        manifest, body = read_policy(config, checkpoint, "")
+        rig.number += 1
+        await rig.engine.install(Policy(rig.number, manifest.digest), weights_of(manifest, body))
+        await rig.serves(model)

@@ -25,12 +25,6 @@ def _hosted(shared_rig) -> None:
         pytest.skip(f"{shared_rig.name} runs in this process")
 
 
-async def serves(rig, model) -> None:
-    output = (await rig.generate([group(0, PROMPT)], Distribution(0.0)))[SampleKey(0, 0)]
-    expected = expected_log_probs(model, PROMPT, list(output.whole.token_ids), Distribution())
-    assert output.whole.log_probs == pytest.approx(expected, abs=1e-4)
-
-
 async def test_an_install_that_breaks_halfway_leaves_the_version_before(rig):
     weights, number = rig.weights(rig.model_b), rig.engine.policy.number
     *others, last = weights.entries
@@ -40,9 +34,9 @@ async def test_an_install_that_breaks_halfway_leaves_the_version_before(rig):
     assert refused.value.reason == "INSTALL_FAILED"
     assert last.name in str(refused.value) and f"version {number} serves on" in str(refused.value)
     assert rig.engine.policy == Policy(number, "a")
-    await serves(rig, rig.model_a)
+    await rig.serves(rig.model_a)
     await rig.install(rig.model_b)
-    await serves(rig, rig.model_b)
+    await rig.serves(rig.model_b)
 
 
 async def test_an_update_in_flight_that_breaks_leaves_the_sequences_to_the_version_before(rig):
@@ -63,18 +57,28 @@ async def test_an_update_in_flight_that_breaks_leaves_the_sequences_to_the_versi
         assert output.whole.spans == [(number, len(answer))] and not output.stopped
 
 
-async def test_a_killed_engine_is_reported_and_started_again_with_its_version(rig):
-    collector = Collector()
+@pytest.mark.parametrize("killed", ["all", "a worker"])
+async def test_a_killed_engine_is_reported_and_started_again_with_its_version(rig, tmp_path, killed):
+    if killed == "all":
+        only_plain(rig)  # the harder case is tried with the others
+    collector, file = Collector(), tmp_path / "body"
+    weights = rig.weights(rig.model_a)
+    file.write_bytes(weights.body)
+    rig.number += 1
+    await rig.engine.install(Policy(rig.number, f"a, {killed}"), replace(weights, path=file))
+    file.unlink()  # as the store does with versions that nobody needs any more
     await rig.engine.submit(rig.stream(collector, max_new_tokens=400, chunk_tokens=1), [group(0, PROMPT, 8)])
     await collector.until(lambda: len(collector.outputs) > 8)
-    for pid in rig.engine._backend.pids:
+    before = rig.pids()
+    for pid in before if killed == "all" else before[-1:]:
         os.kill(pid, signal.SIGKILL)
     await collector.until(lambda: bool(collector.failures), failing=True)
     assert rig.name in collector.failures[0]
     # What the coordinator does next: the samples again, of the version that it knows to be installed.
     again = await rig.generate([group(0, PROMPT, 8)])
     assert all(output.finish in (Finish.EOS, Finish.LENGTH) for output in again.values())
-    await serves(rig, rig.model_a)
+    await rig.serves(rig.model_a)
+    assert not [pid for pid in before if runs(pid)], "a process of the engine before is left"
 
 
 async def comes_to_rest(rig):
@@ -102,7 +106,7 @@ async def test_an_engine_without_a_lease_computes_nothing_and_takes_the_cores_of
         bind_cpu([f"cpu:{core}" for core in cores])
         await engine.place((torch.device("cpu"),), 1)
     await rig.install(rig.model_a)
-    await serves(rig, rig.model_a)
+    await rig.serves(rig.model_a)
 
 
 async def test_a_request_that_the_engine_refuses_costs_that_sample_alone(rig):
@@ -132,7 +136,7 @@ async def test_a_lease_that_ends_while_the_engine_starts_does_not_wait_for_it(ri
     gate.set()
     await engine.place((torch.device("cpu"),), 1)
     await rig.install(rig.model_a)
-    await serves(rig, rig.model_a)
+    await rig.serves(rig.model_a)
 
 
 async def test_an_engine_that_dies_between_two_leases_starts_with_the_next(rig):
@@ -147,7 +151,7 @@ async def test_an_engine_that_dies_between_two_leases_starts_with_the_next(rig):
     assert not rig.engine._backend.alive
     await rig.engine.place((torch.device("cpu"),), 1)
     await rig.install(rig.model_a)
-    await serves(rig, rig.model_a)
+    await rig.serves(rig.model_a)
     assert not set(before) & set(rig.pids())
 
 
@@ -155,6 +159,14 @@ def only_plain(rig) -> None:
     """For what is the adapter's doing: a start of a real engine takes half a minute."""
     if rig.name != "plain":
         pytest.skip("tested with the plain backend")
+
+
+def runs(pid: int) -> bool:
+    """Whether it is there and no zombie."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def cpu_seconds(pids) -> float:

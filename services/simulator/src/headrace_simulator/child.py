@@ -57,7 +57,9 @@ class Host:
             self._environments[index].operate(operation, outcome)
             outcome.status = simulator_pb2.OUTCOME_STATUS_OK
         except (Raised, BackendError) as error:
-            self._environments.pop(index, None)
+            lost = self._environments.pop(index, None)
+            if lost is not None:
+                lost.stop_recording()
             outcome = simulator_pb2.EnvironmentOutcome(environment=index, step_index=operation.step_index)
             outcome.status = simulator_pb2.OUTCOME_STATUS_ENVIRONMENT_LOST
             outcome.detail = f"the environment raised {error}"
@@ -69,6 +71,12 @@ class Host:
         if episodes is None:
             raise Raised("the environment is new; reset it first")
         return encode_tensor(call(episodes.environment.render)).SerializeToString()
+
+    def video(self, index: int) -> bytes:
+        """The video of an environment's episode; Raised where there is none."""
+        if index not in self._environments:
+            raise Raised("the environment is new; reset it first")
+        return self._environments[index].take_video()
 
     def _make(self) -> Episodes:
         opening, backend = self._opening, self._backend
@@ -118,6 +126,8 @@ def _answer(host: Host, kind: Kind, payload: bytes) -> Message:
         return kind, host.open(json.loads(payload)).SerializeToString()
     if kind is Kind.RENDER:
         return kind, host.render(json.loads(payload)["environment"])
+    if kind is Kind.VIDEO:
+        return kind, host.video(json.loads(payload)["environment"])
     return Kind.CATALOGUE, json.dumps(catalogue()).encode()
 
 

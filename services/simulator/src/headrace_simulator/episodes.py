@@ -20,6 +20,7 @@ from headrace_servicekit.rpc.errors import ServiceError
 from headrace_servicekit.rpc.tensors import decode_tensor, encode_tensor
 
 from headrace_simulator.backends.base import BackendError, Observation, SimulatedEnvironment, Transition
+from headrace_simulator.film import Film, NoVideo
 
 _RESULT = TypeVar("_RESULT")
 _MAX_INFO_TEXT = 1000
@@ -59,6 +60,7 @@ class Episodes:
         self.environment = environment
         self._rules = rules
         self._steps = 0
+        self._film: Film | NoVideo | None = None
 
     def operate(
         self, operation: simulator_pb2.EnvironmentOperation, outcome: simulator_pb2.EnvironmentOutcome
@@ -72,6 +74,8 @@ class Episodes:
                 json.loads(reset.options_json or "{}"),
                 init_state,
             )
+            if reset.record:
+                self._record()
             _write(outcome.observation, observation)
             outcome.info_json = _info_json(info)
         elif operation.HasField("action_chunk"):
@@ -81,9 +85,45 @@ class Episodes:
         else:
             self._act(decode_tensor(operation.action, max_bytes=MAX_FRAME_BYTES)[None], outcome)
 
+    def take_video(self) -> bytes:
+        """The video of the episode so far, once; Raised where there is none, with the reason."""
+        film, self._film = self._film, None
+        if film is None:
+            raise Raised("nothing was recorded: the reset that began the episode has to say so")
+        try:
+            if isinstance(film, NoVideo):
+                raise film
+            return film.finish()
+        except NoVideo as why:
+            raise Raised(str(why)) from why
+
+    def stop_recording(self) -> None:
+        """Drops what was recorded."""
+        if isinstance(self._film, Film):
+            self._film.drop()
+        self._film = None
+
+    def _record(self) -> None:
+        try:
+            self._film = Film()
+        except NoVideo as why:
+            self._film = why
+        self._picture()
+
+    def _picture(self) -> None:
+        """Adds a frame where the episode is recorded. An episode goes on without its video."""
+        if not isinstance(self._film, Film):
+            return
+        try:
+            self._film.add(call(self.environment.render))
+        except (NoVideo, Raised, BackendError) as why:
+            self.stop_recording()
+            self._film = NoVideo(str(why))
+
     def _reset(
         self, seed: int | None, options: Mapping[str, Any], init_state: int | None
     ) -> tuple[Observation, Mapping[str, Any]]:
+        self.stop_recording()
         observation, info = call(lambda: self.environment.reset(seed, options, init_state))
         self._steps = 0
         return self._checked(observation), info
@@ -94,6 +134,7 @@ class Episodes:
         truncated = False
         for action in actions:
             done.append(self._step(action))
+            self._picture()
             self._steps += 1
             limit = self._steps == self._rules.max_episode_steps and not done[-1].terminated
             truncated = done[-1].truncated or limit

@@ -21,7 +21,9 @@ class Kind(IntEnum):
     RENDER = 4
     """Asked with JSON {environment: index}, answered with a Tensor."""
     FAULT = 5
-    """Answer with JSON {field, message}, where an OPEN or a RENDER failed."""
+    """Answer with JSON {field, message}, where an OPEN, a RENDER or a VIDEO failed."""
+    VIDEO = 6
+    """Asked with JSON {environment: index}, answered with the MP4 file of the episode that is recorded."""
 
 
 Message = tuple[Kind, bytes]

@@ -110,7 +110,11 @@ class EnvironmentPool:
             HostFault: the environment makes none, or needs a reset first.
             HostLost: its process died or took too long.
         """
-        return await self._finish(self._render(self._host(environment), environment))
+        return common_pb2.Tensor.FromString(await self._asked(Kind.RENDER, environment))
+
+    async def video(self, environment: int) -> bytes:
+        """The MP4 file of the episode that is recorded; raises as `render`."""
+        return await self._asked(Kind.VIDEO, environment)
 
     async def settle(self, notice_s: float) -> None:
         """Returns once nothing runs; kills the children of operations that take longer than `notice_s`."""
@@ -135,10 +139,11 @@ class EnvironmentPool:
 
     def _finish(self, work: Coroutine[None, None, _RESULT]) -> asyncio.Future[_RESULT]:
         """Finishes what has begun even when its caller goes away: no answer is left in a pipe."""
-        task = asyncio.create_task(work)
+        result: asyncio.Future[_RESULT] = asyncio.get_running_loop().create_future()
+        task = asyncio.create_task(_into(result, work))
         self._running.add(task)
         task.add_done_callback(self._running.discard)
-        return asyncio.shield(task)
+        return result
 
     async def _refuse(self, operations: Sequence[Operation]) -> list[Outcome]:
         refused = simulator_pb2.OUTCOME_STATUS_REFUSED
@@ -152,11 +157,16 @@ class EnvironmentPool:
             for each in operations
         ]
 
-    async def _render(self, host: ChildHost, environment: int) -> common_pb2.Tensor:
-        async with host.turn:
-            child = await host.ready()
-            child.send((Kind.RENDER, json.dumps({"environment": environment}).encode()))
-            return common_pb2.Tensor.FromString(await host.answer(child, self._reset_timeout_s))
+    async def _asked(self, kind: Kind, environment: int) -> bytes:
+        host = self._host(environment)
+
+        async def ask() -> bytes:
+            async with host.turn:
+                child = await host.ready()
+                child.send((kind, json.dumps({"environment": environment}).encode()))
+                return await host.answer(child, self._reset_timeout_s)
+
+        return await self._finish(ask())
 
     async def _in_turn(
         self, host: ChildHost, operations: Sequence[Operation], authority: Authority
@@ -215,6 +225,21 @@ class EnvironmentPool:
     def _lost(self, operation: Operation, why: str, host: ChildHost) -> Outcome:
         ledger = self._ledgers[operation.environment]
         return self._record(operation, ledger.lost(operation, why), host.generation)
+
+
+async def _into(result: asyncio.Future[_RESULT], work: Coroutine[None, None, _RESULT]) -> None:
+    """Does the work. Its caller learns the result at once, without a turn of the loop between, and may be gone."""
+    try:
+        found = await work
+    except BaseException as error:  # whatever it is, the caller gets it
+        if isinstance(error, asyncio.CancelledError):
+            result.cancel()
+            raise
+        if not result.done():
+            result.set_exception(error)
+    else:
+        if not result.done():
+            result.set_result(found)
 
 
 def _revoked(operation: Operation, why: str) -> Outcome:

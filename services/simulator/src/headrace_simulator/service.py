@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from itertools import chain
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
 from headrace.common.v1 import common_pb2
@@ -28,6 +28,7 @@ _IN_FLIGHT = 2048
 _LINGER_S = 0.002
 """Outcomes of environments that take this much longer than the first still go into its message."""
 _PAGE = 50
+_Shown = TypeVar("_Shown", common_pb2.Tensor, bytes)
 
 
 class SimulatorServicer(simulator_pb2_grpc.SimulatorServiceServicer):
@@ -129,12 +130,15 @@ class SimulatorServicer(simulator_pb2_grpc.SimulatorServiceServicer):
     ) -> simulator_pb2.RenderResponse:
         """Renders environments, in the order asked."""
         pool = self._pool(request.pool)
-        frames = []
+        response = simulator_pb2.RenderResponse()
         for index in request.environments:
             if not 0 <= index < pool.plan.count:
                 raise _invalid(f"environments: {index} is not below the pool's count of {pool.plan.count}")
-            frames.append(await _render(pool, index))
-        return simulator_pb2.RenderResponse(frames=frames)
+            if request.video:
+                response.videos.append(await _shown(pool, index, "video", pool.video))
+            else:
+                response.frames.append(await _shown(pool, index, "picture", pool.render))
+        return response
 
     async def ClosePool(
         self, request: simulator_pb2.ClosePoolRequest, context: Context
@@ -183,11 +187,13 @@ async def _ready() -> None:
     return
 
 
-async def _render(pool: EnvironmentPool, index: int) -> common_pb2.Tensor:
+async def _shown(
+    pool: EnvironmentPool, index: int, what: str, show: Callable[[int], Awaitable[_Shown]]
+) -> _Shown:
     try:
-        return await pool.render(index)
+        return await show(index)
     except (HostFault, HostLost) as error:
-        message = f"environment {index} of {pool.name} gives no picture: {error}"
+        message = f"environment {index} of {pool.name} gives no {what}: {error}"
         raise ServiceError(grpc.StatusCode.FAILED_PRECONDITION, "NO_PICTURE", message) from error
 
 

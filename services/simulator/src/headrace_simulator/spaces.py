@@ -61,15 +61,15 @@ def action_fault(space: ArraySpace, action: np.ndarray) -> str | None:
         if not begin <= int(action) < begin + space.discrete_count:
             return f"action {int(action)} is not among {begin} to {begin + space.discrete_count - 1}"
         return None
-    value = action.astype(space.dtype)
-    if not np.all(np.isfinite(value)):
+    value = action.astype(space.dtype, copy=False)
+    if not np.isfinite(value).all():
         return "the action holds a value that is not finite"
-    outside = np.zeros(space.shape, np.bool_)
-    outside |= value < space.low if space.low is not None else False
-    outside |= value > space.high if space.high is not None else False
-    if outside.any():
-        where = tuple(int(i) for i in np.argwhere(outside)[0])
-        return f"element {list(where)} of the action is {value[where]:g}, out of its bounds"
+    low = None if space.low is None else value < space.low
+    high = None if space.high is None else value > space.high
+    for outside in (low, high):
+        if outside is not None and outside.any():
+            where = tuple(int(i) for i in np.argwhere(outside)[0])
+            return f"element {list(where)} of the action is {value[where]:g}, out of its bounds"
     return None
 
 

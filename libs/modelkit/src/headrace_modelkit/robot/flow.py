@@ -9,6 +9,7 @@ Shapes: B environments, H × W numbers of a horizon of actions, K steps, M steps
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
@@ -51,7 +52,7 @@ class NoiseHead(nn.Module):
 
     def __init__(self, features: int, numbers: int, config: FlowConfig) -> None:
         super().__init__()
-        self.bounds = torch.tensor(config.width).log().tolist()
+        self.bounds = [math.log(width) for width in config.width]
         self.layers = nn.Sequential(
             *(nn.Linear(features, 128), nn.Tanh(), nn.Linear(128, 64), nn.Tanh(), nn.Linear(64, numbers))
         )

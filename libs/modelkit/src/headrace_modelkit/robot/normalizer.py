@@ -43,6 +43,11 @@ class Normalizer(nn.Module):
         """Whether the statistics will never change again."""
         return self.config.frozen_after is not None and int(self.updates) >= self.config.frozen_after
 
+    def freeze(self) -> None:
+        """Ends the updates, as `frozen_after` of them do; without effect where that is null."""
+        if self.config.frozen_after is not None:
+            self.updates.fill_(self.config.frozen_after)
+
     def forward(self, values: Tensor) -> Tensor:
         """Normalised values in fp32, whatever batch dimensions come first."""
         mean = self.mean if self.config.centre else torch.zeros_like(self.mean)

@@ -19,71 +19,81 @@ class _Unordered(Generic[Request, Result]):
         self._held = 0
         self._freed = asyncio.Event()
         self._running: set[asyncio.Future[Result]] = set()
-        self._idle = asyncio.Event()
-        self._idle.set()
-        # None marks the end; an exception ends the stream.
-        self._ready: asyncio.Queue[Result | BaseException | None] = asyncio.Queue()
+        self._results: list[Result] = []
+        self._failure: BaseException | None = None
+        self._no_more = False
+        self._lingering: asyncio.TimerHandle | None = None
+        # Set once there is something to take; each turn of the loop that a result takes is paid by every step.
+        self._ready = asyncio.Event()
 
     async def pump(self, requests: AsyncIterator[Request]) -> None:
         try:
             async for request in requests:
                 work = iter(self._expand(request))
-                while await self._room() and (piece := next(work, None)) is not None:
+                while True:
+                    if self._held >= self._limit:
+                        await self._room()
+                    if (piece := next(work, None)) is None:
+                        break
                     self._held += 1
                     self._start(piece)
-            await self._idle.wait()
-            self._ready.put_nowait(None)
+            self._no_more = True
+            self._wake()
         except Exception as error:  # noqa: BLE001 - raised again where the results are read
-            self._ready.put_nowait(error)
+            self._fail(error)
             if isinstance(requests, AsyncGenerator):
                 await requests.aclose()
 
-    async def _room(self) -> bool:
+    async def _room(self) -> None:
         while self._held >= self._limit:
             self._freed.clear()
             await self._freed.wait()
-        return True
 
     def _start(self, piece: Awaitable[Result]) -> None:
         future = asyncio.ensure_future(piece)
         self._running.add(future)
-        self._idle.clear()
         future.add_done_callback(self._ended)
 
     def _ended(self, future: asyncio.Future[Result]) -> None:
         self._running.discard(future)
-        if not future.cancelled():
-            self._ready.put_nowait(future.exception() or future.result())
-        if not self._running:
-            self._idle.set()
+        if future.cancelled():
+            self._wake()
+        elif error := future.exception():
+            self._fail(error)
+        else:
+            self._results.append(future.result())
+            self._wake()
+
+    def _fail(self, error: BaseException) -> None:
+        self._failure = self._failure or error
+        self._ready.set()
+
+    def _wake(self) -> None:
+        """Now where nothing else runs, else in a little while, with what has come by then."""
+        if not self._running or not self._linger_s:
+            self._ready.set()
+        elif self._lingering is None and self._results:
+            self._lingering = asyncio.get_running_loop().call_later(self._linger_s, self._ready.set)
 
     async def batch(self) -> tuple[list[Result], bool]:
-        """What is ready, at least one thing; and whether more may come."""
-        results: list[Result] = []
-        next_one = await self._ready.get()
-        if self._linger_s and self._running:
-            await self._linger()
-        while next_one is not None:
-            if isinstance(next_one, BaseException):
-                raise next_one
-            results.append(next_one)
-            if self._ready.empty():
-                return results, True
-            next_one = self._ready.get_nowait()
-        return results, False
-
-    async def _linger(self) -> None:
-        try:
-            async with asyncio.timeout(self._linger_s):
-                await self._idle.wait()
-        except TimeoutError:
-            pass
+        """What is ready; and whether more may come."""
+        await self._ready.wait()
+        if self._lingering is not None:
+            self._lingering.cancel()
+            self._lingering = None
+        self._ready.clear()
+        if self._failure is not None:
+            raise self._failure
+        results, self._results = self._results, []
+        return results, bool(self._running) or not self._no_more
 
     def free(self, count: int) -> None:
         self._held -= count
         self._freed.set()
 
     def cancel(self) -> None:
+        if self._lingering is not None:
+            self._lingering.cancel()
         for future in list(self._running):
             future.cancel()
 

@@ -113,16 +113,18 @@ class Prompt(_message.Message):
     def __init__(self, chat: _Optional[_Union[ChatPrompt, _Mapping]] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., episode: _Optional[_Union[EpisodeStart, _Mapping]] = ...) -> None: ...
 
 class EpisodeStart(_message.Message):
-    __slots__ = ("task", "seed", "init_state", "instruction")
+    __slots__ = ("task", "seed", "init_state", "instruction", "record")
     TASK_FIELD_NUMBER: _ClassVar[int]
     SEED_FIELD_NUMBER: _ClassVar[int]
     INIT_STATE_FIELD_NUMBER: _ClassVar[int]
     INSTRUCTION_FIELD_NUMBER: _ClassVar[int]
+    RECORD_FIELD_NUMBER: _ClassVar[int]
     task: str
     seed: int
     init_state: int
     instruction: str
-    def __init__(self, task: _Optional[str] = ..., seed: _Optional[int] = ..., init_state: _Optional[int] = ..., instruction: _Optional[str] = ...) -> None: ...
+    record: bool
+    def __init__(self, task: _Optional[str] = ..., seed: _Optional[int] = ..., init_state: _Optional[int] = ..., instruction: _Optional[str] = ..., record: _Optional[bool] = ...) -> None: ...
 
 class ChatPrompt(_message.Message):
     __slots__ = ("messages", "prefill")
@@ -221,16 +223,26 @@ class EnvironmentPool(_message.Message):
     def __init__(self, address: _Optional[str] = ..., header: _Optional[_Union[_common_pb2.CommandHeader, _Mapping]] = ..., pool: _Optional[str] = ..., pool_incarnation: _Optional[str] = ..., count: _Optional[int] = ..., task: _Optional[str] = ...) -> None: ...
 
 class RunEpisodesResponse(_message.Message):
-    __slots__ = ("chunks", "partials", "revoked", "lost_pools")
+    __slots__ = ("chunks", "partials", "revoked", "lost_pools", "videos")
     CHUNKS_FIELD_NUMBER: _ClassVar[int]
     PARTIALS_FIELD_NUMBER: _ClassVar[int]
     REVOKED_FIELD_NUMBER: _ClassVar[int]
     LOST_POOLS_FIELD_NUMBER: _ClassVar[int]
+    VIDEOS_FIELD_NUMBER: _ClassVar[int]
     chunks: _containers.RepeatedCompositeFieldContainer[_common_pb2.TrajectoryChunk]
     partials: _containers.RepeatedCompositeFieldContainer[PartialSample]
     revoked: bool
     lost_pools: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, chunks: _Optional[_Iterable[_Union[_common_pb2.TrajectoryChunk, _Mapping]]] = ..., partials: _Optional[_Iterable[_Union[PartialSample, _Mapping]]] = ..., revoked: _Optional[bool] = ..., lost_pools: _Optional[_Iterable[str]] = ...) -> None: ...
+    videos: _containers.RepeatedCompositeFieldContainer[EpisodeVideo]
+    def __init__(self, chunks: _Optional[_Iterable[_Union[_common_pb2.TrajectoryChunk, _Mapping]]] = ..., partials: _Optional[_Iterable[_Union[PartialSample, _Mapping]]] = ..., revoked: _Optional[bool] = ..., lost_pools: _Optional[_Iterable[str]] = ..., videos: _Optional[_Iterable[_Union[EpisodeVideo, _Mapping]]] = ...) -> None: ...
+
+class EpisodeVideo(_message.Message):
+    __slots__ = ("sample", "content")
+    SAMPLE_FIELD_NUMBER: _ClassVar[int]
+    CONTENT_FIELD_NUMBER: _ClassVar[int]
+    sample: _common_pb2.SampleKey
+    content: bytes
+    def __init__(self, sample: _Optional[_Union[_common_pb2.SampleKey, _Mapping]] = ..., content: _Optional[bytes] = ...) -> None: ...
 
 class ScoreRequest(_message.Message):
     __slots__ = ("header", "sequences", "distribution")

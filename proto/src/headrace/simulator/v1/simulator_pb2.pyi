@@ -142,14 +142,16 @@ class EnvironmentOperation(_message.Message):
     def __init__(self, environment: _Optional[int] = ..., step_index: _Optional[int] = ..., reset: _Optional[_Union[ResetOperation, _Mapping]] = ..., action: _Optional[_Union[_common_pb2.Tensor, _Mapping]] = ..., action_chunk: _Optional[_Union[_common_pb2.Tensor, _Mapping]] = ...) -> None: ...
 
 class ResetOperation(_message.Message):
-    __slots__ = ("seed", "options_json", "init_state")
+    __slots__ = ("seed", "options_json", "init_state", "record")
     SEED_FIELD_NUMBER: _ClassVar[int]
     OPTIONS_JSON_FIELD_NUMBER: _ClassVar[int]
     INIT_STATE_FIELD_NUMBER: _ClassVar[int]
+    RECORD_FIELD_NUMBER: _ClassVar[int]
     seed: int
     options_json: str
     init_state: int
-    def __init__(self, seed: _Optional[int] = ..., options_json: _Optional[str] = ..., init_state: _Optional[int] = ...) -> None: ...
+    record: bool
+    def __init__(self, seed: _Optional[int] = ..., options_json: _Optional[str] = ..., init_state: _Optional[int] = ..., record: _Optional[bool] = ...) -> None: ...
 
 class StepResponse(_message.Message):
     __slots__ = ("outcomes",)
@@ -204,18 +206,22 @@ class EnvironmentOutcome(_message.Message):
     def __init__(self, environment: _Optional[int] = ..., step_index: _Optional[int] = ..., status: _Optional[_Union[OutcomeStatus, str]] = ..., observation: _Optional[_Mapping[str, _common_pb2.Tensor]] = ..., reward: _Optional[float] = ..., terminated: _Optional[bool] = ..., truncated: _Optional[bool] = ..., success: _Optional[bool] = ..., info_json: _Optional[str] = ..., detail: _Optional[str] = ..., executed_length: _Optional[int] = ..., rewards: _Optional[_Union[_common_pb2.Tensor, _Mapping]] = ..., successes: _Optional[_Union[_common_pb2.Tensor, _Mapping]] = ..., final_observation: _Optional[_Mapping[str, _common_pb2.Tensor]] = ...) -> None: ...
 
 class RenderRequest(_message.Message):
-    __slots__ = ("pool", "environments")
+    __slots__ = ("pool", "environments", "video")
     POOL_FIELD_NUMBER: _ClassVar[int]
     ENVIRONMENTS_FIELD_NUMBER: _ClassVar[int]
+    VIDEO_FIELD_NUMBER: _ClassVar[int]
     pool: str
     environments: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, pool: _Optional[str] = ..., environments: _Optional[_Iterable[int]] = ...) -> None: ...
+    video: bool
+    def __init__(self, pool: _Optional[str] = ..., environments: _Optional[_Iterable[int]] = ..., video: _Optional[bool] = ...) -> None: ...
 
 class RenderResponse(_message.Message):
-    __slots__ = ("frames",)
+    __slots__ = ("frames", "videos")
     FRAMES_FIELD_NUMBER: _ClassVar[int]
+    VIDEOS_FIELD_NUMBER: _ClassVar[int]
     frames: _containers.RepeatedCompositeFieldContainer[_common_pb2.Tensor]
-    def __init__(self, frames: _Optional[_Iterable[_Union[_common_pb2.Tensor, _Mapping]]] = ...) -> None: ...
+    videos: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, frames: _Optional[_Iterable[_Union[_common_pb2.Tensor, _Mapping]]] = ..., videos: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class ClosePoolRequest(_message.Message):
     __slots__ = ("header", "pool")

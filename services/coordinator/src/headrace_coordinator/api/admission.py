@@ -6,19 +6,22 @@ Pure but for two reads: a local model directory, and the data source (cached).
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from headrace_schema.from_json_schema import check_options
 from headrace_schema.generating import ModelSection
 from headrace_schema.problems import Impossible, choose, nearest, problem
+from headrace_schema.running import APART
 from headrace_schema.spec import RunSpec
 from headrace_schema.views import DeviceView, InstanceView, KeyProblemView
 from headrace_servicekit.registry import read_capabilities
 
 from headrace_coordinator.api.engines import engine_problems
 from headrace_coordinator.data import Dataset
+from headrace_coordinator.domain.places import named_devices
 from headrace_coordinator.trackers import tracker_problems
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
@@ -34,6 +37,8 @@ class FleetView:
     capabilities: Mapping[str, Mapping[str, frozenset[str]]]
     instances: Mapping[str, int]
     devices: Sequence[str]
+    hosts: Mapping[str, set[str]] = field(default_factory=dict)
+    """Device → hosts of the instances that see it."""
 
     @classmethod
     def of(cls, instances: Iterable[InstanceView], devices: Iterable[DeviceView] | None = None) -> FleetView:
@@ -41,17 +46,21 @@ class FleetView:
         capabilities: dict[str, dict[str, frozenset[str]]] = {}
         counts: dict[str, int] = {}
         own: dict[str, None] = {}
+        hosts: dict[str, set[str]] = defaultdict(set)
         for instance in instances:
             if instance.state not in ("READY", "SILENT"):
                 continue
             own |= dict.fromkeys(instance.devices)
+            for name in instance.devices:
+                hosts[name].add(instance.host)
             counts[instance.kind] = counts.get(instance.kind, 0) + 1
             facets = capabilities.setdefault(instance.kind, {})
             for facet, names in instance.capabilities.items():
                 facets[facet] = facets.get(facet, frozenset()) | set(names)
         if devices is None:
-            return cls(capabilities, counts, list(own))
-        return cls(capabilities, counts, [device.name for device in devices if device.state != "QUARANTINED"])
+            return cls(capabilities, counts, list(own), hosts)
+        usable = [device.name for device in devices if device.state != "QUARANTINED"]
+        return cls(capabilities, counts, usable, hosts)
 
     def names(self, kind: str, facet: str) -> frozenset[str]:
         """Capabilities of one kind and facet."""
@@ -69,11 +78,23 @@ def check(spec: RunSpec, fleet: FleetView, *, trains: bool = True) -> list[KeyPr
         *_options(spec, fleet),
         *_instances(spec, fleet),
         *_devices(spec, fleet),
+        *check_alone(spec),
+    ]
+    return _asked_for(found, trains)
+
+
+def check_alone(spec: RunSpec, *, trains: bool = True) -> list[KeyProblemView]:
+    """Those problems that no instance mends: of the spec's models, its data and its trackers."""
+    found = [
         *_model(spec.model, "model"),
         *(_model(spec.trainer.reference, "trainer.reference") if spec.trainer.reference else ()),
         *_data(spec),
         *tracker_problems(spec.tracking),
     ]
+    return _asked_for(found, trains)
+
+
+def _asked_for(found: list[KeyProblemView], trains: bool) -> list[KeyProblemView]:
     return [each for each in found if trains or not each.key.startswith(LEARNING)]
 
 
@@ -159,27 +180,50 @@ def _instances(spec: RunSpec, fleet: FleetView) -> Iterator[KeyProblemView]:
 
 def _devices(spec: RunSpec, fleet: FleetView) -> Iterator[KeyProblemView]:
     placement = spec.placement
-    known = {name for device in fleet.devices for name in (device, device.rpartition("/")[2])}
     shown = {device.rpartition("/")[2] for device in fleet.devices}
+    meant: dict[str, list[str]] = {}
     for key in ("rollout", "trainer"):
-        for index, name in enumerate(getattr(placement, key)):
-            if name not in known:
+        names: list[str] = getattr(placement, key)
+        meant[key] = named_devices(names, fleet.devices, fleet.hosts)
+        for index, name in enumerate(names):
+            if not named_devices([name], fleet.devices, fleet.hosts):
                 fix = choose(
                     name, shown, extra="" if shown else "wait until an instance has registered devices"
                 )
                 yield problem(f"placement.{key}[{index}]", f"there is no device {name!r}", fix)
-    generate = len(placement.rollout) or spec.rollout.instances
-    learn = len(placement.trainer) or spec.trainer.ranks
-    apart = placement.mode == "disaggregated"
-    needed = generate + learn if apart else max(generate, learn)
-    if needed > len(fleet.devices):
+    apart = placement.mode in APART
+    if apart and (both := sorted({*meant["rollout"]} & {*meant["trainer"]})):
+        yield problem(
+            "placement.trainer",
+            f"{', '.join(both)} generates too; {placement.mode} placement needs disjoint devices",
+            "name other devices, or set placement.mode: collocated",
+        )
+        return
+    generate = max(len(meant["rollout"]), spec.rollout.instances)
+    learn = max(len(meant["trainer"]), spec.trainer.ranks)
+    needed, there = generate + learn if apart else max(generate, learn), len(fleet.devices)
+    if needed > there:
         parts = f"{generate} to generate {'and' if apart else 'in turns with'} {learn} to learn"
-        way_out = "set placement.mode: collocated, or take" if apart else "take"
         yield problem(
             "placement.mode",
-            f"{placement.mode} placement needs {needed} devices ({parts}) and there are {len(fleet.devices)}",
-            f"{way_out} fewer: rollout.instances, trainer.ranks",
+            f"{placement.mode} placement needs {needed} devices ({parts}) and there are {there}",
+            _fitting(spec.rollout.instances, spec.trainer.ranks, there, apart=apart),
         )
+
+
+def _fitting(rollouts: int, ranks: int, devices: int, *, apart: bool) -> str:
+    """What of a run would fit on so many devices."""
+    ways = []
+    if apart and max(rollouts, ranks) <= devices:
+        ways.append("set placement.mode: collocated")
+    most = max(1, devices - ranks if apart else devices)
+    fewer = [f"rollout.instances: {min(rollouts, most)}"] if rollouts > most else []
+    left = max(1, devices - min(rollouts, most) if apart else devices)
+    fewer += [f"trainer.ranks: {left}"] if ranks > left else []
+    enough = devices >= 2 if apart else devices >= 1
+    if fewer and enough:
+        ways.append(f"take {', '.join(fewer)}")
+    return ", or ".join(ways) or "start the fleet with more devices (`headrace up --devices`)"
 
 
 def _model(model: ModelSection, section: str) -> Iterator[KeyProblemView]:

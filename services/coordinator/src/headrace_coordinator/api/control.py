@@ -6,10 +6,11 @@ Implemented by `coordinator.Coordinator`, and by a fake in tests of the API.
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Protocol, TypeVar
 
 from headrace_schema.evaluating import EvaluationSpec
-from headrace_schema.evaluations import ComparisonView, EvaluationRunView
+from headrace_schema.evaluations import ComparisonView, EvaluationRunView, VideoListView
 from headrace_schema.overviews import CurvesView, FlowView, RunSummaryView
 from headrace_schema.spec import RunSpec
 from headrace_schema.views import (
@@ -71,6 +72,12 @@ class Control(Protocol):
 
     async def compare_evaluations(self, first: str, second: str) -> ComparisonView:
         """Second minus first, item by item. INVALID for evaluations that cannot be compared, with the reason."""
+
+    async def evaluation_videos(self, evaluation_id: str) -> VideoListView:
+        """The videos of an evaluation; NOT_FOUND as `suite_evaluation`."""
+
+    async def evaluation_video(self, evaluation_id: str, name: str) -> Path:
+        """The file of a video; NOT_FOUND names those that there are."""
 
     def runs(
         self, size: int, after: str = "", states: frozenset[str] = frozenset(), oldest_first: bool = False

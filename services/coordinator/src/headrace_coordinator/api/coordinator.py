@@ -19,7 +19,7 @@ from headrace_schema.spec import RunSpec
 from headrace_schema.views import KeyProblemView, RunView
 
 from headrace_coordinator.api import presenters as present
-from headrace_coordinator.api.admission import FleetView, check
+from headrace_coordinator.api.admission import FleetView, check, check_alone
 from headrace_coordinator.api.control import Refused
 from headrace_coordinator.api.engines import answer_problems, settle_engine
 from headrace_coordinator.api.evaluations import Prepared, in_users_keys, prepare
@@ -92,7 +92,7 @@ class Coordinator(Reads):
         def misfits() -> list[KeyProblemView]:
             return check(self.settle(spec)[0], self._fleet_view, trains=trains)
 
-        if misfits() and self.fleet.restarting():
+        if misfits() and self.fleet.restarting() and not check_alone(spec, trains=trains):
             with contextlib.suppress(WaitTimeout):
                 await self.event_log.wait_until(lambda: not misfits(), RESTART_S, "instances to be restarted")
         problems = [*misfits(), *await self.fork_problems(spec)]

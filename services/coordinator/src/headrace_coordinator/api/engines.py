@@ -12,6 +12,8 @@ from headrace_schema.problems import choose, problem
 from headrace_schema.spec import RunSpec
 from headrace_schema.views import KeyProblemView
 
+from headrace_coordinator.domain.places import named_devices
+
 if TYPE_CHECKING:
     from headrace_coordinator.api.admission import FleetView
 
@@ -87,7 +89,8 @@ def _offers(fleet: FleetView, name: str, feature: str) -> bool:
 
 
 def _on_gpus(spec: RunSpec, fleet: FleetView) -> bool:
-    devices = spec.placement.rollout or fleet.devices
+    named = named_devices(spec.placement.rollout, fleet.devices, fleet.hosts)
+    devices = named or fleet.devices
     return any(device.rpartition("/")[2].startswith("gpu") for device in devices)
 
 

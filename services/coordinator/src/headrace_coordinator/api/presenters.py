@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 from headrace_schema.evaluations import EvaluationRunView, SuiteEvaluationView, SuiteResultView
 from headrace_schema.overviews import FlowView
+from headrace_schema.running import PlacementSection
 from headrace_schema.views import (
     CertificateView,
     CountsView,
@@ -87,19 +88,34 @@ def plan_view(run: RunState) -> RunPlanView:
     plan, placement, last = run.plan, run.spec["placement"], run.totals.last_step
     mode = placement["mode"]
     measured = {} if last is None else {**last["stage_s"], "step": last["wall_s"]}
-    by_auto = "the first steps measure collocated, then disaggregated"
-    by_spec = f"placement.mode: {mode}" + (", placement.share" if placement.get("share") else "")
     return RunPlanView(
         mode=plan.mode if plan else "collocated" if mode == "auto" else mode,
         chosen_by="auto" if mode == "auto" else "spec",
         from_step=plan.from_step + 1 if plan else 1,
         rollout=plan.rollout if plan else placement["rollout"],
         trainer=plan.trainer if plan else placement["trainer"],
-        reason=plan.reason if plan else by_auto if mode == "auto" else by_spec,
+        reason=plan.reason if plan else _before_any_plan(run.spec),
         predicted_s=plan.predicted_s if plan else {},
         measured_s={name: measured[name] for name in ("generate", "learn", "step") if name in measured},
         alternatives=plan.alternatives if plan else {},
         proposal=run.proposal,
+    )
+
+
+def _before_any_plan(spec: Mapping[str, Any]) -> str:
+    """Why a run's devices are used as they are before a step has said anything."""
+    placement = PlacementSection.model_validate(spec["placement"])
+    if placement.mode != "auto":
+        return f"placement.mode: {placement.mode}" + (", placement.share" if placement.share else "")
+    if spec["trainer"].get("helpers"):
+        return "collocated: helpers take turns on the rollouts' devices"
+    if placement.measured_steps(spec["steps"]):
+        return "the first steps measure collocated, then disaggregated"
+    if placement.measure_steps == 0:
+        return "collocated: placement.measure_steps is 0"
+    return (
+        f"collocated: measuring other placements is not worth it in {spec['steps']} steps; "
+        "set placement.measure_steps to measure nevertheless"
     )
 
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
 from typing import TypeVar
 
 from headrace_schema.evaluating import EvaluationSpec
-from headrace_schema.evaluations import ComparisonView, EvaluationRunView
+from headrace_schema.evaluations import ComparisonView, EvaluationRunView, VideoListView, VideoView
 from headrace_schema.overviews import CurvesView, FlowView, RunSummaryView
 from headrace_schema.problems import Impossible, nearest
 from headrace_schema.spec import RunSpec
@@ -43,6 +44,7 @@ from headrace_coordinator.domain import runs
 from headrace_coordinator.domain.compact import count, count_drops
 from headrace_coordinator.domain.runs import RunState
 from headrace_coordinator.fleet.fleet import Fleet
+from headrace_coordinator.projections.videos import FOLDER, list_videos
 from headrace_coordinator.store.event_log import EventLog
 from headrace_coordinator.store.history.files import RunFiles
 from headrace_coordinator.vitals import Vitals
@@ -205,6 +207,24 @@ class Reads:
     async def compare_evaluations(self, first: str, second: str) -> ComparisonView:
         """See `Control.compare_evaluations`."""
         return await asyncio.to_thread(compare, self.run(first), self.run(second))
+
+    async def evaluation_videos(self, evaluation_id: str) -> VideoListView:
+        """See `Control.evaluation_videos`."""
+        found = await asyncio.to_thread(list_videos, self._evaluation_directory(evaluation_id))
+        return VideoListView(videos=[VideoView(**asdict(video)) for video in found])
+
+    async def evaluation_video(self, evaluation_id: str, name: str) -> Path:
+        """See `Control.evaluation_video`."""
+        directory = self._evaluation_directory(evaluation_id)
+        names = [video.name for video in await asyncio.to_thread(list_videos, directory)]
+        if name not in names:
+            have = f"it has {', '.join(names[:5])}" if names else "it has none"
+            raise Refused("NOT_FOUND", f"evaluation {evaluation_id} has no video {name!r}; {have}")
+        return directory / FOLDER / name
+
+    def _evaluation_directory(self, evaluation_id: str) -> Path:
+        self.suite_evaluation(evaluation_id)
+        return Path(self.run(evaluation_id).run_directory)
 
     async def checkpoint_of(self, asked: EvaluationSpec) -> tuple[RunView | None, CheckpointView | None]:
         """The run and the checkpoint that are evaluated, if any; raises `Impossible`."""

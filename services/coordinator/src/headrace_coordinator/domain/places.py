@@ -1,11 +1,14 @@
-"""Which instances share a machine, and which devices a spec's short names mean. Knows no run and no lease.
+"""Which instances share a machine, and which devices a spec's names mean. Knows no run and no lease.
 
 Two containers have different hosts and may see the same devices: they are on one machine.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+
+from headrace_schema.running import EVERY
 
 from headrace_coordinator.domain.state import InstanceState
 
@@ -28,10 +31,37 @@ def devices_seen(instances: Iterable[InstanceState]) -> set[str]:
     return {device for instance in instances for device in instance.devices}
 
 
-def named_devices(names: Sequence[str], devices: Sequence[str]) -> list[str]:
-    """Those of `devices` that `names` mean, in full or by their last part ("cpu:0")."""
-    found = [d for d in devices if any(d == name or d.endswith(f"/{name}") for name in names)]
+def hosts_of(instances: Iterable[InstanceState]) -> dict[str, set[str]]:
+    """Device → hosts whose instances see it."""
+    found: dict[str, set[str]] = defaultdict(set)
+    for instance in instances:
+        for device in instance.devices:
+            found[device].add(instance.host)
+    return found
+
+
+def named_devices(
+    names: Sequence[str], devices: Sequence[str], hosts: Mapping[str, Iterable[str]] | None = None
+) -> list[str]:
+    """Those of `devices` that `names` mean.
+
+    A name is "cpu:0", its number alone ("0"), or "all"; behind "HOST/" or a full name's first part, on that machine.
+    `hosts`: see `hosts_of`.
+
+    >>> named_devices(["0", "b/all"], ["x/cpu:0", "x/cpu:1", "y/cpu:3"], {"y/cpu:3": {"b"}})
+    ['x/cpu:0', 'y/cpu:3']
+    """
+    at = hosts or {}
+    found = [device for device in devices if any(_means(name, device, at.get(device, ())) for name in names)]
     return list(dict.fromkeys(found))
+
+
+def _means(name: str, device: str, hosts: Iterable[str]) -> bool:
+    where, _, wanted = name.rpartition("/")
+    owner, _, short = device.rpartition("/")
+    if where and where != owner and where not in hosts:
+        return False
+    return wanted in (EVERY, short, short.rpartition(":")[2])
 
 
 def device_order(device: str) -> tuple[str, int, str]:

@@ -8,13 +8,15 @@ the log before it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import msgspec
+from headrace_schema.running import APART, PlacementSection
 
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain.leases import is_gpu
-from headrace_coordinator.domain.places import device_order, devices_seen, machines, named_devices
+from headrace_coordinator.domain.places import device_order, devices_seen, hosts_of, machines, named_devices
 from headrace_coordinator.domain.runs import QUEUED, RECOVERING, RUN, Grant, RunState
 from headrace_coordinator.domain.state import InstanceState, State
 
@@ -63,21 +65,26 @@ def demand_of(run: RunState) -> Demand:
     """A run's demand from its spec. A run that has begun, or trains nothing, goes on with at least one rollout."""
     spec, placement = run.spec, run.spec["placement"]
     rollouts = spec["rollout"]["instances"]
+    helpers = 0 if run.evaluation else spec["trainer"].get("helpers", 0)
     return Demand(
         rollouts=rollouts,
         fewest_rollouts=1 if run.lineage.head or run.evaluation else rollouts,
         trainers=0 if run.evaluation else spec["trainer"]["ranks"],
-        helpers=0 if run.evaluation else spec["trainer"].get("helpers", 0),
+        helpers=helpers,
         engine=spec["rollout"]["engine"],
         backend=spec["trainer"]["backend"],
         algorithm=spec["algorithm"]["name"],
         simulator=(spec.get("environment") or {}).get("backend", ""),
-        disaggregated=placement["mode"] == "disaggregated",
-        side_by_side=placement["mode"] != "collocated",
+        disaggregated=placement["mode"] in APART,
+        side_by_side=placement["mode"] in APART or _tries_both(placement, spec.get("steps", 0), helpers),
         shares=shares(run),
         rollout_devices=tuple(placement["rollout"]),
         trainer_devices=tuple(placement["trainer"]),
     )
+
+
+def _tries_both(placement: Mapping[str, Any], steps: int, helpers: int) -> bool:
+    return bool(PlacementSection.model_validate(placement).measured_steps(steps)) and not helpers
 
 
 def shares(run: RunState) -> bool:
@@ -245,7 +252,9 @@ class _Planner:
                 continue  # Instances without devices of their own run without a lease.
             everything = self._devices_of(here)
             free = [device for device in everything if device not in busy]
-            named = named_devices((*demand.rollout_devices, *demand.trainer_devices), everything)
+            named = named_devices(
+                (*demand.rollout_devices, *demand.trainer_devices), everything, hosts_of(here)
+            )
             if named:
                 if missing := [device for device in named if device not in free]:
                     return f"{', '.join(missing)} to be free{_held_by(name for d in missing for name in busy[d])}"

@@ -154,6 +154,9 @@ class ProfileDocument(Section):
         description="stage: profile, or one for each kind"
     )
     sync: SyncSection = SyncSection()
+    memory_gib: dict[str, PositiveFloat] = Field(
+        default_factory=dict, description="kind of device: memory of one, where a cluster does not say it"
+    )
 
     def made(self, group: int = 1) -> list[Profile]:
         """All profiles, for groups of `group` outputs."""
@@ -208,9 +211,10 @@ class DevicesSection(Section):
     count: Count = Field(description="how many")
     memory_gib: PositiveFloat | None = Field(default=None, description="memory of each; default: not limited")
 
-    def made(self) -> DeviceKind:
-        """The section as bytes."""
-        return DeviceKind(self.count, self.memory_gib * GIB if self.memory_gib else math.inf)
+    def made(self, known: float | None = None) -> DeviceKind:
+        """The section as bytes; `known`: GiB of one device where the section does not say it."""
+        memory = self.memory_gib or known
+        return DeviceKind(self.count, memory * GIB if memory else math.inf)
 
 
 class SimulationSection(Section):
@@ -234,10 +238,21 @@ class PlanRequest(Section):
     )
     profile: ProfileDocument
     cluster: dict[str, DevicesSection] = Field(description="kind of device: how many, and their memory")
+    environments: Count | None = Field(
+        default=None,
+        description="environments at work at once, of a workflow with a cycle: further trajectories wait for another "
+        "round; default: as many as trajectories",
+    )
     simulation: SimulationSection | None = Field(
         default=None, description="simulate the plan as well; default: predict alone"
     )
 
+    @property
+    def rounds(self) -> float:
+        """How many times a cycle begins anew for the step's trajectories."""
+        return max(1.0, self.items / self.environments) if self.environments else 1.0
+
     def kinds(self) -> Mapping[str, DeviceKind]:
         """The cluster as plain data."""
-        return {kind: section.made() for kind, section in self.cluster.items()}
+        known = self.profile.memory_gib
+        return {kind: section.made(known.get(kind)) for kind, section in self.cluster.items()}

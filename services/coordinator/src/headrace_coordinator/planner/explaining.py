@@ -6,7 +6,7 @@ The one presenter of plans: the command and the HTTP API show what it returns.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +14,9 @@ from headrace_coordinator.planner.cluster.describing import describe
 from headrace_coordinator.planner.costs import NO_SYNC, DeviceKind, Evaluation
 from headrace_coordinator.planner.documents import PlanRequest
 from headrace_coordinator.planner.errors import PlanError, refuse
+from headrace_coordinator.planner.graph import Workflow
 from headrace_coordinator.planner.planning import Plan, lower_bound, plan
+from headrace_coordinator.planner.profiles import Profile
 from headrace_coordinator.planner.search import CHUNKS, Shapes
 from headrace_coordinator.planner.timeline import Bar, bars
 from headrace_coordinator.planner.tree import Cycle, Node, Share, Split, draw, to_data
@@ -33,7 +35,7 @@ NOTE = "a prediction from the profile; runs are not placed by plans yet"
 def explain(request: PlanRequest) -> dict[str, Any]:
     """The best plan of a request and why it is the best; every value is JSON. PlanError names what is wrong."""
     workflow, sync = request.workflow.made(), request.profile.sync.made()
-    profiles = request.profile.made(workflow.group_size)
+    profiles = in_rounds(workflow, request.profile.made(workflow.group_size), request.rounds)
     cluster = request.kinds()
 
     def planned(devices: Mapping[str, DeviceKind], shapes: Shapes = Shapes()) -> Plan:  # noqa: B008
@@ -54,6 +56,15 @@ def explain(request: PlanRequest) -> dict[str, Any]:
         **_simulated(request, best),
         "note": NOTE,
     }
+
+
+def in_rounds(workflow: Workflow, profiles: Sequence[Profile], rounds: float) -> list[Profile]:
+    """Profiles of a step whose cycles have room for a part of the items: their fixed costs come once a round."""
+    turns = {stage for unit in workflow.units if len(unit) > 1 for stage in unit}
+    return [
+        replace(profile, fixed_s=rounds * profile.fixed_s) if profile.stage in turns else profile
+        for profile in profiles
+    ]
 
 
 def _simulated(request: PlanRequest, best: Plan) -> dict[str, Any]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from headrace.common.v1 import common_pb2 as common
 from headrace.rollout.v1 import rollout_pb2 as rollout
@@ -28,6 +28,10 @@ class Questions:
     samples: int
     opening: Opening
     prefill: str | None = None
+    recorded: Collection[int] = ()
+    """Items whose episodes are to be recorded."""
+    videos: dict[tuple[int, int], bytes] = field(default_factory=dict)
+    """Theirs, by (index of the item, sample), as they come."""
 
 
 async def answer(
@@ -69,6 +73,9 @@ async def _drive(
                 member.lost_lease()
             if isinstance(response, rollout.RunEpisodesResponse):
                 member.lost_pools += response.lost_pools
+                for video in response.videos:
+                    key = video.sample.prompt_ordinal, video.sample.sample_index
+                    questions.videos[key] = video.content
         await context.workers.lost_pools(member)
     except (InstanceDown, CallRefused) as fault:
         await context.lost(member, str(fault))
@@ -80,7 +87,9 @@ async def _assignments(
     groups = [
         rollout.GroupAssignment(
             prompt_ordinal=index,
-            prompt=context.prompt_of(questions.items[index], questions.prefill),
+            prompt=context.prompt_of(
+                questions.items[index], questions.prefill, record=index in questions.recorded
+            ),
             samples=[
                 rollout.SampleAssignment(sample_index=sample, attempt=1)
                 for sample in range(questions.samples)

@@ -43,7 +43,7 @@ class Autoplan:
 
     def observe(self, view: StepView | None) -> None:
         """A step has ended; None: it was skipped."""
-        if self._section.mode != "auto" or view is None:
+        if not self._window or view is None:
             return
         if self._settling:
             self._settling = False
@@ -60,7 +60,7 @@ class Autoplan:
 
     def due(self) -> ev.PlanAdopted | None:
         """The plan to adopt, or to propose, before the next step; None: nothing changes."""
-        if self._section.mode != "auto":
+        if not self._window:
             return None
         plan = self._context.state.plan
         if plan is None or not plan.predicted_s:
@@ -147,7 +147,9 @@ class Autoplan:
 
     @property
     def _window(self) -> int:
-        return self._section.measure_steps
+        """Steps to measure in each mode; 0: this run keeps its placement."""
+        spec = self._context.spec
+        return 0 if spec.trainer.helpers else self._section.measured_steps(spec.steps)
 
     @property
     def _devices(self) -> list[str]:

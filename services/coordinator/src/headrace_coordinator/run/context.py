@@ -135,15 +135,18 @@ class RunContext:
         """The prompt of a prompt ordinal."""
         return self.prompt_of(self.item(prompt))
 
-    def prompt_of(self, item: DataItem, prefill: str | None = None) -> rollout.Prompt:
-        """The prompt of an item, or where its episode begins; `prefill` stands in for data.prompt.prefill."""
+    def prompt_of(
+        self, item: DataItem, prefill: str | None = None, *, record: bool = False
+    ) -> rollout.Prompt:
+        """The prompt of an item, or where its episode begins; `prefill` stands in for data.prompt.prefill.
+
+        `record` asks for a video of the episode.
+        """
         if self.workers.pools is None:
             return prompt_message(self.dataset.prompt(item, prefill=prefill))
-        start = rollout.EpisodeStart(**item.metadata)
-        described = self.workers.pools.described.get(start.task)
-        if described is not None and described.instruction:
-            asked = self.dataset.prompt(replace(item, question=described.instruction))
-            start.instruction = asked.text or ""
+        start = rollout.EpisodeStart(**item.metadata, record=record)
+        if said := self.workers.pools.instruction(start.task):
+            start.instruction = self.dataset.prompt(replace(item, question=said)).text or ""
         return rollout.Prompt(episode=start)
 
     def question(self, prompt: int) -> str:

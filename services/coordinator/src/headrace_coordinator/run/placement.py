@@ -1,22 +1,23 @@
 """Which devices generate and learn, and the handing over between them.
 
 `disaggregated` holds both sides at once and streams; `collocated` takes turns on the same devices inside a step;
-`auto` is one of the two, as the run's plan says. A run that shares holds the devices of one side at a time, so that it
-never waits for another run with something that this one waits for.
+`hybrid` streams too, and once the step's answers are complete the trainer has all devices; `auto` is one of these, as
+the run's plan says. A run that shares holds the devices of one side at a time, so that it never waits for another run
+with something that this one waits for.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import ceil
 
-from headrace_schema.running import PlacementSection
+from headrace_schema.running import APART, PlacementSection
 
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain.leases import HELD, HELP, LeaseRequest, is_gpu
-from headrace_coordinator.domain.places import devices_seen, machines, named_devices
+from headrace_coordinator.domain.places import devices_seen, hosts_of, machines, named_devices
 from headrace_coordinator.fleet.ports import CallRefused, InstanceDown
 from headrace_coordinator.run.clients import Published, RolloutClient, TrainerClient, WorkerClient
 from headrace_coordinator.run.concurrency import gather_all
@@ -38,6 +39,13 @@ class Placement:
         self.waited: Callable[[Interval, Sequence[str]], None] = lambda interval, devices: None
         """Is told of each time in the line for devices that other runs share."""
         self._moving = asyncio.Lock()
+        self._joined = False
+        """The trainer has the rollouts' devices too, until they generate again."""
+
+    @property
+    def joins(self) -> bool:
+        """Whether the trainer takes the rollouts' devices once a step's answers are complete."""
+        return self.section.mode == "hybrid"
 
     @property
     def in_turns(self) -> bool:
@@ -58,6 +66,7 @@ class Placement:
         async with self._moving:
             await self._stand_down_rollouts()
             await self._stand_down_trainers()
+            self._joined = False
             self.plan(plan)
             self.assign()
             if not self.in_turns:
@@ -68,7 +77,7 @@ class Placement:
         spec, grant = self.workers.spec, self.workers.grant
         rollouts = [member for member in self.workers.rollouts if member.incarnation in grant.rollouts]
         trainers = [member for member in self.workers.trainers if member.incarnation in grant.trainers]
-        devices_of = default_devices(self.section, grant.devices, rollouts, trainers)
+        devices_of = default_devices(self.section, grant.devices, rollouts, trainers, joined=self._joined)
         for kind, members, wanted in (
             ("rollout", rollouts, spec.rollout.instances),
             ("trainer", trainers, spec.trainer.ranks),
@@ -79,9 +88,16 @@ class Placement:
                 seats = max(len(group), min(ceil(wanted / len(groups)), len(devices_of[kind, machine])))
                 _seat(group, devices_of[kind, machine], seats, f"placement.{kind}")
 
-    async def hand_devices_to_trainers(self) -> None:
-        """The trainer group holds its devices, awake."""
+    async def hand_devices_to_trainers(self, *, complete: bool = False) -> None:
+        """The trainer group holds its devices, awake. `complete`: the step's answers are.
+
+        A stream of groups to the trainer that is cut by this goes on under the next lease.
+        """
         async with self._moving:
+            if complete and self.joins and not self._joined:
+                await self._stand_down_rollouts()
+                await self._let_go(self.workers.trainers)
+                self._joined = True
             await self._learn()
 
     async def hand_devices_to_rollouts(self, published: Published) -> None:
@@ -133,9 +149,15 @@ class Placement:
     async def _generate(self, published: Published) -> None:
         if self.in_turns:
             await self._stand_down_trainers()
+        apart = self._joined
+        if apart:
+            await self._let_go(self.workers.trainers)
+            self._joined = False
         await self._take(self.workers.rollouts, "generate")
         behind = [m for m in self.workers.rollouts if not m.awake or m.installed != published.version.number]
         await gather_all(*(m.install(published) if m.awake else m.wake(published) for m in behind))
+        if apart:
+            await self._learn()
 
     async def _stand_down_rollouts(self) -> None:
         held = [member for member in self.workers.rollouts if member.lease_epoch]
@@ -221,22 +243,32 @@ def default_devices(
     granted: Sequence[str],
     rollouts: Sequence[WorkerClient],
     trainers: Sequence[WorkerClient],
+    *,
+    joined: bool = False,
 ) -> dict[tuple[str, str], list[str]]:
-    """Devices by (kind, machine), of those granted to the run: the spec's, else all (collocated) or a half each
-    (disaggregated)."""
+    """Devices by (kind, machine), of those granted to the run: the spec's, else all (collocated) or a half each.
+
+    `joined`: the trainers have the rollouts' too.
+    """
     chosen: dict[tuple[str, str], list[str]] = {}
     for machine, members in _by_machine((*rollouts, *trainers)).items():
+        hosts = hosts_of(member.instance for member in members)
         generates = devices_seen(m.instance for m in members if m.instance.kind == "rollout")
         learns = devices_seen(m.instance for m in members if m.instance.kind == "trainer")
         # What only one kind can use lies on its side.
         everything = [device for device in granted if device in generates | learns]
         everything.sort(key=lambda device: (device in learns) - (device in generates))
         trainer_side, rollout_side = list(everything), list(everything)
-        if section.mode == "disaggregated" and generates and learns:
+        if section.mode in APART and generates and learns:
             if len(everything) < 2:
                 raise PlacementError(
-                    f"placement.mode: disaggregated needs two devices on {machine}, which has {everything}; "
+                    f"placement.mode: {section.mode} needs two devices on {machine}, which has {everything}; "
                     "use collocated"
+                )
+            if section.mode == "hybrid" and any(map(is_gpu, everything)):
+                raise PlacementError(
+                    "placement.mode: hybrid gives one rank several devices, and on GPUs a rank computes on one; "
+                    "use disaggregated, or collocated with trainer.helpers"
                 )
             generate = sum(m.instance.kind == "rollout" for m in members)
             learn = len(members) - generate
@@ -246,18 +278,24 @@ def default_devices(
             ("rollout", section.rollout, rollout_side, generates),
             ("trainer", section.trainer, trainer_side, learns),
         ):
-            found = _named(names, everything, machine, kind) if names else side
+            found = _named(names, everything, machine, kind, hosts) if names else side
             chosen[kind, machine] = [device for device in found if device in usable]
+        if joined:
+            own = chosen["trainer", machine]
+            own += [d for d in chosen["rollout", machine] if d in learns and d not in own]
     return chosen
 
 
-def _named(names: Sequence[str], everything: Sequence[str], machine: str, kind: str) -> list[str]:
+def _named(
+    names: Sequence[str], everything: Sequence[str], machine: str, kind: str, hosts: Mapping[str, set[str]]
+) -> list[str]:
     missing = [name for name in names if "/" not in name and not named_devices([name], everything)]
     if missing:
         raise PlacementError(
             f"placement.{kind}: {', '.join(missing)} does not exist; {machine} has {', '.join(everything)}"
         )
-    return [device for name in names for device in named_devices([name], everything)]
+    found = [device for name in names for device in named_devices([name], everything, hosts)]
+    return list(dict.fromkeys(found))
 
 
 def _by_machine(

@@ -27,6 +27,8 @@ REWARDS = {
     "dense": simulator.REWARD_MODE_DENSE,
     "sparse": simulator.REWARD_MODE_SPARSE,
 }
+BLOB_BYTES = 16 * 1024
+"""Pictures of at least this size go through shared memory where simulator and rollout share a host."""
 KEYS = {
     "environment.name": "environment.tasks",
     "options_json": "environment.options",
@@ -68,6 +70,12 @@ class Pools:
     def count(self, incarnation: str) -> int:
         """How many environments a rollout has."""
         return sum(pool.count for (_, who, _), pool in self._open.items() if who == incarnation)
+
+    def instruction(self, task: str) -> str:
+        """What a task asks for, in words: as the spec says, or the environment; "" where neither does."""
+        described = self.described.get(task)
+        said = described.instruction if described is not None else ""
+        return self._environment.instruction_of(task) or said
 
     async def staff(self, rollouts: list[str], movable: Collection[str]) -> None:
         """Every one of the `rollouts` has its environments; those of `movable` ones may move to other simulators.
@@ -146,12 +154,13 @@ class Pools:
         where, _, task = place
         client, section = self._client(where), self._environment
         request = simulator.OpenPoolRequest(
-            environment=simulator.Environment(backend=section.backend, name=task),
+            environment=simulator.Environment(backend=section.backend, name=section.variant_of(task)[0]),
             count=count,
-            options_json=json.dumps(section.options),
+            options_json=json.dumps(section.options_of(task)),
             max_episode_steps=section.max_episode_steps,
             reward_mode=REWARDS[section.reward],
             processes=section.processes and min(section.processes, count),
+            blob_bytes=BLOB_BYTES if self._one_host(place) else 0,
         )
         request.step_timeout.FromMilliseconds(int(section.step_timeout_s * 1000))
         name = client.instance.instance
@@ -173,6 +182,12 @@ class Pools:
             task=task,
         )
         return ""
+
+    def _one_host(self, place: Place) -> bool:
+        """Whether a place's rollout reads the simulator's shared memory."""
+        instances = self._fleet.event_log.state.instances
+        hosts = {instances[each].host if each in instances else "" for each in place[:2]}
+        return len(hosts) == 1 and "" not in hosts
 
     def _client(self, incarnation: str) -> SimulatorClient:
         return next(client for client in self.clients if client.incarnation == incarnation)

@@ -140,6 +140,9 @@ class Step:
             learning.close()
             helping.close()
             sharing.close()
+            if streamed and context.placement.joins and learning.backlog:
+                with self._timer.stage("switch"):
+                    await context.placement.hand_devices_to_trainers(complete=True)
 
         async def learn() -> None:
             await self._begin()
@@ -150,7 +153,7 @@ class Step:
         else:
             await gather_all(generate(), helping.run(), sharing.run())
             with self._timer.stage("switch"), helping.switching():
-                await context.placement.hand_devices_to_trainers()
+                await context.placement.hand_devices_to_trainers(complete=True)
             await self._begin()
             await helping.contribute()
             for prompt in sorted(ledger.index.settled):

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from math import inf
 from statistics import fmean
 
 from headrace_schema.evaluating import EvaluationSpec
-from headrace_schema.evaluations import ModeView, SuiteResultView
+from headrace_schema.evaluations import ModeView, SuiteResultView, TaskView
 
+from headrace_coordinator.data.items import DataItem
 from headrace_coordinator.domain.estimates import interval, item_values
 from headrace_coordinator.projections.transcripts import Answer, Key
 from headrace_coordinator.suites import Suite
@@ -32,21 +34,40 @@ def values(
 
 
 def result_of(
-    asked: EvaluationSpec, suite: Suite, answers: Mapping[Key, Answer], items: int
+    asked: EvaluationSpec, suite: Suite, answers: Mapping[Key, Answer], items: Sequence[DataItem]
 ) -> SuiteResultView:
     """What the evaluation found, once every item has all its answers."""
-    modes: list[ModeView] = []
-    for mode in asked.wanted_modes:
-        found = values(mode, asked, suite, answers, items)
-        low, high = interval([[value] for value in found]) or (None, None)
-        modes.append(ModeView(mode=mode, score=fmean(found), low=low, high=high))
+    found = {mode: values(mode, asked, suite, answers, len(items)) for mode in asked.wanted_modes}
+    modes = [
+        ModeView(mode=mode, score=fmean(each), low=low, high=high)
+        for mode, each in found.items()
+        for low, high in [_limits(each)]
+    ]
     everything = list(answers.values())
     names = sorted({name for each in everything for name in each.parts})
     return SuiteResultView(
         modes=modes,
+        tasks=_tasks(suite, items, found[asked.wanted_modes[0]]),
         parts={name: fmean(each.parts.get(name, 0.0) for each in everything) for name in names},
         answers=len(everything),
         truncated=fmean(each.cut for each in everything),
         failed=sum(each.failed for each in everything),
         tokens_mean=fmean(each.tokens for each in everything),
     )
+
+
+def _tasks(suite: Suite, items: Sequence[DataItem], found: Sequence[float]) -> list[TaskView]:
+    """The figure of each task, and of each of its variants behind it."""
+    by_task: dict[tuple[str, str], list[float]] = defaultdict(list)
+    for item, value in zip(items, found, strict=True):
+        by_task[suite.task_of(item)].append(value)
+    by_task.pop(("", ""), None)
+    return [
+        TaskView(task=task, variant=variant, items=len(each), score=fmean(each), low=low, high=high)
+        for (task, variant), each in sorted(by_task.items())
+        for low, high in [_limits(each)]
+    ]
+
+
+def _limits(found: Sequence[float]) -> tuple[float | None, float | None]:
+    return interval([[value] for value in found]) or (None, None)

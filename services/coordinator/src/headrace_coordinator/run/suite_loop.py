@@ -20,6 +20,7 @@ from headrace_coordinator.domain.runs import SuiteEvaluation
 from headrace_coordinator.fleet.waits import WaitTimeout
 from headrace_coordinator.projections.trajectories import Settled
 from headrace_coordinator.projections.transcripts import Answer, Key, Transcripts, answer_of, read_answers
+from headrace_coordinator.projections.videos import Video, write_videos
 from headrace_coordinator.run.answering import Answers, Questions, answer
 from headrace_coordinator.run.clients import Opening, Published
 from headrace_coordinator.run.context import RunContext
@@ -46,6 +47,7 @@ class SuiteLoop(RunLoop):
         self._items = context.dataset.asked(self._asked.suite.limit)
         self._directory = Path(context.state.directory)
         self._answers: dict[Key, Answer] = {}
+        self._recorded = self._suite.recorded(self._items)
 
     @property
     def _evaluation(self) -> SuiteEvaluation:
@@ -63,7 +65,7 @@ class SuiteLoop(RunLoop):
             await self._weights_known()
             await self._block(missing[: self._block_items()])
             self._steps += 1
-        result = result_of(self._asked, self._suite, self._answers, len(self._items)).model_dump(mode="json")
+        result = result_of(self._asked, self._suite, self._answers, self._items).model_dump(mode="json")
         await self._event_log.commit(
             ev.SuiteEvaluated(at=self._event_log.now(), run=self.context.run_id, result=result)
         )
@@ -129,7 +131,8 @@ class SuiteLoop(RunLoop):
         """Answers a block, scores it, and writes it; only then it counts."""
         context = self.context
         done: Answers = {}
-        await self._answered(indices, done)
+        questions = Questions(self._items, self._asked.samples, self._opening(), recorded=self._recorded)
+        await self._answered(questions, indices, done)
         bodies = [done[key] for key in sorted(done) if key not in self._answers]
         scores = await score_all(
             context.workers,
@@ -142,19 +145,26 @@ class SuiteLoop(RunLoop):
         lines = [
             self._line(body, by_key[body.sample.prompt_ordinal, body.sample.sample_index]) for body in bodies
         ]
+        passed = {key: score.reward >= self._asked.pass_reward for key, score in by_key.items()}
+        films = [
+            (Video.of(index, sample, self._items[index], success=passed[index, sample]), content)
+            for (index, sample), content in questions.videos.items()
+            if (index, sample) in passed
+        ]
         try:
+            # Videos first: an answer that is written is not made again.
+            await asyncio.to_thread(write_videos, self._directory, films)
             await asyncio.to_thread(self._transcripts.append, lines)
         except OSError as error:
-            raise WaitTimeout(f"transcripts cannot be written: {error}") from error
+            raise WaitTimeout(f"transcripts or videos cannot be written: {error}") from error
         for line in lines:
             self._answers[line.prompt_ordinal, line.sample_index] = answer_of(line, self._suite.extract)
         await self._progressed()
 
-    async def _answered(self, indices: Sequence[int], done: Answers) -> None:
+    async def _answered(self, questions: Questions, indices: Sequence[int], done: Answers) -> None:
         """Every answer to the items; raises `WaitTimeout` when none comes any more."""
         assert self._published is not None
         wanted = len(indices) * self._asked.samples
-        questions = Questions(self._items, self._asked.samples, self._opening())
         while len(done) < wanted:
             before = len(done)
             await answer(self.context, self._published, questions, indices, done)

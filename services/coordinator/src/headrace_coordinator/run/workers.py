@@ -86,9 +86,12 @@ class WorkerGroup:
         with self.fleet.waits.named(self.run, f"the lease of {member.instance.instance} to be renewed"):
             await asyncio.sleep(LEASE_RETRY_S)
 
-    def lease_ended(self, member: WorkerClient, refused: CallRefused) -> bool:
-        """Whether a command was refused, and did nothing, because the member's lease was revoked."""
-        lease = self.fleet.event_log.state.table.leases.get(member.lease_epoch)
+    def lease_ended(self, member: WorkerClient, refused: CallRefused, epoch: int | None = None) -> bool:
+        """Whether a command was refused, and did nothing, because the member's lease was revoked.
+
+        `epoch`: the lease that the command was given under, where the member may hold another one by now.
+        """
+        lease = self.fleet.event_log.state.table.leases.get(member.lease_epoch if epoch is None else epoch)
         return refused.reason in LEASE_ENDED and (lease is None or lease.state == REVOKING)
 
     def usable(self, member: WorkerClient) -> bool:

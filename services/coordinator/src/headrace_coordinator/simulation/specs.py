@@ -56,7 +56,7 @@ def random_spec(rng: random.Random, seed: int, name: str = "simulated") -> RunSp
                 "rollout": {"instances": rng.choice([1, 1, 2, 3])},
                 "trainer": {"ranks": ranks},
                 **_stages(seed),
-                "placement": _placement(rng.choice(["collocated", "disaggregated"]), seed, name),
+                "placement": _placement(rng.choice(["collocated", "disaggregated"]), ranks, seed, name),
                 "checkpoint": {
                     "enabled": rng.random() < 0.8,
                     "interval_steps": rng.randint(1, 3),
@@ -158,7 +158,7 @@ def _stages(seed: int) -> dict[str, Any]:
     }
 
 
-def _placement(mode: str, seed: int, name: str) -> dict[str, str | int]:
+def _placement(mode: str, ranks: int, seed: int, name: str) -> dict[str, str | int]:
     if seed % 8 == SHARED:
         # One run in five keeps its devices to itself, whatever the others do.
         return {"mode": mode, "share": random.Random(f"{seed}/{name}/share").random() < 0.8}
@@ -166,6 +166,8 @@ def _placement(mode: str, seed: int, name: str) -> dict[str, str | int]:
     if own.random() < 0.35:
         mode = "auto"
     flow = own.choice(["pipelined", "pipelined", "sequential"])
+    if mode != "auto" and ranks == 1 and seed % 8 == STAGED:
+        mode = "hybrid"
     return {"mode": mode, "flow": flow, "measure_steps": 1, "replan": own.choice(["auto", "propose"])}
 
 

@@ -8,6 +8,7 @@ point group `headrace.suites`.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from headrace_schema.embodied import EnvironmentSection
@@ -16,6 +17,7 @@ from headrace_schema.scoring import RewardSection
 from headrace_servicekit.registry import Registry
 from pydantic import BaseModel, ConfigDict
 
+from headrace_coordinator.data.items import DataItem
 from headrace_coordinator.registered import opened, subclasses_of
 
 
@@ -38,6 +40,14 @@ class Suite(BaseModel, ABC):
     def acts_in(self) -> EnvironmentSection | None:
         """What a robot policy acts in; None where answers are text."""
         return None
+
+    def task_of(self, item: DataItem) -> tuple[str, str]:
+        """The (task, variant) that an item is of, which has figures of its own; empty where items are alike."""
+        return "", ""
+
+    def recorded(self, items: Sequence[DataItem]) -> frozenset[int]:
+        """Indices of the items of whose episodes a video is made."""
+        return frozenset()
 
     def key(self, data_key: str) -> str:
         """The user's key for a key of the data section, in which the source names its problems."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from typing import Annotated
 
 from headrace_schema.embodied import EnvironmentSection
@@ -9,6 +11,7 @@ from headrace_schema.generating import DataSection, PromptSection
 from headrace_schema.scoring import RewardSection, ScorerSection
 from pydantic import Field
 
+from headrace_coordinator.data.items import DataItem
 from headrace_coordinator.suites.base import Suite
 
 FIRST_SEED = 1_000_000
@@ -29,6 +32,9 @@ class Episodes(Suite):
         default=0,
         description="initial states that the environment lists for a task (LIBERO: 50); 0: seeds alone",
     )
+    videos: Annotated[int, Field(strict=True, ge=0)] = Field(
+        default=0, description="record the first so many episodes of each task and variant"
+    )
 
     def acts_in(self) -> EnvironmentSection:
         """See `Suite.acts_in`."""
@@ -39,6 +45,20 @@ class Episodes(Suite):
         own = {"starts": self.starts, "first_seed": self.first_seed, "init_states": self.init_states}
         options = {"tasks": self.environment.tasks, **own}
         return DataSection(source="episodes", options=options, prompt=PromptSection(chat=False))
+
+    def task_of(self, item: DataItem) -> tuple[str, str]:
+        """See `Suite.task_of`."""
+        return self.environment.variant_of(item.metadata["task"])
+
+    def recorded(self, items: Sequence[DataItem]) -> frozenset[int]:
+        """See `Suite.recorded`."""
+        seen: Counter[str] = Counter()
+        found = set()
+        for index, item in enumerate(items):
+            seen[item.metadata["task"]] += 1
+            if seen[item.metadata["task"]] <= self.videos:
+                found.add(index)
+        return frozenset(found)
 
     def key(self, data_key: str) -> str:
         """See `Suite.key`."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -46,7 +47,7 @@ class Environment:
 
     async def reset(self, start: rollout_pb2.EpisodeStart) -> Outcome:
         """Begins an episode. Raises as `act`."""
-        reset = simulator_pb2.ResetOperation(seed=start.seed)
+        reset = simulator_pb2.ResetOperation(seed=start.seed, record=start.record)
         if start.HasField("init_state"):
             reset.init_state = start.init_state
         return await self._operate(Operation(reset=reset), 0)
@@ -57,6 +58,10 @@ class Environment:
         Raises EnvironmentLost, PoolLost, and ServiceError REFUSED_BY_SIMULATOR with its reason.
         """
         return await self._operate(Operation(action_chunk=encode_tensor(actions_CA)), len(actions_CA))
+
+    async def video(self) -> bytes:
+        """The MP4 file of the episode, whose start asked for it. Raises as `act`."""
+        return await self._pool.video(self._index)
 
     async def _operate(self, operation: Operation, actions: int) -> Outcome:
         pool = self._pool
@@ -91,10 +96,8 @@ class Environment:
         if outcome.status == simulator_pb2.OUTCOME_STATUS_REVOKED:
             self._pool.lose(f"{self._pool.name} at {self._pool.address}: {outcome.detail}")
             raise PoolLost(self._pool.reason)
-        raise ServiceError(
-            grpc.StatusCode.FAILED_PRECONDITION,
-            "REFUSED_BY_SIMULATOR",
-            f"{what} refuses: {outcome.detail}; the policy's bounds and the start states must be the environment's",
+        raise _refused(
+            f"{what} refuses: {outcome.detail}; the policy's bounds and the start states must be the environment's"
         )
 
     def answered(self, outcome: Outcome) -> None:
@@ -133,6 +136,7 @@ class Pool:
         self._message, self._blobs = message, blobs
         self._operations: asyncio.Queue[Operation] = asyncio.Queue()
         self._channel = dial(message.address, token=token)
+        self._stub: Any = simulator_pb2_grpc.SimulatorServiceStub(self._channel)  # type: ignore[no-untyped-call]
         self._reader = asyncio.create_task(self._read(), name=f"read outcomes of {self.name}")
 
     def send(self, operation: Operation) -> None:
@@ -163,10 +167,22 @@ class Pool:
                 if tensor.WhichOneof("body") == "blob":
                     tensor.data = await self._blobs.read(tensor.blob)
 
-    async def _read(self) -> None:
-        stub = simulator_pb2_grpc.SimulatorServiceStub(self._channel)  # type: ignore[no-untyped-call]
+    async def video(self, environment: int) -> bytes:
+        """See `Environment.video`."""
+        request = simulator_pb2.RenderRequest(pool=self.name, environments=[environment], video=True)
         try:
-            async for response in stub.Step(self._requests()):
+            response = await self._stub.Render(request, timeout=RESET_S if deadlines_enabled() else None)
+        except grpc.aio.AioRpcError as error:
+            if error.code() is grpc.StatusCode.FAILED_PRECONDITION:
+                raise _refused(f"{self.address}: {message_of(error)}; ask for no videos") from error
+            self.lose(f"{self.name} at {self.address}: {message_of(error)}")
+            raise PoolLost(self.reason) from error
+        video: bytes = response.videos[0]
+        return video
+
+    async def _read(self) -> None:
+        try:
+            async for response in self._stub.Step(self._requests()):
                 for outcome in response.outcomes:
                     self.environments[outcome.environment].answered(outcome)
         except grpc.aio.AioRpcError as error:
@@ -187,6 +203,10 @@ class Pool:
                 operations=operations,
             )
             header = None
+
+
+def _refused(message: str) -> ServiceError:
+    return ServiceError(grpc.StatusCode.FAILED_PRECONDITION, "REFUSED_BY_SIMULATOR", message)
 
 
 def arrays_of(outcome: Outcome, *, final: bool = False) -> dict[str, np.ndarray]:

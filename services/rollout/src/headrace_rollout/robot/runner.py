@@ -44,6 +44,7 @@ class EpisodeOutput:
     sample: EpisodeSample
     episode: Episode | None = None
     failure: str = ""
+    video: bytes = b""
 
 
 @dataclass(frozen=True)
@@ -185,7 +186,9 @@ class EpisodeRunner:
         self, sample: EpisodeSample, environment: Environment, turns: Turns[Row, Decision]
     ) -> EpisodeOutput:
         try:
-            return EpisodeOutput(sample, await self._played(sample, environment, turns))
+            episode = await self._played(sample, environment, turns)
+            video = await environment.video() if sample.start.record else b""
+            return EpisodeOutput(sample, episode, video=video)
         except EnvironmentLost as lost:
             return EpisodeOutput(sample, failure=str(lost))
         except (PoolLost, Refused, _NotHeld):  # Refused: the policy was released meanwhile

@@ -63,7 +63,9 @@ class EpisodeStream(SampleStream[EpisodeOutput | Pool, rollout_pb2.RunEpisodesRe
         await self._engine.leave(self._runner)
 
     def _size(self, output: EpisodeOutput | Pool) -> int:
-        return episode_bytes(output.episode) if isinstance(output, EpisodeOutput) and output.episode else 0
+        if not isinstance(output, EpisodeOutput) or output.episode is None:
+            return 0
+        return episode_bytes(output.episode) + len(output.video)
 
     def _respond(self, outputs: Sequence[EpisodeOutput | Pool]) -> rollout_pb2.RunEpisodesResponse | None:
         response = rollout_pb2.RunEpisodesResponse(revoked=self._revoked)
@@ -92,6 +94,11 @@ class EpisodeStream(SampleStream[EpisodeOutput | Pool, rollout_pb2.RunEpisodesRe
             policy_number=self._policy_number,
             finished=trajectory,
         )
+        if output.video:
+            size = trajectory.ByteSize() + len(output.video)
+            if size > MAX_TRAJECTORY_BYTES:
+                raise _too_large(size, sample)
+            response.videos.add(sample=trajectory.sample, content=output.video)
 
     def _finished(self, output: EpisodeOutput | Pool) -> common_pb2.Trajectory | None:
         if isinstance(output, Pool) or (output.episode is None and not output.failure):

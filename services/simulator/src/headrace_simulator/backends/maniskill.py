@@ -36,7 +36,10 @@ class ManiSkillBackend:
             import mani_skill.envs  # noqa: F401 - registers the tasks
             from mani_skill.utils.registration import REGISTERED_ENVS
 
+            from headrace_simulator.backends import plates  # which registers ours
+
         self._tasks: dict[str, Any] = REGISTERED_ENVS
+        self._plates = plates
 
     def environments(self) -> list[str]:
         """The tasks' names; some of them need assets that no package brings."""
@@ -47,11 +50,16 @@ class ManiSkillBackend:
     ) -> GymnasiumEnvironment:
         """Makes a task; the options are those of its `gymnasium.make`, and `ignore_terminations`.
 
+        Tasks of putting a thing on a plate may be named with the thing, NAME/INDEX; then they have an instruction.
+
         The dense reward is the normalised one, unless the option `reward_mode` is "dense".
         """
         import gymnasium
         from mani_skill.utils.wrappers.gymnasium import CPUGymWrapper
 
+        task = name.partition("/")[0]
+        if task in self._plates.TASKS:
+            options, name = self._plates.options_of(name, dict(options)), task
         if name not in self._tasks:
             near = difflib.get_close_matches(name, self.environments(), n=3)
             hint = f"; the nearest are {', '.join(near)}" if near else ""

@@ -5,8 +5,14 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Query, Request, Response
+from fastapi.responses import FileResponse
 from headrace_schema.evaluating import EvaluationSpec
-from headrace_schema.evaluations import ComparisonView, EvaluationRunListView, EvaluationRunView
+from headrace_schema.evaluations import (
+    ComparisonView,
+    EvaluationRunListView,
+    EvaluationRunView,
+    VideoListView,
+)
 
 from headrace_coordinator.api.control import Control
 from headrace_coordinator.api.http.errors import invalid
@@ -22,6 +28,7 @@ from headrace_coordinator.api.http.requests import (
     read_model,
     view_response,
 )
+from headrace_coordinator.projections.videos import MEDIA_TYPE
 
 SPEC_BODY: dict[str, Any] = {
     "requestBody": {
@@ -85,5 +92,19 @@ def evaluation_routes(control: Control) -> APIRouter:
     async def get_evaluation(evaluation_id: str) -> Response:
         """One evaluation: its state and place in the queue, how far it is, and what it found."""
         return view_response(control.suite_evaluation(evaluation_id))
+
+    @routes.get("/{evaluation_id}/videos", response_model=VideoListView)
+    async def list_evaluation_videos(evaluation_id: str) -> Response:
+        """Videos of episodes, by item; none of an evaluation that recorded none."""
+        return view_response(await control.evaluation_videos(evaluation_id))
+
+    @routes.get(
+        "/{evaluation_id}/videos/{video}",
+        response_class=FileResponse,
+        responses={200: {"content": {MEDIA_TYPE: {}}, "description": "The file."}},
+    )
+    async def get_evaluation_video(evaluation_id: str, video: str) -> Response:
+        """One video, an MP4 file (H.264)."""
+        return FileResponse(await control.evaluation_video(evaluation_id, video), media_type=MEDIA_TYPE)
 
     return routes

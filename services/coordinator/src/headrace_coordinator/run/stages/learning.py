@@ -97,6 +97,7 @@ class Learning:
     async def _exchange(self, ready: asyncio.Queue[trainer.LearnRequest | None]) -> None:
         ledger, limit = self._ledger, self._context.spec.limits.step_timeout_s
         leader = self._context.workers.leader
+        epoch = leader.lease_epoch
         try:
             async for response in leader.learn(ledger.step, ledger.attempt, _messages(ready), limit):
                 if response.revoked:
@@ -110,7 +111,7 @@ class Learning:
                 raise AttemptLost(refused.message) from refused
             if refused.reason == "LEASE_QUIESCED":
                 raise _LeaseAway(revoked=False) from refused
-            if self._context.workers.lease_ended(leader, refused):
+            if self._context.workers.lease_ended(leader, refused, epoch):
                 raise _LeaseAway(revoked=True) from refused
             raise
         if unanswered := len(ledger.index.settled):
@@ -240,10 +241,11 @@ class Learning:
 async def under_lease(context: RunContext, command: Callable[[], Awaitable[T]]) -> T:
     """A command to the leader, given again under the next lease as long as the leader's was revoked before it."""
     while True:
+        epoch = context.workers.leader.lease_epoch
         try:
             return await command()
         except CallRefused as refused:
-            if not context.workers.lease_ended(context.workers.leader, refused):
+            if not context.workers.lease_ended(context.workers.leader, refused, epoch):
                 raise
         await _next_lease(context)
 

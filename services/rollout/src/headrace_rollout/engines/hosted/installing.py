@@ -14,7 +14,7 @@ from headrace_schema.generating import ModelSection
 
 from headrace_rollout.engines.base import Policy, Refused, WeightEntry, Weights
 from headrace_rollout.engines.hosted.backend import Backend, BackendFailed
-from headrace_rollout.engines.hosted.calls import within
+from headrace_rollout.engines.hosted.calls import Hung, within
 
 _Result = TypeVar("_Result")
 Shapes = dict[str, tuple[int, ...]]
@@ -92,9 +92,11 @@ class Installer:
     async def _repair(self, policy: Policy, error: BackendFailed, *, begun: bool) -> None:
         reason = f"version {policy.number} was not installed: {error}"
         number = self._held[0].number if self._held is not None else 0
-        if not begun and number:
+        # An engine that does not answer one call is not asked for another: it is killed.
+        answers = self._backend.alive and not isinstance(error, Hung)
+        if not begun and number and answers:
             raise Refused("INSTALL_FAILED", f"{reason}; version {number} serves on") from error
-        if number and self._backend.alive:
+        if number and answers:
             try:
                 await self.restore()
             except BackendFailed as second:

@@ -18,6 +18,8 @@ import torch
 from headrace_servicekit.rpc.digests import digest_bytes
 from torch import Tensor
 
+from headrace_rollout.engines.hosted.loader_errors import LOADER_ERRORS
+
 warnings.filterwarnings("ignore", message="The given buffer is not writable")
 
 Entry = Sequence[Any]
@@ -40,15 +42,7 @@ def load_version(model: torch.nn.Module, named_tensors: Sequence[tuple[str, Tens
     problem = ""
     try:
         _load(model, request["path"], request["entries"], digests)
-    except (
-        OSError,
-        ValueError,
-        RuntimeError,
-        LookupError,
-        AssertionError,
-        TypeError,
-        AttributeError,
-    ) as error:
+    except LOADER_ERRORS as error:
         problem = f"{type(error).__name__}: {error}"
     answer = Path(request["answers"]) / f"{os.getpid()}.json"
     answer.write_text(json.dumps({"digests": digests, "problem": problem}))

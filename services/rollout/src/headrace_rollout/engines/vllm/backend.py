@@ -22,6 +22,7 @@ from headrace_rollout.engines.hosted import BackendFailed, Request, Start, Token
 from headrace_rollout.engines.hosted.processes import descendants, kill
 from headrace_rollout.engines.vllm.arguments import OWNER, engine_args
 from headrace_rollout.engines.vllm.options import VllmOptions
+from headrace_rollout.engines.vllm.words import overheard, sentence, start_failed
 
 _REFUSALS = (ValueError, RuntimeError, EngineDeadError, EngineGenerateError)
 WAKE_TAGS = {Scope.WEIGHTS: ["weights"], Scope.KV_CACHE: ["kv_cache"]}
@@ -47,6 +48,8 @@ class VllmBackend:
         self._config = config
         self._options = options
         self._llm: AsyncLLM | None = None
+        self._others: set[int] = set()
+        self._cores: set[int] | None = set()
         self._scores = 0
 
     @property
@@ -57,21 +60,24 @@ class VllmBackend:
     @property
     def pids(self) -> Sequence[int]:
         """See Backend."""
-        cores = [child.pid for child in multiprocessing.active_children() if _is_engine(child.name)]
-        return descendants([pid for pid in cores if pid is not None])
+        cores = _engine_cores()
+        return descendants(sorted(cores - self._others if self._cores is None else cores & self._cores))
 
     async def start(self, start: Start) -> None:
         """See Backend."""
-        try:
-            self._llm = await asyncio.to_thread(self._make, start)
-        except (ValueError, RuntimeError, OSError) as error:
-            raise BackendFailed(f"{error}; see this instance's log for the engine's own words") from error
+        self._others, self._cores = _engine_cores(), None
+        with overheard() as words:
+            try:
+                self._llm = await asyncio.to_thread(self._make, start, words.variables)
+            except (ValueError, RuntimeError, OSError) as error:
+                raise BackendFailed(start_failed(error, words.reason())) from error
+        self._cores = _engine_cores() - self._others
         await self._obey(self._engine.init_weight_transfer_engine(WeightTransferInitRequest()))
 
     async def stop(self) -> None:
         """See Backend."""
         llm, self._llm = self._llm, None
-        pids = self.pids
+        pids, self._cores = self.pids, set()
         if llm is not None:
             await asyncio.to_thread(llm.shutdown, 5.0)
         await asyncio.to_thread(kill, pids)
@@ -90,7 +96,7 @@ class VllmBackend:
                         ids = list(made.token_ids)
                         yield Tokens(ids, _log_probs(ids, made.logprobs))
         except _REFUSALS as error:
-            raise BackendFailed(_sentence(error)) from error
+            raise BackendFailed(sentence(error)) from error
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         """See Backend."""
@@ -106,7 +112,7 @@ class VllmBackend:
             async for output in self._engine.generate(prompt, params, f"score-{self._scores}"):
                 last = output
         except _REFUSALS as error:
-            raise BackendFailed(_sentence(error)) from error
+            raise BackendFailed(sentence(error)) from error
         given = last.prompt_logprobs or []
         found = [given[index][token_ids[index]].logprob for index in range(start, len(token_ids) - 1)]
         return [*found, last.outputs[0].logprobs[0][token_ids[-1]].logprob]
@@ -128,14 +134,27 @@ class VllmBackend:
         rows = [[e.name, e.dtype, list(e.shape), e.offset, e.size, e.digest] for e in entries]
         info = {"path": str(path), "entries": rows}
         await self._obey(self._engine.update_weights(WeightTransferUpdateRequest(update_info=info)))
-        workers = await self._obey(self._engine.collective_rpc("headrace_arrived"))
+        problem, workers = await self._session()
+        if problem:
+            await self._obey(self._engine.finish_weight_update())  # it ends the session, and changes nothing
+            raise BackendFailed(problem)
         if any(arrived != workers[0] for arrived in workers):
             raise BackendFailed("the workers read different bytes from one file")
-        return dict(workers[0])
+        return workers[0]
 
     async def finish_install(self, number: int) -> None:
         """See Backend."""
-        await self._obey(self._engine.finish_weight_update(weight_version=str(number)))
+        await self._obey(self._engine.finish_weight_update())
+        problem, _ = await self._session()
+        if problem:
+            raise BackendFailed(problem)
+        await self._obey(self._engine.update_weight_version(str(number)))
+
+    async def _session(self) -> tuple[str, list[dict[str, str]]]:
+        """What broke the session in any worker, and the digests of what arrived in each."""
+        workers = await self._obey(self._engine.collective_rpc("headrace_session"))
+        problems = (problem for problem, _ in workers if problem)
+        return next(problems, ""), [dict(arrived) for _, arrived in workers]
 
     async def reset_cache(self) -> None:
         """See Backend. What runs is computed again under the new weights."""
@@ -163,9 +182,9 @@ class VllmBackend:
             raise BackendFailed("the engine does not run")
         return self._llm
 
-    def _make(self, start: Start) -> AsyncLLM:
+    def _make(self, start: Start, variables: Mapping[str, str]) -> AsyncLLM:
         arguments = engine_args(self._config, self._options, start)
-        with _environment(_variables(start, arguments.tensor_parallel_size)):
+        with _environment({**_variables(start, arguments.tensor_parallel_size), **variables}):
             return AsyncLLM.from_engine_args(arguments)
 
     async def _obey(self, call: Any) -> Any:
@@ -175,7 +194,7 @@ class VllmBackend:
         except asyncio.CancelledError:
             raise
         except Exception as error:
-            raise BackendFailed(_sentence(error)) from error
+            raise BackendFailed(sentence(error)) from error
 
 
 def _sampling(distribution: Distribution, count: int) -> SamplingParams:
@@ -198,14 +217,12 @@ def _log_probs(ids: Sequence[int], found: Any) -> list[float]:
     return [float(found[index][token].logprob) for index, token in enumerate(ids)]
 
 
-def _sentence(error: BaseException) -> str:
-    cause = error.__cause__
-    words = str(error) or (str(cause) if cause is not None else "")
-    return f"{type(error).__name__}: {words}".strip(": ")
-
-
-def _is_engine(name: str) -> bool:
-    return name.startswith(("EngineCore", "VllmWorker"))
+def _engine_cores() -> set[int]:
+    """Processes of all engines of this instance; of one that is made anew, or of two in a test."""
+    children = multiprocessing.active_children()
+    return {
+        child.pid for child in children if child.pid and child.name.startswith(("EngineCore", "VllmWorker"))
+    }
 
 
 def _variables(start: Start, workers: int) -> dict[str, str]:

@@ -12,7 +12,7 @@ import signal
 import threading
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
+from headrace_rollout.engines.hosted.loader_errors import LOADER_ERRORS
 from headrace_rollout.engines.vllm.arguments import OWNER, TRANSFER
 
 warnings.filterwarnings("ignore", message="The given buffer is not writable")
@@ -52,7 +53,7 @@ class SharedFile(WeightTransferUpdateInfo):  # type: ignore[misc]
 
 
 class SharedMemoryTransfer(WeightTransferEngine[NoInit, SharedFile]):  # type: ignore[misc]
-    """Reads tensors from a mapped file; `arrived` has the digest of each as it was read here."""
+    """Reads tensors from a mapped file; what came of it is in `arrived` and `problem`, and nothing is raised."""
 
     init_info_cls = NoInit
     update_info_cls = SharedFile
@@ -60,22 +61,24 @@ class SharedMemoryTransfer(WeightTransferEngine[NoInit, SharedFile]):  # type: i
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self.arrived: dict[str, str] = {}
+        """The digest of each tensor as it was read here."""
+        self.problem = ""
+        """What broke the session that runs, or the last one; the rest of its calls do nothing."""
         self._half = False
 
     def init_transfer_engine(self, init_info: NoInit) -> None:
         """Nothing to do."""
 
     def start_weight_update(self) -> None:
-        """See WeightTransferEngine. Raises RuntimeError in a worker whose layers hold parts of two versions."""
+        """See WeightTransferEngine. A problem in a worker whose layers hold parts of two versions."""
+        self.arrived, self.problem = {}, ""
         if self._half:
-            raise RuntimeError("an update broke off while it was loaded; this worker must be started again")
-        self.arrived = {}
-        self._wanted = {name for name, _ in self.model.named_parameters()}
-        initialize_layerwise_reload(self.model)
+            self.problem = "an update broke off while it was loaded; this worker must be started again"
+        self._attempt(self._begin)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """See WeightTransferEngine; the base class waits for an accelerator that a CPU build does not have."""
-        self.receive_weights(self.parse_update_info(update_info))
+        self._attempt(lambda: self.receive_weights(self.parse_update_info(update_info)))
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
 
@@ -97,10 +100,25 @@ class SharedMemoryTransfer(WeightTransferEngine[NoInit, SharedFile]):  # type: i
 
     def finish_weight_update(self) -> None:
         """See WeightTransferEngine."""
+        self._attempt(self._finish)
+
+    def _begin(self) -> None:
+        self._wanted = {name for name, _ in self.model.named_parameters()}
+        initialize_layerwise_reload(self.model)
+
+    def _finish(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)
         if self.device.type == "cpu":
             _pack_heads(self.model)
         self._half = False
+
+    def _attempt(self, act: Callable[[], None]) -> None:
+        if self.problem:
+            return
+        try:
+            act()
+        except LOADER_ERRORS as error:
+            self.problem = f"{type(error).__name__}: {error}"
 
     def shutdown(self) -> None:
         """Nothing is held."""
@@ -148,9 +166,9 @@ class HeadraceWorker:
 
     weight_transfer_engine: SharedMemoryTransfer
 
-    def headrace_arrived(self) -> dict[str, str]:
-        """Digests of the tensors of the last update."""
-        return self.weight_transfer_engine.arrived
+    def headrace_session(self) -> tuple[str, dict[str, str]]:
+        """What broke the session of an update, or an empty text, and the digests of the tensors that arrived."""
+        return self.weight_transfer_engine.problem, self.weight_transfer_engine.arrived
 
     def headrace_threads(self, count: int) -> None:
         """Computes in so many threads; vLLM's CPU worker has put a function that does nothing in torch's place."""

@@ -13,7 +13,7 @@ from pydantic import ConfigDict, Field, PositiveFloat, model_validator
 from headrace_trainer.algorithms.plugins import ActorCriticOptions, Count, GrpoOptions, PolicyOptions
 
 KL = frozenset({"kl_loss_coef", "kl_estimator", "kl_target", "kl_horizon", "kl_reward_coef"})
-CRITIC = frozenset({"critic", "critic_path", "critic_lr", "critic_warmup_steps", "bootstrap_truncated"})
+CRITIC = frozenset({"critic", "critic_path", "bootstrap_truncated"})
 NOT_HERE = KL | CRITIC
 """Options of answers' algorithms that episodes have not: no reference model, and the critic is the policy's own."""
 

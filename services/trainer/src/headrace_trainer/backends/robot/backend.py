@@ -167,7 +167,7 @@ class RobotBackend:
             clip, critic_clip = self._clip(norm), self._clip(critic_norm)
             for gradient in beside.values():
                 gradient.mul_(critic_clip / clip)
-            self._adamw.step(gradients, denominator / clip, learning_rate)
+            self._adamw.step(gradients, denominator / clip, learning_rate, critic_rate)
         sums, maxima = self._gang.sum(self._figures.sums()), self._gang.maximum(self._figures.maxima())
         self.zero()
         return CommitReport(finite, norm, sums, maxima, critic_norm)
@@ -253,11 +253,16 @@ class RobotBackend:
         """See `Backend`: episodes are compared with no reference."""
 
     def warm_up(self) -> WarmUp:
-        """See `Backend`. The policy's normaliser is fitted to the demonstrations' states first."""
+        """See `Backend`. The policy's normaliser is fitted to the demonstrations' states first, and then stays.
+
+        A clone knows its states only as they were normalised when it learned: other statistics would make other
+        actions of the same states.
+        """
         warmup = self._config.trainer.warmup
         shown = read_demonstrations(self._config, self._policy)
         if self._policy.normalizer is not None and shown.observation.state_BS is not None:
             self._policy.normalizer.update(shown.observation.state_BS.to(self._gang.device))
+            self._policy.normalizer.freeze()
         losses = [self._imitate(shown, step) for step in range(warmup.steps)]
         self._take(self._policy)
         figures = {"moments": len(shown.valid_NC), "first_loss": losses[0], "last_loss": losses[-1]}
@@ -348,7 +353,8 @@ class RobotBackend:
         for _, tensor in state_tensors(policy):
             self._gang.share(tensor.data)
         decays = {name for name, parameter in policy.named_parameters() if parameter.dim() > 1}
-        self._optimizer = ShardedAdamW(self._config.optimizer, self._shards(), decays=decays)
+        critic = frozenset(name for name in self._shards() if name.startswith(CRITIC))
+        self._optimizer = ShardedAdamW(self._config.optimizer, self._shards(), decays=decays, critic=critic)
 
     def _shards(self) -> dict[str, Tensor]:
         return {name: parameter.data for name, parameter in self._policy.named_parameters()}

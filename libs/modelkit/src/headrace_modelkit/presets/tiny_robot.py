@@ -1,0 +1,124 @@
+"""Tiny vision-language-action policies with random weights, for runs that see pixels on a CPU.
+
+`python -m headrace_modelkit.presets.tiny_robot OUT_DIR --kind openvla_oft --actions 4`: a directory as `model.path`
+reads it, with a tokenizer of single characters. Their parts are those of the published models, but few and small.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from headrace_modelkit.errors import ModelNotReadable
+from headrace_modelkit.presets.tiny import character_tokenizer
+from headrace_modelkit.robot.directory import CONFIG, policy_config, save_policy
+from headrace_modelkit.robot.language import SPACE
+from headrace_modelkit.robot.scaling import ActionBounds
+
+KINDS = ("openvla", "openvla_oft", "pi0")
+CHARACTERS = "".join(map(chr, range(32, 127))) + "\n" + SPACE
+BINS, PADDING, PATCH, IMAGE = 256, 64, 14, 56
+WORDS = len(CHARACTERS) + 3
+
+
+def tiny_fields(
+    kind: str, actions: int, *, cameras: Sequence[str] = ("image",), state: int = 0, chunk_length: int = 1
+) -> dict[str, Any]:
+    """A policy's configuration: `actions` numbers of -1 to 1, `state` numbers that it reads (0: none)."""
+    fields: dict[str, Any] = {"kind": kind, "cameras": list(cameras), "chunk_length": chunk_length}
+    fields["bounds"] = _unit(actions)
+    if kind == "pi0":
+        return {**fields, "state": _unit(state), **_pi(actions, state, chunk_length)}
+    return {**fields, "proprio": _unit(state) if state else None, **_openvla()}
+
+
+def write_tiny_robot(directory: Path, fields: dict[str, Any], *, seed: int = 0) -> None:
+    """Writes the policy with random weights. Raises ModelNotReadable for fields that fit no policy."""
+    policy = policy_config(fields).build(seed)
+    with TemporaryDirectory() as beside:
+        character_tokenizer(CHARACTERS).save_pretrained(beside)
+        save_policy(policy, directory, tokenizer=beside)
+
+
+def _unit(size: int) -> dict[str, Any] | None:
+    return ActionBounds.unit(size).model_dump() if size else None
+
+
+def _openvla() -> dict[str, Any]:
+    eye = {"width": 32, "depth": 2, "heads": 2, "mlp_width": 64, "image_size": IMAGE, "patch_size": PATCH}
+    text = {
+        "vocab_size": WORDS + BINS + PADDING,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "pad_token_id": 0,
+    }
+    return {"featurizers": [eye, eye], "text": text, "bins": BINS, "action_vocabulary": WORDS + BINS}
+
+
+def _pi(actions: int, state: int, chunk_length: int) -> dict[str, Any]:
+    text = {
+        "model_type": "gemma",
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+        "vocab_size": WORDS + 1,
+    }
+    eye = {
+        "model_type": "siglip_vision_model",
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "image_size": IMAGE,
+        "patch_size": PATCH,
+        "vision_use_head": False,
+    }
+    sight = {"model_type": "paligemma", "text_config": text, "vision_config": eye, "projection_dim": 64}
+    model = {
+        "vlm_config": {**sight, "image_token_id": WORDS},
+        "dit_config": {**text, "hidden_size": 32, "intermediate_size": 64},
+        "chunk_size": chunk_length,
+        "max_state_dim": state,
+        "max_action_dim": actions,
+    }
+    return {"model": model, "flow": {"steps": 3, "noise": "learned", "drawn": "all", "width": (0.2, 0.4)}}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(prog="headrace_modelkit.presets.tiny_robot", description=__doc__)
+    parser.add_argument("directory", type=Path, metavar="OUT_DIR")
+    parser.add_argument("--kind", choices=KINDS, default="openvla_oft")
+    parser.add_argument("--actions", type=int, required=True, help="numbers of an action")
+    parser.add_argument("--state", type=int, default=0, help="numbers of the state; pi0 needs one")
+    parser.add_argument("--cameras", nargs="+", default=["image"], help="names of the cameras")
+    parser.add_argument(
+        "--chunk-length", type=int, default=1, help="actions drawn at once (openvla_oft, pi0)"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of the random weights")
+    asked = parser.parse_args(arguments)
+    if asked.actions < 1 or asked.chunk_length < 1 or asked.state < 0:
+        parser.error("--actions and --chunk-length are 1 or more, --state is 0 or more")
+    if asked.kind == "pi0" and not asked.state:
+        parser.error("pi0 reads a state: give --state, how many numbers it has")
+    chosen = {"cameras": asked.cameras, "state": asked.state, "chunk_length": asked.chunk_length}
+    if (asked.directory / CONFIG).exists():
+        parser.error(f"{asked.directory} holds a policy already: remove it, or name another directory")
+    try:
+        write_tiny_robot(asked.directory, tiny_fields(asked.kind, asked.actions, **chosen), seed=asked.seed)
+    except ModelNotReadable as error:
+        parser.error(str(error))
+    print(asked.directory)
+
+
+if __name__ == "__main__":
+    main()

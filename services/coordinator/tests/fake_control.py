@@ -1,0 +1,326 @@
+"""`Control` in memory, without runs or a fleet, for tests of the HTTP API."""
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+from headrace_coordinator.api.admission import FleetView, check
+from headrace_coordinator.api.control import Page, Refused
+from headrace_coordinator.api.overviews import summary
+from headrace_schema.evaluating import EvaluationSpec
+from headrace_schema.evaluations import ComparisonView, EvaluationRunView, VideoListView
+from headrace_schema.overviews import CurvesView, FlowView
+from headrace_schema.problems import nearest
+from headrace_schema.spec import RunSpec
+from headrace_schema.views import (
+    CertificateView,
+    CheckpointView,
+    CountsView,
+    DeviceView,
+    EvaluationView,
+    EventView,
+    HealthView,
+    InstanceView,
+    KeyProblemView,
+    LeaseView,
+    PolicyView,
+    RunView,
+    StepView,
+)
+
+SPEC: dict[str, Any] = {
+    "name": "sums",
+    "model": {"path": "owner/model"},
+    "data": {"source": "copy_digits", "heldout": 10},
+    "reward": {"scorers": [{"name": "exact"}]},
+}
+ENDED = {"SUCCEEDED", "FAILED", "CANCELLED"}
+
+
+class FakeControl:
+    """Keeps runs, keys and events in memory; moves a run only when a request or a test says so."""
+
+    def __init__(self) -> None:
+        self.records: dict[str, RunView] = {}
+        self.keys: dict[str, tuple[str, str]] = {}
+        self.log: dict[str, list[EventView]] = {}
+        self.news = asyncio.Condition()
+        self.broken_after: int | None = None
+        self.vitals = HealthView(status="ok")
+
+    async def check(self, spec: RunSpec) -> list[KeyProblemView]:
+        capabilities = {
+            "rollout": {"engines": frozenset({"transformers"})},
+            "trainer": {"backends": frozenset({"fsdp"}), "algorithms": frozenset({"grpo"})},
+            "reward": {"scorers": frozenset({"exact", "last_number"})},
+        }
+        counts = {"rollout": 1, "trainer": 1, "reward": 1}
+        return check(self.settle(spec)[0], FleetView(capabilities, counts, ["h/cpu:0", "h/cpu:1"]))
+
+    def settle(self, spec: RunSpec) -> tuple[RunSpec, str]:
+        if spec.rollout.engine != "auto":
+            return spec, ""
+        rollout = spec.rollout.model_copy(update={"engine": "transformers"})
+        return spec.model_copy(update={"rollout": rollout}), "auto takes transformers"
+
+    async def submit(self, spec: RunSpec, idempotency_key: str) -> RunView:
+        body = spec.model_dump_json()
+        if known := self.keys.get(idempotency_key):
+            if known[1] != body:
+                raise Refused("CONFLICT", "the key was used for another spec")
+            return self.records[known[0]]
+        if problems := await self.check(spec):
+            raise Refused("INVALID", "the fleet cannot run this", problems)
+        run_id = f"{spec.name}-{len(self.records)}"
+        self.keys[idempotency_key] = (run_id, body)
+        self.records[run_id] = run_view(run_id, spec)
+        self.log[run_id] = []
+        return self.records[run_id]
+
+    async def emit(self, run_id: str, type: str, state: str = "RUNNING", **data: Any) -> None:
+        """Adds an event and moves the run."""
+        number = len(self.log[run_id]) + 1
+        self.log[run_id].append(EventView(id=number, type=type, time=1.0, run=run_id, data=data))
+        self.records[run_id] = self.records[run_id].model_copy(update={"state": state})
+        async with self.news:
+            self.news.notify_all()
+
+    def runs(
+        self, size: int, after: str = "", states: frozenset[str] = frozenset(), oldest_first: bool = False
+    ) -> Page[RunView, str]:
+        every = list(self.records) if oldest_first else list(reversed(self.records))
+        names = [name for name in every if not states or self.records[name].state in states or name == after]
+        start = names.index(after) + 1 if after else 0
+        shown = names[start : start + size]
+        return [self.run(name) for name in shown], shown[-1] if start + size < len(names) else None
+
+    async def summaries(self, size: int, after: str, states: frozenset[str], search: str):
+        names = [
+            name
+            for name in reversed(self.records)
+            if search in name and (not states or self.records[name].state in states)
+        ]
+        start = names.index(after) + 1 if after else 0
+        shown = [summary(self.run(name), [0.25, None]) for name in names[start : start + size]]
+        return shown, shown[-1].id if start + size < len(names) else None, len(names)
+
+    async def curves(self, run_id: str, points: int) -> CurvesView:
+        self.run(run_id)
+        return CurvesView(steps=[1], series={"train/reward": [None]}, evaluations=[], total=1, event=0)
+
+    async def check_evaluation(self, asked: EvaluationSpec) -> list[KeyProblemView]:
+        return []
+
+    async def submit_evaluation(self, asked: EvaluationSpec, idempotency_key: str) -> EvaluationRunView:
+        raise Refused("INVALID", "the fleet cannot make this evaluation")
+
+    def suite_evaluations(self, size: int, after: str = "") -> Page[EvaluationRunView, str]:
+        if after:
+            raise ValueError(after)
+        return [], None
+
+    def suite_evaluation(self, evaluation_id: str) -> EvaluationRunView:
+        raise Refused("NOT_FOUND", f"there is no evaluation {evaluation_id!r}")
+
+    async def compare_evaluations(self, first: str, second: str) -> ComparisonView:
+        raise Refused("NOT_FOUND", f"there is no evaluation {first!r}")
+
+    async def evaluation_videos(self, evaluation_id: str) -> VideoListView:
+        raise Refused("NOT_FOUND", f"there is no evaluation {evaluation_id!r}")
+
+    async def evaluation_video(self, evaluation_id: str, name: str) -> Path:
+        raise Refused("NOT_FOUND", f"there is no evaluation {evaluation_id!r}")
+
+    def flow(self, run_id: str) -> FlowView:
+        self.run(run_id)
+        counts = {"waiting": 1, "generating": 2, "scoring": 1, "scored": 0, "learned": 0, "dropped": 0}
+        return FlowView(step=1, slots=4, holders={"rollout-0": 2}, **counts)
+
+    async def newest_events(self, run_id: str, size: int, before: int) -> Page[EventView, int]:
+        self.run(run_id)
+        found = [event for event in reversed(self.log[run_id]) if event.id < before]
+        return found[:size], found[size - 1].id if len(found) > size else None
+
+    def run_states(self) -> dict[str, int]:
+        return Counter(run.state for run in self.records.values())
+
+    def run(self, run_id: str) -> RunView:
+        if run_id not in self.records:
+            close = nearest(run_id, self.records)
+            raise Refused(
+                "NOT_FOUND", f"there is no run {run_id!r}" + (f"; did you mean {close}?" if close else "")
+            )
+        return self.records[run_id]
+
+    def _move(self, run_id: str, state: str) -> RunView:
+        if self.run(run_id).state in ENDED:
+            raise Refused("CONFLICT", f"run {run_id} has ended")
+        self.records[run_id] = self.records[run_id].model_copy(update={"state": state})
+        return self.records[run_id]
+
+    async def pause(self, run_id: str, now: bool, idempotency_key: str) -> RunView:
+        return self._move(run_id, "PAUSED" if now else "PAUSING")
+
+    async def resume(self, run_id: str, idempotency_key: str) -> RunView:
+        return self._move(run_id, "RUNNING")
+
+    async def cancel(self, run_id: str, idempotency_key: str) -> RunView:
+        return self._move(run_id, "CANCELLED")
+
+    async def events(self, run_id: str, after: int) -> AsyncIterator[EventView]:
+        sent = 0
+        while True:
+            while sent < len(self.log[run_id]):
+                event = self.log[run_id][sent]
+                sent += 1
+                if event.id > after:
+                    yield event
+            if self.records[run_id].state in ENDED:
+                return
+            async with self.news:
+                await self.news.wait()
+
+    async def steps(self, run_id: str, size: int, after: int = -1) -> Page[StepView, int]:
+        self.run(run_id)
+        return cut([step_view(number) for number in range(7)], size, after)
+
+    async def evaluations(self, run_id: str, size: int, after: int = -1) -> Page[EvaluationView, int]:
+        self.run(run_id)
+        return cut([evaluation_view(number) for number in range(3)], size, after)
+
+    async def certificates(self, run_id: str, size: int, after: int = -1) -> Page[CertificateView, int]:
+        self.run(run_id)
+        return cut([certificate_view(number) for number in range(1, 6)], size, after)
+
+    async def checkpoints(self, run_id: str) -> list[CheckpointView]:
+        self.run(run_id)
+        policy = PolicyView(number=1, parent=0, ordinal=1, digest="d")
+        return [CheckpointView(name=f"step-{number}", version=policy, size_bytes=9) for number in (9, 4)]
+
+    def instances(self) -> list[InstanceView]:
+        return [
+            InstanceView(
+                name=f"rollout-{number}",
+                incarnation=f"i{number}",
+                kind="rollout",
+                state="READY",
+                host="h",
+                address="h:1",
+                devices=[f"h/cpu:{number}"],
+                capabilities={"engines": ["transformers"]},
+                run="",
+                resident_memory_bytes=1000,
+                last_heartbeat_age_s=0.5,
+            )
+            for number in range(3)
+        ]
+
+    def leases(self) -> list[LeaseView]:
+        return [
+            LeaseView(
+                epoch=7,
+                state="HELD",
+                instance="i0",
+                run="",
+                stage="learn",
+                devices=["h/cpu:0"],
+                expires_in_s=9,
+            )
+        ]
+
+    def devices(self) -> list[DeviceView]:
+        return [DeviceView(name="h/cpu:0", state="LEASED", holder="i0", reason="")]
+
+    def health(self) -> HealthView:
+        return self.vitals
+
+    async def drain(self, name: str, idempotency_key: str) -> str:
+        for instance in self.instances():
+            if instance.name == name:
+                return instance.incarnation
+        raise Refused("NOT_FOUND", f"there is no instance {name!r}")
+
+    async def scale(self, kind: str, count: int, idempotency_key: str) -> int:
+        if kind == "simulator":
+            raise Refused("UNAVAILABLE", "no supervisor can change the number of simulator processes")
+        return count
+
+
+def cut(entries, size: int, after: int):
+    """A page of a list whose positions are its indices."""
+    shown = entries[after + 1 : after + 1 + size]
+    return shown, after + size if after + 1 + size < len(entries) else None
+
+
+def run_view(run_id: str, spec: RunSpec) -> RunView:
+    return RunView(
+        name=f"runs/{run_id}",
+        id=run_id,
+        state="QUEUED",
+        reason="",
+        step=0,
+        steps=spec.steps,
+        created_at=1.0,
+        started_at=None,
+        finished_at=None,
+        waiting_for=[],
+        policy=None,
+        warmup_steps=0,
+        baseline_prefill=None,
+        evaluations=[],
+        last_step=step_view(6),
+        counts=CountsView(trained=0, dropped=0, duplicates=0, max_staleness=0, frontier=0),
+        recoveries=0,
+        run_directory="",
+        export_path="",
+        spec=spec.model_dump(mode="json"),
+    )
+
+
+def step_view(number: int) -> StepView:
+    return StepView(
+        step=number,
+        version=number + 1,
+        wall_s=2.0,
+        reward_mean=0.25,
+        tokens=100,
+        tokens_per_s=50.0,
+        stage_s={"generate": 1.0},
+        devices={},
+        trained=32,
+        dropped=0,
+        max_staleness=0,
+        figures={"loss": float("nan")},
+    )
+
+
+def evaluation_view(number: int) -> EvaluationView:
+    return EvaluationView(
+        kind="heldout",
+        step=number,
+        version=number + 1,
+        score=0.5,
+        parts={"exact": 0.5},
+        answers=4,
+        examples=[],
+    )
+
+
+def certificate_view(number: int) -> CertificateView:
+    return CertificateView(
+        version=PolicyView(number=number * 10, parent=0, ordinal=number, digest="d"),
+        step=number,
+        attempt=1,
+        live=True,
+        trained=[(0, 0, 1)],
+        dropped=[(0, 1, "GROUP_INCOMPLETE")],
+        set_digest="d",
+        tokens=2,
+        tokens_by_version={number: 2},
+        max_staleness=0,
+        log_prob_mismatch_mean=0.0,
+        drop_rate_by_length={},
+        drop_rate_by_pass_rate={},
+    )
