@@ -129,9 +129,11 @@ NIGHTLY = [
         timeout_s=14400,
     ),
     _tests("nightly", "integration_tests", "cli/tests", "-m", "nightly", timeout_s=14400),
-    Part("sglang", (sys.executable, "-m", "ci.engines", "sglang", "--run"), timeout_s=7200),
+    Part("sglang", (sys.executable, "-m", "ci.engines", "sglang", "--run", "--nightly"), timeout_s=7200),
     Part(
-        "vllm-two-ranks", (sys.executable, "-m", "ci.engines", "vllm", "--options", TWO_RANKS), timeout_s=3600
+        "vllm-two-ranks",
+        (sys.executable, "-m", "ci.engines", "vllm", "--nightly", "--options", TWO_RANKS),
+        timeout_s=3600,
     ),
     _simulator("maniskill", timeout_s=3600),
     _simulator("libero", timeout_s=3600),
