@@ -154,7 +154,7 @@ def ended(client: Client, run: Run) -> Run:
 
 def seconds(runs: list[Run]) -> float:
     """From the first submission to the last end."""
-    took = max(run.finished_at for run in runs) - min(run.created_at for run in runs)
+    took = max(run.finished_at or 0.0 for run in runs) - min(run.created_at for run in runs)
     say(f"{', '.join(run.id for run in runs)}: {took:.1f} s")
     return took
 
