@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+from collections import Counter
 from functools import partial
 
 import grpc
@@ -10,14 +12,19 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from headrace_modelkit.presets.tiny_robot import tiny_fields, write_tiny_robot
 from headrace_modelkit.robot.directory import policy_config
+from headrace_modelkit.robot.policy import imitation_loss
 from headrace_modelkit.weights import load_weights
 from headrace_schema.openings import TrainerConfig
 from headrace_trainer.backends._base import CommitReport
-from headrace_trainer.backends.robot.cloning import read_demonstrations
+from headrace_trainer.backends.robot.cloning import check_demonstrations, read_demonstrations
 from headrace_trainer.kinds import run_algorithm, run_backend
+from PIL import Image
 
 EPISODES = 24
+SIZE = 28
+"""Pixels of a picture's height and width."""
 
 
 def scripted(state: np.ndarray) -> np.ndarray:
@@ -28,38 +35,47 @@ def scripted(state: np.ndarray) -> np.ndarray:
 
 @pytest.fixture
 def demonstrations(tmp_path, robots):
-    """Episodes of the script as LeRobot stores them; seeds that no test plays."""
-    rows, episodes = [], []
+    """Episodes of the script; seeds that no test plays."""
+    rows = []
     for episode in range(EPISODES):
         world = robots.Reach()
         state = world.reset(10**8 + episode)
         for frame in range(world.horizon):
             action = scripted(state)
-            rows.append(
-                {
-                    "observation.state": state.astype(np.float32),
-                    "action": action.astype(np.float32),
-                    "episode_index": episode,
-                    "frame_index": frame,
-                    "task_index": 0,
-                }
-            )
+            rows.append(row(episode, frame, state, action))
             state = world.step(action)[0]
-        place = {"data/chunk_index": 0, "data/file_index": 0}
-        episodes.append({"episode_index": episode, "length": world.horizon, "tasks": ["reach"], **place})
-    folder = tmp_path / "reach"
+    return write(tmp_path / "reach", rows, "reach")
+
+
+def row(episode, frame, state, action, **images):
+    """A step as LeRobot stores it; images are PNG files."""
+    return {
+        "observation.state": np.asarray(state, np.float32),
+        "action": np.asarray(action, np.float32),
+        "episode_index": episode,
+        "frame_index": frame,
+        "task_index": 0,
+        **{f"observation.images.{name}": {"bytes": file, "path": None} for name, file in images.items()},
+    }
+
+
+def write(folder, rows, task):
+    """A LeRobot data set of these steps."""
+    lengths = Counter(each["episode_index"] for each in rows)
+    place = {"data/chunk_index": 0, "data/file_index": 0}
+    episodes = [{"episode_index": n, "length": length, **place} for n, length in lengths.items()]
     for part in ("data/chunk-000", "meta/episodes/chunk-000"):
         (folder / part).mkdir(parents=True)
     pd.DataFrame(rows).to_parquet(folder / "data/chunk-000/file-000.parquet")
     pd.DataFrame(episodes).to_parquet(folder / "meta/episodes/chunk-000/file-000.parquet")
-    pd.DataFrame({"task_index": [0]}, index=["reach"]).to_parquet(folder / "meta/tasks.parquet")
+    pd.DataFrame({"task_index": [0]}, index=[task]).to_parquet(folder / "meta/tasks.parquet")
+    numbers = {name: rows[0][name] for name in ("action", "observation.state")}
+    features = {name: {"dtype": "float32", "shape": list(value.shape)} for name, value in numbers.items()}
+    images = [name for name in rows[0] if name.startswith("observation.images.")]
     info = {
         "codebase_version": "v3.0",
         "data_path": "data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet",
-        "features": {
-            "action": {"dtype": "float32", "shape": [2]},
-            "observation.state": {"dtype": "float32", "shape": [6]},
-        },
+        "features": features | {name: {"dtype": "image", "shape": [SIZE, SIZE, 3]} for name in images},
     }
     (folder / "meta/info.json").write_text(json.dumps(info))
     return folder
@@ -148,6 +164,45 @@ def test_only_as_many_demonstrations_as_are_wanted(robot_config, demonstrations)
     config = TrainerConfig.model_validate(robot_config(trainer=cloning(demonstrations, episodes=3)))
     policy = policy_config(config.model.policy).build(0)
     assert len(read_demonstrations(config, policy).valid_NC) == 3 * 24
+
+
+def picture(brightness):
+    file = io.BytesIO()
+    Image.fromarray(np.full((SIZE, SIZE, 3), brightness, np.uint8)).save(file, format="PNG")
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("kind", ["openvla_oft", "pi0"])
+def test_a_policy_with_eyes_and_words_imitates_by_its_own_loss(kind, robot_config, gang, tmp_path):
+    """The same setting for every kind: token loss, flow matching. The words are those of the demonstrations."""
+    write_tiny_robot(tmp_path / "policy", tiny_fields(kind, 2, state=3, chunk_length=2))
+    random = np.random.default_rng(0)
+    rows = [
+        row(episode, frame, random.uniform(-1, 1, 3), (0.5, -0.5), image=picture(40 * frame))
+        for episode in range(2)
+        for frame in range(6)
+    ]
+    write(tmp_path / "shown", rows, "push the cube")
+    warmup = cloning(tmp_path / "shown", steps=30, batch=12)
+    model = {"path": str(tmp_path / "policy")}
+    fields = robot_config(trainer=warmup, instruction="In: {question}?\nOut:") | {"model": model}
+    config = TrainerConfig.model_validate(fields)
+    check_demonstrations(config)
+    backend = run_backend(config, run_algorithm(config), gang)
+    backend.load_initial()
+    seen = read_demonstrations(config, backend._policy)
+    prompts = seen.observation.prompts
+    assert len(prompts) == 12 and len(set(prompts)) == 1 and len(prompts[0]) > 4
+    before = loss_of(backend._policy, seen)
+    assert backend.warm_up().figures["warmup_moments"] == 12
+    assert loss_of(backend._policy, seen) < 0.95 * before
+
+
+@torch.no_grad()
+def loss_of(policy, seen):
+    """The loss of every moment, with the same noise each time."""
+    losses = policy.imitate(seen.observation, seen.sampled["actions"], range(len(seen.valid_NC)))
+    return float(imitation_loss(losses, seen.valid_NC))
 
 
 class Half:

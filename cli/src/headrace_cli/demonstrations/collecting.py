@@ -161,9 +161,11 @@ async def _open(environment: EnvironmentSection, task: str, count: int, stub: An
     modes = {"dense": simulator_pb2.REWARD_MODE_DENSE, "sparse": simulator_pb2.REWARD_MODE_SPARSE}
     request = simulator_pb2.OpenPoolRequest(
         header=_header(task),
-        environment=simulator_pb2.Environment(backend=environment.backend, name=task),
+        environment=simulator_pb2.Environment(
+            backend=environment.backend, name=environment.variant_of(task)[0]
+        ),
         count=count,
-        options_json=json.dumps({**environment.options, "expert": True}),
+        options_json=json.dumps({**environment.options_of(task), "expert": True}),
         max_episode_steps=environment.max_episode_steps,
         # The simulator's own choice is for long runs: starting a process takes longer than these episodes.
         processes=environment.processes or os.cpu_count() or 1,
@@ -201,7 +203,7 @@ class _Player:
     def __init__(self, wanted: Collection, task: str, pool: Any, stub: Any) -> None:
         self.image_shapes: dict[str, tuple[int, ...]] = {}
         self._wanted, self._pool, self._stub = wanted, pool, stub
-        self._task = pool.instruction or task
+        self._task = wanted.environment.instruction_of(task) or pool.instruction or task
         self._low, self._high = (
             decode_tensor(bound, max_bytes=MOST_BYTES)
             for bound in (pool.action_space.low, pool.action_space.high)
