@@ -70,7 +70,7 @@ def small(folder: Path, steps: int) -> dict[str, dict[str, Any]]:
 
 def real(model: Path, folder: Path, steps: int) -> dict[str, dict[str, Any]]:
     """Runs of a model that answers: one prompt in four asks for a long answer."""
-    here = Here(turns=1, steps=steps, width=0, layers=0, groups=8, size=2, longest=96)
+    here = Here(turns=1, steps=steps, width=0, layers=0, groups=8, size=2, longest=64)
     rows = [
         {"question": (LONG if place % 4 == 0 else SHORT).format(THINGS[place % 7]), "answer": ""}
         for place in range(here.groups * (steps + STILL_STEPS))
