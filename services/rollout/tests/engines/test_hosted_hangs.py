@@ -12,7 +12,9 @@ from headrace_rollout.engines.hosted import Deadlines
 from plain_backend import PlainBackend, build_plain
 from rig import ENGINES_HERE, Collector, Rig, group, make_rig
 
-pytestmark = pytest.mark.skipif("plain" not in ENGINES_HERE, reason="what the adapter does, whatever the engine")
+pytestmark = pytest.mark.skipif(
+    "plain" not in ENGINES_HERE, reason="what the adapter does, whatever the engine"
+)
 
 SHORT_S = 3.0
 START_LIMIT_S = 6.0  # the start that follows makes a model
