@@ -7,9 +7,11 @@ transformers and `LLM` of vLLM; both vllm sides run in `.envs/vllm`, which `make
 torch's compiler.
 
 Prints one JSON line: for each engine `service_vs_bare_ENGINE`, the ratio of the median tokens/s; both medians with
-their quartiles; `start_s_ENGINE` (the process until the run is open), `install_s_ENGINE` (weights from disk),
-`pause_s_ENGINE` (until what runs has come back); and `kv_bytes_vs_needed`, the most memory that the built-in engine's
-cache takes for one answer of 1,800 tokens beside eight of 76, over what their tokens need.
+their quartiles; `start_s_ENGINE` (the process until its first version is in), `install_s_ENGINE` (the engine takes
+another version, which the service has read), `pause_s_ENGINE` (until what runs has come back), `memory_mib_ENGINE` (of
+the service and its engine's processes after the turns; pages that processes share count once); and
+`kv_bytes_vs_needed`, the most memory that the built-in engine's cache takes for one answer of 1,800 tokens beside
+eight of 76, over what their tokens need.
 """
 
 from __future__ import annotations
@@ -70,6 +72,7 @@ class Found:
     start_s: float = 0.0
     install_s: float = 0.0
     pause_s: float = 0.0
+    memory_mib: float = 0.0
 
 
 def main() -> None:
@@ -122,6 +125,7 @@ def measure(name: str, load: Load, folder: Path, turns: int) -> Found:
                 ratio = found.service.rates[-1] / found.bare.rates[-1]
                 rates = f"service {found.service.rates[-1]:.1f}, bare {found.bare.rates[-1]:.1f} tokens/s"
                 say(f"{name} turn {turn + 1} of {turns}: {rates}, ratio {ratio:.3f}; {machine()}")
+        found.memory_mib = service.memory_mib()
         found.pause_s = service.pause(turns + 1)
     return found
 
@@ -175,8 +179,8 @@ class Bare:
 class Service:
     """A rollout service that holds a lease and has the model installed."""
 
-    def __init__(self, engine: Any, load: Load) -> None:
-        self._engine, self._load = engine, load
+    def __init__(self, engine: Any, load: Load, pid: int) -> None:
+        self._engine, self._load, self._pid = engine, load, pid
 
     @classmethod
     @contextmanager
@@ -185,7 +189,6 @@ class Service:
         from harness import alone
         from harness.by_hand import Engine, header
         from harness.fake_fleet import FakeFleet
-        from headrace.common.v1 import common_pb2
         from headrace.rollout.v1 import rollout_pb2
 
         with ExitStack() as stack:
@@ -202,22 +205,26 @@ class Service:
             config = {"model": {"path": load.model, "dtype": load.dtype}, "rollout": rollout, "seed": 3}
             asked = rollout_pb2.OpenRunRequest(header=header(), config_json=json.dumps(config))
             engine.stub.OpenRun(asked, timeout=alone.CALL_S)
-            found.start_s = time.perf_counter() - started
             engine.wake()
-            started = time.perf_counter()
-            files = rollout_pb2.PolicyFiles(checkpoint="")
-            version = common_pb2.PolicyVersion(number=1)
-            engine.stub.InstallPolicy(
-                rollout_pb2.InstallPolicyRequest(header=header(LEASE), version=version, files=files),
-                timeout=alone.CALL_S,
-            )
-            found.install_s = time.perf_counter() - started
-            yield cls(engine, load)
+            _install(engine, 1, "")
+            found.start_s = time.perf_counter() - started
+            found.install_s = _install(engine, 2, str(_other_version(Path(load.model), folder)))
+            yield cls(engine, load, process.process.pid)
 
     def turn(self, turn: int) -> float:
         """Tokens/s."""
         started = time.perf_counter()
         return sum(self._sampled(turn)) / (time.perf_counter() - started)
+
+    def memory_mib(self) -> float:
+        """Of the service's process and all below it, each shared page by its share."""
+        pids, kib = [self._pid], 0
+        for pid in pids:  # grows while it is walked
+            for task in Path(f"/proc/{pid}/task").iterdir():
+                pids += [int(child) for child in (task / "children").read_text().split()]
+            lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+            kib += next(int(line.split()[1]) for line in lines if line.startswith("Pss:"))
+        return kib / 1024
 
     def pause(self, turn: int) -> float:
         """Seconds of a Pause after the first tokens of a turn."""
@@ -248,7 +255,7 @@ class Service:
 
         opening = rollout.GenerateOpen(
             header=header(LEASE),
-            policy_number=1,
+            policy_number=2,
             distribution=DISTRIBUTION,
             max_new_tokens=self._load.tokens,
             seed=turn,
@@ -271,6 +278,38 @@ class Service:
         return found
 
 
+def _install(engine: Any, number: int, checkpoint: str) -> float:
+    """A version from a directory, or the model's own; returns the seconds without what the service read before."""
+    from harness import alone
+    from harness.by_hand import header
+    from headrace.common.v1 import common_pb2
+    from headrace.rollout.v1 import rollout_pb2
+
+    asked = rollout_pb2.InstallPolicyRequest(
+        header=header(LEASE),
+        version=common_pb2.PolicyVersion(number=number),
+        files=rollout_pb2.PolicyFiles(checkpoint=checkpoint),
+    )
+    answer = engine.stub.InstallPolicy(asked, timeout=alone.CALL_S)
+    return float(answer.pause_time.ToTimedelta().total_seconds())
+
+
+def _other_version(model: Path, folder: Path) -> Path:
+    """A checkpoint of the model with other weights."""
+    from headrace_modelkit.loading import load_model
+    from headrace_modelkit.weights import state_tensors
+    from headrace_schema.generating import ModelSection
+    from safetensors.torch import save_file
+
+    checkpoint = folder / "checkpoint"
+    if not checkpoint.exists():
+        checkpoint.mkdir()
+        loaded = load_model(ModelSection(path=str(model), dtype="float32"))
+        masters = {name: tensor.detach() * 1.01 for name, tensor in state_tensors(loaded)}
+        save_file(masters, checkpoint / "weights.safetensors")
+    return checkpoint
+
+
 def figures(found: dict[str, Found], kv: float | None) -> dict[str, float]:
     """See the module's docstring."""
     flat: dict[str, float] = {}
@@ -283,6 +322,7 @@ def figures(found: dict[str, Found], kv: float | None) -> dict[str, float]:
             f"start_s_{name}": of.start_s,
             f"install_s_{name}": of.install_s,
             f"pause_s_{name}": of.pause_s,
+            f"memory_mib_{name}": of.memory_mib,
         }
     return flat if kv is None else {**flat, "kv_bytes_vs_needed": kv}
 
@@ -301,11 +341,13 @@ def show(found: dict[str, Found], kv: float | None) -> None:
         "start",
         "install",
         "pause",
+        "MiB",
     )
     rows = [
         (
             *(name, of.service.median, *of.service.quartiles, of.bare.median, *of.bare.quartiles),
             *(of.service.median / of.bare.median, of.start_s, of.install_s, of.pause_s),
+            of.memory_mib,
         )
         for name, of in found.items()
     ]

@@ -25,6 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("engine", choices=ENGINES)
     parser.add_argument("--run", action="store_true", help="a whole run on the real services too")
     parser.add_argument("--options", default="{}", help="rollout.engine_options of the contract, in JSON")
+    parser.add_argument("--nightly", action="store_true", help="what takes too long for every change, too")
     options = parser.parse_args(arguments)
     engine = options.engine
     started = time.monotonic()
@@ -37,17 +38,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{sentence}; {'this is an error under CI=true' if required else 'its tests are skipped'}")
         return 1 if required else 0
     print(f"{engine}: its environment is ready after {time.monotonic() - started:.0f} s", flush=True)
-    status = _tests(engine, Path(f".envs/{engine}/bin/python"), CONTRACT, options.options)
+    python, more = Path(f".envs/{engine}/bin/python"), ("-m", "") if options.nightly else ()
+    status = _tests(engine, python, CONTRACT, *more, engine_options=options.options)
     if options.run:
         status = _tests(engine, Path(sys.executable), RUNS) or status
     print(f"{engine}: {time.monotonic() - started:.0f} s in all")
     return status
 
 
-def _tests(engine: str, python: Path, folder: str, options: str = "{}") -> int:
+def _tests(engine: str, python: Path, folder: str, *more: str, engine_options: str = "{}") -> int:
     """Runs the tests of a folder for the engine; returns pytest's status."""
-    variables = {**os.environ, "ENGINE": engine, "ENGINE_OPTIONS": options, "HF_HUB_OFFLINE": "1"}
-    command = [str(python), "-m", "pytest", "-p", "no:cacheprovider", "--durations=5", folder]
+    variables = {**os.environ, "ENGINE": engine, "ENGINE_OPTIONS": engine_options, "HF_HUB_OFFLINE": "1"}
+    command = [str(python), "-m", "pytest", "-p", "no:cacheprovider", "--durations=5", *more, folder]
     return subprocess.run(command, env=variables, check=False).returncode
 
 

@@ -88,8 +88,10 @@ _UNITS = [_tests(name, f"{folder}/tests", shares=True) for name, folder in UNITS
 
 _IMAGES = "integration_tests/compose/test_compose_images.py"
 
-# Parts that share the machine come first, long ones before short ones, so that both lanes end together. What starts
-# and kills whole fleets comes after, alone. Environments and images are made before the parts that use them.
+# Parts that share the machine come first, long ones before short ones, so that both lanes end together. Flows keep
+# less than one core busy: services of a tiny run mostly wait for each other; containers decode with a delay. What
+# kills and stops fleets comes after, alone, since silences are timed there; and so does vLLM, whose engine takes
+# both cores. Environments and images are made before the parts that use them.
 TEST = [
     Part(
         "images",
@@ -104,14 +106,14 @@ TEST = [
     _tests("packaging", "integration_tests/packaging", timeout_s=1200, shares=True),
     *_UNITS[2:],
     _simulator("metaworld", timeout_s=900),
+    _tests("flows", "integration_tests/flows", timeout_s=1200, shares=True),
     _tests("contracts", "integration_tests/contracts", timeout_s=900, shares=True),
     _tests("browser", "integration_tests/browser", timeout_s=900, shares=True),
     _tests("bad_input", "integration_tests/bad_input", timeout_s=900, shares=True),
     Part("vllm-environment", ("sh", "ci/engines_vllm.sh", sys.executable), timeout_s=900, shares=True),
     _tests("benchmarks", "benchmarks/tests", shares=True),
-    _tests("flows", "integration_tests/flows", timeout_s=1200),
+    _tests("compose", "integration_tests/compose", f"--ignore={_IMAGES}", timeout_s=1200, shares=True),
     _tests("faults", "integration_tests/faults", timeout_s=1500),
-    _tests("compose", "integration_tests/compose", f"--ignore={_IMAGES}", timeout_s=1200),
     # In an environment of its own (3.3 GB), which the part vllm-environment has made by then.
     Part("vllm", (sys.executable, "-m", "ci.engines", "vllm", "--run"), timeout_s=900),
 ]
@@ -129,9 +131,11 @@ NIGHTLY = [
         timeout_s=14400,
     ),
     _tests("nightly", "integration_tests", "cli/tests", "-m", "nightly", timeout_s=14400),
-    Part("sglang", (sys.executable, "-m", "ci.engines", "sglang", "--run"), timeout_s=7200),
+    Part("sglang", (sys.executable, "-m", "ci.engines", "sglang", "--run", "--nightly"), timeout_s=7200),
     Part(
-        "vllm-two-ranks", (sys.executable, "-m", "ci.engines", "vllm", "--options", TWO_RANKS), timeout_s=3600
+        "vllm-two-ranks",
+        (sys.executable, "-m", "ci.engines", "vllm", "--nightly", "--options", TWO_RANKS),
+        timeout_s=3600,
     ),
     _simulator("maniskill", timeout_s=3600),
     _simulator("libero", timeout_s=3600),

@@ -74,14 +74,14 @@ def shared_fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedFle
 def fleet(request: pytest.FixtureRequest, shared_fleet: SharedFleet) -> Iterator[Fleet]:
     """A fleet that the tests of a module share, and the next module too unless one of them failed.
 
-    A module with OWN_FLEET = True kills processes again and again: its fleet is new, and nobody else's.
+    A module with FRESH_FLEET = True kills processes again and again, and what is killed often is started again
+    after ever longer pauses: its fleet begins new.
     """
-    own = getattr(request.module, "OWN_FLEET", False)
-    if own:
+    if getattr(request.module, "FRESH_FLEET", False):
         shared_fleet.close()
     lent = shared_fleet.lend()
     yield lent
-    if own or request.path in request.session.stash.get(FAILED_IN, set()):
+    if request.path in request.session.stash.get(FAILED_IN, set()):
         shared_fleet.close()
     else:
         lent.end_runs()

@@ -123,6 +123,32 @@ def test_a_chart_shows_when_and_how_much():
     assert scale.endswith("10 s") and seconds(5.0) in scale
 
 
+@pytest.mark.parametrize(("step_s", "width"), [(3.5, 60), (246.0, 60), (1061.3, 60), (0.0123, 120)])
+def test_marks_of_a_scale_keep_apart(step_s, width):
+    bar = {"kind": "gpu", "first": 0, "count": 64, "begin": 0.0, "end": step_s, "busy": step_s}
+    *_, scale = gantt([{"stage": "a_stage_with_a_name_of_so_many_letters", **bar}], step_s, width)
+    marks = [mark for mark in scale.strip().lstrip("└").split("─") if mark]
+    assert marks[0] == "0 s" and marks[-1] == seconds(step_s)
+    assert {*marks} <= {seconds(step_s * part / 4) for part in range(5)}, scale
+
+
+def test_two_kinds_of_devices_say_which_of_them_more_would_help(tmp_path):
+    """Simulators on CPU slots bound the step: more GPUs alone give little, and their idle time is told apart."""
+    stages = {
+        "generate": {"item_s": 0.1},
+        "simulate": {"kind": "cpu", "item_s": 4.0},
+        "learn": {"item_s": 0.1},
+    }
+    spec = tmp_path / "plan.yaml"
+    request = {"workflow": {"name": "embodied"}, "items": 64, "profile": {"stages": stages}}
+    spec.write_text(yaml.safe_dump({**request, "cluster": {"gpu": {"count": 4}, "cpu": {"count": 8}}}))
+    plan = explain_file(spec, [], None, None, None)
+    gain = {(more["devices"]["gpu"], more["devices"]["cpu"]): more["faster"] for more in plan["more_devices"]}
+    assert gain[4, 16] > 0.5 > 0.1 > gain[8, 8] and gain[8, 16] >= gain[4, 16]
+    assert plan["idle_shares"]["gpu"] > 0.8 > plan["idle_shares"]["cpu"]
+    assert any("gpu idle 9" in line and "cpu idle" in line for line in plan_lines(plan, 120))
+
+
 @pytest.mark.parametrize("name", ["reasoning", "embodied"])
 def test_a_plan_is_simulated_beside_its_prediction(name, tmp_path, headrace):
     trace = tmp_path / "trace.json"

@@ -8,7 +8,6 @@ from harness.specs import BATCH
 from harness.waiting import wait_for
 
 STEPS = 5
-OWN_FLEET = True
 
 
 @pytest.fixture
@@ -35,7 +34,12 @@ def saved_in(checkpoints):
     )
 
 
-@pytest.mark.parametrize("file", ["weights.safetensors", "ledger.json", "state.json"])
+def nightly(*files):
+    """test_trainer_damage does each harm to each file of a checkpoint, without a fleet."""
+    return [pytest.param(file, marks=pytest.mark.nightly) for file in files]
+
+
+@pytest.mark.parametrize("file", ["weights.safetensors", *nightly("ledger.json", "state.json")])
 def test_one_flipped_byte_in_the_newest_falls_back_to_the_one_before(fleet, held, gate, file):
     run, checkpoints = held
     newest, before = saved_in(checkpoints)

@@ -7,10 +7,9 @@ from harness.ledger import audit
 from harness.specs import BATCH
 
 STEPS = 4
-OWN_FLEET = True
 
 
-@pytest.mark.parametrize("mode", ["collocated", "disaggregated"])
+@pytest.mark.parametrize("mode", [pytest.param("collocated", marks=pytest.mark.nightly), "disaggregated"])
 def test_a_killed_trainer_does_not_change_the_final_weights(fleet, spec_of, gate, mode):
     settings = {"steps": STEPS, "deterministic": True, "placement__mode": mode, "reward": gate.reward}
     calm = fleet.succeed(fleet.submit(spec_of(**settings)))

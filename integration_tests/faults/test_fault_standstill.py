@@ -54,7 +54,7 @@ def healthz(fleet: Fleet) -> tuple[int, dict]:
         return error.code, json.load(error)
 
 
-@pytest.mark.parametrize("mode", ["collocated", "disaggregated"])
+@pytest.mark.parametrize("mode", ["collocated", pytest.param("disaggregated", marks=pytest.mark.nightly)])
 def test_a_coordinator_that_stood_still_kills_nobody_and_rewinds_nothing(quick, spec_of, gate, mode):
     quick.ready(*WORKERS)
     before = {name: quick.pid_of(name) for name in PROCESSES}
@@ -73,16 +73,15 @@ def test_a_coordinator_that_stood_still_kills_nobody_and_rewinds_nothing(quick, 
 def test_a_coordinator_that_stands_still_in_the_middle_of_work_rewinds_nothing(quick, spec_of):
     quick.ready(*WORKERS)
     before = {name: quick.pid_of(name) for name in PROCESSES}
-    run = quick.submit(spec_of(steps=40))
-    for step in (2, 8):
-        quick.reach(run, step)
-        stand_still(quick, "coordinator", STANDSTILL_S)
+    run = quick.submit(spec_of(steps=20, placement__mode="disaggregated"))
+    quick.reach(run, 2)
+    stand_still(quick, "coordinator", STANDSTILL_S)
     found = audit(quick, quick.succeed(run))
     assert {name: quick.pid_of(name) for name in PROCESSES} == before
     assert found.rewinds == 0 and not found.abandoned
 
 
-@pytest.mark.parametrize("instance", ["trainer-0", "rollout-0"])
+@pytest.mark.parametrize("instance", ["trainer-0", pytest.param("rollout-0", marks=pytest.mark.nightly)])
 def test_a_stopped_worker_is_shown_as_silent_before_it_is_killed(quick, spec_of, gate, instance):
     quick.ready(*WORKERS)
     gate.hold_after(2 * BATCH + 3)
@@ -154,6 +153,7 @@ def test_health_says_that_the_store_stands_still_and_that_a_task_ended(quick):
     wait_for(lambda: healthz(quick)[0] == 200, "health again")
 
 
+@pytest.mark.nightly  # test_core_store_trouble serves older copies on a real store, without a fleet
 def test_an_older_copy_of_the_store_serves_and_its_run_goes_on(quick, spec_of, gate, tmp_path):
     quick.ready(*WORKERS)
     gate.hold_after(2 * BATCH + 3)

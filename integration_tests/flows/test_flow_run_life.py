@@ -35,6 +35,7 @@ def nothing_held(fleet, run):
     )
 
 
+@pytest.mark.nightly  # a twin in virtual time: test_core_many_runs, "in nobody's way"
 def test_another_run_uses_the_instances_of_a_paused_one(fleet, held, gate, spec_of):
     fleet.client.pause(held.id, now=True)
     fleet.state(held, "PAUSED")
@@ -47,7 +48,9 @@ def test_another_run_uses_the_instances_of_a_paused_one(fleet, held, gate, spec_
     assert len(found.trained) == 4 * BATCH and len(found.live) == 4
 
 
-@pytest.mark.parametrize("instance", ["rollout-0", "trainer-0", "reward-0"])
+@pytest.mark.parametrize(
+    "instance", ["rollout-0", "trainer-0", pytest.param("reward-0", marks=pytest.mark.nightly)]
+)
 def test_a_drained_instance_is_replaced_and_the_run_loses_nothing(fleet, held, gate, instance):
     before = fleet.pid_of(instance)
     shown = httpx.get(
@@ -64,6 +67,7 @@ def test_a_drained_instance_is_replaced_and_the_run_loses_nothing(fleet, held, g
     assert first not in {item.raw["incarnation"] for item in fleet.client.instances()}
 
 
+@pytest.mark.nightly  # a twin in virtual time: test_core_many_runs, "paused and cancelled"
 def test_a_paused_run_that_is_cancelled_leaves_the_fleet_usable(fleet, held, gate, spec_of):
     fleet.client.pause(held.id, now=True)
     fleet.state(held, "PAUSED")
@@ -74,6 +78,7 @@ def test_a_paused_run_that_is_cancelled_leaves_the_fleet_usable(fleet, held, gat
         assert fleet.succeed(fleet.submit(spec_of(name=name, steps=1))).step == 1
 
 
+@pytest.mark.nightly  # a twin in virtual time: test_core_many_runs, "resumed beside another"
 def test_a_resumed_run_waits_while_another_one_works(fleet, held, gate, spec_of, tmp_path):
     fleet.client.pause(held.id, now=True)
     fleet.state(held, "PAUSED")

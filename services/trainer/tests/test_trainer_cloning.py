@@ -98,6 +98,7 @@ async def test_a_policy_begins_as_a_clone_and_learns_on(
     await client.begin(0, 1, version.number, version.number + 1)
     await client.learn(0, 1, groups)
     reply = await client.commit(0, 1, version.number, version.number + 1, settled_digest(groups))
+    await client.record(0, 1, version.number + 1)
     assert reply.version.ordinal == 1
     assert reply.figures["log_prob_mismatch_max"] < 1e-4
     after = await fetched_weights(client, reply.version.number)
@@ -125,7 +126,7 @@ async def test_a_checkpoint_is_not_cloned_again(client, robot_config, demonstrat
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"demonstrations": "/nowhere"}, "info.json cannot be read"),
+        ({"demonstrations": "/nowhere"}, "there is no '/nowhere' where the trainer runs"),
         ({"policy": {"state_size": 5}}, "has 6 numbers of a state, and the policy 5"),
         (
             {"policy": {"bounds": {"low": [-1.0], "high": [1.0]}}},

@@ -68,7 +68,7 @@ def collect(
         from headrace_cli.demonstrations.lerobot import write_data_set
     except ImportError as error:
         raise CommandError(
-            f"collecting demonstrations needs pip install pyarrow numpy pillow ({error})"
+            f"collecting demonstrations needs pip install 'headrace[demonstrations]' ({error})"
         ) from error
     backend = spec.environment.backend
     python = simulator_python(backend) if backend in SIMULATORS else ""

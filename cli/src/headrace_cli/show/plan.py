@@ -25,7 +25,7 @@ def plan_lines(plan: dict[str, Any], width: int) -> Iterator[str]:
     yield ""
     worst = plan["bottleneck"]
     text = f"bottleneck: {worst['stage']}, at work {worst['busy_share']:.0%} of the step; "
-    text += f"devices idle {plan['idle_share']:.0%}, switching {seconds(plan['switch_s'])}, "
+    text += f"{_idle(plan)}, switching {seconds(plan['switch_s'])}, "
     text += (
         f"weight sync {seconds(plan['sync_s'])}; no plan can take less than {seconds(plan['lower_bound_s'])}"
     )
@@ -43,6 +43,13 @@ def plan_lines(plan: dict[str, Any], width: int) -> Iterator[str]:
     if any(plan["fit_errors"].values()):
         fits = ", ".join(f"{stage} {error:.1%}" for stage, error in plan["fit_errors"].items() if error)
         yield from _wrapped(f"worst error of the profile's fits: {fits}", width)
+
+
+def _idle(plan: dict[str, Any]) -> str:
+    shares = plan["idle_shares"]
+    if len(shares) == 1:
+        return f"devices idle {plan['idle_share']:.0%}"
+    return ", ".join(f"{kind} idle {share:.0%}" for kind, share in shares.items())
 
 
 def simulation_lines(simulated: dict[str, Any], width: int) -> Iterator[str]:
@@ -106,11 +113,15 @@ def _busy(index: int, busy: int, span: int) -> bool:
 
 
 def _scale(step_s: float, room: int) -> str:
-    line = ["─"] * room
-    for mark in range(SCALE_MARKS + 1):
-        text = seconds(step_s * mark / SCALE_MARKS)
-        at = min(room - len(text), round(room * mark / SCALE_MARKS))
-        line[at : at + len(text)] = text
+    """Marks that have room, the first and the last always."""
+    line, last = ["─"] * room, seconds(step_s)
+    free = 0
+    for mark in range(SCALE_MARKS):
+        text, at = seconds(step_s * mark / SCALE_MARKS), round(room * mark / SCALE_MARKS)
+        if at >= free and at + len(text) < room - len(last):
+            line[at : at + len(text)] = text
+            free = at + len(text) + 1
+    line[room - len(last) :] = last
     return "".join(line)
 
 

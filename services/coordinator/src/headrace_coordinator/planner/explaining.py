@@ -29,7 +29,7 @@ ALTERNATIVES = {
 }
 MAX_SIMULATED = 2_000_000
 """Items that one request may simulate: about a minute."""
-NOTE = "a prediction from the profile; runs are not placed by plans yet"
+NOTE = "a prediction from the profile; a run with placement.mode: auto chooses by its own steps"
 
 
 def explain(request: PlanRequest) -> dict[str, Any]:
@@ -52,7 +52,7 @@ def explain(request: PlanRequest) -> dict[str, Any]:
         **described(best),
         "lower_bound_s": lower_bound(best.workload),
         "alternatives": [_alternative(name, best, planned, cluster) for name in ALTERNATIVES],
-        "more_devices": [_more(best, planned, cluster, factor) for factor in (1.25, 2.0)],
+        "more_devices": [_more(best, planned, cluster, factors) for factors in _larger(cluster)],
         **_simulated(request, best),
         "note": NOTE,
     }
@@ -92,6 +92,7 @@ def described(made: Plan) -> dict[str, Any]:
         "timeline": [vars(bar) for bar in laid],
         "bottleneck": {"stage": worst.stage, "busy_share": min(1.0, worst.busy / made.seconds)},
         "idle_share": idle_share(made, laid),
+        "idle_shares": {kind: idle_share(made, laid, kind) for kind in made.workload.devices},
         "switch_s": switch_seconds(made),
         "sync_s": _without(made, sync=True),
     }
@@ -102,10 +103,11 @@ def bottleneck(laid: list[Bar]) -> Bar:
     return max(laid, key=lambda bar: (bar.busy, bar.stage))
 
 
-def idle_share(made: Plan, laid: list[Bar]) -> float:
-    """Share of all device-seconds of a step in which no stage is at work. A stage's tail counts as work."""
-    total = sum(device.count for device in made.workload.devices.values()) * made.seconds
-    return max(0.0, 1 - sum(bar.busy * bar.count for bar in laid) / total)
+def idle_share(made: Plan, laid: list[Bar], only: str = "") -> float:
+    """Share of device-seconds of a step, of all kinds or one, in which no stage is at work. A tail counts as work."""
+    kinds = [only] if only else list(made.workload.devices)
+    total = sum(made.workload.devices[kind].count for kind in kinds) * made.seconds
+    return max(0.0, 1 - sum(bar.busy * bar.count for bar in laid if bar.kind in kinds) / total)
 
 
 def switch_seconds(made: Plan) -> float:
@@ -171,9 +173,19 @@ def _why(made: Plan, best: Plan) -> str:
     return "; ".join(reasons)
 
 
-def _more(best: Plan, planned: Any, cluster: Mapping[str, DeviceKind], factor: float) -> dict[str, Any]:
+def _larger(cluster: Mapping[str, DeviceKind]) -> list[dict[str, float]]:
+    """Factors to look at: all kinds together, then twice of each kind alone where there are several."""
+    several = [kind for kind, device in cluster.items() if device.count > 1]
+    alone = [{kind: 2.0} for kind in several] if len(several) > 1 else []
+    return [dict.fromkeys(cluster, 1.25), dict.fromkeys(cluster, 2.0), *alone]
+
+
+def _more(
+    best: Plan, planned: Any, cluster: Mapping[str, DeviceKind], factors: Mapping[str, float]
+) -> dict[str, Any]:
     larger = {
-        kind: replace(device, count=math.ceil(device.count * factor)) for kind, device in cluster.items()
+        kind: replace(device, count=math.ceil(device.count * factors.get(kind, 1.0)))
+        for kind, device in cluster.items()
     }
     made = planned(larger)
     return {

@@ -153,7 +153,11 @@ def draw(node: Node, indent: str = "") -> list[str]:
         case Leaf(stage, kind, count):
             return [f"{indent}{stage} on {count} {kind}"]
         case Cycle(first, second, batches, shared):
-            how = "in turns on the same devices" if shared else f"side by side, {batches} alternating parts"
+            how = (
+                "in turns on the same devices"
+                if shared
+                else "side by side" + (f", {batches} alternating parts" if batches > 1 else "")
+            )
             head = f"{indent}cycle {first.stage} ⇄ {second.stage}, {how}"
             children: tuple[Node, ...] = (first, second)
         case Share(children, resident):

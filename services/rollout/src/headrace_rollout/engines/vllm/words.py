@@ -73,5 +73,5 @@ def start_failed(error: BaseException, reason: str) -> str:
         fix = (
             "raise rollout.engine_options.kv_cache_gib or gpu_memory_utilization, or lower model.max_context"
         )
-        return f"{words}: {fix}"
+        return f"{words.partition(' See http')[0].rstrip('.')}; {fix}"
     return f"{words}; see this instance's log for the engine's own words"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import random
+from pathlib import Path
 from string import Formatter
 from typing import TYPE_CHECKING
 
@@ -88,8 +89,14 @@ def _open(config: TrainerConfig, policy: AnyConfig) -> Demonstrations:
         raise _refused(
             f"reading them needs pip install 'headrace-modelkit[demonstrations]' ({error})"
         ) from error
+    directory = Path(config.trainer.warmup.demonstrations)
+    if not directory.is_dir():
+        raise _refused(
+            f"there is no {str(directory)!r} where the trainer runs; `headrace demonstrations collect` writes one, and "
+            "a path in a spec is relative to the spec or to where the command runs"
+        )
     try:
-        return Demonstrations(config.trainer.warmup.demonstrations, getattr(policy, "cameras", ()))
+        return Demonstrations(directory, getattr(policy, "cameras", ()))
     except DemonstrationsNotReadable as error:
         raise _refused(str(error)) from error
 
