@@ -69,8 +69,6 @@ async def test_a_simulator_without_an_encoder_says_what_to_install(new_rollout, 
         rollout = await walker(new_rollout, publish)
         pool = await open_pool(process.address, TASK, count=1, max_episode_steps=0, options={"ends_at": 2})
         call = await run_episodes(rollout, [pool], recorded([0], {0}))
-        await refused(
-            call.read_all(), "REFUSED_BY_SIMULATOR", "headrace-simulator[video]", "ask for no videos"
-        )
+        await refused(call.read_all(), "INVALID", "headrace-simulator[video]", "ask for no videos")
     finally:
         process.kill()

@@ -7,6 +7,9 @@ from typing import Any, Protocol, TypeVar
 
 Response = TypeVar("Response")
 
+USER_ERRORS = frozenset({"INVALID", "MODEL_NOT_READABLE", "UNIMPLEMENTED", "INVALID_ARGUMENT"})
+"""Reasons of refusals that asking again does not change: what is wrong is in the spec."""
+
 
 class InstanceDown(Exception):
     """No answer from an instance: dead, cut off or out of time. What it did is unknown."""

@@ -10,7 +10,7 @@ from headrace.common.v1 import common_pb2 as common
 from headrace.rollout.v1 import rollout_pb2 as rollout
 
 from headrace_coordinator.data.items import DataItem
-from headrace_coordinator.fleet.ports import CallRefused, InstanceDown
+from headrace_coordinator.fleet.ports import USER_ERRORS, CallRefused, InstanceDown
 from headrace_coordinator.run.clients import Opening, Published, RolloutClient
 from headrace_coordinator.run.concurrency import gather_all
 from headrace_coordinator.run.context import RunContext
@@ -37,7 +37,10 @@ class Questions:
 async def answer(
     context: RunContext, published: Published, questions: Questions, wanted: Sequence[int], done: Answers
 ) -> None:
-    """Adds the answers to the `wanted` items to `done`; fewer when ATTEMPTS rollouts in a row are lost."""
+    """Adds the answers to the `wanted` items to `done`; fewer when ATTEMPTS rollouts in a row are lost.
+
+    Raises CallRefused where a rollout says that the spec is wrong.
+    """
     for _ in range(ATTEMPTS):
         members = [m for m in context.workers.rollouts if context.workers.usable(m)]
         missing = [i for i in wanted if any((i, s) not in done for s in range(questions.samples))]
@@ -77,8 +80,12 @@ async def _drive(
                     key = video.sample.prompt_ordinal, video.sample.sample_index
                     questions.videos[key] = video.content
         await context.workers.lost_pools(member)
-    except (InstanceDown, CallRefused) as fault:
+    except InstanceDown as fault:
         await context.lost(member, str(fault))
+    except CallRefused as refused:
+        if refused.reason in USER_ERRORS:
+            raise
+        await context.lost(member, str(refused))
 
 
 async def _assignments(

@@ -13,7 +13,7 @@ from typing import Any
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain import runs
 from headrace_coordinator.domain.scheduling import plan_admission
-from headrace_coordinator.fleet.ports import CallRefused, InstanceDown
+from headrace_coordinator.fleet.ports import USER_ERRORS, CallRefused, InstanceDown
 from headrace_coordinator.fleet.waits import WaitTimeout
 from headrace_coordinator.run.autoplan import Autoplan
 from headrace_coordinator.run.checkpointing import Checkpointer
@@ -28,7 +28,6 @@ from headrace_coordinator.run.step import RunFailed, Step
 from headrace_coordinator.run.workers import Unstaffed
 
 log = logging.getLogger(__name__)
-USER_ERRORS = frozenset({"INVALID", "MODEL_NOT_READABLE", "UNIMPLEMENTED", "INVALID_ARGUMENT"})
 DECISION_S = 900.0
 """How long a CommitStep that was sent may take to be decided before the run stops without it."""
 

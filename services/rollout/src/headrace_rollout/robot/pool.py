@@ -60,7 +60,7 @@ class Environment:
         return await self._operate(Operation(action_chunk=encode_tensor(actions_CA)), len(actions_CA))
 
     async def video(self) -> bytes:
-        """The MP4 file of the episode, whose start asked for it. Raises as `act`."""
+        """The MP4 file of the episode, whose start asked for it. Raises PoolLost, and ServiceError INVALID for none."""
         return await self._pool.video(self._index)
 
     async def _operate(self, operation: Operation, actions: int) -> Outcome:
@@ -96,8 +96,10 @@ class Environment:
         if outcome.status == simulator_pb2.OUTCOME_STATUS_REVOKED:
             self._pool.lose(f"{self._pool.name} at {self._pool.address}: {outcome.detail}")
             raise PoolLost(self._pool.reason)
-        raise _refused(
-            f"{what} refuses: {outcome.detail}; the policy's bounds and the start states must be the environment's"
+        raise ServiceError(
+            grpc.StatusCode.FAILED_PRECONDITION,
+            "REFUSED_BY_SIMULATOR",
+            f"{what} refuses: {outcome.detail}; the policy's bounds and the start states must be the environment's",
         )
 
     def answered(self, outcome: Outcome) -> None:
@@ -174,7 +176,8 @@ class Pool:
             response = await self._stub.Render(request, timeout=RESET_S if deadlines_enabled() else None)
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.FAILED_PRECONDITION:
-                raise _refused(f"{self.address}: {message_of(error)}; ask for no videos") from error
+                message = f"{self.address}: {message_of(error)}; or ask for no videos"
+                raise ServiceError(grpc.StatusCode.INVALID_ARGUMENT, "INVALID", message) from error
             self.lose(f"{self.name} at {self.address}: {message_of(error)}")
             raise PoolLost(self.reason) from error
         video: bytes = response.videos[0]
@@ -203,10 +206,6 @@ class Pool:
                 operations=operations,
             )
             header = None
-
-
-def _refused(message: str) -> ServiceError:
-    return ServiceError(grpc.StatusCode.FAILED_PRECONDITION, "REFUSED_BY_SIMULATOR", message)
 
 
 def arrays_of(outcome: Outcome, *, final: bool = False) -> dict[str, np.ndarray]:
