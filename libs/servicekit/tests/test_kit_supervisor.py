@@ -280,7 +280,8 @@ async def test_a_newer_number_replaces_an_unfinished_one(supervise, until):
     supervisor.set_count("rollout", 1)
     await until(lambda: gone(second), "the end of what had just started")
     assert time.monotonic() - began < 10, "15 s is the grace of a process that has started"
-    assert pids(supervisor) == [first] and supervisor.count("rollout") == 1
+    await until(lambda: pids(supervisor) == [first], "one process in the supervisor's view")
+    assert supervisor.count("rollout") == 1
 
 
 async def test_a_bounded_number_of_processes_starts_at_once(supervise, until, tmp_path):

@@ -12,6 +12,7 @@ from headrace_coordinator.projections.transcripts import Transcripts, answer_of
 from headrace_coordinator.run.checkpointing import wanted_by_others
 from headrace_coordinator.run.context import RunContext
 from headrace_coordinator.simulation.fleet.disk import Disk
+from headrace_coordinator.simulation.fleet.network import SimulatedPort
 from headrace_coordinator.simulation.fleet.rollout import Rollout
 from headrace_coordinator.simulation.fleet.trainer import Trainer
 from headrace_coordinator.simulation.judging.judge import Violation
@@ -88,6 +89,7 @@ def test_a_revoked_stream_ends_in_order_and_its_samples_go_on_from_their_prefix(
     monkeypatch.setattr(Rollout, "_make", spied)
     monkeypatch.setattr(World, "trouble", takes_back)
     monkeypatch.setattr(RunContext, "note", lambda self, text: (noted.append(text), note(self, text))[1])
+    monkeypatch.setattr(SimulatedPort, "_happens", lambda self, probability: False)  # no reply is lost
     world = World(3, faults=False)
     monkeypatch.setattr(world, "faulty", True)
     outcome = run_virtual(world.live())
