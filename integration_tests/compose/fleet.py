@@ -33,16 +33,17 @@ for process in psutil.process_iter(["cmdline"]):  # None of a zombie
 class ComposeFleet:
     """The containers of docker-compose.yml under a project name of the tests, on a free port."""
 
-    def __init__(self, wheels: Path) -> None:
+    def __init__(self, wheels: Path, project: str = PROJECT, **settings: str) -> None:
+        self.project = project
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.token = ""  # known once the containers are up
         self.client = Client(self.url, self.token, patience_s=60.0)
         self._environment = clean_environment(
             HEADRACE_PORT=str(self.port),
-            HEADRACE_TAG="test",
             HEADRACE_WHEELS=str(wheels),
             PWD=str(ROOT),
+            **{"HEADRACE_TAG": "test", **settings},
         )
 
     # --- docker
@@ -51,7 +52,7 @@ class ComposeFleet:
         """Output of `docker compose …`; fails the test unless it succeeds."""
         files = ["docker-compose.yml", *(str(HERE / name) for name in ("slow.yaml", *overlays))]
         chosen = [part for file in files for part in ("-f", file)]
-        command = ["docker", "compose", "-p", PROJECT, "--profile", "embodied", *chosen, *arguments]
+        command = ["docker", "compose", "-p", self.project, "--profile", "embodied", *chosen, *arguments]
         return run(command, self._environment, timeout_s)
 
     def up(self, *arguments: str, timeout_s: float = 600.0, overlays: tuple[str, ...] = ()) -> None:
@@ -121,12 +122,12 @@ class ComposeFleet:
 
     def disconnect(self, service: str) -> None:
         """Takes a service's container off the network."""
-        run(["docker", "network", "disconnect", f"{PROJECT}_fleet", self.containers(service)[0]])
+        run(["docker", "network", "disconnect", f"{self.project}_fleet", self.containers(service)[0]])
 
     def connect(self, service: str) -> None:
         """Puts it back, under its name."""
         container = self.containers(service)[0]
-        run(["docker", "network", "connect", "--alias", service, f"{PROJECT}_fleet", container])
+        run(["docker", "network", "connect", "--alias", service, f"{self.project}_fleet", container])
 
     # --- the API
 
