@@ -224,6 +224,9 @@ def _variables(start: Start) -> Mapping[str, str]:
         "OMP_NUM_THREADS": str(start.threads),
         "HF_HUB_DISABLE_TELEMETRY": "1",
         "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",  # by the spare tokens of its arguments
+        # When one of its processes ends, SGLang would look into the others for 66 s before it ends too; the run waits.
+        "SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0",
+        "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0",
     }
     gpus = [device for device in start.devices if device.type == "cuda"]
     if not gpus:
