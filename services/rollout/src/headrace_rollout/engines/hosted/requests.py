@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Items
 from contextlib import aclosing
+from functools import partial
 
 from headrace_modelkit.tokenizer import TextCodec
 
@@ -139,6 +140,8 @@ class Requests:
                 self._busy_since = time.perf_counter()
             self._running[sample.request.request_id] = sample
             sample.task = asyncio.create_task(self._run(sample), name=sample.request.request_id)
+            # Not at the end of _run, which a task that is cancelled before its first step never enters.
+            sample.task.add_done_callback(partial(self._left, sample))
             self._figures.prefill_tokens += len(sample.request.token_ids)
 
     def _request(self, sequence: Sequence, policy: Policy) -> Request:
@@ -164,8 +167,6 @@ class Requests:
                 about = {"engine": self._backend.name, "prompt": sample.sequence.key.prompt_ordinal}
                 _log.warning("the engine refused a request: %s", error, extra=about)
                 sample.sequence.stream.sink([sample.fail(policy)])
-        finally:
-            self._left(sample)
 
     async def _follow(self, sample: RunningSample) -> None:
         stream = sample.sequence.stream
@@ -190,7 +191,7 @@ class Requests:
             # Its lease is not held any more, or the engine let it go: another one goes on from here.
             stream.sink([sample.stop(policy)])
 
-    def _left(self, sample: RunningSample) -> None:
+    def _left(self, sample: RunningSample, _ended: asyncio.Task[None]) -> None:
         del self._running[sample.request.request_id]
         self._process.heard(len(self._running))
         if not self._running:

@@ -188,12 +188,11 @@ class VllmBackend:
             return AsyncLLM.from_engine_args(arguments)
 
     async def _obey(self, call: Any) -> Any:
-        # vLLM raises plain Exception for what its engine process refuses.
         try:
             return await call
         except asyncio.CancelledError:
             raise
-        except Exception as error:
+        except Exception as error:  # vLLM raises no narrower one for what its engine process refuses
             raise BackendFailed(sentence(error)) from error
 
 
