@@ -25,7 +25,7 @@ from headrace_coordinator.planner.choosing import (
 )
 from headrace_coordinator.run.context import RunContext
 
-NO_WORK = ("checkpoint", "evaluate")
+NO_WORK = ("checkpoint", "evaluate", "regroup")
 """Stages of a step's time that no placement changes."""
 MEASURE_FIRST = ("collocated", "disaggregated")
 
