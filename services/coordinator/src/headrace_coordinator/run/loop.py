@@ -140,7 +140,7 @@ class RunLoop:
         self._published = await self._while_it_progresses(step.run())
         if self.context.curriculum:
             self.context.curriculum.observe(step.observed)
-        self._autoplan.observe(step.view)
+        self._autoplan.observe(step.view, step.learned_after_s)
         self._steps += 1
 
     async def _follow_plan(self) -> None:
