@@ -92,7 +92,7 @@ class Placement:
         devices_of = default_devices(self.section, grant.devices, rollouts, trainers, joined=self._joined)
         for kind, members, wanted in (
             ("rollout", rollouts, spec.rollout.instances),
-            ("trainer", trainers, spec.trainer.ranks),
+            ("trainer", trainers, self.workers.ranks),
         ):
             groups = _by_machine(members, (*rollouts, *trainers))
             for machine, group in groups.items():
