@@ -86,7 +86,8 @@ def measured_document(client: Client, spec: RunSpec, runs: Sequence[Run]) -> dic
         f"{'of ' + ', '.join(hosts) if hosts else ''}; {len(steps)} steps of {', '.join(run.id for run in runs)}; "
         "memory is not measured"
     )
-    services = {name: stage.service for name, stage in spec.graph.stages.items()}
+    stages = spec.graph.stages.items()
+    services = {name: stage.service for name, stage in stages if name != spec.graph.reply_stage}
     return profile_document(services, kinds[0] if kinds else "cpu", steps, lengths, " ".join(about.split()))
 
 

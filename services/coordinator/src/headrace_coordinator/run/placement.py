@@ -19,12 +19,12 @@ from typing import TypeVar
 from headrace_schema.running import APART, PlacementSection
 
 from headrace_coordinator.domain import events as ev
+from headrace_coordinator.domain.intervals import Interval
 from headrace_coordinator.domain.leases import HELD, HELP, LeaseRequest, is_gpu
 from headrace_coordinator.domain.places import devices_seen, hosts_of, machines, named_devices
 from headrace_coordinator.fleet.ports import CallRefused, InstanceDown
 from headrace_coordinator.run.clients import Published, RolloutClient, TrainerClient, WorkerClient
 from headrace_coordinator.run.concurrency import gather_all
-from headrace_coordinator.run.stages.step_timer import Interval
 from headrace_coordinator.run.workers import WorkerGroup
 
 Member = TypeVar("Member", bound=WorkerClient)
