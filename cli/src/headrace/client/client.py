@@ -278,6 +278,10 @@ class Client:
         """Goes on with a paused run."""
         return Run.from_json(self._transport.post(f"{_path(run)}:resume"))
 
+    def set(self, run: str, changes: Overrides) -> Run:
+        """Changes a run from its next step on: `set(run, {"trainer.ranks": 2})`; raises HeadraceError if it cannot."""
+        return Run.from_json(self._transport.post(f"{_path(run)}:set", load_spec({}, changes)))
+
     def cancel(self, run: str) -> Run:
         """Ends a run; the checkpoints that it has stay."""
         return Run.from_json(self._transport.post(f"{_path(run)}:cancel"))

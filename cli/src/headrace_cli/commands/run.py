@@ -242,6 +242,22 @@ def resume(
         _show_steered(client.resume(run), as_json, f"watch it with: headrace run watch {run}")
 
 
+@app.command("set")
+def set_keys(
+    run: RunId,
+    changes: Annotated[list[str], typer.Argument(metavar="KEY=VALUE...", help="Such as trainer.ranks=2.")],
+    url: Url = None,
+    data_dir: DataDirOption = DEFAULT_DATA_DIR,
+    as_json: JsonFlag = False,
+) -> None:
+    """Change a run from its next step on: the ranks of its trainer group."""
+    with connect(find_target(url, data_dir)) as client:
+        changed = client.set(run, changes)
+    wanted = changed.wanted_ranks
+    sentence = f"from its next step on it has {wanted} ranks" if wanted else f"it has {changed.ranks} ranks"
+    _show_steered(changed, as_json, f"{sentence}; see: headrace run get {run}")
+
+
 @app.command()
 def cancel(
     run: RunId, url: Url = None, data_dir: DataDirOption = DEFAULT_DATA_DIR, as_json: JsonFlag = False

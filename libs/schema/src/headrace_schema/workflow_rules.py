@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 NAMES = {"rollout": "generate", "trainer": "learn"}
 """The one stage of each of these services."""
-TAKEN = frozenset({"checkpoint", "evaluate", "generate", "learn", "protocol", "switch", "sync"})
+TAKEN = frozenset({"checkpoint", "evaluate", "generate", "learn", "protocol", "regroup", "switch", "sync"})
 """Names of times of a step: no reward stage has them."""
 
 

@@ -323,14 +323,17 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
             del self._leases[lease.epoch]
             raise
 
-    async def on_revoke(self, epoch: int, notice_s: float) -> Memory:
-        """Ends the lease's streams with their partial outputs and gives the memory back; what was measured then."""
+    async def on_revoke(self, epoch: int, notice_s: float, keep: bool = False) -> Memory:
+        """Ends the lease's streams with their partial outputs and gives the memory back; what was measured then.
+
+        `keep`: weights and cache stay, for another lease to go on with; until then one thread is all that it has.
+        """
         devices = self._leases.pop(epoch, ())
         run = self._run
         if run is not None:
             await run.revoke_streams(epoch, notice_s)
         await self._place()
-        if run is not None and not self._leases:
+        if run is not None and not self._leases and not keep:
             self._instance.weights.let_go(run.name)
             await run.engine.release()
         return await asyncio.to_thread(memory_on, devices) if run is not None else host_memory()

@@ -64,6 +64,11 @@ class StepTimer:
         seconds["protocol"] = max(0.0, self.wall - covered(everything))
         return seconds
 
+    def after(self, name: str, other: str) -> float:
+        """Seconds of a stage from the last end of another one on."""
+        end = max((stop for _, stop in self._stages.get(other, ())), default=self._started)
+        return covered((max(start, end), stop) for start, stop in self._stages.get(name, ()) if stop > end)
+
     def devices(self) -> dict[str, dict[str, float]]:
         """Seconds by device and stage."""
         return {
