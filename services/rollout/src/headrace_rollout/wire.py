@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import grpc
+from google.protobuf.duration_pb2 import Duration
 from headrace.common.v1 import common_pb2
 from headrace.rollout.v1 import rollout_pb2
 from headrace_servicekit.rpc.digests import digest_bytes
@@ -184,6 +185,13 @@ def fill_key(message: common_pb2.SampleKey, key: SampleKey) -> None:
     """A slot as a message, in place."""
     message.prompt_ordinal = key.prompt_ordinal
     message.sample_index = key.sample_index
+
+
+def duration_of(seconds: float) -> Duration:
+    """Seconds as a message."""
+    duration = Duration()
+    duration.FromNanoseconds(int(seconds * 1e9))
+    return duration
 
 
 def sample_message(key: SampleKey) -> common_pb2.SampleKey:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -23,6 +23,7 @@ AT_WORK = {
     "switch": Label.SWITCH,
     "evaluate": Label.DECODE,
     "generate": Label.DECODE,
+    "act": Label.DECODE,
     "wait for lease": Label.WAIT_LEASE,
 }
 """Labels of stages' work; any other is `work`. Of works at the same time the first of these names the time."""
@@ -126,7 +127,7 @@ class _Part:
         )
 
 
-def _by_device(spans: Iterable[Span]) -> Mapping[str, list[Span]]:
+def _by_device(spans: Iterable[Span]) -> dict[str, list[Span]]:
     found: dict[str, list[Span]] = defaultdict(list)
     for span in spans:
         for device in span.devices or [""]:

@@ -147,6 +147,15 @@ class Generation:
             self._timer.add("generate", (started, self._context.event_log.monotonic()), member.devices)
             self._news.beat()
 
+    def _time_stages(self, member: RolloutClient, response: rollout.RunEpisodesResponse) -> None:
+        """Policy and environments take turns within generate; the environments' time is on no device of the run."""
+        now = self._context.event_log.monotonic()
+        for metrics in response.stages:
+            seconds = metrics.wall_time.ToNanoseconds() / 1e9
+            self._timer.add(
+                metrics.stage, (now - seconds, now), member.devices if metrics.stage == "act" else ()
+            )
+
     async def _work(
         self, member: RolloutClient, assignments: AsyncIterator[rollout.AssignGroups]
     ) -> AsyncIterator[rollout.AssignGroups]:
@@ -166,9 +175,11 @@ class Generation:
                 with self._context.fleet.waits.named(self._context.run_id, TRAINER_BEHIND, after=SHOWN_S):
                     await self._relay.wait_for_room(self._draining)
             await self._receive.take_bodies(bodies)
-        if isinstance(response, rollout.RunEpisodesResponse) and response.lost_pools:
+        if isinstance(response, rollout.RunEpisodesResponse):
+            self._time_stages(member, response)
             member.lost_pools += response.lost_pools
-            over.set()
+            if response.lost_pools:
+                over.set()
         if response.partials or response.revoked:
             over.set()
             self._receive.take_partials(member, response.partials)
