@@ -129,6 +129,22 @@ def test_whoever_dies_at_any_point_of_a_change_the_run_has_one_of_both_sizes(met
     assert scene.ended.ledger.step == STEPS
 
 
+def test_the_ranks_keep_their_order_when_another_instance_is_replaced():
+    scene = Scene(sizes=[], ranks=2, checkpoint={"enabled": True, "interval_steps": 1})
+
+    async def trouble():
+        await scene.steps(1)
+        await scene.kill(scene.states()[0].grant.trainers[0])  # the first by name, and so is who replaces it
+        await scene.steps(1)
+        await scene.kill(scene.states()[0].grant.rollouts[0])
+        await scene.steps(1)
+        await scene.kill_coordinator(0.5)  # which looks at who is in the group
+
+    scene.trouble = trouble
+    played(scene)
+    assert len(scene.log(ev.GangFormed)) == 2, "one for the start, one for the trainer that was lost"
+
+
 def test_a_pause_in_the_middle_of_a_change_loses_nothing():
     scene = Scene(sizes=[2])
     paused = []

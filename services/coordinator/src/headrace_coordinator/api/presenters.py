@@ -203,7 +203,14 @@ def certificate_view(certificate: ev.Certificate, live: bool) -> CertificateView
     return CertificateView.model_construct(version=policy_view(certificate), live=live, **fields)
 
 
-COUNTED_FROM_0 = (ev.StepOpened, ev.GroupsAccumulated, ev.GroupDropped, ev.StepSkipped, ev.StepAborted)
+COUNTED_FROM_0 = (
+    ev.StepOpened,
+    ev.GroupsAccumulated,
+    ev.GroupDropped,
+    ev.StepSkipped,
+    ev.StepAborted,
+    ev.TrainersChanged,
+)
 """Events whose `step` is the index of a batch. People count from 1, as `step 3 of 50` does."""
 
 

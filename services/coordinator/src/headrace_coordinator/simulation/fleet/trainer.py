@@ -48,6 +48,8 @@ class Trainer(Instance):
     groups: dict[int, list[tuple[int, int, int, str]]] = field(default_factory=dict)
     commit: trainer.CommitStepResponse = field(default_factory=trainer.CommitStepResponse)
 
+    lineage: int = 0
+    """Where it writes: stays when a version is carried to another group."""
     carried: tuple[common.PolicyVersion, Weights] | None = None
     """What it keeps between two trainer groups."""
     helps: bool = False
@@ -236,6 +238,7 @@ class Trainer(Instance):
         else:
             self._hold((), request.number, 0, 0)
         self.groups, self.attempt, self.carried = {}, (0, 0), None
+        self.lineage = self.generation
         return trainer.RestoreResponse(version=self.version)
 
     def _hold(self, weights: Weights, number: int, parent: int, ordinal: int) -> None:
@@ -467,7 +470,7 @@ class Trainer(Instance):
         if self.phase == trainer.STEP_PHASE_COMMITTED or self.version.number != request.number:
             raise self._refuse("CONFLICT", f"version {request.number} is not held and recorded")
         self._lead()
-        name = f"lineage-{self.generation}/step-{self.version.ordinal}-{request.number}"
+        name = f"lineage-{self.lineage}/step-{self.version.ordinal}-{request.number}"
         stored = Stored(self.directory, name, self.version, self.weights, request.ledger)
         while self.writing is not None and not self.writing[1].done() and self.writing[0] != request.number:
             if not request.wait:
