@@ -57,10 +57,10 @@ def called(monkeypatch):
     return names
 
 
-@pytest.mark.parametrize(("memory", "times"), [("resident", 0), ("offloaded", 2 * TURNS), (None, 2 * TURNS)])
-def test_sides_that_stay_loaded_give_nothing_back(called, memory, times):
+@pytest.mark.parametrize(("memory", "moves"), [("resident", False), ("offloaded", True), (None, True)])
+def test_sides_that_stay_loaded_give_nothing_back(called, memory, moves):
     scene = lived(mode="collocated", memory=memory)
-    assert called.count("Suspend") == times
+    assert (called.count("Suspend") >= 2 * TURNS) == moves == bool(called.count("Suspend"))
     assert called.count("InstallPolicy") == TURNS
     stages = {lease.stage for lease in scene.log(ev.LeaseGranted)}
     assert stages == {"generate", "learn"} and len(scene.log(ev.LeaseGranted)) >= 2 * TURNS, "leases as ever"
