@@ -225,7 +225,7 @@ def _on_gpus(spec: RunSpec) -> Iterator[KeyProblemView]:
             "hybrid gives one rank several devices, and on GPUs a rank computes on one",
             "set placement.mode: disaggregated, or collocated with trainer.helpers",
         )
-    elif placement.memory == "resident" and placement.mode == "collocated":
+    elif placement.memory == "resident" and placement.mode in ("collocated", "auto"):
         reason = "an engine takes the memory that it finds on a GPU, and leaves a trainer no room beside it"
         yield problem("placement.memory", reason, "set placement.memory: offloaded")
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain import runs
+from headrace_coordinator.domain.plans import section_of
 from headrace_coordinator.domain.scheduling import plan_admission
 from headrace_coordinator.fleet.ports import USER_ERRORS, CallRefused, InstanceDown
 from headrace_coordinator.fleet.waits import WaitTimeout

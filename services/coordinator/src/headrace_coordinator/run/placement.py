@@ -22,6 +22,7 @@ from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain.intervals import Interval
 from headrace_coordinator.domain.leases import HELD, HELP, LeaseRequest, is_gpu
 from headrace_coordinator.domain.places import devices_seen, hosts_of, machines, named_devices
+from headrace_coordinator.domain.plans import section_of
 from headrace_coordinator.fleet.ports import CallRefused, InstanceDown
 from headrace_coordinator.run.clients import Published, RolloutClient, TrainerClient, WorkerClient
 from headrace_coordinator.run.concurrency import gather_all
@@ -258,19 +259,6 @@ class Placement:
 
         patience = self.workers.spec.limits.step_timeout_s
         return await fleet.lease_manager.acquire(requests, timeout, patience, waited)
-
-
-def section_of(section: PlacementSection, plan: ev.PlanAdopted | None) -> PlacementSection:
-    """A spec's placement, with what a plan chose where that was left to it; before any plan, in turns."""
-    if section.mode != "auto":
-        return section
-    if plan is None:
-        return section.model_copy(update={"mode": "collocated"})
-    chosen = {"flow": plan.flow, "memory": plan.memory}
-    return section.model_copy(
-        update={"mode": plan.mode, "rollout": plan.rollout, "trainer": plan.trainer}
-        | {key: value for key, value in chosen.items() if value}
-    )
 
 
 def default_devices(
