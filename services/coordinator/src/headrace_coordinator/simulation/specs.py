@@ -170,7 +170,8 @@ def _placement(mode: str, ranks: int, seed: int, name: str) -> dict[str, str | i
     flow = own.choice(["pipelined", "pipelined", "sequential"])
     if mode != "auto" and ranks == 1 and seed % 8 == STAGED:
         mode = "hybrid"
-    fields = {"mode": mode, "flow": flow, "measure_steps": 1, "replan": own.choice(["auto", "propose"])}
+    replan = own.choice(["auto", "propose"])
+    fields: dict[str, str | int] = {"mode": mode, "flow": flow, "measure_steps": 1, "replan": replan}
     return fields | ({"memory": "resident"} if seed % 16 == KEPT and mode == "collocated" else {})
 
 
