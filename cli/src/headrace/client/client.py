@@ -259,6 +259,11 @@ class Client:
         found: dict[str, Any] = self._transport.get(f"{_path(run)}/plan")
         return found
 
+    def timeline(self, run: str, steps: int = 20) -> dict[str, Any]:
+        """What each device did in the newest steps: leases, work, and spans that label all of the devices' time."""
+        found: dict[str, Any] = self._transport.get(f"{_path(run)}/timeline", steps=steps, labels="true")
+        return found
+
     def checkpoints(self, run: str) -> Sequence[Checkpoint]:
         """Durable checkpoints, newest first."""
         pages = self._transport.pages(f"{_path(run)}/checkpoints", "checkpoints")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from headrace_cli.commands import timeline
 from headrace_cli.commands.options import DEFAULT_DATA_DIR, DataDirOption, JsonFlag, RunId, Url
 from headrace_cli.connection import CHECKING, connect, find_target, saying
 from headrace_cli.errors import EXIT_INTERRUPTED, CommandError, refused
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 PATIENCE_S = 60.0  # how long a watched run's coordinator may be away, such as while it is restarted
 
 app = typer.Typer(help="Submit, watch and steer runs.", no_args_is_help=True)
+app.command("timeline")(timeline.timeline)
 
 
 Sets = Annotated[

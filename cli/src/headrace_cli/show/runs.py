@@ -155,7 +155,7 @@ def run_plan_table(plan: dict[str, Any]) -> Table:
     ]
     others = [f"{words}: {found:.3g} s" for words, found in plan["alternatives"].items()]
     rows: list[tuple[object, object]] = [
-        ("placement", plan["mode"]),
+        ("placement", ", ".join(filter(None, (plan["mode"], plan.get("flow"), plan.get("memory"))))),
         ("chosen by", plan["chosen_by"]),
         ("from step", plan["from_step"]),
         ("why", plan["reason"]),

@@ -483,13 +483,13 @@ class TrainerServicer(HelpingCalls, trainer_pb2_grpc.TrainerServiceServicer):  #
             self._revoked = False
             await self._compute(self._trainer.wake)
 
-    async def _on_revoke(self, epoch: int, notice_s: float) -> Memory:
+    async def _on_revoke(self, epoch: int, notice_s: float, keep: bool = False) -> Memory:
         # A revoke undoes itself with the next grant; an explicit Suspend waits for its Wake.
         self._revoked = self._revoked or not self._trainer.suspended
         for stream in self._learning:
             if stream.lease_epoch == epoch:
                 stream.revoke()
-        _, memory = await self._compute(self._trainer.suspend)
+        _, memory = await self._compute(partial(self._trainer.suspend, keep=keep))
         return memory
 
 

@@ -73,6 +73,7 @@ class Trainer:
         self.device = torch.device("cpu")
         self.threads = 1
         self.suspended = False
+        self._kept = False
         self.vocabulary_size = 0
         """Of the open run's model; 0 of a robot policy."""
         self.policy: AnyConfig | None = None
@@ -146,6 +147,7 @@ class Trainer:
         self._disband()
         self._end_session()
         self._run, self._config, self._joined = "", None, None
+        self._kept = False
         self.suspended = False  # Of nothing: a run that is opened next has given nothing back.
         gc.collect()  # Session and learner refer to each other: the model must not stay until the next collection.
 
@@ -247,22 +249,33 @@ class Trainer:
             "unavailable",
         )
 
-    def suspend(self) -> tuple[int, Memory]:
-        """Gives the device back between rounds; bytes released, and what was measured on it then."""
+    def suspend(self, *, keep: bool = False) -> tuple[int, Memory]:
+        """Gives the device back between rounds; bytes released, and what was measured on it then.
+
+        `keep`: its memory stays as it is; a later call without it gives that back too.
+        """
         released = 0
-        was, self.suspended = self.suspended, True  # First: a follower's vote says no from now on.
-        if not was and self._rank is not None and self._rounds is not None and self._rank.loaded:
+        loaded = self._loaded
+        self._kept = keep and loaded
+        self.suspended = True  # First: a follower's vote says no from now on.
+        if loaded and self._rank is not None and self._rounds is not None and self._rank.loaded:
             with self._rounds.between, current(self._rank.gang.device):
-                released = self._rank.backend.suspend()
-                self._rounds.gave_back = True
+                if not keep:
+                    released = self._rank.backend.suspend()
+                    self._rounds.gave_back = True
         return released, self._memory()
+
+    @property
+    def _loaded(self) -> bool:
+        """Whether its memory was not given back."""
+        return self._kept or not self.suspended
 
     def wake(self) -> None:
         """Takes the device again."""
         if self.suspended and self._rank is not None and self._rounds is not None and self._rank.loaded:
             with self._rounds.between, current(self._rank.gang.device):
                 self._rank.backend.wake()
-        self.suspended = False
+        self.suspended = self._kept = False
 
     def _assemble(self) -> None:
         """Makes a rank once both a run and a trainer group are there."""

@@ -28,6 +28,7 @@ from headrace_schema.views import (
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain.compact import expand, expand_drops
 from headrace_coordinator.domain.leases import LeaseTable
+from headrace_coordinator.domain.plans import section_of
 from headrace_coordinator.domain.runs import RunState, SuiteEvaluation
 from headrace_coordinator.domain.slot_index import (
     ACCUMULATED,
@@ -88,10 +89,17 @@ def run_view(run: RunState, waiting_for: list[str], place: int | None = None) ->
 def plan_view(run: RunState) -> RunPlanView:
     """How a run uses its devices."""
     plan, placement, last = run.plan, run.spec["placement"], run.totals.last_step
-    mode = placement["mode"]
+    mode, now = placement["mode"], section_of(PlacementSection.model_validate(placement), run.plan)
+    turns = now.mode == "collocated" or now.share
     measured = {} if last is None else {**last["stage_s"], "step": last["wall_s"]}
     return RunPlanView(
-        mode=plan.mode if plan else "collocated" if mode == "auto" else mode,
+        mode=now.mode,
+        flow="" if turns else "pipelined" if now.pipelined else "sequential",
+        memory=""
+        if not turns and now.mode == "disaggregated"
+        else "resident"
+        if now.resident
+        else "offloaded",
         chosen_by="auto" if mode == "auto" else "spec",
         from_step=plan.from_step + 1 if plan else 1,
         rollout=plan.rollout if plan else placement["rollout"],
@@ -112,7 +120,7 @@ def _before_any_plan(spec: Mapping[str, Any]) -> str:
     if spec["trainer"].get("helpers"):
         return "collocated: helpers take turns on the rollouts' devices"
     if placement.measured_steps(spec["steps"]):
-        return "the first steps measure collocated, then disaggregated"
+        return "the first steps measure collocated, then disaggregated, then what promises more"
     if placement.measure_steps == 0:
         return "collocated: placement.measure_steps is 0"
     return (

@@ -223,6 +223,9 @@ class PlanAdopted(RunEvent, frozen=True, kw_only=True):
     rollout: list[str] = []
     """Devices that generate; empty: as the mode divides them."""
     trainer: list[str] = []
+    flow: str = ""
+    memory: str = ""
+    """As in the spec's placement; empty: what that says, or its default."""
     reason: str
     predicted_s: dict[str, float] = {}
     """Seconds of generate, learn and the whole step; empty while the mode is only measured."""

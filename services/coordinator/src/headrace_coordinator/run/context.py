@@ -188,6 +188,9 @@ class RunContext:
                 end=self.event_log.now(),
                 work=[Span(stage, on, start + clock, end + clock) for stage, on, start, end in timer.spans()],
                 holds=self._ended_holds(),
+                rests=[
+                    Span(stage, on, start + clock, end + clock) for stage, on, start, end in timer.rests()
+                ],
             )
         )
         timer.restart()

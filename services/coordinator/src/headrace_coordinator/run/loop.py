@@ -12,6 +12,7 @@ from typing import Any
 
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain import runs
+from headrace_coordinator.domain.plans import section_of
 from headrace_coordinator.domain.scheduling import plan_admission
 from headrace_coordinator.fleet.ports import USER_ERRORS, CallRefused, InstanceDown
 from headrace_coordinator.fleet.waits import WaitTimeout
@@ -22,7 +23,7 @@ from headrace_coordinator.run.context import RunContext
 from headrace_coordinator.run.converge import Misplaced, converge, form_gang
 from headrace_coordinator.run.evaluate import evaluate
 from headrace_coordinator.run.leaving import Outcome, hand_over, leave, save_head
-from headrace_coordinator.run.placement import PlacementError, section_of
+from headrace_coordinator.run.placement import PlacementError
 from headrace_coordinator.run.regrouping import Regrouping
 from headrace_coordinator.run.stages.step_timer import StepTimer
 from headrace_coordinator.run.step import RunFailed, Step
@@ -144,7 +145,7 @@ class RunLoop:
         self._published = await self._while_it_progresses(step.run())
         if self.context.curriculum:
             self.context.curriculum.observe(step.observed)
-        self._autoplan.observe(step.view)
+        self._autoplan.observe(step.view, step.learned_after_s)
         self._steps += 1
 
     async def _regroup_if_due(self) -> None:

@@ -104,7 +104,7 @@ class WorkerGroup:
         lease = self.fleet.event_log.state.table.leases.get(member.lease_epoch)
         if member.lease_epoch and (lease is None or lease.state == REVOKING):
             member.lost_lease()
-        return member.awake and self.fleet.alive(member.incarnation)
+        return member.awake and not member.kept and self.fleet.alive(member.incarnation)
 
     def adopt_leases(self) -> None:
         """After a fault or a restart: what each member holds is what the lease table says."""

@@ -191,8 +191,12 @@ class Trainer(Instance):
         """Its memory is released until the next grant."""
         self.suspended = True
 
+    def rested(self) -> None:
+        """Nothing runs until the next grant."""
+        self.suspended = True
+
     def granted(self) -> None:
-        """See `revoked`."""
+        """See `revoked` and `rested`."""
         self.suspended = False
 
     async def GetStepState(self, request: trainer.GetStepStateRequest) -> trainer.GetStepStateResponse:
