@@ -121,6 +121,7 @@ class RobotEngine(ThreadedHolder):
         key = (message.address, message.pool, message.pool_incarnation)
         if key not in self._pools:
             self._pools[key] = Pool(message, self._token, self._blobs, self.environment.step_timeout_s)
+        self._pools[key].under(message.header)
         return self._pools[key]
 
     def _act(self, rows: Sequence[Row], policy_number: int) -> list[Decision]:
