@@ -122,6 +122,10 @@ class RunView(Resource):
         description="committed steps of the live lineage; of an evaluation: answers that are scored"
     )
     steps: int
+    ranks: int = Field(default=0, description="ranks of its trainer group; 0 for a run that trains nothing")
+    wanted_ranks: int = Field(
+        default=0, description="ranks that it should have from its next step on; 0: as it has"
+    )
     created_at: float = Field(description="seconds since the epoch")
     started_at: float | None
     finished_at: float | None

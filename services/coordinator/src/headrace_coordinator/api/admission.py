@@ -76,11 +76,15 @@ def check(spec: RunSpec, fleet: FleetView, *, trains: bool = True) -> list[KeyPr
         *engine_problems(spec, fleet),
         *_names(spec, fleet),
         *_options(spec, fleet),
-        *_instances(spec, fleet),
-        *_devices(spec, fleet),
+        *check_size(spec, fleet),
         *check_alone(spec),
     ]
     return _asked_for(found, trains)
+
+
+def check_size(spec: RunSpec, fleet: FleetView) -> list[KeyProblemView]:
+    """Those problems that are about numbers of instances and devices."""
+    return [*_instances(spec, fleet), *_devices(spec, fleet)]
 
 
 def check_alone(spec: RunSpec, *, trains: bool = True) -> list[KeyProblemView]:

@@ -56,6 +56,8 @@ def run_view(run: RunState, waiting_for: list[str], place: int | None = None) ->
         place=place,
         step=run.ledger.step if asked is None else asked.answers,
         steps=run.steps_total if asked is None else asked.total,
+        ranks=run.ranks if asked is None else 0,
+        wanted_ranks=run.wanted_ranks,
         created_at=run.created_at,
         started_at=run.started_at or None,
         finished_at=run.finished_at or None,
@@ -209,7 +211,14 @@ def certificate_view(certificate: ev.Certificate, live: bool) -> CertificateView
     return CertificateView.model_construct(version=policy_view(certificate), live=live, **fields)
 
 
-COUNTED_FROM_0 = (ev.StepOpened, ev.GroupsAccumulated, ev.GroupDropped, ev.StepSkipped, ev.StepAborted)
+COUNTED_FROM_0 = (
+    ev.StepOpened,
+    ev.GroupsAccumulated,
+    ev.GroupDropped,
+    ev.StepSkipped,
+    ev.StepAborted,
+    ev.TrainersChanged,
+)
 """Events whose `step` is the index of a batch. People count from 1, as `step 3 of 50` does."""
 
 

@@ -24,7 +24,7 @@ from headrace_coordinator.planner.layouts import (
 from headrace_coordinator.run.context import RunContext
 from headrace_coordinator.run.executable import executable, measured_first, style_of
 
-NO_WORK = ("checkpoint", "evaluate")
+NO_WORK = ("checkpoint", "evaluate", "regroup")
 """Stages of a step's time that no placement changes."""
 SHOWN = 3
 """Candidates that a reason names."""

@@ -239,6 +239,16 @@ class TrainerClient(WorkerClient):
         request.timeout.FromMilliseconds(int(timeout * 1000))
         await self.port.call("JoinGang", request, timeout + 10)
 
+    async def leave(self, generation: int) -> None:
+        """As the leader, leaves the trainer group and keeps the run's state for the next one."""
+        request = trainer.LeaveGangRequest(header=self.header(), generation=generation, carry=True)
+        await self.port.call("LeaveGang", request, LOAD_S)
+
+    async def take_up(self, number: int) -> None:
+        """Shards what `leave` kept, which is version `number`, over the group that it leads now."""
+        request = trainer.RestoreRequest(header=self.header(), number=number, carried=True)
+        await self.port.call("Restore", request, LOAD_S)
+
     async def state(self) -> trainer.GetStepStateResponse:
         """Where it stands."""
         request = trainer.GetStepStateRequest(header=self.header())

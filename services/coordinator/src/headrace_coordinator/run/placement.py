@@ -19,13 +19,13 @@ from typing import TypeVar
 from headrace_schema.running import APART, PlacementSection
 
 from headrace_coordinator.domain import events as ev
+from headrace_coordinator.domain.intervals import Interval
 from headrace_coordinator.domain.leases import HELD, HELP, LeaseRequest, is_gpu
 from headrace_coordinator.domain.places import devices_seen, hosts_of, machines, named_devices
 from headrace_coordinator.domain.plans import section_of
 from headrace_coordinator.fleet.ports import CallRefused, InstanceDown
 from headrace_coordinator.run.clients import Published, RolloutClient, TrainerClient, WorkerClient
 from headrace_coordinator.run.concurrency import gather_all
-from headrace_coordinator.run.stages.step_timer import Interval
 from headrace_coordinator.run.workers import WorkerGroup
 
 Member = TypeVar("Member", bound=WorkerClient)
@@ -93,7 +93,7 @@ class Placement:
         devices_of = default_devices(self.section, grant.devices, rollouts, trainers, joined=self._joined)
         for kind, members, wanted in (
             ("rollout", rollouts, spec.rollout.instances),
-            ("trainer", trainers, spec.trainer.ranks),
+            ("trainer", trainers, self.workers.ranks),
         ):
             groups = _by_machine(members, (*rollouts, *trainers))
             for machine, group in groups.items():

@@ -73,6 +73,11 @@ class WorkerGroup:
         return self._state.grant or Grant()
 
     @property
+    def ranks(self) -> int:
+        """How many the trainer group has."""
+        return self._state.ranks
+
+    @property
     def fleet_timeout(self) -> float:
         """Longest wait for a lease."""
         return self.spec.limits.instance_timeout_s
@@ -205,7 +210,7 @@ class WorkerGroup:
 
     async def staff_trainers(self) -> None:
         """All granted trainers have the run open; raises `Unstaffed`."""
-        ranks = self.spec.trainer.ranks
+        ranks = self.ranks
         await self._until(
             lambda: len(self._alive(self.grant.trainers)) == ranks, f"{ranks} ready trainer instance(s)"
         )
