@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain import runs
-from headrace_coordinator.domain.leases import LeaseTable
+from headrace_coordinator.domain.leases import DECODE, LeaseTable
 from headrace_coordinator.domain.scheduling import plan_admission, shares
 from headrace_coordinator.domain.state import State
 from headrace_coordinator.simulation.judging.judge import Violation
@@ -29,7 +29,7 @@ class Replay:
         self.pairs: Counter[Pair] = Counter()
         self.submissions = 0
         self.refilled = self.helped = 0
-        self.passed = 0
+        self.passed = self.borrowed = 0
         """Leases of devices that another run had last, which it still was granted."""
         self._last: dict[str, str] = {}
         self.longest_wait: dict[str, float] = {}
@@ -88,6 +88,7 @@ class Replay:
                 self.helped += len(prompts) if helper else 0
             case ev.LeaseGranted():
                 self._count_passed(event)
+                self.borrowed += event.stage == DECODE
             case ev.RunAdmitted():
                 self._disjoint()
             case ev.RunStateChanged() | ev.RunIntentChanged() | ev.RunSubmitted():
