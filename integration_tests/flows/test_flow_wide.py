@@ -153,15 +153,15 @@ def test_the_owners_learn_what_a_killed_helper_had(tmp_path, spec_of):
 
 @pytest.mark.nightly  # test_core_borrowing has it in virtual time, with kills
 def test_the_trainers_core_decodes_until_the_trainer_has_work(wide, spec_of):
-    """Few answers fit a rollout at once, so that a second one halves the time until the last."""
+    """Few answers fit a rollout at once, so that a second one halves the time until the last; learning takes little."""
     wide.ready("rollout-0", "rollout-1", "trainer-0", "trainer-1")
     spec = spec_of(
         steps=STEPS,
         sampling__max_new_tokens=200,
         algorithm={"prompts_per_step": GROUPS, "group_size": SAMPLES},
         placement={"mode": "disaggregated", "rollout": ["cpu:0"], "trainer": ["cpu:1"]},
-        rollout={"instances": 1, "helpers": 1, "max_concurrency": 8},
-        trainer={"micro_batch_tokens": 96, "warmup": {"steps": 0}},
+        rollout={"instances": 1, "helpers": 1, "max_concurrency": 4},
+        trainer={"micro_batch_tokens": 1024, "warmup": {"steps": 0}},
         reward={"scorers": [{"name": "length", "options": {"target": 1, "limit": 200}}]},
         checkpoint={"enabled": False},
     )
