@@ -167,6 +167,16 @@ def test_a_minimal_spec_is_valid_and_its_json_is_a_fixed_point():
             "set placement.flow: sequential",
         ),
         (
+            {"placement": {"mode": "collocated", "share": True, "memory": "resident"}},
+            "placement.memory",
+            "set placement.memory: offloaded",
+        ),
+        (
+            {"placement": {"mode": "disaggregated", "memory": "offloaded"}},
+            "placement.memory",
+            "remove placement.memory",
+        ),
+        (
             {"placement.share": True, "trainer.helpers": 1, "rollout.instances": 2},
             "trainer.helpers",
             "set trainer.helpers: 0",

@@ -219,6 +219,12 @@ def _placement(spec: RunSpec) -> Iterator[KeyProblemView]:
         )
     if placement.mode == "hybrid":
         yield from _hybrid(spec)
+    if placement.mode == "disaggregated" and placement.memory == "offloaded":
+        yield problem(
+            "placement.memory",
+            "in disaggregated placement both sides have their devices all the time, and stay loaded",
+            "remove placement.memory, or set placement.mode: collocated or hybrid",
+        )
     for key, users in (("rollout", spec.rollout.instances), ("trainer", spec.trainer.ranks)):
         devices: list[str] = getattr(placement, key)
         if len(set(devices)) < len(devices):
@@ -255,7 +261,10 @@ def _share(spec: RunSpec) -> Iterator[KeyProblemView]:
     if placement.mode == "auto":
         reason = "a run that measures placements needs its devices to itself"
         yield problem("placement.share", reason, f"set placement.mode: collocated or disaggregated{fix}")
-    if placement.mode == "disaggregated" and placement.flow == "pipelined":
+    if placement.memory == "resident":
+        reason = "what other runs wait for is the devices and their memory"
+        yield problem("placement.memory", reason, f"set placement.memory: offloaded{fix}")
+    if placement.mode == "disaggregated" and placement.pipelined:
         reason = (
             "a run that shares holds the devices of one side at a time, so nothing can stream to the other"
         )

@@ -49,7 +49,7 @@ class SimulatorServicer(simulator_pb2_grpc.SimulatorServiceServicer):
             simulator_pb2.Environment(backend=backend, name=name) for backend, name in catalogue
         ]
 
-    async def on_revoke(self, epoch: int, notice_s: float) -> Memory:
+    async def on_revoke(self, epoch: int, notice_s: float, keep: bool = False) -> Memory:
         """Ends what runs under leases, by force after the notice; pools stay, for another lease to go on with."""
         self._revoked.add(epoch)
         await self._pools.settle(notice_s)

@@ -59,6 +59,8 @@ class Step:
         """What the step, once it has ended, says of its items' pass rates."""
         self.view: StepView | None = None
         """The committed step as people see it; none for one that was skipped."""
+        self.learned_after_s = 0.0
+        """Of its seconds of learning, those after the last answer was made."""
 
     async def run(self) -> Published:
         """Until the step is committed and recorded, or skipped; the version that the next one begins with.
@@ -117,9 +119,11 @@ class Step:
 
     async def _gather(self) -> Batch:
         context, ledger = self._context, self._ledger
-        # Deterministic runs accumulate in ordinal order, whatever settles first.
-        waits = context.spec.deterministic or context.waits_for_batch
+        # Deterministic runs accumulate in ordinal order, whatever settles first. An algorithm that learns from its
+        # whole batch at the commit does its infer pass of each group as that comes.
+        waits = context.spec.deterministic or context.spec.graph.whole_batch
         streamed = context.placement.streams and not waits
+        batched = waits or context.waits_for_batch
 
         def settled(prompt: int) -> None:
             learning.put(prompt)
@@ -143,7 +147,7 @@ class Step:
         )
         learning = Learning(context, self._relay, self._timer, generation.batch)
         helping = Helping(
-            context, self._timer, self._published, learning, wanted=not waits and not self._nonfinite
+            context, self._timer, self._published, learning, wanted=not batched and not self._nonfinite
         )
         borrowing = Borrowing(context, self._timer, self._published, learning, streams=streamed)
         sharing = Sharing(context)
@@ -152,7 +156,7 @@ class Step:
             await generation.run()
             complete()
             sharing.close()
-            if streamed and context.placement.joins and learning.backlog:
+            if streamed and context.placement.joins and (learning.backlog or batched):
                 with self._timer.stage("switch"):
                     await context.placement.hand_devices_to_trainers(complete=True)
 
@@ -224,6 +228,7 @@ class Step:
         self._mismatch_is_bounded(certificate)
         self._first_kl_is_zero(certificate.ordinal, response.figures.get("reference_kl"))
         view = self.view = step_view(context, certificate, response, slots, self._timer)
+        self.learned_after_s = self._timer.after("learn", "generate")
         context.keep_time("step", certificate.ordinal, self._timer)
         await self._event_log.commit(
             ev.StepCommitted(

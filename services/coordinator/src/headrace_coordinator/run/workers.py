@@ -83,6 +83,11 @@ class WorkerGroup:
         return self._state.grant or Grant()
 
     @property
+    def ranks(self) -> int:
+        """How many the trainer group has."""
+        return self._state.ranks
+
+    @property
     def fleet_timeout(self) -> float:
         """Longest wait for a lease."""
         return self.spec.limits.instance_timeout_s
@@ -109,7 +114,7 @@ class WorkerGroup:
         lease = self.fleet.event_log.state.table.leases.get(member.lease_epoch)
         if member.lease_epoch and (lease is None or lease.state == REVOKING):
             member.lost_lease()
-        return member.awake and self.fleet.alive(member.incarnation)
+        return member.awake and not member.kept and self.fleet.alive(member.incarnation)
 
     def adopt_leases(self) -> None:
         """After a fault or a restart: what each member holds is what the lease table says."""
@@ -215,7 +220,7 @@ class WorkerGroup:
 
     async def staff_trainers(self) -> None:
         """All granted trainers have the run open; raises `Unstaffed`."""
-        ranks = self.spec.trainer.ranks
+        ranks = self.ranks
         await self._until(
             lambda: len(self._alive(self.grant.trainers)) == ranks, f"{ranks} ready trainer instance(s)"
         )

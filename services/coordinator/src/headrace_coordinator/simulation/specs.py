@@ -14,6 +14,8 @@ STAGED = 3
 """Seeds with this rest by 8 have two reward stages: none that once found a bug has it, which it would not again."""
 BESIDE = 13
 """Seeds with this rest by 16 move devices beside a trainer group that has some of its own: none found a bug before."""
+KEPT = 7
+"""Seeds with this rest by 16 have runs whose sides stay loaded while they take turns: none found a bug before."""
 UNREADABLE = "unreadable"
 ROBOTS = 0.15
 """Share of runs with a robot policy."""
@@ -183,7 +185,9 @@ def _placement(mode: str, ranks: int, seed: int, name: str) -> dict[str, str | i
     flow = own.choice(["pipelined", "pipelined", "sequential"])
     if mode != "auto" and ranks == 1 and seed % 8 == STAGED:
         mode = "hybrid"
-    return {"mode": mode, "flow": flow, "measure_steps": 1, "replan": own.choice(["auto", "propose"])}
+    replan = own.choice(["auto", "propose"])
+    fields: dict[str, str | int] = {"mode": mode, "flow": flow, "measure_steps": 1, "replan": replan}
+    return fields | ({"memory": "resident"} if seed % 16 == KEPT and mode == "collocated" else {})
 
 
 def forked(origin: RunSpec, run: str, step: int | None, name: str, more: int) -> RunSpec:

@@ -179,8 +179,7 @@ class Learning:
     @property
     def _share(self) -> int:
         """Tokens that the ranks compute at once."""
-        trainer = self._context.spec.trainer
-        return trainer.micro_batch_tokens * trainer.ranks
+        return self._context.spec.trainer.micro_batch_tokens * self._context.workers.ranks
 
     def tokens(self, prompts: Iterable[int]) -> int:
         """Of all answers of some groups."""
