@@ -1,19 +1,20 @@
 """Which placement wins, and whether `auto` knew: `python benchmarks/modes.py`.
 
 Three workloads on a real fleet with two cores. First each makes a run with `placement.mode: auto`, whose adopted plan
-says what a step takes in either mode; these plans are saved (`--plans`) before anything that they are compared with is
-made. Then runs of fixed modes alternate, `--turns` of each mode and workload. The learning rate is too small to move a
-weight, so that all steps of a workload are alike.
+says what a step takes with every placement that a run can have; these plans are saved (`--plans`) before anything
+that they are compared with is made. Then runs of fixed placements alternate, `--turns` of each and each workload. The
+learning rate is too small to move a weight, so that all steps of a workload are alike.
 
 - `short`: a small model and answers of four tokens: nothing but coordination.
-- `tail`: answers of 1 to 64 tokens, sixteen together: few decode for long, which a second core hardly helps.
+- `infer`: few answers at a time, which a second core hardly helps, and a critic and a reference whose infer pass the
+  trainer makes beside them; then it learns.
 - `learning`: a wide model, many answers of four tokens: mostly large matrix products, which a second core halves.
 
-Prints one JSON line with `auto_vs_best` (seconds of a step in the mode that auto chose over those in the better mode,
-the worst workload), `prediction_error` (mean of |predicted / measured - 1| over workloads and modes), `winners_right`
-(share of workloads whose measured winner auto chose), `winners` (number of different winners) and the medians that
-they come from. `--hybrid` measures that mode as well (`…_hybrid_s`); `auto` does not choose it, and no figure but its
-own counts it. `--turns 3` takes about half as long.
+Prints one JSON line with `auto_vs_best` (seconds of a step in the placement that auto chose over those in the best one,
+the worst workload), `prediction_error` (mean of |predicted / measured - 1| over workloads and placements, and
+`prediction_error_untried` over those alone that auto did not try itself), `winners_right` (share of workloads in which
+auto chose the mode of the measured winner: collocated, disaggregated or hybrid), `winners` (number of different modes
+that win) and the medians that they come from. Takes about eleven minutes with `--turns 3` on two idle cores.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import argparse
 import json
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -30,8 +31,14 @@ from typing import Any
 from _harness import Fleet, emit, machine, say, table
 from streaming import write_model, write_prompts
 
-MODES = ("collocated", "disaggregated")
-HYBRID = "hybrid"
+STYLES: dict[str, dict[str, str]] = {
+    "collocated offloaded": {"mode": "collocated", "memory": "offloaded"},
+    "collocated resident": {"mode": "collocated", "memory": "resident"},
+    "disaggregated sequential": {"mode": "disaggregated", "flow": "sequential"},
+    "disaggregated pipelined": {"mode": "disaggregated", "flow": "pipelined"},
+    "hybrid": {"mode": "hybrid"},
+}
+"""By the words with which a plan names them."""
 RUN_S = 900.0
 LEFT_OUT = ("evaluate", "checkpoint")
 
@@ -46,11 +53,13 @@ class Workload:
     group_size: int
     longest: int
     together: int
+    algorithm: Mapping[str, Any] = field(default_factory=dict)
 
 
+PPO = {"name": "ppo", "options": {"epochs": 1, "minibatches": 1, "critic": "model", "kl_loss_coef": 1e-3}}
 WORKLOADS = {
     "short": Workload(width=64, layers=2, groups=16, group_size=8, longest=4, together=128),
-    "tail": Workload(width=256, layers=4, groups=8, group_size=4, longest=64, together=16),
+    "infer": Workload(width=256, layers=4, groups=8, group_size=4, longest=64, together=8, algorithm=PPO),
     "learning": Workload(width=384, layers=4, groups=16, group_size=8, longest=4, together=128),
 }
 
@@ -60,10 +69,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--turns", type=int, default=7, help="runs of each mode and workload, alternating")
+    parser.add_argument(
+        "--turns", type=int, default=3, help="runs of each placement and workload, alternating"
+    )
     parser.add_argument("--steps", type=int, default=4, help="measured steps of a run")
+    parser.add_argument(
+        "--plan-steps", type=int, default=6, help="steps that auto measures with each placement"
+    )
     parser.add_argument("--only", choices=sorted(WORKLOADS), action="append", help="workloads; default: all")
-    parser.add_argument("--hybrid", action="store_true", help="measure hybrid placement as well")
     parser.add_argument("--plans", type=Path, help="write the plans to this file before the measured runs")
     options = parser.parse_args()
     say(machine())
@@ -73,17 +86,16 @@ def main() -> None:
         Fleet("--devices", "cpu:0,cpu:1", "--simulator", "0") as fleet,
     ):
         specs = {name: make_spec(Path(folder) / name, WORKLOADS[name]) for name in names}
-        plans = {name: planned(fleet, spec, options.steps) for name, spec in specs.items()}
-        say(json.dumps(plans))
+        plans = {name: planned(fleet, spec, options.plan_steps) for name, spec in specs.items()}
+        say(json.dumps(plans, indent=1))
         if options.plans:
             options.plans.write_text(json.dumps(plans, indent=1) + "\n", encoding="utf-8")
-        modes = (*MODES, HYBRID) if options.hybrid else MODES
-        found: dict[str, dict[str, list[float]]] = {name: {mode: [] for mode in modes} for name in names}
+        found: dict[str, dict[str, list[float]]] = {name: {style: [] for style in STYLES} for name in names}
         for turn in range(options.turns):
             say(f"turn {turn + 1} of {options.turns}; {machine()}")
             for name, spec in specs.items():
-                for mode in modes if turn % 2 == 0 else modes[::-1]:
-                    found[name][mode].append(step_seconds(fleet, spec, mode, options.steps))
+                for style in list(STYLES) if turn % 2 == 0 else list(STYLES)[::-1]:
+                    found[name][style].append(step_seconds(fleet, spec, style, options.steps))
     say(f"at the end: {machine()}")
     emit("modes", summarise(plans, found))
 
@@ -103,7 +115,7 @@ def make_spec(folder: Path, work: Workload) -> dict[str, Any]:
             "prompt": {"chat": False},
         },
         "sampling": {"max_new_tokens": work.longest},
-        "algorithm": {"group_size": work.group_size, "prompts_per_step": work.groups},
+        "algorithm": {"group_size": work.group_size, "prompts_per_step": work.groups, **work.algorithm},
         "optimizer": {"lr": 1e-12},
         "rollout": {"max_concurrency": work.together},
         # Any reward that differs inside a group will do: equal rewards carry no gradient.
@@ -113,34 +125,44 @@ def make_spec(folder: Path, work: Workload) -> dict[str, Any]:
 
 
 def planned(fleet: Fleet, spec: Mapping[str, Any], steps: int) -> dict[str, Any]:
-    """What auto chose, and the seconds of a step that it predicted for each mode."""
+    """What auto chose, the seconds of a step that it predicted for each placement, and which of them it tried."""
     from headrace.client import Client
 
-    made = {**spec, "steps": 2 * (steps + 1) + 2, "placement": {"mode": "auto", "measure_steps": steps}}
+    most = len(STYLES) * (steps + 1) + 2
+    made = {**spec, "steps": most, "placement": {"mode": "auto", "measure_steps": steps}}
     with Client(fleet.url, fleet.token) as client:
         run = finished(client, made)
         adopted = [event.data for event in client.events(run) if event.type == "plan_adopted"]
-    chosen = next(plan for plan in adopted if plan.get("predicted_s"))
-    seconds = {chosen["mode"]: chosen["predicted_s"]["step"]}
-    for words, predicted in chosen.get("alternatives", {}).items():
-        mode = next(mode for mode in MODES if words.startswith(mode))
-        seconds[mode] = (
-            min(predicted, seconds.get(mode, predicted)) if mode != chosen["mode"] else seconds[mode]
-        )
-    return {"mode": chosen["mode"], "step_s": seconds, "reason": chosen["reason"]}
+    place = next(index for index, plan in enumerate(adopted) if plan.get("predicted_s"))
+    chosen = adopted[place]
+    seconds = {style_named(words): found for words, found in chosen.get("alternatives", {}).items()}
+    style = style_of(chosen)
+    seconds[style] = chosen["predicted_s"]["step"]
+    tried = sorted({"collocated offloaded", *(style_of(plan) for plan in adopted[:place])})
+    return {"style": style, "step_s": seconds, "tried": tried, "reason": chosen["reason"]}
 
 
-def step_seconds(fleet: Fleet, spec: Mapping[str, Any], mode: str, steps: int) -> float:
+def style_of(plan: Mapping[str, Any]) -> str:
+    """The placement of an adopted plan."""
+    kind = plan.get("flow", "") + plan.get("memory", "")
+    return plan["mode"] if plan["mode"] == "hybrid" else f"{plan['mode']} {kind}"
+
+
+def style_named(words: str) -> str:
+    """The placement that a plan's words name."""
+    return next(style for style in STYLES if words.startswith(style))
+
+
+def step_seconds(fleet: Fleet, spec: Mapping[str, Any], style: str, steps: int) -> float:
     """Median seconds of the steps of one run, without its first one, which pays for the start."""
     from headrace.client import Client
 
     with Client(fleet.url, fleet.token) as client:
-        run = finished(client, {**spec, "steps": steps + 1, "placement": {"mode": mode}})
-        seconds = [
-            step.wall_s - sum(step.stage_s.get(stage, 0.0) for stage in LEFT_OUT)
-            for step in client.metrics(run)
-            if step.step > 1
-        ]
+        run = finished(client, {**spec, "steps": steps + 1, "placement": STYLES[style]})
+        measured = [step for step in client.metrics(run) if step.step > 1]
+    seconds = [step.wall_s - sum(step.stage_s.get(stage, 0.0) for stage in LEFT_OUT) for step in measured]
+    last = {name: round(found, 3) for name, found in measured[-1].stage_s.items()}
+    say(f"  {style}: {median(seconds):.3f} s a step; the last one {last}")
     return median(seconds)
 
 
@@ -156,26 +178,43 @@ def summarise(
     plans: Mapping[str, Mapping[str, Any]], found: Mapping[str, Mapping[str, list[float]]]
 ) -> dict[str, float | None]:
     """The figures; each workload goes to the reader."""
-    medians = {name: {mode: median(turns) for mode, turns in modes.items()} for name, modes in found.items()}
-    measured = {name: {mode: modes[mode] for mode in MODES} for name, modes in medians.items()}
-    winners = {name: min(modes, key=lambda mode: modes[mode]) for name, modes in measured.items()}
+    medians = {
+        name: {style: median(turns) for style, turns in styles.items()} for name, styles in found.items()
+    }
+    winners = {name: min(styles, key=lambda style: styles[style]) for name, styles in medians.items()}
     rows = [
-        (name, mode, plans[name]["step_s"][mode], seconds, min(found[name][mode]), max(found[name][mode]),
-         "auto" if plans[name]["mode"] == mode else "", "wins" if winners[name] == mode else "")
-        for name, modes in measured.items()
-        for mode, seconds in modes.items()
+        (name, style, plans[name]["step_s"][style], seconds, min(found[name][style]), max(found[name][style]),
+         "tried" if style in plans[name]["tried"] else "", "chosen" if plans[name]["style"] == style else "",
+         "wins" if winners[name] == style else "")
+        for name, styles in medians.items()
+        for style, seconds in styles.items()
     ]  # fmt: skip
-    table(("workload", "mode", "predicted", "measured", "least", "most", "chosen", ""), rows)
+    table(("workload", "placement", "predicted", "measured", "least", "most", "", "", ""), rows)
+    untried = [(predicted, seconds) for _, _, predicted, seconds, _, _, tried, *_ in rows if not tried]
     figures: dict[str, float | None] = {
         "auto_vs_best": max(
-            modes[plans[name]["mode"]] / modes[winners[name]] for name, modes in measured.items()
+            styles[plans[name]["style"]] / styles[winners[name]] for name, styles in medians.items()
         ),
         "prediction_error": fmean(abs(predicted / seconds - 1) for _, _, predicted, seconds, *_ in rows),
-        "winners_right": fmean(plans[name]["mode"] == winner for name, winner in winners.items()),
-        "winners": float(len(set(winners.values()))),
+        "prediction_error_untried": fmean(abs(predicted / seconds - 1) for predicted, seconds in untried)
+        if untried
+        else None,
+        "winners_right": fmean(
+            mode_of(plans[name]["style"]) == mode_of(winner) for name, winner in winners.items()
+        ),
+        "winners": float(len({mode_of(winner) for winner in winners.values()})),
     }
-    each = {f"{name}_{mode}_s": seconds for name, modes in medians.items() for mode, seconds in modes.items()}
+    each = {
+        f"{name}_{style.replace(' ', '_')}_s": seconds
+        for name, styles in medians.items()
+        for style, seconds in styles.items()
+    }
     return figures | each
+
+
+def mode_of(style: str) -> str:
+    """The mode of a placement."""
+    return style.partition(" ")[0]
 
 
 if __name__ == "__main__":

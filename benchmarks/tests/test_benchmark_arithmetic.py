@@ -26,22 +26,23 @@ def test_the_bound_is_the_best_schedule(ready, work, end):
     assert ideal_end(ready, work) == end
 
 
-def test_what_auto_chose_is_held_against_the_better_mode(capsys):
-    def plan(mode, **seconds):
-        return {"mode": mode, "step_s": seconds}
+def test_what_auto_chose_is_held_against_the_best_placement(capsys):
+    turns, sides = "collocated resident", "disaggregated pipelined"
 
-    plans = {
-        "a": plan("collocated", collocated=1.0, disaggregated=2.0),
-        "b": plan("collocated", collocated=1.0, disaggregated=2.2),
-    }
+    def plan(style, **seconds):
+        both = {turns: seconds["turns"], sides: seconds["sides"]}
+        return {"style": style, "step_s": both, "tried": [turns]}
+
+    plans = {"a": plan(turns, turns=1.0, sides=2.0), "b": plan(turns, turns=1.0, sides=2.2)}
     found = {
-        "a": {"collocated": [1.0, 9.0, 1.0], "disaggregated": [2.0, 2.0, 2.0]},
-        "b": {"collocated": [2.0, 2.0, 2.0], "disaggregated": [1.0, 1.0, 1.1]},
+        "a": {turns: [1.0, 9.0, 1.0], sides: [2.0, 2.0, 2.0]},
+        "b": {turns: [2.0, 2.0, 2.0], sides: [1.0, 1.0, 1.1]},
     }
     figures = summarise(plans, found)
     assert (figures["auto_vs_best"], figures["winners_right"], figures["winners"]) == (2.0, 0.5, 2.0)
     assert figures["prediction_error"] == pytest.approx((0 + 0 + 0.5 + 1.2) / 4)
-    assert figures["b_collocated_s"] == 2.0
+    assert figures["prediction_error_untried"] == pytest.approx((0 + 1.2) / 2)
+    assert figures["b_collocated_resident_s"] == 2.0
 
 
 def test_the_share_goes_from_waiting_to_the_bound():

@@ -86,6 +86,35 @@ def test_the_client_builds_the_graph_of_the_document():
     assert RunSpec.model_validate(flow.into(bare)) == RunSpec.model_validate(written)
 
 
+def test_two_policies_are_planned_as_a_cycle_or_together(tmp_path):
+    """With a profile of its own the reply takes turns with generate; as runs measure it, it is in generate."""
+    spec, profile = EXAMPLES / "two_policies.yaml", tmp_path / "profile.yaml"
+    stages = {"generate": {"item_s": 0.1}, "score": {"item_s": 0.001}, "learn": {"item_s": 0.05}}
+    profile.write_text(yaml.safe_dump({"stages": stages}))
+    together = explain_file(spec, [], 8, None, profile)
+    assert {bar["stage"] for bar in together["timeline"]} == {"generate", "score", "learn"}
+    profile.write_text(yaml.safe_dump({"stages": {**stages, "reply": {"item_s": 0.1}}}))
+    apart = explain_file(spec, [], 8, None, profile)
+    assert {bar["stage"] for bar in apart["timeline"]} == {"generate", "reply", "score", "learn"}
+    assert apart["step_s"] > together["step_s"]
+
+
+def test_the_client_builds_two_policies():
+    flow = Workflow()
+    exchange = flow.reply(
+        flow.answers,
+        path=".headrace/models/tiny",
+        before=" 0",
+        after=" =",
+        max_new_tokens=4,
+        scored="last",
+    )
+    flow.learn(flow.score(exchange))
+    written = load_spec(EXAMPLES / "two_policies.yaml")
+    bare = {key: value for key, value in written.items() if key not in ("workflow", "reply")}
+    assert RunSpec.model_validate(flow.into(bare)) == RunSpec.model_validate(written)
+
+
 def test_a_cluster_file_and_overrides(headrace, tmp_path):
     cluster = tmp_path / "cluster.yaml"
     cluster.write_text(yaml.safe_dump({"gpu": {"count": 4, "memory_gib": 141}}))

@@ -193,6 +193,12 @@ def test_steering_and_scaling(client, coordinator):
     assert client.pause("r", now=True).state == "PAUSE"
     assert coordinator.requests("POST /v1/runs/r:pause")[0].query == {"now": ["true"]}
     assert (client.resume("r").state, client.cancel("r").state) == ("RESUME", "CANCEL")
+    coordinator.routes["POST /v1/runs/r:set"] = lambda got: (
+        200,
+        {"id": "r", "wanted_ranks": got.body["trainer"]["ranks"]},
+    )
+    assert client.set("r", {"trainer.ranks": 2}).wanted_ranks == 2
+    assert client.set("r", ["trainer.ranks=3"]).wanted_ranks == 3
     assert client.scale("rollout", 3) == 3
     drained = {"instance": "rollout-0", "incarnation": "i1"}
     coordinator.routes["POST /v1/instances/rollout-0:drain"] = (200, drained)

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 from harness import corridor
 from harness.fleet import Fleet
 from harness.ledger import audit
@@ -171,3 +172,23 @@ def test_a_task_that_does_not_exist_is_named(fleet: Fleet, tmp_path: Path):
     ended = fleet.client.wait(run.id, 120)
     assert ended.state == "FAILED"
     assert "environment.tasks" in ended.reason and "CartPole-v1" in ended.reason
+
+
+def test_an_embodied_spec_is_measured_and_planned_from(fleet: Fleet, tmp_path: Path):
+    """Policy and environments are measured apart: the policy on the run's devices, the environments on the host."""
+    file = tmp_path / "corridor.yaml"
+    file.write_text(yaml.safe_dump(spec(tmp_path, steps=2, data={"options": {"starts": 64}})))
+    found = fleet.json("profile", file, "--steps", "1")
+    stages = found["profile"]["stages"]
+    for stage in ("generate", "learn"):
+        points = stages[stage]["points"]
+        assert [point["items"] for point in points] == [BATCH, 2 * BATCH, 3 * BATCH]
+        assert all(point["seconds"] > 0 for point in points)
+    assert stages["simulate"]["kind"] == "host" and stages["simulate"]["host_item_s"] > 0
+    plan = fleet.json("plan", file, "--devices", "2")
+    assert {bar["stage"] for bar in plan["timeline"]} == {"generate", "simulate", "learn"}
+    short = [run.id for run in fleet.client.list() if run.id.startswith("profile-")]
+    measured = [step for run in short for step in fleet.client.metrics(run)]
+    episodes = [step.stage_s for step in measured if "simulate" in step.stage_s]
+    assert episodes and all(0 < each["act"] <= each["generate"] for each in episodes)
+    assert all(0 < each["simulate"] <= each["generate"] for each in episodes)

@@ -68,6 +68,31 @@ def test_the_reward_instance_serves_both_runs_at_once(wide, spec_of, tmp_path):
         assert wide.succeed(run).step == 1
 
 
+def test_a_run_takes_a_second_rank_and_gives_it_back_between_steps(wide, spec_of, gate):
+    """Without a checkpoint: what a group has lost, the run would have to make again."""
+    wide.ready("trainer-0", "trainer-1")
+    gate.hold_after(BATCH + 3)
+    run = wide.submit(spec_of(name="regroup", steps=5, reward=gate.reward, checkpoint={"enabled": False}))
+    gate.wait_until_held()  # in its second step
+    refused = wide.headrace("run", "set", run.id, "trainer.ranks=3")
+    assert refused.returncode and "use one of: 1, 2, 4" in " ".join(refused.stderr.split())
+    changed = wide.json("run", "set", run.id, "trainer.ranks=2")
+    assert (changed["ranks"], changed["wanted_ranks"]) == (1, 2)
+    assert "1 rank, 2 wanted" in wide.headrace("run", "get", run.id).stdout
+    gate.hold_after(2 * BATCH)
+    gate.wait_until_held()  # in its fourth: the third one had two ranks
+    assert wide.client.set(run.id, {"trainer.ranks": 1}).ranks == 2
+    gate.open()
+    ended = wide.succeed(run)
+    found = audit(wide, ended)
+    assert len(found.trained) == 5 * BATCH and not found.dropped and ended.recoveries == 0
+    assert all(certificate.max_staleness == 0 for certificate in found.live)
+    events = wide.events(run)
+    assert [event.data["ranks"] for event in events if event.type == "trainers_changed"] == [2, 1]
+    assert [len(event.data["members"]) for event in events if event.type == "gang_formed"] == [1, 2, 1]
+    assert sum(event.type == "version_restored" for event in events) == 1, "the initial model alone"
+
+
 SHARED = {"mode": "disaggregated", "rollout": ["cpu:0"], "trainer": ["cpu:1"], "share": True}
 
 
@@ -149,3 +174,30 @@ def test_the_owners_learn_what_a_killed_helper_had(tmp_path, spec_of):
         helped, notes = run_elastic(fleet, spec_of)
     assert helped == [{}] * STEPS
     assert any("gives nothing to step" in note for note in notes), notes
+
+
+@pytest.mark.nightly  # test_core_borrowing has it in virtual time, with kills
+def test_the_trainers_core_decodes_until_the_trainer_has_work(wide, spec_of):
+    """Few answers fit a rollout at once, so that a second one halves the time until the last; learning takes little."""
+    wide.ready("rollout-0", "rollout-1", "trainer-0", "trainer-1")
+    spec = spec_of(
+        steps=STEPS,
+        sampling__max_new_tokens=200,
+        algorithm={"prompts_per_step": GROUPS, "group_size": SAMPLES},
+        placement={"mode": "disaggregated", "rollout": ["cpu:0"], "trainer": ["cpu:1"]},
+        rollout={"instances": 1, "helpers": 1, "max_concurrency": 4},
+        trainer={"micro_batch_tokens": 1024, "warmup": {"steps": 0}},
+        reward={"scorers": [{"name": "length", "options": {"target": 1, "limit": 200}}]},
+        checkpoint={"enabled": False},
+    )
+    run = wide.succeed(wide.submit(spec))
+    found = audit(wide, run)
+    assert len(found.trained) == STEPS * GROUPS * SAMPLES and run.recoveries == 0
+    assert all(certificate.max_staleness == 0 for certificate in found.live)
+    url = f"{wide.url}/v1/runs/{run.id}/timeline"
+    holds = httpx.get(url, params={"steps": 200}, headers=wide.headers, trust_env=False).json()["holds"]
+    decodes = [hold for hold in holds if hold["stage"] == "decode"]
+    notes = [event.data["text"] for event in wide.events(run) if event.type == "noted"]
+    assert decodes and {device for hold in decodes for device in hold["devices"]} == {
+        device for hold in holds if hold["stage"] == "learn" for device in hold["devices"]
+    }, (holds, notes)

@@ -56,6 +56,7 @@ def explain_file(
             raise mistake("profile", "there is no measured profile of this model", PROFILE_FIX)
         request["profile"] = _read(stored)
     if "model" in document:
+        _without_reply(request)
         _with_infer(request, document)
     if cluster is not None:
         request["cluster"] = _read(cluster)
@@ -179,6 +180,17 @@ def _with_infer(request: dict[str, Any], spec: dict[str, Any]) -> None:
         {"source": "generate", "target": "infer", "granularity": "trajectory"},
         {"source": "infer", "target": "learn", "granularity": into_learn["granularity"]},
     ]
+
+
+def _without_reply(request: dict[str, Any]) -> None:
+    """A profile that has no stage of its own for replies has them in generate, as runs measure both together."""
+    workflow, stages = request["workflow"], request["profile"].get("stages")
+    turns = {edge["source"] for edge in workflow["edges"] if edge["granularity"] == "turn"}
+    reply = next(iter(turns - {"generate", "simulate"}), None)
+    if reply is None or not isinstance(stages, dict) or reply in stages:
+        return
+    workflow["stages"].remove(reply)
+    workflow["edges"] = [edge for edge in workflow["edges"] if reply not in (edge["source"], edge["target"])]
 
 
 def _explained(request: dict[str, Any]) -> dict[str, Any]:

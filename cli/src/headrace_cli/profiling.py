@@ -5,6 +5,7 @@ Measuring costs a run nothing: every run keeps the seconds of its steps. Knows n
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,7 @@ from headrace_cli.errors import CommandError, mistake
 from headrace_cli.profiles import costs_alike
 
 if TYPE_CHECKING:
-    from headrace.client import Client, Run, Step
+    from headrace.client import Client, Run, Step, Trajectory
     from headrace_coordinator.planner.measured import MeasuredStep
 
 FIRST_STEPS = 10
@@ -71,12 +72,12 @@ def measured_document(client: Client, spec: RunSpec, runs: Sequence[Run]) -> dic
     """The profile that some runs measured; CommandError where none of them has a step that counts."""
     from headrace_coordinator.planner.measured import profile_document
 
-    steps, lengths, devices = [], [], set()
+    steps, groups, devices = [], [], set()
     for run in runs:
         counted = [step for step in client.metrics(run.id) if 1 < step.step <= FIRST_STEPS + 1]
         steps += [_measured(step) for step in counted]
         devices |= {device for step in counted for device in step.devices}
-        lengths += [each.tokens for each in client.trajectories(run.id)]
+        groups += _lengths(client.trajectories(run.id))
     if not steps:
         raise mistake("profile", "no run of this spec has made two steps", "measure it without --stored")
     kinds = sorted({device.rpartition("/")[2].partition(":")[0] for device in devices})
@@ -86,20 +87,33 @@ def measured_document(client: Client, spec: RunSpec, runs: Sequence[Run]) -> dic
         f"{'of ' + ', '.join(hosts) if hosts else ''}; {len(steps)} steps of {', '.join(run.id for run in runs)}; "
         "memory is not measured"
     )
-    services = {name: stage.service for name, stage in spec.graph.stages.items()}
-    return profile_document(services, kinds[0] if kinds else "cpu", steps, lengths, " ".join(about.split()))
+    stages = spec.graph.stages.items()
+    services = {name: stage.service for name, stage in stages if name != spec.graph.reply_stage}
+    return profile_document(services, kinds[0] if kinds else "cpu", steps, groups, " ".join(about.split()))
+
+
+def _lengths(trajectories: Sequence[Trajectory]) -> list[list[int]]:
+    """Lengths by group: of a step's prompt."""
+    groups: dict[tuple[int, int], list[int]] = defaultdict(list)
+    for each in trajectories:
+        groups[each.step, each.prompt_ordinal].append(each.tokens)
+    return list(groups.values())
 
 
 def _measured(step: Step) -> MeasuredStep:
+    """A step; of episodes the policy's part of generate is its seconds on the device that computed longest."""
     from headrace_coordinator.planner.measured import MeasuredStep
 
+    seconds = dict(step.stage_s)
+    if acted := [stages["act"] for stages in step.devices.values() if "act" in stages]:
+        seconds["generate"] = max(acted)
     devices = {
         stage: {device for device, stages in step.devices.items() if stage in stages}
         for stage in ("generate", "learn")
     }
     return MeasuredStep(
         items=step.trained + step.dropped,
-        seconds=step.stage_s,
+        seconds=seconds,
         devices={stage: len(found) for stage, found in devices.items()},
         in_turns=bool(devices["generate"] & devices["learn"]),
     )

@@ -81,7 +81,7 @@ def test_a_wrong_edge_is_named_with_the_fix(edges, key, words):
         ({"score": {"servise": "reward"}}, "workflow.stages.score.servise", "did you mean service?"),
         ({"score": {"service": "judge"}}, "workflow.stages.score.service", "use one of: reward, rollout"),
         ({"a": {"service": "simulator"}}, "workflow.stages.a.service", "use rollout, reward or trainer"),
-        ({"generate": {"service": "rollout"}, "b": {"service": "rollout"}}, "workflow.stages.generate", "keep gen"),
+        ({"generate": {"service": "rollout"}, "b": {"service": "rollout"}}, "reply", "stage b answers generate"),
         ({"score": {"service": "reward", "combine": "replace"}}, "workflow.stages.score.combine", "receives from none"),
         ({"sync": {"service": "reward"}}, "workflow.stages.sync", "another part of a step"),
         ({"other": {"service": "reward"}}, "reward.stages.other", "score and other have no scorers of their own"),
@@ -114,3 +114,71 @@ def test_a_workflow_that_is_neither_says_what_there_is():
             RunSpec, {**BASE, "reward": {"scorers": [{"name": "exact"}]}, "workflow": wrong}
         )
         assert found.key == "workflow" and "reasoning" in found.fix, found
+
+
+TALK = {"generate": {"service": "rollout"}, "answer": {"service": "rollout"}, **STAGES}
+TURNS = [
+    {"source": "generate", "target": "answer", "granularity": "turn"},
+    {"source": "answer", "target": "generate", "granularity": "turn"},
+]
+
+
+def test_two_rollout_stages_answer_each_other():
+    run = RunSpec.model_validate(spec([*TURNS, *EDGES], TALK, reply={"path": "some/other", "turns": 3}))
+    assert run.graph.reply_stage == "answer" and run.reply.turns == 3
+    assert RunSpec.model_validate(run.model_dump(mode="json")) == run
+    assert RunSpec.model_validate(spec([*TURNS, *EDGES], TALK, reply={})).reply.path == ""
+    assert RunSpec.model_validate(spec()).graph.reply_stage == ""
+
+
+@pytest.mark.parametrize(
+    ("given", "key", "words"),
+    [
+        (spec([*TURNS, *EDGES], TALK), "reply", "nothing says with which policy; add reply: {path: MODEL}"),
+        (spec(reply={}), "reply", "no second rollout stage"),
+        ({**BASE, "workflow": "reasoning", "reply": {}}, "reply", "no second rollout stage"),
+        (
+            spec([edge("generate", "answer"), TURNS[1], *EDGES], TALK, reply={}),
+            "workflow.edges[0].granularity",
+            "use turn",
+        ),
+        (
+            spec([TURNS[0], *EDGES], TALK, reply={}),
+            "workflow.stages.answer",
+            "{source: answer, target: generate}",
+        ),
+        (
+            spec([TURNS[1], *EDGES], TALK, reply={}),
+            "workflow.stages.answer",
+            "{source: generate, target: answer}",
+        ),
+        (
+            spec([*TURNS, edge("answer", "score"), *EDGES[1:]], TALK, reply={}),
+            "workflow.edges[2]",
+            "leaves through generate",
+        ),
+        (
+            spec([*TURNS, *EDGES], {**TALK, "third": {"service": "rollout"}}, reply={}),
+            "workflow.stages.generate",
+            "at most one that answers it; here are generate, answer, third",
+        ),
+        (spec([*TURNS, *EDGES], TALK, reply={"stop": [""]}), "reply.stop", "remove it"),
+        (spec([*TURNS, *EDGES], TALK, reply={}, deterministic=True), "deterministic", "deterministic: false"),
+        (
+            spec([*TURNS, *EDGES], TALK, reply={}, rollout={"chunk_tokens": 2}),
+            "rollout.chunk_tokens",
+            "chunk_tokens: 0",
+        ),
+    ],
+)
+def test_what_cannot_be_a_second_policy_names_the_key(given, key, words):
+    found = {item.key: f"{item.problem}; {item.fix}" for item in explain_value(RunSpec, given)}
+    assert words in found.get(key, ""), found
+
+
+def test_helpers_do_not_go_on_with_exchanges():
+    rollouts = {"instances": 2, "helpers": 1}
+    both = spec([*TURNS, *EDGES], TALK, reply={}, trainer={"helpers": 1}, rollout=rollouts)
+    found = {item.key: item.problem for item in explain_value(RunSpec, both)}
+    assert "does not go on at another one" in found["trainer.helpers"]
+    assert "does not go on at another one" in found["rollout.helpers"]

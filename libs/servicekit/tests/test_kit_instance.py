@@ -66,7 +66,7 @@ async def instances(tmp_path, scripted_reward):
         async def on_grant(lease):
             instance.calls.append(("grant", lease.epoch))
 
-        async def on_revoke(epoch, notice_s):
+        async def on_revoke(epoch, notice_s, keep):
             instance.calls.append(("revoke", epoch, notice_s))
             return Memory(4096, 77)
 
@@ -253,7 +253,7 @@ async def test_a_drain_runs_the_callback_within_its_grace(fleet, instances, unti
 
 
 async def test_a_lease_that_cannot_be_let_go_is_not_called_released(fleet, instances, until):
-    async def broken(epoch, notice_s):
+    async def broken(epoch, notice_s, keep):
         raise ValueError("device lost")
 
     instance = await instances(fleet.address, prepare=lambda instance: setattr(instance, "on_revoke", broken))

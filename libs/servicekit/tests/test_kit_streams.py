@@ -60,6 +60,20 @@ async def test_the_last_result_ends_the_linger_at_once():
         assert await collected(stream) == [[0.0, 0.05]]
 
 
+async def test_a_request_that_is_done_waits_for_no_other():
+    never = asyncio.Event()
+
+    async def work(number):
+        if number == 2:
+            await never.wait()
+        return number
+
+    stream = unordered(requests([2], [0, 1]), lambda batch: map(work, batch), 10, linger_s=30)
+    async with asyncio.timeout(10):
+        assert await anext(stream) == [0, 1]
+    await stream.aclose()
+
+
 async def test_a_future_costs_no_task_and_its_failure_ends_the_stream():
     def work(number):
         future = asyncio.get_running_loop().create_future()

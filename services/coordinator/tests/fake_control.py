@@ -9,6 +9,7 @@ from typing import Any
 from headrace_coordinator.api.admission import FleetView, check
 from headrace_coordinator.api.control import Page, Refused
 from headrace_coordinator.api.overviews import summary
+from headrace_schema.changing import RunChange
 from headrace_schema.evaluating import EvaluationSpec
 from headrace_schema.evaluations import ComparisonView, EvaluationRunView, VideoListView
 from headrace_schema.overviews import CurvesView, FlowView
@@ -168,6 +169,10 @@ class FakeControl:
 
     async def cancel(self, run_id: str, idempotency_key: str) -> RunView:
         return self._move(run_id, "CANCELLED")
+
+    async def change(self, run_id: str, change: RunChange, idempotency_key: str) -> RunView:
+        self.records[run_id] = self.run(run_id).model_copy(update={"wanted_ranks": change.trainer.ranks})
+        return self.records[run_id]
 
     async def events(self, run_id: str, after: int) -> AsyncIterator[EventView]:
         sent = 0

@@ -221,6 +221,16 @@ def test_a_need_that_the_engine_lacks_names_key_and_engine():
     assert problems(wanted, FLEET) == {}, "instances of a release that registers no features"
 
 
+def test_what_a_gpu_cannot_do_is_refused_with_what_would_fit():
+    resident = {"placement": {"mode": "collocated", "memory": "resident"}}
+    assert "set placement.memory: offloaded" in problems(resident, GPUS)["placement.memory"]
+    assert (
+        "collocated with trainer.helpers"
+        in problems({"placement": {"mode": "hybrid"}}, GPUS)["placement.mode"]
+    )
+    assert problems(resident, BOTH) == {}, "on CPU slots"
+
+
 def test_answers_that_the_engine_would_sample_otherwise_are_refused():
     features = frozenset(
         {"sglang:resume_from_prefix", "vllm:top_p_after_others", "vllm:penalty_counts_prompt"}

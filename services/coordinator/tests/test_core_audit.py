@@ -14,6 +14,7 @@ from headrace_coordinator.domain.compact import (
     expand,
     expand_drops,
 )
+from headrace_coordinator.domain.intervals import covered
 from headrace_coordinator.domain.runs import RunState
 from headrace_coordinator.domain.slots import SlotLedger
 from headrace_coordinator.domain.state import (
@@ -26,7 +27,7 @@ from headrace_coordinator.domain.state import (
 )
 from headrace_coordinator.domain.totals import EVALUATIONS_SHOWN, Shape, Totals, step_dropped, step_trained
 from headrace_coordinator.domain.versions import Lineage
-from headrace_coordinator.run.stages.step_timer import StepTimer, covered
+from headrace_coordinator.run.stages.step_timer import StepTimer
 from hypothesis import given
 from hypothesis import strategies as st
 from ledger_parts import certificate, committed, opened, restored, run_state

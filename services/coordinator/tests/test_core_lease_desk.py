@@ -166,7 +166,7 @@ async def test_a_revoke_that_a_broken_session_lost_is_said_again_to_the_next(lea
     said = []
     lease_manager.live(5, beats=True)
     lease_manager.fleet.attach("a", lambda command, body: said.append((command, body)))
-    assert said == [("revoke", (1, SETTINGS.notice - 5))]
+    assert said == [("revoke", (1, SETTINGS.notice - 5, False))]
     lease_manager.fleet.lease_manager.released("a", 1)
     await releasing
     lease_manager.fleet.attach("a", lambda command, body: said.append((command, body)))

@@ -53,5 +53,7 @@ class ColdRollout:
 async def test_an_engine_that_still_starts_is_waited_for():
     state = InstanceState("i", "rollout-0", "rollout", "host", "", [], {})
     member = RolloutClient("r", state, ColdRollout(), 1)
-    await member.wake(Published(VERSION, common.WeightManifest(), common.WeightSource()))
+    await member.make_room()
+    await member.install(Published(VERSION, common.WeightManifest(), common.WeightSource()))
+    await member.go_on()
     assert member.awake and member.digest == VERSION.digest

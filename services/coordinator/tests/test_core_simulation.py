@@ -35,6 +35,11 @@ def test_seeds_that_failed_once(seed):
     run_world(seed, evaluations=0)  # They are of a time when nobody evaluated.
 
 
+def test_a_checkpoint_that_is_asked_for_while_the_next_one_is_written_stays():
+    """Seed 227: an evaluation of a run with checkpoint.keep: 1 was submitted while a save was at work."""
+    run_world(227)
+
+
 def test_a_calm_world_needs_no_recovery_and_drops_little():
     outcomes = [run_world(seed, faults=False) for seed in range(20)]
     assert sum(outcome.recoveries for outcome in outcomes) <= 1
@@ -160,11 +165,15 @@ def test_a_checkpoint_that_is_evaluated_is_kept():
     )
     waiting = SimpleNamespace(evaluation=evaluation, spec={}, last_checkpoint=0)
     state = SimpleNamespace(
-        runs={"run": SimpleNamespace(directory="/d/runs/run")}, active_runs=lambda: [waiting]
+        runs={
+            "run": SimpleNamespace(directory="/d/runs/run", checkpoints=[]),
+            "other": SimpleNamespace(directory="/d/runs/other", checkpoints=[("lineage-1/step-9-9", 9)]),
+        },
+        active_runs=lambda: [waiting],
     )
     event_log = SimpleNamespace(state=state)
     assert asyncio.run(wanted_by_others(event_log, "run")) == ["lineage-1/step-2-3"]
-    assert asyncio.run(wanted_by_others(event_log, "other")) == []
+    assert asyncio.run(wanted_by_others(event_log, "other")) == ["lineage-1/step-9-9"]
 
 
 def _placed(world, mode):

@@ -142,6 +142,21 @@ async def test_pause_resume_cancel(api, run_id):
     assert (again.status_code, again.json()["reason"]) == (409, "CONFLICT")
 
 
+async def test_a_change_of_a_run(api, run_id):
+    changed = await api.post(f"/v1/runs/{run_id}:set", json={"trainer": {"ranks": 2}})
+    assert (changed.status_code, changed.json()["wanted_ranks"]) == (200, 2)
+    for body, key in (
+        ({"trainer": {"ranks": 0}}, "trainer.ranks"),
+        ({"trainer": {"ranks": True}}, "trainer.ranks"),
+        ({"trainer": {"rank": 2}}, "trainer.rank"),
+        ({"steps": 5, "trainer": {"ranks": 2}}, "steps"),
+        ({}, "trainer"),
+    ):
+        refused = await api.post(f"/v1/runs/{run_id}:set", json=body)
+        assert refused.status_code == 422
+        assert key in [problem["key"] for problem in refused.json()["problems"]], body
+
+
 async def test_an_unknown_run_names_the_nearest(api, run_id):
     paths = ["", "/metrics", "/trajectories", "/checkpoints", "/certificates", "/events"]
     answers = [await api.get(f"/v1/runs/{run_id}x{path}") for path in paths]
@@ -352,6 +367,7 @@ async def test_405_names_the_methods_that_there_are(api, method, path, allowed):
 async def test_a_timeline_has_the_leases_that_the_run_holds_now(api, spec_json):
     run = (await api.post("/v1/runs", json=spec_json)).json()["id"]
     found = (await api.get(f"/v1/runs/{run}/timeline")).json()
-    assert found == {"parts": [], "work": [], "holds": [], "older": False}
+    assert found == {"parts": [], "work": [], "holds": [], "labels": [], "older": False}
+    assert (await api.get(f"/v1/runs/{run}/timeline?labels=true")).json() == found
     assert (await api.get(f"/v1/runs/{run}/timeline?steps=0")).status_code == 422
     assert (await api.get("/v1/runs/nobody/timeline")).status_code == 404

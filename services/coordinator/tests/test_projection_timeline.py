@@ -4,6 +4,7 @@ import asyncio
 
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain import runs
+from headrace_coordinator.domain.intervals import joined
 from headrace_coordinator.domain.runs import RunState
 from headrace_coordinator.domain.slots import SlotLedger
 from headrace_coordinator.domain.versions import Lineage
@@ -12,7 +13,7 @@ from headrace_coordinator.fleet.lease_manager import ENDED_KEPT
 from headrace_coordinator.projections import RunProjection, read_timeline
 from headrace_coordinator.projections import timeline as under_test
 from headrace_coordinator.projections.timeline import Hold, Part, Span, TimelineFile
-from headrace_coordinator.run.stages.step_timer import SPANS_KEPT, StepTimer, joined
+from headrace_coordinator.run.stages.step_timer import SPANS_KEPT, StepTimer
 from headrace_coordinator.store.event_log import EventLog
 from headrace_coordinator.store.memory_store import MemoryStore
 from headrace_schema.overviews import HoldView
@@ -98,6 +99,90 @@ def test_an_answer_is_bounded(tmp_path, monkeypatch):
     found = read_timeline(tmp_path, 200)
     assert [each.step for each in found.parts] == [6, 7, 8]
     assert found.older
+
+
+def test_each_device_has_one_label_at_any_time(tmp_path):
+    """Two rollouts and a trainer of their own devices: one rollout has less to decode, and a reward comes late."""
+    line = Part(
+        kind="step",
+        step=1,
+        start=0.0,
+        end=10.0,
+        work=[
+            Span("sync", [], 0.0, 0.5),
+            Span("generate", ["h/gpu:0"], 0.5, 6.0),
+            Span("generate", ["h/gpu:1"], 0.5, 6.0),
+            Span("score", [], 3.0, 6.0),
+            Span("learn", ["h/gpu:2"], 6.0, 9.0),
+        ],
+        rests=[Span("", ["h/gpu:0"], 3.0, 6.0), Span("", ["h/gpu:1"], 5.0, 6.0)],
+        holds=[
+            Hold(1, "rollout-0", "generate", ["h/gpu:0"], 0.0, 9.0, "released"),
+            Hold(2, "rollout-1", "generate", ["h/gpu:1"], 0.0, 10.0, "released"),
+            Hold(3, "trainer-0", "learn", ["h/gpu:2"], 0.0, 10.0, "released"),
+        ],
+    )
+    TimelineFile(tmp_path).append(line)
+    found = read_timeline(tmp_path, 1, labels=True).labels
+    spent = {}
+    for span in found:
+        for device in span.devices:
+            spent.setdefault(device[-1], []).append((span.start, span.end, span.stage, span.label))
+    assert spent["0"] == [
+        (0.0, 0.5, "sync", "sync"),
+        (0.5, 3.0, "generate", "decode"),
+        (3.0, 5.0, "generate", "wait for tail"),
+        (5.0, 6.0, "generate", "wait for reward"),
+        (6.0, 9.0, "generate", "wait for data"),
+        (9.0, 10.0, "-", "wait for lease"),
+    ]
+    assert [row[2:] for row in spent["2"]] == [
+        ("sync", "sync"),
+        ("learn", "wait for data"),
+        ("learn", "train"),
+        ("learn", "wait for data"),
+    ]
+    assert sum(end - start for rows in spent.values() for start, end, *_ in rows) == 30.0
+    assert [(span.stage, span.label, span.start, span.end) for span in found if not span.devices] == [
+        ("score", "work", 3.0, 6.0)
+    ]
+    assert {span.instance for span in found if span.label == "train"} == {"trainer-0"}
+    assert read_timeline(tmp_path, 1).labels == []
+
+
+def test_a_device_that_changes_hands_is_labelled_switch(tmp_path):
+    """Collocated: what no device is timed on counts for all of them, and a checkpoint is work."""
+    both = ["h/cpu:0", "h/cpu:1"]
+    work = [
+        Span("generate", both, 0.0, 4.0),
+        Span("switch", [], 4.0, 5.0),
+        Span("learn", both, 5.0, 8.0),
+        Span("checkpoint", [], 8.0, 9.0),
+    ]
+    holds = [
+        Hold(1, "r", "generate", both, 0.0, 4.5, "released"),
+        Hold(2, "t", "learn", both, 4.5, 9.0, "released"),
+    ]
+    TimelineFile(tmp_path).append(Part(kind="step", step=1, start=0.0, end=9.0, work=work, holds=holds))
+    found = read_timeline(tmp_path, 1, labels=True).labels
+    assert [(span.label, span.instance, span.devices) for span in found] == [
+        ("decode", "r", both),
+        ("switch", "r", both),
+        ("switch", "t", both),
+        ("train", "t", both),
+        ("work", "t", both),
+    ]
+
+
+def test_rest_ends_with_new_work_and_stays_the_stages_time():
+    timer = StepTimer(lambda: 9.0)
+    timer.add("generate", (0.0, 6.0), ["h/cpu:0"])
+    timer.rested((2.0, 3.0), ["h/cpu:0"])
+    timer.rested((5.0, 6.0), ["h/cpu:0"])
+    assert timer.stages()["generate"] == 6.0
+    assert timer.rests() == [("", ["h/cpu:0"], 2.0, 3.0), ("", ["h/cpu:0"], 5.0, 6.0)]
+    timer.restart()
+    assert timer.rests() == []
 
 
 def run_of(name, state):

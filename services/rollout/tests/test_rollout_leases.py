@@ -7,6 +7,7 @@ import os
 import threading
 
 import pytest
+import torch
 from headrace.common.v1 import common_pb2
 from headrace.rollout.v1 import rollout_pb2
 from headrace_modelkit.presets.tiny import tiny_model
@@ -41,6 +42,22 @@ async def test_a_revoked_lease_sends_partials_and_frees_the_device(rollout, assi
         await rollout.stub.Pause(rollout_pb2.PauseRequest(header=HEADER))
         await rollout.stub.Suspend(rollout_pb2.SuspendRequest(header=HEADER))
         await rollout.instance.on_revoke(1, 1.0)
+
+
+async def test_an_engine_that_may_keep_its_memory_goes_on_without_an_install(rollout, assignments):
+    call = await rollout.generate(assignments, chunk_tokens=1, max_new_tokens=110).start()
+    await call.read_until(lambda call: call.chunks)
+    await rollout.instance.on_revoke(1, 10.0, True)
+    await call.read_all()
+    assert call.partials and call.revoked, "its samples end all the same"
+    engine = rollout.servicer._run.engine
+    assert await engine._call(torch.get_num_threads) == 1, "and it holds no slots"
+    assert len(await (await rollout.generate(assignments).start()).read_all()) == 12
+    await rollout.instance.on_revoke(1, 1.0, True)
+    await rollout.stub.Pause(rollout_pb2.PauseRequest(header=HEADER))
+    await rollout.stub.Suspend(rollout_pb2.SuspendRequest(header=HEADER))
+    again = rollout.generate(assignments)
+    await refused((await again.start()).read_all(), "POLICY_MISMATCH", "none is installed")
 
 
 async def test_a_stream_goes_on_under_another_lease(rollout, assignments):

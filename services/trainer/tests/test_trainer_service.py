@@ -15,6 +15,7 @@ from headrace.common.v1 import common_pb2
 from headrace.trainer.v1 import trainer_pb2 as pb
 from headrace_servicekit import failpoints
 from headrace_servicekit.rpc.errors import message_of, reason_of
+from headrace_trainer.backends.fsdp.backend import FsdpBackend
 from trainer_calls import refused
 
 pytestmark = pytest.mark.timeout(90)
@@ -267,6 +268,24 @@ async def test_a_revoke_suspends_and_the_next_grant_wakes(client, make_settled):
     await client.instance.on_revoke(11, 5.0)
     await client.instance.on_grant(common_pb2.Lease(epoch=11))
     assert await refused(client.learn(0, 1, [make_settled(1, version=version)])) == "SUSPENDED"
+
+
+async def test_a_revoke_that_keeps_memory_computes_nothing_and_gives_nothing_back(
+    client, make_settled, monkeypatch
+):
+    given_back = []
+    suspend = FsdpBackend.suspend
+    monkeypatch.setattr(FsdpBackend, "suspend", lambda self: given_back.append(self) or suspend(self))
+    version = (await client.open()).version
+    await client.begin(0, 1, 1, 2)
+    await client.instance.on_revoke(11, 5.0, True)
+    assert await refused(client.learn(0, 1, [make_settled(0, version=version)])) == "SUSPENDED"
+    assert not given_back
+    await client.instance.on_grant(common_pb2.Lease(epoch=11))
+    assert await client.learn(0, 1, [make_settled(0, version=version)])
+    await client.instance.on_revoke(11, 5.0, True)
+    await client.suspend()
+    assert len(given_back) == 1, "what was kept can be given back without a lease"
 
 
 async def test_values_of_a_run_without_a_critic_are_refused(client, make_settled):

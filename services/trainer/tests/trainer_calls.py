@@ -144,10 +144,14 @@ class TrainerClient:
             )
         )
 
-    async def leave(self, generation: int) -> Any:
+    async def leave(self, generation: int, *, carry: bool = False) -> Any:
         return await self.stub.LeaveGang(
-            trainer_pb2.LeaveGangRequest(header=self.header(), generation=generation)
+            trainer_pb2.LeaveGangRequest(header=self.header(), generation=generation, carry=carry)
         )
+
+    async def take_up(self, number: int) -> Any:
+        request = trainer_pb2.RestoreRequest(header=self.header(), number=number, carried=True)
+        return await self.stub.Restore(request)
 
     async def restore(self, checkpoint: str, number: int, source: str = "") -> Any:
         self._number = max(self._number, number)

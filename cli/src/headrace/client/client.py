@@ -259,6 +259,11 @@ class Client:
         found: dict[str, Any] = self._transport.get(f"{_path(run)}/plan")
         return found
 
+    def timeline(self, run: str, steps: int = 20) -> dict[str, Any]:
+        """What each device did in the newest steps: leases, work, and spans that label all of the devices' time."""
+        found: dict[str, Any] = self._transport.get(f"{_path(run)}/timeline", steps=steps, labels="true")
+        return found
+
     def checkpoints(self, run: str) -> Sequence[Checkpoint]:
         """Durable checkpoints, newest first."""
         pages = self._transport.pages(f"{_path(run)}/checkpoints", "checkpoints")
@@ -272,6 +277,10 @@ class Client:
     def resume(self, run: str) -> Run:
         """Goes on with a paused run."""
         return Run.from_json(self._transport.post(f"{_path(run)}:resume"))
+
+    def set(self, run: str, changes: Overrides) -> Run:
+        """Changes a run from its next step on: `set(run, {"trainer.ranks": 2})`; raises HeadraceError if it cannot."""
+        return Run.from_json(self._transport.post(f"{_path(run)}:set", load_spec({}, changes)))
 
     def cancel(self, run: str) -> Run:
         """Ends a run; the checkpoints that it has stay."""

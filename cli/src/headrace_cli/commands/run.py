@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from headrace_cli.commands import timeline
 from headrace_cli.commands.options import DEFAULT_DATA_DIR, DataDirOption, JsonFlag, RunId, Url
 from headrace_cli.connection import CHECKING, connect, find_target, saying
 from headrace_cli.errors import EXIT_INTERRUPTED, CommandError, refused
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 PATIENCE_S = 60.0  # how long a watched run's coordinator may be away, such as while it is restarted
 
 app = typer.Typer(help="Submit, watch and steer runs.", no_args_is_help=True)
+app.command("timeline")(timeline.timeline)
 
 
 Sets = Annotated[
@@ -238,6 +240,22 @@ def resume(
     """Go on with a paused run."""
     with connect(find_target(url, data_dir)) as client:
         _show_steered(client.resume(run), as_json, f"watch it with: headrace run watch {run}")
+
+
+@app.command("set")
+def set_keys(
+    run: RunId,
+    changes: Annotated[list[str], typer.Argument(metavar="KEY=VALUE...", help="Such as trainer.ranks=2.")],
+    url: Url = None,
+    data_dir: DataDirOption = DEFAULT_DATA_DIR,
+    as_json: JsonFlag = False,
+) -> None:
+    """Change a run from its next step on: the ranks of its trainer group."""
+    with connect(find_target(url, data_dir)) as client:
+        changed = client.set(run, changes)
+    wanted = changed.wanted_ranks
+    sentence = f"from its next step on it has {wanted} ranks" if wanted else f"it has {changed.ranks} ranks"
+    _show_steered(changed, as_json, f"{sentence}; see: headrace run get {run}")
 
 
 @app.command()

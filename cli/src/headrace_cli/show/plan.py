@@ -13,13 +13,13 @@ def plan_lines(plan: dict[str, Any], width: int) -> Iterator[str]:
     width = max(NARROWEST, width)
     devices = ", ".join(f"{count} {kind}" for kind, count in plan["devices"].items())
     head = f"{plan['workflow']} on {devices}: {plan['mode']}, {seconds(plan['step_s'])} a step, "
-    yield from _wrapped(head + f"{plan['items_per_s']:.3g} trajectories/s", width)
+    yield from wrapped(head + f"{plan['items_per_s']:.3g} trajectories/s", width)
     if plan["profile"]:
-        yield from _wrapped(f"profile: {plan['profile'].strip()}", width)
-    yield from _wrapped(f"({plan['note']})", width)
+        yield from wrapped(f"profile: {plan['profile'].strip()}", width)
+    yield from wrapped(f"({plan['note']})", width)
     yield ""
     for line in plan["tree_text"]:
-        yield from _wrapped(line, width)
+        yield from wrapped(line, width)
     yield ""
     yield from gantt(plan["timeline"], plan["step_s"], width)
     yield ""
@@ -29,20 +29,20 @@ def plan_lines(plan: dict[str, Any], width: int) -> Iterator[str]:
     text += (
         f"weight sync {seconds(plan['sync_s'])}; no plan can take less than {seconds(plan['lower_bound_s'])}"
     )
-    yield from _wrapped(text, width)
+    yield from wrapped(text, width)
     yield ""
     if "simulation" in plan:
         yield from simulation_lines(plan["simulation"], width)
         yield ""
     for other in plan["alternatives"]:
         time = seconds(other["step_s"]) if other["step_s"] is not None else "-"
-        yield from _wrapped(f"{other['mode']}: {time}; {other['why']}", width)
+        yield from wrapped(f"{other['mode']}: {time}; {other['why']}", width)
     for more in plan["more_devices"]:
         devices = ", ".join(f"{count} {kind}" for kind, count in more["devices"].items())
-        yield from _wrapped(f"with {devices}: {seconds(more['step_s'])}, {more['faster']:.0%} faster", width)
+        yield from wrapped(f"with {devices}: {seconds(more['step_s'])}, {more['faster']:.0%} faster", width)
     if any(plan["fit_errors"].values()):
         fits = ", ".join(f"{stage} {error:.1%}" for stage, error in plan["fit_errors"].items() if error)
-        yield from _wrapped(f"worst error of the profile's fits: {fits}", width)
+        yield from wrapped(f"worst error of the profile's fits: {fits}", width)
 
 
 def _idle(plan: dict[str, Any]) -> str:
@@ -59,12 +59,12 @@ def simulation_lines(simulated: dict[str, Any], width: int) -> Iterator[str]:
     off = simulated["step_s"] / simulated["predicted_s"] - 1
     text = f"simulated: {seconds(simulated['step_s'])} a step, "
     text += f"predicted {seconds(simulated['predicted_s'])} ({off:+.1%}); "
-    yield from _wrapped(text + f"seed {simulated['seed']}, steps {steps}{more}", width)
+    yield from wrapped(text + f"seed {simulated['seed']}, steps {steps}{more}", width)
     why = f"of the difference {simulated['lengths_s']:+.3g} s come from the drawn lengths"
     for stage, drawn in simulated["drawn"].items():
         why += f" ({stage}: on average {drawn['mean']:.3f} of the mean, the longest {drawn['longest']:.2f} of at "
         why += f"most {drawn['limit']:.2f})"
-    yield from _wrapped(
+    yield from wrapped(
         why + f", {simulated['whole_items_s']:+.3g} s from whole items, rounds and chunks", width
     )
     yield ""
@@ -85,11 +85,12 @@ def seconds(value: float) -> str:
 
 
 def gantt(timeline: list[dict[str, Any]], step_s: float, width: int) -> Iterator[str]:
-    """A chart with one row for each stage; full blocks where it is mostly at work, light ones where it mostly waits.
+    """A chart with one row for each bar; full blocks where it is mostly at work, light ones where it mostly waits.
 
-    Rows are at most `width` columns wide; the last line is the scale in seconds.
+    A bar's row has its `name`, or its stage with its devices. Rows are at most `width` columns wide; the last line is
+    the scale in seconds.
     """
-    names = [f"{bar['stage']} {bar['kind']} {_devices(bar)}" for bar in timeline]
+    names = [bar.get("name") or f"{bar['stage']} {bar['kind']} {_devices(bar)}" for bar in timeline]
     label = max(len(name) for name in names)
     room = max(10, width - label - 2)
     for name, bar in zip(names, timeline, strict=True):
@@ -99,7 +100,7 @@ def gantt(timeline: list[dict[str, Any]], step_s: float, width: int) -> Iterator
         busy = max(1, round((end - begin) * (bar["busy"] / span if span else 1.0)))
         filled = "".join("█" if _busy(index, busy, end - begin) else "░" for index in range(end - begin))
         yield f"{name:<{label}} │{' ' * begin}{filled}".rstrip()
-    yield f"{'':<{label}} └{_scale(step_s, room)}"
+    yield f"{'':<{label}} └{scale(step_s, room)}"
 
 
 def _devices(bar: dict[str, Any]) -> str:
@@ -112,8 +113,8 @@ def _busy(index: int, busy: int, span: int) -> bool:
     return (index + 1) * busy // span > index * busy // span
 
 
-def _scale(step_s: float, room: int) -> str:
-    """Marks that have room, the first and the last always."""
+def scale(step_s: float, room: int) -> str:
+    """The axis of a chart from 0 to `step_s`: marks that have room in the columns, the first and the last always."""
     line, last = ["─"] * room, seconds(step_s)
     free = 0
     for mark in range(SCALE_MARKS):
@@ -125,8 +126,8 @@ def _scale(step_s: float, room: int) -> str:
     return "".join(line)
 
 
-def _wrapped(text: str, width: int) -> Iterator[str]:
-    """Text in lines of at most `width` columns; later lines are indented."""
+def wrapped(text: str, width: int) -> Iterator[str]:
+    """The text in lines of at most `width` columns; later lines are indented."""
     indent = " " * (len(text) - len(text.lstrip()) + 2)
     line = text[: len(text) - len(text.lstrip())]
     empty = True

@@ -37,6 +37,7 @@ def run_table(run: Run) -> Table:
         ("priority", run.priority or ""),
         ("waits for", "\n".join(run.waiting_for)),
         ("step", f"{run.step} of {run.steps}"),
+        ("trainer", trainer_group(run)),
         ("forked from", origin(run)),
         ("policy", f"version {run.policy.number}, digest {run.policy.digest[:16]}" if run.policy else ""),
         ("held-out", heldout_change(run) + (confidence(heldout(run)[-1]) if heldout(run) else "")),
@@ -52,6 +53,14 @@ def run_table(run: Run) -> Table:
         ("exported to", run.export_path),
     ]
     return table(("", ""), [row for row in rows if str(row[1])])
+
+
+def trainer_group(run: Run) -> str:
+    """The ranks of a run's trainer group where they were changed, or are to be."""
+    ranks, wanted = run.ranks, run.wanted_ranks
+    if not wanted and ranks == run.spec.get("trainer", {}).get("ranks", ranks):
+        return ""
+    return f"{ranks} rank{'s' if ranks > 1 else ''}" + (f", {wanted} wanted" if wanted else "")
 
 
 def origin(run: Run) -> str:
@@ -146,7 +155,7 @@ def run_plan_table(plan: dict[str, Any]) -> Table:
     ]
     others = [f"{words}: {found:.3g} s" for words, found in plan["alternatives"].items()]
     rows: list[tuple[object, object]] = [
-        ("placement", plan["mode"]),
+        ("placement", ", ".join(filter(None, (plan["mode"], plan.get("flow"), plan.get("memory"))))),
         ("chosen by", plan["chosen_by"]),
         ("from step", plan["from_step"]),
         ("why", plan["reason"]),

@@ -14,6 +14,7 @@ from headrace_schema.embodied import EnvironmentSection
 from headrace_schema.generating import ModelSection, RolloutSection, SamplingSection
 from headrace_schema.learning import AlgorithmSection, CheckpointSection, OptimizerSection, TrainerSection
 from headrace_schema.problems import Impossible, problem
+from headrace_schema.replying import ReplySection
 from headrace_schema.spec import RunSpec
 from headrace_schema.spec_rules import truncated_sampling
 
@@ -34,6 +35,7 @@ class RolloutConfig(Opening):
     model: ModelSection
     environment: EnvironmentSection | None = None
     rollout: RolloutSection = RolloutSection()
+    reply: ReplySection | None = None
     seed: Seed = 0
 
 

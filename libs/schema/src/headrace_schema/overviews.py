@@ -109,12 +109,28 @@ class HoldView(Resource):
     cause: str = Field(description="why it ended; empty while it is held")
 
 
+class LabelView(Resource):
+    """What some devices did in a time, or waited for."""
+
+    stage: str = Field(description="the stage that has the devices; - where the run has no lease on them")
+    label: str = Field(
+        description="decode (prefill is in it), train, work, sync, switch, or wait for data, reward, tail or lease"
+    )
+    instance: str = Field(description="who held them; empty: nobody of the run")
+    devices: list[str] = Field(description="empty for work that needs none, such as scoring")
+    start: float = Field(description="seconds since the epoch")
+    end: float
+
+
 class TimelineView(Resource):
     """Who held which device when, and what was done there."""
 
     parts: list[TimelinePartView] = Field(description="oldest first")
     work: list[WorkView]
     holds: list[HoldView] = Field(description="leases that overlap the parts, oldest first")
+    labels: list[LabelView] = Field(
+        default=[], description="at any time of a part each device is in one of these; empty unless asked for"
+    )
     older: bool = Field(description="whether there are parts before the first one")
 
 

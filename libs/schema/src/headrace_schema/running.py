@@ -63,9 +63,15 @@ class PlacementSection(Section):
         "then learn on all; auto: in turns, and a run that is long enough tries both and goes on with what is faster. "
         "Where devices are named, the default is what they say: the same ones in turns, others side by side",
     )
-    flow: Literal["pipelined", "sequential"] = Field(
-        default="pipelined",
-        description="side by side: groups are learned from as they settle, or once the batch is complete",
+    flow: Literal["pipelined", "sequential"] | None = Field(
+        default=None,
+        description="side by side: groups go to the trainer as they settle, or once the batch is complete; default: "
+        "pipelined, and with mode: auto what is faster",
+    )
+    memory: Literal["offloaded", "resident"] | None = Field(
+        default=None,
+        description="who has no devices for a while gives its memory back, or stays loaded (on CPU slots); default: "
+        "offloaded in collocated, resident in hybrid, and with mode: auto what is faster",
     )
     rollout: Devices = Field(default_factory=list, description="devices that generate; default: by the mode")
     trainer: Devices = Field(default_factory=list, description="devices that learn; default: by the mode")
@@ -89,6 +95,16 @@ class PlacementSection(Section):
         description="auto: when steps take lastingly longer or shorter than predicted, change the plan at the "
         "next step, or only say what would be better",
     )
+
+    @property
+    def pipelined(self) -> bool:
+        """Whether groups go to a trainer beside the rollouts as they settle."""
+        return self.flow != "sequential"
+
+    @property
+    def resident(self) -> bool:
+        """Whether a side that has no devices stays loaded."""
+        return (self.memory or ("resident" if self.mode == "hybrid" else "offloaded")) == "resident"
 
     def measured_steps(self, steps: int) -> int:
         """Steps that a run of `steps` measures in each mode: 0 where its mode is given, or it is too short."""

@@ -22,6 +22,7 @@ from headrace_schema.generating import (
 )
 from headrace_schema.learning import AlgorithmSection, CheckpointSection, OptimizerSection, TrainerSection
 from headrace_schema.problems import Impossible
+from headrace_schema.replying import ReplySection
 from headrace_schema.running import (
     FromCheckpointSection,
     LimitsSection,
@@ -64,6 +65,10 @@ class RunSpec(Section):
     optimizer: OptimizerSection = OptimizerSection()
     trainer: TrainerSection = TrainerSection()
     rollout: RolloutSection = RolloutSection()
+    reply: ReplySection | None = Field(
+        default=None,
+        description="what answers the policy inside a trajectory; the workflow's second rollout stage",
+    )
     reward: RewardSection = Field(description="what judges an answer; needed but for an embodied run")
     placement: PlacementSection = PlacementSection()
     evaluation: EvaluationSection = EvaluationSection()

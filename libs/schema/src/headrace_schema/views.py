@@ -86,6 +86,13 @@ class RunPlanView(Resource):
     """How a run uses its devices, and how its last step compares with what was predicted."""
 
     mode: str = Field(description="collocated, disaggregated or hybrid")
+    flow: str = Field(
+        default="",
+        description="side by side: pipelined or sequential; empty: collocated, or a run that shares",
+    )
+    memory: str = Field(
+        default="", description="of a side without devices: offloaded or resident; empty: none is without"
+    )
     chosen_by: str = Field(description="spec, or auto: by the run's own steps")
     from_step: int = Field(description="the first step that it holds for, counted from 1")
     rollout: list[str] = Field(description="devices that generate; empty: as the mode divides the run's")
@@ -115,6 +122,10 @@ class RunView(Resource):
         description="committed steps of the live lineage; of an evaluation: answers that are scored"
     )
     steps: int
+    ranks: int = Field(default=0, description="ranks of its trainer group; 0 for a run that trains nothing")
+    wanted_ranks: int = Field(
+        default=0, description="ranks that it should have from its next step on; 0: as it has"
+    )
     created_at: float = Field(description="seconds since the epoch")
     started_at: float | None
     finished_at: float | None

@@ -39,9 +39,9 @@ class Instance:
     """A running service process, or one of several in a process.
 
     Set the callbacks before `start`:
-    `on_grant(lease)` takes the resources (raise ServiceError to refuse); `on_revoke(epoch, notice_s)` reaches
-    a safe point, gives them back and returns the memory measured then; `on_quiesce(epoch)` hears that a lease was
-    not renewed in time; `on_drain(grace_s)` finishes the work.
+    `on_grant(lease)` takes the resources (raise ServiceError to refuse); `on_revoke(epoch, notice_s, keep)` reaches
+    a safe point, gives them back (where `keep` is true what is loaded may stay) and returns the memory measured then;
+    `on_quiesce(epoch)` hears that a lease was not renewed in time; `on_drain(grace_s)` finishes the work.
     """
 
     def __init__(self, config: InstanceConfig) -> None:
@@ -51,7 +51,7 @@ class Instance:
         self.log: logging.Logger = get_logger(f"headrace.{config.kind}")
         self.capabilities: dict[str, list[str]] = {}
         self.on_grant: Callable[[common_pb2.Lease], Awaitable[None]] = _nothing
-        self.on_revoke: Callable[[int, float], Awaitable[Memory]] = _host_memory
+        self.on_revoke: Callable[[int, float, bool], Awaitable[Memory]] = _host_memory
         self.on_quiesce: Callable[[int], Awaitable[None]] = _nothing
         self.on_drain: Callable[[float], Awaitable[None]] = _nothing
         self.address = ""
@@ -260,5 +260,5 @@ def host_memory() -> Memory:
     return Memory(int(psutil.virtual_memory().available), int(psutil.Process().memory_info().rss))
 
 
-async def _host_memory(epoch: int, notice_s: float) -> Memory:
+async def _host_memory(epoch: int, notice_s: float, keep: bool) -> Memory:
     return host_memory()

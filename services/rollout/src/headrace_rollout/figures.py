@@ -6,10 +6,10 @@ import resource
 from collections.abc import Mapping
 from dataclasses import asdict
 
-from google.protobuf.duration_pb2 import Duration
 from headrace.common.v1 import common_pb2
 
 from headrace_rollout.run import OpenedRun, RobotRun, TextRun
+from headrace_rollout.wire import duration_of
 
 
 class GenerateFigures:
@@ -43,7 +43,7 @@ def _text(figures: Mapping[str, float]) -> common_pb2.StageMetrics:
         "tokens_per_second": figures["sampled_tokens"] / max(busy_s, 1e-9),
     }
     samples, tokens = int(figures["samples"]), int(figures["sampled_tokens"])
-    return common_pb2.StageMetrics(wall_time=_duration(busy_s), items=samples, tokens=tokens, values=values)
+    return common_pb2.StageMetrics(wall_time=duration_of(busy_s), items=samples, tokens=tokens, values=values)
 
 
 def _episodes(figures: Mapping[str, float]) -> common_pb2.StageMetrics:
@@ -53,10 +53,4 @@ def _episodes(figures: Mapping[str, float]) -> common_pb2.StageMetrics:
         "mean_batch_rows": figures["chunks"] / max(1, figures["policy_calls"]),
     }
     policy_s, episodes = figures["policy_s"], int(figures["episodes"])
-    return common_pb2.StageMetrics(wall_time=_duration(policy_s), items=episodes, values=values)
-
-
-def _duration(seconds: float) -> Duration:
-    duration = Duration()
-    duration.FromNanoseconds(int(seconds * 1e9))
-    return duration
+    return common_pb2.StageMetrics(wall_time=duration_of(policy_s), items=episodes, values=values)

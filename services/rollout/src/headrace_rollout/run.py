@@ -134,10 +134,12 @@ def _text_run(name: str, config: RolloutConfig, leased: Sequence[str]) -> TextRu
         )
     chosen = ENGINES.choose(config.rollout.engine, config.rollout.engine_options)
     codec = load_tokenizer(config.model)
-    engine = chosen.build(
-        EngineConfig(config.model, codec, config.rollout.max_concurrency, devices_of(leased))
-    )
-    return TextRun(name, config, engine, codec)
+    settings = EngineConfig(config.model, codec, config.rollout.max_concurrency, devices_of(leased))
+    if config.reply is not None:
+        from headrace_rollout.replying import conversing
+
+        return TextRun(name, config, conversing(config, config.reply, settings, chosen.build), codec)
+    return TextRun(name, config, chosen.build(settings), codec)
 
 
 def _robot_run(

@@ -11,7 +11,6 @@ from typing import Any
 
 import grpc
 import grpc.aio
-from google.protobuf.duration_pb2 import Duration
 from headrace.common.v1 import common_pb2
 from headrace.rollout.v1 import rollout_pb2, rollout_pb2_grpc
 from headrace_schema.openings import RolloutConfig
@@ -30,7 +29,7 @@ from headrace_rollout.generation import Generation
 from headrace_rollout.refusal import refusals
 from headrace_rollout.run import OpenedRun, RobotRun, TextRun, devices_of, memory_on, open_run
 from headrace_rollout.streams import Opening, ResponseT, SampleStream, Serving
-from headrace_rollout.wire import distribution_of, invalid, keys_of, weights_of
+from headrace_rollout.wire import distribution_of, duration_of, invalid, keys_of, weights_of
 
 REPORT_EVERY_S = 2.0
 
@@ -206,8 +205,8 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
             version=version,
             transport=received.transport,
             bytes_moved=received.bytes_moved,
-            transfer_time=_duration(transfer_s),
-            pause_time=_duration(pause_s),
+            transfer_time=duration_of(transfer_s),
+            pause_time=duration_of(pause_s),
             fallbacks=received.fallbacks,
         )
 
@@ -230,7 +229,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
             with refusals():
                 pause_s = await self._put(run, policy, weights_of(manifest, body), request)
         return rollout_pb2.InstallPolicyResponse(
-            version=version, transfer_time=_duration(read_s), pause_time=_duration(pause_s)
+            version=version, transfer_time=duration_of(read_s), pause_time=duration_of(pause_s)
         )
 
     async def _put(
@@ -324,14 +323,17 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
             del self._leases[lease.epoch]
             raise
 
-    async def on_revoke(self, epoch: int, notice_s: float) -> Memory:
-        """Ends the lease's streams with their partial outputs and gives the memory back; what was measured then."""
+    async def on_revoke(self, epoch: int, notice_s: float, keep: bool = False) -> Memory:
+        """Ends the lease's streams with their partial outputs and gives the memory back; what was measured then.
+
+        `keep`: weights and cache stay, for another lease to go on with; until then one thread is all that it has.
+        """
         devices = self._leases.pop(epoch, ())
         run = self._run
         if run is not None:
             await run.revoke_streams(epoch, notice_s)
         await self._place()
-        if run is not None and not self._leases:
+        if run is not None and not self._leases and not keep:
             self._instance.weights.let_go(run.name)
             await run.engine.release()
         return await asyncio.to_thread(memory_on, devices) if run is not None else host_memory()
@@ -406,9 +408,3 @@ def _check_ready(run: OpenedRun, number: int) -> None:
         )
     if run.engine.paused:
         raise Refused("PAUSED", "the engine is paused; call Resume first")
-
-
-def _duration(seconds: float) -> Duration:
-    duration = Duration()
-    duration.FromNanoseconds(int(seconds * 1e9))
-    return duration

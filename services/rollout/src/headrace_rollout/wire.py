@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import grpc
+from google.protobuf.duration_pb2 import Duration
 from headrace.common.v1 import common_pb2
 from headrace.rollout.v1 import rollout_pb2
 from headrace_servicekit.rpc.digests import digest_bytes
@@ -147,12 +148,14 @@ def fill_trajectory(
     codec: TextCodec,
     producer: str,
 ) -> None:
-    """A finished output as a trajectory, in place: the prompt's segment, then one a version."""
+    """A finished output as a trajectory, in place: the prompt's segment, then one a version; 0 made what was given."""
     assert output.finish is not None and output.whole is not None
     fill_key(trajectory.sample, output.key)
     trajectory.attempt = output.attempt
     trajectory.segments.add().tokens.token_ids.extend(output.prompt_ids)
-    text, lengths = codec.decode_with_lengths(output.whole.token_ids)
+    text, lengths = codec.decode_with_lengths(output.whole.token_ids[output.text_from :])
+    if any(not number for number, _ in output.whole.spans):
+        lengths = []  # The text is of given tokens too: no sampled one says where in it its part lies.
     distribution = stream.distribution.greedy if output.greedy else stream.distribution
     _fill_segments(trajectory, output.whole, distribution_message(distribution), lengths)
     trajectory.finish_reason = FINISH_REASONS[output.finish]
@@ -182,6 +185,13 @@ def fill_key(message: common_pb2.SampleKey, key: SampleKey) -> None:
     """A slot as a message, in place."""
     message.prompt_ordinal = key.prompt_ordinal
     message.sample_index = key.sample_index
+
+
+def duration_of(seconds: float) -> Duration:
+    """Seconds as a message."""
+    duration = Duration()
+    duration.FromNanoseconds(int(seconds * 1e9))
+    return duration
 
 
 def sample_message(key: SampleKey) -> common_pb2.SampleKey:
@@ -233,9 +243,10 @@ def _fill_segments(
         segment = trajectory.segments.add()
         segment.policy_number = number
         segment.tokens.token_ids.extend(whole.token_ids[start : start + count])
-        segment.tokens.log_probs.extend(whole.log_probs[start : start + count])
-        segment.tokens.distribution.CopyFrom(sampled_from)
-        segment.tokens.text_bytes.extend(lengths[start : start + count])
+        if number:
+            segment.tokens.log_probs.extend(whole.log_probs[start : start + count])
+            segment.tokens.distribution.CopyFrom(sampled_from)
+            segment.tokens.text_bytes.extend(lengths[start : start + count])
         start += count
 
 

@@ -54,7 +54,7 @@ class SimulatorServicer(simulator_pb2_grpc.SimulatorServiceServicer):
         self._revoked = {epoch for epoch in self._revoked if self._instance.fence.holds(epoch)}
         self._pools.lease(lease.epoch, lease.run, lease.devices)
 
-    async def on_revoke(self, epoch: int, notice_s: float) -> Memory:
+    async def on_revoke(self, epoch: int, notice_s: float, keep: bool = False) -> Memory:
         """Ends what runs under leases, by force after the notice; pools stay, for another lease to go on with."""
         self._revoked.add(epoch)
         await self._pools.settle(epoch, notice_s)

@@ -132,7 +132,7 @@ class TrainerServicer(HelpingCalls, trainer_pb2_grpc.TrainerServiceServicer):  #
         self, request: trainer_pb2.LeaveGangRequest, context: Context
     ) -> trainer_pb2.LeaveGangResponse:
         self._check(request.header, lease=False, run=False)
-        await self._compute(self._trainer.leave, request.generation)
+        await self._compute(partial(self._trainer.leave, request.generation, carry=request.carry))
         return trainer_pb2.LeaveGangResponse()
 
     async def Restore(
@@ -144,13 +144,16 @@ class TrainerServicer(HelpingCalls, trainer_pb2_grpc.TrainerServiceServicer):  #
             steps = await elsewhere(self._trainer.restored_steps, FOLLOW_TIMEOUT_S)
             return trainer_pb2.RestoreResponse(warmup_steps=steps)
         check_number("number", request.number, 1)
-        source = None
-        if request.source_run_directory:
-            source = self._checkpoints(request.source_run_directory)
-        found = await self._obey(
-            request.header,
-            lambda session: session.restore(request.checkpoint, request.number, request.store_id, source),
-        )
+        if request.carried:
+            found = await self._obey(request.header, lambda session: session.take_up(request.number))
+        else:
+            source = None
+            if request.source_run_directory:
+                source = self._checkpoints(request.source_run_directory)
+            found = await self._obey(
+                request.header,
+                lambda session: session.restore(request.checkpoint, request.number, request.store_id, source),
+            )
         return trainer_pb2.RestoreResponse(
             version=wire.version_message(found.version),
             warmup_steps=found.warmup_steps,
@@ -240,7 +243,8 @@ class TrainerServicer(HelpingCalls, trainer_pb2_grpc.TrainerServiceServicer):  #
         self, request: trainer_pb2.GetStepStateRequest, context: Context
     ) -> trainer_pb2.GetStepStateResponse:
         self._check(request.header, lease=False, run=False)
-        state = StepState() if request.header.run not in self._instance.open_runs else self._state()
+        opened = request.header.run in self._instance.open_runs
+        state = self._state() if opened else StepState()
         begun = state.begun
         committed = state.phase.value == "committed"
         return trainer_pb2.GetStepStateResponse(
@@ -251,6 +255,7 @@ class TrainerServicer(HelpingCalls, trainer_pb2_grpc.TrainerServiceServicer):  #
             accumulated_prompts=[record.prompt_ordinal for record in state.accumulated],
             commit=wire.commit_message(state.last_reply) if committed else None,
             generation=self._trainer.generation,
+            carried_number=self._trainer.carried_number if opened else 0,
         )
 
     async def Infer(self, request: trainer_pb2.InferRequest, context: Context) -> trainer_pb2.InferResponse:
@@ -478,13 +483,13 @@ class TrainerServicer(HelpingCalls, trainer_pb2_grpc.TrainerServiceServicer):  #
             self._revoked = False
             await self._compute(self._trainer.wake)
 
-    async def _on_revoke(self, epoch: int, notice_s: float) -> Memory:
+    async def _on_revoke(self, epoch: int, notice_s: float, keep: bool = False) -> Memory:
         # A revoke undoes itself with the next grant; an explicit Suspend waits for its Wake.
         self._revoked = self._revoked or not self._trainer.suspended
         for stream in self._learning:
             if stream.lease_epoch == epoch:
                 stream.revoke()
-        _, memory = await self._compute(self._trainer.suspend)
+        _, memory = await self._compute(partial(self._trainer.suspend, keep=keep))
         return memory
 
 

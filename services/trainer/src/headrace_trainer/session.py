@@ -21,6 +21,7 @@ from torch import Tensor
 from headrace_trainer.algorithms._base import OLD_LOG_PROBS
 from headrace_trainer.allocator import resident_bytes
 from headrace_trainer.backends._base import PrivateGradient, StateReader
+from headrace_trainer.carrying import CARRIED, Carried, check_carried
 from headrace_trainer.checkpoints.directory import CheckpointDirectory, Snapshot
 from headrace_trainer.checkpoints.reader import CheckpointReader
 from headrace_trainer.checkpoints.saver import Saver, Write
@@ -98,6 +99,62 @@ class Session:
         self._helps = False
         self._gradients: Publisher | None = None
         self._contributed: Offer | None = None
+        self._carried: Carried | None = None
+
+    # From one trainer group to the next
+
+    @property
+    def carried_number(self) -> int:
+        """Number of the version that is carried to the next group; 0 for none."""
+        return self._carried.version.number if self._carried else 0
+
+    def carry(self) -> None:
+        """Gathers the recorded version and its optimizer state into host memory; only `take_up` or `restore` goes on.
+
+        Raises Refusal NOT_OPEN, NOT_RECORDED, CONFLICT inside a step, or NOT_LEADER for a helper.
+        """
+        if self._carried is not None:
+            return
+        if self._helps:
+            raise Refusal("NOT_LEADER", "a helper keeps nothing: send this to rank 0 of the trainer group")
+        check_carried(self.state)
+        copies = self._lead("snapshot")
+        assert isinstance(copies, Copies)
+        self._carried = Carried(self.state, copies, dict(self._rank.algorithm.state()))
+        self.state = steps.lost(self.state)
+
+    def enter(self, rank: Rank, rounds: Rounds) -> None:
+        """Goes on as the leader of another trainer group, which holds nothing yet."""
+        self._rank, self._rounds, self.gang_lost = rank, rounds, False
+        self._leader = LeaderRounds(self._lead, rank)
+
+    def take_up(self, number: int) -> Restored:
+        """Shards what was carried over this group's ranks, as the version that it is. A retry gets the same.
+
+        Raises Refusal NOT_CARRIED, and CARRIED_MISMATCH when the weights come out with another digest.
+        """
+        carried = self._carried
+        if carried is None or carried.version.number != number:
+            if carried is None and self.state.version is not None and self.state.version.number == number:
+                return Restored(self.state.version, 0, {})
+            raise Refusal("NOT_CARRIED", f"version {number} is not carried; restore a checkpoint")
+        started = time.monotonic()
+        planned = self._rank.check_memory()
+        self._rank.reader = carried.reader
+        self._lead("restore", checkpoint=CARRIED)
+        self._rank.algorithm.load_state(carried.algorithm_state)
+        torch.set_rng_state(carried.reader.random_state())
+        self._assemble()
+        if (found := self._stage(number)) != carried.version.digest:
+            self._carried = None
+            raise Refusal(
+                "CARRIED_MISMATCH",
+                f"version {number} has the digest {found} in the new trainer group and had "
+                f"{carried.version.digest}; restore a checkpoint",
+            )
+        self.state, self._carried = carried.state, None
+        figures = {"restore_seconds": time.monotonic() - started, **planned.figures()}
+        return Restored(carried.version, 0, figures)
 
     # Life of a version
 
@@ -124,7 +181,7 @@ class Session:
         planned = self._rank.check_memory()
         before = self.state, self._manifest
         self.state, self._manifest = steps.lost(self.state), b""
-        self._rank.reader = reader
+        self._rank.reader, self._carried = reader, None
         try:
             self._lead("restore", checkpoint=checkpoint)
         except Quiesced:
@@ -191,7 +248,8 @@ class Session:
     def check_help(self, base: steps.Version) -> None:
         """Raises what `help` would, but for another model: before weights are taken for it."""
         check_helped(self._rank.algorithm)
-        if self._rank.gang.world_size > 1 or (self.state.version is not None and not self._helps):
+        leads = self.state.version is not None or self._carried is not None
+        if self._rank.gang.world_size > 1 or (leads and not self._helps):
             raise conflict(
                 "this trainer leads the run's steps; a helper is a group of its own and restores nothing"
             )

@@ -73,6 +73,7 @@ class Trainer:
         self.device = torch.device("cpu")
         self.threads = 1
         self.suspended = False
+        self._kept = False
         self.vocabulary_size = 0
         """Of the open run's model; 0 of a robot policy."""
         self.policy: AnyConfig | None = None
@@ -144,12 +145,17 @@ class Trainer:
     def close_run(self) -> None:
         """Forgets the run and what it held, and leaves its trainer group. Repeated calls do nothing."""
         self._disband()
+        self._end_session()
         self._run, self._config, self._joined = "", None, None
+        self._kept = False
         self.suspended = False  # Of nothing: a run that is opened next has given nothing back.
         gc.collect()  # Session and learner refer to each other: the model must not stay until the next collection.
 
     def join(self, generation: int, rank: int, world_size: int, rendezvous: str, timeout_s: float) -> None:
-        """Joins a trainer group; what an older generation held is lost. Raises CONFLICT or RENDEZVOUS_TIMEOUT."""
+        """Joins a trainer group; what an older generation held and `leave` did not keep is lost.
+
+        Raises CONFLICT or RENDEZVOUS_TIMEOUT.
+        """
         key = (generation, rank, world_size, rendezvous)
         if self._joined == key and self._gang is not None:
             return
@@ -165,14 +171,19 @@ class Trainer:
         self._joined = key
         self._assemble()
 
-    def leave(self, generation: int) -> None:
-        """Leaves the trainer group between steps. Raises Refusal INVALID for another generation."""
+    def leave(self, generation: int, *, carry: bool = False) -> None:
+        """Leaves the trainer group between steps; as its leader, with the run's state where `carry` says so.
+
+        Raises Refusal INVALID for another generation, and what `Session.carry` raises.
+        """
         if self._gang is None and generation <= self._last_generation:
             return
         if generation != self._last_generation:
             raise invalid(
                 f"generation {generation} is not the trainer group's, which is {self._last_generation or 'none'}"
             )
+        if carry:
+            self.session().carry()
         self._disband()
 
     def session(self) -> Session:
@@ -191,6 +202,11 @@ class Trainer:
         if self.suspended:
             raise Refusal("SUSPENDED", "the trainer is suspended: call Wake first")
         return self.session()
+
+    @property
+    def carried_number(self) -> int:
+        """Number of the version that `leave` kept and nobody has taken up; 0 for none."""
+        return self._session.carried_number if self._session is not None else 0
 
     def state(self) -> StepState:
         """Where the leader stands; empty on a follower and before a trainer group is joined."""
@@ -233,22 +249,33 @@ class Trainer:
             "unavailable",
         )
 
-    def suspend(self) -> tuple[int, Memory]:
-        """Gives the device back between rounds; bytes released, and what was measured on it then."""
+    def suspend(self, *, keep: bool = False) -> tuple[int, Memory]:
+        """Gives the device back between rounds; bytes released, and what was measured on it then.
+
+        `keep`: its memory stays as it is; a later call without it gives that back too.
+        """
         released = 0
-        was, self.suspended = self.suspended, True  # First: a follower's vote says no from now on.
-        if not was and self._rank is not None and self._rounds is not None and self._rank.loaded:
+        loaded = self._loaded
+        self._kept = keep and loaded
+        self.suspended = True  # First: a follower's vote says no from now on.
+        if loaded and self._rank is not None and self._rounds is not None and self._rank.loaded:
             with self._rounds.between, current(self._rank.gang.device):
-                released = self._rank.backend.suspend()
-                self._rounds.gave_back = True
+                if not keep:
+                    released = self._rank.backend.suspend()
+                    self._rounds.gave_back = True
         return released, self._memory()
+
+    @property
+    def _loaded(self) -> bool:
+        """Whether its memory was not given back."""
+        return self._kept or not self.suspended
 
     def wake(self) -> None:
         """Takes the device again."""
         if self.suspended and self._rank is not None and self._rounds is not None and self._rank.loaded:
             with self._rounds.between, current(self._rank.gang.device):
                 self._rank.backend.wake()
-        self.suspended = False
+        self.suspended = self._kept = False
 
     def _assemble(self) -> None:
         """Makes a rank once both a run and a trainer group are there."""
@@ -262,9 +289,12 @@ class Trainer:
             release=partial(_release, self._rank),
             deadlines=self._deadlines,
         )
-        if self._gang.leads:
+        if self._gang.leads and self._session is not None:
+            self._session.enter(self._rank, self._rounds)
+        elif self._gang.leads:
             self._session = Session(self._run, self._directory, self._rank, self._rounds, self._store())
         else:
+            self._end_session()
             parts = (self._rounds, self._gang)
             self._follower = threading.Thread(target=self._follow, args=parts, name="follower", daemon=True)
             self._follower.start()
@@ -290,9 +320,14 @@ class Trainer:
             return
         if self._gang.leads:
             self._dismiss(self._gang)
+        self._gang = self._rank = self._rounds = None
+        if self._session is not None and not self._session.carried_number:
+            self._end_session()
+
+    def _end_session(self) -> None:
         if self._session is not None:
             self._session.close()
-        self._gang = self._rank = self._rounds = self._session = None
+        self._session = None
 
     def _await_follower(self) -> None:
         if self._follower is None:

@@ -27,7 +27,7 @@ class LeaseCallbacks:
     """What the service does about its leases; see Instance for their meaning."""
 
     on_grant: Callable[[common_pb2.Lease], Awaitable[None]]
-    on_revoke: Callable[[int, float], Awaitable[leases.Memory]]
+    on_revoke: Callable[[int, float, bool], Awaitable[leases.Memory]]
     on_quiesce: Callable[[int], Awaitable[None]]
 
 
@@ -119,8 +119,8 @@ class LeaseHolder:
             case leases.Quiesce(epoch):
                 _logger.warning("lease not renewed in time: quiesced", extra={"lease_epoch": epoch})
                 self._spawn(self._quiesce(epoch), f"quiesce lease {epoch}")
-            case leases.Release(epoch, notice_s):
-                self._spawn(self._release(epoch, notice_s), f"release lease {epoch}")
+            case leases.Release(epoch, notice_s, keep):
+                self._spawn(self._release(epoch, notice_s, keep=keep), f"release lease {epoch}")
             case leases.TellHeld(epoch, refusal):
                 self.tell(
                     fleet_pb2.SessionRequest(lease_held=fleet_pb2.LeaseHeld(epoch=epoch, refusal=refusal))
@@ -151,8 +151,9 @@ class LeaseHolder:
         if error is not None:
             _logger.error("on_quiesce failed", extra={"lease_epoch": epoch}, exc_info=error)
 
-    async def _release(self, epoch: int, notice_s: float) -> None:
-        started, freed = self._now(), asyncio.ensure_future(self._callbacks().on_revoke(epoch, notice_s))
+    async def _release(self, epoch: int, notice_s: float, *, keep: bool) -> None:
+        started, obey = self._now(), self._callbacks().on_revoke
+        freed = asyncio.ensure_future(obey(epoch, notice_s, keep))
         await asyncio.wait({freed})
         error = freed.exception()
         if error is not None:

@@ -42,6 +42,7 @@ class Holding:
     phase: Phase
     deadline: float
     leave_notice_s: float | None = None
+    leave_keeping: bool = False
 
 
 @dataclass(frozen=True)
@@ -123,10 +124,11 @@ class HeartbeatAcked:
 
 @dataclass(frozen=True)
 class Revoked:
-    """The coordinator wants a lease back."""
+    """The coordinator wants a lease back; `keep`: what is loaded may stay."""
 
     epoch: int
     notice_s: float
+    keep: bool = False
 
 
 @dataclass(frozen=True)
@@ -173,10 +175,11 @@ class Quiesce:
 
 @dataclass(frozen=True)
 class Release:
-    """Reach a safe point within the notice, give the resources back, then say LetGo."""
+    """Reach a safe point within the notice, give the resources back (`keep`: all but memory), then say LetGo."""
 
     epoch: int
     notice_s: float
+    keep: bool = False
 
 
 @dataclass(frozen=True)
@@ -221,7 +224,7 @@ def reduce(state: LeaseState, event: Event) -> Step:
         case HeartbeatAcked():
             return _acked(state, event)
         case Revoked():
-            return _revoked(state, event.epoch, event.notice_s)
+            return _revoked(state, event)
         case LetGo():
             return _let_go(state, event)
         case Tick():
@@ -247,7 +250,8 @@ def _acquired(state: LeaseState, event: Acquired) -> Step:
         return _without(state, event.epoch), [Drop(event.epoch), TellHeld(event.epoch, event.refusal)]
     if holding.leave_notice_s is not None:
         leaving = replace(holding, phase=Phase.LEAVING)
-        return _with(state, leaving), [Release(event.epoch, holding.leave_notice_s)]
+        release = Release(event.epoch, holding.leave_notice_s, holding.leave_keeping)
+        return _with(state, leaving), [release]
     held = replace(holding, phase=Phase.HELD)
     return _with(state, held), [Hold(event.epoch, held.deadline), TellHeld(event.epoch)]
 
@@ -282,20 +286,22 @@ def _stale(state: LeaseState, epochs: Iterable[int]) -> Step:
     for epoch in epochs:
         if epoch in state.holdings:
             effects.append(Drop(epoch))
-            state, more = _revoked(state, epoch, 0.0)
+            state, more = _revoked(state, Revoked(epoch, 0.0))
             effects += more
     return state, effects
 
 
-def _revoked(state: LeaseState, epoch: int, notice_s: float) -> Step:
+def _revoked(state: LeaseState, event: Revoked) -> Step:
+    epoch = event.epoch
     holding = state.holdings.get(epoch)
     if holding is None:
         return state, [TellReleased(epoch, state.released.get(epoch, Memory()))]
     if holding.phase is Phase.LEAVING:
         return state, []
     if holding.phase is Phase.ACQUIRING:
-        return _with(state, replace(holding, leave_notice_s=notice_s)), []
-    return _with(state, replace(holding, phase=Phase.LEAVING)), [Release(epoch, notice_s)]
+        return _with(state, replace(holding, leave_notice_s=event.notice_s, leave_keeping=event.keep)), []
+    leaving = replace(holding, phase=Phase.LEAVING)
+    return _with(state, leaving), [Release(epoch, event.notice_s, event.keep)]
 
 
 def _let_go(state: LeaseState, event: LetGo) -> Step:

@@ -170,7 +170,10 @@ class Session:
             case "grant":
                 self._holder.handle(leases.Granted(response.grant.lease))
             case "revoke":
-                self._holder.handle(leases.Revoked(response.revoke.epoch, _seconds(response.revoke.notice)))
+                revoke = response.revoke
+                self._holder.handle(
+                    leases.Revoked(revoke.epoch, _seconds(revoke.notice), keep=revoke.keep_memory)
+                )
             case "drain":
                 self._hooks.on_drain(_seconds(response.drain.grace))
             case None:

@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
 from typing import Generic, TypeVar
 
 Request = TypeVar("Request")
 Result = TypeVar("Result")
 Expand = Callable[[Request], Iterable[Awaitable[Result]]]
+
+
+@dataclass
+class _Asked:
+    """One request's work: how much of it still runs."""
+
+    running: int = 0
 
 
 class _Unordered(Generic[Request, Result]):
@@ -29,16 +38,16 @@ class _Unordered(Generic[Request, Result]):
     async def pump(self, requests: AsyncIterator[Request]) -> None:
         try:
             async for request in requests:
-                work = iter(self._expand(request))
+                work, asked = iter(self._expand(request)), _Asked()
                 while True:
                     if self._held >= self._limit:
                         await self._room()
                     if (piece := next(work, None)) is None:
                         break
                     self._held += 1
-                    self._start(piece)
+                    self._start(piece, asked)
             self._no_more = True
-            self._wake()
+            self._wake(_Asked())
         except Exception as error:  # noqa: BLE001 - raised again where the results are read
             self._fail(error)
             if isinstance(requests, AsyncGenerator):
@@ -49,28 +58,30 @@ class _Unordered(Generic[Request, Result]):
             self._freed.clear()
             await self._freed.wait()
 
-    def _start(self, piece: Awaitable[Result]) -> None:
+    def _start(self, piece: Awaitable[Result], asked: _Asked) -> None:
         future = asyncio.ensure_future(piece)
         self._running.add(future)
-        future.add_done_callback(self._ended)
+        asked.running += 1
+        future.add_done_callback(partial(self._ended, asked))
 
-    def _ended(self, future: asyncio.Future[Result]) -> None:
+    def _ended(self, asked: _Asked, future: asyncio.Future[Result]) -> None:
         self._running.discard(future)
+        asked.running -= 1
         if future.cancelled():
-            self._wake()
+            self._wake(asked)
         elif error := future.exception():
             self._fail(error)
         else:
             self._results.append(future.result())
-            self._wake()
+            self._wake(asked)
 
     def _fail(self, error: BaseException) -> None:
         self._failure = self._failure or error
         self._ready.set()
 
-    def _wake(self) -> None:
-        """Now where nothing else runs, else in a little while, with what has come by then."""
-        if not self._running or not self._linger_s:
+    def _wake(self, asked: _Asked) -> None:
+        """Now where nothing of the request runs any more, else in a little while, with what has come by then."""
+        if not asked.running or not self._linger_s:
             self._ready.set()
         elif self._lingering is None and self._results:
             self._lingering = asyncio.get_running_loop().call_later(self._linger_s, self._ready.set)
@@ -131,9 +142,10 @@ async def unordered(
     """Yields the results of all that `expand` makes of the requests, in any order, as many as are ready.
 
     At most `limit` run or wait to be taken, so that a slow reader slows its writer. Once one is ready, others
-    that still run get up to `linger_s` seconds to come with it: results that take microseconds are not worth
-    a message each. An exception of `requests`, of `expand` or of a piece of work ends the stream; what still
-    runs is cancelled. `expand` may give futures, which cost no task.
+    of its request get up to `linger_s` seconds to come with it: results that take microseconds are not worth a
+    message each. It waits for no other request's: who asked twice uses the first answer meanwhile. An exception
+    of `requests`, of `expand` or of a piece of work ends the stream; what still runs is cancelled. `expand` may
+    give futures, which cost no task.
     """
     state = _Unordered(expand, limit, linger_s)
     pump = asyncio.create_task(state.pump(requests))

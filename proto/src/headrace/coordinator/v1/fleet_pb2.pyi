@@ -164,12 +164,14 @@ class Grant(_message.Message):
     def __init__(self, lease: _Optional[_Union[_common_pb2.Lease, _Mapping]] = ...) -> None: ...
 
 class Revoke(_message.Message):
-    __slots__ = ("epoch", "notice")
+    __slots__ = ("epoch", "notice", "keep_memory")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     NOTICE_FIELD_NUMBER: _ClassVar[int]
+    KEEP_MEMORY_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     notice: _duration_pb2.Duration
-    def __init__(self, epoch: _Optional[int] = ..., notice: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+    keep_memory: bool
+    def __init__(self, epoch: _Optional[int] = ..., notice: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., keep_memory: _Optional[bool] = ...) -> None: ...
 
 class Drain(_message.Message):
     __slots__ = ("grace",)

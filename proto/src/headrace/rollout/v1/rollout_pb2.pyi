@@ -223,18 +223,20 @@ class EnvironmentPool(_message.Message):
     def __init__(self, address: _Optional[str] = ..., header: _Optional[_Union[_common_pb2.CommandHeader, _Mapping]] = ..., pool: _Optional[str] = ..., pool_incarnation: _Optional[str] = ..., count: _Optional[int] = ..., task: _Optional[str] = ...) -> None: ...
 
 class RunEpisodesResponse(_message.Message):
-    __slots__ = ("chunks", "partials", "revoked", "lost_pools", "videos")
+    __slots__ = ("chunks", "partials", "revoked", "lost_pools", "videos", "stages")
     CHUNKS_FIELD_NUMBER: _ClassVar[int]
     PARTIALS_FIELD_NUMBER: _ClassVar[int]
     REVOKED_FIELD_NUMBER: _ClassVar[int]
     LOST_POOLS_FIELD_NUMBER: _ClassVar[int]
     VIDEOS_FIELD_NUMBER: _ClassVar[int]
+    STAGES_FIELD_NUMBER: _ClassVar[int]
     chunks: _containers.RepeatedCompositeFieldContainer[_common_pb2.TrajectoryChunk]
     partials: _containers.RepeatedCompositeFieldContainer[PartialSample]
     revoked: bool
     lost_pools: _containers.RepeatedScalarFieldContainer[str]
     videos: _containers.RepeatedCompositeFieldContainer[EpisodeVideo]
-    def __init__(self, chunks: _Optional[_Iterable[_Union[_common_pb2.TrajectoryChunk, _Mapping]]] = ..., partials: _Optional[_Iterable[_Union[PartialSample, _Mapping]]] = ..., revoked: _Optional[bool] = ..., lost_pools: _Optional[_Iterable[str]] = ..., videos: _Optional[_Iterable[_Union[EpisodeVideo, _Mapping]]] = ...) -> None: ...
+    stages: _containers.RepeatedCompositeFieldContainer[_common_pb2.StageMetrics]
+    def __init__(self, chunks: _Optional[_Iterable[_Union[_common_pb2.TrajectoryChunk, _Mapping]]] = ..., partials: _Optional[_Iterable[_Union[PartialSample, _Mapping]]] = ..., revoked: _Optional[bool] = ..., lost_pools: _Optional[_Iterable[str]] = ..., videos: _Optional[_Iterable[_Union[EpisodeVideo, _Mapping]]] = ..., stages: _Optional[_Iterable[_Union[_common_pb2.StageMetrics, _Mapping]]] = ...) -> None: ...
 
 class EpisodeVideo(_message.Message):
     __slots__ = ("sample", "content")

@@ -121,30 +121,34 @@ class JoinGangResponse(_message.Message):
     def __init__(self, generation: _Optional[int] = ...) -> None: ...
 
 class LeaveGangRequest(_message.Message):
-    __slots__ = ("header", "generation")
+    __slots__ = ("header", "generation", "carry")
     HEADER_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
+    CARRY_FIELD_NUMBER: _ClassVar[int]
     header: _common_pb2.CommandHeader
     generation: int
-    def __init__(self, header: _Optional[_Union[_common_pb2.CommandHeader, _Mapping]] = ..., generation: _Optional[int] = ...) -> None: ...
+    carry: bool
+    def __init__(self, header: _Optional[_Union[_common_pb2.CommandHeader, _Mapping]] = ..., generation: _Optional[int] = ..., carry: _Optional[bool] = ...) -> None: ...
 
 class LeaveGangResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class RestoreRequest(_message.Message):
-    __slots__ = ("header", "checkpoint", "number", "store_id", "source_run_directory")
+    __slots__ = ("header", "checkpoint", "number", "store_id", "source_run_directory", "carried")
     HEADER_FIELD_NUMBER: _ClassVar[int]
     CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     STORE_ID_FIELD_NUMBER: _ClassVar[int]
     SOURCE_RUN_DIRECTORY_FIELD_NUMBER: _ClassVar[int]
+    CARRIED_FIELD_NUMBER: _ClassVar[int]
     header: _common_pb2.CommandHeader
     checkpoint: str
     number: int
     store_id: str
     source_run_directory: str
-    def __init__(self, header: _Optional[_Union[_common_pb2.CommandHeader, _Mapping]] = ..., checkpoint: _Optional[str] = ..., number: _Optional[int] = ..., store_id: _Optional[str] = ..., source_run_directory: _Optional[str] = ...) -> None: ...
+    carried: bool
+    def __init__(self, header: _Optional[_Union[_common_pb2.CommandHeader, _Mapping]] = ..., checkpoint: _Optional[str] = ..., number: _Optional[int] = ..., store_id: _Optional[str] = ..., source_run_directory: _Optional[str] = ..., carried: _Optional[bool] = ...) -> None: ...
 
 class RestoreResponse(_message.Message):
     __slots__ = ("version", "warmup_steps", "figures")
@@ -332,7 +336,7 @@ class GetStepStateRequest(_message.Message):
     def __init__(self, header: _Optional[_Union[_common_pb2.CommandHeader, _Mapping]] = ...) -> None: ...
 
 class GetStepStateResponse(_message.Message):
-    __slots__ = ("phase", "version", "step", "attempt", "accumulated_prompts", "commit", "generation")
+    __slots__ = ("phase", "version", "step", "attempt", "accumulated_prompts", "commit", "generation", "carried_number")
     PHASE_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
@@ -340,6 +344,7 @@ class GetStepStateResponse(_message.Message):
     ACCUMULATED_PROMPTS_FIELD_NUMBER: _ClassVar[int]
     COMMIT_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
+    CARRIED_NUMBER_FIELD_NUMBER: _ClassVar[int]
     phase: StepPhase
     version: _common_pb2.PolicyVersion
     step: int
@@ -347,7 +352,8 @@ class GetStepStateResponse(_message.Message):
     accumulated_prompts: _containers.RepeatedScalarFieldContainer[int]
     commit: CommitStepResponse
     generation: int
-    def __init__(self, phase: _Optional[_Union[StepPhase, str]] = ..., version: _Optional[_Union[_common_pb2.PolicyVersion, _Mapping]] = ..., step: _Optional[int] = ..., attempt: _Optional[int] = ..., accumulated_prompts: _Optional[_Iterable[int]] = ..., commit: _Optional[_Union[CommitStepResponse, _Mapping]] = ..., generation: _Optional[int] = ...) -> None: ...
+    carried_number: int
+    def __init__(self, phase: _Optional[_Union[StepPhase, str]] = ..., version: _Optional[_Union[_common_pb2.PolicyVersion, _Mapping]] = ..., step: _Optional[int] = ..., attempt: _Optional[int] = ..., accumulated_prompts: _Optional[_Iterable[int]] = ..., commit: _Optional[_Union[CommitStepResponse, _Mapping]] = ..., generation: _Optional[int] = ..., carried_number: _Optional[int] = ...) -> None: ...
 
 class InferRequest(_message.Message):
     __slots__ = ("header", "kind", "trajectories")

@@ -175,7 +175,8 @@ class TrainerServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def LeaveGang(self, request, context):
-        """Leaves the trainer group between steps.
+        """Leaves the trainer group between steps; the leader can keep the run's state for
+        the next group.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

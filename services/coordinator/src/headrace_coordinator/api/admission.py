@@ -81,11 +81,15 @@ def check(spec: RunSpec, fleet: FleetView, *, trains: bool = True) -> list[KeyPr
         *engine_problems(spec, fleet),
         *_names(spec, fleet),
         *_options(spec, fleet),
-        *_instances(spec, fleet),
-        *_devices(spec, fleet),
+        *check_size(spec, fleet),
         *check_alone(spec),
     ]
     return _asked_for(found, trains)
+
+
+def check_size(spec: RunSpec, fleet: FleetView) -> list[KeyProblemView]:
+    """Those problems that are about numbers of instances and devices."""
+    return [*_instances(spec, fleet), *_devices(spec, fleet)]
 
 
 def check_alone(spec: RunSpec, *, trains: bool = True) -> list[KeyProblemView]:
@@ -204,6 +208,8 @@ def _devices(spec: RunSpec, fleet: FleetView) -> Iterator[KeyProblemView]:
             "name other devices, or set placement.mode: collocated",
         )
         return
+    if any(name.startswith("gpu:") for name in shown):
+        yield from _on_gpus(spec)
     if placement.simulator:
         yield from _simulators(spec, fleet, meant)
         return
@@ -237,6 +243,19 @@ def _simulators(
     if simulates and len(acting) <= spec.rollout.instances:
         reason = f"{len(acting)} devices for {spec.rollout.instances} rollout instances and a simulator"
         yield problem("placement.simulator", reason, f"name at least {spec.rollout.instances + 1} devices")
+
+
+def _on_gpus(spec: RunSpec) -> Iterator[KeyProblemView]:
+    placement = spec.placement
+    if placement.mode == "hybrid":
+        yield problem(
+            "placement.mode",
+            "hybrid gives one rank several devices, and on GPUs a rank computes on one",
+            "set placement.mode: disaggregated, or collocated with trainer.helpers",
+        )
+    elif placement.memory == "resident" and placement.mode in ("collocated", "auto"):
+        reason = "an engine takes the memory that it finds on a GPU, and leaves a trainer no room beside it"
+        yield problem("placement.memory", reason, "set placement.memory: offloaded")
 
 
 def _fitting(rollouts: int, ranks: int, devices: int, *, apart: bool) -> str:

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Protocol, TypeVar
 
+from headrace_schema.changing import RunChange
 from headrace_schema.evaluating import EvaluationSpec
 from headrace_schema.evaluations import ComparisonView, EvaluationRunView, VideoListView
 from headrace_schema.overviews import CurvesView, FlowView, RunSummaryView
@@ -116,6 +117,9 @@ class Control(Protocol):
 
     async def resume(self, run_id: str, idempotency_key: str) -> RunView:
         """Goes on with a paused run."""
+
+    async def change(self, run_id: str, change: RunChange, idempotency_key: str) -> RunView:
+        """Changes a run from its next step on. INVALID or CONFLICT where that does not fit, with what would."""
 
     async def cancel(self, run_id: str, idempotency_key: str) -> RunView:
         """Ends a run; the checkpoints that it has stay."""

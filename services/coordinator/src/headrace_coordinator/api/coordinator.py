@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import msgspec
+from headrace_schema.changing import RunChange
 from headrace_schema.evaluating import EvaluationSpec
 from headrace_schema.evaluations import EvaluationRunView
 from headrace_schema.problems import Impossible, nearest
@@ -20,6 +21,7 @@ from headrace_schema.views import KeyProblemView, RunView
 
 from headrace_coordinator.api import presenters as present
 from headrace_coordinator.api.admission import FleetView, check, check_alone
+from headrace_coordinator.api.changing import plan_ranks
 from headrace_coordinator.api.control import Refused
 from headrace_coordinator.api.engines import answer_problems, settle_engine
 from headrace_coordinator.api.evaluations import Prepared, in_users_keys, prepare
@@ -191,6 +193,17 @@ class Coordinator(Reads):
     async def cancel(self, run_id: str, idempotency_key: str) -> RunView:
         """See `Control.cancel`."""
         return await self._intend(run_id, runs.CANCEL, idempotency_key, "cancel")
+
+    async def change(self, run_id: str, change: RunChange, idempotency_key: str) -> RunView:
+        """See `Control.change`. The run's controller makes the change between two steps."""
+        body = _digest([run_id, change.model_dump(mode="json")])
+        async with self._write(idempotency_key):
+            if not self._known(idempotency_key, body):
+                run, now = self._find(run_id), self.event_log.now()
+                events = plan_ranks(self.event_log.state, run, change.trainer.ranks, self._fleet_view, now)
+                used = ev.KeyUsed(at=now, key=idempotency_key, body=body, resource=run_id)
+                await self.event_log.commit(*events, used)
+        return self.run(run_id)
 
     async def _intend(self, run_id: str, intent: str, key: str, body: str) -> RunView:
         """Records what the user wants, and the key with it; the run's controller follows."""

@@ -28,6 +28,7 @@ from headrace_schema.views import (
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain.compact import expand, expand_drops
 from headrace_coordinator.domain.leases import LeaseTable
+from headrace_coordinator.domain.plans import section_of
 from headrace_coordinator.domain.runs import RunState, SuiteEvaluation
 from headrace_coordinator.domain.slot_index import (
     ACCUMULATED,
@@ -55,6 +56,8 @@ def run_view(run: RunState, waiting_for: list[str], place: int | None = None) ->
         place=place,
         step=run.ledger.step if asked is None else asked.answers,
         steps=run.steps_total if asked is None else asked.total,
+        ranks=run.ranks if asked is None else 0,
+        wanted_ranks=run.wanted_ranks,
         created_at=run.created_at,
         started_at=run.started_at or None,
         finished_at=run.finished_at or None,
@@ -86,10 +89,17 @@ def run_view(run: RunState, waiting_for: list[str], place: int | None = None) ->
 def plan_view(run: RunState) -> RunPlanView:
     """How a run uses its devices."""
     plan, placement, last = run.plan, run.spec["placement"], run.totals.last_step
-    mode = placement["mode"]
+    mode, now = placement["mode"], section_of(PlacementSection.model_validate(placement), run.plan)
+    turns = now.mode == "collocated" or now.share
     measured = {} if last is None else {**last["stage_s"], "step": last["wall_s"]}
     return RunPlanView(
-        mode=plan.mode if plan else "collocated" if mode == "auto" else mode,
+        mode=now.mode,
+        flow="" if turns else "pipelined" if now.pipelined else "sequential",
+        memory=""
+        if not turns and now.mode == "disaggregated"
+        else "resident"
+        if now.resident
+        else "offloaded",
         chosen_by="auto" if mode == "auto" else "spec",
         from_step=plan.from_step + 1 if plan else 1,
         rollout=plan.rollout if plan else placement["rollout"],
@@ -110,7 +120,7 @@ def _before_any_plan(spec: Mapping[str, Any]) -> str:
     if spec["trainer"].get("helpers"):
         return "collocated: helpers take turns on the rollouts' devices"
     if placement.measured_steps(spec["steps"]):
-        return "the first steps measure collocated, then disaggregated"
+        return "the first steps measure collocated, then disaggregated, then what promises more"
     if placement.measure_steps == 0:
         return "collocated: placement.measure_steps is 0"
     return (
@@ -201,7 +211,14 @@ def certificate_view(certificate: ev.Certificate, live: bool) -> CertificateView
     return CertificateView.model_construct(version=policy_view(certificate), live=live, **fields)
 
 
-COUNTED_FROM_0 = (ev.StepOpened, ev.GroupsAccumulated, ev.GroupDropped, ev.StepSkipped, ev.StepAborted)
+COUNTED_FROM_0 = (
+    ev.StepOpened,
+    ev.GroupsAccumulated,
+    ev.GroupDropped,
+    ev.StepSkipped,
+    ev.StepAborted,
+    ev.TrainersChanged,
+)
 """Events whose `step` is the index of a batch. People count from 1, as `step 3 of 50` does."""
 
 

@@ -152,6 +152,23 @@ class RunAdmitted(RunEvent, frozen=True, kw_only=True):
     """Trainers beside the group, for what devices can do within a step."""
 
 
+class RanksWanted(RunEvent, frozen=True, kw_only=True):
+    """From the next step on the run's trainer group should have so many ranks."""
+
+    ranks: int
+    author: str
+    reason: str
+
+
+class TrainersChanged(RunAdmitted, frozen=True, kw_only=True):
+    """Between two steps the trainer group got another size: with the grant that has its instances."""
+
+    ranks: int
+    step: int
+    """The first step that it makes."""
+    reason: str
+
+
 class RunReleased(RunEvent, frozen=True, kw_only=True):
     """The run has nothing open and holds nothing."""
 
@@ -206,6 +223,9 @@ class PlanAdopted(RunEvent, frozen=True, kw_only=True):
     rollout: list[str] = []
     """Devices that generate; empty: as the mode divides them."""
     trainer: list[str] = []
+    flow: str = ""
+    memory: str = ""
+    """As in the spec's placement; empty: what that says, or its default."""
     reason: str
     predicted_s: dict[str, float] = {}
     """Seconds of generate, learn and the whole step; empty while the mode is only measured."""
@@ -431,6 +451,8 @@ AnyEvent = (
     | RunStateChanged
     | RunArchived
     | RunAdmitted
+    | RanksWanted
+    | TrainersChanged
     | RunReleased
     | GangFormed
     | NumberBurnt

@@ -192,6 +192,10 @@ class RunState(msgspec.Struct):
     """Of an embodied run, once its environment is known."""
     proposal: str = ""
     """What would be faster, of a run whose plan only its user changes."""
+    changed_ranks: int = 0
+    """Ranks of its trainer group since that was changed; 0: those of its spec."""
+    wanted_ranks: int = 0
+    """What they should be from the next step on; 0: as they are."""
 
     def share(self, now: float) -> float:
         """Device-seconds used, over the run's weight; a newcomer starts level with those that run."""
@@ -200,6 +204,11 @@ class RunState(msgspec.Struct):
 
     def _rate(self) -> float:
         return max(len(self.grant.devices), 1) / self.weight if self.grant is not None else 0.0
+
+    @property
+    def ranks(self) -> int:
+        """Ranks of its trainer group, where it trains."""
+        return self.changed_ranks or self._section("trainer", "ranks", 1)
 
     @property
     def priority(self) -> int:
@@ -234,8 +243,16 @@ class RunState(msgspec.Struct):
                 self._move(event)
             case ev.RunAdmitted():
                 self._hold(event.at, _grant_of(event))
+                if isinstance(event, ev.TrainersChanged):
+                    self._take_ranks(event.ranks)
+            case ev.RanksWanted(ranks=ranks):
+                self.wanted_ranks = 0 if ranks == self.ranks else ranks
+                if self.grant is None and self.wanted_ranks:
+                    self._take_ranks(ranks)
             case ev.RunReleased():
                 self._hold(event.at, None)
+                if self.wanted_ranks:
+                    self._take_ranks(self.wanted_ranks)
             case ev.PolicyFitted():
                 self.fitted = event
             case ev.PlanProposed():
@@ -269,6 +286,11 @@ class RunState(msgspec.Struct):
                 self.dataset_digest = digest
             case ev.ModelExported(path=path):
                 self.export_path = path
+
+    def _take_ranks(self, ranks: int) -> None:
+        self.changed_ranks = ranks
+        if self.wanted_ranks == ranks:
+            self.wanted_ranks = 0
 
     def _prune(self) -> None:
         pinned = {number for _, number in self.checkpoints}

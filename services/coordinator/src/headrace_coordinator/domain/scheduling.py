@@ -32,6 +32,8 @@ class Demand(msgspec.Struct, frozen=True):
     trainers: int
     helpers: int
     """Trainers beside the group, as many as nobody else waits for."""
+    decoders: int
+    """Rollouts without devices of their own, likewise."""
     engine: str
     backend: str
     algorithm: str
@@ -71,8 +73,9 @@ def demand_of(run: RunState) -> Demand:
     return Demand(
         rollouts=rollouts,
         fewest_rollouts=1 if run.lineage.head or run.evaluation else rollouts,
-        trainers=0 if run.evaluation else spec["trainer"]["ranks"],
+        trainers=0 if run.evaluation else run.ranks,
         helpers=helpers,
+        decoders=0 if run.evaluation else spec["rollout"].get("helpers", 0),
         engine=spec["rollout"]["engine"],
         backend=spec["trainer"]["backend"],
         algorithm=spec["algorithm"]["name"],
@@ -98,6 +101,30 @@ def shares(run: RunState) -> bool:
 def plan_admission(state: State, now: float) -> Plan:
     """Grants, yields and reasons; see the module."""
     return _Planner(state, now).plan()
+
+
+def plan_regroup(state: State, run_id: str, ranks: int, reason: str, now: float) -> ev.TrainersChanged | str:
+    """The event with which an admitted run's trainer group gets another size, or what is missing.
+
+    Its ranks stay in order: the leader stays the leader.
+    """
+    run = state.runs[run_id]
+    if run.grant is None:
+        return "the run to be admitted"
+    grant = _Planner(state, now).regroup(run, run.grant, ranks)
+    if isinstance(grant, str):
+        return grant
+    return ev.TrainersChanged(
+        at=now,
+        run=run.id,
+        rollouts=list(grant.rollouts),
+        trainers=list(grant.trainers),
+        devices=list(grant.devices),
+        helpers=list(grant.helpers),
+        ranks=ranks,
+        step=run.ledger.step,
+        reason=reason,
+    )
 
 
 def order_key(run: RunState, now: float) -> tuple[bool, int, float, float, str]:
@@ -143,6 +170,13 @@ class _Planner:
                 self._refill(run, plan, grow=True)
         return plan
 
+    def regroup(self, run: RunState, held: Grant, ranks: int) -> Grant | str:
+        """What an admitted run would hold with another number of trainers, or what is missing."""
+        own = self._usable(held.trainers)[:ranks]
+        kept = Grant(self._usable(held.rollouts), own, held.devices, self._helpers(held.helpers))
+        others = {name: grant for name, grant in self._grants.items() if name != run.id}
+        return self._fit(run, others, kept, msgspec.structs.replace(demand_of(run), trainers=ranks))
+
     def _admit(self, run: RunState, grant: Grant, plan: Plan) -> None:
         self._grants[run.id] = grant
         plan.grants.append(
@@ -164,7 +198,7 @@ class _Planner:
         kept = Grant(self._usable(held.rollouts), trainers, held.devices, self._helpers(held.helpers))
         demand = demand_of(run)
         lacks = len(kept.rollouts) < demand.fewest_rollouts or len(kept.trainers) < demand.trainers
-        fewer = len(kept.rollouts) < demand.rollouts or len(kept.helpers) < demand.helpers
+        fewer = len(kept.rollouts) < demand.rollouts or len(kept.helpers) < demand.helpers + demand.decoders
         if kept == held and not lacks and not (grow and fewer):
             return
         others = {name: grant for name, grant in self._grants.items() if name != run.id}
@@ -185,9 +219,15 @@ class _Planner:
 
     # --- does it fit?
 
-    def _fit(self, run: RunState, grants: dict[str, Grant], kept: Grant | None = None) -> Grant | str:
+    def _fit(
+        self,
+        run: RunState,
+        grants: dict[str, Grant],
+        kept: Grant | None = None,
+        demand: Demand | None = None,
+    ) -> Grant | str:
         """A grant beside `grants`, or what is missing."""
-        demand, kept = demand_of(run), kept or Grant()
+        demand, kept = demand or demand_of(run), kept or Grant()
         taken = {who for grant in grants.values() for who in grant.instances}
         if not any(i.kind == "reward" and not i.draining for i in self._state.instances.values()):
             return "a reward instance to register"
@@ -207,15 +247,25 @@ class _Planner:
         if isinstance(devices, str):
             return devices
         owners = [i.incarnation for i in trainers]
-        # Nobody waits for what a run has beyond its need.
-        wanted = len(kept.helpers) if self._waiting else demand.helpers
-        helpers = self._choose("trainer", facets, taken | set(owners), kept.helpers, wanted)
-        return Grant([i.incarnation for i in rollouts], owners, devices, [i.incarnation for i in helpers])
+        decode = [i.incarnation for i in rollouts]
+        taken |= {*owners, *decode}
+        helpers = self._beyond("trainer", facets, taken, kept, demand.helpers)
+        helpers += self._beyond("rollout", {"engines": demand.engine}, taken, kept, demand.decoders)
+        return Grant(decode, owners, devices, helpers)
+
+    def _beyond(
+        self, kind: str, facets: dict[str, str], taken: set[str], kept: Grant, most: int
+    ) -> list[str]:
+        """Helpers: while a run waits, no more than there are, for nobody waits for what a run has beyond its need."""
+        if self._waiting:
+            most = sum(self._state.instances[who].kind == kind for who in kept.helpers)
+        return [i.incarnation for i in self._choose(kind, facets, taken, kept.helpers, most)]
 
     def _choose(
         self, kind: str, facets: dict[str, str], taken: set[str], own: Sequence[str], count: int
     ) -> list[InstanceState]:
-        """Up to `count` free instances, those that the run has first, then by name."""
+        """Up to `count` free instances: those that the run has, in their order, then others by name."""
+        places = {who: place for place, who in enumerate(own)}
         fitting = [
             i
             for i in self._state.instances.values()
@@ -224,7 +274,7 @@ class _Planner:
             and i.incarnation not in taken
             and _has(i, facets)
         ]
-        fitting.sort(key=lambda i: (i.incarnation not in own, i.instance, i.incarnation))
+        fitting.sort(key=lambda i: (places.get(i.incarnation, len(own)), i.instance, i.incarnation))
         return fitting[:count]
 
     def _missing(self, kind: str, wanted: int, free: int, grants: dict[str, Grant]) -> str:

@@ -22,6 +22,7 @@ SCHEDULING_EVENTS = (
     ev.RunIntentChanged,
     ev.RunStateChanged,
     ev.RunAdmitted,
+    ev.RanksWanted,
     ev.RunReleased,
     ev.VersionRestored,
 )

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain import leases, runs
-from headrace_coordinator.domain.leases import HELP, Blocked, Lease, LeaseRequest
+from headrace_coordinator.domain.leases import DECODE, HELP, Blocked, Lease, LeaseRequest
 from headrace_coordinator.domain.sharing import Waiter, ahead_of, next_for
 from headrace_coordinator.fleet.ports import InstanceDown
 from headrace_coordinator.fleet.waits import Waits, WaitTimeout
@@ -49,6 +49,7 @@ class LeaseManager:
         self._notice = notice
         self._renewed_at: dict[int, float] = {}
         self._let_go_by: dict[int, float] = {}
+        self._keeping: set[int] = set()
         self._expiry_from = event_log.monotonic() + ttl
         self._ended: dict[str, deque[EndedLease]] = {}
         self._line: list[Waiter] = []
@@ -74,7 +75,7 @@ class LeaseManager:
         for lease in self._event_log.state.table.of(incarnation):
             if lease.state == leases.REVOKING:
                 left = max(0.0, self._let_go_by.get(lease.epoch, now + self._notice) - now)
-                self._holders.send(incarnation, "revoke", (lease.epoch, left))
+                self._holders.send(incarnation, "revoke", (lease.epoch, left, lease.epoch in self._keeping))
 
     def renew(self, incarnation: str, epochs: Iterable[int]) -> list[int]:
         """A heartbeat; returns the epochs that it renews."""
@@ -105,6 +106,7 @@ class LeaseManager:
             self._note_end(event)
             self._renewed_at.pop(event.epoch, None)  # type: ignore[attr-defined]
             self._let_go_by.pop(event.epoch, None)  # type: ignore[attr-defined]
+            self._keeping.discard(event.epoch)  # type: ignore[attr-defined]
         self._event_log.post(*events)
 
     def _note_end(self, event: ev.Event) -> None:
@@ -216,7 +218,7 @@ class LeaseManager:
             run = self._event_log.state.runs.get(request.run)
             granted = run.grant.devices if run is not None and run.grant is not None else request.devices
             helpers = run.grant.helpers if run is not None and run.grant is not None else []
-            if request.stage == HELP and request.incarnation not in helpers:
+            if request.stage in (HELP, DECODE) and request.incarnation not in helpers:
                 raise InstanceDown(request.incarnation, "it went to another run")
             if beyond := [device for device in request.devices if device not in granted]:
                 raise InstanceDown(request.incarnation, f"{', '.join(beyond)} went to another run")
@@ -263,8 +265,8 @@ class LeaseManager:
             if grant.epoch not in live or live[grant.epoch].state == leases.GRANTED:
                 raise InstanceDown(grant.incarnation, f"did not take {', '.join(grant.devices)}")
 
-    async def release(self, run: str, epochs: Sequence[int]) -> None:
-        """Revokes leases with notice and waits until they are over."""
+    async def release(self, run: str, epochs: Sequence[int], *, keep: bool = False) -> None:
+        """Revokes leases with notice and waits until they are over; `keep`: what their holders loaded may stay."""
         now, table = self._event_log.now(), self._event_log.state.table
         for epoch in epochs:
             lease = table.leases.get(epoch)
@@ -272,7 +274,9 @@ class LeaseManager:
                 continue
             self._event_log.post(*leases.plan_revoke(table, epoch, now))
             self._let_go_by.setdefault(epoch, self._event_log.monotonic() + self._notice)
-            self._holders.send(lease.incarnation, "revoke", (epoch, self._notice))
+            if keep:
+                self._keeping.add(epoch)
+            self._holders.send(lease.incarnation, "revoke", (epoch, self._notice, keep))
         what = "release of " + ", ".join(f"epoch {epoch}" for epoch in epochs)
         with self._waits.named(run, what):
             timeout = self._notice + self._ttl

@@ -234,8 +234,9 @@ def _session_command(command: str, body: Any) -> pb.SessionResponse:
     if command == "grant":
         return pb.SessionResponse(grant=_grant(body))
     if command == "revoke":
-        revoke = pb.Revoke(epoch=body[0])
-        revoke.notice.FromMilliseconds(int(body[1] * 1000))
+        epoch, notice, keep = body
+        revoke = pb.Revoke(epoch=epoch, keep_memory=keep)
+        revoke.notice.FromMilliseconds(int(notice * 1000))
         return pb.SessionResponse(revoke=revoke)
     drain = pb.Drain()
     drain.grace.FromMilliseconds(int(body * 1000))

@@ -6,18 +6,12 @@ Knows no run, no fleet and no clock: numbers in, candidates out.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from statistics import median
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
-from headrace_coordinator.planner.costs import DeviceKind
-from headrace_coordinator.planner.graph import Edge, Granularity, Workflow
-from headrace_coordinator.planner.planning import predict
-from headrace_coordinator.planner.profiles import Profile
-from headrace_coordinator.planner.search import MAX_CHUNKS
-from headrace_coordinator.planner.tree import Leaf, Node, Share, Split
+from headrace_coordinator.planner.layouts import COLLOCATED, Layout, Shape, StepTime, Style
+from headrace_coordinator.planner.step_costs import StepCosts
 
-KIND = "device"
 UNTRIED_GAIN = 0.05
 """A placement that was never measured must promise so much more than the best that was."""
 STAY_GAIN = 0.03
@@ -29,48 +23,6 @@ SUSTAINED_S = 5.0
 MOST = 0.8
 """Share of these steps that must take so much longer, or shorter."""
 
-TICK = 1e-6
-"""Seconds of work that was too short to measure."""
-
-
-@dataclass(frozen=True)
-class Layout:
-    """How many devices generate and how many learn: the same ones in turns, or others side by side."""
-
-    generate: int
-    learn: int
-    in_turns: bool
-
-    @property
-    def words(self) -> str:
-        """For people."""
-        if self.in_turns:
-            return f"collocated on {self.generate}"
-        return f"disaggregated, {self.generate} generate and {self.learn} learn"
-
-
-@dataclass(frozen=True)
-class StepTime:
-    """One measured step: seconds of its stages' work, and of all of it."""
-
-    generate: float
-    learn: float
-    step: float
-
-
-@dataclass(frozen=True)
-class Shape:
-    """What a step is: its groups, and whether they are learned from one by one as they settle."""
-
-    groups: int
-    group_size: int
-    streams: bool
-
-    @property
-    def items(self) -> int:
-        """Trajectories of a step."""
-        return self.groups * self.group_size
-
 
 @dataclass(frozen=True)
 class Candidate:
@@ -81,32 +33,39 @@ class Candidate:
     tried: bool
 
 
-def typical(steps: Sequence[StepTime]) -> StepTime:
-    """Medians of measured steps."""
-    return StepTime(
-        *(median(getattr(step, name) for step in steps) for name in ("generate", "learn", "step"))
-    )
-
-
 def candidates(
     shape: Shape,
     devices: int,
     fewest: tuple[int, int],
+    styles: Sequence[Style],
     tried: Mapping[Layout, StepTime],
     now: tuple[Layout, StepTime] | None = None,
 ) -> list[Candidate]:
-    """Layouts of `devices`, the fastest first.
+    """Layouts of `devices` in any of `styles`, the fastest first; 0 devices: divided as in what was tried.
 
-    `fewest`: devices that generating and learning need. `tried`: typical steps, one of them in turns. `now`: how a
-    tried layout does today; the stages of all others are taken to have changed as its have.
+    `fewest`: devices that generating and learning need. `tried`: typical steps. `now`: how a tried layout does today;
+    the stages of all others are taken to have changed as its have. What says nothing of a layout leaves it out: of
+    turns only turns do, and of two sides a pipelined step does.
     """
-    work = _Work(shape, tried, now)
-    found = [Candidate(layout, work.time(layout), True) for layout in tried]
-    learns = range(fewest[1], devices - fewest[0] + 1)
-    splits = [Layout(devices - learn, learn, in_turns=False) for learn in learns]
-    if any(not layout.in_turns for layout in tried):  # Or nothing is known of fewer devices than all.
-        found += [Candidate(layout, work.time(layout), False) for layout in splits if layout not in tried]
+    costs = StepCosts(shape, tried, now)
+    found = [Candidate(layout, costs.time(layout), True) for layout in tried]
+    for layout in dict.fromkeys(_layouts(devices, fewest, styles, list(tried))):
+        if layout not in tried and (time := costs.predicted(layout)) is not None:
+            found.append(Candidate(layout, time, False))
     return sorted(found, key=lambda candidate: candidate.time.step)
+
+
+def _layouts(
+    devices: int, fewest: tuple[int, int], styles: Sequence[Style], tried: Sequence[Layout]
+) -> Iterator[Layout]:
+    turns = [layout for layout in tried if layout.in_turns]
+    splits = {(layout.generate, layout.learn) for layout in tried if not layout.in_turns}
+    more = {(devices - learn, learn) for learn in range(fewest[1], devices - fewest[0] + 1)}
+    for mode, style in styles:
+        if mode == COLLOCATED:
+            yield from (Layout(layout.generate, layout.learn, mode, style) for layout in turns)
+        else:
+            yield from (Layout(generate, learn, mode, style) for generate, learn in sorted(splits | more))
 
 
 def choose(found: Sequence[Candidate], present: Layout | None = None) -> Candidate:
@@ -135,75 +94,3 @@ def drifted(predicted: float, steps: Sequence[StepTime]) -> bool:
     ratios = sorted(step.step / predicted for step in steps)
     needed = math.ceil(MOST * len(ratios))
     return bool(ratios) and (ratios[-needed] > 1 + DRIFT or ratios[needed - 1] < 1 / (1 + DRIFT))
-
-
-class _Work:
-    """Seconds of a step by layout, from those that were tried."""
-
-    def __init__(
-        self, shape: Shape, tried: Mapping[Layout, StepTime], now: tuple[Layout, StepTime] | None
-    ) -> None:
-        self._shape = shape
-        self._tried = tried
-        self._change = (1.0, 1.0)
-        if now is not None:
-            before, after = tried[now[0]], now[1]
-            self._change = (
-                max(after.generate, TICK) / max(before.generate, TICK),
-                max(after.learn, TICK) / max(before.learn, TICK),
-            )
-
-    def time(self, layout: Layout) -> StepTime:
-        generate, learn = self._stages(layout)
-        changed = StepTime(generate * self._change[0], learn * self._change[1], 0.0)
-        return replace(changed, step=self._model(layout, changed) + self._beyond(layout))
-
-    def _stages(self, layout: Layout) -> tuple[float, float]:
-        if found := self._tried.get(layout):
-            return found.generate, found.learn
-        generated = {one.generate: time.generate for one, time in self._tried.items()}
-        learned = {one.learn: time.learn for one, time in self._tried.items()}
-        return _scaled(generated, layout.generate), _scaled(learned, layout.learn)
-
-    def _model(self, layout: Layout, time: StepTime) -> float:
-        """What the planner's costs say of a step whose stages take so long."""
-        items, group = self._shape.items, self._shape.group_size
-        generate, learn = Leaf("generate", KIND, layout.generate), Leaf("learn", KIND, layout.learn)
-        granularity = Granularity.GROUP if self._shape.streams else Granularity.BATCH
-        workflow = Workflow(
-            "reasoning", ("generate", "learn"), (Edge("generate", "learn", granularity),), group_size=group
-        )
-        chunks = min(MAX_CHUNKS, self._shape.groups) if self._shape.streams else 1
-        tree: Node = (
-            Share((generate, learn), resident=True) if layout.in_turns else Split(generate, learn, chunks)
-        )
-        profiles = [
-            _profile(leaf, items, seconds)
-            for leaf, seconds in ((generate, time.generate), (learn, time.learn))
-        ]
-        sides = (layout.generate, layout.learn)
-        count = max(sides) if layout.in_turns else sum(sides)
-        return predict(tree, workflow, profiles, {KIND: DeviceKind(count)}, items)
-
-    def _beyond(self, layout: Layout) -> float:
-        """Seconds of a measured step that the costs do not explain: switching, weights, messages, contention."""
-        alike = self._tried.get(layout)
-        if alike is None:
-            layout, alike = next(
-                (one, time) for one, time in self._tried.items() if one.in_turns == layout.in_turns
-            )
-        return alike.step - self._model(layout, alike)
-
-
-def _profile(leaf: Leaf, items: int, seconds: float) -> Profile:
-    plain = Profile(leaf.stage, leaf.kind, item_s=1.0, replica_devices=leaf.devices)
-    return plain.measured_as(max(seconds, TICK), items, leaf.devices)
-
-
-def _scaled(known: Mapping[int, float], devices: int) -> float:
-    """Seconds on so many devices, by the power law through the nearest two that are known."""
-    if devices in known:
-        return known[devices]
-    low, high = sorted(sorted(known, key=lambda count: abs(math.log(count / devices)))[:2])
-    power = math.log(max(known[high], TICK) / max(known[low], TICK)) / math.log(high / low)
-    return float(known[low] * (devices / low) ** min(0.0, max(-1.0, power)))

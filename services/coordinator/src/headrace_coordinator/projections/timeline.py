@@ -14,6 +14,7 @@ from typing import Literal
 import msgspec
 from headrace_schema.overviews import HoldView, TimelinePartView, TimelineView, WorkView
 
+from headrace_coordinator.projections.labels import labelled
 from headrace_coordinator.projections.lines import LineFile, read_lines
 
 NAME, OLD_NAME = "timeline.jsonl", "timeline-old.jsonl"
@@ -53,6 +54,8 @@ class Part(msgspec.Struct, frozen=True):
     end: float
     work: list[Span]
     holds: list[Hold] = []
+    rests: list[Span] = []
+    """Times of a stage in which devices had nothing to do, such as a rollout's while others decode the tail."""
 
 
 encode = msgspec.json.Encoder().encode
@@ -75,9 +78,17 @@ class TimelineFile:
 
 
 def read_timeline(
-    directory: Path, steps: int, before: float | None = None, live: Iterable[HoldView] = ()
+    directory: Path,
+    steps: int,
+    before: float | None = None,
+    live: Iterable[HoldView] = (),
+    *,
+    labels: bool = False,
 ) -> TimelineView:
-    """The newest `steps` parts that began before a time, and every hold that overlaps them; `live` holds go on."""
+    """The newest `steps` parts that began before a time, and every hold that overlaps them; `live` holds go on.
+
+    With `labels` each device's time in the parts has one label.
+    """
     every = [part for name in (OLD_NAME, NAME) for part in _parts(directory / name)]
     known = [part for part in every if before is None or part.start < before]
     chosen = _fitting(known[-steps:])
@@ -94,6 +105,7 @@ def read_timeline(
             for span in part.work
         ],
         holds=sorted(shown, key=lambda hold: hold.start)[-MOST_SPANS:],
+        labels=labelled(chosen, holds) if labels else [],
         older=len(known) > len(chosen),
     )
 

@@ -12,22 +12,22 @@ from headrace_schema.views import StepView
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain.leases import is_gpu
 from headrace_coordinator.domain.places import device_order, machines
-from headrace_coordinator.planner.choosing import (
-    Candidate,
+from headrace_coordinator.planner.choosing import Candidate, candidates, choose, drifted, newest
+from headrace_coordinator.planner.layouts import (
+    HYBRID,
     Layout,
     Shape,
     StepTime,
-    candidates,
-    choose,
-    drifted,
-    newest,
+    Style,
     typical,
 )
 from headrace_coordinator.run.context import RunContext
+from headrace_coordinator.run.executable import executable, measured_first, style_of
 
-NO_WORK = ("checkpoint", "evaluate")
+NO_WORK = ("checkpoint", "evaluate", "regroup")
 """Stages of a step's time that no placement changes."""
-MEASURE_FIRST = ("collocated", "disaggregated")
+SHOWN = 3
+"""Candidates that a reason names."""
 
 
 class Autoplan:
@@ -40,20 +40,19 @@ class Autoplan:
         self._recent: list[StepTime] = []
         self._settling = True
         """The next step pays for a start or a change: it measures nothing."""
+        self._attempted: set[Layout] = set()
+        """What was to be tried. Where the devices were then divided in another way, it is not tried again."""
+        self._moved_s = 0.0
 
-    def observe(self, view: StepView | None) -> None:
-        """A step has ended; None: it was skipped."""
+    def observe(self, view: StepView | None, learned_after_s: float = 0.0) -> None:
+        """A step has ended; None: it was skipped. `learned_after_s`: of its learning, after the last answer."""
+        moved_s, self._moved_s = self._moved_s, self._context.placement.moved_s
         if not self._window or view is None:
             return
         if self._settling:
             self._settling = False
             return
-        seconds = view.stage_s
-        time = StepTime(
-            seconds.get("generate", 0.0),
-            seconds.get("learn", 0.0),
-            view.wall_s - sum(seconds.get(stage, 0.0) for stage in NO_WORK),
-        )
+        time = _time(view, learned_after_s, self._moved_s - moved_s)
         self._recent = newest([*self._recent, time], self._window) or [*self._recent, time]
         if len(self._tried[self._layout]) < self._window:
             self._tried[self._layout].append(time)
@@ -78,23 +77,28 @@ class Autoplan:
     # --- which plan
 
     def _measure(self) -> ev.PlanAdopted | None:
-        """The next mode to measure, or the choice once both are."""
-        measured = {self._mode(layout) for layout, steps in self._tried.items() if len(steps) >= self._window}
-        if obstacle := self._obstacle():
-            return None if "collocated" not in measured else self._adopt(self._best(), obstacle)
-        if len(measured) == len(MEASURE_FIRST):
-            best = self._best()
-            return self._adopt(best, f"{best.layout.words} is the fastest of what was measured or predicted")
-        present = self._context.placement.section.mode
-        missing = next(mode for mode in MEASURE_FIRST if mode not in measured)
-        if present == missing:
-            return None
-        left = self._context.spec.steps - self._context.state.ledger.step
-        if measured and left <= self._window + 1:
-            return None  # No step would profit.
-        return self._event(
-            missing, [], [], f"measures {self._window} steps {missing}", predicted={}, alternatives={}
-        )
+        """What to measure next, or the choice once what is promising was measured."""
+        if len(self._tried.get(self._layout, ())) < self._window:
+            return None  # It is being measured.
+        whole = [(one.mode, one.style) for one, steps in self._tried.items() if len(steps) >= self._window]
+        obstacle = self._obstacle()
+        first = measured_first(self._context)[: 1 if obstacle else None]
+        if missing := next((style for style in first if style not in whole), None):
+            words = f"measures {self._window} steps {' '.join(missing)}"
+            return self._event(Layout(0, 0, *missing), words, {}, {}) if self._worth_a_try else None
+        best = self._best()
+        if not best.tried and self._worth_a_try:
+            self._attempted.add(best.layout)
+            words = f"tries {best.layout.words}, which promises {best.time.step:.3g} s a step"
+            return self._event(best.layout, words, {}, {})
+        if not best.tried:
+            best = choose([one for one in self._candidates() if one.tried], self._layout)
+        return self._adopt(best, "; ".join(filter(None, [obstacle, self._comparison(best)])))
+
+    @property
+    def _worth_a_try(self) -> bool:
+        """Whether steps would be left that profit from measuring another layout."""
+        return self._context.spec.steps - self._context.state.ledger.step > self._window + 1
 
     def _best(self) -> Candidate:
         return choose(self._candidates(), self._layout)
@@ -103,7 +107,23 @@ class Autoplan:
         tried = {layout: typical(steps) for layout, steps in self._tried.items() if steps}
         workers = self._context.workers
         fewest = (len(workers.rollouts), len(workers.trainers))
-        return candidates(self._shape, len(self._devices) if self._divisible else 0, fewest, tried, now)
+        styles, _ = executable(self._context, one_machine=self._one_machine)
+        devices = len(self._devices) if self._divisible else 0
+        found = candidates(self._shape, devices, fewest, styles, tried, now)
+        return [one for one in found if one.tried or one.layout not in self._attempted]
+
+    def _comparison(self, best: Candidate) -> str:
+        """One line: the layout that is best, the next ones, and what is no candidate."""
+        others = [one for one in self._candidates() if one.layout != best.layout][: SHOWN - 1]
+        known = [
+            f"{one.layout.words}: {one.time.step:.3g} s{'' if one.tried else ' predicted'}" for one in others
+        ]
+        _, why = executable(self._context, one_machine=self._one_machine)
+        missing = [
+            f"{mode if mode == HYBRID else f'{mode} {style}'} {word}" for (mode, style), word in why.items()
+        ]
+        first = f"{best.layout.words}: {best.time.step:.3g} s a step"
+        return "; ".join([f"{first}, next {', '.join(known)}" if known else first, *missing])
 
     def _replan(self, plan: ev.PlanAdopted, now: StepTime) -> ev.PlanAdopted | None:
         """After a drift: what is best today. What an earlier life of the coordinator measured is measured again."""
@@ -114,9 +134,8 @@ class Autoplan:
             self._tried.clear()
             if self._obstacle() or self._section.replan != "auto":
                 return self._adopt(Candidate(present, now, tried=True), f"{words}; the plan stays")
-            return self._event(
-                "collocated", [], [], f"{words}: measures again", predicted={}, alternatives={}
-            )
+            again = Layout(0, 0, *measured_first(self._context)[0])
+            return self._event(again, f"{words}: measures again", {}, {})
         found = self._candidates((present, now))
         for one in found:
             if one.tried:  # From now on others are judged by what they would take today.
@@ -158,69 +177,74 @@ class Autoplan:
     @property
     def _divisible(self) -> bool:
         """Whether devices can be divided freely: those of one machine, of which an instance can use several."""
+        return self._one_machine and not any(map(is_gpu, self._devices))
+
+    @property
+    def _one_machine(self) -> bool:
         members = [*self._context.workers.rollouts, *self._context.workers.trainers]
-        one = len(set(machines(member.instance for member in members).values())) == 1
-        return one and not any(map(is_gpu, self._devices))
+        return len(set(machines(member.instance for member in members).values())) == 1
+
+    @property
+    def _style(self) -> Style:
+        return style_of(self._context.placement.section)
 
     @property
     def _layout(self) -> Layout:
         workers = self._context.workers
         generate, learn = (
-            len({device for member in members for device in member.devices})
+            {device for member in members for device in member.devices}
             for members in (workers.rollouts, workers.trainers)
         )
-        return Layout(generate, learn, self._context.placement.in_turns)
+        mode, style = self._style
+        if mode == HYBRID:
+            learn -= generate  # Which it has once the answers are complete.
+        return Layout(len(generate), len(learn), mode, style)
 
     @property
     def _shape(self) -> Shape:
         spec = self._context.spec
-        streams = not self._context.waits_for_batch and spec.placement.flow == "pipelined"
+        streams = not self._context.waits_for_batch and spec.placement.pipelined
         return Shape(spec.algorithm.prompts_per_step, spec.algorithm.group_size, streams)
 
-    def _mode(self, layout: Layout) -> str:
-        return "collocated" if layout.in_turns else "disaggregated"
-
     def _adopt(self, best: Candidate, reason: str) -> ev.PlanAdopted:
-        rollout: list[str] = []
-        learn: list[str] = []
-        if not best.layout.in_turns and self._divisible:
-            devices = self._devices
-            rollout, learn = devices[: best.layout.generate], devices[best.layout.generate :]
         time = best.time
+        others = {one.layout.words: one.time.step for one in self._candidates() if one.layout != best.layout}
         return self._event(
-            self._mode(best.layout),
-            rollout,
-            learn,
+            best.layout,
             reason,
-            predicted={"generate": time.generate, "learn": time.learn, "step": time.step},
-            alternatives={
-                one.layout.words: one.time.step for one in self._candidates() if one.layout != best.layout
-            }
-            if len(self._tried) > 1
-            else {},
+            {"generate": time.generate, "learn": time.learn, "step": time.step},
+            others if len(self._tried) > 1 else {},
         )
 
     def _event(
-        self,
-        mode: str,
-        rollout: list[str],
-        learn: list[str],
-        reason: str,
-        *,
-        predicted: dict[str, float],
-        alternatives: dict[str, float],
+        self, layout: Layout, reason: str, predicted: dict[str, float], alternatives: dict[str, float]
     ) -> ev.PlanAdopted:
+        rollout: list[str] = []
+        learn: list[str] = []
+        if not layout.in_turns and layout.generate and self._divisible:
+            devices = self._devices
+            rollout, learn = devices[: layout.generate], devices[layout.generate :]
         return ev.PlanAdopted(
             at=self._context.event_log.now(),
             run=self._context.run_id,
             from_step=self._context.state.ledger.step,
-            mode=mode,
+            mode=layout.mode,
+            flow="" if layout.in_turns else layout.style,
+            memory=layout.style if layout.in_turns else "",
             rollout=rollout,
             trainer=learn,
             reason=reason,
             predicted_s=predicted,
             alternatives=alternatives,
         )
+
+
+def _time(view: StepView, after_s: float, moved_s: float) -> StepTime:
+    seconds = view.stage_s
+    switch_s = seconds.get("switch", 0.0) + seconds.get("sync", 0.0)
+    step_s = view.wall_s - sum(seconds.get(stage, 0.0) for stage in NO_WORK)
+    generate_s, learn_s = seconds.get("generate", 0.0), seconds.get("learn", 0.0)
+    return StepTime(generate_s, learn_s, step_s, after_s, switch_s, min(moved_s, switch_s))
 
 
 def _proposal(plan: ev.PlanAdopted) -> ev.PlanProposed:

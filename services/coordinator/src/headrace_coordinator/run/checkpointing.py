@@ -41,8 +41,12 @@ async def ledger_of(event_log: EventLog, run_id: str) -> bytes:
 
 
 async def wanted_by_others(event_log: EventLog, run_id: str) -> list[str]:
-    """Names of the run's checkpoints that evaluations use, or forks begin with that have none of their own yet."""
-    names, steps = set[str](), set[int]()
+    """Names of the run's checkpoints that evaluations use, or forks begin with that have none of their own yet.
+
+    Those that may be asked for, the newest that the ledger knows, are among them: they are asked for while the next
+    one is written.
+    """
+    names, steps = {name for name, _ in event_log.state.runs[run_id].checkpoints}, set[int]()
     for fork in event_log.state.active_runs():
         if fork.evaluation is not None and fork.evaluation.checkpoint_run == run_id:
             found = PurePath(fork.evaluation.checkpoint_directory)

@@ -73,6 +73,8 @@ class WorkerClient:
     """The version that it generates with; 0 for none."""
     open_id: int = 0
     opened: bool = False
+    kept: bool = False
+    """It has no devices and stayed loaded."""
     _requests: ClassVar[Iterable[int]] = itertools.count(1)
 
     @property
@@ -94,7 +96,7 @@ class WorkerClient:
 
     def lost_lease(self) -> None:
         """Its lease was revoked: it has nothing on its devices any more."""
-        self.lease_epoch, self.awake = 0, False
+        self.lease_epoch, self.awake, self.kept = 0, False, False
 
     async def close_run(self) -> None:
         """Ends everything that the instance does for the run and frees what it keeps of it."""
@@ -148,16 +150,26 @@ class RolloutClient(WorkerClient):
 
     async def suspend(self) -> None:
         """Pause, then give the memory back."""
-        self.installed, self.awake = 0, False  # Also where a reply is lost: what it did then is not known.
+        self.installed, self.awake, self.kept = (
+            0,
+            False,
+            False,
+        )  # Also where a reply is lost: what it did then is not known.
         await self.port.call("Pause", rollout.PauseRequest(header=self.header()), QUICK_S)
         await self.port.call("Suspend", rollout.SuspendRequest(header=self.header()), SLOW_S)
 
-    async def wake(self, published: Published) -> None:
-        """Weights' room, install, then the cache's room (PROTOCOL, Versions)."""
-        weights, cache = rollout.WAKE_SCOPE_WEIGHTS, rollout.WAKE_SCOPE_KV_CACHE
-        await self.port.call("Wake", rollout.WakeRequest(header=self.header(), scope=weights), LOAD_S)
-        await self.install(published)
-        await self.port.call("Wake", rollout.WakeRequest(header=self.header(), scope=cache), SLOW_S)
+    async def make_room(self) -> None:
+        """Before an install: the weights' room, where they have none."""
+        if not self.awake:
+            weights = rollout.WakeRequest(header=self.header(), scope=rollout.WAKE_SCOPE_WEIGHTS)
+            await self.port.call("Wake", weights, LOAD_S)
+
+    async def go_on(self) -> None:
+        """After an install: the cache's room, where it has none (PROTOCOL, Versions)."""
+        if self.awake:
+            return
+        cache = rollout.WakeRequest(header=self.header(), scope=rollout.WAKE_SCOPE_KV_CACHE)
+        await self.port.call("Wake", cache, SLOW_S)
         await self.port.call("Resume", rollout.ResumeRequest(header=self.header()), QUICK_S)
         self.awake = True
 
@@ -226,6 +238,16 @@ class TrainerClient(WorkerClient):
         )
         request.timeout.FromMilliseconds(int(timeout * 1000))
         await self.port.call("JoinGang", request, timeout + 10)
+
+    async def leave(self, generation: int) -> None:
+        """As the leader, leaves the trainer group and keeps the run's state for the next one."""
+        request = trainer.LeaveGangRequest(header=self.header(), generation=generation, carry=True)
+        await self.port.call("LeaveGang", request, LOAD_S)
+
+    async def take_up(self, number: int) -> None:
+        """Shards what `leave` kept, which is version `number`, over the group that it leads now."""
+        request = trainer.RestoreRequest(header=self.header(), number=number, carried=True)
+        await self.port.call("Restore", request, LOAD_S)
 
     async def state(self) -> trainer.GetStepStateResponse:
         """Where it stands."""
@@ -372,7 +394,7 @@ class TrainerClient(WorkerClient):
 
     async def suspend(self) -> None:
         """Gives the device back."""
-        self.awake = False  # Also where the reply is lost: what it did then is not known.
+        self.awake, self.kept = False, False  # Also where the reply is lost: what it did then is not known.
         await self.port.call("Suspend", trainer.SuspendRequest(header=self.header()), SLOW_S)
 
     async def wake(self) -> None:

@@ -81,6 +81,8 @@ class RunContext:
         self.agreement_due = True
         self.decision: asyncio.Task[Any] | None = None
         """The commit of the step in hand, from the request until it is recorded; never cancelled on purpose."""
+        self.regrouping = False
+        """The trainer group is being changed: its leader may carry the head from one group to the next."""
         self.tail = Tail()
         self._lengths: dict[str, tuple[int, int]] = {}
         section = self.spec.data.curriculum
@@ -186,6 +188,9 @@ class RunContext:
                 end=self.event_log.now(),
                 work=[Span(stage, on, start + clock, end + clock) for stage, on, start, end in timer.spans()],
                 holds=self._ended_holds(),
+                rests=[
+                    Span(stage, on, start + clock, end + clock) for stage, on, start, end in timer.rests()
+                ],
             )
         )
         timer.restart()

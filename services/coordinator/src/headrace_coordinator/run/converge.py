@@ -31,6 +31,7 @@ from headrace_coordinator.run.step import RunFailed, Step
 DAMAGED = "CHECKPOINT_DAMAGED"
 AWAY = {DAMAGED, "NOT_FOUND"}
 """Why a trainer cannot read one checkpoint of another run, which may prune it at any time; another one may do."""
+NOT_CARRIED = {"NOT_CARRIED", "CARRIED_MISMATCH"}
 UNUSABLE = {*AWAY, "CHECKPOINT_MISMATCH", "INVALID"}
 """Why a trainer refuses another run's checkpoints for good."""
 
@@ -68,12 +69,29 @@ async def form_gang(context: RunContext) -> None:
 async def converge(context: RunContext) -> Published:
     """The trainer holds the ledger's head, recorded and published; returns it. Raises `Misplaced`."""
     await settle_commit(context)
-    base = context.state.lineage.base
-    if base is None or state_number(await context.workers.leader.state()) != base.number:
+    if not await _holds_base(context):
         await _restore(context)
     base = context.state.lineage.base
     assert base is not None
     return await context.workers.leader.publish(base.number)
+
+
+async def _holds_base(context: RunContext) -> bool:
+    """Whether the trainer group has the ledger's head, taken up where its leader carried it from another group."""
+    base, leader = context.state.lineage.base, context.workers.leader
+    if base is None:
+        return False
+    state = await leader.state()
+    if state_number(state) == base.number or state.carried_number != base.number:
+        return state_number(state) == base.number
+    try:
+        await leader.take_up(base.number)
+    except CallRefused as refused:
+        if refused.reason not in NOT_CARRIED:
+            raise
+        context.note(f"the state of the trainer group before is not used: {refused.message}")
+        return False
+    return True
 
 
 async def settle_commit(context: RunContext) -> None:

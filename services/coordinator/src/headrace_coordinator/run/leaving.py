@@ -19,7 +19,7 @@ from headrace_coordinator.fleet.waits import WaitTimeout
 from headrace_coordinator.run.checkpointing import Checkpointer
 from headrace_coordinator.run.clients import WorkerClient
 from headrace_coordinator.run.context import RunContext
-from headrace_coordinator.run.converge import settle_commit
+from headrace_coordinator.run.converge import converge, form_gang, settle_commit
 from headrace_coordinator.run.step import RunFailed
 from headrace_coordinator.run.workers import Unstaffed
 
@@ -79,7 +79,7 @@ async def _settled(context: RunContext, checkpointer: Checkpointer, *, save: boo
 
 
 async def _abort_step(context: RunContext) -> None:
-    for member in context.workers.rollouts:
+    for member in context.workers.producers:
         try:
             await member.abort()
         except (InstanceDown, CallRefused) as fault:
@@ -111,9 +111,13 @@ async def save_head(context: RunContext, checkpointer: Checkpointer) -> None:
     head = context.state.lineage.head
     if not head or context.state.last_checkpoint == head:
         return
-    if not context.workers.trainers:
+    unsure = context.regrouping or not context.workers.trainers
+    if unsure:
         await context.workers.staff_trainers()
     await context.placement.hand_devices_to_trainers()
+    if unsure and (await context.workers.leader.state()).carried_number == head:
+        await form_gang(context)  # A change of the trainer group was interrupted.
+        await converge(context)
     await checkpointer.save(wait=True)
     if context.state.last_checkpoint != head:
         raise RunFailed("the checkpoint could not be written; see the run's events")

@@ -12,6 +12,7 @@ from typing import Any
 
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain import runs
+from headrace_coordinator.domain.plans import section_of
 from headrace_coordinator.domain.scheduling import plan_admission
 from headrace_coordinator.fleet.ports import USER_ERRORS, CallRefused, InstanceDown
 from headrace_coordinator.fleet.waits import WaitTimeout
@@ -22,7 +23,8 @@ from headrace_coordinator.run.context import RunContext
 from headrace_coordinator.run.converge import Misplaced, converge, form_gang
 from headrace_coordinator.run.evaluate import evaluate
 from headrace_coordinator.run.leaving import Outcome, hand_over, leave, save_head
-from headrace_coordinator.run.placement import PlacementError, section_of
+from headrace_coordinator.run.placement import PlacementError
+from headrace_coordinator.run.regrouping import Regrouping
 from headrace_coordinator.run.stages.step_timer import StepTimer
 from headrace_coordinator.run.step import RunFailed, Step
 from headrace_coordinator.run.workers import Unstaffed
@@ -55,6 +57,7 @@ class RunLoop:
         context.placement.waited = self._timer.waited
         self._checkpointer = Checkpointer(context)
         self._autoplan = Autoplan(context)
+        self._regrouping = Regrouping(context)
         self._steps = 0
         self._keeps_until = 0.0
 
@@ -92,6 +95,7 @@ class RunLoop:
         """Prepare, then steps until the last, or until the run is to pause or yield."""
         await self._prepare()
         while True:
+            await self._regroup_if_due()
             await self._follow_plan()
             await self._generate_ready()
             await self._evaluate_if_due()
@@ -118,6 +122,7 @@ class RunLoop:
         await form_gang(context)
         await context.recall()  # A commit that is recorded now has the items of the steps before it.
         self._published = await converge(context)
+        context.regrouping = False
         await context.recall()
         if context.state.origin_checkpoint and not context.state.last_checkpoint:
             await self._checkpointer.save(wait=True)  # Its origin may prune what it began with.
@@ -140,8 +145,18 @@ class RunLoop:
         self._published = await self._while_it_progresses(step.run())
         if self.context.curriculum:
             self.context.curriculum.observe(step.observed)
-        self._autoplan.observe(step.view)
+        self._autoplan.observe(step.view, step.learned_after_s)
         self._steps += 1
+
+    async def _regroup_if_due(self) -> None:
+        """Between two steps: the trainer group gets the size that is wanted."""
+        works = runs.next_action(self.context.state).kind == runs.WORK
+        if self._finished() or not works or not self._regrouping.due():
+            return
+        with self._timer.stage("regroup"):
+            self._published = await self._regrouping.change()
+        self._autoplan = Autoplan(self.context)
+        self.context.agreement_due = True
 
     async def _follow_plan(self) -> None:
         """Between two steps: adopts a better placement, or says that there is one."""

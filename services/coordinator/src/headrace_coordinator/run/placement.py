@@ -2,28 +2,34 @@
 
 `disaggregated` holds both sides at once and streams; `collocated` takes turns on the same devices inside a step;
 `hybrid` streams too, and once the step's answers are complete the trainer has all devices; `auto` is one of these, as
-the run's plan says. A run that shares holds the devices of one side at a time, so that it never waits for another run
-with something that this one waits for.
+the run's plan says. A side that is `resident` stays loaded while it has no devices, and computes nothing then.
+A run that shares holds the devices of one side at a time, so that it never waits for another run with something that
+this one waits for.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from math import ceil
+from typing import TypeVar
 
 from headrace_schema.running import APART, PlacementSection
 
 from headrace_coordinator.domain import events as ev
-from headrace_coordinator.domain.leases import HELD, HELP, SIMULATE, LeaseRequest, is_gpu
+from headrace_coordinator.domain.intervals import Interval
+from headrace_coordinator.domain.leases import DECODE, HELD, HELP, SIMULATE, LeaseRequest, is_gpu
 from headrace_coordinator.domain.places import device_order, devices_seen, hosts_of, machines, named_devices
+from headrace_coordinator.domain.plans import section_of
 from headrace_coordinator.fleet.ports import CallRefused, InstanceDown
 from headrace_coordinator.run.clients import Published, RolloutClient, TrainerClient, WorkerClient
 from headrace_coordinator.run.concurrency import gather_all
 from headrace_coordinator.run.simulator_leases import SimulatorLeases
-from headrace_coordinator.run.stages.step_timer import Interval
 from headrace_coordinator.run.workers import WorkerGroup
+
+Member = TypeVar("Member", bound=WorkerClient)
 
 
 class PlacementError(Exception):
@@ -39,6 +45,8 @@ class Placement:
         """What holds now; never `auto`."""
         self.waited: Callable[[Interval, Sequence[str]], None] = lambda interval, devices: None
         """Is told of each time in the line for devices that other runs share."""
+        self.moved_s = 0.0
+        """Seconds in which memory was given back or taken, in all."""
         self._moving = asyncio.Lock()
         self._joined = False
         """The trainer has the rollouts' devices too, until they generate again."""
@@ -57,7 +65,12 @@ class Placement:
     @property
     def streams(self) -> bool:
         """Whether groups are learned from while others are generated."""
-        return not self.in_turns and self.section.flow == "pipelined"
+        return not self.in_turns and self.section.pipelined
+
+    @property
+    def resident(self) -> bool:
+        """Whether a side that has no devices for a while stays loaded."""
+        return self.section.resident and not self.section.share
 
     def plan(self, plan: ev.PlanAdopted) -> None:
         """What holds from the next time on that devices are assigned."""
@@ -82,7 +95,7 @@ class Placement:
         devices_of = default_devices(self.section, grant.devices, rollouts, trainers, joined=self._joined)
         for kind, members, wanted in (
             ("rollout", rollouts, spec.rollout.instances),
-            ("trainer", trainers, spec.trainer.ranks),
+            ("trainer", trainers, self.workers.ranks),
         ):
             groups = _by_machine(members, (*rollouts, *trainers))
             for machine, group in groups.items():
@@ -108,8 +121,8 @@ class Placement:
         """
         async with self._moving:
             if complete and self.joins and not self._joined:
-                await self._stand_down_rollouts()
-                await self._let_go(self.workers.trainers)
+                await self._stand_down_rollouts(keep=self.resident)
+                await self._let_go(self.workers.trainers, keep=self.resident)
                 self._joined = True
             await self._learn()
 
@@ -148,6 +161,41 @@ class Placement:
             manager = self.workers.fleet.lease_manager
             [helper.lease_epoch] = await manager.acquire([request], self.workers.fleet_timeout)
 
+    def seats_for(self, decoders: Sequence[RolloutClient]) -> list[tuple[RolloutClient, tuple[str, ...]]]:
+        """The trainer group's devices by rank, each with a rollout that sees them, as far as there are any."""
+        left, seats = list(decoders), []
+        for trainer in self.workers.trainers:
+            found = next((m for m in left if set(trainer.devices) <= set(m.instance.devices)), None)
+            if found is not None and trainer.devices:
+                left.remove(found)
+                seats.append((found, trainer.devices))
+        return seats
+
+    async def borrow(
+        self, seats: Sequence[tuple[RolloutClient, tuple[str, ...]]], published: Published
+    ) -> None:
+        """Inside a step: the trainer group stands down, and rollouts decode on its devices until it takes them again.
+
+        Whoever hands the trainers their devices takes these back, with notice: what the rollouts have not finished
+        goes on elsewhere.
+        """
+        async with self._moving:
+            await self._stand_down_trainers()
+            run, requests = self.workers.run, []
+            for member, devices in seats:
+                member.devices = devices
+                requests.append(LeaseRequest(member.incarnation, run, DECODE, devices, member.instance.host))
+            epochs = await self.workers.fleet.lease_manager.acquire(requests, self.workers.fleet_timeout)
+            for (member, _), epoch in zip(seats, epochs, strict=True):
+                member.lease_epoch = epoch
+            await self._load([member for member, _ in seats], published)
+
+    @property
+    def lent(self) -> bool:
+        """Whether the trainer group is without its devices, side by side."""
+        borrowed = any(member.lease_epoch for member in self.workers.decoders)
+        return not self.in_turns and (borrowed or not all(m.awake for m in self.workers.trainers))
+
     async def take_back(self, helper: TrainerClient) -> None:
         """A helper gives its devices back."""
         if helper.lease_epoch:
@@ -155,43 +203,71 @@ class Placement:
 
     async def _learn(self) -> None:
         if self.in_turns:
-            await self._stand_down_rollouts()
+            await self._stand_down_rollouts(keep=self.resident)
+        if held := [member for member in self.workers.decoders if member.lease_epoch]:
+            await self._give_way(held)
         await self._take(self.workers.trainers, "learn")
-        await gather_all(*(member.wake() for member in self.workers.trainers if not member.awake))
+        with self._moves():
+            await gather_all(*(member.wake() for member in self.workers.trainers if not member.awake))
 
     async def _generate(self, published: Published) -> None:
         if self.in_turns:
-            await self._stand_down_trainers()
+            await self._stand_down_trainers(keep=self.resident)
         apart = self._joined
         if apart:
-            await self._let_go(self.workers.trainers)
+            await self._let_go(self.workers.trainers, keep=self.resident)
             self._joined = False
         await self._take(self.workers.rollouts, "generate")
         await self.simulators.take()
-        behind = [m for m in self.workers.rollouts if not m.awake or m.installed != published.version.number]
-        await gather_all(*(m.install(published) if m.awake else m.wake(published) for m in behind))
+        await self._load(self.workers.rollouts, published)
         if apart:
             await self._learn()
 
-    async def _stand_down_rollouts(self) -> None:
-        held = [member for member in self.workers.rollouts if member.lease_epoch]
-        for member in held:
+    async def _load(self, members: Sequence[RolloutClient], published: Published) -> None:
+        """Members that hold their devices can generate with a version."""
+        behind = [m for m in members if not m.awake or m.installed != published.version.number]
+        with self._moves():
+            await gather_all(*(member.make_room() for member in behind))
+        await gather_all(*(member.install(published) for member in behind))
+        with self._moves():
+            await gather_all(*(member.go_on() for member in behind))
+
+    async def _stand_down_rollouts(self, *, keep: bool = False) -> None:
+        for member in self._loaded(self.workers.rollouts) if not keep else ():
             try:
-                await member.suspend()
+                with self._moves():
+                    await member.suspend()
             except (InstanceDown, CallRefused):
                 if self.workers.fleet.alive(member.incarnation):
                     raise
-        await self._let_go(held)
+        await self._let_go([member for member in self.workers.rollouts if member.lease_epoch], keep=keep)
         await self.simulators.let_go()
 
-    async def _stand_down_trainers(self) -> None:
-        held = [member for member in self.workers.trainers if member.lease_epoch]
-        await gather_all(*(member.suspend() for member in held))
-        await self._let_go(held)
+    async def _stand_down_trainers(self, *, keep: bool = False) -> None:
+        if not keep:
+            with self._moves():
+                await gather_all(*(member.suspend() for member in self._loaded(self.workers.trainers)))
+        await self._let_go([member for member in self.workers.trainers if member.lease_epoch], keep=keep)
 
-    def _strays(self, members: Sequence[WorkerClient]) -> list[int]:
+    def _loaded(self, members: Sequence[Member]) -> list[Member]:
+        """Those with something on their devices: they hold them, or stayed loaded without."""
+        return [member for member in members if member.lease_epoch or member.kept]
+
+    @contextmanager
+    def _moves(self) -> Iterator[None]:
+        """Counts the body's seconds among those in which memory moves."""
+        clock = self.workers.fleet.event_log.monotonic
+        began = clock()
+        try:
+            yield
+        finally:
+            self.moved_s += clock() - began
+
+    def _strays(self, members: Sequence[WorkerClient], stage: str) -> list[int]:
         """Leases of this run whose holder has no business on these devices now: it was cut off, or sits elsewhere."""
-        welcome = {m.incarnation: m.devices for m in (members if self.in_turns else self.workers.members)}
+        helpers = self.workers.helpers if stage == "generate" else self.workers.decoders
+        apart = [member for member in self.workers.members if member not in helpers]
+        welcome = {m.incarnation: m.devices for m in (members if self.in_turns else apart)}
         leases = self.workers.fleet.event_log.state.table.leases.values()
         return [
             lease.epoch
@@ -201,12 +277,11 @@ class Placement:
             and welcome.get(lease.incarnation) != tuple(lease.devices)
         ]
 
-    async def _let_go(self, members: Sequence[WorkerClient]) -> None:
-        await self.workers.fleet.lease_manager.release(
-            self.workers.run, [member.lease_epoch for member in members]
-        )
+    async def _let_go(self, members: Sequence[WorkerClient], *, keep: bool = False) -> None:
+        epochs = [member.lease_epoch for member in members]
+        await self.workers.fleet.lease_manager.release(self.workers.run, epochs, keep=keep)
         for member in members:
-            member.lease_epoch = 0
+            member.lease_epoch, member.kept = 0, keep
 
     async def _give_way(self, held: Sequence[WorkerClient]) -> None:
         await self._let_go(held)
@@ -220,14 +295,14 @@ class Placement:
             LeaseRequest(m.incarnation, self.workers.run, stage, m.devices, m.instance.host)
             for m in with_devices
         ]
-        strays = self._strays(members)
+        strays = self._strays(members, stage)
         await self.workers.fleet.lease_manager.release(self.workers.run, strays)
         for member in self.workers.members:
             if member.lease_epoch in strays:
                 member.lease_epoch, member.installed = 0, 0
         epochs = await self._acquire(requests, with_devices)
         for member, epoch in zip(with_devices, epochs, strict=True):
-            member.lease_epoch = epoch
+            member.lease_epoch, member.kept = epoch, False
 
     async def _acquire(self, requests: Sequence[LeaseRequest], members: Sequence[WorkerClient]) -> list[int]:
         """Leases for members; a run that shares may wait for another one, which it must not keep from its own."""
@@ -244,15 +319,6 @@ class Placement:
 
         patience = self.workers.spec.limits.step_timeout_s
         return await fleet.lease_manager.acquire(requests, timeout, patience, waited)
-
-
-def section_of(section: PlacementSection, plan: ev.PlanAdopted | None) -> PlacementSection:
-    """A spec's placement, with what a plan chose where that was left to it; before any plan, in turns."""
-    if section.mode != "auto":
-        return section
-    if plan is None:
-        return section.model_copy(update={"mode": "collocated"})
-    return section.model_copy(update={"mode": plan.mode, "rollout": plan.rollout, "trainer": plan.trainer})
 
 
 def default_devices(
@@ -276,6 +342,11 @@ def default_devices(
         everything = [device for device in granted if device in generates | learns]
         everything.sort(key=lambda device: (device in learns) - (device in generates))
         trainer_side, rollout_side = list(everything), list(everything)
+        if section.mode == "collocated" and section.resident and any(map(is_gpu, everything)):
+            raise PlacementError(
+                "placement.memory: resident keeps both sides in the memory of the same devices, and on GPUs an engine "
+                "takes what it finds there; use offloaded"
+            )
         if section.mode in APART and generates and learns:
             if len(everything) < 2:
                 raise PlacementError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 from collections import Counter
 from collections.abc import Awaitable, Callable
@@ -15,6 +16,7 @@ from headrace_coordinator.api.coordinator import Coordinator
 from headrace_coordinator.domain import runs
 from headrace_coordinator.simulation.evaluators import Evaluators
 from headrace_coordinator.simulation.judging.judge import Violation
+from headrace_coordinator.simulation.regroupers import Regroupers, regroups
 from headrace_coordinator.simulation.specs import forked, unreadable
 
 if TYPE_CHECKING:
@@ -28,6 +30,7 @@ MOMENTS = {
     "RecordStep": 0.03,
     "SaveCheckpoint": 0.03,
     "CloseRun": 0.08,
+    "LeaveGang": 0.2,
 }
 """Calls during which somebody changes a run's intent, and how likely."""
 CARE_S = 5.0
@@ -59,6 +62,7 @@ class Users:
     async def live(self) -> None:
         """Until every run that was ever submitted has ended."""
         evaluating = self._world.spawn(self.evaluators.live())
+        regrouping = self._world.spawn(self._regroup())
         await asyncio.gather(*(self._come(spec, index) for index, spec in enumerate(self._world.specs)))
         if not self._calm:
             await self._whims()
@@ -66,6 +70,13 @@ class Users:
             await asyncio.sleep(0.25 if self._calm else CARE_S)
             if not self._calm:
                 await self._care()
+        regrouping.cancel()
+
+    async def _regroup(self) -> None:
+        seed = self._world.seed
+        if regroups(seed) and not self._calm:
+            with contextlib.suppress(asyncio.CancelledError):
+                await Regroupers(self._world, self, random.Random(f"{seed}/ranks")).live()
 
     def _all_ended(self) -> bool:
         coordinator = self._world.coordinator

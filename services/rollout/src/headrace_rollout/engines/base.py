@@ -142,7 +142,10 @@ class SampleKey:
 
 @dataclass(frozen=True)
 class Prefix:
-    """Tokens that were sampled elsewhere, with their original log-probs and the versions that made them."""
+    """Tokens that were sampled elsewhere, with their original log-probs and the versions that made them.
+
+    Of a finished exchange, version 0 stands for tokens that were given, such as replies.
+    """
 
     token_ids: Sequence[int]
     log_probs: Sequence[float]
@@ -189,6 +192,8 @@ class Output:
     stopped: bool = False
     whole: Prefix | None = None
     greedy: bool = False
+    text_from: int = 0
+    """Where in `whole` the text begins that scorers judge."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -323,7 +328,9 @@ class Engine(PolicyHolder, Protocol):
     capabilities: Capabilities
     max_context_tokens: int
     vocabulary_size: int
-    figures: Figures
+
+    @property
+    def figures(self) -> Figures: ...
 
     @property
     def waiting_samples(self) -> int: ...

@@ -18,6 +18,7 @@ from headrace_servicekit.rpc.blobs import BlobReader
 from headrace_rollout.engines.base import Freed, Policy, Refused, SampleKey
 from headrace_rollout.engines.holding import ThreadedHolder
 from headrace_rollout.engines.weight_memory import HOST
+from headrace_rollout.robot.busy_time import BusyTime
 from headrace_rollout.robot.model import Decision, RobotModel, Row
 from headrace_rollout.robot.pool import Pool
 from headrace_rollout.robot.runner import EpisodeRunner, EpisodeSample, Plan
@@ -57,6 +58,12 @@ class RobotEngine(ThreadedHolder):
         self._blobs, self._token = blobs, token
         self._pools: dict[tuple[str, str, str], Pool] = {}
         self._runners: set[EpisodeRunner] = set()
+        self._asked = BusyTime()
+
+    @property
+    def stage_seconds(self) -> dict[str, float]:
+        """Seconds in which the policy computed, and in which some environment was at work, since it was built."""
+        return {"act": self.figures.policy_s, "simulate": self._asked.seconds}
 
     def run_episodes(self, plan: Plan, pools: Sequence[rollout_pb2.EnvironmentPool]) -> EpisodeRunner:
         """Begins to serve a stream; `leave` ends it. Pools are used from stream to stream."""
@@ -120,7 +127,8 @@ class RobotEngine(ThreadedHolder):
     def _pool(self, message: rollout_pb2.EnvironmentPool) -> Pool:
         key = (message.address, message.pool, message.pool_incarnation)
         if key not in self._pools:
-            self._pools[key] = Pool(message, self._token, self._blobs, self.environment.step_timeout_s)
+            limit_s = self.environment.step_timeout_s
+            self._pools[key] = Pool(message, self._token, self._blobs, limit_s, self._asked)
         self._pools[key].under(message.header)
         return self._pools[key]
 

@@ -20,6 +20,8 @@ from headrace_servicekit.rpc.client import deadlines_enabled, dial
 from headrace_servicekit.rpc.errors import ServiceError, message_of
 from headrace_servicekit.rpc.tensors import decode_tensor, encode_tensor
 
+from headrace_rollout.robot.busy_time import BusyTime
+
 MAX_OBSERVATION_BYTES = 1 << 28
 RESET_S = 300.0
 """Longest a reset may take. The simulator's own limits are shorter: this one is for a simulator that hangs."""
@@ -84,6 +86,8 @@ class Environment:
         operation.environment, operation.step_index = self._index, self._next_step
         self._pool.send(operation)
         self._pending = asyncio.get_running_loop().create_future()
+        self._pool.asked.begin()
+        self._pending.add_done_callback(lambda _: self._pool.asked.end())
         # Whoever waited may be gone when a pool is lost.
         self._pending.add_done_callback(lambda future: future.cancelled() or future.exception())
         return self._pending
@@ -129,9 +133,11 @@ class Pool:
         token: str | None,
         blobs: BlobReader,
         step_timeout_s: float,
+        asked: BusyTime | None = None,
     ) -> None:
         self.name, self.address, self.task = message.pool, message.address, message.task
         self.step_timeout_s = step_timeout_s
+        self.asked = asked or BusyTime()
         self.reason = ""
         self.lost = asyncio.Event()
         self.environments = [Environment(self, index) for index in range(message.count)]

@@ -20,7 +20,7 @@ from headrace_rollout.robot.pool import Pool
 from headrace_rollout.robot.runner import EpisodeOutput, EpisodeSample, Plan
 from headrace_rollout.run import RobotRun
 from headrace_rollout.streams import SampleStream, Serving
-from headrace_rollout.wire import fill_key, invalid, sample_message
+from headrace_rollout.wire import duration_of, fill_key, invalid, sample_message
 
 MAX_TRAJECTORY_BYTES = MAX_MESSAGE_BYTES - (1 << 20)
 """A message holds one, and what is said beside it."""
@@ -45,6 +45,7 @@ class EpisodeStream(SampleStream[EpisodeOutput | Pool, rollout_pb2.RunEpisodesRe
             holds=self._holds,
         )
         self._runner = run.engine.run_episodes(plan, opening.pools)
+        self._told = run.engine.stage_seconds
 
     async def _submit(self, request: rollout_pb2.AssignGroups) -> None:
         samples = list(samples_of(request.groups, greedy=self._greedy, encode=self._encode))
@@ -77,7 +78,16 @@ class EpisodeStream(SampleStream[EpisodeOutput | Pool, rollout_pb2.RunEpisodesRe
             self._outstanding -= 1
             self._add(response, output)
         said = response.chunks or response.partials or response.lost_pools or response.revoked
-        return response if said else None
+        if not said:
+            return None
+        self._tell_stages(response)
+        return response
+
+    def _tell_stages(self, response: rollout_pb2.RunEpisodesResponse) -> None:
+        now = self._engine.stage_seconds
+        for stage, seconds in now.items():
+            response.stages.add(stage=stage, wall_time=duration_of(seconds - self._told[stage]))
+        self._told = now
 
     def _add(self, response: rollout_pb2.RunEpisodesResponse, output: EpisodeOutput) -> None:
         sample = output.sample

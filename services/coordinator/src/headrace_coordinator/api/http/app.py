@@ -7,6 +7,7 @@ from typing import Any
 
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
+from headrace_schema.changing import RunChange
 from headrace_schema.evaluating import EvaluationSpec
 from headrace_schema.spec import RunSpec
 from pydantic.json_schema import models_json_schema
@@ -65,7 +66,10 @@ def describe(app: FastAPI) -> dict[str, Any]:
     if app.openapi_schema is None:
         schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
         _, bodies = models_json_schema(
-            [(model, "validation") for model in (RunSpec, EvaluationSpec, ScaleRequest, PlanRequest)],
+            [
+                (model, "validation")
+                for model in (RunSpec, RunChange, EvaluationSpec, ScaleRequest, PlanRequest)
+            ],
             ref_template=REFERENCE,
         )
         components = schema["components"]["schemas"]

@@ -88,6 +88,7 @@ def overview_routes(control: Control, runs_directory: Path) -> APIRouter:
         before: Annotated[
             float | None, Query(ge=0, description="only what began before, in seconds since the epoch")
         ] = None,
+        labels: Annotated[bool, Query(description="label each device's time: decode, train, wait …")] = False,
     ) -> Response:
         """Who held which device when, and what was done there: of the newest steps."""
         directory = runs_directory / control.run(run_id).id
@@ -104,6 +105,8 @@ def overview_routes(control: Control, runs_directory: Path) -> APIRouter:
             for lease in control.leases()
             if lease.run == run_id
         ]
-        return view_response(await asyncio.to_thread(read_timeline, directory, steps, before, live))
+        return view_response(
+            await asyncio.to_thread(read_timeline, directory, steps, before, live, labels=labels)
+        )
 
     return routes

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, Header, Query, Request, Response
 from fastapi.responses import StreamingResponse
+from headrace_schema.changing import RunChange
 from headrace_schema.problems import Impossible
 from headrace_schema.spec import RunSpec
 from headrace_schema.views import (
@@ -47,6 +48,12 @@ NOTE = "Headrace-Note"
 """Header of what the fleet decides of a checked spec, and why."""
 MAX_EVENT_ID = 2**63 - 1
 EventId = Annotated[int, Field(ge=0, le=MAX_EVENT_ID)]
+CHANGE_BODY: dict[str, Any] = {
+    "requestBody": {
+        "required": True,
+        "content": {"application/json": {"schema": {"$ref": "#/components/schemas/RunChange"}}},
+    }
+}
 SPEC_BODY: dict[str, Any] = {
     "requestBody": {
         "required": True,
@@ -134,6 +141,13 @@ def _writes(routes: APIRouter, control: Control) -> None:
         """Goes on with a paused run."""
         key = key_or_new(idempotency_key)
         return keyed_response(await control.resume(run_id, key), key)
+
+    @routes.post("/{run_id}:set", response_model=RunView, openapi_extra=CHANGE_BODY)
+    async def set_run(request: Request, run_id: str, idempotency_key: GivenKey = None) -> Response:
+        """Changes a run from its next step on: the number of its trainer's ranks."""
+        change = await read_model(request, RunChange, "the change")
+        key = key_or_new(idempotency_key)
+        return keyed_response(await control.change(run_id, change, key), key)
 
     @routes.post("/{run_id}:cancel", response_model=RunView)
     async def cancel_run(run_id: str, idempotency_key: GivenKey = None) -> Response:

@@ -6,7 +6,7 @@ Says only which streams are open: `dispatch` gives work out, `receive` takes wha
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 
 from headrace.reward.v1 import reward_pb2 as reward
 from headrace.rollout.v1 import rollout_pb2 as rollout
@@ -41,6 +41,7 @@ class Generation:
         on_settled: Callable[[int], None],
         on_complete: Callable[[], None],
         draining: Callable[[], bool],
+        joining: Callable[[], Sequence[RolloutClient]],
     ) -> None:
         self._context = context
         self._workers = context.workers
@@ -51,7 +52,8 @@ class Generation:
         self._draining = draining
         self._news = Notifier()
         self.batch = Batch()
-        self._dispatch = Dispatch(context, published, self._news)
+        self._rests_since: dict[str, float] = {}
+        self._dispatch = Dispatch(context, published, self._news, joining)
         self._settle = Settle(context, relay, self.batch, self._news, on_settled, on_complete)
         self._scoring, put = self._score_stages(timer)
         self._receive = Receive(
@@ -67,6 +69,10 @@ class Generation:
         scoring = Scoring(self._workers, timer, lambda results: stages.take(results), spec.main_stage)
         stages = ScoreStages(self._context, self.batch, scoring.put, settle.take_scores)
         return scoring, stages.put
+
+    def look(self) -> None:
+        """There may be another rollout to give work to."""
+        self._news.beat()
 
     async def run(self) -> None:
         """Until every group of the step is settled or dropped, and all streams have ended."""
@@ -98,7 +104,7 @@ class Generation:
 
     def _start_drives(self, drives: dict[str, asyncio.Task[None]]) -> None:
         if self._index.waiting:
-            for member in self._workers.rollouts:
+            for member in self._workers.producers:
                 if self._workers.usable(member) and member.incarnation not in drives:
                     drives[member.incarnation] = asyncio.ensure_future(self._drive(member))
 
@@ -112,11 +118,13 @@ class Generation:
         started, why = self._context.event_log.monotonic(), "its stream of work ended early"
         over, revoked = asyncio.Event(), False
         await self._context.placement.simulators.staff(member)
-        assignments = self._dispatch.assignments(member, over.is_set)
+        assignments = self._work(member, self._dispatch.assignments(member, over.is_set))
         try:
             limit = self._context.spec.limits.step_timeout_s
             async for response in member.generate(self._dispatch.opening(member), assignments, limit):
                 await self._take(member, response, over)
+                if not self._index.held.get(member.incarnation):
+                    self._rests_since.setdefault(member.incarnation, self._context.event_log.monotonic())
                 revoked = response.revoked
             if revoked:
                 member.lost_lease()
@@ -140,8 +148,30 @@ class Generation:
             lost = self._dispatch.lost(member)
             if lost and not revoked:
                 self._context.note(f"{lost} samples of {member.instance.instance} are made again: {why}")
+            self._end_rest(member)
             self._timer.add("generate", (started, self._context.event_log.monotonic()), member.devices)
             self._news.beat()
+
+    def _time_stages(self, member: RolloutClient, response: rollout.RunEpisodesResponse) -> None:
+        """Policy and environments take turns within generate; the environments' time is on no device of the run."""
+        now = self._context.event_log.monotonic()
+        for metrics in response.stages:
+            seconds = metrics.wall_time.ToNanoseconds() / 1e9
+            self._timer.add(
+                metrics.stage, (now - seconds, now), member.devices if metrics.stage == "act" else ()
+            )
+
+    async def _work(
+        self, member: RolloutClient, assignments: AsyncIterator[rollout.AssignGroups]
+    ) -> AsyncIterator[rollout.AssignGroups]:
+        async for message in assignments:
+            self._end_rest(member)
+            yield message
+
+    def _end_rest(self, member: RolloutClient) -> None:
+        """The time since the member's last answer is over: it has work again, or its stream has ended."""
+        if (since := self._rests_since.pop(member.incarnation, None)) is not None:
+            self._timer.rested((since, self._context.event_log.monotonic()), member.devices)
 
     async def _take(self, member: RolloutClient, response: Produced, over: asyncio.Event) -> None:
         bodies = [chunk.finished for chunk in response.chunks if chunk.HasField("finished")]
@@ -150,9 +180,11 @@ class Generation:
                 with self._context.fleet.waits.named(self._context.run_id, TRAINER_BEHIND, after=SHOWN_S):
                     await self._relay.wait_for_room(self._draining)
             await self._receive.take_bodies(bodies)
-        if isinstance(response, rollout.RunEpisodesResponse) and response.lost_pools:
+        if isinstance(response, rollout.RunEpisodesResponse):
+            self._time_stages(member, response)
             member.lost_pools += response.lost_pools
-            over.set()
+            if response.lost_pools:
+                over.set()
         if response.partials or response.revoked:
             over.set()
             self._receive.take_partials(member, response.partials)

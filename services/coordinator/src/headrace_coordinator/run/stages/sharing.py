@@ -27,8 +27,9 @@ class Sharing:
         self._finished = 0
         spec = context.spec
         self._wanted = spec.placement.share
-        # Episodes begin anew elsewhere, and a fixed order of decoding is not broken: they keep what they work on.
-        self._in_parts = not spec.deterministic and spec.environment is None
+        # Episodes and exchanges begin anew elsewhere, and a fixed order of decoding is not broken: they keep what they
+        # work on.
+        self._in_parts = not spec.deterministic and spec.environment is None and spec.reply is None
 
     def close(self) -> None:
         """Generation is over."""

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from itertools import pairwise
 
-Interval = tuple[float, float]
+from headrace_coordinator.domain.intervals import Interval, covered, joined, without
+
 NO_DEVICE = ""
 SPANS_KEPT = 32
 WAIT_LEASE = "wait for lease"
@@ -25,6 +25,7 @@ class StepTimer:
         self._started = self._clock()
         self._stages: dict[str, list[Interval]] = defaultdict(list)
         self._devices: dict[str, dict[str, list[Interval]]] = defaultdict(lambda: defaultdict(list))
+        self._rests: dict[str, list[Interval]] = defaultdict(list)
 
     @contextmanager
     def stage(self, name: str, devices: Iterable[str] = ()) -> Iterator[None]:
@@ -46,6 +47,11 @@ class StepTimer:
         for device in tuple(devices) or (NO_DEVICE,):
             self._devices[device][name].append(interval)
 
+    def rested(self, interval: Interval, devices: Iterable[str]) -> None:
+        """A part of a stage's time in which the devices had nothing to do: it stays the stage's time."""
+        for device in devices:
+            self._rests[device].append(interval)
+
     @property
     def wall(self) -> float:
         """Seconds since the start."""
@@ -57,6 +63,11 @@ class StepTimer:
         everything = [interval for intervals in self._stages.values() for interval in intervals]
         seconds["protocol"] = max(0.0, self.wall - covered(everything))
         return seconds
+
+    def after(self, name: str, other: str) -> float:
+        """Seconds of a stage from the last end of another one on."""
+        end = max((stop for _, stop in self._stages.get(other, ())), default=self._started)
+        return covered((max(start, end), stop) for start, stop in self._stages.get(name, ()) if stop > end)
 
     def devices(self) -> dict[str, dict[str, float]]:
         """Seconds by device and stage."""
@@ -76,43 +87,19 @@ class StepTimer:
 
         Devices that worked at the same time share a span; work that needs no device has none.
         """
-        found: dict[tuple[float, float, str], list[str]] = defaultdict(list)
-        for device, stages in sorted(self._devices.items()):
-            for name, intervals in stages.items():
-                for start, stop in joined(intervals, SPANS_KEPT):
-                    found[start, stop, name] += [] if device == NO_DEVICE else [device]
-        return [(name, devices, start, stop) for (start, stop, name), devices in sorted(found.items())]
+        return _together(self._devices)
+
+    def rests(self) -> list[tuple[str, list[str], float, float]]:
+        """The same of what the devices rested in the stages' time; without a stage."""
+        return _together({device: {"": intervals} for device, intervals in self._rests.items()})
 
 
-def covered(intervals: Iterable[Interval]) -> float:
-    """Length of the union of intervals."""
-    total, end = 0.0, float("-inf")
-    for start, stop in sorted(intervals):
-        total += max(0.0, stop - max(start, end))
-        end = max(end, stop)
-    return total
-
-
-def without(interval: Interval, holes: Iterable[Interval]) -> list[Interval]:
-    """What is left of an interval."""
-    left, (start, end) = [], interval
-    for first, last in sorted(holes):
-        if first > start and first < end:
-            left.append((start, first))
-        start = max(start, last)
-    return [*left, (start, end)] if start < end else left
-
-
-def joined(intervals: Iterable[Interval], most: int) -> list[Interval]:
-    """The union of intervals as at most `most` ones: the smallest gaps are closed."""
-    union: list[Interval] = []
-    for start, stop in sorted(intervals):
-        if union and start <= union[-1][1]:
-            union[-1] = union[-1][0], max(stop, union[-1][1])
-        else:
-            union.append((start, stop))
-    while len(union) > most:
-        gaps = [right[0] - left[1] for left, right in pairwise(union)]
-        at = gaps.index(min(gaps))
-        union[at : at + 2] = [(union[at][0], union[at + 1][1])]
-    return union
+def _together(
+    devices: Mapping[str, Mapping[str, list[Interval]]],
+) -> list[tuple[str, list[str], float, float]]:
+    found: dict[tuple[float, float, str], list[str]] = defaultdict(list)
+    for device, stages in sorted(devices.items()):
+        for name, intervals in stages.items():
+            for start, stop in joined(intervals, SPANS_KEPT):
+                found[start, stop, name] += [] if device == NO_DEVICE else [device]
+    return [(name, on, start, stop) for (start, stop, name), on in sorted(found.items())]

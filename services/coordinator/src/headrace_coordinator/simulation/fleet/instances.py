@@ -86,14 +86,20 @@ class Instance:
         except OpeningRefused as refused:
             raise CallRefused(self.incarnation, refused.reason, refused.message) from refused
 
-    def revoke(self, epoch: int) -> None:
-        """Obeys a revoke: the streams under the lease end in order."""
+    def revoke(self, epoch: int, *, keep: bool = False) -> None:
+        """Obeys a revoke: the streams under the lease end in order; `keep`: what is loaded stays."""
         self.held.pop(epoch, None)
         self.revocations[epoch].set()
-        self.revoked()
+        if keep:
+            self.rested()
+        else:
+            self.revoked()
 
     def revoked(self) -> None:
         """A lease is to be released: what is on its devices goes."""
+
+    def rested(self) -> None:
+        """A lease is to be released, and what is on its devices stays."""
 
     def granted(self) -> None:
         """A lease is held anew."""

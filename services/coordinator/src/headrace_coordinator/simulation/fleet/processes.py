@@ -175,7 +175,7 @@ class Processes(ABC):
             self.exclusive()
             fleet.lease_manager.held(instance.incarnation, body.epoch, "")
         elif command == "revoke":
-            instance.revoke(body[0])
+            instance.revoke(body[0], keep=body[2])
             await asyncio.sleep(self.rng.uniform(0.0, 0.05))
             fleet.lease_manager.released(instance.incarnation, body[0])
         elif command == "drain":

@@ -54,6 +54,10 @@ class Rollout(Instance):
         self.stop()
         self.version, self.paused, self.memory = common.PolicyVersion(), False, COLD
 
+    def rested(self) -> None:
+        """Its samples end; weights and cache stay."""
+        self.stop()
+
     def drained(self) -> None:
         """Partial outputs go out, so that others go on."""
         self.paused = True

@@ -48,6 +48,10 @@ class Trainer(Instance):
     groups: dict[int, list[tuple[int, int, int, str]]] = field(default_factory=dict)
     commit: trainer.CommitStepResponse = field(default_factory=trainer.CommitStepResponse)
 
+    lineage: int = 0
+    """Where it writes: stays when a version is carried to another group."""
+    carried: tuple[common.PolicyVersion, Weights] | None = None
+    """What it keeps between two trainer groups."""
     helps: bool = False
     """It holds a base to help with, and makes no versions."""
     offered: trainer.Contribution = field(default_factory=trainer.Contribution)
@@ -88,7 +92,7 @@ class Trainer(Instance):
             self.joined, self.suspended, self.writing, self.last_failure = None, False, None, ""
             self.generation, self.phase = 0, trainer.STEP_PHASE_UNSPECIFIED
             self.version, self.weights = common.PolicyVersion(), ()
-            self.helps, self.offered = False, trainer.Contribution()
+            self.helps, self.offered, self.carried = False, trainer.Contribution(), None
             self.attempt, self.groups = (0, 0), {}
 
     async def JoinGang(self, request: trainer.JoinGangRequest) -> trainer.JoinGangResponse:
@@ -103,6 +107,7 @@ class Trainer(Instance):
         self._disband()
         self.phase, self.version, self.groups = trainer.STEP_PHASE_UNSPECIFIED, common.PolicyVersion(), {}
         self.joined, self.helps = key, False
+        self.carried = None if request.rank else self.carried
         met = self.gangs.setdefault((request.generation, where), {})
         met[request.rank] = self
         patience = request.timeout.ToNanoseconds() / 1e9 or 60.0
@@ -113,6 +118,37 @@ class Trainer(Instance):
                 raise self._refuse("RENDEZVOUS_TIMEOUT", f"{len(met)} of {request.world_size} ranks came")
         self.generation = request.generation
         return trainer.JoinGangResponse(generation=self.generation)
+
+    async def LeaveGang(self, request: trainer.LeaveGangRequest) -> trainer.LeaveGangResponse:
+        self.fence(request.header, lease=False)
+        if not self.generation:
+            return trainer.LeaveGangResponse()
+        if request.carry:
+            self._lead()
+            if self.phase != trainer.STEP_PHASE_IDLE or self.helps:
+                raise self._refuse("CONFLICT", f"nothing is carried out of phase {self.phase}")
+            await asyncio.sleep(self.rng.uniform(0.05, 0.5))
+            self._lead()
+            self.carried = self.version, self.weights
+            self.phase, self.version, self.weights = (
+                trainer.STEP_PHASE_UNSPECIFIED,
+                common.PolicyVersion(),
+                (),
+            )
+        self._disband()
+        return trainer.LeaveGangResponse()
+
+    async def _take_up(self, number: int) -> trainer.RestoreResponse:
+        if self.carried is None and self.phase == trainer.STEP_PHASE_IDLE and self.version.number == number:
+            return trainer.RestoreResponse(version=self.version)
+        if self.carried is None or self.carried[0].number != number:
+            raise self._refuse("NOT_CARRIED", f"version {number} is not carried")
+        await asyncio.sleep(0.5 * self.pace)
+        self._lead(governed=True)
+        if self.carried is not None:
+            (self.version, self.weights), self.carried = self.carried, None
+            self.phase, self.groups, self.attempt = trainer.STEP_PHASE_IDLE, {}, (0, 0)
+        return trainer.RestoreResponse(version=self.version)
 
     def _gang(self) -> list[Trainer]:
         """Members of its trainer group that are still in it."""
@@ -155,8 +191,12 @@ class Trainer(Instance):
         """Its memory is released until the next grant."""
         self.suspended = True
 
+    def rested(self) -> None:
+        """Nothing runs until the next grant."""
+        self.suspended = True
+
     def granted(self) -> None:
-        """See `revoked`."""
+        """See `revoked` and `rested`."""
         self.suspended = False
 
     async def GetStepState(self, request: trainer.GetStepStateRequest) -> trainer.GetStepStateResponse:
@@ -172,6 +212,7 @@ class Trainer(Instance):
             accumulated_prompts=list(self.groups),
             commit=self.commit if self.phase == trainer.STEP_PHASE_COMMITTED else None,
             generation=self.generation if self._whole() else 0,
+            carried_number=self.carried[0].number if self.carried else 0,
         )
 
     def _whole(self) -> bool:
@@ -181,6 +222,8 @@ class Trainer(Instance):
         self.fence(request.header, lease=True)
         self._awake()
         self._lead(governed=True)
+        if request.carried:
+            return await self._take_up(request.number)
         if self.writing is not None:
             await asyncio.wait({self.writing[1]}, timeout=60.0)
         await asyncio.sleep(0.5 * self.pace)
@@ -194,7 +237,8 @@ class Trainer(Instance):
             self._hold(found.weights, request.number, parent, found.version.ordinal)
         else:
             self._hold((), request.number, 0, 0)
-        self.groups, self.attempt = {}, (0, 0)
+        self.groups, self.attempt, self.carried = {}, (0, 0), None
+        self.lineage = self.generation
         return trainer.RestoreResponse(version=self.version)
 
     def _hold(self, weights: Weights, number: int, parent: int, ordinal: int) -> None:
@@ -284,7 +328,7 @@ class Trainer(Instance):
     async def Help(self, request: trainer.HelpRequest) -> trainer.HelpResponse:
         self.fence(request.header, lease=True)
         self._awake()
-        if self.version.number and not self.helps:
+        if self.carried or (self.version.number and not self.helps):
             raise self._refuse("CONFLICT", "this trainer leads the run's steps")
         await asyncio.sleep(0.1 * self.pace)
         self._lead(governed=True)
@@ -426,7 +470,7 @@ class Trainer(Instance):
         if self.phase == trainer.STEP_PHASE_COMMITTED or self.version.number != request.number:
             raise self._refuse("CONFLICT", f"version {request.number} is not held and recorded")
         self._lead()
-        name = f"lineage-{self.generation}/step-{self.version.ordinal}-{request.number}"
+        name = f"lineage-{self.lineage}/step-{self.version.ordinal}-{request.number}"
         stored = Stored(self.directory, name, self.version, self.weights, request.ledger)
         while self.writing is not None and not self.writing[1].done() and self.writing[0] != request.number:
             if not request.wait:

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain import runs
-from headrace_coordinator.domain.leases import LeaseTable
-from headrace_coordinator.domain.scheduling import plan_admission, shares
+from headrace_coordinator.domain.leases import DECODE, LeaseTable
+from headrace_coordinator.domain.scheduling import plan_admission, plan_regroup, shares
 from headrace_coordinator.domain.state import State
 from headrace_coordinator.simulation.judging.judge import Violation
 
@@ -29,6 +29,10 @@ class Replay:
         self.pairs: Counter[Pair] = Counter()
         self.submissions = 0
         self.refilled = self.helped = 0
+        self.borrowed = 0
+        """Times that a trainer group's device decoded."""
+        self.regrouped = 0
+        """Changes of a trainer group's size."""
         self.passed = 0
         """Leases of devices that another run had last, which it still was granted."""
         self._last: dict[str, str] = {}
@@ -41,6 +45,8 @@ class Replay:
 
     def _before(self, event: ev.AnyEvent) -> None:
         match event:
+            case ev.TrainersChanged():
+                self._regroup(event)
             case ev.RunAdmitted():
                 grants = plan_admission(self.state, event.at).grants
                 if not grants or grants[0] != event:
@@ -58,6 +64,18 @@ class Replay:
                 self.submissions += 1
             case ev.LeaseGranted():
                 self._lease(event)
+
+    def _regroup(self, event: ev.TrainersChanged) -> None:
+        """Between two steps, of a run at work, to what was free then; the leader stays."""
+        run = self.state.runs[event.run]
+        planned = plan_regroup(self.state, event.run, event.ranks, event.reason, event.at)
+        if planned != event:
+            raise Violation(f"regroup: the log has {event}, the rule gives {planned}")
+        if run.ledger.open or run.state not in runs.ADMITTED:
+            raise Violation(f"regroup: {run.id} is {run.state}, with a step open: {run.ledger.open}")
+        if len(event.trainers) != event.ranks:
+            raise Violation(f"regroup: {event.ranks} ranks are {event.trainers}")
+        self.regrouped += 1
 
     def _true_reason(self, run: runs.RunState, event: ev.RunStateChanged) -> None:
         reason, head = event.reason, run.lineage.head
@@ -88,6 +106,7 @@ class Replay:
                 self.helped += len(prompts) if helper else 0
             case ev.LeaseGranted():
                 self._count_passed(event)
+                self.borrowed += event.stage == DECODE
             case ev.RunAdmitted():
                 self._disjoint()
             case ev.RunStateChanged() | ev.RunIntentChanged() | ev.RunSubmitted():

@@ -1,0 +1,110 @@
+"""Between two steps: a run's trainer group gets another number of ranks, with the state that it has.
+
+The leader keeps weights and optimizer in host memory while it leaves one group and meets the next one; nothing is read
+from disk, and no version is lost or made. Which instances there are for it is `domain.scheduling`'s to say.
+"""
+
+from __future__ import annotations
+
+from headrace_coordinator.domain import events as ev
+from headrace_coordinator.domain.scheduling import plan_regroup
+from headrace_coordinator.fleet.ports import USER_ERRORS, CallRefused
+from headrace_coordinator.run.clients import Published, TrainerClient
+from headrace_coordinator.run.context import RunContext
+from headrace_coordinator.run.converge import converge, form_gang
+from headrace_coordinator.run.leaving import close
+
+UNFIT = frozenset({*USER_ERRORS, "MEMORY_SHORT"})
+"""Why trainers refuse a state in a group of this size, for good: the run goes back to the size that it had."""
+
+
+class Regrouping:
+    """The changes of one run's trainer group."""
+
+    def __init__(self, context: RunContext) -> None:
+        self._context = context
+        self._told = ""
+
+    def due(self) -> ev.TrainersChanged | None:
+        """The change to make before the next step; tells once what a wanted one waits for."""
+        wanted = self._context.state.wanted_ranks
+        if not wanted:
+            return None
+        found = self._plan(wanted, f"trainer.ranks: {wanted} is wanted")
+        if isinstance(found, str):
+            self._tell(f"trainer.ranks: {wanted} waits for {found}; goes on with {self._context.state.ranks}")
+            return None
+        return found
+
+    async def change(self) -> Published:
+        """Makes the change that is due, and has the head published by the new group.
+
+        A group that cannot hold the state, by its trainers' own words, becomes again what it was.
+        """
+        context, before = self._context, self._context.state.ranks
+        context.regrouping = True
+        await context.placement.hand_devices_to_trainers()
+        await context.workers.leader.leave(context.state.gang_generation)
+        change = self.due()  # What was free may be lost by now.
+        if change is None:
+            return await self._meet()
+        try:
+            return await self._follow(change)
+        except CallRefused as refused:
+            if refused.reason not in UNFIT:
+                raise
+            back = self._plan(before, f"{change.ranks} ranks are refused: {refused.message}")
+            if isinstance(back, str):
+                raise
+            return await self._follow(back)
+
+    async def _follow(self, change: ev.TrainersChanged) -> Published:
+        context = self._context
+        await context.event_log.commit(change, *self._replan(change))
+        members = context.workers.trainers
+        await self._dismiss([member for member in members if member.incarnation not in change.trainers])
+        return await self._meet()
+
+    def _replan(self, change: ev.TrainersChanged) -> list[ev.PlanAdopted]:
+        """What `auto` measured holds for another group: it begins again, in turns."""
+        context = self._context
+        if context.spec.placement.mode != "auto" or context.state.plan is None:
+            return []
+        plan = ev.PlanAdopted(
+            at=change.at,
+            run=change.run,
+            from_step=change.step,
+            mode="collocated",
+            reason=f"the trainer group has {change.ranks} rank{'s' if change.ranks > 1 else ''} now",
+        )
+        context.placement.plan(plan)
+        return [plan]
+
+    async def _dismiss(self, leaving: list[TrainerClient]) -> None:
+        """They close the run, and their devices are free."""
+        context = self._context
+        await close(context, leaving)
+        gone = {member.incarnation for member in leaving}
+        leases = context.event_log.state.table.leases.values()
+        epochs = [
+            lease.epoch for lease in leases if lease.run == context.run_id and lease.incarnation in gone
+        ]
+        await context.fleet.lease_manager.release(context.run_id, epochs)
+
+    async def _meet(self) -> Published:
+        context = self._context
+        await context.workers.staff_trainers()
+        await context.placement.hand_devices_to_trainers()
+        await form_gang(context)
+        published = await converge(context)
+        context.regrouping = False
+        return published
+
+    def _plan(self, ranks: int, reason: str) -> ev.TrainersChanged | str:
+        log = self._context.event_log
+        return plan_regroup(log.state, self._context.run_id, ranks, reason, log.now())
+
+    def _tell(self, text: str) -> None:
+        if text != self._told:
+            self._told = text
+            self._context.note(text)

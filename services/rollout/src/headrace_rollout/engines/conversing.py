@@ -1,0 +1,287 @@
+"""An engine whose samples are exchanges between its own policy and a second one, both on the same devices.
+
+The first engine makes answers, the second one replies; each turn is a sample of its own to them. Outputs of turns come
+from the engines' threads and are handled in the event loop. Knows no gRPC and no run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from headrace_rollout.engines.base import (
+    Authority,
+    Distribution,
+    Engine,
+    Figures,
+    Finish,
+    Freed,
+    Group,
+    Output,
+    Policy,
+    Refused,
+    SampleKey,
+    Scope,
+    Stream,
+    Weights,
+    allowed,
+)
+from headrace_rollout.engines.exchange import FIRST, Exchange, Rules, Turn
+
+if TYPE_CHECKING:
+    import torch
+
+REPLY_NUMBER = 1
+"""Version number of a frozen model in its engine."""
+ReadWeights = Callable[[], tuple[str, Weights]]
+"""Digest and weights of the frozen model, from the disk."""
+
+
+@dataclass(eq=False)
+class _Talks:
+    """The exchanges of one stream, what was opened at the engines for their turns, and turns on their way there."""
+
+    outer: Stream
+    live: dict[SampleKey, Exchange] = field(default_factory=dict)
+    turns: dict[Turn, Stream] = field(default_factory=dict)
+    submitting: set[asyncio.Task[None]] = field(default_factory=set)
+
+    def emit(self, outputs: list[Output]) -> None:
+        """Sends what has ended."""
+        if outputs:
+            self.outer.sink(outputs)
+
+    def submitted(self, task: asyncio.Task[None]) -> None:
+        """A turn is at its engine, or never will be: then the stream fails, as no output of it would come."""
+        self.submitting.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self.outer.failed(f"{type(error).__name__}: {error}")
+
+    def stop(self, keys: Iterable[SampleKey]) -> int:
+        """Ends exchanges: they begin anew elsewhere."""
+        gone = [self.live.pop(key) for key in keys if key in self.live]
+        self.emit([exchange.output(self.outer.policy_number) for exchange in gone])
+        return len(gone)
+
+
+class ConversingEngine:
+    """Implements `engines.base.Engine` over two engines; without a second one the policy replies to itself."""
+
+    def __init__(self, speaker: Engine, replier: Engine | None, rules: Rules, read: ReadWeights) -> None:
+        self._speaker, self._replier, self._rules, self._read = speaker, replier, rules, read
+        self._talks: dict[Stream, _Talks] = {}
+        self._frozen: tuple[str, Weights] | None = None
+        self._installing = asyncio.Lock()
+        self.capabilities = replace(
+            speaker.capabilities, deterministic=False, resume_from_prefix=False, inflight_update=False
+        )
+        self.max_context_tokens = rules.context_limit
+        self.vocabulary_size = speaker.vocabulary_size
+
+    @property
+    def figures(self) -> Figures:
+        """Of the policy that learns: its samples are answers, several of an exchange."""
+        return self._speaker.figures
+
+    @property
+    def policy(self) -> Policy | None:
+        """The installed version of the policy that learns."""
+        return self._speaker.policy
+
+    @property
+    def paused(self) -> bool:
+        """See PolicyHolder."""
+        return self._speaker.paused
+
+    @property
+    def waiting_samples(self) -> int:
+        """Turns that have no row yet."""
+        return sum(engine.waiting_samples for engine in self._engines)
+
+    @property
+    def _engines(self) -> list[Engine]:
+        return [self._speaker, *([self._replier] if self._replier else [])]
+
+    # --- exchanges
+
+    async def submit(self, stream: Stream, groups: Sequence[Group]) -> None:
+        """See Engine. What a sample had elsewhere is not gone on with: it begins at token 0."""
+        talks = self._talks.setdefault(stream, _Talks(stream))
+        fresh = [replace(group, samples=[replace(s, prefix=None) for s in group.samples]) for group in groups]
+        for group in fresh:
+            for sample in group.samples:
+                key = SampleKey(group.prompt_ordinal, sample.sample_index)
+                talks.live[key] = Exchange(self._rules, group.prompt_ids, key, sample)
+        try:
+            await self._speaker.submit(self._stream(talks, FIRST), fresh)
+        except Refused:
+            for group in fresh:
+                for sample in group.samples:
+                    talks.live.pop(SampleKey(group.prompt_ordinal, sample.sample_index), None)
+            raise
+
+    def _stream(self, talks: _Talks, turn: Turn) -> Stream:
+        """The stream of a turn at its engine."""
+        if found := talks.turns.get(turn):
+            return found
+        loop, outer = asyncio.get_running_loop(), talks.outer
+
+        def sink(outputs: list[Output]) -> None:
+            loop.call_soon_threadsafe(self._arrived, talks, turn, outputs)
+
+        made = replace(outer, seed=turn.seed(outer.seed), sink=sink, chunk_tokens=0)
+        if turn.reply:
+            rules, frozen = self._rules, self._replier is not None
+            made = replace(
+                made,
+                policy_number=REPLY_NUMBER if frozen else outer.policy_number,
+                distribution=rules.distribution,
+                max_new_tokens=rules.max_new_tokens,
+                stop=rules.stop,
+            )
+        return talks.turns.setdefault(turn, made)
+
+    def _arrived(self, talks: _Talks, turn: Turn, outputs: list[Output]) -> None:
+        """Turns have ended: exchanges go on with the other policy, or end."""
+        done: list[Output] = []
+        following: dict[Turn, list[Exchange]] = defaultdict(list)
+        for output in outputs:
+            exchange = talks.live.get(output.key)
+            if exchange is None or exchange.turn != turn or exchange.sample.attempt != output.attempt:
+                continue  # It was stopped before.
+            if (ended := self._taken(exchange, output)) is not None:
+                del talks.live[output.key]
+                done.append(ended)
+            elif output.finish is not None:
+                following[exchange.turn].append(exchange)
+        talks.emit(done)
+        for next_turn, exchanges in following.items():
+            task = asyncio.ensure_future(self._go_on(talks, next_turn, exchanges))
+            talks.submitting.add(task)
+            task.add_done_callback(talks.submitted)
+
+    def _taken(self, exchange: Exchange, output: Output) -> Output | None:
+        """The exchange's own end, if the turn's is that."""
+        number = output.policy_number if not exchange.turn.reply else 0
+        if output.stopped:
+            return exchange.output(number)
+        if output.finish is None:
+            return None
+        if output.finish in (Finish.ERROR, Finish.PROMPT_TOO_LONG):
+            return exchange.output(number, finish=output.finish)
+        finish = exchange.take(output)
+        return None if finish is None else exchange.output(number, finish=finish)
+
+    async def _go_on(self, talks: _Talks, turn: Turn, exchanges: Sequence[Exchange]) -> None:
+        live = [each for each in exchanges if talks.live.get(each.key) is each]
+        if not live:
+            return
+        engine = self._replier if turn.reply and self._replier else self._speaker
+        try:
+            await engine.submit(self._stream(talks, turn), [exchange.group() for exchange in live])
+        except Refused as refused:
+            if refused.reason == "INVALID":
+                talks.outer.failed(str(refused))
+            talks.stop(exchange.key for exchange in live)
+
+    async def abort(self, keys: Sequence[SampleKey] | None, *, stream: Stream | None = None) -> int:
+        """See Engine."""
+        chosen = [talks for talks in self._talks.values() if stream is None or talks.outer is stream]
+        count = sum(talks.stop(list(talks.live) if keys is None else keys) for talks in chosen)
+        for talks in chosen:
+            await asyncio.gather(*talks.submitting, return_exceptions=True)
+            for turn, inner in talks.turns.items():
+                engine = self._replier if turn.reply and self._replier else self._speaker
+                await engine.abort(keys, stream=inner)
+        if keys is None:
+            for talks in chosen:
+                self._talks.pop(talks.outer, None)
+        return count
+
+    async def score(
+        self,
+        sequences: Sequence[tuple[Sequence[int], int]],
+        distribution: Distribution,
+        authority: Authority = allowed,
+    ) -> tuple[list[list[float]], int]:
+        """See Engine."""
+        return await self._speaker.score(sequences, distribution, authority)
+
+    # --- the policies and their memory
+
+    async def pause(self) -> int:
+        """See PolicyHolder."""
+        for engine in self._engines:
+            await engine.pause()
+        return await self.abort(None)
+
+    async def resume(self) -> None:
+        """See PolicyHolder."""
+        for engine in self._engines:
+            await engine.resume()
+
+    async def check_install(self, policy: Policy, *, in_flight: bool = False) -> bool:
+        """See PolicyHolder. The second policy is installed, if it is not."""
+        if in_flight:
+            raise Refused("INVALID", "in_flight: an exchange is made with one version; pause first")
+        living = sum(len(talks.live) for talks in self._talks.values())
+        if living and policy != self.policy:
+            raise Refused("POLICY_MISMATCH", f"{living} exchanges of the installed version live; pause first")
+        await self._install_reply()
+        return await self._speaker.check_install(policy)
+
+    async def install(
+        self, policy: Policy, weights: Weights, authority: Authority = allowed, *, in_flight: bool = False
+    ) -> float:
+        """See PolicyHolder."""
+        if await self.check_install(policy, in_flight=in_flight):
+            return 0.0
+        return await self._speaker.install(policy, weights, authority)
+
+    async def _install_reply(self) -> None:
+        if self._replier is None:
+            return
+        async with self._installing:
+            if self._replier.policy is None:
+                if self._frozen is None:
+                    self._frozen = await asyncio.to_thread(self._read)
+                digest, weights = self._frozen
+                await self._replier.install(Policy(REPLY_NUMBER, digest), weights)
+
+    async def suspend(self) -> Freed:
+        """See PolicyHolder."""
+        return _together([await engine.suspend() for engine in self._engines])
+
+    async def release(self) -> Freed:
+        """See PolicyHolder."""
+        await self.abort(None)
+        return _together([await engine.release() for engine in self._engines])
+
+    async def wake(self, scope: Scope, authority: Authority = allowed) -> None:
+        """See PolicyHolder."""
+        await self._speaker.wake(scope, authority)
+        if self._replier is not None:
+            if scope is not Scope.KV_CACHE:
+                await self._replier.wake(Scope.WEIGHTS, authority)
+            if scope is not Scope.WEIGHTS:
+                await self._install_reply()
+                await self._replier.wake(Scope.KV_CACHE, authority)
+
+    async def place(self, devices: tuple[torch.device, ...], threads: int) -> None:
+        """See PolicyHolder. Both policies are on the same devices."""
+        for engine in self._engines:
+            await engine.place(devices, threads)
+
+    async def close(self) -> None:
+        """See PolicyHolder."""
+        await self.abort(None)
+        for engine in self._engines:
+            await engine.close()
+
+
+def _together(freed: Sequence[Freed]) -> Freed:
+    """What both gave back; what is free and used now, the last one has measured."""
+    return replace(freed[-1], released_bytes=sum(each.released_bytes for each in freed))

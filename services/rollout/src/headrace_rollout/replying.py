@@ -1,0 +1,71 @@
+"""Builds the engine of a run whose policy is answered by a second one. Checks that both read the same ids."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from headrace_modelkit.errors import ModelNotReadable
+from headrace_modelkit.tokenizer import TextCodec, load_tokenizer
+from headrace_schema.generating import ModelSection
+from headrace_schema.openings import RolloutConfig
+from headrace_schema.replying import ReplySection
+
+from headrace_rollout.engines.base import Distribution, Engine, EngineConfig, Weights
+from headrace_rollout.engines.conversing import ConversingEngine
+from headrace_rollout.engines.exchange import Rules
+from headrace_rollout.policy_files import read_policy
+from headrace_rollout.wire import weights_of
+
+
+def conversing(
+    config: RolloutConfig,
+    reply: ReplySection,
+    settings: EngineConfig,
+    build: Callable[[EngineConfig], Engine],
+) -> ConversingEngine:
+    """Both policies' engines, as one. Raises ModelNotReadable where the second model or its tokenizer does not fit."""
+    frozen = replier_of(config.model, reply)
+    if frozen is not None:
+        _same_tokens(settings.codec, reply, load_tokenizer(frozen))
+    speaker = build(settings)
+    replier = build(replace(settings, model=frozen)) if frozen is not None else None
+    limits = [engine.max_context_tokens for engine in (speaker, replier) if engine is not None]
+    rules = Rules(
+        turns=reply.turns,
+        before=_glue(settings.codec, reply.before),
+        after=_glue(settings.codec, reply.after),
+        distribution=Distribution(temperature=reply.temperature),
+        max_new_tokens=reply.max_new_tokens,
+        stop=tuple(reply.stop),
+        context_limit=min(limits),
+        last_alone=reply.scored == "last",
+    )
+
+    def read() -> tuple[str, Weights]:
+        assert frozen is not None
+        manifest, body = read_policy(config.model_copy(update={"model": frozen}), "", "")
+        return manifest.digest, weights_of(manifest, body)
+
+    return ConversingEngine(speaker, replier, rules, read)
+
+
+def replier_of(model: ModelSection, reply: ReplySection) -> ModelSection | None:
+    """The frozen model that replies; None: the policy does."""
+    if not reply.path:
+        return None
+    return model.model_copy(update={"path": reply.path, "revision": reply.revision, "gguf_file": None})
+
+
+def _glue(codec: TextCodec, text: str) -> tuple[int, ...]:
+    """Ids of a text inside an exchange: without what the tokenizer puts before the beginning of one."""
+    ids: Sequence[int] = codec.tokenizer.encode(text, add_special_tokens=False) if text else ()
+    return tuple(ids)
+
+
+def _same_tokens(codec: TextCodec, reply: ReplySection, other: TextCodec) -> None:
+    if codec.tokenizer.get_vocab() != other.tokenizer.get_vocab():
+        raise ModelNotReadable(
+            f"reply.path: {reply.path!r} has another tokenizer than model.path, and both read the same ids; give a "
+            "model of the same family"
+        )
