@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 from headrace_schema.embodied_rules import embodied_problems
 from headrace_schema.problems import problem
-from headrace_schema.running import APART, EVERY
+from headrace_schema.running import APART, EVERY, SIDES
+from headrace_schema.simulator_rules import simulator_problems
 from headrace_schema.views import KeyProblemView
 from headrace_schema.workflow_rules import workflow_problems
 
@@ -64,7 +65,7 @@ def impossible_combinations(spec: RunSpec) -> Iterator[KeyProblemView]:
         _evaluation,
         _reward,
     )
-    for rule in (*rules, workflow_problems, embodied_problems):
+    for rule in (*rules, simulator_problems, workflow_problems, embodied_problems):
         yield from rule(spec)
 
 
@@ -197,7 +198,7 @@ def _sampling(spec: RunSpec) -> Iterator[KeyProblemView]:
 
 def _placement(spec: RunSpec) -> Iterator[KeyProblemView]:
     placement = spec.placement
-    named = next((key for key in ("rollout", "trainer") if getattr(placement, key)), None)
+    named = next((key for key in SIDES if getattr(placement, key)), None)
     if placement.mode == "auto" and named:
         yield problem(
             f"placement.{named}",
@@ -205,7 +206,8 @@ def _placement(spec: RunSpec) -> Iterator[KeyProblemView]:
             f"remove placement.{named}, or set placement.mode: collocated, disaggregated or hybrid",
         )
     shared = sorted(set(placement.rollout) & set(placement.trainer))
-    if placement.mode == "collocated" and sorted(placement.rollout) != sorted(placement.trainer):
+    uneven = sorted(placement.rollout) != sorted(placement.trainer)
+    if placement.mode == "collocated" and uneven and not placement.simulator:
         yield problem(
             "placement.trainer",
             "collocated placement takes turns on the same devices",

@@ -19,6 +19,8 @@ KEPT = 7
 UNREADABLE = "unreadable"
 ROBOTS = 0.15
 """Share of runs with a robot policy."""
+LEASED = 5
+"""Seeds with this rest by 8 have simulators that hold leases, where a run has a robot policy."""
 DEVICES_A_HOST = 6
 """Enough for the largest spec side by side: three rollouts and three trainers."""
 MIDDLE = {"min_pass_rate": 0.2, "max_pass_rate": 0.8}
@@ -122,8 +124,24 @@ def robots(spec: RunSpec, seed: int) -> RunSpec:
             "reward": {"scorers": [{"name": "episode"}]},
             "trainer": {"ranks": spec.trainer.ranks},
             "rollout": fields["rollout"] | {"helpers": 0},
+            **({"placement": leased_simulators(spec, seed)} if seed % 8 == LEASED else {}),
         }
     )
+
+
+def leased_simulators(spec: RunSpec, seed: int) -> dict[str, Any]:
+    """Devices for rollouts, simulators and trainers of a robot's run, on hosts of DEVICES_A_HOST."""
+    found: list[dict[str, Any]] = [
+        {"rollout,simulator,trainer": "all"},
+        {"rollout": "0-2", "simulator": "3-5", "trainer": "all"},
+        {"rollout,trainer": "0-3", "simulator": "4-5"},
+    ]
+    if spec.rollout.instances <= 2 and spec.trainer.ranks <= 2:
+        found.append({"rollout": "0-1", "simulator": "2-3", "trainer": "4-5"})
+        found.append({"rollout,simulator": "0-3", "trainer": "4-5"})
+    if spec.rollout.instances <= 2 and spec.trainer.ranks == 1:
+        found.append({"mode": "hybrid", "rollout": "0-1", "simulator": "2", "trainer": "3-5"})
+    return random.Random(f"{seed}/leased").choice(found)
 
 
 def random_evaluation(rng: random.Random, seed: int, origin: str = "") -> EvaluationSpec:
