@@ -185,9 +185,15 @@ def _placement(mode: str, ranks: int, seed: int, name: str) -> dict[str, str | i
     flow = own.choice(["pipelined", "pipelined", "sequential"])
     if mode != "auto" and ranks == 1 and seed % 8 == STAGED:
         mode = "hybrid"
-    replan = own.choice(["auto", "propose"])
-    fields: dict[str, str | int] = {"mode": mode, "flow": flow, "measure_steps": 1, "replan": replan}
-    return fields | ({"memory": "resident"} if seed % 16 == KEPT and mode == "collocated" else {})
+    fields: dict[str, str | int] = {
+        "mode": mode,
+        "flow": flow,
+        "measure_steps": 1,
+        "replan": own.choice(["auto", "propose"]),
+    }
+    if seed % 16 == KEPT and mode == "collocated":
+        fields["memory"] = "resident"
+    return fields
 
 
 def forked(origin: RunSpec, run: str, step: int | None, name: str, more: int) -> RunSpec:
