@@ -96,7 +96,8 @@ class Borrowing:
 
     async def _return(self) -> None:
         began = self._clock()
-        with self._timer.stage("switch"):
+        devices = [device for member in self._workers.trainers for device in member.devices]
+        with self._timer.stage("switch", devices):
             await self._context.placement.hand_devices_to_trainers()
         self._context.tail.switched(self._clock() - began)
 
