@@ -33,6 +33,7 @@ SLOW = {"/v1/runs": 2, "/v1/evaluations": 3}
 REFUSED_VALUES = {
     "page_token": "a token that the list did not give, or whose entry is gone, would begin somewhere else",
     "count": "a whole number is written without a fraction: 2, not 2.0",
+    "trainer.ranks": "as count",
 }
 """Parameters of which a value may be refused that the description allows, and why."""
 REFUSED_BODIES = {

@@ -60,6 +60,7 @@ def impossible_combinations(spec: RunSpec) -> Iterator[KeyProblemView]:
         _placement,
         _share,
         _helpers,
+        _decoders,
         _evaluation,
         _reward,
     )
@@ -282,14 +283,37 @@ def _helpers(spec: RunSpec) -> Iterator[KeyProblemView]:
         reason = "devices that move when the tail decodes make no two runs alike"
         yield problem("trainer.helpers", reason, f"set deterministic: false{fix}")
     placement = spec.placement
-    if placement.mode in APART or (placement.mode == "auto" and placement.measure_steps):
-        reason = "helpers work on devices that rollouts give back, which side by side no trainer shares"
-        yield problem("trainer.helpers", reason, f"set placement.mode: collocated{fix}")
+    if placement.mode == "hybrid":
+        reason = "the trainer group takes the rollouts' devices itself when the tail ends"
+        yield problem("trainer.helpers", reason, f"set placement.mode: disaggregated or collocated{fix}")
+    if placement.mode == "auto" and placement.measure_steps:
+        reason = "steps in which devices move say nothing of another placement"
+        yield problem("trainer.helpers", reason, f"set placement.mode: disaggregated or collocated{fix}")
     if spec.trainer.helpers >= spec.rollout.instances:
         reason = "a helper takes the devices of one rollout while another one decodes what is left"
         yield problem(
             "trainer.helpers", reason, f"use fewer than rollout.instances: {spec.rollout.instances}{fix}"
         )
+
+
+def _decoders(spec: RunSpec) -> Iterator[KeyProblemView]:
+    """Rollouts that decode on the trainer's devices at a step's begin."""
+    if not spec.rollout.helpers:
+        return
+    fix = ", or set rollout.helpers: 0"
+    if spec.deterministic:
+        reason = "devices that move while answers are made make no two runs alike"
+        yield problem("rollout.helpers", reason, f"set deterministic: false{fix}")
+    if spec.placement.mode != "disaggregated" or spec.placement.share:
+        reason = "they decode on devices that the trainer has for itself, which only disaggregated placement gives it"
+        yield problem(
+            "rollout.helpers",
+            reason,
+            f"set placement.mode: disaggregated and placement.share: false{fix}",
+        )
+    if spec.rollout.helpers > spec.trainer.ranks:
+        reason = "each decodes on the devices of one rank"
+        yield problem("rollout.helpers", reason, f"use at most trainer.ranks: {spec.trainer.ranks}{fix}")
 
 
 def _evaluation(spec: RunSpec) -> Iterator[KeyProblemView]:

@@ -32,6 +32,8 @@ class Demand(msgspec.Struct, frozen=True):
     trainers: int
     helpers: int
     """Trainers beside the group, as many as nobody else waits for."""
+    decoders: int
+    """Rollouts without devices of their own, likewise."""
     engine: str
     backend: str
     algorithm: str
@@ -71,6 +73,7 @@ def demand_of(run: RunState) -> Demand:
         fewest_rollouts=1 if run.lineage.head or run.evaluation else rollouts,
         trainers=0 if run.evaluation else run.ranks,
         helpers=helpers,
+        decoders=0 if run.evaluation else spec["rollout"].get("helpers", 0),
         engine=spec["rollout"]["engine"],
         backend=spec["trainer"]["backend"],
         algorithm=spec["algorithm"]["name"],
@@ -192,7 +195,7 @@ class _Planner:
         kept = Grant(self._usable(held.rollouts), trainers, held.devices, self._helpers(held.helpers))
         demand = demand_of(run)
         lacks = len(kept.rollouts) < demand.fewest_rollouts or len(kept.trainers) < demand.trainers
-        fewer = len(kept.rollouts) < demand.rollouts or len(kept.helpers) < demand.helpers
+        fewer = len(kept.rollouts) < demand.rollouts or len(kept.helpers) < demand.helpers + demand.decoders
         if kept == held and not lacks and not (grow and fewer):
             return
         others = {name: grant for name, grant in self._grants.items() if name != run.id}
@@ -238,10 +241,19 @@ class _Planner:
         if isinstance(devices, str):
             return devices
         owners = [i.incarnation for i in trainers]
-        # Nobody waits for what a run has beyond its need.
-        wanted = len(kept.helpers) if self._waiting else demand.helpers
-        helpers = self._choose("trainer", facets, taken | set(owners), kept.helpers, wanted)
-        return Grant([i.incarnation for i in rollouts], owners, devices, [i.incarnation for i in helpers])
+        decode = [i.incarnation for i in rollouts]
+        taken |= {*owners, *decode}
+        helpers = self._beyond("trainer", facets, taken, kept, demand.helpers)
+        helpers += self._beyond("rollout", {"engines": demand.engine}, taken, kept, demand.decoders)
+        return Grant(decode, owners, devices, helpers)
+
+    def _beyond(
+        self, kind: str, facets: dict[str, str], taken: set[str], kept: Grant, most: int
+    ) -> list[str]:
+        """Helpers: while a run waits, no more than there are, for nobody waits for what a run has beyond its need."""
+        if self._waiting:
+            most = sum(self._state.instances[who].kind == kind for who in kept.helpers)
+        return [i.incarnation for i in self._choose(kind, facets, taken, kept.helpers, most)]
 
     def _choose(
         self, kind: str, facets: dict[str, str], taken: set[str], own: Sequence[str], count: int

@@ -114,8 +114,10 @@ def group_correlation(groups: Sequence[Sequence[int]]) -> float:
 def _expected_longest(ordered: Sequence[int], draws: float) -> float:
     """Expected longest of so many independent draws from equally likely lengths, which rise."""
     count = len(ordered)
-    short = sum((b - a) * (place / count) ** draws for place, (a, b) in enumerate(pairwise(ordered), 1))
-    return ordered[-1] - short
+    missing: float = sum(
+        (b - a) * (place / count) ** draws for place, (a, b) in enumerate(pairwise(ordered), 1)
+    )
+    return ordered[-1] - missing
 
 
 def _sync(steps: Sequence[MeasuredStep]) -> dict[str, float]:

@@ -18,13 +18,9 @@ SIZES = (1, 1, 2, 2, 3)
 CARE_S = 20.0
 
 
-EVALUATED = 11
-"""A seed in which, with them, a save that was begun before deletes the checkpoint that an evaluation has chosen."""
-
-
 def regroups(seed: int) -> bool:
     """Whether a seed has such users: some seeds that found no bug without them."""
-    return (seed % 8 in (1, 3) or seed % 16 == 13) and seed != EVALUATED
+    return seed % 8 in (1, 3) or seed % 16 == 13
 
 
 class Regroupers:

@@ -12,6 +12,8 @@ SHARED = 1
 """Seeds with this rest by 8 have runs that share their devices: as with STAGED, none that once found a bug."""
 STAGED = 3
 """Seeds with this rest by 8 have two reward stages: none that once found a bug has it, which it would not again."""
+BESIDE = 13
+"""Seeds with this rest by 16 move devices beside a trainer group that has some of its own: none found a bug before."""
 KEPT = 7
 """Seeds with this rest by 16 have runs whose sides stay loaded while they take turns: none found a bug before."""
 UNREADABLE = "unreadable"
@@ -82,12 +84,24 @@ def random_spec(rng: random.Random, seed: int, name: str = "simulated") -> RunSp
 
 def _with_helpers(seed: int, fields: dict[str, Any]) -> dict[str, Any]:
     """Some helpers for a run that may have any."""
+    if seed % 16 == BESIDE:
+        return _with_both(seed, fields)
     instances: int = fields["rollout"]["instances"]
     placement = fields["placement"]
     shared = placement.get("share", False)
     if instances > 1 and placement["mode"] == "collocated" and not fields["deterministic"] and not shared:
         helpers = random.Random(f"{seed}/helpers").choice([0, 1, instances - 1])
         fields["trainer"]["helpers"] = helpers
+    return fields
+
+
+def _with_both(seed: int, fields: dict[str, Any]) -> dict[str, Any]:
+    """Helpers on the rollouts' devices, and on the trainer group's own."""
+    own, ranks = random.Random(f"{seed}/beside"), fields["trainer"]["ranks"]
+    fields["deterministic"], fields["placement"]["mode"] = False, "disaggregated"
+    fields["trainer"] |= {"helpers": own.choice([0, 1, 1]), "micro_batch_tokens": own.choice([8, 2048])}
+    instances = max(fields["rollout"]["instances"], 1 + fields["trainer"]["helpers"])
+    fields["rollout"] = {"instances": instances, "helpers": own.choice([0, 1, ranks])}
     return fields
 
 
@@ -106,7 +120,8 @@ def robots(spec: RunSpec, seed: int) -> RunSpec:
             "data": {"heldout": 2, "options": {"starts": 10}, "curriculum": fields["data"]["curriculum"]},
             "algorithm": fields["algorithm"] | {"options": {}},
             "reward": {"scorers": [{"name": "episode"}]},
-            "trainer": fields["trainer"] | {"helpers": 0},
+            "trainer": {"ranks": spec.trainer.ranks},
+            "rollout": fields["rollout"] | {"helpers": 0},
         }
     )
 

@@ -328,7 +328,9 @@ class Engine(PolicyHolder, Protocol):
     capabilities: Capabilities
     max_context_tokens: int
     vocabulary_size: int
-    figures: Figures
+
+    @property
+    def figures(self) -> Figures: ...
 
     @property
     def waiting_samples(self) -> int: ...

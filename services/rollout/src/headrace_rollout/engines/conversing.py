@@ -132,8 +132,7 @@ class ConversingEngine:
         def sink(outputs: list[Output]) -> None:
             loop.call_soon_threadsafe(self._arrived, talks, turn, outputs)
 
-        common = {"seed": turn.seed(outer.seed), "sink": sink, "chunk_tokens": 0}
-        made = replace(outer, **common)
+        made = replace(outer, seed=turn.seed(outer.seed), sink=sink, chunk_tokens=0)
         if turn.reply:
             rules, frozen = self._rules, self._replier is not None
             made = replace(
