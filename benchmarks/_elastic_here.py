@@ -31,6 +31,11 @@ MODES: dict[str, dict[str, Any]] = {
     "collocated": {"placement": {"mode": "collocated"}, "rollout": TWO, "helpers": 0},
     "pipelined": {"placement": {**APART, "flow": "pipelined"}, "rollout": ONE, "helpers": 0},
     "elastic": {"placement": {"mode": "collocated"}, "rollout": TWO, "helpers": 1},
+    "borrowing": {
+        "placement": {**APART, "flow": "pipelined"},
+        "rollout": {**ONE, "helpers": 1},
+        "helpers": 0,
+    },
 }
 STATIC = ("collocated", "pipelined")
 OPTIONS = ("--devices", "cpu:0,cpu:1", "--simulator", "0", "--rollout", "2", "--trainer", "2")
@@ -101,6 +106,9 @@ def _figures(here: Here, small: list[Measured], measured: Turns, helped: int) ->
         "simulated_elastic_s_here": simulated["elastic"],
         "simulated_speedup_here": simulated[static] / simulated["elastic"],
         "switch_s_here": median(step.seconds("switch") for step in steps["elastic"]),
+        "borrowing_s_here": median(walls["borrowing"]),
+        "borrowing_speedup_here": median(walls["pipelined"]) / median(walls["borrowing"]),
+        "simulated_borrowing_s_here": simulated["borrowing"],
         "steps_here": float(len(steps["elastic"])),
     }
 

@@ -85,7 +85,7 @@ class Model:
         )
 
     def step_s(self, mode: str, steps: Sequence[Measured]) -> float:
-        """Mean seconds of the steps in a mode (collocated, pipelined, elastic), simulated with their own lengths."""
+        """Mean seconds of the steps in a mode of `_elastic_here.py`, simulated with their own lengths."""
         given, mean = [], self._lengths.mean
         for step in steps:
             shares = [tokens / mean for tokens in step.tokens]
@@ -98,6 +98,8 @@ class Model:
             return simulate(work, both, count, given=given).step_s
         groups = len(steps[0].tokens) // self._group
         apart = Split(Leaf("generate", "cpu", 1), Leaf("learn", "cpu", 1), chunks=groups)
+        if mode == "borrowing":
+            return simulate_elastic(work, apart, self._costs, count, given=given).step_s
         return simulate(work, apart, count, given=given).step_s
 
     def _workload(self, items: int) -> Workload:

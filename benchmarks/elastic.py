@@ -12,10 +12,11 @@ Prints one JSON line. `elastic_speedup_N_load_Q`: N devices, Q answers a device,
 `elastic_speedup_N` is that of the load whose generation comes nearest to the 260 s of the published tail's run.
 `simulate_s_1024`: CPU seconds of ten static steps.
 
-With `--here` a real fleet on two cores runs long-tailed steps in each static mode and with a helper
-(`_elastic_here.py`). The line has `elastic_speedup_here` (median step of the fastest static mode over that of the
+With `--here` a real fleet on two cores runs long-tailed steps in each static mode, with a helper, and side by side with
+a rollout that borrows the trainer's core at each step's begin (`borrowing_speedup_here`: the pipelined median step over
+its). The line has `elastic_speedup_here` (median step of the fastest static mode over that of the
 elastic run), `simulated_vs_measured_error` (the simulated cluster with what the static runs say of themselves against
-what was measured, with moves and without, the worse) and what they come from. `switch_s` is `lease_switch.py`'s.
+what was measured, with a helper and without, the worse) and what they come from. `switch_s` is `lease_switch.py`'s.
 """
 
 from __future__ import annotations

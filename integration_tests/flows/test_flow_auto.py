@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from harness.ledger import audit
 from harness.specs import BATCH
 
@@ -15,9 +16,12 @@ def test_a_run_measures_both_placements_and_says_what_it_chose(fleet, spec_of):
     run = fleet.succeed(fleet.submit(spec))
     assert run.recoveries == 0 and len(audit(fleet, run).trained) == STEPS * BATCH
     adopted = [event.data for event in fleet.client.events(run.id) if event.type == "plan_adopted"]
-    tried, chosen = adopted[0], adopted[1]
+    tried, chosen = adopted[0], next(plan for plan in adopted if plan.get("predicted_s"))
     assert (tried["mode"], tried["from_step"], tried.get("predicted_s", {})) == ("disaggregated", 3, {})
-    assert chosen["from_step"] == 5 and chosen["predicted_s"]["step"] > 0
+    assert chosen["from_step"] >= 5 and chosen["predicted_s"]["step"] > 0
+    known = {*chosen["alternatives"], chosen["reason"]}
+    for words in ("collocated offloaded", "collocated resident", "disaggregated pipelined", "hybrid"):
+        assert any(each.startswith(words) for each in known), f"{words} is compared"
     plan = fleet.client.plan(run.id)
     assert plan["chosen_by"] == "auto" and plan["mode"] == adopted[-1]["mode"]
     works = {
@@ -29,3 +33,18 @@ def test_a_run_measures_both_placements_and_says_what_it_chose(fleet, spec_of):
     }
     assert works[2][0] == works[2][1], "in turns on the same devices"
     assert not works[4][0] & works[4][1], "side by side"
+    _every_device_second_has_one_label(fleet, run.id)
+
+
+def _every_device_second_has_one_label(fleet, run):
+    shown = fleet.json("run", "timeline", run, "--steps", "30")
+    spans, devices = shown["timeline"]["labels"], set()
+    for step in shown["timeline"]["parts"]:
+        within = [span for span in spans if step["start"] <= span["start"] < step["end"] and span["devices"]]
+        devices |= {device for span in within for device in span["devices"]}
+        spent = sum((span["end"] - span["start"]) * len(span["devices"]) for span in within)
+        assert spent == pytest.approx(2 * (step["end"] - step["start"]), rel=1e-3)
+    assert len(devices) == 2
+    assert {"decode", "train", "sync", "switch"} <= {span["label"] for span in spans}
+    assert {span["stage"] for span in spans if not span["devices"]} == {"score"}
+    assert "█ decode" in fleet.headrace("run", "timeline", run).stdout

@@ -9,9 +9,12 @@ from harness.specs import BATCH
 DIGITS = set("0123456789")
 
 
-@pytest.mark.parametrize("mode", ["collocated", "disaggregated", "hybrid"])
-def test_every_slot_is_trained_exactly_once(fleet, spec_of, mode):
-    run = fleet.succeed(fleet.submit(spec_of(placement__mode=mode, steps=4)))
+@pytest.mark.parametrize(
+    ("mode", "memory"),
+    [("collocated", None), ("collocated", "resident"), ("disaggregated", None), ("hybrid", None)],
+)
+def test_every_slot_is_trained_exactly_once(fleet, spec_of, mode, memory):
+    run = fleet.succeed(fleet.submit(spec_of(placement__mode=mode, placement__memory=memory, steps=4)))
     found = audit(fleet, run)
     assert len(found.trained) == 4 * BATCH and not found.dropped and found.rewinds == 0
     assert [evaluation.step for evaluation in run.evaluations] == [0, 4]

@@ -174,3 +174,30 @@ def test_the_owners_learn_what_a_killed_helper_had(tmp_path, spec_of):
         helped, notes = run_elastic(fleet, spec_of)
     assert helped == [{}] * STEPS
     assert any("gives nothing to step" in note for note in notes), notes
+
+
+@pytest.mark.nightly  # test_core_borrowing has it in virtual time, with kills
+def test_the_trainers_core_decodes_until_the_trainer_has_work(wide, spec_of):
+    """Few answers fit a rollout at once, so that a second one halves the time until the last; learning takes little."""
+    wide.ready("rollout-0", "rollout-1", "trainer-0", "trainer-1")
+    spec = spec_of(
+        steps=STEPS,
+        sampling__max_new_tokens=200,
+        algorithm={"prompts_per_step": GROUPS, "group_size": SAMPLES},
+        placement={"mode": "disaggregated", "rollout": ["cpu:0"], "trainer": ["cpu:1"]},
+        rollout={"instances": 1, "helpers": 1, "max_concurrency": 4},
+        trainer={"micro_batch_tokens": 1024, "warmup": {"steps": 0}},
+        reward={"scorers": [{"name": "length", "options": {"target": 1, "limit": 200}}]},
+        checkpoint={"enabled": False},
+    )
+    run = wide.succeed(wide.submit(spec))
+    found = audit(wide, run)
+    assert len(found.trained) == STEPS * GROUPS * SAMPLES and run.recoveries == 0
+    assert all(certificate.max_staleness == 0 for certificate in found.live)
+    url = f"{wide.url}/v1/runs/{run.id}/timeline"
+    holds = httpx.get(url, params={"steps": 200}, headers=wide.headers, trust_env=False).json()["holds"]
+    decodes = [hold for hold in holds if hold["stage"] == "decode"]
+    notes = [event.data["text"] for event in wide.events(run) if event.type == "noted"]
+    assert decodes and {device for hold in decodes for device in hold["devices"]} == {
+        device for hold in holds if hold["stage"] == "learn" for device in hold["devices"]
+    }, (holds, notes)

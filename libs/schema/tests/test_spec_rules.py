@@ -131,9 +131,30 @@ def test_a_minimal_spec_is_valid_and_its_json_is_a_fixed_point():
             "deterministic: false",
         ),
         (
-            {"trainer.helpers": 1, "rollout.instances": 2, "placement.mode": "disaggregated"},
+            {"trainer.helpers": 1, "rollout.instances": 2, "placement.mode": "hybrid"},
             "trainer.helpers",
-            "placement.mode: collocated",
+            "set placement.mode: disaggregated or collocated",
+        ),
+        (
+            {"trainer.helpers": 1, "rollout.instances": 2, "placement": {"measure_steps": 3}},
+            "trainer.helpers",
+            "set placement.mode: disaggregated or collocated",
+        ),
+        ({"rollout.helpers": 1}, "rollout.helpers", "set placement.mode: disaggregated"),
+        (
+            {"rollout.helpers": 1, "placement": {"mode": "disaggregated", "share": True}},
+            "rollout.helpers",
+            "placement.share: false",
+        ),
+        (
+            {"rollout.helpers": 1, "placement.mode": "disaggregated", "deterministic": True},
+            "rollout.helpers",
+            "deterministic: false",
+        ),
+        (
+            {"rollout.helpers": 2, "placement.mode": "disaggregated"},
+            "rollout.helpers",
+            "use at most trainer.ranks: 1",
         ),
         (
             {"placement": {"rollout": "0-3", "trainer": "3-4"}},

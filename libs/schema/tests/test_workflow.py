@@ -177,6 +177,8 @@ def test_what_cannot_be_a_second_policy_names_the_key(given, key, words):
 
 
 def test_helpers_do_not_go_on_with_exchanges():
-    both = spec([*TURNS, *EDGES], TALK, reply={}, trainer={"helpers": 1}, rollout={"instances": 2})
+    rollouts = {"instances": 2, "helpers": 1}
+    both = spec([*TURNS, *EDGES], TALK, reply={}, trainer={"helpers": 1}, rollout=rollouts)
     found = {item.key: item.problem for item in explain_value(RunSpec, both)}
     assert "does not go on at another one" in found["trainer.helpers"]
+    assert "does not go on at another one" in found["rollout.helpers"]

@@ -12,6 +12,7 @@ from headrace_coordinator.simulation.virtual_time import run_virtual
 from headrace_coordinator.simulation.world import World
 
 STEPS = 7
+MODES = ("collocated", "disaggregated")
 
 
 def eager(state, now):
@@ -24,15 +25,25 @@ def eager(state, now):
 def live(monkeypatch):
     """Runs a calm world of one run with helpers; `hear(world, method, request)` hears every call."""
 
-    def run(helpers=1, rollouts=2, policy=eager, hear=lambda world, method, request: None, seed=3):
+    def run(
+        helpers=1,
+        rollouts=2,
+        policy=eager,
+        hear=lambda world, method, request: None,
+        seed=3,
+        mode="collocated",
+        **sections,
+    ):
         monkeypatch.setattr(Helping, "policy", staticmethod(policy))
         monkeypatch.setattr(Helping, "until", staticmethod(lambda state: math.inf))
         world = World(seed, faults=False)
         spec = world.spec.model_dump(mode="json")
-        spec |= {"deterministic": False, "steps": STEPS, "placement": {"mode": "collocated"}}
+        spec |= {"deterministic": False, "steps": STEPS, "placement": {"mode": mode}}
         spec["rollout"]["instances"], spec["trainer"] = rollouts, {"ranks": 1, "helpers": helpers}
         spec["algorithm"] = {"group_size": 4, "prompts_per_step": 6}
         spec["data"]["curriculum"] = None
+        for name, section in sections.items():
+            spec[name] |= section
         world.spec = type(world.spec).model_validate(spec)
         world.counts = {"rollout": rollouts, "trainer": 1 + helpers, "reward": 1}
         monkeypatch.setattr(world, "heard", lambda method, request: hear(world, method, request))
@@ -47,9 +58,10 @@ def helped(certificates):
     return [prompt for c in certificates for prompts in c.helped.values() for prompt in prompts]
 
 
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(("helpers", "rollouts"), [(1, 2), (2, 3)])
-def test_groups_that_a_helper_learned_are_trained_once(live, helpers, rollouts):
-    outcome, steps, _ = live(helpers, rollouts)
+def test_groups_that_a_helper_learned_are_trained_once(live, helpers, rollouts, mode):
+    outcome, steps, _ = live(helpers, rollouts, mode=mode, trainer={"micro_batch_tokens": 16})
     assert outcome.states and set(outcome.states.values()) == {"SUCCEEDED"} and outcome.recoveries == 0
     assert len(helped(steps)) > 3
     for certificate in steps:
@@ -69,9 +81,31 @@ def last_kill(world, who):
     world.spawn(world.kill(victim))
 
 
+def test_owners_with_devices_of_their_own_learn_beside_a_helper(live):
+    """Both learn in the same steps, and the device comes back to the rollout that lent it."""
+    outcome, steps, world = live(mode="disaggregated", trainer={"micro_batch_tokens": 16})
+    assert set(outcome.states.values()) == {"SUCCEEDED"}
+    both = [c for c in steps if c.helped and len({p for p, *_ in c.trained} - set(helped([c])))]
+    assert both, "the trainer group learned too"
+    leases = [event for event in world.store.log if isinstance(event, ev.LeaseGranted)]
+    helps = [lease for lease in leases if lease.stage == "help"]
+    generates = {device for lease in leases if lease.stage == "generate" for device in lease.devices}
+    learns = {device for lease in leases if lease.stage == "learn" for device in lease.devices}
+    assert helps and all(set(lease.devices) <= generates - learns for lease in helps)
+
+
+def test_a_full_relay_does_not_wait_for_groups_that_a_helper_has(live):
+    """What a helper learns is kept until the trainer group has its gradient: nobody waits for it to be taken."""
+    outcome, steps, _ = live(
+        mode="disaggregated", trainer={"micro_batch_tokens": 16}, limits={"in_flight_bytes": 200}
+    )
+    assert set(outcome.states.values()) == {"SUCCEEDED"} and outcome.recoveries == 0 and helped(steps)
+
+
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("who", ["helper", "owner", "rollout", "coordinator"])
 @pytest.mark.parametrize("method", ["Help", "TakeContribution", "AddContribution", "CommitStep"])
-def test_whoever_is_lost_at_any_point_of_the_help_the_run_trains_every_slot_once(live, who, method):
+def test_whoever_is_lost_at_any_point_of_the_help_the_run_trains_every_slot_once(live, who, method, mode):
     """The world judges the ledger, the versions and what is in the weights."""
     killed = []
 
@@ -86,15 +120,15 @@ def test_whoever_is_lost_at_any_point_of_the_help_the_run_trains_every_slot_once
     def helped_before(world):
         return method in ("Help", "TakeContribution", "AddContribution") or bool(grant_of(world).helpers)
 
-    outcome, steps, _ = live(hear=hear)
+    outcome, steps, _ = live(hear=hear, mode=mode, trainer={"micro_batch_tokens": 16})
     assert killed and set(outcome.states.values()) == {"SUCCEEDED"}
     assert len(steps) >= STEPS - 1
     if who == "helper":
         assert outcome.recoveries == 0, "a helper is no reason to begin a step again"
 
 
-@pytest.mark.parametrize("nth", range(1, 9))
-def test_a_helper_killed_after_any_of_its_calls_costs_its_groups_alone(live, nth):
+@pytest.mark.parametrize(("nth", "mode"), [(nth, MODES[nth % 2]) for nth in range(1, 13)])
+def test_a_helper_killed_after_any_of_its_calls_costs_its_groups_alone(live, nth, mode):
     """The n-th message to a helper is its last one."""
     told = []
 
@@ -104,7 +138,7 @@ def test_a_helper_killed_after_any_of_its_calls_costs_its_groups_alone(live, nth
             if len(told) == nth:
                 last_kill(world, "helper")
 
-    outcome, steps, _ = live(hear=hear)
+    outcome, steps, _ = live(hear=hear, mode=mode, trainer={"micro_batch_tokens": 16})
     assert set(outcome.states.values()) == {"SUCCEEDED"} and outcome.recoveries == 0 and len(steps) == STEPS
 
 

@@ -61,7 +61,7 @@ def called(monkeypatch):
 def test_sides_that_stay_loaded_give_nothing_back(called, memory, moves):
     scene = lived(mode="collocated", memory=memory)
     assert (called.count("Suspend") >= 2 * TURNS) == moves == bool(called.count("Suspend"))
-    assert called.count("InstallPolicy") == TURNS
+    assert called.count("InstallPolicy") >= TURNS, "each version is installed"
     stages = {lease.stage for lease in scene.log(ev.LeaseGranted)}
     assert stages == {"generate", "learn"} and len(scene.log(ev.LeaseGranted)) >= 2 * TURNS, "leases as ever"
 

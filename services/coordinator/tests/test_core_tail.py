@@ -35,7 +35,7 @@ def measured(steps=2, moved=False):
 
 def test_the_pace_of_the_replicas_is_found_from_when_their_answers_were_finished():
     tail = measured()
-    terms = tail.terms(owners=2, group_size=4)
+    terms = tail.terms(owners=2, group_size=4, shared=True)
     assert terms.generate.fixed_s / tail.mean == pytest.approx(FIXED, rel=1e-6)
     assert terms.generate.item_s / tail.mean == pytest.approx(EACH, rel=1e-6)
     assert terms.learn.seconds(4000 / tail.mean, 2) == pytest.approx(6.0)
@@ -47,14 +47,14 @@ def test_a_helper_is_taken_to_be_as_slow_as_devices_scale_until_one_was_measured
     assert tail.helper_s(4000) == pytest.approx(12.0)
     tail.helped(8.0, 4000)
     assert tail.helper_s(4000) == pytest.approx(8.0)
-    terms = tail.terms(owners=2, group_size=4)
+    terms = tail.terms(owners=2, group_size=4, shared=True)
     assert terms.learn.seconds(4000 / tail.mean, 1) == pytest.approx(8.0)
     assert terms.learn.seconds(4000 / tail.mean, 2) == pytest.approx(6.0)
 
 
 def test_nothing_is_said_before_two_steps_and_steps_that_moved_give_lengths_alone():
-    assert Tail().terms(2, 4) is None and measured(1).terms(2, 4) is None
-    assert measured(2, moved=True).terms(2, 4) is None
+    assert Tail().terms(2, 4, shared=True) is None and measured(1).terms(2, 4, shared=True) is None
+    assert measured(2, moved=True).terms(2, 4, shared=True) is None
     quiet = Tail()
     quiet.finished("one", 5, 1.0)  # a run without helpers keeps nothing
     assert quiet.longest == 0
@@ -64,9 +64,9 @@ def test_the_policy_moves_a_device_in_a_long_tail_and_not_where_learning_is_noth
     tail = measured()
     tail.joined(0.1), tail.contributed(0.05)
     rollouts = (Rollout("one", 1, 6), Rollout("two", 1, 5))
-    state = ElasticState(tail.terms(2, 4), rollouts, decoded=0.5, finished=50.0)
+    state = ElasticState(tail.terms(2, 4, shared=True), rollouts, decoded=0.5, finished=50.0)
     assert [move.role for move in plan_elastic(state, 100.0)] == [Role.HELP]
     for _ in range(8):
         tail.learned(0.01, 4000, 2)
-    state = ElasticState(tail.terms(2, 4), rollouts, decoded=0.5, finished=50.0)
+    state = ElasticState(tail.terms(2, 4, shared=True), rollouts, decoded=0.5, finished=50.0)
     assert plan_elastic(state, 100.0) == ()

@@ -82,10 +82,11 @@ def commit(session: Session) -> steps.CommitReply:
 
 
 @pytest.mark.parametrize("taken", [(1,), (0, 2), PROMPTS])
-@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize(("reshard", "beside"), [(True, False), (False, False), (True, True)])
 def test_the_gradient_is_that_of_the_owners_alone(
-    pair, make_session, make_group, relative_l2, taken, reshard
+    pair, make_session, make_group, relative_l2, taken, reshard, beside
 ):
+    """`beside`: the owners learn while the helper does, on devices of their own, and add its gradient last."""
     sections = {"trainer": {"backend_options": {"reshard_micro_batches": reshard}}}
     owner, helper = pair(**sections)
     alone = make_session("alone", **sections)
@@ -95,9 +96,12 @@ def test_the_gradient_is_that_of_the_owners_alone(
     learn(alone, groups.values())
     expected = alone._rank.backend.reduced_gradient(10.0)
 
+    rest = [group for prompt, group in groups.items() if prompt not in taken]
+    if rest and beside:
+        learn(owner, rest)
     learn(helper, [groups[prompt] for prompt in taken])
     owner.add(*offered(helper))
-    if rest := [group for prompt, group in groups.items() if prompt not in taken]:
+    if rest and not beside:
         learn(owner, rest)
     assert {r.prompt_ordinal for r in owner.state.accumulated if r.helper} == set(taken)
     found = owner._rank.backend.reduced_gradient(10.0)

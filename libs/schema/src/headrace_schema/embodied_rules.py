@@ -21,6 +21,7 @@ OF_TEXT = {
     "trainer.reference": "no term of it is computed for robot policies",
     "trainer.micro_batch_tokens": "chunks are counted, not tokens",
     "trainer.helpers": "an episode does not go on elsewhere, so no device is given back inside a step",
+    "rollout.helpers": "an episode does not go on elsewhere, so no device is given back inside a step",
     "trainer.shared_prefix": "episodes have no common beginning",
     "rollout.engine": "a robot policy runs in the rollout service itself",
     "rollout.engine_options": "a robot policy runs in the rollout service itself",

@@ -105,7 +105,7 @@ class EvaluationSpec(Section):
 
     @model_validator(mode="after")
     def _combinations(self) -> EvaluationSpec:
-        problems = [*_source(self), *_samples(self), *_modes(self)]
+        problems = [*_source(self), *_samples(self), *_modes(self), *_rollout(self)]
         if problems:
             raise Impossible(problems)
         return self
@@ -121,6 +121,13 @@ def _samples(spec: EvaluationSpec) -> list[KeyProblemView]:
     if spec.samples > 1 and not spec.sampling.temperature:
         reason = f"at sampling.temperature: 0 all {spec.samples} answers to an item would be the same"
         return [problem("samples", reason, "set samples: 1, or sampling.temperature above 0")]
+    return []
+
+
+def _rollout(spec: EvaluationSpec) -> list[KeyProblemView]:
+    if spec.rollout.helpers:
+        reason = "an evaluation has no trainer on whose devices they could decode"
+        return [problem("rollout.helpers", reason, "set rollout.helpers: 0, and rollout.instances higher")]
     return []
 
 

@@ -120,6 +120,11 @@ class RolloutSection(Section):
     )
     engine_options: dict[str, Any] = Field(default_factory=dict, description="options of the engine")
     instances: Count = Field(default=1, description="rollout instances the run takes")
+    helpers: CountOrZero = Field(
+        default=0,
+        description="rollout instances beside these that help within a step of disaggregated placement: while the "
+        "trainer has nothing to learn yet, they decode on its devices",
+    )
     max_concurrency: Count = Field(default=64, description="sequences decoded together by one instance")
     chunk_tokens: CountOrZero = Field(default=0, description="tokens of a streamed chunk; 0: whole answers")
 

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 from headrace_schema.embodied_rules import embodied_problems
 from headrace_schema.problems import problem
-from headrace_schema.running import APART, EVERY
+from headrace_schema.running import APART, EVERY, SIDES
+from headrace_schema.simulator_rules import simulator_problems
 from headrace_schema.views import KeyProblemView
 from headrace_schema.workflow_rules import workflow_problems
 
@@ -61,10 +62,11 @@ def impossible_combinations(spec: RunSpec) -> Iterator[KeyProblemView]:
         _placement,
         _share,
         _helpers,
+        _decoders,
         _evaluation,
         _reward,
     )
-    for rule in (*rules, workflow_problems, embodied_problems):
+    for rule in (*rules, simulator_problems, workflow_problems, embodied_problems):
         yield from rule(spec)
 
 
@@ -217,7 +219,7 @@ def _sampling(spec: RunSpec) -> Iterator[KeyProblemView]:
 
 def _placement(spec: RunSpec) -> Iterator[KeyProblemView]:
     placement = spec.placement
-    named = next((key for key in ("rollout", "trainer") if getattr(placement, key)), None)
+    named = next((key for key in SIDES if getattr(placement, key)), None)
     if placement.mode == "auto" and named:
         yield problem(
             f"placement.{named}",
@@ -225,7 +227,8 @@ def _placement(spec: RunSpec) -> Iterator[KeyProblemView]:
             f"remove placement.{named}, or set placement.mode: collocated, disaggregated or hybrid",
         )
     shared = sorted(set(placement.rollout) & set(placement.trainer))
-    if placement.mode == "collocated" and sorted(placement.rollout) != sorted(placement.trainer):
+    uneven = sorted(placement.rollout) != sorted(placement.trainer)
+    if placement.mode == "collocated" and uneven and not placement.simulator:
         yield problem(
             "placement.trainer",
             "collocated placement takes turns on the same devices",
@@ -303,14 +306,37 @@ def _helpers(spec: RunSpec) -> Iterator[KeyProblemView]:
         reason = "devices that move when the tail decodes make no two runs alike"
         yield problem("trainer.helpers", reason, f"set deterministic: false{fix}")
     placement = spec.placement
-    if placement.mode in APART or (placement.mode == "auto" and placement.measure_steps):
-        reason = "helpers work on devices that rollouts give back, which side by side no trainer shares"
-        yield problem("trainer.helpers", reason, f"set placement.mode: collocated{fix}")
+    if placement.mode == "hybrid":
+        reason = "the trainer group takes the rollouts' devices itself when the tail ends"
+        yield problem("trainer.helpers", reason, f"set placement.mode: disaggregated or collocated{fix}")
+    if placement.mode == "auto" and placement.measure_steps:
+        reason = "steps in which devices move say nothing of another placement"
+        yield problem("trainer.helpers", reason, f"set placement.mode: disaggregated or collocated{fix}")
     if spec.trainer.helpers >= spec.rollout.instances:
         reason = "a helper takes the devices of one rollout while another one decodes what is left"
         yield problem(
             "trainer.helpers", reason, f"use fewer than rollout.instances: {spec.rollout.instances}{fix}"
         )
+
+
+def _decoders(spec: RunSpec) -> Iterator[KeyProblemView]:
+    """Rollouts that decode on the trainer's devices at a step's begin."""
+    if not spec.rollout.helpers:
+        return
+    fix = ", or set rollout.helpers: 0"
+    if spec.deterministic:
+        reason = "devices that move while answers are made make no two runs alike"
+        yield problem("rollout.helpers", reason, f"set deterministic: false{fix}")
+    if spec.placement.mode != "disaggregated" or spec.placement.share:
+        reason = "they decode on devices that the trainer has for itself, which only disaggregated placement gives it"
+        yield problem(
+            "rollout.helpers",
+            reason,
+            f"set placement.mode: disaggregated and placement.share: false{fix}",
+        )
+    if spec.rollout.helpers > spec.trainer.ranks:
+        reason = "each decodes on the devices of one rank"
+        yield problem("rollout.helpers", reason, f"use at most trainer.ranks: {spec.trainer.ranks}{fix}")
 
 
 def _evaluation(spec: RunSpec) -> Iterator[KeyProblemView]:

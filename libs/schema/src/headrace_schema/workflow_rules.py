@@ -150,9 +150,10 @@ def _reply(spec: RunSpec, graph: GraphSection) -> Iterator[KeyProblemView]:
     if spec.rollout.chunk_tokens:
         reason = "an exchange is sent when it has ended"
         yield problem("rollout.chunk_tokens", reason, f"{fix} rollout.chunk_tokens: 0")
-    if spec.trainer.helpers:
-        reason = "an exchange that a rollout has begun does not go on at another one"
-        yield problem("trainer.helpers", reason, f"{fix} trainer.helpers: 0")
+    for key, count in (("trainer", spec.trainer.helpers), ("rollout", spec.rollout.helpers)):
+        if count:
+            reason = "an exchange that a rollout has begun does not go on at another one"
+            yield problem(f"{key}.helpers", reason, f"{fix} {key}.helpers: 0")
 
 
 def _cycles(graph: GraphSection) -> Iterator[KeyProblemView]:

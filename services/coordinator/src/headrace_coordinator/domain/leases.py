@@ -14,8 +14,10 @@ from headrace_coordinator.domain import events as ev
 
 KEPT_BYTES = 256 * 2**20
 """What a process may still use of a GPU that it has released: small buffers of its libraries."""
-HELP = "help"
-"""Stage of a lease that a helper holds within a step: one that nobody waits for."""
+HELP, DECODE = "help", "decode"
+"""Stages of the leases that helpers hold within a step, which nobody waits for: a trainer's, and a rollout's."""
+SIMULATE = "simulate"
+"""Stage of a lease that a simulator holds while the run's rollouts hold theirs."""
 GRANTED, HELD, REVOKING = "GRANTED", "HELD", "REVOKING"
 
 

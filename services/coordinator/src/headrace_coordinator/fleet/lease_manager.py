@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain import leases, runs
-from headrace_coordinator.domain.leases import HELP, Blocked, Lease, LeaseRequest
+from headrace_coordinator.domain.leases import DECODE, HELP, Blocked, Lease, LeaseRequest
 from headrace_coordinator.domain.sharing import Waiter, ahead_of, next_for
 from headrace_coordinator.fleet.ports import InstanceDown
 from headrace_coordinator.fleet.waits import Waits, WaitTimeout
@@ -218,7 +218,7 @@ class LeaseManager:
             run = self._event_log.state.runs.get(request.run)
             granted = run.grant.devices if run is not None and run.grant is not None else request.devices
             helpers = run.grant.helpers if run is not None and run.grant is not None else []
-            if request.stage == HELP and request.incarnation not in helpers:
+            if request.stage in (HELP, DECODE) and request.incarnation not in helpers:
                 raise InstanceDown(request.incarnation, "it went to another run")
             if beyond := [device for device in request.devices if device not in granted]:
                 raise InstanceDown(request.incarnation, f"{', '.join(beyond)} went to another run")

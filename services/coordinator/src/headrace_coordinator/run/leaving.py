@@ -79,7 +79,7 @@ async def _settled(context: RunContext, checkpointer: Checkpointer, *, save: boo
 
 
 async def _abort_step(context: RunContext) -> None:
-    for member in context.workers.rollouts:
+    for member in context.workers.producers:
         try:
             await member.abort()
         except (InstanceDown, CallRefused) as fault:

@@ -20,12 +20,13 @@ from headrace_schema.running import APART, PlacementSection
 
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain.intervals import Interval
-from headrace_coordinator.domain.leases import HELD, HELP, LeaseRequest, is_gpu
-from headrace_coordinator.domain.places import devices_seen, hosts_of, machines, named_devices
+from headrace_coordinator.domain.leases import DECODE, HELD, HELP, SIMULATE, LeaseRequest, is_gpu
+from headrace_coordinator.domain.places import device_order, devices_seen, hosts_of, machines, named_devices
 from headrace_coordinator.domain.plans import section_of
 from headrace_coordinator.fleet.ports import CallRefused, InstanceDown
 from headrace_coordinator.run.clients import Published, RolloutClient, TrainerClient, WorkerClient
 from headrace_coordinator.run.concurrency import gather_all
+from headrace_coordinator.run.simulator_leases import SimulatorLeases
 from headrace_coordinator.run.workers import WorkerGroup
 
 Member = TypeVar("Member", bound=WorkerClient)
@@ -49,6 +50,7 @@ class Placement:
         self._moving = asyncio.Lock()
         self._joined = False
         """The trainer has the rollouts' devices too, until they generate again."""
+        self.simulators = SimulatorLeases(workers, lambda: self.section, self._moving)
 
     @property
     def joins(self) -> bool:
@@ -97,9 +99,20 @@ class Placement:
         ):
             groups = _by_machine(members, (*rollouts, *trainers))
             for machine, group in groups.items():
+                side = self._leave_simulators_theirs(kind, devices_of[kind, machine], group)
                 # A lost member keeps its seat where there are devices for it, so that the others need not move.
-                seats = max(len(group), min(ceil(wanted / len(groups)), len(devices_of[kind, machine])))
-                _seat(group, devices_of[kind, machine], seats, f"placement.{kind}")
+                seats = max(len(group), min(ceil(wanted / len(groups)), len(side)))
+                _seat(group, side, seats, f"placement.{kind}")
+
+    def _leave_simulators_theirs(
+        self, kind: str, devices: Sequence[str], members: Sequence[WorkerClient]
+    ) -> list[str]:
+        """A side's devices on a machine beside its simulators'; joined, the trainers have those too."""
+        theirs = self.simulators.devices()
+        if kind == "rollout":
+            return [device for device in devices if device not in theirs]
+        more = theirs & devices_seen(member.instance for member in members) if self._joined else set()
+        return [*devices, *sorted(more - {*devices}, key=device_order)]
 
     async def hand_devices_to_trainers(self, *, complete: bool = False) -> None:
         """The trainer group holds its devices, awake. `complete`: the step's answers are.
@@ -148,6 +161,41 @@ class Placement:
             manager = self.workers.fleet.lease_manager
             [helper.lease_epoch] = await manager.acquire([request], self.workers.fleet_timeout)
 
+    def seats_for(self, decoders: Sequence[RolloutClient]) -> list[tuple[RolloutClient, tuple[str, ...]]]:
+        """The trainer group's devices by rank, each with a rollout that sees them, as far as there are any."""
+        left, seats = list(decoders), []
+        for trainer in self.workers.trainers:
+            found = next((m for m in left if set(trainer.devices) <= set(m.instance.devices)), None)
+            if found is not None and trainer.devices:
+                left.remove(found)
+                seats.append((found, trainer.devices))
+        return seats
+
+    async def borrow(
+        self, seats: Sequence[tuple[RolloutClient, tuple[str, ...]]], published: Published
+    ) -> None:
+        """Inside a step: the trainer group stands down, and rollouts decode on its devices until it takes them again.
+
+        Whoever hands the trainers their devices takes these back, with notice: what the rollouts have not finished
+        goes on elsewhere.
+        """
+        async with self._moving:
+            await self._stand_down_trainers()
+            run, requests = self.workers.run, []
+            for member, devices in seats:
+                member.devices = devices
+                requests.append(LeaseRequest(member.incarnation, run, DECODE, devices, member.instance.host))
+            epochs = await self.workers.fleet.lease_manager.acquire(requests, self.workers.fleet_timeout)
+            for (member, _), epoch in zip(seats, epochs, strict=True):
+                member.lease_epoch = epoch
+            await self._load([member for member, _ in seats], published)
+
+    @property
+    def lent(self) -> bool:
+        """Whether the trainer group is without its devices, side by side."""
+        borrowed = any(member.lease_epoch for member in self.workers.decoders)
+        return not self.in_turns and (borrowed or not all(m.awake for m in self.workers.trainers))
+
     async def take_back(self, helper: TrainerClient) -> None:
         """A helper gives its devices back."""
         if helper.lease_epoch:
@@ -156,6 +204,8 @@ class Placement:
     async def _learn(self) -> None:
         if self.in_turns:
             await self._stand_down_rollouts(keep=self.resident)
+        if held := [member for member in self.workers.decoders if member.lease_epoch]:
+            await self._give_way(held)
         await self._take(self.workers.trainers, "learn")
         with self._moves():
             await gather_all(*(member.wake() for member in self.workers.trainers if not member.awake))
@@ -168,14 +218,19 @@ class Placement:
             await self._let_go(self.workers.trainers, keep=self.resident)
             self._joined = False
         await self._take(self.workers.rollouts, "generate")
-        behind = [m for m in self.workers.rollouts if not m.awake or m.installed != published.version.number]
+        await self.simulators.take()
+        await self._load(self.workers.rollouts, published)
+        if apart:
+            await self._learn()
+
+    async def _load(self, members: Sequence[RolloutClient], published: Published) -> None:
+        """Members that hold their devices can generate with a version."""
+        behind = [m for m in members if not m.awake or m.installed != published.version.number]
         with self._moves():
             await gather_all(*(member.make_room() for member in behind))
         await gather_all(*(member.install(published) for member in behind))
         with self._moves():
             await gather_all(*(member.go_on() for member in behind))
-        if apart:
-            await self._learn()
 
     async def _stand_down_rollouts(self, *, keep: bool = False) -> None:
         for member in self._loaded(self.workers.rollouts) if not keep else ():
@@ -186,6 +241,7 @@ class Placement:
                 if self.workers.fleet.alive(member.incarnation):
                     raise
         await self._let_go([member for member in self.workers.rollouts if member.lease_epoch], keep=keep)
+        await self.simulators.let_go()
 
     async def _stand_down_trainers(self, *, keep: bool = False) -> None:
         if not keep:
@@ -207,14 +263,18 @@ class Placement:
         finally:
             self.moved_s += clock() - began
 
-    def _strays(self, members: Sequence[WorkerClient]) -> list[int]:
+    def _strays(self, members: Sequence[WorkerClient], stage: str) -> list[int]:
         """Leases of this run whose holder has no business on these devices now: it was cut off, or sits elsewhere."""
-        welcome = {m.incarnation: m.devices for m in (members if self.in_turns else self.workers.members)}
+        helpers = self.workers.helpers if stage == "generate" else self.workers.decoders
+        apart = [member for member in self.workers.members if member not in helpers]
+        welcome = {m.incarnation: m.devices for m in (members if self.in_turns else apart)}
         leases = self.workers.fleet.event_log.state.table.leases.values()
         return [
             lease.epoch
             for lease in leases
-            if lease.run == self.workers.run and welcome.get(lease.incarnation) != tuple(lease.devices)
+            if lease.run == self.workers.run
+            and lease.stage != SIMULATE
+            and welcome.get(lease.incarnation) != tuple(lease.devices)
         ]
 
     async def _let_go(self, members: Sequence[WorkerClient], *, keep: bool = False) -> None:
@@ -235,7 +295,7 @@ class Placement:
             LeaseRequest(m.incarnation, self.workers.run, stage, m.devices, m.instance.host)
             for m in with_devices
         ]
-        strays = self._strays(members)
+        strays = self._strays(members, stage)
         await self.workers.fleet.lease_manager.release(self.workers.run, strays)
         for member in self.workers.members:
             if member.lease_epoch in strays:

@@ -15,6 +15,7 @@ from headrace_coordinator.fleet.ports import CallRefused, InstanceDown
 from headrace_coordinator.run.clients import Published
 from headrace_coordinator.run.concurrency import gather_all
 from headrace_coordinator.run.context import RunContext
+from headrace_coordinator.run.stages.borrowing import Borrowing
 from headrace_coordinator.run.stages.certificate import certify, settled_lines, step_view, with_stages
 from headrace_coordinator.run.stages.generation import Generation
 from headrace_coordinator.run.stages.helping import Helping
@@ -123,47 +124,61 @@ class Step:
         waits = context.spec.deterministic or context.spec.graph.whole_batch
         streamed = context.placement.streams and not waits
         batched = waits or context.waits_for_batch
+
+        def settled(prompt: int) -> None:
+            learning.put(prompt)
+            helping.news()
+            borrowing.news()
+
+        def complete() -> None:
+            learning.close()
+            helping.close()
+            borrowing.close()
+
         generation = Generation(
             context,
             self._relay,
             self._timer,
             self._published,
-            on_settled=lambda prompt: learning.put(prompt) if streamed else helping.put(prompt),
-            on_complete=lambda: learning.close() if streamed else helping.close(),
-            draining=lambda: streamed and learning.backlog,
+            on_settled=settled,
+            on_complete=complete,
+            draining=lambda: streamed and not borrowing.joining and learning.backlog,
+            joining=lambda: borrowing.joining,
         )
         learning = Learning(context, self._relay, self._timer, generation.batch)
         helping = Helping(
             context, self._timer, self._published, learning, wanted=not batched and not self._nonfinite
         )
-
+        borrowing = Borrowing(context, self._timer, self._published, learning, streams=streamed)
         sharing = Sharing(context)
 
         async def generate() -> None:
             await generation.run()
-            learning.close()
-            helping.close()
+            complete()
             sharing.close()
             if streamed and context.placement.joins and (learning.backlog or batched):
                 with self._timer.stage("switch"):
                     await context.placement.hand_devices_to_trainers(complete=True)
 
         async def learn() -> None:
+            await borrowing.run(generation.look)
             await self._begin()
             await learning.run()
 
+        if helping.wanted or borrowing.wanted:
+            context.tail.begin(self._event_log.monotonic())
         if streamed:
-            await gather_all(generate(), learn())
+            await gather_all(generate(), learn(), helping.run())
         else:
-            await gather_all(generate(), helping.run(), sharing.run())
+            await gather_all(generate(), helping.run(), sharing.run(), borrowing.run(generation.look))
             with self._timer.stage("switch"), helping.switching():
                 await context.placement.hand_devices_to_trainers(complete=True)
             await self._begin()
-            await helping.contribute()
-            for prompt in sorted(ledger.index.settled):
-                learning.put(prompt)
-            with helping.owners_learning():
-                await learning.run()
+        context.tail.end(moved=helping.moved or borrowing.moved)
+        await helping.contribute()
+        if learning.collect() or not streamed:
+            await learning.run()
+        helping.owners_learned()
         await self._event_log.flush()
         if ledger.unsettled():
             raise CallRefused("coordinator", "INTERNAL", f"groups {ledger.unsettled()} were lost in the step")
@@ -301,7 +316,7 @@ class Step:
 
     async def _end_retention(self, slots: list[Slot]) -> None:
         keys = [(slot.prompt, slot.sample) for slot in slots]
-        for member in self._context.workers.rollouts:
+        for member in self._context.workers.producers:
             try:
                 await member.end_retention(keys)
             except (InstanceDown, CallRefused) as fault:

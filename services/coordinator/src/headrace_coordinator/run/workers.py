@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from headrace_schema.openings import RolloutConfig, TrainerConfig
 from headrace_schema.problems import Impossible
@@ -34,6 +34,9 @@ BUSY_S = 60.0
 """How long an instance may take to close another run before it is killed."""
 
 
+Helper = TypeVar("Helper", bound=WorkerClient)
+
+
 class Unstaffed(Exception):
     """The run lacks an instance; the message says which."""
 
@@ -48,6 +51,8 @@ class WorkerGroup:
         self.rollouts: list[RolloutClient] = []
         self.trainers: list[TrainerClient] = []
         self.helpers: list[TrainerClient] = []
+        self.decoders: list[RolloutClient] = []
+        """Rollouts without devices of their own, which decode on the trainer group's while it has nothing to learn."""
         self.rewards: list[RewardClient] = []
         self.pools = Pools(fleet, run, spec.environment, self._port) if spec.environment else None
         self.lanes = Lanes()
@@ -65,7 +70,12 @@ class WorkerGroup:
     def members(self) -> list[WorkerClient]:
         """Everybody."""
         simulators = self.pools.clients if self.pools else []
-        return [*self.rollouts, *self.trainers, *self.helpers, *self.rewards, *simulators]
+        return [*self.producers, *self.trainers, *self.helpers, *self.rewards, *simulators]
+
+    @property
+    def producers(self) -> list[RolloutClient]:
+        """Every rollout that may have made answers of the open step."""
+        return [*self.rollouts, *self.decoders]
 
     @property
     def grant(self) -> Grant:
@@ -227,19 +237,35 @@ class WorkerGroup:
         self.adopt_leases()
 
     async def staff_helpers(self) -> None:
-        """The granted helpers that can be opened: a run does without the others."""
-        self.helpers = [member for member in self.helpers if member.opened and self.may_help(member)]
-        known = {member.incarnation for member in self.helpers}
+        """The granted trainers that help and can be opened: a run does without the others."""
         config = self._trainer_config()
+        self.helpers = await self._beyond(
+            "trainer", self.helpers, TrainerClient, lambda member: member.open_run(config, self._directory)
+        )
+
+    async def staff_decoders(self) -> None:
+        """The granted rollouts without devices that can be opened: a run does without the others."""
+        config = RolloutConfig.of(self._fitted).model_dump_json()
+        self.decoders = await self._beyond(
+            "rollout", self.decoders, RolloutClient, lambda member: member.open_run(config)
+        )
+
+    async def _beyond(
+        self, kind: str, known: list[Helper], client: type[Helper], call: Callable[[Helper], Awaitable[None]]
+    ) -> list[Helper]:
+        """Those of `known` that may still help, and the newly granted ones of a kind, opened by `call`."""
+        found = [member for member in known if member.opened and self.may_help(member)]
+        opened = {member.incarnation for member in found}
         for state in self._alive(self.grant.helpers):
-            if state.incarnation in known:
+            if state.kind != kind or state.incarnation in opened:
                 continue
-            helper = TrainerClient(self.run, state, self._port(state), self._epoch)
+            helper = client(self.run, state, self._port(state), self._epoch)
             try:
-                await self._open(helper, lambda helper=helper: helper.open_run(config, self._directory))  # type: ignore[misc]
+                await self._open(helper, lambda helper=helper: call(helper))  # type: ignore[misc]
             except (InstanceDown, CallRefused):
                 continue  # Its process is replaced, or tried again with the next step.
-            self.helpers.append(helper)
+            found.append(helper)
+        return found
 
     async def join_helper(self, helper: TrainerClient) -> None:
         """A helper is a trainer group of itself alone, on the devices that it holds then."""
@@ -248,7 +274,7 @@ class WorkerGroup:
             await helper.join(self._state.gang_generation, 1, name, self.fleet_timeout)
             helper.joined = True
 
-    def may_help(self, member: TrainerClient) -> bool:
+    def may_help(self, member: WorkerClient) -> bool:
         """A helper that lives and is still granted: what nobody waits for may be granted to another run."""
         return self.fleet.alive(member.incarnation) and member.incarnation in self.grant.helpers
 

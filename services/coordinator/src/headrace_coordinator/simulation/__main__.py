@@ -25,7 +25,7 @@ def main() -> None:
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO if arguments.verbose else logging.CRITICAL)
     started, faults, requests, recoveries = time.monotonic(), Counter[str](), Counter[str](), 0
-    refilled = helped = 0
+    refilled = helped = borrowed = 0
     pairs, ends = Counter[Pair](), Counter[str]()
     for seed in range(arguments.first, arguments.first + arguments.seeds):
         try:
@@ -38,6 +38,7 @@ def main() -> None:
         recoveries += outcome.recoveries
         refilled += outcome.refilled
         helped += outcome.helped
+        borrowed += outcome.borrowed
         pairs += outcome.pairs
         ends.update(outcome.states.values())
     missed = sorted("/".join(pair) for pair in REACHABLE - pairs.keys())
@@ -50,6 +51,7 @@ def main() -> None:
         "recoveries": recoveries,
         "refilled": refilled,
         "helped": helped,
+        "borrowed": borrowed,
         "pairs": {"visited": len(pairs), "missed": missed, "impossible": impossible},
         "wall_s": round(time.monotonic() - started, 1),
     }
@@ -58,6 +60,8 @@ def main() -> None:
         raise SystemExit("no step took a group in place of a dropped one")
     if not helped and arguments.seeds >= COVERED_FROM:
         raise SystemExit("no helper contributed a gradient")
+    if not borrowed and arguments.seeds >= COVERED_FROM:
+        raise SystemExit("no trainer's device decoded")
     if not arguments.calm and not requests["evaluation of a checkpoint"] and arguments.seeds >= COVERED_FROM:
         raise SystemExit("nobody evaluated a checkpoint")
     if impossible or (missed and arguments.seeds >= COVERED_FROM and not arguments.calm):

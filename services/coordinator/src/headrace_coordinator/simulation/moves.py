@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from headrace_coordinator.planner.elastic import ElasticState, Move, Role
+from headrace_coordinator.run.stages.borrowing import Borrowing
 from headrace_coordinator.run.stages.helping import Helping
 from headrace_coordinator.run.stages.tail import Tail
 
@@ -19,6 +20,14 @@ def move_eagerly(state: ElasticState, now: float) -> tuple[Move, ...]:
     return tuple(Move(rollout.name, Role.HELP) for rollout in leaving)
 
 
+def borrow_eagerly(state: ElasticState, now: float) -> tuple[Move, ...]:
+    """The trainer group's devices decode at once, and go back as soon as they may."""
+    if state.idle_owners:
+        return tuple(Move(rollout.name, Role.DECODE) for rollout in state.idle_owners)
+    held = now - state.moved_at >= state.terms.costs.min_hold_s
+    return tuple(Move(rollout.name, Role.OWN) for rollout in state.rollouts if held and rollout.owner)
+
+
 def help_always(state: ElasticState) -> float:
     """A helper takes any group: it may be late."""
     return math.inf
@@ -27,12 +36,14 @@ def help_always(state: ElasticState) -> float:
 @contextmanager
 def moving(seed: int) -> Iterator[None]:
     """Within the body, three of four seeds move eagerly: imaginary answers leave the real policy little to gain."""
-    policy, until, steps = Helping.policy, Helping.until, Tail.fewest_steps
+    policy, until, steps, borrow = Helping.policy, Helping.until, Tail.fewest_steps, Borrowing.policy
     if random.Random(f"{seed}/moves").random() < 0.75:
         Helping.policy, Helping.until = staticmethod(move_eagerly), staticmethod(help_always)
+        Borrowing.policy = staticmethod(borrow_eagerly)
         Tail.fewest_steps = 1  # Imaginary runs are short, and are begun again all the time.
     try:
         yield
     finally:
         Helping.policy, Helping.until = staticmethod(policy), staticmethod(until)
+        Borrowing.policy = staticmethod(borrow)
         Tail.fewest_steps = steps

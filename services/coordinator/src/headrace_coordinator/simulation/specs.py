@@ -14,11 +14,15 @@ SHARED = 1
 """Seeds with this rest by 8 have runs that share their devices: as with STAGED, none that once found a bug."""
 STAGED = 3
 """Seeds with this rest by 8 have two reward stages: none that once found a bug has it, which it would not again."""
+BESIDE = 13
+"""Seeds with this rest by 16 move devices beside a trainer group that has some of its own: none found a bug before."""
 KEPT = 7
 """Seeds with this rest by 16 have runs whose sides stay loaded while they take turns: none found a bug before."""
 UNREADABLE = "unreadable"
 ROBOTS = 0.15
 """Share of runs with a robot policy."""
+LEASED = 5
+"""Seeds with this rest by 8 have simulators that hold leases, where a run has a robot policy."""
 DEVICES_A_HOST = 6
 """Enough for the largest spec side by side: three rollouts and three trainers."""
 MIDDLE = {"min_pass_rate": 0.2, "max_pass_rate": 0.8}
@@ -84,12 +88,24 @@ def random_spec(rng: random.Random, seed: int, name: str = "simulated") -> RunSp
 
 def _with_helpers(seed: int, fields: dict[str, Any]) -> dict[str, Any]:
     """Some helpers for a run that may have any."""
+    if seed % 16 == BESIDE:
+        return _with_both(seed, fields)
     instances: int = fields["rollout"]["instances"]
     placement = fields["placement"]
     shared = placement.get("share", False)
     if instances > 1 and placement["mode"] == "collocated" and not fields["deterministic"] and not shared:
         helpers = random.Random(f"{seed}/helpers").choice([0, 1, instances - 1])
         fields["trainer"]["helpers"] = helpers
+    return fields
+
+
+def _with_both(seed: int, fields: dict[str, Any]) -> dict[str, Any]:
+    """Helpers on the rollouts' devices, and on the trainer group's own."""
+    own, ranks = random.Random(f"{seed}/beside"), fields["trainer"]["ranks"]
+    fields["deterministic"], fields["placement"]["mode"] = False, "disaggregated"
+    fields["trainer"] |= {"helpers": own.choice([0, 1, 1]), "micro_batch_tokens": own.choice([8, 16])}
+    instances = max(fields["rollout"]["instances"], 1 + fields["trainer"]["helpers"])
+    fields["rollout"] = {"instances": instances, "helpers": own.choice([0, 1, ranks])}
     return fields
 
 
@@ -108,9 +124,26 @@ def robots(spec: RunSpec, seed: int) -> RunSpec:
             "data": {"heldout": 2, "options": {"starts": 10}, "curriculum": fields["data"]["curriculum"]},
             "algorithm": fields["algorithm"] | {"options": {}},
             "reward": {"scorers": [{"name": "episode"}]},
-            "trainer": fields["trainer"] | {"helpers": 0},
+            "trainer": {"ranks": spec.trainer.ranks},
+            "rollout": fields["rollout"] | {"helpers": 0},
+            **({"placement": leased_simulators(spec, seed)} if seed % 8 == LEASED else {}),
         }
     )
+
+
+def leased_simulators(spec: RunSpec, seed: int) -> dict[str, Any]:
+    """Devices for rollouts, simulators and trainers of a robot's run, on hosts of DEVICES_A_HOST."""
+    found: list[dict[str, Any]] = [
+        {"rollout,simulator,trainer": "all"},
+        {"rollout": "0-2", "simulator": "3-5", "trainer": "all"},
+        {"rollout,trainer": "0-3", "simulator": "4-5"},
+    ]
+    if spec.rollout.instances <= 2 and spec.trainer.ranks <= 2:
+        found.append({"rollout": "0-1", "simulator": "2-3", "trainer": "4-5"})
+        found.append({"rollout,simulator": "0-3", "trainer": "4-5"})
+    if spec.rollout.instances <= 2 and spec.trainer.ranks == 1:
+        found.append({"mode": "hybrid", "rollout": "0-1", "simulator": "2", "trainer": "3-5"})
+    return random.Random(f"{seed}/leased").choice(found)
 
 
 def ranged(spec: RunSpec, seed: int) -> RunSpec:
@@ -183,9 +216,15 @@ def _placement(mode: str, ranks: int, seed: int, name: str) -> dict[str, str | i
     flow = own.choice(["pipelined", "pipelined", "sequential"])
     if mode != "auto" and ranks == 1 and seed % 8 == STAGED:
         mode = "hybrid"
-    replan = own.choice(["auto", "propose"])
-    fields: dict[str, str | int] = {"mode": mode, "flow": flow, "measure_steps": 1, "replan": replan}
-    return fields | ({"memory": "resident"} if seed % 16 == KEPT and mode == "collocated" else {})
+    fields: dict[str, str | int] = {
+        "mode": mode,
+        "flow": flow,
+        "measure_steps": 1,
+        "replan": own.choice(["auto", "propose"]),
+    }
+    if seed % 16 == KEPT and mode == "collocated":
+        fields["memory"] = "resident"
+    return fields
 
 
 def forked(origin: RunSpec, run: str, step: int | None, name: str, more: int) -> RunSpec:

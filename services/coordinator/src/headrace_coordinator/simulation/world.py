@@ -78,6 +78,8 @@ class Outcome:
     """Groups that steps took in place of dropped ones."""
     helped: int = 0
     """Groups whose gradient a helper contributed."""
+    borrowed: int = 0
+    """Times that a trainer group's device decoded."""
     passed: int = 0
     """Leases of a device that went from one run to another while both were granted it."""
 
@@ -133,7 +135,9 @@ class World(Processes):
         """The fewest processes by kind that can run every spec, and any two at once that share."""
         together = 2 if any(spec.placement.share for spec in self.specs) else 1
         return {
-            "rollout": sum(sorted(spec.rollout.instances for spec in self.specs)[-together:]),
+            "rollout": sum(
+                sorted(spec.rollout.instances + spec.rollout.helpers for spec in self.specs)[-together:]
+            ),
             "trainer": sum(
                 sorted(spec.trainer.ranks + spec.trainer.helpers for spec in self.specs)[-together:]
             ),
@@ -324,6 +328,7 @@ class World(Processes):
             {name: run.state for name, run in replay.runs.items()},
             replay.refilled,
             replay.helped,
+            replay.borrowed,
             replay.passed,
         )
 

@@ -6,7 +6,7 @@ Who has which sample is in the ledger alone. Kept here: the order in which group
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 
 from headrace.common.v1 import common_pb2 as common
 from headrace.rollout.v1 import rollout_pb2 as rollout
@@ -27,11 +27,19 @@ from headrace_coordinator.run.context import RunContext
 class Dispatch:
     """Gives the waiting samples of one step attempt to rollouts."""
 
-    def __init__(self, context: RunContext, published: Published, news: Notifier) -> None:
+    def __init__(
+        self,
+        context: RunContext,
+        published: Published,
+        news: Notifier,
+        joining: Callable[[], Sequence[RolloutClient]],
+    ) -> None:
+        """`joining`: rollouts that have a share of the work beside the run's own, though they may not be awake yet."""
         self._context = context
         self._published = published
         self._ledger = context.state.ledger
         self._news = news
+        self._joining = joining
         self._prefixes: dict[SlotKey, common.ResumeState] = {}
         expected = None if context.spec.deterministic else context.expected_tokens
         self._order = DispatchOrder(self._ledger.index.fresh, expected)
@@ -63,7 +71,7 @@ class Dispatch:
         while index.open and not over():
             news = self._news.next()
             self._order.reach(self._ledger.prompts)
-            live = sum(workers.usable(each) for each in workers.rollouts)
+            live = sum(workers.usable(each) for each in workers.rollouts) + len(self._joining())
             if work := plan_dispatch(index, self._order, member.incarnation, member.max_concurrency, live):
                 yield await self._assign(member, work)
             else:

@@ -6,7 +6,7 @@ Says only which streams are open: `dispatch` gives work out, `receive` takes wha
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 
 from headrace.reward.v1 import reward_pb2 as reward
 from headrace.rollout.v1 import rollout_pb2 as rollout
@@ -41,6 +41,7 @@ class Generation:
         on_settled: Callable[[int], None],
         on_complete: Callable[[], None],
         draining: Callable[[], bool],
+        joining: Callable[[], Sequence[RolloutClient]],
     ) -> None:
         self._context = context
         self._workers = context.workers
@@ -52,7 +53,7 @@ class Generation:
         self._news = Notifier()
         self.batch = Batch()
         self._rests_since: dict[str, float] = {}
-        self._dispatch = Dispatch(context, published, self._news)
+        self._dispatch = Dispatch(context, published, self._news, joining)
         self._settle = Settle(context, relay, self.batch, self._news, on_settled, on_complete)
         self._scoring, put = self._score_stages(timer)
         self._receive = Receive(
@@ -68,6 +69,10 @@ class Generation:
         scoring = Scoring(self._workers, timer, lambda results: stages.take(results), spec.main_stage)
         stages = ScoreStages(self._context, self.batch, scoring.put, settle.take_scores)
         return scoring, stages.put
+
+    def look(self) -> None:
+        """There may be another rollout to give work to."""
+        self._news.beat()
 
     async def run(self) -> None:
         """Until every group of the step is settled or dropped, and all streams have ended."""
@@ -99,7 +104,7 @@ class Generation:
 
     def _start_drives(self, drives: dict[str, asyncio.Task[None]]) -> None:
         if self._index.waiting:
-            for member in self._workers.rollouts:
+            for member in self._workers.producers:
                 if self._workers.usable(member) and member.incarnation not in drives:
                     drives[member.incarnation] = asyncio.ensure_future(self._drive(member))
 
@@ -112,7 +117,7 @@ class Generation:
         """One stream, from its opening to its end, however it ends."""
         started, why = self._context.event_log.monotonic(), "its stream of work ended early"
         over, revoked = asyncio.Event(), False
-        await self._workers.staff_simulators(member)
+        await self._context.placement.simulators.staff(member)
         assignments = self._work(member, self._dispatch.assignments(member, over.is_set))
         try:
             limit = self._context.spec.limits.step_timeout_s

@@ -1,7 +1,8 @@
 """Devices that move inside a step: in the tail rollouts give theirs back, and helpers learn whole groups on them.
 
 When is `planner.elastic`'s to say. A helper's groups stay SETTLED in the ledger until the trainer group has its
-gradient: whatever becomes of a helper, its groups are learned by the owners instead.
+gradient: whatever becomes of a helper, its groups are learned by the owners instead. Owners with devices of their own
+learn meanwhile, and both take from what waits in `Learning`.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class Help:
 
 
 class Helping:
-    """One step attempt's helpers, while rollouts and trainers take turns on the same devices."""
+    """One step attempt's helpers."""
 
     policy: Policy = staticmethod(plan_elastic)
     until: Callable[[ElasticState], float] = staticmethod(helpers_until)
@@ -66,30 +67,35 @@ class Helping:
         self._timer = timer
         self._published = published
         self._learning = learning
-        self._wanted = wanted and bool(context.spec.trainer.helpers) and context.placement.in_turns
+        self.wanted = wanted and bool(context.spec.trainer.helpers) and not context.placement.joins
+        self._beside = context.placement.streams
+        """Whether the trainer group learns meanwhile."""
+        learning.shares = self.wanted and self._beside
         self._clock = context.event_log.monotonic
         self._news = Notifier()
-        self._waiting: list[int] = []
         self._over = False
         self._moved_at = self._clock()
         self._at_work: dict[str, asyncio.Task[None]] = {}
         self._helps: list[Help] = []
 
-    def put(self, prompt: int) -> None:
+    @property
+    def moved(self) -> bool:
+        """Whether a device has changed its side."""
+        return bool(self._at_work)
+
+    def news(self) -> None:
         """A group has settled."""
-        self._waiting.append(prompt)
         self._news.beat()
 
     def close(self) -> None:
-        """Nothing more is generated: helpers finish what they have begun."""
+        """Nothing more is generated: helpers finish what they have begun, and share what waits with owners beside."""
         self._over = True
         self._news.beat()
 
     async def run(self) -> None:
         """Until closed and every helper has given its devices back."""
-        if not self._wanted:
+        if not self.wanted:
             return
-        self._context.tail.begin(self._clock())
         try:
             await self._workers.staff_helpers()
             while not self._over:
@@ -97,7 +103,6 @@ class Helping:
                 self._consider()
                 await asyncio.wait({news}, timeout=LOOK_S)
             await asyncio.gather(*self._at_work.values())
-            self._context.tail.end(moved=bool(self._at_work))
         finally:
             for task in self._at_work.values():
                 task.cancel()
@@ -110,13 +115,10 @@ class Helping:
         yield
         self._context.tail.switched(self._clock() - began)
 
-    @contextmanager
-    def owners_learning(self) -> Iterator[None]:
-        """Measures what the trainer group learns itself."""
-        began, prompts = self._clock(), list(self._ledger.index.settled)
-        yield
+    def owners_learned(self) -> None:
+        """The trainer group has learned what it learns itself."""
         devices = sum(len(member.devices) for member in self._workers.trainers)
-        self._context.tail.learned(self._clock() - began, sum(map(self._tokens, prompts)), devices)
+        self._context.tail.learned(self._learning.learned_s, self._learning.learned_tokens, devices)
 
     # --- when
 
@@ -124,7 +126,8 @@ class Helping:
         """Asks the policy, and begins the moves that it wants and that a dormant helper can take."""
         terms = self._terms()
         rollouts = [member for member in self._workers.rollouts if self._workers.usable(member)]
-        if terms is None or self._ledger.index.waiting or len(rollouts) < 2:
+        busy = self._ledger.index.waiting or self._context.placement.lent
+        if terms is None or busy or len(rollouts) < 2:
             return  # What nobody has begun, every device is needed for.
         by_name = {member.incarnation: member for member in rollouts}
         for move in self.policy(self._state(terms, rollouts), self._clock()):
@@ -136,7 +139,7 @@ class Helping:
 
     def _terms(self) -> Terms | None:
         owners = sum(len(member.devices) for member in self._workers.trainers)
-        return self._context.tail.terms(max(1, owners), self._ledger.group_size)
+        return self._context.tail.terms(max(1, owners), self._ledger.group_size, shared=not self._beside)
 
     def _state(self, terms: Terms, rollouts: list[RolloutClient]) -> ElasticState:
         held, mean = self._ledger.index.held, self._context.tail.mean
@@ -144,8 +147,9 @@ class Helping:
             terms,
             tuple(Rollout(m.incarnation, 1, len(held.get(m.incarnation, ()))) for m in rollouts),
             decoded=self._context.tail.longest / mean,
-            finished=sum(map(self._tokens, self._waiting)) / mean,
+            finished=self._learning.tokens(self._learning.waiting) / mean,
             helpers=sum(not task.done() for task in self._at_work.values()),
+            owners_learn=self._beside,
             moved_at=self._moved_at,
         )
 
@@ -184,9 +188,7 @@ class Helping:
                 self._helps.append(own)
         except (*Fault, HelperLost) as fault:
             self._context.note(f"helper {name} gives nothing to step {ledger.step + 1}: {fault}")
-            self._waiting += [
-                prompt for prompt in own.prompts if self._ledger.group(prompt)[0].state == SETTLED
-            ]
+            self._learning.give_back(own.prompts)
         finally:
             await self._context.placement.take_back(helper)
 
@@ -213,9 +215,9 @@ class Helping:
                 await asyncio.wait({news}, timeout=LOOK_S)
 
     def _next(self) -> list[int]:
-        """Groups that a helper can learn before decoding ends, at most a micro-batch of them."""
+        """Groups that a helper can learn in time, at most a micro-batch of them."""
         terms = self._terms()
-        if self._over or terms is None or not self._waiting:
+        if (self._over and not self._beside) or terms is None or not self._learning.waiting:
             return []
         rollouts = [member for member in self._workers.rollouts if self._workers.usable(member)]
         if not rollouts:
@@ -223,18 +225,15 @@ class Helping:
         left_s = self.until(self._state(terms, rollouts))
         chosen: list[int] = []
         tokens = 0
-        for prompt in list(self._waiting):
-            more = tokens + self._tokens(prompt)
+        for prompt in self._learning.waiting:
+            more = tokens + self._learning.tokens([prompt])
             if self._context.tail.helper_s(more) <= left_s and (
                 not chosen or more <= self._context.spec.trainer.micro_batch_tokens
             ):
                 chosen.append(prompt)
                 tokens = more
-        self._waiting = [prompt for prompt in self._waiting if prompt not in chosen]
+        self._learning.lend(chosen)
         return chosen
-
-    def _tokens(self, prompt: int) -> int:
-        return sum(slot.tokens for slot in self._ledger.group(prompt))
 
     async def _exchange(
         self, own: Help, ready: asyncio.Queue[trainer.LearnRequest | None], answered: asyncio.Event
@@ -247,7 +246,9 @@ class Helping:
                 raise HelperLost("its lease was revoked")
             now, seconds = self._clock(), response.metrics.wall_time.ToNanoseconds() / 1e9
             self._timer.add("help", (max(began, now - seconds), now), helper.devices)
-            self._context.tail.helped(seconds, sum(self._tokens(o.prompt_ordinal) for o in response.outcomes))
+            self._context.tail.helped(
+                seconds, self._learning.tokens(o.prompt_ordinal for o in response.outcomes)
+            )
             kept.update(self._learning.judge(response))
             answered.set()
         if unanswered := [
@@ -274,6 +275,7 @@ class Helping:
                 self._context.note(f"the contribution of {name} is not used: {refused.message}")
                 continue
             self._learning.accumulated(own.prompts, name)
+        self._learning.lent.clear()  # What was not used, the owners learn.
 
     def _differs(self, own: Help, given: trainer.Contribution) -> str:
         """Why a contribution is not of the groups that the ledger knows; empty when it is."""

@@ -7,7 +7,7 @@ stream, under the lease that it holds then.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from math import isfinite
 from typing import TypeVar
 
@@ -61,19 +61,46 @@ class Learning:
         self._relay = relay
         self._timer = timer
         self._batch = batch
-        self._waiting: list[int] = []
+        self.waiting: list[int] = []
+        """Settled groups that nobody learns yet; helpers take of them too."""
+        self.lent: set[int] = set()
+        """Settled groups that helpers learn, or have learned."""
+        self.shares = False
+        """Whether helpers learn beside the trainer group, which then has no more groups at once than it works on."""
+        self.learned_s, self.learned_tokens = 0.0, 0
+        """What the trainer group has learned itself, and in how many seconds."""
+        self._sent: set[int] = set()
         self._closed = False
         self._news = Notifier()
 
     @property
     def backlog(self) -> bool:
-        """The trainer has groups to work on."""
-        return bool(self._ledger.index.settled)
+        """The trainer group has groups to work on."""
+        return bool(self._ledger.index.settled - self.lent)
 
     def put(self, prompt: int) -> None:
         """A group has settled."""
-        self._waiting.append(prompt)
+        self.waiting.append(prompt)
         self._news.beat()
+
+    def lend(self, prompts: list[int]) -> None:
+        """A helper learns groups that wait."""
+        self.waiting = [prompt for prompt in self.waiting if prompt not in prompts]
+        self.lent.update(prompts)
+        self._relay.drop(())  # Who waits for the trainer group to take them looks again.
+
+    def give_back(self, prompts: Iterable[int]) -> None:
+        """A helper gives nothing for groups that were lent: those that are settled wait again."""
+        back = [prompt for prompt in prompts if prompt in self.lent]
+        self.lent.difference_update(back)
+        self.waiting += [prompt for prompt in back if prompt in self._ledger.index.settled]
+        self._news.beat()
+
+    def collect(self) -> list[int]:
+        """Whatever is settled and not lent waits, and nothing is on its way; those groups."""
+        self._sent.clear()
+        self.waiting = sorted(self._ledger.index.settled - self.lent)
+        return self.waiting
 
     def close(self) -> None:
         """No more groups will settle."""
@@ -88,7 +115,7 @@ class Learning:
                 await gather_all(self._feed(ready), self._exchange(ready))
                 return
             except _LeaseAway as away:
-                self._waiting = sorted(self._ledger.index.settled)  # What was sent has no answer any more.
+                self.collect()  # What was sent has no answer any more.
                 if away.revoked:
                     await _next_lease(self._context)
                 else:
@@ -97,7 +124,7 @@ class Learning:
     async def _exchange(self, ready: asyncio.Queue[trainer.LearnRequest | None]) -> None:
         ledger, limit = self._ledger, self._context.spec.limits.step_timeout_s
         leader = self._context.workers.leader
-        epoch = leader.lease_epoch
+        epoch, heard = leader.lease_epoch, self._context.event_log.monotonic()
         try:
             async for response in leader.learn(ledger.step, ledger.attempt, _messages(ready), limit):
                 if response.revoked:
@@ -105,6 +132,8 @@ class Learning:
                 now = self._context.event_log.monotonic()
                 seconds = response.metrics.wall_time.ToNanoseconds() / 1e9
                 self._timer.add("learn", (now - seconds, now), leader.devices)
+                # Groups that wait for those before them are not learned twice.
+                self.learned_s, heard = self.learned_s + min(seconds, now - heard), now
                 self._take(response)
         except CallRefused as refused:
             if refused.reason == "ATTEMPT_LOST":
@@ -114,29 +143,52 @@ class Learning:
             if self._context.workers.lease_ended(leader, refused, epoch):
                 raise _LeaseAway(revoked=True) from refused
             raise
-        if unanswered := len(ledger.index.settled):
+        if unanswered := len(ledger.index.settled - self.lent - set(self.waiting)):
             raise CallRefused(leader.incarnation, "INTERNAL", f"Learn left {unanswered} groups unanswered")
 
     async def _feed(self, ready: asyncio.Queue[trainer.LearnRequest | None]) -> None:
         # Not inside `_messages`: an error in a request iterator would only cancel the call.
         while True:
             news = self._news.next()
-            if self._waiting:
-                prompts, self._waiting = self._waiting[:GROUPS_A_MESSAGE], self._waiting[GROUPS_A_MESSAGE:]
+            if self.waiting and self._has_room():
+                prompts = self._next()
                 if self._context.spec.deterministic:
                     prompts.sort()
                 for message in self.filled(prompts, await self.bodies(prompts)):
                     await ready.put(message)
-            elif self._closed:
+            elif self._closed and not self.waiting:
                 await ready.put(None)
                 return
             else:
                 await asyncio.shield(news)
 
+    def _has_room(self) -> bool:
+        """Whether the trainer group may have more: where helpers share, what it works on and as much again."""
+        return not self.shares or self.tokens(self._sent) < self._share
+
+    def _next(self) -> list[int]:
+        """Groups to send now, off what waits."""
+        count = min(GROUPS_A_MESSAGE, len(self.waiting))
+        if self.shares:
+            fitting = (at for at in range(1, count) if self.tokens(self.waiting[: at + 1]) > self._share)
+            count = next(fitting, count)
+        prompts, self.waiting = self.waiting[:count], self.waiting[count:]
+        self._sent.update(prompts)
+        return prompts
+
+    @property
+    def _share(self) -> int:
+        """Tokens that the ranks compute at once."""
+        return self._context.spec.trainer.micro_batch_tokens * self._context.workers.ranks
+
+    def tokens(self, prompts: Iterable[int]) -> int:
+        """Of all answers of some groups."""
+        return sum(slot.tokens for prompt in prompts for slot in self._ledger.group(prompt))
+
     async def bodies(self, prompts: list[int]) -> dict[SlotKey, SizedBody]:
         """Bodies of settled groups; raises `LostBodies`."""
         slots = [slot for prompt in prompts for slot in self._ledger.group(prompt)]
-        bodies = await self._relay.bodies(slots, self._context.workers.rollouts)
+        bodies = await self._relay.bodies(slots, self._context.workers.producers)
         lost = [key for slot in slots if (key := (slot.prompt, slot.sample)) not in bodies]
         if lost:
             raise LostBodies(lost)
@@ -170,7 +222,11 @@ class Learning:
         version.ordinal, version.digest = oldest.ordinal, oldest.digest
 
     def _take(self, response: trainer.LearnResponse) -> None:
+        answered = [outcome.prompt_ordinal for outcome in response.outcomes]
+        self.learned_tokens += self.tokens(answered)
+        self._sent.difference_update(answered)
         self.accumulated(self.judge(response))
+        self._news.beat()
 
     def judge(self, response: trainer.LearnResponse) -> list[int]:
         """Groups whose gradient is in; the others are dropped."""

@@ -74,7 +74,7 @@ class Receive:
     async def adopt_finished(self) -> None:
         """After an aborted attempt: finished slots go straight to scoring; those whose body is lost are made again."""
         finished = self._ledger.members(FINISHED)
-        found = await self._relay.bodies(finished, self._context.workers.rollouts) if finished else {}
+        found = await self._relay.bodies(finished, self._context.workers.producers) if finished else {}
         for slot in finished:
             if sized := found.get((slot.prompt, slot.sample)):
                 self._score(Taken(slot, *sized, *sampled(sized[0])))

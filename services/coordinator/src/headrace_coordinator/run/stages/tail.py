@@ -39,6 +39,7 @@ class Tail:
         self._joined: deque[float] = deque(maxlen=8)
         self._contributed: deque[float] = deque(maxlen=8)
         self._switched: deque[float] = deque(maxlen=8)
+        self._borrowed: deque[float] = deque(maxlen=8)
         self._finished: dict[str, list[Finish]] = {}
         self._began = math.inf
 
@@ -88,7 +89,16 @@ class Tail:
         """From the end of decoding until the trainer group had the devices."""
         self._switched.append(seconds)
 
+    def borrowed(self, seconds: float) -> None:
+        """From the decision that the trainer group's devices decode until they could."""
+        self._borrowed.append(seconds)
+
     # --- what follows
+
+    @property
+    def begun(self) -> bool:
+        """Whether so many steps were measured as are before anything moves."""
+        return len(self._learned) >= self.fewest_steps
 
     @property
     def longest(self) -> int:
@@ -106,9 +116,12 @@ class Tail:
             return tokens * median(self._helped)
         return tokens * median(each * devices for each, devices in self._learned) if self._learned else 0.0
 
-    def terms(self, owners: int, group_size: int) -> Terms | None:
-        """What the policy may rest on; None before enough was measured. `owners`: devices of the trainer group."""
-        if len(self._points) < FEWEST or len(self._learned) < self.fewest_steps:
+    def terms(self, owners: int, group_size: int, *, shared: bool) -> Terms | None:
+        """What the policy may rest on; None before enough was measured. `owners`: devices of the trainer group.
+
+        `shared`: that learns once answers are complete, and not while others decode.
+        """
+        if len(self._points) < FEWEST or not self.begun:
             return None
         fixed, each = _fit(self._points)
         if fixed + each <= 0:
@@ -124,15 +137,22 @@ class Tail:
             min_hold_s=max(MIN_HOLD_S, join_s),
         )
         return Terms(
-            Profile("generate", fixed_s=fixed * self.mean, item_s=each * self.mean, lengths=lengths),
-            self._learn(owners),
+            Profile(
+                "generate",
+                fixed_s=fixed * self.mean,
+                item_s=each * self.mean,
+                lengths=lengths,
+                load_s=median(self._borrowed) if self._borrowed else join_s,
+            ),
+            # What was measured of a change to the trainer group begins with the notice where it is side by side.
+            self._learn(owners, 0.0 if shared else join_s),
             group_size,
             owners,
-            shared=True,
+            shared=shared,
             costs=costs,
         )
 
-    def _learn(self, owners: int) -> Profile:
+    def _learn(self, owners: int, notice_s: float) -> Profile:
         """Seconds of a mean answer on one device, and what a group of devices loses against it."""
         together = self.mean * median(each for each, _ in self._learned)
         alone = self.helper_s(1) * self.mean
@@ -143,7 +163,7 @@ class Tail:
             "learn",
             item_s=alone,
             scaling_loss=min(max(loss, 0.0), 0.99),
-            load_s=median(self._switched) if self._switched else 0.0,
+            load_s=max(0.0, median(self._switched) - notice_s) if self._switched else 0.0,
         )
 
 

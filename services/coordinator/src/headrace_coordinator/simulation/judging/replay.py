@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain import runs
-from headrace_coordinator.domain.leases import LeaseTable
+from headrace_coordinator.domain.leases import DECODE, LeaseTable
 from headrace_coordinator.domain.scheduling import plan_admission, plan_regroup, shares
 from headrace_coordinator.domain.state import State
 from headrace_coordinator.simulation.judging.judge import Violation
@@ -29,6 +29,8 @@ class Replay:
         self.pairs: Counter[Pair] = Counter()
         self.submissions = 0
         self.refilled = self.helped = 0
+        self.borrowed = 0
+        """Times that a trainer group's device decoded."""
         self.regrouped = 0
         """Changes of a trainer group's size."""
         self.passed = 0
@@ -104,6 +106,7 @@ class Replay:
                 self.helped += len(prompts) if helper else 0
             case ev.LeaseGranted():
                 self._count_passed(event)
+                self.borrowed += event.stage == DECODE
             case ev.RunAdmitted():
                 self._disjoint()
             case ev.RunStateChanged() | ev.RunIntentChanged() | ev.RunSubmitted():
