@@ -13,7 +13,9 @@ from pathlib import Path
 import grpc
 import numpy as np
 import pytest
+import torch
 from headrace.trainer.v1 import trainer_pb2 as pb
+from headrace_modelkit.robot.directory import policy_config
 from headrace_servicekit.rpc.client import dial
 from headrace_servicekit.rpc.errors import reason_of
 
@@ -183,3 +185,35 @@ async def test_nothing_is_carried_out_of_a_step_and_only_what_is_carried_is_take
     restored = await client.restore("", 7)  # what is loaded in its place drops it
     assert restored.version.number == 7
     assert (await client.state()).carried_number == 0
+
+
+async def test_a_robot_policy_learns_on_one_rank_then_two_then_one_as_on_one(
+    client, other, robot_config, robots, fetched_weights, settled_digest
+):
+    config = robot_config(options={"epochs": 2, "minibatch_size": 40}, optimizer={"lr": 1e-4})
+    policy = policy_config(config["model"]["policy"]).build(config["seed"])
+    played = robots.play(policy, [robots.Reach() for _ in range(6)], range(6), 0)
+
+    async def run(changes) -> dict[str, torch.Tensor]:
+        version, generation = (await client.open(config)).version, 1
+        for index in range(3):
+            if (members := changes.get(index)) is not None:
+                generation += 1
+                for each in members:
+                    await each.open_run(config)
+                assert (await regroup(client, members, generation, version.number)) == version
+            groups = [robots.settled(6 * index + p, [each], version) for p, each in enumerate(played)]
+            number = version.number + 1
+            await client.begin(index, 1, version.number, number)
+            await client.learn(index, 1, groups)
+            reply = await client.commit(index, 1, version.number, number, settled_digest(groups))
+            await client.record(index, 1, number)
+            version = reply.version
+        last = await fetched_weights(client, version.number)
+        await client.close_run()
+        return last
+
+    expected = await run({})
+    found = await run({1: [other], 2: []})
+    for name, value in expected.items():
+        np.testing.assert_allclose(found[name], value, rtol=1e-4, atol=1e-6, err_msg=name)
