@@ -48,3 +48,21 @@ def _every_device_second_has_one_label(fleet, run):
     assert {"decode", "train", "sync", "switch"} <= {span["label"] for span in spans}
     assert {span["stage"] for span in spans if not span["devices"]} == {"score"}
     assert "█ decode" in fleet.headrace("run", "timeline", run).stdout
+
+
+@pytest.mark.nightly  # test_core_autoplan sees in virtual time that the plan changes and steps get faster
+def test_a_stage_that_a_failpoint_slows_is_seen_and_predicted_anew(own_fleet, spec_of):
+    """From some decode round on each takes half a second: no contention, so that it is slower on any machine."""
+    steps = 45
+    with own_fleet(HEADRACE_FAILPOINTS="rollout.round=delay:0.5@100+") as fleet:
+        fleet.ready("rollout-0", "trainer-0", "reward-0")
+        placement = {"mode": "auto", "measure_steps": 1, "replan": "auto"}
+        run = fleet.succeed(fleet.submit(spec_of(steps=steps, placement=placement, data__heldout=0)))
+        adopted = [event.data for event in fleet.client.events(run.id) if event.type == "plan_adopted"]
+        chosen = next(plan for plan in adopted if plan.get("predicted_s"))
+        drifts = [plan for plan in adopted if "of what was predicted" in plan["reason"]]
+        assert drifts and drifts[-1]["from_step"] > chosen["from_step"], adopted
+        plan = fleet.client.plan(run.id)
+        assert plan["predicted_s"]["generate"] > 2 * chosen["predicted_s"]["generate"], adopted
+        assert plan["predicted_s"]["step"] == pytest.approx(plan["measured_s"]["step"], rel=0.5)
+        assert len(audit(fleet, run).trained) == steps * BATCH

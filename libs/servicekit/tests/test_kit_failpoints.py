@@ -63,3 +63,12 @@ async def test_delay():
     await failpoint("slow")
     assert time.monotonic() - began >= 0.2
     await failpoint("never")  # not its second pass
+
+
+async def test_a_rule_may_act_from_a_pass_on():
+    arm("late=error@3+")
+    for _ in range(2):
+        await failpoint("late")
+    for _ in range(3):
+        with pytest.raises(ServiceError):
+            await failpoint("late")

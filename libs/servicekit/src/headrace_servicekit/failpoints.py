@@ -1,8 +1,8 @@
 """Scripted faults: named places in the code where a test may kill, stop, delay or fail the process.
 
-HEADRACE_FAILPOINTS="name=kill@3;other=delay:0.5;third=error" arms them; `@n` acts on the n-th pass only,
-without it every pass acts. Actions: kill (SIGKILL), stop (SIGSTOP), delay:SECONDS, error; and skip, at the places
-that ask `skips`: what stands there is left out, and nobody is told.
+HEADRACE_FAILPOINTS="name=kill@3;other=delay:0.5@9+;third=error" arms them; `@n` acts on the n-th pass only, `@n+` on it
+and all later ones, without it every pass acts. Actions: kill (SIGKILL), stop (SIGSTOP), delay:SECONDS, error; and skip,
+at the places that ask `skips`: what stands there is left out, and nobody is told.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from headrace_servicekit.rpc.errors import ServiceError
 
 VARIABLE = "HEADRACE_FAILPOINTS"
 _RULE = re.compile(
-    r"(?P<name>[\w.-]+)=(?P<action>kill|stop|error|skip|delay:(?P<delay>\d+(\.\d+)?))(@(?P<nth>[1-9]\d*))?"
+    r"(?P<name>[\w.-]+)=(?P<action>kill|stop|error|skip|delay:(?P<delay>\d+(\.\d+)?))(@(?P<nth>[1-9]\d*)(?P<later>\+)?)?"
 )
 
 
@@ -29,10 +29,13 @@ class _Rule:
     action: str
     delay_s: float
     nth: int | None
+    later: bool = False
     passes: int = 0
 
     def due(self) -> bool:
         self.passes += 1
+        if self.later:
+            return self.nth is not None and self.passes >= self.nth
         return self.nth is None or self.passes == self.nth
 
 
@@ -47,11 +50,14 @@ def arm(script: str) -> None:
         match = _RULE.fullmatch(text)
         if match is None:
             raise ValueError(
-                f"{VARIABLE}: {text!r} is no rule; write name=kill|stop|error|skip|delay:SECONDS[@n]"
+                f"{VARIABLE}: {text!r} is no rule; write name=kill|stop|error|skip|delay:SECONDS[@n[+]]"
             )
         action = match["action"].partition(":")[0]
         rules[match["name"]] = _Rule(
-            action, float(match["delay"] or 0), int(match["nth"]) if match["nth"] else None
+            action,
+            float(match["delay"] or 0),
+            int(match["nth"]) if match["nth"] else None,
+            bool(match["later"]),
         )
     _rules = rules
 
