@@ -101,7 +101,7 @@ def _with_both(seed: int, fields: dict[str, Any]) -> dict[str, Any]:
     """Helpers on the rollouts' devices, and on the trainer group's own."""
     own, ranks = random.Random(f"{seed}/beside"), fields["trainer"]["ranks"]
     fields["deterministic"], fields["placement"]["mode"] = False, "disaggregated"
-    fields["trainer"] |= {"helpers": own.choice([0, 1, 1]), "micro_batch_tokens": own.choice([8, 2048])}
+    fields["trainer"] |= {"helpers": own.choice([0, 1, 1]), "micro_batch_tokens": own.choice([8, 16])}
     instances = max(fields["rollout"]["instances"], 1 + fields["trainer"]["helpers"])
     fields["rollout"] = {"instances": instances, "helpers": own.choice([0, 1, ranks])}
     return fields
