@@ -54,6 +54,7 @@ def impossible_combinations(spec: RunSpec) -> Iterator[KeyProblemView]:
     rules = (
         _size,
         _batch,
+        _ranks,
         _passes,
         _reference,
         _prompt,
@@ -120,6 +121,26 @@ def _batch(spec: RunSpec) -> Iterator[KeyProblemView]:
             f"the warm-up of {schedule.warmup_steps} steps does not end within the schedule's {total}",
             f"the nearest valid value is {total}",
         )
+
+
+def _ranks(spec: RunSpec) -> Iterator[KeyProblemView]:
+    """Of a trainer group that grows and shrinks by itself."""
+    trainer = spec.trainer
+    least, most = trainer.min_ranks or trainer.ranks, trainer.max_ranks or trainer.ranks
+    if least > trainer.ranks:
+        yield problem("trainer.min_ranks", f"{least} is above trainer.ranks", f"use at most {trainer.ranks}")
+    if most < trainer.ranks:
+        yield problem("trainer.max_ranks", f"{most} is below trainer.ranks", f"use at least {trainer.ranks}")
+    if least == most:
+        return
+    key = "trainer.max_ranks" if most > trainer.ranks else "trainer.min_ranks"
+    if spec.deterministic:
+        yield problem(
+            key, "a deterministic run keeps its ranks", f"remove {key}, or set deterministic: false"
+        )
+    if spec.placement.mode == "hybrid" and most > 1:
+        reason = "hybrid placement gives the rollouts' devices to one rank within a step"
+        yield problem(key, reason, f"remove {key}, or set another placement.mode")
 
 
 def _passes(spec: RunSpec) -> Iterator[KeyProblemView]:

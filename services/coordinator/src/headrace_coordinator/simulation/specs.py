@@ -8,6 +8,8 @@ from typing import Any
 from headrace_schema.evaluating import EvaluationSpec
 from headrace_schema.spec import RunSpec
 
+from headrace_coordinator.simulation.regroupers import regroups
+
 SHARED = 1
 """Seeds with this rest by 8 have runs that share their devices: as with STAGED, none that once found a bug."""
 STAGED = 3
@@ -142,6 +144,17 @@ def leased_simulators(spec: RunSpec, seed: int) -> dict[str, Any]:
     if spec.rollout.instances <= 2 and spec.trainer.ranks == 1:
         found.append({"mode": "hybrid", "rollout": "0-1", "simulator": "2", "trainer": "3-5"})
     return random.Random(f"{seed}/leased").choice(found)
+
+
+def ranged(spec: RunSpec, seed: int) -> RunSpec:
+    """The same run, whose trainer group may change by itself, in some of the seeds whose users change groups."""
+    own, ranks = random.Random(f"{seed}/{spec.name}/range"), spec.trainer.ranks
+    fixed = spec.deterministic or spec.placement.mode == "hybrid"
+    if fixed or not regroups(seed) or own.random() < 0.5:
+        return spec
+    fields = spec.model_dump(mode="json")
+    fields["trainer"] |= {"min_ranks": own.choice([1, ranks]), "max_ranks": ranks + own.choice([0, 1, 2])}
+    return RunSpec.model_validate(fields)
 
 
 def random_evaluation(rng: random.Random, seed: int, origin: str = "") -> EvaluationSpec:
