@@ -14,7 +14,7 @@ from harness import corridor
 from harness.fleet import Fleet
 from harness.ledger import audit
 from harness.waiting import wait_for
-from headrace.client import Run
+from headrace.client import HeadraceError, Run
 from headrace_cli.demonstrations.lerobot import EpisodeData, write_data_set
 
 BATCH, STEPS, LONGEST = 6, 4, 8
@@ -162,8 +162,12 @@ def test_a_killed_simulator_costs_no_version_and_a_new_one_takes_part(fleet: Fle
 
 
 def test_a_task_that_does_not_exist_is_named(fleet: Fleet, tmp_path: Path):
-    environment = {"tasks": ["CartPol-v1"], "count": 2}
-    run = fleet.submit(spec(tmp_path, environment=environment))
+    with pytest.raises(HeadraceError) as refused:
+        fleet.submit(spec(tmp_path, environment={"tasks": ["CartPol-v1"], "count": 2}))
+    (problem,) = refused.value.problems
+    assert problem.key == "environment.tasks[0]" and "did you mean CartPole-v" in problem.fix
+    # Which versions there are, the simulator says as it opens.
+    run = fleet.submit(spec(tmp_path, environment={"tasks": ["CartPole-v9"], "count": 2}))
     ended = fleet.client.wait(run.id, 120)
     assert ended.state == "FAILED"
     assert "environment.tasks" in ended.reason and "CartPole-v1" in ended.reason

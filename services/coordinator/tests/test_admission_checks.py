@@ -330,3 +330,34 @@ def test_devices_of_simulators_must_be_ones_that_they_see(placement, expected):
     found = {key: text for key, text in problems(robots, ROBOTS).items() if key.startswith("placement")}
     assert found.keys() == expected.keys()
     assert all(words in found[key] for key, words in expected.items())
+
+
+TASKS = 'metaworld=["push", "reach"]', 'libero=["libero_spatial/0", "libero_spatial/1"]'
+
+
+@pytest.mark.parametrize(
+    ("backend", "tasks", "key", "words"),
+    [
+        ("metaworld", ["push", "raech"], "environment.tasks[1]", "did you mean reach?"),
+        ("metaworld", ["reach@hard", "puhs@hard"], "environment.tasks[1]", "did you mean push?"),
+        ("libero", ["libero_spatail/0"], "environment.tasks[0]", "did you mean libero_spatial/0?"),
+        ("metaworld", ["reach-v3", "push"], "", ""),
+        ("libero", ["libero_spatial/pick_up_the_bowl"], "", ""),
+        ("gymnasium", ["anything"], "", ""),
+        ("metaworld", ["own.py:make_env"], "", ""),
+    ],
+)
+def test_a_task_that_no_simulator_has_is_refused_with_the_nearest(backend, tasks, key, words):
+    variants = {"hard": {"execution": {"action_noise": 0.1}}} if "@" in tasks[0] else {}
+    robots = {
+        "workflow": "embodied",
+        "model": {"policy": {"kind": "mlp"}},
+        "environment": {"backend": backend, "tasks": tasks, "count": 8, "variants": variants},
+        "data": {},
+        "reward": {"scorers": [{"name": "episode"}]},
+    }
+    offered = {"backends": frozenset({backend}), "tasks": frozenset(TASKS)}
+    fleet = replace(ROBOTS, capabilities={"simulator": offered})
+    found = {name: text for name, text in problems(robots, fleet).items() if name.startswith("environment")}
+    assert [*found] == ([key] if key else [])
+    assert words in found.get(key, "")

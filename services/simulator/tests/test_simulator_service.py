@@ -14,6 +14,7 @@ import pytest
 from headrace.simulator.v1 import simulator_pb2
 from headrace_servicekit.rpc.errors import message_of, reason_of
 from headrace_servicekit.rpc.tensors import decode_tensor
+from headrace_simulator.host import task_capabilities
 
 OK = simulator_pb2.OUTCOME_STATUS_OK
 REFUSED = simulator_pb2.OUTCOME_STATUS_REFUSED
@@ -295,3 +296,13 @@ async def test_an_episode_goes_on_where_it_cannot_be_recorded(simulator, environ
         "renders no rgb_array" if find_spec("imageio_ffmpeg") else "pip install 'headrace-simulator[video]'"
     )
     assert said in message_of(error)
+
+
+async def test_an_instance_registers_the_names_of_its_environments(instance):
+    (listed,) = [text for text in instance.capabilities["tasks"] if text.startswith("gymnasium=")]
+    assert "Pendulum-v1" in json.loads(listed.partition("=")[2])
+
+
+def test_a_list_of_environments_that_no_registration_holds_is_left_out():
+    long = [("huge", f"task-{number:06}") for number in range(10_000)]
+    assert task_capabilities([("small", "b"), ("small", "a"), *long]) == ['small=["a", "b"]']

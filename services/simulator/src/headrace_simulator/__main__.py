@@ -25,7 +25,7 @@ async def mount(instance: Instance) -> Close:
     from headrace_servicekit.rpc.blobs import BlobServicer, BlobStore
 
     from headrace_simulator.config import SimulatorSettings
-    from headrace_simulator.host import list_environments
+    from headrace_simulator.host import list_environments, task_capabilities
     from headrace_simulator.pools import Pools
     from headrace_simulator.service import SimulatorServicer
 
@@ -35,6 +35,7 @@ async def mount(instance: Instance) -> Close:
     blobs = BlobStore(instance.weights.directory)
     pools = Pools(settings, blobs, on_gpus=bool(gpu_uuids(instance.config.devices)))
     instance.capabilities["backends"] = sorted({backend for backend, _ in catalogue})
+    instance.capabilities["tasks"] = task_capabilities(catalogue)
     servicer = SimulatorServicer(instance, pools, catalogue, settings, blobs)
     instance.on_grant, instance.on_revoke = servicer.on_grant, servicer.on_revoke
     instance.add_service(

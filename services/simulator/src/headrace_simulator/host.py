@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Iterable
 from typing import Any
 
 from headrace_servicekit.lease.devices import bind_cpu, gpu_uuids
@@ -12,6 +13,8 @@ from headrace_servicekit.process.worker import Worker, WorkerGone, WorkerTimeout
 from headrace_simulator.pipes import CODEC, Kind, Message
 
 MODULE = "headrace_simulator.child"
+MAX_LISTED = 60_000
+"""Characters of one backend's list of environments in a registration."""
 
 
 class HostLost(Exception):
@@ -167,3 +170,15 @@ async def list_environments(timeout_s: float) -> list[tuple[str, str]]:
         return [(backend, name) for backend, name in json.loads(payload)]
     finally:
         await child.kill()
+
+
+def task_capabilities(catalogue: Iterable[tuple[str, str]]) -> list[str]:
+    """What an instance registers of its environments: "BACKEND=" and the JSON list of their names, for each backend.
+
+    A backend whose list is too long for a registration is left out: its tasks are checked as pools are opened.
+    """
+    names: dict[str, list[str]] = {}
+    for backend, name in catalogue:
+        names.setdefault(backend, []).append(name)
+    listed = [f"{backend}={json.dumps(sorted(found))}" for backend, found in sorted(names.items())]
+    return [text for text in listed if len(text) <= MAX_LISTED]

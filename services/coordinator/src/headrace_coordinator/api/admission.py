@@ -20,6 +20,7 @@ from headrace_schema.views import DeviceView, InstanceView, KeyProblemView
 from headrace_servicekit.registry import read_capabilities
 
 from headrace_coordinator.api.engines import engine_problems
+from headrace_coordinator.api.tasks import task_problems
 from headrace_coordinator.data import Dataset
 from headrace_coordinator.domain.places import named_devices
 from headrace_coordinator.trackers import tracker_problems
@@ -81,6 +82,7 @@ def check(spec: RunSpec, fleet: FleetView, *, trains: bool = True) -> list[KeyPr
         *engine_problems(spec, fleet),
         *_names(spec, fleet),
         *_options(spec, fleet),
+        *task_problems(spec, fleet.names("simulator", "tasks")),
         *check_size(spec, fleet),
         *check_alone(spec),
     ]
