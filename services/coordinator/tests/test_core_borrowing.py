@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from headrace_coordinator.domain import events as ev
-from headrace_coordinator.planner.elastic import Move, Role
+from headrace_coordinator.planner.elastic import Move, Role, plan_elastic
 from headrace_coordinator.run.context import RunContext
 from headrace_coordinator.run.stages.borrowing import Borrowing
 from headrace_coordinator.run.stages.helping import Helping
@@ -105,6 +107,18 @@ def test_without_a_pace_the_first_group_that_is_ready_brings_the_devices_back(li
         assert any(isinstance(e, ev.GroupsSettled) for e in after[:back])
         still = [e for e in after[back:] if isinstance(e, ev.GroupsSettled | ev.StepCommitted)]
         assert isinstance(still[0], ev.GroupsSettled), "others were still decoding"
+
+
+def test_the_real_policy_borrows_where_decoding_takes_long(live):
+    """As it does where many answers share a rollout; the imaginary ones take no longer side by side."""
+
+    def slow(state, now):
+        terms = replace(state.terms, generate=replace(state.terms.generate, fixed_s=0.0, item_s=10.0))
+        return plan_elastic(replace(state, terms=terms), now)
+
+    outcome, _, world = live(policy=slow)
+    assert set(outcome.states.values()) == {"SUCCEEDED"} and outcome.recoveries == 0
+    assert len(leases(world, "decode")) == STEPS - Tail.fewest_steps
 
 
 def test_nothing_is_borrowed_where_the_policy_sees_no_gain(live):

@@ -7,6 +7,7 @@ is lost there costs the answers that it had not finished: the trainer group take
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable
 
 from headrace_coordinator.fleet.ports import CallRefused, InstanceDown
@@ -49,7 +50,9 @@ class Borrowing:
         self._clock = context.event_log.monotonic
         self._news = Notifier()
         self._over = False
-        self._moved_at = self._clock()
+        self._moved_at = (
+            -math.inf
+        )  # Nothing has moved in this step, which the policy would let rest for a while.
         self.joining: list[RolloutClient] = []
         """Rollouts that decode on the trainer group's devices, or are about to."""
         self.moved = False
@@ -93,7 +96,8 @@ class Borrowing:
 
     async def _return(self) -> None:
         began = self._clock()
-        with self._timer.stage("switch"):
+        devices = [device for member in self._workers.trainers for device in member.devices]
+        with self._timer.stage("switch", devices):
             await self._context.placement.hand_devices_to_trainers()
         self._context.tail.switched(self._clock() - began)
 
