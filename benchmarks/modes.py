@@ -6,15 +6,15 @@ that they are compared with is made. Then runs of fixed placements alternate, `-
 learning rate is too small to move a weight, so that all steps of a workload are alike.
 
 - `short`: a small model and answers of four tokens: nothing but coordination.
-- `infer`: few answers at a time, which a second core hardly helps, and a critic and a reference whose infer pass the
-  trainer makes beside them; then it learns.
+- `infer`: few answers at a time, which a second core hardly helps, and a critic and a larger reference whose infer pass
+  the trainer makes beside them; then it learns.
 - `learning`: a wide model, many answers of four tokens: mostly large matrix products, which a second core halves.
 
 Prints one JSON line with `auto_vs_best` (seconds of a step in the placement that auto chose over those in the best one,
 the worst workload), `prediction_error` (mean of |predicted / measured - 1| over workloads and placements, and
 `prediction_error_untried` over those alone that auto did not try itself), `winners_right` (share of workloads in which
 auto chose the mode of the measured winner: collocated, disaggregated or hybrid), `winners` (number of different modes
-that win) and the medians that they come from. Takes about eleven minutes with `--turns 3` on two idle cores.
+that win) and the medians that they come from. Takes about ten minutes with `--turns 3` on two idle cores.
 """
 
 from __future__ import annotations
@@ -54,13 +54,17 @@ class Workload:
     longest: int
     together: int
     algorithm: Mapping[str, Any] = field(default_factory=dict)
+    reference: tuple[int, int] | None = None
+    """Width and layers of a reference model."""
 
 
 PPO = {"name": "ppo", "options": {"epochs": 1, "minibatches": 1, "critic": "model", "kl_loss_coef": 1e-3}}
 WORKLOADS = {
     "short": Workload(width=64, layers=2, groups=16, group_size=8, longest=4, together=128),
-    "infer": Workload(width=256, layers=4, groups=8, group_size=4, longest=64, together=8, algorithm=PPO),
-    "learning": Workload(width=384, layers=4, groups=16, group_size=8, longest=4, together=128),
+    "infer": Workload(
+        width=256, layers=4, groups=4, group_size=4, longest=64, together=8, algorithm=PPO, reference=(384, 6)
+    ),
+    "learning": Workload(width=384, layers=4, groups=8, group_size=8, longest=4, together=64),
 }
 
 
@@ -105,6 +109,10 @@ def make_spec(folder: Path, work: Workload) -> dict[str, Any]:
     folder.mkdir()
     write_model(folder / "model", work.width, work.layers)
     write_prompts(folder / "prompts.jsonl", 8 * work.groups)
+    trainer: dict[str, Any] = {}
+    if work.reference:
+        write_model(folder / "reference", *work.reference)
+        trainer["reference"] = {"path": str(folder / "reference"), "dtype": "float32"}
     return {
         "seed": 7,
         "export": False,
@@ -117,6 +125,7 @@ def make_spec(folder: Path, work: Workload) -> dict[str, Any]:
         "sampling": {"max_new_tokens": work.longest},
         "algorithm": {"group_size": work.group_size, "prompts_per_step": work.groups, **work.algorithm},
         "optimizer": {"lr": 1e-12},
+        "trainer": trainer,
         "rollout": {"max_concurrency": work.together},
         # Any reward that differs inside a group will do: equal rewards carry no gradient.
         "reward": {"scorers": [{"name": "regex", "options": {"pattern": "[0-9]"}}]},

@@ -98,6 +98,21 @@ def test_a_robot_policy_is_cloned_trained_paused_resumed_and_shown(fleet: Fleet,
     assert judged[0] == judged[1], "the last checkpoint and the export are the same policy"
 
 
+def test_simulators_hold_devices_while_rollouts_do(fleet: Fleet, tmp_path: Path):
+    both = {"rollout": "0", "simulator": "1", "trainer": "all"}
+    run = fleet.succeed(fleet.submit(spec(tmp_path, placement=both, export=False)))
+    assert len(audit(fleet, run).trained) == STEPS * BATCH
+    holds = fleet.client.timeline(run.id)["holds"]
+    simulated = [hold for hold in holds if hold["stage"] == "simulate"]
+    assert {hold["instance"] for hold in simulated} == {"simulator-0"}, "one device is for one simulator"
+    assert {name.rpartition("/")[2] for hold in simulated for name in hold["devices"]} == {"cpu:1"}
+    assert len(simulated) >= STEPS, "they are given back before each step learns"
+    learned = [(hold["start"], hold["end"]) for hold in holds if hold["stage"] == "learn"]
+    assert learned and all(
+        end <= hold["start"] or hold["end"] <= start for hold in simulated for start, end in learned
+    )
+
+
 def sources(run: Run) -> list[dict[str, Any]]:
     """The policy of a run's last step, as a checkpoint and as a directory."""
     return [{"checkpoint": {"run": run.id}}, {"model": {"path": run.export_path, "dtype": "float32"}}]

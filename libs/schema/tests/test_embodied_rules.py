@@ -77,3 +77,50 @@ def test_a_warm_up_on_demonstrations_is_handed_to_the_trainer():
 def test_minibatches_of_episodes_are_not_bounded_by_the_prompts():
     algorithm = {"name": "ppo", "group_size": 1, "prompts_per_step": 2, "options": {"minibatches": 8}}
     assert RunSpec.model_validate({**BASE, "algorithm": algorithm}).slots_per_step == 2
+
+
+@pytest.mark.parametrize(
+    ("placement", "mode"),
+    [
+        ({"rollout": "0", "simulator": "1", "trainer": "2"}, "disaggregated"),
+        ({"rollout": "0", "simulator": "1", "trainer": "1"}, "collocated"),
+        ({"rollout": "0", "simulator": "1", "trainer": "0-1"}, "collocated"),
+        ({"rollout,trainer": "0", "simulator": "1"}, "collocated"),
+        ({"simulator,rollout": "0-1", "trainer": "2"}, "disaggregated"),
+        ({"rollout,simulator,trainer": "all"}, "collocated"),
+        ({"rollout": "0-1", "simulator": "2-3", "trainer": "all"}, "collocated"),
+        ({"rollout": "a/all", "simulator": "a/all", "trainer": "b/all"}, "disaggregated"),
+    ],
+)
+def test_devices_of_simulators_say_the_mode_too(placement: dict[str, Any], mode: str):
+    spec = RunSpec.model_validate({**BASE, "placement": placement})
+    assert spec.placement.mode == mode and spec.placement.simulator
+    assert RunSpec.model_validate(spec.model_dump(mode="json")) == spec
+
+
+@pytest.mark.parametrize(
+    ("placement", "key"),
+    [
+        ({"simulator": "1"}, "placement.rollout"),
+        ({"simulator": "1", "rollout": "0"}, "placement.trainer"),
+        ({"mode": "auto", "rollout,trainer": "0", "simulator": "1"}, "placement.rollout"),
+        ({"rollout,trainer": "0", "simulator": "1", "share": True}, "placement.share"),
+        ({"mode": "hybrid", "rollout": "0", "simulator": "1-2", "trainer": "2"}, "placement.simulator"),
+        ({"mode": "collocated", "rollout": "0", "simulator": "1", "trainer": "2"}, "placement.trainer"),
+        ({"rollout,simulator": "0", "trainer": "1"}, "placement.simulator"),
+        ({"rollout,trainer": "0", "simulator": ["1", "1"]}, "placement.simulator"),
+    ],
+)
+def test_devices_of_simulators_that_cannot_be_are_refused(placement: dict[str, Any], key: str):
+    assert key in problems_of({"placement": placement})
+
+
+def test_a_run_without_an_environment_has_no_simulator():
+    text = {
+        "model": {"path": "m"},
+        "data": {"source": "copy_digits"},
+        "reward": {"scorers": [{"name": "exact"}]},
+    }
+    with pytest.raises(ValidationError) as caught:
+        RunSpec.model_validate({**text, "placement": {"rollout,trainer": "0", "simulator": "1"}})
+    assert "placement.simulator" in {item.key for item in explain(caught.value, RunSpec)}

@@ -85,6 +85,18 @@ def test_a_minimal_spec_is_valid_and_its_json_is_a_fixed_point():
         ({"algorithm.name": "distill"}, "trainer.reference", "give the teacher's path"),
         ({"trainer.reference.path": "m"}, "trainer.reference", "no option of grpo uses it"),
         ({"trainer.ranks": 3}, "algorithm.prompts_per_step", "the nearest valid value is 3"),
+        ({"trainer.min_ranks": 2}, "trainer.min_ranks", "use at most 1"),
+        (
+            {"trainer.ranks": 2, "trainer.max_ranks": 1, "algorithm.prompts_per_step": 4},
+            "trainer.max_ranks",
+            "use at least 2",
+        ),
+        ({"trainer.max_ranks": 2, "deterministic": True}, "trainer.max_ranks", "set deterministic: false"),
+        (
+            {"trainer.max_ranks": 2, "placement.mode": "hybrid"},
+            "trainer.max_ranks",
+            "set another placement.mode",
+        ),
         ({"algorithm.clip_low": 0.2}, "algorithm.clip_low", "belong in algorithm.options"),
         ({"optimizer.schedule.warmup_steps": 11}, "optimizer.schedule.warmup_steps", "value is 10"),
         ({"data.prompt.system": "s", "data.prompt.chat": False}, "data.prompt.system", "chat: true"),

@@ -290,3 +290,43 @@ def test_auto_takes_what_is_installed_and_fits_and_says_why(tmp_path):
         }
     )
     assert settle_engine(named, GPUS) == (named, "")
+
+
+ROBOTS = replace(
+    FLEET,
+    capabilities={"simulator": {"backends": frozenset({"gymnasium"})}},
+    instances={**FLEET.instances, "simulator": 1},
+    devices=["h/cpu:0", "h/cpu:1", "h/cpu:2"],
+    simulate={"h/cpu:1", "h/cpu:2"},
+)
+
+
+@pytest.mark.parametrize(
+    ("placement", "expected"),
+    [
+        ({"rollout": "0", "simulator": "1", "trainer": "2"}, {}),
+        ({"rollout,simulator,trainer": "all"}, {}),
+        (
+            {"rollout,trainer": "1", "simulator": "0"},
+            {"placement.simulator[0]": "no simulator instance sees '0'"},
+        ),
+        ({"rollout,trainer": "1", "simulator": "7"}, {"placement.simulator[0]": "there is no device '7'"}),
+        (
+            {"mode": "disaggregated", "rollout": "0", "simulator": "cpu:1", "trainer": "1"},
+            {"placement.simulator": "h/cpu:1 learns too"},
+        ),
+        ({"rollout,trainer": "1", "simulator": "cpu:1"}, {"placement.simulator": "1 devices for 1 rollout"}),
+    ],
+)
+def test_devices_of_simulators_must_be_ones_that_they_see(placement, expected):
+    robots = {
+        "workflow": "embodied",
+        "model": {"policy": {"kind": "mlp"}},
+        "environment": {"tasks": ["reach"], "count": 8},
+        "data": {},
+        "reward": {"scorers": [{"name": "episode"}]},
+        "placement": placement,
+    }
+    found = {key: text for key, text in problems(robots, ROBOTS).items() if key.startswith("placement")}
+    assert found.keys() == expected.keys()
+    assert all(words in found[key] for key, words in expected.items())

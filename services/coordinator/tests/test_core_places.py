@@ -160,7 +160,7 @@ def test_members_in_containers_of_one_machine_are_seated_under_one_name(mode):
         [seated(i) for i in containers([*CORES, GPU]) if i.kind == kind] for kind in ("rollout", "trainer")
     )
     grant = Grant([m.incarnation for m in rollouts], [trainers[0].incarnation], [*CORES, GPU])
-    workers = SimpleNamespace(spec=spec, grant=grant, rollouts=rollouts, trainers=trainers[:1])
+    workers = SimpleNamespace(spec=spec, grant=grant, rollouts=rollouts, trainers=trainers[:1], ranks=1)
     Placement(workers).assign()
     taken = [device for member in rollouts for device in member.devices]
     assert all(member.devices for member in (*rollouts, trainers[0])) and len(set(taken)) == len(taken)
@@ -184,7 +184,8 @@ def test_an_engine_and_a_rank_hold_one_gpu_each():
     rollouts = [seated(instance(f"rollout-{number}", "h1", GPUS)) for number in range(2)]
     trainers = [seated(instance("trainer-0", "h1", GPUS, "trainer"))]
     grant = Grant([m.incarnation for m in rollouts], ["trainer-0"], GPUS[:2])
-    Placement(SimpleNamespace(spec=spec, grant=grant, rollouts=rollouts, trainers=trainers)).assign()
+    workers = SimpleNamespace(spec=spec, grant=grant, rollouts=rollouts, trainers=trainers, ranks=1)
+    Placement(workers).assign()
     assert [member.devices for member in (*rollouts, *trainers)] == [(GPUS[0],), (GPUS[1],), (GPUS[0],)]
 
 

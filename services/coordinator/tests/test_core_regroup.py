@@ -204,3 +204,68 @@ def test_a_size_that_does_not_fit_is_refused_with_what_would(scene, reason, word
     assert refused.reason == reason
     assert re.search(words, text), text
     assert not scene.log(ev.TrainersChanged) and not scene.log(ev.RanksWanted)
+
+
+def test_a_run_that_may_grow_takes_a_trainer_that_comes_and_goes_on_without_it_when_it_goes():
+    scene = Scene(sizes=[], trainers=1, trainer={"ranks": 1, "helpers": 0, "min_ranks": 1, "max_ranks": 2})
+
+    async def trouble():
+        await scene.steps(1)
+        await scene.bear("trainer", "trainer-new", scene.hosts[0])
+        scene.tell_tables(scene._fleet())
+        await scene.steps(3)
+        leaver = next(each for each in scene.living("trainer") if "new" in each.incarnation)
+        scene.spawn(scene.terminate(leaver, 30.0))
+
+    scene.trouble = trouble
+    played(scene)
+    grown, *shrunk = scene.log(ev.TrainersChanged)
+    assert grown.ranks == 2 and "free" in grown.reason
+    assert shrunk[0].ranks == 1 and "1 of 2 trainers is lost" in shrunk[0].reason
+    assert scene.log(ev.RanksWanted) == [] and len(scene.log(ev.StepCommitted)) == STEPS
+    assert "lacks" not in "".join(event.reason for event in scene.log(ev.RunStateChanged))
+
+
+def test_a_run_that_may_shrink_does_not_wait_for_a_trainer_that_was_killed():
+    scene = Scene(
+        sizes=[],
+        ranks=2,
+        checkpoint={"enabled": True, "interval_steps": 1},
+        trainer={"ranks": 2, "helpers": 0, "min_ranks": 1},
+    )
+
+    async def trouble():
+        await scene.steps(2)
+        await scene.kill(scene.states()[0].grant.trainers[1])
+
+    scene.trouble = trouble
+    played(scene)
+    changes = scene.log(ev.TrainersChanged)
+    assert [change.ranks for change in changes] == [1, 2], "and takes the replacement when it is there"
+    assert changes[0].trainers == changes[1].trainers[:1]
+
+
+def test_a_run_that_changes_by_itself_is_not_set():
+    scene = Scene(trainers=2, sizes=[2], trainer={"ranks": 1, "helpers": 0, "max_ranks": 2})
+    played(scene)
+    (refused,) = scene.refusals
+    assert refused.reason == "INVALID" and "by itself" in refused.problems[0].problem
+
+
+def test_a_run_does_not_grow_while_another_one_waits_for_the_trainer():
+    scene = Scene(sizes=[], trainers=1, trainer={"ranks": 1, "helpers": 0, "max_ranks": 2})
+    other = scene.spec.model_dump(mode="json") | {"name": "other"}
+    other["trainer"] |= {"max_ranks": None}
+    scene.specs.append(type(scene.spec).model_validate(other))
+
+    async def trouble():
+        await scene.steps(1)
+        await scene.bear("trainer", "trainer-new", scene.hosts[0])
+        scene.tell_tables(scene._fleet())
+
+    scene.trouble = trouble
+    played(scene)
+    for change in scene.log(ev.TrainersChanged):
+        before = scene.store.log[: scene.store.log.index(change)]
+        ended = {e.run for e in before if isinstance(e, ev.RunStateChanged) and e.state in runs.TERMINAL}
+        assert len(ended) == 1, "the other run has had its turn"

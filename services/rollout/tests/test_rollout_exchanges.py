@@ -170,6 +170,16 @@ async def test_a_model_with_another_tokenizer_is_refused(new_rollout, tiny_direc
     await refused(rollout.stub.OpenRun(request), "MODEL_NOT_READABLE", "reply.path", "another tokenizer")
 
 
+async def test_a_model_that_is_not_there_is_named_by_the_replys_key(new_rollout, tiny_directory, tmp_path):
+    rollout = await new_rollout()
+    config = {
+        "model": {"path": str(tiny_directory), "dtype": "float32"},
+        "reply": {"path": str(tmp_path / "none")},
+    }
+    request = rollout_pb2.OpenRunRequest(header=HEADER, config_json=json.dumps(config))
+    await refused(rollout.stub.OpenRun(request), "MODEL_NOT_READABLE", "reply.path", str(tmp_path / "none"))
+
+
 def output(ids, finish=Finish.EOS, number=3):
     prefix = Prefix(ids, [-1.0] * len(ids), [(number, len(ids))])
     return Output(SampleKey(0, 0), 1, 0, ids, prefix.log_probs, number, [9], finish=finish, whole=prefix)

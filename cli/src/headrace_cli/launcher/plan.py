@@ -82,8 +82,8 @@ class Wiring:
         ]
 
     def instance_command(self, kind: str, index: int, incarnation: str) -> list[str]:
-        """Command line of an instance; only rollout and trainer need leases on devices."""
-        devices = ("--devices", self.devices) if kind in ("rollout", "trainer") else ()
+        """Command line of an instance; a reward needs no lease on devices."""
+        devices = ("--devices", self.devices) if kind != "reward" else ()
         python = self.pythons.get(kind, "")
         return [
             *_module(f"headrace_{kind}", python),

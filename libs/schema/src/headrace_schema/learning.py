@@ -73,6 +73,14 @@ class TrainerSection(Section):
 
     backend: str = Field(default="fsdp", description="name in the trainer's registry")
     ranks: Count = Field(default=1, description="ranks of the trainer group, one trainer instance each")
+    min_ranks: Count | None = Field(
+        default=None,
+        description="a run that has lost trainers goes on with as few ranks as these; default: it waits for others",
+    )
+    max_ranks: Count | None = Field(
+        default=None,
+        description="between two steps the trainer group takes free trainers up to so many ranks; default: none",
+    )
     helpers: CountOrZero = Field(
         default=0,
         description="trainer instances beside the group that help within a step: while the last answers decode, "

@@ -14,6 +14,8 @@ EVERY = "all"
 """Stands for every device, or behind "HOST/" for every one of that host."""
 APART = ("disaggregated", "hybrid")
 """Modes in which generating and learning have devices of their own while answers are made."""
+SIDES = ("rollout", "trainer", "simulator")
+"""Who holds devices, by the keys that name them."""
 MEASURE_STEPS = 3
 MEASURING_SHARE = 0.05
 """Of a run's steps: what measuring both modes may take where the spec does not ask for it."""
@@ -40,6 +42,11 @@ def _expanded(name: str) -> list[str]:
     return [f"{found['stem']}{index}" for index in range(first, last + 1)]
 
 
+def overlap(names: list[str], others: list[str]) -> bool:
+    """Whether two sides have a name in common, or one of them is all devices."""
+    return bool({*names} & {*others}) or EVERY in (*names, *others)
+
+
 Devices = Annotated[list[str], BeforeValidator(_devices)]
 
 
@@ -47,7 +54,7 @@ class PlacementSection(Section):
     """Which devices generate and learn. Names as `headrace instances` shows them.
 
     Devices are a list or a text such as "cpu:0-3,cpu:6": a name, its number alone, a range, or "all", each also
-    behind "HOST/". A key `rollout,trainer` gives both the same.
+    behind "HOST/". A key such as `rollout,trainer` gives the same to each that it names.
     """
 
     mode: Literal["auto", "collocated", "disaggregated", "hybrid"] = Field(
@@ -68,6 +75,11 @@ class PlacementSection(Section):
     )
     rollout: Devices = Field(default_factory=list, description="devices that generate; default: by the mode")
     trainer: Devices = Field(default_factory=list, description="devices that learn; default: by the mode")
+    simulator: Devices = Field(
+        default_factory=list,
+        description="devices on which simulators act while rollouts generate; one that both name goes to one of them; "
+        "default: simulators hold no devices",
+    )
     share: bool = Field(
         default=False,
         description="hold only the devices of the side at work, so that other runs with placement.share can use the "
@@ -113,20 +125,21 @@ class PlacementSection(Section):
         if made.get("share") is True:  # It has no trainer beside it to stream to.
             made = {"flow": "sequential", "mode": "collocated", **made}
         if "mode" not in made and (made.get("rollout") or made.get("trainer")):
-            sides = [_devices(made.get(key)) for key in ("rollout", "trainer")]
-            apart = all(isinstance(side, list) for side in sides) and not {*sides[0]} & {*sides[1]}
+            sides = [_devices(made.get(key, None if key != "simulator" else [])) for key in SIDES]
+            named = all(isinstance(side, list) for side in sides)
+            apart = named and not overlap(sides[1], [*sides[0], *sides[2]])
             made = {**made, "mode": "disaggregated" if apart else "collocated"}
         return made
 
     @classmethod
     def _joined(cls, given: Any) -> Any:
-        """`rollout,trainer: DEVICES` stands for both keys."""
+        """`rollout,trainer: DEVICES` stands for both keys, and so does any other two or three of SIDES."""
         if not isinstance(given, dict):
             return given
         made: dict[str, Any] = {}
         for key, value in given.items():
             parts = [part.strip() for part in key.split(",")] if isinstance(key, str) else [key]
-            if len(parts) == 1 or set(parts) != {"rollout", "trainer"}:
+            if len(parts) == 1 or not set(parts) <= {*SIDES}:
                 made[key] = value
                 continue
             if twice := sorted({*parts} & {*given}):

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 from headrace_schema.embodied_rules import embodied_problems
 from headrace_schema.problems import problem
-from headrace_schema.running import APART, EVERY
+from headrace_schema.running import APART, EVERY, SIDES
+from headrace_schema.simulator_rules import simulator_problems
 from headrace_schema.views import KeyProblemView
 from headrace_schema.workflow_rules import workflow_problems
 
@@ -53,6 +54,7 @@ def impossible_combinations(spec: RunSpec) -> Iterator[KeyProblemView]:
     rules = (
         _size,
         _batch,
+        _ranks,
         _passes,
         _reference,
         _prompt,
@@ -64,7 +66,7 @@ def impossible_combinations(spec: RunSpec) -> Iterator[KeyProblemView]:
         _evaluation,
         _reward,
     )
-    for rule in (*rules, workflow_problems, embodied_problems):
+    for rule in (*rules, simulator_problems, workflow_problems, embodied_problems):
         yield from rule(spec)
 
 
@@ -119,6 +121,26 @@ def _batch(spec: RunSpec) -> Iterator[KeyProblemView]:
             f"the warm-up of {schedule.warmup_steps} steps does not end within the schedule's {total}",
             f"the nearest valid value is {total}",
         )
+
+
+def _ranks(spec: RunSpec) -> Iterator[KeyProblemView]:
+    """Of a trainer group that grows and shrinks by itself."""
+    trainer = spec.trainer
+    least, most = trainer.min_ranks or trainer.ranks, trainer.max_ranks or trainer.ranks
+    if least > trainer.ranks:
+        yield problem("trainer.min_ranks", f"{least} is above trainer.ranks", f"use at most {trainer.ranks}")
+    if most < trainer.ranks:
+        yield problem("trainer.max_ranks", f"{most} is below trainer.ranks", f"use at least {trainer.ranks}")
+    if least == most:
+        return
+    key = "trainer.max_ranks" if most > trainer.ranks else "trainer.min_ranks"
+    if spec.deterministic:
+        yield problem(
+            key, "a deterministic run keeps its ranks", f"remove {key}, or set deterministic: false"
+        )
+    if spec.placement.mode == "hybrid" and most > 1:
+        reason = "hybrid placement gives the rollouts' devices to one rank within a step"
+        yield problem(key, reason, f"remove {key}, or set another placement.mode")
 
 
 def _passes(spec: RunSpec) -> Iterator[KeyProblemView]:
@@ -197,7 +219,7 @@ def _sampling(spec: RunSpec) -> Iterator[KeyProblemView]:
 
 def _placement(spec: RunSpec) -> Iterator[KeyProblemView]:
     placement = spec.placement
-    named = next((key for key in ("rollout", "trainer") if getattr(placement, key)), None)
+    named = next((key for key in SIDES if getattr(placement, key)), None)
     if placement.mode == "auto" and named:
         yield problem(
             f"placement.{named}",
@@ -205,7 +227,8 @@ def _placement(spec: RunSpec) -> Iterator[KeyProblemView]:
             f"remove placement.{named}, or set placement.mode: collocated, disaggregated or hybrid",
         )
     shared = sorted(set(placement.rollout) & set(placement.trainer))
-    if placement.mode == "collocated" and sorted(placement.rollout) != sorted(placement.trainer):
+    uneven = sorted(placement.rollout) != sorted(placement.trainer)
+    if placement.mode == "collocated" and uneven and not placement.simulator:
         yield problem(
             "placement.trainer",
             "collocated placement takes turns on the same devices",

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 from headrace_modelkit.errors import ModelNotReadable
@@ -26,10 +27,12 @@ def conversing(
 ) -> ConversingEngine:
     """Both policies' engines, as one. Raises ModelNotReadable where the second model or its tokenizer does not fit."""
     frozen = replier_of(config.model, reply)
+    replier: Engine | None = None
     if frozen is not None:
-        _same_tokens(settings.codec, reply, load_tokenizer(frozen))
+        with _naming_reply():
+            _same_tokens(settings.codec, reply, load_tokenizer(frozen))
+            replier = build(replace(settings, model=frozen))
     speaker = build(settings)
-    replier = build(replace(settings, model=frozen)) if frozen is not None else None
     limits = [engine.max_context_tokens for engine in (speaker, replier) if engine is not None]
     rules = Rules(
         turns=reply.turns,
@@ -50,6 +53,15 @@ def conversing(
     return ConversingEngine(speaker, replier, rules, read)
 
 
+@contextmanager
+def _naming_reply() -> Iterator[None]:
+    """Whoever reads a model speaks of `model.path`; this one is the reply's."""
+    try:
+        yield
+    except ModelNotReadable as error:
+        raise ModelNotReadable(str(error).replace("model.path", "reply.path")) from error
+
+
 def replier_of(model: ModelSection, reply: ReplySection) -> ModelSection | None:
     """The frozen model that replies; None: the policy does."""
     if not reply.path:
@@ -66,6 +78,6 @@ def _glue(codec: TextCodec, text: str) -> tuple[int, ...]:
 def _same_tokens(codec: TextCodec, reply: ReplySection, other: TextCodec) -> None:
     if codec.tokenizer.get_vocab() != other.tokenizer.get_vocab():
         raise ModelNotReadable(
-            f"reply.path: {reply.path!r} has another tokenizer than model.path, and both read the same ids; give a "
+            f"reply.path: {reply.path!r} has another tokenizer than the policy, and both read the same ids; give a "
             "model of the same family"
         )

@@ -21,6 +21,7 @@ async def mount(instance: Instance) -> Close:
     from headrace.common.v1 import blobs_pb2_grpc
     from headrace.simulator.v1 import simulator_pb2_grpc
     from headrace_servicekit.config import settings_from_environment
+    from headrace_servicekit.lease.devices import gpu_uuids
     from headrace_servicekit.rpc.blobs import BlobServicer, BlobStore
 
     from headrace_simulator.config import SimulatorSettings
@@ -32,10 +33,10 @@ async def mount(instance: Instance) -> Close:
     catalogue = await list_environments(settings.open_timeout_s)
     # Its directory exists from here on; its address is known once the instance listens.
     blobs = BlobStore(instance.weights.directory)
-    pools = Pools(settings, blobs)
+    pools = Pools(settings, blobs, on_gpus=bool(gpu_uuids(instance.config.devices)))
     instance.capabilities["backends"] = sorted({backend for backend, _ in catalogue})
     servicer = SimulatorServicer(instance, pools, catalogue, settings, blobs)
-    instance.on_revoke = servicer.on_revoke
+    instance.on_grant, instance.on_revoke = servicer.on_grant, servicer.on_revoke
     instance.add_service(
         simulator_pb2_grpc.add_SimulatorServiceServicer_to_server,
         servicer,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections.abc import Iterator
@@ -128,7 +129,17 @@ def _answer(host: Host, kind: Kind, payload: bytes) -> Message:
         return kind, host.render(json.loads(payload)["environment"])
     if kind is Kind.VIDEO:
         return kind, host.video(json.loads(payload)["environment"])
+    if kind is Kind.THREADS:
+        _compute_with(json.loads(payload)["threads"])
+        return kind, b""
     return Kind.CATALOGUE, json.dumps(catalogue()).encode()
+
+
+def _compute_with(threads: int) -> None:
+    """Also for what is imported later; a library that reads neither is held by the process's cores alone."""
+    os.environ["OMP_NUM_THREADS"] = str(threads)
+    if torch := sys.modules.get("torch"):
+        torch.set_num_threads(threads)
 
 
 def catalogue() -> list[tuple[str, str]]:

@@ -6,6 +6,7 @@ import asyncio
 import json
 from typing import Any
 
+from headrace_servicekit.lease.devices import bind_cpu, gpu_uuids
 from headrace_servicekit.process.worker import Worker, WorkerGone, WorkerTimeout, exit_description
 
 from headrace_simulator.pipes import CODEC, Kind, Message
@@ -36,6 +37,11 @@ class ChildHost:
         self.description = b""
         """The OpenPoolResponse that describes the environments, serialized."""
         self.turn = asyncio.Lock()
+        self.devices: tuple[str, ...] = ()
+        """Of the lease under which it is asked; its processes compute there from the next question on."""
+        self.share = 1
+        """How many children divide these devices' cores."""
+        self._bound: tuple[str, ...] = ()
         self._opening = json.dumps(opening).encode()
         self._open_timeout_s = open_timeout_s
         self._starting: asyncio.Task[Worker[Message]] | None = None
@@ -51,10 +57,11 @@ class ChildHost:
             self._starting = asyncio.create_task(self._start())
         try:
             # The start outlives the one who waits for it.
-            return await asyncio.shield(self._starting)
+            child = await asyncio.shield(self._starting)
         except (HostFault, HostLost):
             self._starting = None
             raise
+        return child if self._bound == self.devices else await self._bind(child)
 
     async def answer(self, child: Worker[Message], timeout_s: float) -> bytes:
         """The child's next answer.
@@ -72,6 +79,12 @@ class ChildHost:
             status = await child.wait_or_kill()
             await self._replace(child)
             raise HostLost(f"its process {exit_description(status)}") from error
+
+    async def rest(self) -> None:
+        """Ends the child, which leaves nothing on a GPU; the next question makes another one."""
+        async with self.turn:
+            await self.close()
+            self.generation += 1
 
     async def kill(self) -> None:
         """Kills a child that is at work: who waits for its answer gets HostLost."""
@@ -95,9 +108,31 @@ class ChildHost:
         # At once, so that a new environment stands ready when its reset comes.
         self._starting = asyncio.create_task(self._start())
 
+    async def _bind(self, child: Worker[Message]) -> Worker[Message]:
+        """The child on the devices of the present lease: the same process on CPU slots, another one on other GPUs."""
+        if gpu_uuids(self.devices) != gpu_uuids(self._bound):
+            await self._replace(child)
+            assert self._starting is not None
+            return await asyncio.shield(self._starting)
+        self._place(child)
+        await self.answer(child, self._open_timeout_s)
+        return child
+
+    def _place(self, child: Worker[Message]) -> None:
+        """Binds a child to its devices, and tells it, which it answers, how many threads it has there."""
+        self._bound = self.devices
+        cores = bind_cpu(self.devices, child.process.pid)
+        child.send((Kind.THREADS, json.dumps({"threads": max(1, cores // self.share)}).encode()))
+
     async def _start(self) -> Worker[Message]:
-        child = await Worker.start(MODULE, CODEC)
+        gpus = gpu_uuids(self.devices)
+        variables = {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else None
+        child = await Worker.start(MODULE, CODEC, variables=variables)
+        self._bound = self.devices
         try:
+            if self.devices:
+                self._place(child)
+                await child.receive(self._open_timeout_s)
             child.send((Kind.OPEN, self._opening))
             self.description = _payload(await child.receive(self._open_timeout_s))
         except WorkerTimeout as error:

@@ -24,6 +24,8 @@ class Kind(IntEnum):
     """Answer with JSON {field, message}, where an OPEN, a RENDER or a VIDEO failed."""
     VIDEO = 6
     """Asked with JSON {environment: index}, answered with the MP4 file of the episode that is recorded."""
+    THREADS = 7
+    """Asked with JSON {threads: number} to compute with from now on, answered with nothing."""
 
 
 Message = tuple[Kind, bytes]

@@ -116,6 +116,15 @@ class EnvironmentPool:
         """The MP4 file of the episode that is recorded; raises as `render`."""
         return await self._asked(Kind.VIDEO, environment)
 
+    def use(self, devices: Sequence[str]) -> None:
+        """The devices of the lease that the next operations run under."""
+        for host in self._hosts:
+            host.devices, host.share = tuple(devices), len(self._hosts)
+
+    async def rest(self) -> None:
+        """Ends the children, for a GPU that is given back; they are made again by the next reset."""
+        await asyncio.gather(*(host.rest() for host in self._hosts))
+
     async def settle(self, notice_s: float) -> None:
         """Returns once nothing runs; kills the children of operations that take longer than `notice_s`."""
         if self._running:

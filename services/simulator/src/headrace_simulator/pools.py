@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
 
+from headrace_servicekit.lease.devices import gpu_uuids
 from headrace_servicekit.rpc.blobs import BlobStore
 
 from headrace_simulator.config import SimulatorSettings
@@ -30,14 +32,22 @@ class _Opening:
 
 
 class Pools:
-    """Pools by name. An opening is keyed by (run, request id)."""
+    """Pools by name. An opening is keyed by (run, request id). `on_gpus`: leases are on GPUs here."""
 
-    def __init__(self, settings: SimulatorSettings, blobs: BlobStore) -> None:
-        self._settings, self._blobs = settings, blobs
+    def __init__(self, settings: SimulatorSettings, blobs: BlobStore, *, on_gpus: bool = False) -> None:
+        self._settings, self._blobs, self._on_gpus = settings, blobs, on_gpus
         self._numbers = count(1)
         self._openings: OrderedDict[tuple[str, str], _Opening] = OrderedDict()
         self._pools: dict[str, tuple[str, EnvironmentPool]] = {}
         self._reserved = 0
+        self._leases: dict[int, tuple[str, tuple[str, ...]]] = {}
+        """Run and devices by epoch."""
+
+    def lease(self, epoch: int, run: str, devices: Sequence[str]) -> None:
+        """A run's pools that need a lease act on these devices from their next operation on."""
+        self._leases[epoch] = run, tuple(devices)
+        for pool in self._leased(run):
+            pool.use(devices)
 
     async def open(self, run: str, request_id: str, plan: PoolPlan) -> EnvironmentPool:
         """Opens a pool, or finds the one that the same request opened.
@@ -74,10 +84,21 @@ class Pools:
         opening = {run for (run, _), opening in self._openings.items() if not opening.pool.done()}
         return opening | {run for run, _ in self._pools.values()}
 
-    async def settle(self, notice_s: float) -> None:
-        """Returns once nothing runs in the pools that need a lease; kills what takes longer than `notice_s`."""
-        leased = [pool for _, pool in self._pools.values() if pool.plan.leased]
+    async def settle(self, epoch: int, notice_s: float) -> None:
+        """Returns once nothing runs under a lease; kills what takes longer than `notice_s`.
+
+        Pools stay, without their processes where these are on a GPU.
+        """
+        run, devices = self._leases.pop(epoch, (None, ()))
+        leased = self._leased(run)
         await asyncio.gather(*(pool.settle(notice_s) for pool in leased))
+        if gpu_uuids(devices):
+            await asyncio.gather(*(pool.rest() for pool in leased))
+
+    def _leased(self, run: str | None) -> list[EnvironmentPool]:
+        """Pools that need a lease, of one run or of all."""
+        pools = self._pools.values()
+        return [pool for owner, pool in pools if pool.plan.leased and run in (None, owner)]
 
     async def close(self, name: str) -> None:
         """Closes a pool; one that is not open stays closed."""
@@ -109,13 +130,23 @@ class Pools:
             )
         self._reserved += plan.count
         pool = EnvironmentPool(f"pools/{next(self._numbers)}", plan, self._settings, self._blobs)
+        self._place(pool, run)
         try:
             await pool.open()
         except BaseException:  # cancelled too: the places it reserved are free again
             self._reserved -= plan.count
             raise
         self._pools[pool.name] = (run, pool)
+        if not self._place(pool, run) and plan.leased and self._on_gpus:
+            await pool.rest()  # What making them took of a GPU is not the run's yet.
         return pool
+
+    def _place(self, pool: EnvironmentPool, run: str) -> bool:
+        """A pool that needs a lease acts on the devices of its run's; whether there is one."""
+        found = [devices for owner, devices in self._leases.values() if pool.plan.leased and owner == run]
+        for devices in found:
+            pool.use(devices)
+        return bool(found)
 
     def _forget_failure(self, key: tuple[str, str], task: asyncio.Task[EnvironmentPool]) -> None:
         # A retry of a request that failed tries again.

@@ -49,11 +49,17 @@ class SimulatorServicer(simulator_pb2_grpc.SimulatorServiceServicer):
             simulator_pb2.Environment(backend=backend, name=name) for backend, name in catalogue
         ]
 
+    async def on_grant(self, lease: common_pb2.Lease) -> None:
+        """The pools of the lease's run act on its devices."""
+        self._revoked = {epoch for epoch in self._revoked if self._instance.fence.holds(epoch)}
+        self._pools.lease(lease.epoch, lease.run, lease.devices)
+
     async def on_revoke(self, epoch: int, notice_s: float, keep: bool = False) -> Memory:
         """Ends what runs under leases, by force after the notice; pools stay, for another lease to go on with."""
         self._revoked.add(epoch)
-        await self._pools.settle(notice_s)
-        return host_memory()
+        await self._pools.settle(epoch, notice_s)
+        # This process uses no GPU, and the children that did have ended: what it measures is the host's memory.
+        return Memory(free_bytes=host_memory().free_bytes)
 
     async def ListEnvironments(
         self, request: simulator_pb2.ListEnvironmentsRequest, context: Context
@@ -221,7 +227,7 @@ def _plan(request: simulator_pb2.OpenPoolRequest, settings: SimulatorSettings) -
         auto_reset=request.auto_reset,
         processes=request.processes,
         blob_bytes=request.blob_bytes,
-        leased=bool(request.header.lease_epoch),
+        leased=request.leased or bool(request.header.lease_epoch),
     )
 
 

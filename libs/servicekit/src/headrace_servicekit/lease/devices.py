@@ -58,8 +58,8 @@ def gpu_uuids(devices: Iterable[str]) -> list[str]:
     return [owner for owner, kind, _ in map(_parse, devices) if kind == "gpu"]
 
 
-def bind_cpu(devices: Sequence[str]) -> int:
-    """Binds all threads of this process to the cores of the leased CPU slots.
+def bind_cpu(devices: Sequence[str], process: int | None = None) -> int:
+    """Binds all threads of this process, or of another one by its id, to the cores of the leased CPU slots.
 
     Returns the number of threads to compute with. GPU devices leave the affinity alone. Raises ServiceError
     INVALID when a core does not exist. Threads started later inherit the mask of the thread that starts them.
@@ -67,7 +67,11 @@ def bind_cpu(devices: Sequence[str]) -> int:
     cores = {number for _, kind, number in map(_parse, devices) if kind == "cpu"}
     if not cores:
         return len(os.sched_getaffinity(0))
-    for thread in os.listdir("/proc/self/task"):
+    try:
+        threads = os.listdir(f"/proc/{process or 'self'}/task")
+    except FileNotFoundError:
+        return len(cores)  # the process ended meanwhile
+    for thread in threads:
         try:
             os.sched_setaffinity(int(thread), cores)
         except ProcessLookupError:

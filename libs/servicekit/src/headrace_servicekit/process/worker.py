@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Generic
 
@@ -47,9 +48,16 @@ class Worker(Generic[Message]):
     _killed: bool = False
 
     @classmethod
-    async def start(cls, module: str, codec: Codec[Message], memory_bytes: int = 0) -> Worker[Message]:
+    async def start(
+        cls,
+        module: str,
+        codec: Codec[Message],
+        memory_bytes: int = 0,
+        variables: Mapping[str, str] | None = None,
+    ) -> Worker[Message]:
         """Starts `python -m module` in a session of its own, without this service's settings and secrets."""
         environment = {key: value for key, value in os.environ.items() if not key.startswith("HEADRACE_")}
+        environment |= variables or {}
         environment |= {PARENT_VARIABLE: str(os.getpid()), MEMORY_VARIABLE: str(memory_bytes)}
         # -P: a file in the current directory must not stand in for a library.
         process = await asyncio.create_subprocess_exec(

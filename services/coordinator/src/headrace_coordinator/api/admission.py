@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from headrace_schema.from_json_schema import check_options
 from headrace_schema.generating import ModelSection
 from headrace_schema.problems import Impossible, choose, nearest, problem
-from headrace_schema.running import APART
+from headrace_schema.running import APART, SIDES
 from headrace_schema.spec import RunSpec
 from headrace_schema.views import DeviceView, InstanceView, KeyProblemView
 from headrace_servicekit.registry import read_capabilities
@@ -39,6 +39,8 @@ class FleetView:
     devices: Sequence[str]
     hosts: Mapping[str, set[str]] = field(default_factory=dict)
     """Device → hosts of the instances that see it."""
+    simulate: Collection[str] = ()
+    """Devices that simulators see."""
 
     @classmethod
     def of(cls, instances: Iterable[InstanceView], devices: Iterable[DeviceView] | None = None) -> FleetView:
@@ -47,20 +49,23 @@ class FleetView:
         counts: dict[str, int] = {}
         own: dict[str, None] = {}
         hosts: dict[str, set[str]] = defaultdict(set)
+        simulate: set[str] = set()
         for instance in instances:
             if instance.state not in ("READY", "SILENT"):
                 continue
             own |= dict.fromkeys(instance.devices)
             for name in instance.devices:
                 hosts[name].add(instance.host)
+            if instance.kind == "simulator":
+                simulate |= {*instance.devices}
             counts[instance.kind] = counts.get(instance.kind, 0) + 1
             facets = capabilities.setdefault(instance.kind, {})
             for facet, names in instance.capabilities.items():
                 facets[facet] = facets.get(facet, frozenset()) | set(names)
         if devices is None:
-            return cls(capabilities, counts, list(own), hosts)
+            return cls(capabilities, counts, list(own), hosts, simulate)
         usable = [device.name for device in devices if device.state != "QUARANTINED"]
-        return cls(capabilities, counts, usable, hosts)
+        return cls(capabilities, counts, usable, hosts, simulate)
 
     def names(self, kind: str, facet: str) -> frozenset[str]:
         """Capabilities of one kind and facet."""
@@ -186,7 +191,7 @@ def _devices(spec: RunSpec, fleet: FleetView) -> Iterator[KeyProblemView]:
     placement = spec.placement
     shown = {device.rpartition("/")[2] for device in fleet.devices}
     meant: dict[str, list[str]] = {}
-    for key in ("rollout", "trainer"):
+    for key in SIDES:
         names: list[str] = getattr(placement, key)
         meant[key] = named_devices(names, fleet.devices, fleet.hosts)
         for index, name in enumerate(names):
@@ -205,6 +210,9 @@ def _devices(spec: RunSpec, fleet: FleetView) -> Iterator[KeyProblemView]:
         return
     if any(name.startswith("gpu:") for name in shown):
         yield from _on_gpus(spec)
+    if placement.simulator:
+        yield from _simulators(spec, fleet, meant)
+        return
     generate = max(len(meant["rollout"]), spec.rollout.instances)
     learn = max(len(meant["trainer"]), spec.trainer.ranks)
     needed, there = generate + learn if apart else max(generate, learn), len(fleet.devices)
@@ -215,6 +223,26 @@ def _devices(spec: RunSpec, fleet: FleetView) -> Iterator[KeyProblemView]:
             f"{placement.mode} placement needs {needed} devices ({parts}) and there are {there}",
             _fitting(spec.rollout.instances, spec.trainer.ranks, there, apart=apart),
         )
+
+
+def _simulators(
+    spec: RunSpec, fleet: FleetView, meant: Mapping[str, Sequence[str]]
+) -> Iterator[KeyProblemView]:
+    there = [device for device in fleet.devices if device in fleet.simulate]
+    simulates = named_devices(spec.placement.simulator, there, fleet.hosts)
+    acting = {*meant["rollout"], *simulates}
+    for index, name in enumerate(spec.placement.simulator):
+        if named_devices([name], fleet.devices, fleet.hosts) and not named_devices(
+            [name], there, fleet.hosts
+        ):
+            fix = "name a device that one sees, or start simulators with --devices auto"
+            yield problem(f"placement.simulator[{index}]", f"no simulator instance sees {name!r}", fix)
+    if spec.placement.mode in APART and (both := sorted({*simulates} & {*meant["trainer"]})):
+        reason = f"{', '.join(both)} learns too; {spec.placement.mode} placement needs disjoint devices"
+        yield problem("placement.simulator", reason, "name other devices, or set placement.mode: collocated")
+    if simulates and len(acting) <= spec.rollout.instances:
+        reason = f"{len(acting)} devices for {spec.rollout.instances} rollout instances and a simulator"
+        yield problem("placement.simulator", reason, f"name at least {spec.rollout.instances + 1} devices")
 
 
 def _on_gpus(spec: RunSpec) -> Iterator[KeyProblemView]:

@@ -29,6 +29,9 @@ def plan_ranks(state: State, run: RunState, ranks: int, fleet: FleetView, now: f
         raise Refused("CONFLICT", f"run {run.id} is {run.state}; nothing can change it any more")
     if run.evaluation is not None:
         raise _invalid(problem(KEY, "an evaluation trains nothing", "set it on a run that trains"))
+    if len(run.sizes) > 1:
+        reason = "the run takes and gives back ranks by itself, as its trainer.min_ranks and max_ranks say"
+        raise _invalid(problem(KEY, reason, "scale the trainers, or submit a run without them"))
     if ranks == (run.wanted_ranks or run.ranks):
         return []
     if ranks != run.ranks:

@@ -211,6 +211,15 @@ class RunState(msgspec.Struct):
         return self.changed_ranks or self._section("trainer", "ranks", 1)
 
     @property
+    def sizes(self) -> list[int]:
+        """Numbers of ranks that it may take by itself, ascending: those that share a step's groups evenly."""
+        own: int = self._section("trainer", "ranks", 1)
+        trainer = self.spec.get("trainer", {})
+        least, most = trainer.get("min_ranks") or own, trainer.get("max_ranks") or own
+        prompts: int = self._section("algorithm", "prompts_per_step", 1)
+        return [ranks for ranks in range(least, most + 1) if prompts % ranks == 0 or ranks == own]
+
+    @property
     def priority(self) -> int:
         """Runs of a higher priority come first."""
         priority: int = self.spec.get("scheduling", {}).get("priority", 0)

@@ -46,6 +46,8 @@ class Demand(msgspec.Struct, frozen=True):
     """Whether other runs that share may be granted its devices too."""
     rollout_devices: tuple[str, ...]
     trainer_devices: tuple[str, ...]
+    simulator_devices: tuple[str, ...] = ()
+    """Empty: simulators hold no devices."""
 
     @property
     def algorithms(self) -> str:
@@ -83,6 +85,7 @@ def demand_of(run: RunState) -> Demand:
         shares=shares(run),
         rollout_devices=tuple(placement["rollout"]),
         trainer_devices=tuple(placement["trainer"]),
+        simulator_devices=tuple(placement.get("simulator", ())),
     )
 
 
@@ -237,7 +240,10 @@ class _Planner:
         trainers = self._choose("trainer", facets, taken, kept.trainers, demand.trainers)
         if len(trainers) < demand.trainers:
             return self._missing("trainer", demand.trainers, len(trainers), grants)
-        devices = self._devices(demand, rollouts, trainers, grants, kept.devices)
+        seeing = self._simulators_on(demand)
+        if demand.simulator_devices and not seeing:
+            return f"a simulator instance that has {', '.join(demand.simulator_devices)} to register"
+        devices = self._devices(demand, (*rollouts, *trainers, *seeing), grants, kept.devices)
         if isinstance(devices, str):
             return devices
         owners = [i.incarnation for i in trainers]
@@ -280,8 +286,7 @@ class _Planner:
     def _devices(
         self,
         demand: Demand,
-        rollouts: Sequence[InstanceState],
-        trainers: Sequence[InstanceState],
+        members: Sequence[InstanceState],
         grants: dict[str, Grant],
         own: Sequence[str],
     ) -> list[str] | str:
@@ -292,24 +297,25 @@ class _Planner:
             if not (demand.shares and shares(self._state.runs[name])):
                 for device in grant.devices:
                     busy.setdefault(device, []).append(name)
-        members = (*rollouts, *trainers)
         for machine in sorted({self._machines[i.incarnation] for i in members}):
             here = [i for i in members if self._machines[i.incarnation] == machine]
-            generate = sum(i.kind == "rollout" for i in here)
-            learn = len(here) - generate
+            generate, learn = (sum(i.kind == kind for i in here) for kind in ("rollout", "trainer"))
             needed = generate + learn if demand.disaggregated else max(generate, learn)
             if not devices_seen(here):
                 continue  # Instances without devices of their own run without a lease.
             everything = self._devices_of(here)
             free = [device for device in everything if device not in busy]
-            named = named_devices(
-                (*demand.rollout_devices, *demand.trainer_devices), everything, hosts_of(here)
-            )
+            names = (*demand.rollout_devices, *demand.trainer_devices) if generate or learn else ()
+            if len(here) > generate + learn:
+                names += demand.simulator_devices
+            named = named_devices(names, everything, hosts_of(here))
             if named:
                 if missing := [device for device in named if device not in free]:
                     return f"{', '.join(missing)} to be free{_held_by(name for d in missing for name in busy[d])}"
                 chosen += named
                 continue
+            if not generate and not learn:
+                continue  # Simulators are here alone, and none of these devices is named for them.
             # What an admitted run has beyond its need stays: its leases may cover it until a step has ended.
             mine = sum(device in own for device in free)
             parts = 1 if demand.shares else self._parts(demand)
@@ -327,6 +333,12 @@ class _Planner:
                 )
             chosen += sorted(free[:fair], key=everything.index)
         return chosen
+
+    def _simulators_on(self, demand: Demand) -> list[InstanceState]:
+        """Simulators that see one of the devices that are named for simulators."""
+        found = simulators(self._state.instances.values(), demand.simulator)
+        hosts = hosts_of(found)
+        return [i for i in found if named_devices(demand.simulator_devices, i.devices, hosts)]
 
     def _devices_of(self, instances: Iterable[InstanceState]) -> list[str]:
         """Devices that the instances can use and that are not in quarantine, by name."""

@@ -61,7 +61,7 @@ async def _drive(
     context: RunContext, member: RolloutClient, questions: Questions, mine: Sequence[int], done: Answers
 ) -> None:
     opening = deepcopy(questions.opening)
-    await context.workers.staff_simulators(member)
+    await context.placement.simulators.staff(member)
     if isinstance(opening, rollout.RunEpisodesOpen) and context.workers.pools is not None:
         opening.pools.extend(context.workers.pools.of(member.incarnation))
     try:

@@ -55,7 +55,7 @@ def executable(context: RunContext, *, one_machine: bool) -> tuple[list[Style], 
     hybrid = HYBRID, PIPELINED
     if gpus:
         why[hybrid] = "needs CPU slots"
-    elif context.state.ranks > 1:
+    elif context.workers.ranks > 1:
         why[hybrid] = "needs trainer.ranks: 1"
     elif not one_machine:
         why[hybrid] = "needs all devices on one machine"

@@ -78,6 +78,8 @@ class RunLoop:
                     return outcome
                 self._move(runs.RECOVERING, f"a trainer was told to stop; {what}")
             except Unstaffed as lack:
+                if await self._regrouping.settle():
+                    continue
                 return Outcome(runs.QUEUED, f"lacks {lack}; starts again when there is one")
             except Misplaced as problem:
                 self._intend_pause(str(problem))
@@ -116,6 +118,7 @@ class RunLoop:
         context = self.context
         if context.state.state == runs.RUNNING:
             self._move(runs.RECOVERING, "the coordinator restarted")
+        await self._regrouping.settle()
         await context.workers.staff()
         context.placement.assign()
         await context.placement.hand_devices_to_trainers()

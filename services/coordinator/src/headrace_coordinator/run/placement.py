@@ -20,12 +20,13 @@ from headrace_schema.running import APART, PlacementSection
 
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain.intervals import Interval
-from headrace_coordinator.domain.leases import DECODE, HELD, HELP, LeaseRequest, is_gpu
-from headrace_coordinator.domain.places import devices_seen, hosts_of, machines, named_devices
+from headrace_coordinator.domain.leases import DECODE, HELD, HELP, SIMULATE, LeaseRequest, is_gpu
+from headrace_coordinator.domain.places import device_order, devices_seen, hosts_of, machines, named_devices
 from headrace_coordinator.domain.plans import section_of
 from headrace_coordinator.fleet.ports import CallRefused, InstanceDown
 from headrace_coordinator.run.clients import Published, RolloutClient, TrainerClient, WorkerClient
 from headrace_coordinator.run.concurrency import gather_all
+from headrace_coordinator.run.simulator_leases import SimulatorLeases
 from headrace_coordinator.run.workers import WorkerGroup
 
 Member = TypeVar("Member", bound=WorkerClient)
@@ -49,6 +50,7 @@ class Placement:
         self._moving = asyncio.Lock()
         self._joined = False
         """The trainer has the rollouts' devices too, until they generate again."""
+        self.simulators = SimulatorLeases(workers, lambda: self.section, self._moving)
 
     @property
     def joins(self) -> bool:
@@ -97,9 +99,20 @@ class Placement:
         ):
             groups = _by_machine(members, (*rollouts, *trainers))
             for machine, group in groups.items():
+                side = self._leave_simulators_theirs(kind, devices_of[kind, machine], group)
                 # A lost member keeps its seat where there are devices for it, so that the others need not move.
-                seats = max(len(group), min(ceil(wanted / len(groups)), len(devices_of[kind, machine])))
-                _seat(group, devices_of[kind, machine], seats, f"placement.{kind}")
+                seats = max(len(group), min(ceil(wanted / len(groups)), len(side)))
+                _seat(group, side, seats, f"placement.{kind}")
+
+    def _leave_simulators_theirs(
+        self, kind: str, devices: Sequence[str], members: Sequence[WorkerClient]
+    ) -> list[str]:
+        """A side's devices on a machine beside its simulators'; joined, the trainers have those too."""
+        theirs = self.simulators.devices()
+        if kind == "rollout":
+            return [device for device in devices if device not in theirs]
+        more = theirs & devices_seen(member.instance for member in members) if self._joined else set()
+        return [*devices, *sorted(more - {*devices}, key=device_order)]
 
     async def hand_devices_to_trainers(self, *, complete: bool = False) -> None:
         """The trainer group holds its devices, awake. `complete`: the step's answers are.
@@ -205,6 +218,7 @@ class Placement:
             await self._let_go(self.workers.trainers, keep=self.resident)
             self._joined = False
         await self._take(self.workers.rollouts, "generate")
+        await self.simulators.take()
         await self._load(self.workers.rollouts, published)
         if apart:
             await self._learn()
@@ -227,6 +241,7 @@ class Placement:
                 if self.workers.fleet.alive(member.incarnation):
                     raise
         await self._let_go([member for member in self.workers.rollouts if member.lease_epoch], keep=keep)
+        await self.simulators.let_go()
 
     async def _stand_down_trainers(self, *, keep: bool = False) -> None:
         if not keep:
@@ -257,7 +272,9 @@ class Placement:
         return [
             lease.epoch
             for lease in leases
-            if lease.run == self.workers.run and welcome.get(lease.incarnation) != tuple(lease.devices)
+            if lease.run == self.workers.run
+            and lease.stage != SIMULATE
+            and welcome.get(lease.incarnation) != tuple(lease.devices)
         ]
 
     async def _let_go(self, members: Sequence[WorkerClient], *, keep: bool = False) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from headrace.rollout.v1 import rollout_pb2 as rollout
 from headrace.simulator.v1 import simulator_pb2 as simulator
@@ -20,6 +20,7 @@ from headrace_coordinator.fleet.fleet import Fleet
 from headrace_coordinator.fleet.ports import CallRefused, InstanceDown, Port
 from headrace_coordinator.run.clients import SimulatorClient
 from headrace_coordinator.run.concurrency import gather_all
+from headrace_coordinator.run.simulator_seats import Seats
 from headrace_coordinator.run.spaces import Place, divide
 
 REWARDS = {
@@ -47,6 +48,8 @@ class Pools:
         self.clients: list[SimulatorClient] = []
         self.described: dict[str, simulator.OpenPoolResponse] = {}
         """By task, the newest description."""
+        self.seats: Callable[[Sequence[InstanceState], Mapping[str, Sequence[str]]], Seats] | None = None
+        """Devices of simulators, some of which keep theirs, where simulators hold leases: no other one is used."""
         self._fleet = fleet
         self._run = run
         self._environment = environment
@@ -88,7 +91,7 @@ class Pools:
     async def _staff(self, rollouts: list[str], movable: Collection[str]) -> None:
         failed: set[str] = set()
         while True:
-            self._meet(failed)
+            self._meet(failed, keep=not {*rollouts} <= {*movable})
             if not self.clients:
                 raise InstanceDown("simulator", "no simulator opens the run's environments")
             where = [client.incarnation for client in self.clients]
@@ -113,9 +116,11 @@ class Pools:
         async with self._moving:
             await self._close(place for place in places if place in self._open)
 
-    def _meet(self, failed: Collection[str]) -> None:
-        """Clients of the simulators that are ready now."""
+    def _meet(self, failed: Collection[str], *, keep: bool) -> None:
+        """Clients of the simulators that are ready now; with `keep`, those that hold devices keep them."""
         ready = {state.incarnation: state for state in self.ready() if state.incarnation not in failed}
+        devices = self._seats(ready.values(), keep)
+        ready = {incarnation: ready[incarnation] for incarnation in devices}
         self.clients = [c for c in self.clients if c.opened and c.incarnation in ready]
         known = {client.incarnation for client in self.clients}
         for place in [place for place in self._open if place[0] not in known]:
@@ -128,6 +133,16 @@ class Pools:
                 # A fresh id closes what a coordinator that stopped had open there.
                 client.open_id, client.opened = self._fleet.next_open_id(), True
                 self.clients.append(client)
+        for client in self.clients:
+            client.devices = devices[client.incarnation]
+
+    def _seats(self, simulators: Iterable[InstanceState], keep: bool) -> Seats:
+        states = list(simulators)
+        if self.seats is None:
+            return {state.incarnation: () for state in states}
+        live = self._fleet.event_log.state.table.leases
+        holding = {c.incarnation: c.devices for c in self.clients if keep and c.lease_epoch in live}
+        return self.seats(states, holding)
 
     def _unwanted(
         self, wanted: Mapping[Place, int], rollouts: Collection[str], movable: Collection[str]
@@ -161,6 +176,7 @@ class Pools:
             reward_mode=REWARDS[section.reward],
             processes=section.processes and min(section.processes, count),
             blob_bytes=BLOB_BYTES if self._one_host(place) else 0,
+            leased=bool(client.devices),
         )
         request.step_timeout.FromMilliseconds(int(section.step_timeout_s * 1000))
         name = client.instance.instance

@@ -7,6 +7,7 @@ from disk, and no version is lost or made. Which instances there are for it is `
 from __future__ import annotations
 
 from headrace_coordinator.domain import events as ev
+from headrace_coordinator.domain.runs import QUEUED, RECOVERING, RUNNING, plan_move
 from headrace_coordinator.domain.scheduling import plan_regroup
 from headrace_coordinator.fleet.ports import USER_ERRORS, CallRefused
 from headrace_coordinator.run.clients import Published, TrainerClient
@@ -17,6 +18,9 @@ from headrace_coordinator.run.leaving import close
 UNFIT = frozenset({*USER_ERRORS, "MEMORY_SHORT"})
 """Why trainers refuse a state in a group of this size, for good: the run goes back to the size that it had."""
 
+CONTENT_S = 600.0
+"""After so long a run whose trainers refused a larger group tries it again, of itself."""
+
 
 class Regrouping:
     """The changes of one run's trainer group."""
@@ -24,17 +28,48 @@ class Regrouping:
     def __init__(self, context: RunContext) -> None:
         self._context = context
         self._told = ""
+        self._content_until = 0.0
 
     def due(self) -> ev.TrainersChanged | None:
         """The change to make before the next step; tells once what a wanted one waits for."""
         wanted = self._context.state.wanted_ranks
         if not wanted:
-            return None
+            return self._growth()
         found = self._plan(wanted, f"trainer.ranks: {wanted} is wanted")
         if isinstance(found, str):
             self._tell(f"trainer.ranks: {wanted} waits for {found}; goes on with {self._context.state.ranks}")
             return None
         return found
+
+    def _growth(self) -> ev.TrainersChanged | None:
+        """Of a run that may grow: the largest group that free trainers make, unless another run waits for them."""
+        log, run = self._context.event_log, self._context.state
+        larger = [ranks for ranks in run.sizes if ranks > run.ranks]
+        waits = any(other.state == QUEUED for other in log.state.active_runs())
+        if not larger or waits or log.monotonic() < self._content_until:
+            return None
+        plans = (self._plan(ranks, "a trainer is free") for ranks in reversed(larger))
+        return next((plan for plan in plans if not isinstance(plan, str)), None)
+
+    async def settle(self) -> bool:
+        """Whether a run that has lost trainers, and may be smaller, goes on with those that it has."""
+        log, run = self._context.event_log, self._context.state
+        held = run.grant.trainers if run.grant else []
+        left = [who for who in held if (i := log.state.instances.get(who)) and not i.draining]
+        smaller = [ranks for ranks in run.sizes if ranks <= len(left) and ranks < run.ranks]
+        if not smaller or len(left) >= run.ranks or not isinstance(self._plan(run.ranks, ""), str):
+            return False
+        lost = run.ranks - len(left)
+        change = self._plan(
+            smaller[-1], f"{lost} of {run.ranks} trainers {'is' if lost == 1 else 'are'} lost"
+        )
+        if isinstance(change, str):
+            return False
+        if run.state == RUNNING:
+            log.post(*plan_move(run, RECOVERING, change.reason, log.now()))
+        await log.commit(change, *self._replan(change))
+        self._context.workers.adopt_leases()
+        return True
 
     async def change(self) -> Published:
         """Makes the change that is due, and has the head published by the new group.
@@ -56,6 +91,7 @@ class Regrouping:
             back = self._plan(before, f"{change.ranks} ranks are refused: {refused.message}")
             if isinstance(back, str):
                 raise
+            self._content_until = context.event_log.monotonic() + CONTENT_S
             return await self._follow(back)
 
     async def _follow(self, change: ev.TrainersChanged) -> Published:

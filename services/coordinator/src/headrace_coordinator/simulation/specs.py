@@ -8,6 +8,8 @@ from typing import Any
 from headrace_schema.evaluating import EvaluationSpec
 from headrace_schema.spec import RunSpec
 
+from headrace_coordinator.simulation.regroupers import regroups
+
 SHARED = 1
 """Seeds with this rest by 8 have runs that share their devices: as with STAGED, none that once found a bug."""
 STAGED = 3
@@ -19,6 +21,8 @@ KEPT = 7
 UNREADABLE = "unreadable"
 ROBOTS = 0.15
 """Share of runs with a robot policy."""
+LEASED = 5
+"""Seeds with this rest by 8 have simulators that hold leases, where a run has a robot policy."""
 DEVICES_A_HOST = 6
 """Enough for the largest spec side by side: three rollouts and three trainers."""
 MIDDLE = {"min_pass_rate": 0.2, "max_pass_rate": 0.8}
@@ -122,8 +126,35 @@ def robots(spec: RunSpec, seed: int) -> RunSpec:
             "reward": {"scorers": [{"name": "episode"}]},
             "trainer": {"ranks": spec.trainer.ranks},
             "rollout": fields["rollout"] | {"helpers": 0},
+            **({"placement": leased_simulators(spec, seed)} if seed % 8 == LEASED else {}),
         }
     )
+
+
+def leased_simulators(spec: RunSpec, seed: int) -> dict[str, Any]:
+    """Devices for rollouts, simulators and trainers of a robot's run, on hosts of DEVICES_A_HOST."""
+    found: list[dict[str, Any]] = [
+        {"rollout,simulator,trainer": "all"},
+        {"rollout": "0-2", "simulator": "3-5", "trainer": "all"},
+        {"rollout,trainer": "0-3", "simulator": "4-5"},
+    ]
+    if spec.rollout.instances <= 2 and spec.trainer.ranks <= 2:
+        found.append({"rollout": "0-1", "simulator": "2-3", "trainer": "4-5"})
+        found.append({"rollout,simulator": "0-3", "trainer": "4-5"})
+    if spec.rollout.instances <= 2 and spec.trainer.ranks == 1:
+        found.append({"mode": "hybrid", "rollout": "0-1", "simulator": "2", "trainer": "3-5"})
+    return random.Random(f"{seed}/leased").choice(found)
+
+
+def ranged(spec: RunSpec, seed: int) -> RunSpec:
+    """The same run, whose trainer group may change by itself, in some of the seeds whose users change groups."""
+    own, ranks = random.Random(f"{seed}/{spec.name}/range"), spec.trainer.ranks
+    fixed = spec.deterministic or spec.placement.mode == "hybrid"
+    if fixed or not regroups(seed) or own.random() < 0.5:
+        return spec
+    fields = spec.model_dump(mode="json")
+    fields["trainer"] |= {"min_ranks": own.choice([1, ranks]), "max_ranks": ranks + own.choice([0, 1, 2])}
+    return RunSpec.model_validate(fields)
 
 
 def random_evaluation(rng: random.Random, seed: int, origin: str = "") -> EvaluationSpec:

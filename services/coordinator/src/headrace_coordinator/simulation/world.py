@@ -27,7 +27,7 @@ from headrace_coordinator.simulation.judging.judge import Violation, judge
 from headrace_coordinator.simulation.judging.log import RecordingStore
 from headrace_coordinator.simulation.judging.replay import Pair, Replay, nothing_held
 from headrace_coordinator.simulation.moves import moving
-from headrace_coordinator.simulation.specs import random_spec, robots
+from headrace_coordinator.simulation.specs import random_spec, ranged, robots
 from headrace_coordinator.simulation.users import Users
 from headrace_coordinator.simulation.virtual_time import run_virtual
 from headrace_coordinator.store.event_log import EventLog
@@ -104,7 +104,7 @@ class World(Processes):
         count = count or (sizes.choice([1, 2, 2, 3, 4]) if faults else 1)
         self.specs = [random_spec(self.rng, seed, "run" if not i else f"run{i}") for i in range(count)]
         if faults:
-            self.specs = [robots(spec, seed) for spec in self.specs]
+            self.specs = [ranged(robots(spec, seed), seed) for spec in self.specs]
         self.spare = {
             kind: sizes.choice([0, 0, 1, 2]) if faults else 0 for kind in ("rollout", "trainer", "reward")
         } | {"simulator": 0}

@@ -129,6 +129,7 @@ class RobotEngine(ThreadedHolder):
         if key not in self._pools:
             limit_s = self.environment.step_timeout_s
             self._pools[key] = Pool(message, self._token, self._blobs, limit_s, self._asked)
+        self._pools[key].under(message.header)
         return self._pools[key]
 
     def _act(self, rows: Sequence[Row], policy_number: int) -> list[Decision]:

@@ -142,10 +142,16 @@ class Pool:
         self.lost = asyncio.Event()
         self.environments = [Environment(self, index) for index in range(message.count)]
         self._message, self._blobs = message, blobs
+        self._header, self._told = message.header, False
         self._operations: asyncio.Queue[Operation] = asyncio.Queue()
         self._channel = dial(message.address, token=token)
         self._stub: Any = simulator_pb2_grpc.SimulatorServiceStub(self._channel)  # type: ignore[no-untyped-call]
         self._reader = asyncio.create_task(self._read(), name=f"read outcomes of {self.name}")
+
+    def under(self, header: common_pb2.CommandHeader) -> None:
+        """The authority of what is sent from now on; one stream serves under one lease after another."""
+        if header.lease_epoch != self._header.lease_epoch:
+            self._header, self._told = header, False
 
     def send(self, operation: Operation) -> None:
         """Puts an operation on the stream; raises PoolLost."""
@@ -200,18 +206,17 @@ class Pool:
             self.lose(f"{self.name} at {self.address} ended its stream")
 
     async def _requests(self) -> AsyncIterator[simulator_pb2.StepRequest]:
-        header: common_pb2.CommandHeader | None = self._message.header
         while True:
             operations = [await self._operations.get()]
             while not self._operations.empty():
                 operations.append(self._operations.get_nowait())
+            header, self._told = None if self._told else self._header, True
             yield simulator_pb2.StepRequest(
                 header=header,
                 pool=self.name,
                 pool_incarnation=self._message.pool_incarnation,
                 operations=operations,
             )
-            header = None
 
 
 def arrays_of(outcome: Outcome, *, final: bool = False) -> dict[str, np.ndarray]:

@@ -117,7 +117,7 @@ class Generation:
         """One stream, from its opening to its end, however it ends."""
         started, why = self._context.event_log.monotonic(), "its stream of work ended early"
         over, revoked = asyncio.Event(), False
-        await self._workers.staff_simulators(member)
+        await self._context.placement.simulators.staff(member)
         assignments = self._work(member, self._dispatch.assignments(member, over.is_set))
         try:
             limit = self._context.spec.limits.step_timeout_s

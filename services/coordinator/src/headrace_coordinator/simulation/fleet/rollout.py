@@ -208,7 +208,7 @@ class Rollout(Instance):
 
     def _stands(self, pool: rollout.EnvironmentPool) -> bool:
         peer = self.peers.get(pool.address)
-        return isinstance(peer, Simulator) and peer.alive and not peer.cut_off and pool.pool in peer.pools
+        return isinstance(peer, Simulator) and peer.stands(pool.pool, pool.header)
 
     def _lost_pools(self, opening: Any) -> dict[str, list[str]]:
         if not isinstance(opening, rollout.RunEpisodesOpen):

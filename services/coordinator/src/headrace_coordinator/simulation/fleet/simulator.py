@@ -1,4 +1,4 @@
-"""An imaginary simulator: pools that are open or not."""
+"""An imaginary simulator: pools that are open or not, and steps that some of them take under a lease alone."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ class Simulator(Instance):
     KIND: ClassVar[str] = "simulator"
     pools: dict[str, str] = field(default_factory=dict)
     """Run by open pool."""
+    leased: set[str] = field(default_factory=set)
+    """Pools whose steps need a lease."""
     asked: dict[str, simulator.OpenPoolResponse] = field(default_factory=dict)
 
     async def OpenPool(self, request: simulator.OpenPoolRequest) -> simulator.OpenPoolResponse:
@@ -29,6 +31,8 @@ class Simulator(Instance):
         if known is None or known.pool not in self.pools:
             known = self.asked[request.header.request_id] = self._describe(len(self.asked))
             self.pools[known.pool] = run
+            if request.leased:
+                self.leased.add(known.pool)
             await self.take_time()
         return known
 
@@ -41,6 +45,13 @@ class Simulator(Instance):
             if run and run not in self.pools.values():
                 await self.open_runs.close(common.CommandHeader(run=run))
         return simulator.ClosePoolResponse()
+
+    def stands(self, pool: str, header: common.CommandHeader) -> bool:
+        """Whether it takes a step in a pool under this authority."""
+        if not self.alive or self.cut_off or pool not in self.pools:
+            return False
+        needed = pool in self.leased or header.lease_epoch
+        return not needed or header.lease_epoch in self.live_leases()
 
     async def _end(self, run: str) -> None:
         self.pools = {pool: owner for pool, owner in self.pools.items() if owner != run}

@@ -71,7 +71,7 @@ class Replay:
         planned = plan_regroup(self.state, event.run, event.ranks, event.reason, event.at)
         if planned != event:
             raise Violation(f"regroup: the log has {event}, the rule gives {planned}")
-        if run.ledger.open or run.state not in runs.ADMITTED:
+        if (run.ledger.open and run.state == runs.RUNNING) or run.state not in runs.ADMITTED:
             raise Violation(f"regroup: {run.id} is {run.state}, with a step open: {run.ledger.open}")
         if len(event.trainers) != event.ranks:
             raise Violation(f"regroup: {event.ranks} ranks are {event.trainers}")
