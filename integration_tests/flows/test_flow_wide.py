@@ -135,10 +135,10 @@ def test_while_one_run_waits_for_its_rewards_another_has_its_cores(wide, spec_of
     assert len(audit(wide, ended).trained) == 2 * BATCH and ended.recoveries == 0
 
 
-def run_elastic(fleet: Fleet, spec_of: Any) -> tuple[list[dict[str, list[int]]], list[str]]:
+def run_elastic(fleet: Fleet, spec_of: Any, **sections: Any) -> tuple[list[dict[str, list[int]]], list[str]]:
     """A run whose answers end anywhere, a few of them late; what helpers gave to each step, and the run's notes.
 
-    Two rollouts, an owner and a helper on two cores.
+    Two rollouts, an owner and a helper, on two cores unless `sections` say otherwise.
     """
     fleet.ready("rollout-0", "rollout-1", "trainer-0", "trainer-1")
     spec = spec_of(
@@ -149,6 +149,7 @@ def run_elastic(fleet: Fleet, spec_of: Any) -> tuple[list[dict[str, list[int]]],
         trainer={"helpers": 1, "micro_batch_tokens": 96, "warmup": {"steps": 0}},
         reward={"scorers": [{"name": "length", "options": {"target": 1, "limit": 200}}]},
         checkpoint={"enabled": False},
+        **sections,
     )
     run = fleet.succeed(fleet.submit(spec))
     found = audit(fleet, run)
@@ -164,6 +165,17 @@ def test_a_helper_contributes_the_gradient_of_whole_groups(wide, spec_of):
         own = range(step * GROUPS, (step + 1) * GROUPS)
         prompts = [prompt for each in groups.values() for prompt in each]
         assert set(prompts) <= set(own) and len(set(prompts)) == len(prompts)
+
+
+@pytest.mark.nightly  # test_core_helpers has it in virtual time, with kills
+def test_a_helper_learns_beside_an_owner_with_a_device_of_its_own(tmp_path, spec_of):
+    """A core has two names here, for a third device: the owner's learning is slow, and a rollout's core helps."""
+    devices = ("--devices", "cpu:0,cpu:1,cpu:00")
+    slow = "rollout.round=delay:0.02;trainer.micro=delay:0.5"
+    apart = {"mode": "disaggregated", "rollout": ["cpu:0", "cpu:00"], "trainer": ["cpu:1"]}
+    with Fleet(tmp_path / "data", *FLAGS, *devices, HEADRACE_FAILPOINTS=slow) as fleet:
+        helped, notes = run_elastic(fleet, spec_of, placement=apart)
+    assert any(helped[2:]), notes
 
 
 @pytest.mark.nightly  # test_core_helpers kills helpers at every call, in virtual time

@@ -50,9 +50,8 @@ class Borrowing:
         self._clock = context.event_log.monotonic
         self._news = Notifier()
         self._over = False
-        self._moved_at = (
-            -math.inf
-        )  # Nothing has moved in this step, which the policy would let rest for a while.
+        # Nothing has moved in this step: the policy has nothing to let rest for a while.
+        self._moved_at = -math.inf
         self.joining: list[RolloutClient] = []
         """Rollouts that decode on the trainer group's devices, or are about to."""
         self.moved = False
