@@ -17,9 +17,8 @@ class Refusing:
 
     def __init__(self, reason: str) -> None:
         self.reason, self.asked = reason, 0
-        self.workers = SimpleNamespace(
-            rollouts=[self], usable=lambda member: True, staff_simulators=self.nothing, pools=None
-        )
+        self.placement = SimpleNamespace(simulators=SimpleNamespace(staff=self.nothing))
+        self.workers = SimpleNamespace(rollouts=[self], usable=lambda member: True, pools=None)
         self.spec = SimpleNamespace(limits=SimpleNamespace(step_timeout_s=1.0))
 
     async def nothing(self, *_: object) -> None:
