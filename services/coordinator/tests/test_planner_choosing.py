@@ -104,6 +104,16 @@ def test_staying_loaded_saves_what_moving_memory_took():
     assert found.step == pytest.approx(2.2) and found.switch == pytest.approx(0.2)
 
 
+def test_staying_loaded_is_tried_where_turns_lead_whatever_it_promises():
+    tried = {TURNS: StepTime(1, 1, 2.2, after=1, switch=0.02, moved=0.01), SIDES: StepTime(2, 2, 2.6)}
+    resident = Layout(2, 2, *RESIDENT)
+    assert choose(candidates(STREAMED, 2, (1, 1), ALL, tried), TURNS).layout == resident
+    slower = {**tried, resident: StepTime(1.1, 1.1, 2.4, after=1.1)}
+    assert choose(candidates(STREAMED, 2, (1, 1), ALL, slower), resident).layout == TURNS, (
+        "measured, it counts"
+    )
+
+
 def test_one_after_the_other_a_stage_is_freed_from_its_neighbour():
     # Side by side each takes 3 s; in turns on both devices 1 s: alone on one of them it takes 2 s at most.
     sides = StepTime(3, 3, 3.5, after=0.4, switch=0.1)

@@ -7,9 +7,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from headrace_coordinator.planner.layouts import COLLOCATED, Layout, Shape, StepTime, Style
+from headrace_coordinator.planner.layouts import (
+    COLLOCATED,
+    OFFLOADED,
+    RESIDENT,
+    Layout,
+    Shape,
+    StepTime,
+    Style,
+)
 from headrace_coordinator.planner.step_costs import StepCosts
 
 UNTRIED_GAIN = 0.05
@@ -72,11 +80,19 @@ def choose(found: Sequence[Candidate], present: Layout | None = None) -> Candida
     """The candidate to go on with, of some of which at least one was tried."""
     best = min((one for one in found if one.tried), key=lambda one: one.time.step)
     for one in found:
-        if not one.tried and one.time.step < (1 - UNTRIED_GAIN) * best.time.step:
+        if not one.tried and (_lighter(one, best) or one.time.step < (1 - UNTRIED_GAIN) * best.time.step):
             best = one
             break
     stays = next((one for one in found if one.layout == present), None)
-    return stays if stays and best.time.step > (1 - STAY_GAIN) * stays.time.step else best
+    if stays is None or _lighter(best, stays):
+        return best
+    return stays if best.time.step > (1 - STAY_GAIN) * stays.time.step else best
+
+
+def _lighter(one: Candidate, other: Candidate) -> bool:
+    """Whether an untried candidate does the other's work and moves no memory: it is tried whatever it promises."""
+    same = one.layout == replace(other.layout, style=RESIDENT)
+    return not one.tried and same and other.layout.style == OFFLOADED
 
 
 def newest(steps: Sequence[StepTime], fewest: int) -> list[StepTime]:
