@@ -28,7 +28,7 @@ from headrace_coordinator.domain.state import (
 from headrace_coordinator.domain.totals import EVALUATIONS_SHOWN, Shape, Totals, step_dropped, step_trained
 from headrace_coordinator.domain.versions import Lineage
 from headrace_coordinator.run.stages.step_timer import StepTimer
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from ledger_parts import certificate, committed, opened, restored, run_state
 
@@ -110,6 +110,8 @@ def test_a_run_shows_its_first_evaluation_and_the_newest_ones():
 slot_lists = st.lists(st.tuples(st.integers(0, 6), st.integers(0, 3), st.integers(1, 30)), max_size=40)
 
 
+# How fast examples are drawn is the machine's affair.
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(slot_lists)
 def test_compacted_slots_expand_to_themselves(slots):
     assert list(expand(compact(slots))) == slots and count(compact(slots)) == len(slots)
