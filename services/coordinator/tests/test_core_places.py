@@ -11,7 +11,8 @@ from headrace_coordinator.domain.scheduling import plan_admission
 from headrace_coordinator.domain.state import InstanceState, State
 from headrace_coordinator.fleet.fleet import Fleet, FleetSettings, Supervisor
 from headrace_coordinator.run.clients import WorkerClient
-from headrace_coordinator.run.placement import Placement, PlacementError, default_devices
+from headrace_coordinator.run.placement import Placement
+from headrace_coordinator.run.seating import PlacementError, default_devices
 from headrace_coordinator.store.event_log import EventLog
 from headrace_coordinator.store.memory_store import MemoryStore
 from headrace_schema.running import PlacementSection

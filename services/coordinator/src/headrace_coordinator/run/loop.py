@@ -23,8 +23,8 @@ from headrace_coordinator.run.context import RunContext
 from headrace_coordinator.run.converge import Misplaced, converge, form_gang
 from headrace_coordinator.run.evaluate import evaluate
 from headrace_coordinator.run.leaving import Outcome, hand_over, leave, save_head
-from headrace_coordinator.run.placement import PlacementError
 from headrace_coordinator.run.regrouping import Regrouping
+from headrace_coordinator.run.seating import PlacementError
 from headrace_coordinator.run.stages.step_timer import StepTimer
 from headrace_coordinator.run.step import RunFailed, Step
 from headrace_coordinator.run.workers import Unstaffed
