@@ -202,15 +202,15 @@ async def test_ended_leases_wait_for_the_timeline_of_a_run_that_goes_on(monkeypa
     await event_log.open("test", None)
     fleet = Fleet(event_log, lambda kind, address, incarnation: None, FleetSettings())
     event_log.state.runs |= {"r": run_of("r", runs.RUNNING), "over": run_of("over", runs.SUCCEEDED)}
-    desk = fleet.lease_manager
+    manager = fleet.lease_manager
     for epoch in range(1, ENDED_KEPT + 4):
         run = "over" if epoch == 1 else "r"
         event_log.post(
             ev.LeaseGranted(at=7, epoch=epoch, incarnation="a", run=run, stage="learn", devices=["h/cpu:0"])
         )
-        desk.released("a", epoch)
+        manager.released("a", epoch)
     await asyncio.sleep(0)
-    ended = desk.take_ended("r")
+    ended = manager.take_ended("r")
     assert len(ended) == ENDED_KEPT
     lease, end, cause = ended[-1]
     assert (lease.epoch, lease.since, lease.devices, end, cause) == (
@@ -220,5 +220,5 @@ async def test_ended_leases_wait_for_the_timeline_of_a_run_that_goes_on(monkeypa
         50.0,
         "released",
     )
-    assert desk.take_ended("r") == []
-    assert desk.take_ended("over") == []
+    assert manager.take_ended("r") == []
+    assert manager.take_ended("over") == []

@@ -25,7 +25,7 @@ class Clocks:
         self.monotonic = 0.0
 
 
-class Desk:
+class ManagedLeases:
     """A fleet with instance `a` on device h/cpu:0, whose supervisor notes what it is told."""
 
     def __init__(self, clocks):
@@ -74,7 +74,7 @@ class Desk:
 
 @pytest.fixture
 async def lease_manager():
-    return await Desk(Clocks()).open()
+    return await ManagedLeases(Clocks()).open()
 
 
 async def test_a_holder_in_doubt_is_killed_once_its_supervisor_is_back(lease_manager):
