@@ -21,9 +21,9 @@ from headrace_coordinator.api.http import make_app
 from headrace_coordinator.api.overviews import summary
 from headrace_coordinator.projections.timeline import Hold, Part, Span, TimelineFile
 from headrace_coordinator.projections.trajectories import Settled, TrajectoryFile
-from headrace_schema.overviews import CurvesView, FlowView, RunSummaryView, ScorePointView
+from headrace_schema.resources.overviews import CurvesView, FlowView, RunSummaryView, ScorePointView
 from headrace_schema.spec import RunSpec
-from headrace_schema.views import (
+from headrace_schema.resources.views import (
     CertificateView,
     CheckpointView,
     CountsView,

@@ -11,11 +11,11 @@ from headrace_coordinator.api.control import Page, Refused
 from headrace_coordinator.api.overviews import summary
 from headrace_schema.changing import RunChange
 from headrace_schema.evaluating import EvaluationSpec
-from headrace_schema.evaluations import ComparisonView, EvaluationRunView, VideoListView
-from headrace_schema.overviews import CurvesView, FlowView
+from headrace_schema.resources.evaluations import ComparisonView, EvaluationRunView, VideoListView
+from headrace_schema.resources.overviews import CurvesView, FlowView
 from headrace_schema.problems import nearest
 from headrace_schema.spec import RunSpec
-from headrace_schema.views import (
+from headrace_schema.resources.views import (
     CertificateView,
     CheckpointView,
     CountsView,

@@ -9,7 +9,7 @@ from headrace_coordinator.api.engines import answer_problems, settle_engine
 from headrace_schema.evaluating import AnswerSection
 from headrace_schema.problems import sentence
 from headrace_schema.spec import RunSpec
-from headrace_schema.views import DeviceView, InstanceView
+from headrace_schema.resources.views import DeviceView, InstanceView
 
 SCHEMA = '{"additionalProperties": false, "properties": {"cap": {"type": "number", "exclusiveMinimum": 0}}}'
 OPTIONS = frozenset({f"grpo={SCHEMA}", "grpo-like={}"})

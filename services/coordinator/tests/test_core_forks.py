@@ -4,7 +4,7 @@ import pytest
 from headrace_coordinator.api.forks import check_fork, unknown_origin
 from headrace_schema.problems import sentence
 from headrace_schema.spec import RunSpec
-from headrace_schema.views import RunView
+from headrace_schema.resources.views import RunView
 
 
 def spec_of(**changes):

@@ -15,7 +15,7 @@ from headrace_coordinator.run.placement import Placement
 from headrace_coordinator.run.seating import PlacementError, default_devices
 from headrace_coordinator.store.event_log import EventLog
 from headrace_coordinator.store.memory_store import MemoryStore
-from headrace_schema.running import PlacementSection
+from headrace_schema.sections.running import PlacementSection
 from headrace_schema.spec import RunSpec
 
 GPU = "GPU-8f2a/gpu:0"

@@ -3,7 +3,7 @@
 import pytest
 from headrace_coordinator.data.contract import check_source
 from headrace_coordinator.data.dataset import Dataset
-from headrace_schema.generating import DataSection
+from headrace_schema.sections.generating import DataSection
 from headrace_schema.problems import Impossible
 
 

@@ -16,7 +16,7 @@ from headrace_coordinator.projections.timeline import Hold, Part, Span, Timeline
 from headrace_coordinator.run.stages.step_timer import SPANS_KEPT, StepTimer
 from headrace_coordinator.store.event_log import EventLog
 from headrace_coordinator.store.memory_store import MemoryStore
-from headrace_schema.overviews import HoldView
+from headrace_schema.resources.overviews import HoldView
 
 
 def part(step, *holds, work=1):

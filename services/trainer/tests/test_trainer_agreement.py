@@ -8,7 +8,7 @@ import grpc
 import pytest
 import torch
 from headrace.trainer.v1 import trainer_pb2
-from headrace_schema.generating import SamplingSection
+from headrace_schema.sections.generating import SamplingSection
 from headrace_servicekit.rpc.digests import trajectory_digest
 from headrace_servicekit.rpc.errors import reason_of
 from headrace_trainer.algorithms._base import LossSums

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from headrace_schema.learning import AlgorithmSection
+from headrace_schema.sections.learning import AlgorithmSection
 from headrace_servicekit.registry import Plugin
 from headrace_trainer.algorithms import ALGORITHMS, build_algorithm
 from headrace_trainer.algorithms._base import Barrier, LossSums, Outcomes, TokenBatch

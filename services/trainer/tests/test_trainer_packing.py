@@ -82,7 +82,7 @@ def test_memory_options_leave_the_gradient_alone(make_backend, sequences, accumu
 
 def test_infer_gives_the_model_s_log_probs(make_backend, sequences):
     from headrace_modelkit.loading import load_model
-    from headrace_schema.generating import ModelSection
+    from headrace_schema.sections.generating import ModelSection
 
     backend = make_backend(sampling={"temperature": 0.8})
     group = sequences(1)

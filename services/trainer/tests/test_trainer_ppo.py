@@ -9,7 +9,7 @@ import pytest
 import torch
 from headrace.trainer.v1 import trainer_pb2 as pb
 from headrace_modelkit.presets.tiny import CHARACTERS, character_tokenizer, save_model, tiny_model
-from headrace_schema.learning import AlgorithmSection
+from headrace_schema.sections.learning import AlgorithmSection
 from headrace_schema.openings import TrainerConfig
 from headrace_servicekit.rpc.errors import reason_of
 from headrace_trainer.algorithms import build_algorithm, gae_advantages, ppo_loss, value_loss

@@ -5,7 +5,7 @@ from __future__ import annotations
 import grpc
 import pytest
 import torch
-from headrace_schema.generating import SamplingSection
+from headrace_schema.sections.generating import SamplingSection
 from headrace_schema.openings import TrainerConfig
 from headrace_servicekit.rpc.errors import reason_of
 from headrace_trainer.backends.fsdp.attention import WIDENED_TOKENS, attend_along_paths

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from headrace_schema.problems import Impossible
 from headrace_schema.spec import RunSpec
-from headrace_schema.tracking import TrackingSection
+from headrace_schema.sections.tracking import TrackingSection
 
 from headrace_coordinator.data.dataset import Dataset
 from headrace_coordinator.domain import events as ev

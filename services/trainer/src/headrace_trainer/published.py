@@ -8,7 +8,7 @@ import torch
 from headrace.common.v1 import common_pb2
 from headrace_modelkit.loading import load_model
 from headrace_modelkit.weights import state_tensors
-from headrace_schema.generating import ModelSection
+from headrace_schema.sections.generating import ModelSection
 from torch import Tensor
 
 from headrace_trainer.backends._base import StateReader

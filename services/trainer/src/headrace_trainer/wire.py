@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from google.protobuf import duration_pb2
 from headrace.common.v1 import common_pb2
 from headrace.trainer.v1 import trainer_pb2
-from headrace_schema.generating import SamplingSection
+from headrace_schema.sections.generating import SamplingSection
 from headrace_servicekit.rpc.digests import set_digest, trajectory_digest
 from headrace_servicekit.rpc.requests import check_enum
 

@@ -23,7 +23,7 @@ from headrace_modelkit.loading import replace_directory, sync_directory
 from headrace_modelkit.weights import load_weights, state_tensors
 
 if TYPE_CHECKING:
-    from headrace_schema.generating import ModelSection
+    from headrace_schema.sections.generating import ModelSection
 
     from headrace_modelkit.robot.actor_critic import CnnConfig, CnnPolicy, MlpConfig, MlpPolicy
     from headrace_modelkit.robot.openvla import OpenVlaConfig, OpenVlaPolicy

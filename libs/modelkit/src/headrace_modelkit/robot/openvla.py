@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
-from headrace_schema.base import Count, CountOrZero, Section
+from headrace_schema.sections.base import Count, CountOrZero, Section
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from headrace_schema.base import Count, CountOrZero, Section
+from headrace_schema.sections.base import Count, CountOrZero, Section
 from pydantic import Field
 from torch import Tensor, nn
 

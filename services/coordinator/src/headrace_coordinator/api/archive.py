@@ -7,7 +7,7 @@ import contextlib
 import json
 from collections.abc import Callable
 
-from headrace_schema.views import RunView
+from headrace_schema.resources.views import RunView
 from pydantic import ValidationError
 
 from headrace_coordinator.api import presenters as present

@@ -6,7 +6,7 @@ import copy
 
 from headrace_schema.problems import explain, problem
 from headrace_schema.spec import RunSpec
-from headrace_schema.views import KeyProblemView
+from headrace_schema.resources.views import KeyProblemView
 from pydantic import ValidationError
 
 from headrace_coordinator.api.admission import FleetView, check_size

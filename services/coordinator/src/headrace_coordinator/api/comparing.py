@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from headrace_schema.evaluating import EvaluationSpec
-from headrace_schema.evaluations import ComparisonView, DifferenceView
+from headrace_schema.resources.evaluations import ComparisonView, DifferenceView
 from headrace_schema.problems import problem
-from headrace_schema.views import RunView
+from headrace_schema.resources.views import RunView
 
 from headrace_coordinator.api.control import Refused
 from headrace_coordinator.domain import pairs

@@ -14,10 +14,10 @@ from pathlib import Path
 import msgspec
 from headrace_schema.changing import RunChange
 from headrace_schema.evaluating import EvaluationSpec
-from headrace_schema.evaluations import EvaluationRunView
+from headrace_schema.resources.evaluations import EvaluationRunView
 from headrace_schema.problems import Impossible, nearest
 from headrace_schema.spec import RunSpec
-from headrace_schema.views import KeyProblemView, RunView
+from headrace_schema.resources.views import KeyProblemView, RunView
 
 from headrace_coordinator.api import presenters as present
 from headrace_coordinator.api.admission import FleetView, check, check_alone

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from headrace_schema.evaluating import AnswerSection
 from headrace_schema.problems import choose, problem
 from headrace_schema.spec import RunSpec
-from headrace_schema.views import KeyProblemView
+from headrace_schema.resources.views import KeyProblemView
 
 from headrace_coordinator.domain.places import named_devices
 

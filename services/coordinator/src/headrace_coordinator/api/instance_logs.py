@@ -10,7 +10,7 @@ from datetime import datetime
 from pathlib import Path
 
 import msgspec
-from headrace_schema.overviews import LogLineView
+from headrace_schema.resources.overviews import LogLineView
 
 READ_BYTES = 1 << 20
 MOST_CHARACTERS = 4000

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator
 
-from headrace_schema.overviews import CurvesView, RunSummaryView, ScorePointView
-from headrace_schema.views import EventView, RunView
+from headrace_schema.resources.overviews import CurvesView, RunSummaryView, ScorePointView
+from headrace_schema.resources.views import EventView, RunView
 
 from headrace_coordinator.api import presenters as present
 from headrace_coordinator.domain import events as ev

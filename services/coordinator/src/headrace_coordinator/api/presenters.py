@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import msgspec
-from headrace_schema.evaluations import EvaluationRunView, SuiteEvaluationView, SuiteResultView
-from headrace_schema.overviews import FlowView
-from headrace_schema.running import PlacementSection
-from headrace_schema.views import (
+from headrace_schema.resources.evaluations import EvaluationRunView, SuiteEvaluationView, SuiteResultView
+from headrace_schema.resources.overviews import FlowView
+from headrace_schema.sections.running import PlacementSection
+from headrace_schema.resources.views import (
     CertificateView,
     CountsView,
     DeviceView,

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import TypeVar
 
 from headrace_schema.evaluating import EvaluationSpec
-from headrace_schema.evaluations import ComparisonView, EvaluationRunView, VideoListView, VideoView
-from headrace_schema.overviews import CurvesView, FlowView, RunSummaryView
+from headrace_schema.resources.evaluations import ComparisonView, EvaluationRunView, VideoListView, VideoView
+from headrace_schema.resources.overviews import CurvesView, FlowView, RunSummaryView
 from headrace_schema.problems import Impossible, nearest
 from headrace_schema.spec import RunSpec
-from headrace_schema.views import (
+from headrace_schema.resources.views import (
     CertificateView,
     CheckpointView,
     DeviceView,

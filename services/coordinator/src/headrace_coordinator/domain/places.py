@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
-from headrace_schema.running import EVERY
+from headrace_schema.sections.running import EVERY
 
 from headrace_coordinator.domain.state import InstanceState
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from headrace_schema.running import PlacementSection
+from headrace_schema.sections.running import PlacementSection
 
 from headrace_coordinator.domain import events as ev
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
-from headrace_schema.running import APART, PlacementSection
+from headrace_schema.sections.running import APART, PlacementSection
 
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain.leases import is_gpu

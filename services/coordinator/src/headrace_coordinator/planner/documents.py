@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Annotated
 
-from headrace_schema.base import Count, Section
+from headrace_schema.sections.base import Count, Section
 from pydantic import Field, PositiveFloat
 
 from headrace_coordinator.planner.costs import DeviceKind, Sync

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from headrace_schema.views import StepView
+from headrace_schema.resources.views import StepView
 
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain.leases import is_gpu

@@ -12,7 +12,7 @@ from headrace.reward.v1 import reward_pb2 as reward
 from headrace.rollout.v1 import rollout_pb2 as rollout
 from headrace.simulator.v1 import simulator_pb2 as simulator
 from headrace.trainer.v1 import trainer_pb2 as trainer
-from headrace_schema.scoring import RewardSection
+from headrace_schema.sections.scoring import RewardSection
 
 from headrace_coordinator.domain.state import InstanceState
 from headrace_coordinator.fleet.ports import Port

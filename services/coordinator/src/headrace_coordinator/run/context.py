@@ -12,7 +12,7 @@ from headrace.common.v1 import common_pb2 as common
 from headrace.rollout.v1 import rollout_pb2 as rollout
 from headrace.trainer.v1 import trainer_pb2 as trainer
 from headrace_schema.spec import RunSpec
-from headrace_schema.views import EvaluationView, StepView
+from headrace_schema.resources.views import EvaluationView, StepView
 
 from headrace_coordinator.data.curriculum import Curriculum
 from headrace_coordinator.data.dataset import Dataset

@@ -13,7 +13,7 @@ from typing import Any
 
 from headrace.common.v1 import common_pb2 as common
 from headrace.trainer.v1 import trainer_pb2 as trainer
-from headrace_schema.running import FromCheckpointSection
+from headrace_schema.sections.running import FromCheckpointSection
 
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain.runs import RunState

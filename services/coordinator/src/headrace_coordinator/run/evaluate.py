@@ -9,7 +9,7 @@ from typing import Any
 from headrace.common.v1 import common_pb2 as common
 from headrace.reward.v1 import reward_pb2 as reward
 from headrace.rollout.v1 import rollout_pb2 as rollout
-from headrace_schema.views import EvaluationView
+from headrace_schema.resources.views import EvaluationView
 
 from headrace_coordinator.data.items import DataItem
 from headrace_coordinator.domain.estimates import interval, pass_at

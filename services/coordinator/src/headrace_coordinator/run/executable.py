@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from headrace_schema.running import PlacementSection
+from headrace_schema.sections.running import PlacementSection
 
 from headrace_coordinator.domain.leases import is_gpu
 from headrace_coordinator.planner.layouts import (

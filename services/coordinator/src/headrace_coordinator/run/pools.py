@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from headrace.rollout.v1 import rollout_pb2 as rollout
 from headrace.simulator.v1 import simulator_pb2 as simulator
-from headrace_schema.embodied import EnvironmentSection
+from headrace_schema.sections.embodied import EnvironmentSection
 
 from headrace_coordinator.domain.scheduling import simulators
 from headrace_coordinator.domain.state import InstanceState

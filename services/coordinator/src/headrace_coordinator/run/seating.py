@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
-from headrace_schema.running import APART, PlacementSection
+from headrace_schema.sections.running import APART, PlacementSection
 
 from headrace_coordinator.domain.leases import is_gpu
 from headrace_coordinator.domain.places import devices_seen, hosts_of, machines, named_devices

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from headrace_schema.running import PlacementSection
+from headrace_schema.sections.running import PlacementSection
 
 from headrace_coordinator.domain.leases import REVOKING, SIMULATE, Lease, LeaseRequest
 from headrace_coordinator.domain.state import InstanceState

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
-from headrace_schema.running import PlacementSection
+from headrace_schema.sections.running import PlacementSection
 
 from headrace_coordinator.domain.places import device_order, hosts_of, machines, named_devices
 from headrace_coordinator.domain.state import InstanceState

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from headrace.trainer.v1 import trainer_pb2 as trainer
-from headrace_schema.views import StepView
+from headrace_schema.resources.views import StepView
 from headrace_servicekit.rpc.digests import set_digest
 
 from headrace_coordinator.domain import events as ev

@@ -8,7 +8,7 @@ from math import inf
 from statistics import fmean
 
 from headrace_schema.evaluating import EvaluationSpec
-from headrace_schema.evaluations import ModeView, SuiteResultView, TaskView
+from headrace_schema.resources.evaluations import ModeView, SuiteResultView, TaskView
 
 from headrace_coordinator.data.items import DataItem
 from headrace_coordinator.domain.estimates import interval, item_values

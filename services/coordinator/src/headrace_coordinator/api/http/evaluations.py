@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends, Query, Request, Response
 from fastapi.responses import FileResponse
 from headrace_schema.evaluating import EvaluationSpec
-from headrace_schema.evaluations import (
+from headrace_schema.resources.evaluations import (
     ComparisonView,
     EvaluationRunListView,
     EvaluationRunView,

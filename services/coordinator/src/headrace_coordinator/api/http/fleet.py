@@ -8,10 +8,10 @@ from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, Query, Request, Response
 from fastapi import Path as PathParameter
-from headrace_schema.overviews import LogView
+from headrace_schema.resources.overviews import LogView
 from headrace_schema.problems import choose, problem
 from headrace_schema.spec import RunSpec
-from headrace_schema.views import DrainView, HealthView, InstanceListView, LeaseListView, ScaleView
+from headrace_schema.resources.views import DrainView, HealthView, InstanceListView, LeaseListView, ScaleView
 from pydantic import BaseModel, ConfigDict, Field
 
 from headrace_coordinator.api.control import Control, Refused

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated
 
 from fastapi import APIRouter, Depends, Query, Response
-from headrace_schema.overviews import (
+from headrace_schema.resources.overviews import (
     CurvesView,
     EventListView,
     FlowView,
@@ -15,7 +15,7 @@ from headrace_schema.overviews import (
     RunSummaryListView,
     TimelineView,
 )
-from headrace_schema.views import RunPlanView
+from headrace_schema.resources.views import RunPlanView
 
 from headrace_coordinator.api.control import Control, Refused
 from headrace_coordinator.api.http.pagination import foreign_token, place_of, token_of

@@ -12,7 +12,7 @@ from fastapi.responses import StreamingResponse
 from headrace_schema.changing import RunChange
 from headrace_schema.problems import Impossible
 from headrace_schema.spec import RunSpec
-from headrace_schema.views import (
+from headrace_schema.resources.views import (
     CertificateListView,
     CheckpointListView,
     EvaluationView,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 import msgspec
 from headrace.common.v1 import common_pb2 as common
 from headrace.trainer.v1 import trainer_pb2 as trainer
-from headrace_schema.views import StepView
+from headrace_schema.resources.views import StepView
 from headrace_schema.workflow import GraphSection
 from headrace_servicekit.rpc.digests import set_digest
 

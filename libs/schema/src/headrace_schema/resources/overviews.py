@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from headrace_schema.resource import Resource
-from headrace_schema.views import EventView
+from headrace_schema.resources.resource import Resource
+from headrace_schema.resources.views import EventView
 
 
 class RunSummaryView(Resource):

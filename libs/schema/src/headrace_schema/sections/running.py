@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, PositiveFloat, model_validator
 
-from headrace_schema.base import Bytes, Count, CountOrZero, Section
+from headrace_schema.sections.base import Bytes, Count, CountOrZero, Section
 
 MAX_DEVICES = 4096
 EVERY = "all"

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from headrace_schema.base import Section, Tokens
+from headrace_schema.sections.base import Section, Tokens
 
 MAX_REPLIES = 64
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import Field
 
-from headrace_schema.resource import Resource
+from headrace_schema.resources.resource import Resource
 
 
 class ModeView(Resource):

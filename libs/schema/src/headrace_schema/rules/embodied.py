@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from headrace_schema.problems import problem
-from headrace_schema.views import KeyProblemView
+from headrace_schema.resources.views import KeyProblemView
 
 if TYPE_CHECKING:
     from headrace_schema.spec import RunSpec

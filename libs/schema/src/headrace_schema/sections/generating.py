@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, PositiveFloat, model_validator
 
-from headrace_schema.base import Count, CountOrZero, Section, Seed, Tokens
+from headrace_schema.sections.base import Count, CountOrZero, Section, Seed, Tokens
 
 
 class ModelSection(Section):

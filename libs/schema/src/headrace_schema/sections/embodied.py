@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field, PositiveFloat
 
-from headrace_schema.base import Count, CountOrZero, Section
+from headrace_schema.sections.base import Count, CountOrZero, Section
 
 
 class EnvironmentSection(Section):

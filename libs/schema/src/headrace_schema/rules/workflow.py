@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from headrace_schema.problems import choose, problem
-from headrace_schema.views import KeyProblemView
+from headrace_schema.resources.views import KeyProblemView
 from headrace_schema.workflow import GraphEdge, GraphSection
 
 if TYPE_CHECKING:

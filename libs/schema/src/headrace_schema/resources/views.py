@@ -6,8 +6,8 @@ from typing import Any
 
 from pydantic import Field
 
-from headrace_schema.evaluations import SuiteEvaluationView
-from headrace_schema.resource import Resource
+from headrace_schema.resources.evaluations import SuiteEvaluationView
+from headrace_schema.resources.resource import Resource
 
 ENDED_STATES = frozenset({"SUCCEEDED", "FAILED", "CANCELLED"})
 

@@ -6,8 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveFloat
 
-from headrace_schema.base import Count, CountOrZero, Rate, Section
-from headrace_schema.generating import ModelSection
+from headrace_schema.sections.base import Count, CountOrZero, Rate, Section
+from headrace_schema.sections.generating import ModelSection
 
 
 class AlgorithmSection(Section):

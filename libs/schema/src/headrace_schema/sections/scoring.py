@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, PositiveFloat
 
-from headrace_schema.base import Section
+from headrace_schema.sections.base import Section
 
 
 class ScorerSection(Section):

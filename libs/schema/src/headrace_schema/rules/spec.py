@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from headrace_schema.embodied_rules import embodied_problems
+from headrace_schema.rules.embodied import embodied_problems
 from headrace_schema.problems import problem
-from headrace_schema.running import APART, EVERY, SIDES
-from headrace_schema.simulator_rules import simulator_problems
-from headrace_schema.views import KeyProblemView
-from headrace_schema.workflow_rules import workflow_problems
+from headrace_schema.sections.running import APART, EVERY, SIDES
+from headrace_schema.rules.simulators import simulator_problems
+from headrace_schema.resources.views import KeyProblemView
+from headrace_schema.rules.workflow import workflow_problems
 
 if TYPE_CHECKING:
-    from headrace_schema.generating import SamplingSection
+    from headrace_schema.sections.generating import SamplingSection
     from headrace_schema.spec import RunSpec
 
 MAX_SLOTS_PER_STEP = 2**20

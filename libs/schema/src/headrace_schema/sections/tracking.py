@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import Field
 
-from headrace_schema.base import CountOrZero, Section
+from headrace_schema.sections.base import CountOrZero, Section
 
 
 class TrackerSection(Section):
