@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from headrace_coordinator.domain.leases import Blocked, LeaseRequest, LeaseTable, plan_grant
+from headrace_coordinator.domain.devices.leases import Blocked, LeaseRequest, LeaseTable, plan_grant
 from headrace_modelkit.devices import torch_devices, used_bytes
 from headrace_modelkit.presets.tiny import write_tiny
 from headrace_modelkit.tokenizer import load_tokenizer

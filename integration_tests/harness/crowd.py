@@ -18,7 +18,7 @@ from typing import Any, Self, cast
 import uvicorn
 from headrace_coordinator.api.control import Control, Refused
 from headrace_coordinator.api.http import make_app
-from headrace_coordinator.api.overviews import summary
+from headrace_coordinator.api.reading.overviews import summary
 from headrace_coordinator.projections.timeline import Hold, Part, Span, TimelineFile
 from headrace_coordinator.projections.trajectories import Settled, TrajectoryFile
 from headrace_schema.resources.overviews import CurvesView, FlowView, RunSummaryView, ScorePointView

@@ -6,9 +6,9 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-from headrace_coordinator.api.admission import FleetView, check
+from headrace_coordinator.api.submission.admission import FleetView, check
 from headrace_coordinator.api.control import Page, Refused
-from headrace_coordinator.api.overviews import summary
+from headrace_coordinator.api.reading.overviews import summary
 from headrace_schema.changing import RunChange
 from headrace_schema.evaluating import EvaluationSpec
 from headrace_schema.resources.evaluations import ComparisonView, EvaluationRunView, VideoListView

@@ -4,8 +4,8 @@ import os
 from dataclasses import replace
 
 import pytest
-from headrace_coordinator.api.admission import FleetView, check
-from headrace_coordinator.api.engines import answer_problems, settle_engine
+from headrace_coordinator.api.submission.admission import FleetView, check
+from headrace_coordinator.api.submission.engines import answer_problems, settle_engine
 from headrace_schema.evaluating import AnswerSection
 from headrace_schema.problems import sentence
 from headrace_schema.spec import RunSpec

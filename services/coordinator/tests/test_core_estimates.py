@@ -5,7 +5,7 @@ from itertools import combinations
 from math import nan
 
 import pytest
-from headrace_coordinator.api.presenters import evaluation_view
+from headrace_coordinator.api.reading.presenters import evaluation_view
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain.estimates import interval, pass_at
 from headrace_coordinator.simulation.virtual_time import run_virtual

@@ -1,7 +1,7 @@
 """What a fork must agree on with its origin: the run, its checkpoints, the shape of a batch, steps that are left."""
 
 import pytest
-from headrace_coordinator.api.forks import check_fork, unknown_origin
+from headrace_coordinator.api.submission.forks import check_fork, unknown_origin
 from headrace_schema.problems import sentence
 from headrace_schema.spec import RunSpec
 from headrace_schema.resources.views import RunView

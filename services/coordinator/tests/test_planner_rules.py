@@ -25,7 +25,7 @@ from headrace_coordinator.planner import (
     predict,
     reasoning,
 )
-from headrace_coordinator.planner.tree import devices
+from headrace_coordinator.planner.trees.tree import devices
 
 
 def test_two_kinds_of_devices_are_planned_together():

@@ -14,15 +14,15 @@ from headrace.rollout.v1 import rollout_pb2 as rollout
 from headrace_servicekit.rpc.digests import digest_and_size
 
 from headrace_coordinator.domain import events as ev
-from headrace_coordinator.domain.dispatch import accepts
-from headrace_coordinator.domain.slot_index import ASSIGNED, FINISHED, Slot
+from headrace_coordinator.domain.ledger.dispatch import accepts
+from headrace_coordinator.domain.ledger.slot_index import ASSIGNED, FINISHED, Slot
 from headrace_coordinator.fleet.waits import Notifier
 from headrace_coordinator.projections.trajectories import LOG_PROBS_KEPT, is_kept
-from headrace_coordinator.run.clients import Published, RolloutClient, SlotKey
+from headrace_coordinator.run.workers.clients import Published, RolloutClient, SlotKey
 from headrace_coordinator.run.context import RunContext
 from headrace_coordinator.run.stages.dispatch import Dispatch
 from headrace_coordinator.run.stages.relay import Relay
-from headrace_coordinator.run.stages.scoring import (
+from headrace_coordinator.run.stages.rewards.scoring import (
     first_log_probs,
     first_text_bytes,
     sampled,
