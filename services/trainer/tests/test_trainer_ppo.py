@@ -29,7 +29,7 @@ from headrace_trainer.learning.figures import step_figures
 from headrace_trainer.learning.intake import Intake
 from headrace_trainer.learning.learner import Learner
 from headrace_trainer.learning.schedules import step_rates
-from headrace_trainer.learning.work import OptimizerStep
+from headrace_trainer.learning.packing.work import OptimizerStep
 from safetensors.torch import load_file
 
 PASSES = {"epochs": 2, "minibatches": 2}

@@ -18,7 +18,7 @@ from headrace_trainer.learning import step as steps
 from headrace_trainer.learning.infer import InferPass
 from headrace_trainer.learning.intake import Inferred, Intake, Prepared, not_finite
 from headrace_trainer.learning.samples import Group
-from headrace_trainer.learning.work import (
+from headrace_trainer.learning.packing.work import (
     Finished,
     OptimizerStep,
     StepRounds,

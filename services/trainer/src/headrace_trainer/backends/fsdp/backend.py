@@ -50,7 +50,7 @@ from headrace_trainer.backends.fsdp.warmup import SupervisedBatches
 from headrace_trainer.backends.plugins import FsdpOptions
 from headrace_trainer.errors import Refusal, invalid
 from headrace_trainer.group.group import Gang
-from headrace_trainer.learning.packing import MicroBatch, pack
+from headrace_trainer.learning.packing.packing import MicroBatch, pack
 from headrace_trainer.learning.samples import Columns, Rows, Sequence
 from headrace_trainer.memory import MemoryPlan
 

@@ -9,8 +9,8 @@ from typing import Protocol
 
 from headrace_trainer.algorithms._base import Algorithm, Passes
 from headrace_trainer.backends._base import CommitReport
-from headrace_trainer.learning.episode_data import CreditData, EpisodeData, EpisodeScores
-from headrace_trainer.learning.packing import plan_batches, plan_rows
+from headrace_trainer.learning.episodes.data import CreditData, EpisodeData, EpisodeScores
+from headrace_trainer.learning.packing.packing import plan_batches, plan_rows
 from headrace_trainer.learning.samples import Columns, GroupRecord, Rows, Sequence
 
 

@@ -18,11 +18,11 @@ from headrace_schema.openings import TrainerConfig
 from headrace_trainer.algorithms.episodes._base import EpisodeAlgorithm
 from headrace_trainer.errors import Quiesced
 from headrace_trainer.learning import step as steps
-from headrace_trainer.learning.credit import KeptEpisode, Plan, plan_credit
-from headrace_trainer.learning.episode_data import EpisodeData, EpisodeScores, Packed, packed
+from headrace_trainer.learning.episodes.credit import KeptEpisode, Plan, plan_credit
+from headrace_trainer.learning.episodes.data import EpisodeData, EpisodeScores, Packed, packed
 from headrace_trainer.learning.intake import not_finite, unfit
 from headrace_trainer.learning.samples import Disposition, EpisodeMember, Group, GroupRecord
-from headrace_trainer.learning.work import Finished, OptimizerStep, StepRounds, moved_far
+from headrace_trainer.learning.packing.work import Finished, OptimizerStep, StepRounds, moved_far
 
 
 @dataclass(frozen=True)

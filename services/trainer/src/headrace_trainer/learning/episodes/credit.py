@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from headrace_trainer.algorithms.episodes._base import Credit, EpisodeAlgorithm, EpisodeOutcomes
-from headrace_trainer.learning.episode_data import CreditData, EpisodeKey, Packed
+from headrace_trainer.learning.episodes.data import CreditData, EpisodeKey, Packed
 
 
 @dataclass(frozen=True)

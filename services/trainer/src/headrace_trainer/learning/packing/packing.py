@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from headrace_trainer.learning.samples import Rows, Sequence
-from headrace_trainer.learning.trees import Paths, PrefixTree
+from headrace_trainer.learning.packing.trees import Paths, PrefixTree
 
 
 def context(sequence: Sequence) -> list[int]:

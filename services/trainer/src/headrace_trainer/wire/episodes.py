@@ -18,7 +18,7 @@ from headrace_servicekit.rpc.errors import ServiceError
 
 from headrace_trainer.errors import invalid
 from headrace_trainer.learning.samples import EpisodeMember, Group
-from headrace_trainer.wire import check_settled
+from headrace_trainer.wire.messages import check_settled
 
 _SETTLED = {
     common_pb2.FINISH_REASON_TERMINATED: "terminated",
