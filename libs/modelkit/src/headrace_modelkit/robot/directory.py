@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from headrace_schema.sections.generating import ModelSection
 
     from headrace_modelkit.robot.actor_critic import CnnConfig, CnnPolicy, MlpConfig, MlpPolicy
-    from headrace_modelkit.robot.openvla import OpenVlaConfig, OpenVlaPolicy
+    from headrace_modelkit.robot.openvla.model import OpenVlaConfig, OpenVlaPolicy
     from headrace_modelkit.robot.pi import PiConfig, PiPolicy
 
     AnyConfig = MlpConfig | CnnConfig | OpenVlaConfig | PiConfig

@@ -32,8 +32,8 @@ from headrace_modelkit.robot.policy import (
     state_of,
 )
 from headrace_modelkit.robot.scaling import ActionBounds, ActionScaling
-from headrace_modelkit.robot.tokens import ActionTokens, entropy_of
-from headrace_modelkit.robot.vit import VisionTransformer, VitShape
+from headrace_modelkit.robot.openvla.tokens import ActionTokens, entropy_of
+from headrace_modelkit.robot.openvla.vit import VisionTransformer, VitShape
 
 
 class OpenVlaConfig(Section):
