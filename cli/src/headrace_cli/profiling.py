@@ -1,6 +1,7 @@
 """Measures what a spec's stages cost on a fleet: from the first steps of its runs, and from short ones.
 
-Measuring costs a run nothing: every run keeps the seconds of its steps. Knows no cost model; see planner/profiling/measured.py.
+Measuring costs a run nothing: every run keeps the seconds of its steps. Knows no cost model; see
+planner/profiling/measured.py.
 """
 
 from __future__ import annotations

@@ -4,9 +4,9 @@ from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain.ledger.dispatch import (
     plan_assign,
 )
-from headrace_coordinator.domain.runs import RunState
 from headrace_coordinator.domain.ledger.slots import SlotLedger
 from headrace_coordinator.domain.ledger.versions import Lineage
+from headrace_coordinator.domain.runs import RunState
 
 
 def restored(number, parent=0, ordinal=0, frontier=0):

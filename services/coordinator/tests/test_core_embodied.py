@@ -13,8 +13,8 @@ from headrace_coordinator.run.simulators.spaces import divide, fit
 from headrace_coordinator.run.stages.rewards.scoring import sampled
 from headrace_coordinator.simulation.virtual_time import run_virtual
 from headrace_coordinator.simulation.world import World
-from headrace_schema.sections.embodied import EnvironmentSection
 from headrace_schema.problems import Impossible
+from headrace_schema.sections.embodied import EnvironmentSection
 from headrace_schema.spec import RunSpec
 from headrace_servicekit.rpc.tensors import encode_tensor
 

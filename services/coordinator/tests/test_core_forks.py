@@ -3,8 +3,8 @@
 import pytest
 from headrace_coordinator.api.submission.forks import check_fork, unknown_origin
 from headrace_schema.problems import sentence
-from headrace_schema.spec import RunSpec
 from headrace_schema.resources.views import RunView
+from headrace_schema.spec import RunSpec
 
 
 def spec_of(**changes):

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 from headrace_coordinator.data import DataItem, Dataset
-from headrace_schema.sections.generating import DataSection, PromptSection
 from headrace_schema.problems import Impossible
+from headrace_schema.sections.generating import DataSection, PromptSection
 from headrace_schema.spec import RunSpec
 from headrace_schema.yaml_text import read_yaml
 from hypothesis import given, settings

@@ -154,13 +154,13 @@ def test_only_valid_sizes_are_used():
     [
         "",
         ".cluster.simulating",
-        ".divisions",
-        ".elastic",
-        ".fitting",
-        ".lengths",
+        ".trees.divisions",
+        ".elastic.policy",
+        ".profiling.fitting",
+        ".profiling.lengths",
         ".planning",
-        ".profiles",
-        ".tree",
+        ".profiling.profiles",
+        ".trees.tree",
     ],
 )
 def test_the_documented_examples_hold(module):

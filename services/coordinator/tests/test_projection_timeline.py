@@ -5,9 +5,9 @@ import asyncio
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain import runs
 from headrace_coordinator.domain.intervals import joined
-from headrace_coordinator.domain.runs import RunState
 from headrace_coordinator.domain.ledger.slots import SlotLedger
 from headrace_coordinator.domain.ledger.versions import Lineage
+from headrace_coordinator.domain.runs import RunState
 from headrace_coordinator.fleet.fleet import Fleet, FleetSettings
 from headrace_coordinator.fleet.lease_manager import ENDED_KEPT
 from headrace_coordinator.projections import RunProjection, read_timeline

@@ -16,8 +16,8 @@ from headrace.trainer.v1 import trainer_pb2
 from headrace_modelkit.loading import load_model
 from headrace_modelkit.presets.tiny import write_tiny
 from headrace_modelkit.weights import load_weights
-from headrace_schema.sections.generating import ModelSection
 from headrace_schema.openings import TrainerConfig
+from headrace_schema.sections.generating import ModelSection
 from headrace_servicekit.instance import Instance, InstanceConfig
 from headrace_servicekit.rpc.client import dial
 from headrace_servicekit.rpc.digests import set_digest

@@ -10,8 +10,8 @@ import pytest
 import torch
 from headrace_modelkit import logprobs
 from headrace_trainer.learning.packing.packing import context, pack, plan_batches, plan_rows
-from headrace_trainer.learning.samples import Sequence
 from headrace_trainer.learning.packing.trees import PrefixTree
+from headrace_trainer.learning.samples import Sequence
 
 
 def test_tree_attends_to_ancestors_only():

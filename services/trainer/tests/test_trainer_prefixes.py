@@ -5,8 +5,8 @@ from __future__ import annotations
 import grpc
 import pytest
 import torch
-from headrace_schema.sections.generating import SamplingSection
 from headrace_schema.openings import TrainerConfig
+from headrace_schema.sections.generating import SamplingSection
 from headrace_servicekit.rpc.errors import reason_of
 from headrace_trainer.backends.fsdp.attention import WIDENED_TOKENS, attend_along_paths
 from headrace_trainer.backends.fsdp.prefixes import attends_along_paths, shares_prefixes

@@ -10,9 +10,11 @@ from typing import Annotated, Any
 
 from pydantic import ConfigDict, Field, model_validator
 
+from headrace_schema.problems import Impossible
+from headrace_schema.rules.embodied import with_defaults
+from headrace_schema.rules.spec import impossible_combinations
 from headrace_schema.sections.base import Count, Section, Seed
 from headrace_schema.sections.embodied import EnvironmentSection
-from headrace_schema.rules.embodied import with_defaults
 from headrace_schema.sections.generating import (
     DataSection,
     EvaluationSection,
@@ -20,8 +22,12 @@ from headrace_schema.sections.generating import (
     RolloutSection,
     SamplingSection,
 )
-from headrace_schema.sections.learning import AlgorithmSection, CheckpointSection, OptimizerSection, TrainerSection
-from headrace_schema.problems import Impossible
+from headrace_schema.sections.learning import (
+    AlgorithmSection,
+    CheckpointSection,
+    OptimizerSection,
+    TrainerSection,
+)
 from headrace_schema.sections.replying import ReplySection
 from headrace_schema.sections.running import (
     FromCheckpointSection,
@@ -30,7 +36,6 @@ from headrace_schema.sections.running import (
     SchedulingSection,
 )
 from headrace_schema.sections.scoring import RewardSection
-from headrace_schema.rules.spec import impossible_combinations
 from headrace_schema.sections.tracking import TrackingSection
 from headrace_schema.workflow import BUILT_IN, GraphSection, WorkflowChoice
 

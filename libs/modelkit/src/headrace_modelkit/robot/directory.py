@@ -38,8 +38,8 @@ TOKENIZER = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "voca
 KINDS = {
     "mlp": ("actor_critic", "MlpConfig"),
     "cnn": ("actor_critic", "CnnConfig"),
-    "openvla": ("openvla", "OpenVlaConfig"),
-    "openvla_oft": ("openvla", "OpenVlaConfig"),
+    "openvla": ("openvla.model", "OpenVlaConfig"),
+    "openvla_oft": ("openvla.model", "OpenVlaConfig"),
     "pi0": ("pi", "PiConfig"),
     "pi05": ("pi", "PiConfig"),
 }

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from headrace_schema.problems import problem
-from headrace_schema.sections.running import APART, EVERY, overlap
 from headrace_schema.resources.views import KeyProblemView
+from headrace_schema.sections.running import APART, EVERY, overlap
 
 if TYPE_CHECKING:
     from headrace_schema.spec import RunSpec

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from headrace_schema.rules.embodied import embodied_problems
 from headrace_schema.problems import problem
-from headrace_schema.sections.running import APART, EVERY, SIDES
-from headrace_schema.rules.simulators import simulator_problems
 from headrace_schema.resources.views import KeyProblemView
+from headrace_schema.rules.embodied import embodied_problems
+from headrace_schema.rules.simulators import simulator_problems
 from headrace_schema.rules.workflow import workflow_problems
+from headrace_schema.sections.running import APART, EVERY, SIDES
 
 if TYPE_CHECKING:
     from headrace_schema.sections.generating import SamplingSection

@@ -13,7 +13,6 @@ from headrace_schema.changing import RunChange
 from headrace_schema.evaluating import EvaluationSpec
 from headrace_schema.resources.evaluations import ComparisonView, EvaluationRunView, VideoListView
 from headrace_schema.resources.overviews import CurvesView, FlowView, RunSummaryView
-from headrace_schema.spec import RunSpec
 from headrace_schema.resources.views import (
     CertificateView,
     CheckpointView,
@@ -27,6 +26,7 @@ from headrace_schema.resources.views import (
     RunView,
     StepView,
 )
+from headrace_schema.spec import RunSpec
 
 Entry = TypeVar("Entry")
 Place = TypeVar("Place")

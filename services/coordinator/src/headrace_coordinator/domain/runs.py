@@ -12,8 +12,8 @@ import msgspec
 
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain.ledger.slots import SlotLedger
-from headrace_coordinator.domain.totals import Totals
 from headrace_coordinator.domain.ledger.versions import Lineage
+from headrace_coordinator.domain.totals import Totals
 
 QUEUED, PLANNING, RUNNING, PAUSING, PAUSED, RECOVERING, CANCELLING = (
     "QUEUED",

@@ -9,9 +9,9 @@ import msgspec
 
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain.devices.leases import LeaseTable
-from headrace_coordinator.domain.runs import PAUSED, QUEUED, TERMINAL, RunState, SuiteEvaluation
 from headrace_coordinator.domain.ledger.slots import SlotLedger
 from headrace_coordinator.domain.ledger.versions import Lineage
+from headrace_coordinator.domain.runs import PAUSED, QUEUED, TERMINAL, RunState, SuiteEvaluation
 
 SCHEDULING_EVENTS = (
     ev.InstanceRegistered,

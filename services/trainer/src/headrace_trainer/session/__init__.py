@@ -1,1 +1,1 @@
-"""TODO"""
+"""A run on the leader of a trainer group, and what it publishes and carries on."""

@@ -21,7 +21,6 @@ from torch import Tensor
 from headrace_trainer.algorithms._base import OLD_LOG_PROBS
 from headrace_trainer.allocator import resident_bytes
 from headrace_trainer.backends._base import PrivateGradient, StateReader
-from headrace_trainer.session.carrying import CARRIED, Carried, check_carried
 from headrace_trainer.checkpoints.directory import CheckpointDirectory, Snapshot
 from headrace_trainer.checkpoints.reader import CheckpointReader
 from headrace_trainer.checkpoints.saver import Saver, Write
@@ -38,6 +37,7 @@ from headrace_trainer.learning.figures import step_figures
 from headrace_trainer.learning.learner import Learner
 from headrace_trainer.learning.samples import Disposition, Group, GroupRecord, Sequence
 from headrace_trainer.learning.schedules import step_rates
+from headrace_trainer.session.carrying import CARRIED, Carried, check_carried
 from headrace_trainer.session.published import check_shapes
 from headrace_trainer.session.publishing import Publisher
 

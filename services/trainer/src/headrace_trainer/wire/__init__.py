@@ -1,1 +1,1 @@
-"""TODO"""
+"""Messages to and from the trainer's own records."""

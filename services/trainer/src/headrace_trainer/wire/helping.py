@@ -17,7 +17,6 @@ from headrace_servicekit.rpc.errors import ServiceError
 from headrace_servicekit.rpc.requests import MAX_ATTEMPT, check_name, check_number, invalid
 from headrace_servicekit.weights import receive_weights
 
-from headrace_trainer.wire import messages as wire
 from headrace_trainer.backends._base import PrivateGradient
 from headrace_trainer.group.compute import refusals
 from headrace_trainer.learning.contribution import Contribution
@@ -25,6 +24,7 @@ from headrace_trainer.learning.samples import Disposition, GroupRecord
 from headrace_trainer.learning.step import Version
 from headrace_trainer.session.published import PublishedReader, published_tensors
 from headrace_trainer.session.session import Offer, Session
+from headrace_trainer.wire import messages as wire
 
 Context = Any
 Result = TypeVar("Result")

@@ -1,1 +1,1 @@
-"""TODO"""
+"""OpenVLA: the policy, its encoders, its action tokens, and its checkpoints as they are published."""

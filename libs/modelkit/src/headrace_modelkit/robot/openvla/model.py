@@ -22,6 +22,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from headrace_modelkit.critic import ValueHead
 from headrace_modelkit.robot import gaussian
 from headrace_modelkit.robot.normalizer import Normalizer
+from headrace_modelkit.robot.openvla.tokens import ActionTokens, entropy_of
+from headrace_modelkit.robot.openvla.vit import VisionTransformer, VitShape
 from headrace_modelkit.robot.policy import (
     ACTIONS,
     ActionChunk,
@@ -32,8 +34,6 @@ from headrace_modelkit.robot.policy import (
     state_of,
 )
 from headrace_modelkit.robot.scaling import ActionBounds, ActionScaling
-from headrace_modelkit.robot.openvla.tokens import ActionTokens, entropy_of
-from headrace_modelkit.robot.openvla.vit import VisionTransformer, VitShape
 
 
 class OpenVlaConfig(Section):

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from headrace_modelkit.errors import ModelNotReadable
 from headrace_modelkit.robot.openvla.model import OpenVlaConfig, OpenVlaPolicy
-from headrace_modelkit.robot.scaling import ActionBounds
 from headrace_modelkit.robot.openvla.vit import PUBLISHED, VitShape
+from headrace_modelkit.robot.scaling import ActionBounds
 from headrace_modelkit.weights import load_weights, state_tensors
 
 OWN = ("value_head.weight", "value_head.bias", "log_std")

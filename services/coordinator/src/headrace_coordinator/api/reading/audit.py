@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from headrace_coordinator.domain import events as ev
-from headrace_coordinator.domain.runs import RunState
 from headrace_coordinator.domain.ledger.slot_index import FILTERED
+from headrace_coordinator.domain.runs import RunState
 from headrace_coordinator.domain.totals import Tally, step_dropped, step_index, step_trained
 
 Step = ev.StepCommitted | ev.StepSkipped

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from headrace_schema.evaluating import EvaluationSpec
-from headrace_schema.resources.evaluations import ComparisonView, DifferenceView
 from headrace_schema.problems import problem
+from headrace_schema.resources.evaluations import ComparisonView, DifferenceView
 from headrace_schema.resources.views import RunView
 
 from headrace_coordinator.api.control import Refused

@@ -10,7 +10,6 @@ from typing import Any
 import msgspec
 from headrace_schema.resources.evaluations import EvaluationRunView, SuiteEvaluationView, SuiteResultView
 from headrace_schema.resources.overviews import FlowView
-from headrace_schema.sections.running import PlacementSection
 from headrace_schema.resources.views import (
     CertificateView,
     CountsView,
@@ -24,12 +23,12 @@ from headrace_schema.resources.views import (
     RunView,
     StepView,
 )
+from headrace_schema.sections.running import PlacementSection
 
 from headrace_coordinator.domain import events as ev
-from headrace_coordinator.domain.ledger.compact import expand, expand_drops
 from headrace_coordinator.domain.devices.leases import LeaseTable
 from headrace_coordinator.domain.devices.plans import section_of
-from headrace_coordinator.domain.runs import RunState, SuiteEvaluation
+from headrace_coordinator.domain.ledger.compact import expand, expand_drops
 from headrace_coordinator.domain.ledger.slot_index import (
     ACCUMULATED,
     ASSIGNED,
@@ -39,6 +38,7 @@ from headrace_coordinator.domain.ledger.slot_index import (
     SETTLED,
 )
 from headrace_coordinator.domain.ledger.versions import Version
+from headrace_coordinator.domain.runs import RunState, SuiteEvaluation
 from headrace_coordinator.fleet.fleet import Fleet
 from headrace_coordinator.store.history import Item
 

@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import TypeVar
 
 from headrace_schema.evaluating import EvaluationSpec
+from headrace_schema.problems import Impossible, nearest
 from headrace_schema.resources.evaluations import ComparisonView, EvaluationRunView, VideoListView, VideoView
 from headrace_schema.resources.overviews import CurvesView, FlowView, RunSummaryView
-from headrace_schema.problems import Impossible, nearest
-from headrace_schema.spec import RunSpec
 from headrace_schema.resources.views import (
     CertificateView,
     CheckpointView,
@@ -31,12 +30,13 @@ from headrace_schema.resources.views import (
     RunView,
     StepView,
 )
+from headrace_schema.spec import RunSpec
 
+from headrace_coordinator.api.archive import Archive
+from headrace_coordinator.api.control import Page, Refused
 from headrace_coordinator.api.reading import overviews as over
 from headrace_coordinator.api.reading import presenters as present
-from headrace_coordinator.api.archive import Archive
 from headrace_coordinator.api.reading.comparing import compare
-from headrace_coordinator.api.control import Page, Refused
 from headrace_coordinator.api.submission.evaluations import origin_of
 from headrace_coordinator.api.submission.forks import check_fork, unknown_origin
 from headrace_coordinator.domain import events as ev

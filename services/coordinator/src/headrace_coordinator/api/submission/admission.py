@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from headrace_schema.from_json_schema import check_options
-from headrace_schema.sections.generating import ModelSection
 from headrace_schema.problems import Impossible, choose, nearest, problem
+from headrace_schema.resources.views import DeviceView, InstanceView, KeyProblemView
+from headrace_schema.sections.generating import ModelSection
 from headrace_schema.sections.running import APART, SIDES
 from headrace_schema.spec import RunSpec
-from headrace_schema.resources.views import DeviceView, InstanceView, KeyProblemView
 from headrace_servicekit.registry import read_capabilities
 
 from headrace_coordinator.api.submission.engines import engine_problems

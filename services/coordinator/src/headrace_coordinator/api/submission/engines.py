@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from headrace_schema.evaluating import AnswerSection
 from headrace_schema.problems import choose, problem
-from headrace_schema.spec import RunSpec
 from headrace_schema.resources.views import KeyProblemView
+from headrace_schema.spec import RunSpec
 
 from headrace_coordinator.domain.devices.places import named_devices
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import msgspec
 from headrace_schema.evaluating import EvaluationSpec
-from headrace_schema.sections.generating import ModelSection
 from headrace_schema.problems import Impossible, explain, problem
-from headrace_schema.spec import RunSpec
 from headrace_schema.resources.views import CheckpointView, KeyProblemView, RunView
+from headrace_schema.sections.generating import ModelSection
+from headrace_schema.spec import RunSpec
 from pydantic import ValidationError
 
 from headrace_coordinator.data.dataset import Dataset

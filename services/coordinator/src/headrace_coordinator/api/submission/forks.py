@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from headrace_schema.problems import nearest, problem
-from headrace_schema.spec import RunSpec
 from headrace_schema.resources.views import KeyProblemView, RunView
+from headrace_schema.spec import RunSpec
 
 BATCH_SHAPE = ("group_size", "prompts_per_step")
 """Keys of `algorithm` that say which prompts a step has: with others, step N would not begin where the origin ended."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import uuid
 
 from headrace_schema.problems import problem
-from headrace_schema.spec import RunSpec
 from headrace_schema.resources.views import KeyProblemView
+from headrace_schema.spec import RunSpec
 
 from headrace_coordinator.fleet.fleet import Fleet
 from headrace_coordinator.fleet.ports import CallRefused, InstanceDown

@@ -10,8 +10,8 @@ import re
 from collections.abc import Iterable, Iterator
 
 from headrace_schema.problems import choose, problem
-from headrace_schema.spec import RunSpec
 from headrace_schema.resources.views import KeyProblemView
+from headrace_schema.spec import RunSpec
 from headrace_servicekit.registry import read_capabilities
 
 _VERSION = re.compile(r"-v\d+$")

@@ -1,1 +1,1 @@
-"""TODO"""
+"""The built-in data sources, and how rows of tables become items."""

@@ -12,8 +12,8 @@ from typing import Any
 from headrace_schema.problems import Impossible, choose, problem
 from pydantic import Field
 
-from headrace_coordinator.data.items import DataItem
 from headrace_coordinator.data.builtin.rows import RowSource
+from headrace_coordinator.data.items import DataItem
 
 DATASET_KEY = "data.options.dataset"
 

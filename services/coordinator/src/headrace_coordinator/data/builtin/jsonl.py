@@ -10,8 +10,8 @@ from typing import NoReturn
 from headrace_schema.problems import Impossible, nearest, problem, show
 from pydantic import Field
 
-from headrace_coordinator.data.items import DataItem
 from headrace_coordinator.data.builtin.rows import RowSource
+from headrace_coordinator.data.items import DataItem
 
 LINE_BYTES = 1024 * 1024
 PATH_KEY = "data.options.path"

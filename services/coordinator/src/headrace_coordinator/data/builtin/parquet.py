@@ -9,8 +9,8 @@ from typing import Any
 from headrace_schema.problems import Impossible, problem
 from pydantic import Field
 
-from headrace_coordinator.data.items import DataItem
 from headrace_coordinator.data.builtin.rows import RowSource
+from headrace_coordinator.data.items import DataItem
 
 PATH_KEY = "data.options.path"
 ROWS = 1024  # read at once: memory is bounded by a batch, not by a file

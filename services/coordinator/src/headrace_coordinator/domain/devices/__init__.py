@@ -1,1 +1,1 @@
-"""TODO"""
+"""Who may use which instances and devices: admission, leases, placements, turns of runs that share."""

@@ -16,7 +16,13 @@ from headrace_schema.sections.running import APART, PlacementSection
 
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain.devices.leases import is_gpu
-from headrace_coordinator.domain.devices.places import device_order, devices_seen, hosts_of, machines, named_devices
+from headrace_coordinator.domain.devices.places import (
+    device_order,
+    devices_seen,
+    hosts_of,
+    machines,
+    named_devices,
+)
 from headrace_coordinator.domain.runs import QUEUED, RECOVERING, RUN, Grant, RunState
 from headrace_coordinator.domain.state import InstanceState, State
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from headrace_coordinator.planner.cluster.sampling import draw
 from headrace_coordinator.planner.cluster.simulating import Simulated, simulate
-from headrace_coordinator.planner.trees.costs import Evaluation, Workload
 from headrace_coordinator.planner.profiling.lengths import Lengths
+from headrace_coordinator.planner.trees.costs import Evaluation, Workload
 from headrace_coordinator.planner.trees.tree import Node
 
 

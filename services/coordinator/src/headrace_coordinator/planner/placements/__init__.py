@@ -1,1 +1,1 @@
-"""TODO"""
+"""The choice between a run's placements from steps that it has made."""

@@ -16,7 +16,6 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 
-from headrace_coordinator.planner.trees.costs import DeviceKind
 from headrace_coordinator.planner.graph import Edge, Granularity, Workflow
 from headrace_coordinator.planner.placements.layouts import (
     COLLOCATED,
@@ -32,6 +31,7 @@ from headrace_coordinator.planner.placements.layouts import (
 )
 from headrace_coordinator.planner.planning import predict
 from headrace_coordinator.planner.profiling.profiles import Profile
+from headrace_coordinator.planner.trees.costs import DeviceKind
 from headrace_coordinator.planner.trees.search import MAX_CHUNKS
 from headrace_coordinator.planner.trees.tree import Leaf, Node, Share, Split
 

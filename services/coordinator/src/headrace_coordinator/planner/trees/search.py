@@ -10,9 +10,9 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from headrace_coordinator.planner.errors import refuse
 from headrace_coordinator.planner.trees.costs import CYCLE_BATCHES, Workload, overlapped, pipelined
 from headrace_coordinator.planner.trees.divisions import Counts, divisions, promising
-from headrace_coordinator.planner.errors import refuse
 from headrace_coordinator.planner.trees.tree import Cycle, Leaf
 
 CHUNKS = (1, 2, 4, 8, 16, 32, 64)

@@ -1,1 +1,1 @@
-"""TODO"""
+"""Which devices generate and learn: the placement of a run, measured and changed between steps."""

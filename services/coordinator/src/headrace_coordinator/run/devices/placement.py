@@ -16,15 +16,15 @@ from math import ceil
 from typing import TypeVar
 
 from headrace_coordinator.domain import events as ev
-from headrace_coordinator.domain.intervals import Interval
 from headrace_coordinator.domain.devices.leases import DECODE, HELD, HELP, SIMULATE, LeaseRequest
 from headrace_coordinator.domain.devices.places import device_order, devices_seen
 from headrace_coordinator.domain.devices.plans import section_of
+from headrace_coordinator.domain.intervals import Interval
 from headrace_coordinator.fleet.ports import CallRefused, InstanceDown
-from headrace_coordinator.run.workers.clients import Published, RolloutClient, TrainerClient, WorkerClient
 from headrace_coordinator.run.concurrency import gather_all
 from headrace_coordinator.run.devices.seating import by_machine, default_devices, seat
 from headrace_coordinator.run.simulators.leases import SimulatorLeases
+from headrace_coordinator.run.workers.clients import Published, RolloutClient, TrainerClient, WorkerClient
 from headrace_coordinator.run.workers.group import WorkerGroup
 
 Member = TypeVar("Member", bound=WorkerClient)

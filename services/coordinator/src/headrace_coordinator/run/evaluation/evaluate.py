@@ -13,10 +13,10 @@ from headrace_schema.resources.views import EvaluationView
 
 from headrace_coordinator.data.items import DataItem
 from headrace_coordinator.domain.estimates import interval, pass_at
-from headrace_coordinator.run.evaluation.answering import Answers, Questions, answer
-from headrace_coordinator.run.workers.clients import Opening, Published
 from headrace_coordinator.run.context import RunContext
+from headrace_coordinator.run.evaluation.answering import Answers, Questions, answer
 from headrace_coordinator.run.stages.rewards.scoring import sampled, score_all, score_item
+from headrace_coordinator.run.workers.clients import Opening, Published
 
 EXAMPLES = 5
 SEEDS = 2**63

@@ -21,14 +21,14 @@ from headrace_coordinator.fleet.waits import WaitTimeout
 from headrace_coordinator.projections.trajectories import Settled
 from headrace_coordinator.projections.transcripts import Answer, Key, Transcripts, answer_of, read_answers
 from headrace_coordinator.projections.videos import Video, write_videos
-from headrace_coordinator.run.evaluation.answering import Answers, Questions, answer
-from headrace_coordinator.run.workers.clients import Opening, Published
 from headrace_coordinator.run.context import RunContext
+from headrace_coordinator.run.evaluation.answering import Answers, Questions, answer
+from headrace_coordinator.run.evaluation.suite_figures import result_of
 from headrace_coordinator.run.leaving import Outcome
 from headrace_coordinator.run.loop import RunLoop
 from headrace_coordinator.run.stages.rewards.scoring import sampled, score_all, score_item
 from headrace_coordinator.run.step import RunFailed
-from headrace_coordinator.run.evaluation.suite_figures import result_of
+from headrace_coordinator.run.workers.clients import Opening, Published
 from headrace_coordinator.suites import open_suite
 
 VERSION = 1

@@ -18,10 +18,10 @@ from headrace_coordinator.domain.devices.scheduling import simulators
 from headrace_coordinator.domain.state import InstanceState
 from headrace_coordinator.fleet.fleet import Fleet
 from headrace_coordinator.fleet.ports import CallRefused, InstanceDown, Port
-from headrace_coordinator.run.workers.clients import SimulatorClient
 from headrace_coordinator.run.concurrency import gather_all
 from headrace_coordinator.run.simulators.seats import Seats
 from headrace_coordinator.run.simulators.spaces import Place, divide
+from headrace_coordinator.run.workers.clients import SimulatorClient
 
 REWARDS = {
     "default": simulator.REWARD_MODE_UNSPECIFIED,

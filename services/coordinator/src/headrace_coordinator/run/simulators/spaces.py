@@ -12,9 +12,9 @@ from typing import Any
 
 from headrace.common.v1 import common_pb2 as common
 from headrace.simulator.v1 import simulator_pb2 as simulator
-from headrace_schema.sections.embodied import EnvironmentSection
 from headrace_schema.problems import Impossible, problem
 from headrace_schema.resources.views import KeyProblemView
+from headrace_schema.sections.embodied import EnvironmentSection
 from headrace_servicekit.rpc.tensors import decode_tensor
 
 SPACE_BYTES = 1 << 26

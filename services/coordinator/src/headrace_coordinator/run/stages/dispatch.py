@@ -20,8 +20,8 @@ from headrace_coordinator.domain.ledger.dispatch import (
 )
 from headrace_coordinator.domain.ledger.slot_index import Slot
 from headrace_coordinator.fleet.waits import Notifier
-from headrace_coordinator.run.workers.clients import Opening, Published, RolloutClient, SlotKey
 from headrace_coordinator.run.context import RunContext
+from headrace_coordinator.run.workers.clients import Opening, Published, RolloutClient, SlotKey
 
 
 class Dispatch:

@@ -18,7 +18,6 @@ from headrace_coordinator.domain.ledger.dispatch import accepts
 from headrace_coordinator.domain.ledger.slot_index import ASSIGNED, FINISHED, Slot
 from headrace_coordinator.fleet.waits import Notifier
 from headrace_coordinator.projections.trajectories import LOG_PROBS_KEPT, is_kept
-from headrace_coordinator.run.workers.clients import Published, RolloutClient, SlotKey
 from headrace_coordinator.run.context import RunContext
 from headrace_coordinator.run.stages.dispatch import Dispatch
 from headrace_coordinator.run.stages.relay import Relay
@@ -29,6 +28,7 @@ from headrace_coordinator.run.stages.rewards.scoring import (
     score_item,
 )
 from headrace_coordinator.run.stages.settle import Batch, Scored, Settle, Shown
+from headrace_coordinator.run.workers.clients import Published, RolloutClient, SlotKey
 
 SAMPLE_RETRIES = 2
 TAKEN_AT_ONCE, TAKEN_BYTES = 64, 1 << 20

@@ -1,1 +1,1 @@
-"""TODO"""
+"""The worker group: the instances that a run was granted, and its clients of them."""

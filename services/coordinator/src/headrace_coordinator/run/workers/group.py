@@ -12,16 +12,16 @@ from headrace_schema.spec import RunSpec
 
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain.devices.leases import REVOKING
-from headrace_coordinator.domain.runs import Grant, RunState
 from headrace_coordinator.domain.devices.scheduling import demand_of
+from headrace_coordinator.domain.runs import Grant, RunState
 from headrace_coordinator.domain.state import InstanceState
 from headrace_coordinator.fleet.fleet import Fleet
 from headrace_coordinator.fleet.ports import CallRefused, InstanceDown
 from headrace_coordinator.fleet.waits import WaitTimeout
-from headrace_coordinator.run.workers.clients import RewardClient, RolloutClient, TrainerClient, WorkerClient
 from headrace_coordinator.run.simulators.pools import Pools
 from headrace_coordinator.run.simulators.spaces import fit
 from headrace_coordinator.run.stages.rewards.lanes import Lanes
+from headrace_coordinator.run.workers.clients import RewardClient, RolloutClient, TrainerClient, WorkerClient
 from headrace_coordinator.run.workers.watched_port import WatchedPort
 
 LEASE_ENDED = ("EPOCH_STALE", "SUSPENDED")

@@ -16,8 +16,8 @@ from headrace_modelkit.critic import Critic, critic_section, hidden_size, load_c
 from headrace_modelkit.devices import used_bytes
 from headrace_modelkit.loading import DTYPES, load_architecture, load_model
 from headrace_modelkit.weights import load_weights, state_tensors
-from headrace_schema.sections.learning import OptimizerSection
 from headrace_schema.openings import TrainerConfig
+from headrace_schema.sections.learning import OptimizerSection
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 

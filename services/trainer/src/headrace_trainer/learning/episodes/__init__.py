@@ -1,1 +1,1 @@
-"""TODO"""
+"""Learning from episodes of a robot policy."""

@@ -21,8 +21,8 @@ from headrace_trainer.learning import step as steps
 from headrace_trainer.learning.episodes.credit import KeptEpisode, Plan, plan_credit
 from headrace_trainer.learning.episodes.data import EpisodeData, EpisodeScores, Packed, packed
 from headrace_trainer.learning.intake import not_finite, unfit
-from headrace_trainer.learning.samples import Disposition, EpisodeMember, Group, GroupRecord
 from headrace_trainer.learning.packing.work import Finished, OptimizerStep, StepRounds, moved_far
+from headrace_trainer.learning.samples import Disposition, EpisodeMember, Group, GroupRecord
 
 
 @dataclass(frozen=True)

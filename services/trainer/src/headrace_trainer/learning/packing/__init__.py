@@ -1,1 +1,1 @@
-"""TODO"""
+"""Which sequences go into which micro-batch and round."""

@@ -19,8 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headrace_trainer.learning.samples import Rows, Sequence
 from headrace_trainer.learning.packing.trees import Paths, PrefixTree
+from headrace_trainer.learning.samples import Rows, Sequence
 
 
 def context(sequence: Sequence) -> list[int]:

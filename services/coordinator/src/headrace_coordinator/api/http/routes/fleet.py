@@ -8,16 +8,15 @@ from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, Query, Request, Response
 from fastapi import Path as PathParameter
-from headrace_schema.resources.overviews import LogView
 from headrace_schema.problems import choose, problem
-from headrace_schema.spec import RunSpec
+from headrace_schema.resources.overviews import LogView
 from headrace_schema.resources.views import DrainView, HealthView, InstanceListView, LeaseListView, ScaleView
+from headrace_schema.spec import RunSpec
 from pydantic import BaseModel, ConfigDict, Field
 
 from headrace_coordinator.api.control import Control, Refused
 from headrace_coordinator.api.http.errors import invalid
 from headrace_coordinator.api.http.pagination import page
-from headrace_coordinator.api.http.routes.prometheus import CONTENT_TYPE, exposition
 from headrace_coordinator.api.http.requests import (
     STATE_FILTER,
     GivenKey,
@@ -30,6 +29,7 @@ from headrace_coordinator.api.http.requests import (
     read_model,
     view_response,
 )
+from headrace_coordinator.api.http.routes.prometheus import CONTENT_TYPE, exposition
 from headrace_coordinator.api.reading.instance_logs import read_log
 
 Level = Literal["debug", "info", "warning", "error", "critical"]

@@ -11,7 +11,6 @@ from fastapi import APIRouter, Depends, Header, Query, Request, Response
 from fastapi.responses import StreamingResponse
 from headrace_schema.changing import RunChange
 from headrace_schema.problems import Impossible
-from headrace_schema.spec import RunSpec
 from headrace_schema.resources.views import (
     CertificateListView,
     CheckpointListView,
@@ -22,6 +21,7 @@ from headrace_schema.resources.views import (
     StepView,
     TrajectoryListView,
 )
+from headrace_schema.spec import RunSpec
 from pydantic import BaseModel, Field
 
 from headrace_coordinator.api.control import Control

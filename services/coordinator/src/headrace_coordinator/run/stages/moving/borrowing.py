@@ -12,12 +12,12 @@ from collections.abc import Callable
 
 from headrace_coordinator.fleet.ports import CallRefused, InstanceDown
 from headrace_coordinator.fleet.waits import Notifier, WaitTimeout
-from headrace_coordinator.planner.elastic.policy import ElasticState, Move, Role, Rollout, plan_elastic
 from headrace_coordinator.planner.elastic.outlook import Terms
-from headrace_coordinator.run.workers.clients import Published, RolloutClient
+from headrace_coordinator.planner.elastic.policy import ElasticState, Move, Role, Rollout, plan_elastic
 from headrace_coordinator.run.context import RunContext
 from headrace_coordinator.run.stages.learning import Learning
 from headrace_coordinator.run.stages.step_timer import StepTimer
+from headrace_coordinator.run.workers.clients import Published, RolloutClient
 
 LOOK_S = 0.25
 """How often the policy is asked while nothing settles."""

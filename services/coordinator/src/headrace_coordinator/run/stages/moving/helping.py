@@ -18,6 +18,7 @@ from headrace_coordinator.domain.devices.leases import is_gpu
 from headrace_coordinator.domain.ledger.slot_index import SETTLED
 from headrace_coordinator.fleet.ports import CallRefused, InstanceDown
 from headrace_coordinator.fleet.waits import Notifier, WaitTimeout
+from headrace_coordinator.planner.elastic.outlook import Terms
 from headrace_coordinator.planner.elastic.policy import (
     ElasticState,
     Move,
@@ -26,12 +27,11 @@ from headrace_coordinator.planner.elastic.policy import (
     helpers_until,
     plan_elastic,
 )
-from headrace_coordinator.planner.elastic.outlook import Terms
-from headrace_coordinator.run.workers.clients import Published, RolloutClient, TrainerClient
 from headrace_coordinator.run.concurrency import gather_all
 from headrace_coordinator.run.context import RunContext
 from headrace_coordinator.run.stages.learning import Learning, members_of
 from headrace_coordinator.run.stages.step_timer import StepTimer
+from headrace_coordinator.run.workers.clients import Published, RolloutClient, TrainerClient
 
 LOOK_S = 0.25
 """How often the policy is asked while nothing settles."""

@@ -10,8 +10,8 @@ from collections import deque
 from collections.abc import Sequence
 from statistics import median
 
-from headrace_coordinator.planner.profiling.lengths import Lengths
 from headrace_coordinator.planner.elastic.outlook import MoveCosts, Terms
+from headrace_coordinator.planner.profiling.lengths import Lengths
 from headrace_coordinator.planner.profiling.profiles import Profile
 
 FEWEST, LENGTHS_KEPT, POINTS_KEPT = 8, 1024, 512

@@ -1,6 +1,7 @@
-"""Carries a step's answers through a workflow with several reward stages; `domain/ledger/reward_flow.py` says where each goes.
+"""Carries a step's answers through a workflow with several reward stages.
 
-Knows no reward instance: it asks through `Scoring`, and hands one result for each answer on.
+`domain/ledger/reward_flow.py` says where each goes. Knows no reward instance: it asks through `Scoring`, and hands one
+result for each answer on.
 """
 
 from __future__ import annotations
