@@ -9,7 +9,7 @@ from headrace_coordinator.domain.ledger.slots import Slot
 from headrace_coordinator.domain.ledger.versions import Version
 from headrace_coordinator.run.stages.learning import MESSAGE_BYTES, Learning
 from headrace_coordinator.run.stages.relay import Relay
-from headrace_coordinator.run.workers.clients import TrainerClient
+from headrace_coordinator.run.workers.trainer_client import TrainerClient
 
 GROUP = 2
 TRUNCATED = common_pb2.FINISH_REASON_LENGTH

@@ -26,7 +26,8 @@ from headrace_coordinator.run.context import RunContext
 from headrace_coordinator.run.stages.settle import Batch
 from headrace_coordinator.run.stages.step_timer import StepTimer
 from headrace_coordinator.run.step import RunFailed, Step
-from headrace_coordinator.run.workers.clients import Published, TrainerClient
+from headrace_coordinator.run.workers.clients import Published
+from headrace_coordinator.run.workers.trainer_client import TrainerClient
 
 DAMAGED = "CHECKPOINT_DAMAGED"
 AWAY = {DAMAGED, "NOT_FOUND"}

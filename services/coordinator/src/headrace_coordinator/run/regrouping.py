@@ -13,7 +13,8 @@ from headrace_coordinator.fleet.ports import USER_ERRORS, CallRefused
 from headrace_coordinator.run.context import RunContext
 from headrace_coordinator.run.converge import converge, form_gang
 from headrace_coordinator.run.leaving import close
-from headrace_coordinator.run.workers.clients import Published, TrainerClient
+from headrace_coordinator.run.workers.clients import Published
+from headrace_coordinator.run.workers.trainer_client import TrainerClient
 
 UNFIT = frozenset({*USER_ERRORS, "MEMORY_SHORT"})
 """Why trainers refuse a state in a group of this size, for good: the run goes back to the size that it had."""

@@ -24,8 +24,10 @@ from headrace_coordinator.fleet.ports import CallRefused, InstanceDown
 from headrace_coordinator.run.concurrency import gather_all
 from headrace_coordinator.run.devices.seating import by_machine, default_devices, seat
 from headrace_coordinator.run.simulators.leases import SimulatorLeases
-from headrace_coordinator.run.workers.clients import Published, RolloutClient, TrainerClient, WorkerClient
+from headrace_coordinator.run.workers.clients import Published, WorkerClient
 from headrace_coordinator.run.workers.group import WorkerGroup
+from headrace_coordinator.run.workers.rollout_client import RolloutClient
+from headrace_coordinator.run.workers.trainer_client import TrainerClient
 
 Member = TypeVar("Member", bound=WorkerClient)
 

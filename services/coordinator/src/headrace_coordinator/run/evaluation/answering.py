@@ -13,7 +13,8 @@ from headrace_coordinator.data.items import DataItem
 from headrace_coordinator.fleet.ports import USER_ERRORS, CallRefused, InstanceDown
 from headrace_coordinator.run.concurrency import gather_all
 from headrace_coordinator.run.context import RunContext
-from headrace_coordinator.run.workers.clients import Opening, Published, RolloutClient
+from headrace_coordinator.run.workers.clients import Published
+from headrace_coordinator.run.workers.rollout_client import Opening, RolloutClient
 
 ATTEMPTS = 5
 Answers = dict[tuple[int, int], common.Trajectory]

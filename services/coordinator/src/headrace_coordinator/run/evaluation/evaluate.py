@@ -16,7 +16,8 @@ from headrace_coordinator.domain.estimates import interval, pass_at
 from headrace_coordinator.run.context import RunContext
 from headrace_coordinator.run.evaluation.answering import Answers, Questions, answer
 from headrace_coordinator.run.stages.rewards.scoring import sampled, score_all, score_item
-from headrace_coordinator.run.workers.clients import Opening, Published
+from headrace_coordinator.run.workers.clients import Published
+from headrace_coordinator.run.workers.rollout_client import Opening
 
 EXAMPLES = 5
 SEEDS = 2**63

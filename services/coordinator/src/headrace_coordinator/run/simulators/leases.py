@@ -15,8 +15,9 @@ from headrace_coordinator.domain.devices.leases import REVOKING, SIMULATE, Lease
 from headrace_coordinator.domain.state import InstanceState
 from headrace_coordinator.fleet.ports import InstanceDown
 from headrace_coordinator.run.simulators.seats import Seats, seats, sides
-from headrace_coordinator.run.workers.clients import RolloutClient, SimulatorClient
+from headrace_coordinator.run.workers.clients import SimulatorClient
 from headrace_coordinator.run.workers.group import WorkerGroup
+from headrace_coordinator.run.workers.rollout_client import RolloutClient
 
 
 class SimulatorLeases:

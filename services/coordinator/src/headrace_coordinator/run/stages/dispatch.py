@@ -21,7 +21,8 @@ from headrace_coordinator.domain.ledger.dispatch import (
 from headrace_coordinator.domain.ledger.slot_index import Slot
 from headrace_coordinator.fleet.waits import Notifier
 from headrace_coordinator.run.context import RunContext
-from headrace_coordinator.run.workers.clients import Opening, Published, RolloutClient, SlotKey
+from headrace_coordinator.run.workers.clients import Published, SlotKey
+from headrace_coordinator.run.workers.rollout_client import Opening, RolloutClient
 
 
 class Dispatch:

@@ -22,7 +22,8 @@ from headrace_coordinator.run.stages.rewards.score_stages import ScoreStages
 from headrace_coordinator.run.stages.rewards.scoring import Scoring
 from headrace_coordinator.run.stages.settle import Batch, Settle
 from headrace_coordinator.run.stages.step_timer import StepTimer
-from headrace_coordinator.run.workers.clients import Produced, Published, RolloutClient
+from headrace_coordinator.run.workers.clients import Published
+from headrace_coordinator.run.workers.rollout_client import Produced, RolloutClient
 
 LOOK_S = 5.0
 TRAINER_BEHIND = "the trainer to take answers: limits.in_flight_bytes of them wait for it"

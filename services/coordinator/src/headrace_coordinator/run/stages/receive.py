@@ -28,7 +28,8 @@ from headrace_coordinator.run.stages.rewards.scoring import (
     score_item,
 )
 from headrace_coordinator.run.stages.settle import Batch, Scored, Settle, Shown
-from headrace_coordinator.run.workers.clients import Published, RolloutClient, SlotKey
+from headrace_coordinator.run.workers.clients import Published, SlotKey
+from headrace_coordinator.run.workers.rollout_client import RolloutClient
 
 SAMPLE_RETRIES = 2
 TAKEN_AT_ONCE, TAKEN_BYTES = 64, 1 << 20

@@ -21,7 +21,9 @@ from headrace_coordinator.fleet.waits import WaitTimeout
 from headrace_coordinator.run.simulators.pools import Pools
 from headrace_coordinator.run.simulators.spaces import fit
 from headrace_coordinator.run.stages.rewards.lanes import Lanes
-from headrace_coordinator.run.workers.clients import RewardClient, RolloutClient, TrainerClient, WorkerClient
+from headrace_coordinator.run.workers.clients import RewardClient, WorkerClient
+from headrace_coordinator.run.workers.rollout_client import RolloutClient
+from headrace_coordinator.run.workers.trainer_client import TrainerClient
 from headrace_coordinator.run.workers.watched_port import WatchedPort
 
 LEASE_ENDED = ("EPOCH_STALE", "SUSPENDED")

@@ -17,7 +17,8 @@ from headrace_coordinator.planner.elastic.policy import ElasticState, Move, Role
 from headrace_coordinator.run.context import RunContext
 from headrace_coordinator.run.stages.learning import Learning
 from headrace_coordinator.run.stages.step_timer import StepTimer
-from headrace_coordinator.run.workers.clients import Published, RolloutClient
+from headrace_coordinator.run.workers.clients import Published
+from headrace_coordinator.run.workers.rollout_client import RolloutClient
 
 LOOK_S = 0.25
 """How often the policy is asked while nothing settles."""

@@ -31,7 +31,9 @@ from headrace_coordinator.run.concurrency import gather_all
 from headrace_coordinator.run.context import RunContext
 from headrace_coordinator.run.stages.learning import Learning, members_of
 from headrace_coordinator.run.stages.step_timer import StepTimer
-from headrace_coordinator.run.workers.clients import Published, RolloutClient, TrainerClient
+from headrace_coordinator.run.workers.clients import Published
+from headrace_coordinator.run.workers.rollout_client import RolloutClient
+from headrace_coordinator.run.workers.trainer_client import TrainerClient
 
 LOOK_S = 0.25
 """How often the policy is asked while nothing settles."""
