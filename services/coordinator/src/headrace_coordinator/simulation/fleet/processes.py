@@ -18,7 +18,8 @@ from headrace_coordinator.simulation.fleet.network import SimulatedPort
 from headrace_coordinator.simulation.fleet.reward import Reward
 from headrace_coordinator.simulation.fleet.rollout import Rollout
 from headrace_coordinator.simulation.fleet.simulator import Simulator
-from headrace_coordinator.simulation.fleet.trainer import Gangs, Trainer
+from headrace_coordinator.simulation.fleet.trainer import Trainer
+from headrace_coordinator.simulation.fleet.trainer_group import Gangs
 from headrace_coordinator.simulation.judging.judge import Violation
 from headrace_coordinator.simulation.specs import DEVICES_A_HOST
 
