@@ -10,8 +10,9 @@ from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 from headrace_coordinator.domain.state import InstanceState
-from headrace_coordinator.fleet.fleet import Fleet, FleetSettings, Supervisor, open_reports
+from headrace_coordinator.fleet.fleet import Fleet
 from headrace_coordinator.fleet.ports import InstanceDown
+from headrace_coordinator.fleet.sessions import FleetSettings, Supervisor, open_reports
 from headrace_coordinator.simulation.fleet.disk import Disk
 from headrace_coordinator.simulation.fleet.instances import Instance
 from headrace_coordinator.simulation.fleet.network import SimulatedPort
