@@ -5,12 +5,12 @@ import asyncio
 import pytest
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain import runs
-from headrace_coordinator.domain.room import least_room
+from headrace_coordinator.domain.devices.room import least_room
+from headrace_coordinator.domain.devices.scheduling import plan_admission, plan_regroup
 from headrace_coordinator.domain.runs import Grant
-from headrace_coordinator.domain.scheduling import plan_admission, plan_regroup
 from headrace_coordinator.simulation.fleet.network import SimulatedPort
 from test_core_admission import admit_all, fleet, submit
-from test_core_regroup import Scene, played
+from test_core_regroup import COORDINATOR, LEADER, Scene, played
 
 QUANTUM = 60.0
 
@@ -147,6 +147,33 @@ def test_a_run_that_grew_gives_a_trainer_to_one_that_comes_and_both_run_to_their
     reasons = [event.reason for event in scene.log(ev.RunStateChanged)]
     assert not [reason for reason in reasons if "yields" in reason]
     assert not any(event.checkpoint for event in scene.log(ev.VersionRestored)), "nothing is read from a disk"
+
+
+@pytest.mark.parametrize("who", [LEADER, "taker", COORDINATOR])
+@pytest.mark.parametrize("method", ["LeaveGang", "JoinGang", "Restore"])
+def test_whoever_dies_while_a_trainer_is_given_both_runs_end(method, who):
+    """The world judges the ledgers, the leases, and that the log's changes are what the rule gives."""
+    scene = pair(checkpoint={"enabled": True, "interval_steps": 1})
+    scene.trouble = lambda: second_comes(scene)
+    struck = []
+
+    async def strike():
+        if who == COORDINATOR:
+            return await scene.kill_coordinator(0.5)
+        states = [run for run in scene.states() if run.id.startswith("second") == (who == "taker")]
+        grant = states[0].grant if states else None
+        if grant is not None and grant.trainers:
+            await scene.kill(grant.trainers[0])
+
+    def hear(called, request):
+        given = [change for change in scene.log(ev.TrainersChanged) if change.given_to]
+        if not struck and called == method and (given or (method == "LeaveGang" and len(scene.states()) > 1)):
+            struck.append(called)
+            scene.spawn(strike())
+
+    scene.hear = hear
+    played(scene)
+    assert struck
 
 
 def test_trainers_that_refuse_the_smaller_group_leave_the_run_to_queue_for_the_one_that_it_had(monkeypatch):

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain import runs
-from headrace_coordinator.domain.leases import DECODE, LeaseTable
-from headrace_coordinator.domain.scheduling import Gift, plan_admission, plan_regroup, shares
+from headrace_coordinator.domain.devices.leases import DECODE, LeaseTable
+from headrace_coordinator.domain.devices.scheduling import Gift, plan_admission, plan_regroup, shares
 from headrace_coordinator.domain.state import State
 from headrace_coordinator.simulation.judging.judge import Violation
 
@@ -70,9 +70,7 @@ class Replay:
     def _regroup(self, event: ev.TrainersChanged) -> None:
         """Between two steps, of a run at work, to what was free then; the leader stays."""
         run = self.state.runs[event.run]
-        planned = plan_regroup(
-            self.state, event.run, event.ranks, event.reason, event.at, event.given_to
-        )
+        planned = plan_regroup(self.state, event.run, event.ranks, event.reason, event.at, event.given_to)
         if planned != event:
             raise Violation(f"regroup: the log has {event}, the rule gives {planned}")
         if (run.ledger.open and run.state == runs.RUNNING) or run.state not in runs.ADMITTED:
