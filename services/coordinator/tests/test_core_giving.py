@@ -185,7 +185,8 @@ def test_trainers_that_refuse_the_smaller_group_leave_the_run_to_queue_for_the_o
     async def unfit(port, method, request, timeout):
         given = [change for change in scene.log(ev.TrainersChanged) if change.given_to]
         if method == "Restore" and request.carried and given and not refused:
-            while not [run for run in scene.states() if run.id == given[0].given_to and run.grant]:
+            taker = given[0].given_to
+            while not [run for run in scene.states() if run.id == taker and run.grant]:  # noqa: ASYNC110
                 await asyncio.sleep(0.1)
             refused.append(method)
             raise port._instance._refuse("MEMORY_SHORT", "12 GB are needed")
