@@ -21,6 +21,7 @@ from headrace_coordinator.simulation.judging.log import RecordingStore
 from headrace_coordinator.simulation.judging.replay import Replay, nothing_held
 from headrace_coordinator.simulation.judging.world import Outcome, WorldJudge
 from headrace_coordinator.simulation.moves import moving
+from headrace_coordinator.simulation.regroupers import regroups
 from headrace_coordinator.simulation.specs import random_spec, ranged, robots
 from headrace_coordinator.simulation.users import Users
 from headrace_coordinator.simulation.virtual_time import run_virtual
@@ -78,6 +79,8 @@ class World(Processes):
         self.spare = {
             kind: sizes.choice([0, 0, 1, 2]) if faults else 0 for kind in ("rollout", "trainer", "reward")
         } | {"simulator": 0}
+        if faults and regroups(seed):
+            self.spare |= {"rollout": 2, "trainer": 2}  # What some run takes beyond its need, and gives back.
         self.counts: dict[str, int] = {}
         self.wall_ahead_s = WALL_S
         self.slept_s = 0.0
@@ -216,7 +219,7 @@ class World(Processes):
     def _stuck(self) -> str:
         if self.coordinator is None:
             return "there is no coordinator"
-        waits, queue = self.coordinator.fleet.waits, self.coordinator.scheduler.queue
+        waits, queue = self.coordinator.fleet.waits, self.coordinator.scheduler.plan.waiting
         return "; ".join(
             f"{run.id} is {run.state}, wanted {run.intent}, waits for {waits.of(run.id) or queue.get(run.id)}"
             for run in self.states()

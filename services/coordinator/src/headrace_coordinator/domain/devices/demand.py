@@ -35,6 +35,8 @@ class Demand(msgspec.Struct, frozen=True):
     trainer_devices: tuple[str, ...]
     simulator_devices: tuple[str, ...] = ()
     """Empty: simulators hold no devices."""
+    fair: bool = False
+    """Whether it keeps no more of the devices that it has than its fair part."""
 
     @property
     def algorithms(self) -> str:

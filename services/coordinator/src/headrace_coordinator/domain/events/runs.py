@@ -67,6 +67,8 @@ class TrainersChanged(RunAdmitted, frozen=True, kw_only=True):
     step: int
     """The first step that it makes."""
     reason: str
+    given_to: str = ""
+    """Id of the waiting run that the trainers were given back for."""
 
 
 class RunReleased(RunEvent, frozen=True, kw_only=True):
