@@ -7,8 +7,8 @@ from collections.abc import Callable
 from statistics import median
 
 import pytest
-from headrace_coordinator.planner.layouts import Layout, StepTime
-from headrace_coordinator.planner.trials import Trial, merged
+from headrace_coordinator.planner.placements.layouts import Layout, StepTime
+from headrace_coordinator.planner.placements.trials import Trial, merged
 
 TURNS = Layout(2, 2, "collocated", "offloaded")
 SIDES = Layout(1, 1, "disaggregated", "pipelined")
