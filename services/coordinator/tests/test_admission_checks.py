@@ -4,12 +4,12 @@ import os
 from dataclasses import replace
 
 import pytest
-from headrace_coordinator.api.admission import FleetView, check
-from headrace_coordinator.api.engines import answer_problems, settle_engine
+from headrace_coordinator.api.submission.admission import FleetView, check
+from headrace_coordinator.api.submission.engines import answer_problems, settle_engine
 from headrace_schema.evaluating import AnswerSection
 from headrace_schema.problems import sentence
+from headrace_schema.resources.views import DeviceView, InstanceView
 from headrace_schema.spec import RunSpec
-from headrace_schema.views import DeviceView, InstanceView
 
 SCHEMA = '{"additionalProperties": false, "properties": {"cap": {"type": "number", "exclusiveMinimum": 0}}}'
 OPTIONS = frozenset({f"grpo={SCHEMA}", "grpo-like={}"})

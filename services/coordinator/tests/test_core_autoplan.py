@@ -7,7 +7,7 @@ import random
 from statistics import median
 
 import pytest
-from headrace_coordinator.api.presenters import plan_view
+from headrace_coordinator.api.reading.presenters import plan_view
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain.state import State
 from headrace_coordinator.fleet.ports import InstanceDown

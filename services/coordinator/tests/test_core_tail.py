@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 
 import pytest
-from headrace_coordinator.planner.elastic import ElasticState, Role, Rollout, plan_elastic
-from headrace_coordinator.run.stages.tail import Tail
+from headrace_coordinator.planner.elastic.policy import ElasticState, Role, Rollout, plan_elastic
+from headrace_coordinator.run.stages.moving.tail import Tail
 
 FIXED, EACH = 0.02, 0.001
 """Seconds of a token, and of a token of each answer that decodes beside it."""

@@ -176,6 +176,6 @@ def test_the_contract_finds_a_source_that_changes(monkeypatch):
         def items(self):
             yield DataItem("?", str(next(turns)))
 
-    monkeypatch.setattr("headrace_coordinator.data.copy_digits.CopyDigits", Moody)
+    monkeypatch.setattr("headrace_coordinator.data.builtin.copy_digits.CopyDigits", Moody)
     with pytest.raises(AssertionError, match="other items the second time"):
         check_source("copy_digits", {})

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from headrace_coordinator.projections import RunProjection
 from headrace_coordinator.projections.trajectories import Settled
-from headrace_schema.evaluations import VideoListView, VideoView
+from headrace_schema.resources.evaluations import VideoListView, VideoView
 from http_parts import problems, walk
 
 

@@ -5,9 +5,9 @@ import asyncio
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain import runs
 from headrace_coordinator.domain.intervals import joined
+from headrace_coordinator.domain.ledger.slots import SlotLedger
+from headrace_coordinator.domain.ledger.versions import Lineage
 from headrace_coordinator.domain.runs import RunState
-from headrace_coordinator.domain.slots import SlotLedger
-from headrace_coordinator.domain.versions import Lineage
 from headrace_coordinator.fleet.fleet import Fleet, FleetSettings
 from headrace_coordinator.fleet.lease_manager import ENDED_KEPT
 from headrace_coordinator.projections import RunProjection, read_timeline
@@ -16,7 +16,7 @@ from headrace_coordinator.projections.timeline import Hold, Part, Span, Timeline
 from headrace_coordinator.run.stages.step_timer import SPANS_KEPT, StepTimer
 from headrace_coordinator.store.event_log import EventLog
 from headrace_coordinator.store.memory_store import MemoryStore
-from headrace_schema.overviews import HoldView
+from headrace_schema.resources.overviews import HoldView
 
 
 def part(step, *holds, work=1):

@@ -13,11 +13,11 @@ from headrace_coordinator.projections.videos import (
     list_videos,
     write_recordings,
 )
-from headrace_coordinator.run.suite_figures import result_of
+from headrace_coordinator.run.evaluation.suite_figures import result_of
 from headrace_coordinator.suites import open_suite
-from headrace_schema.embodied import EnvironmentSection
 from headrace_schema.evaluating import EvaluationSpec
 from headrace_schema.problems import explain
+from headrace_schema.sections.embodied import EnvironmentSection
 from headrace_schema.spec import RunSpec
 from pydantic import ValidationError
 

@@ -36,7 +36,7 @@ from headrace_rollout.engines.base import (
     Weights,
 )
 from headrace_rollout.service import RolloutServicer
-from headrace_schema.generating import ModelSection
+from headrace_schema.sections.generating import ModelSection
 from headrace_servicekit.instance import Instance, InstanceConfig
 from headrace_servicekit.rpc.client import dial
 from headrace_servicekit.rpc.server import GrpcServer

@@ -28,7 +28,7 @@ from headrace.client.specs import Overrides, Spec, fork_spec, load_spec
 from headrace.client.sse import messages
 from headrace.client.tokens import find_token
 from headrace.client.transport import Transport
-from headrace_schema.scoring import RewardSection
+from headrace_schema.sections.scoring import RewardSection
 from pydantic import ValidationError
 
 if TYPE_CHECKING:

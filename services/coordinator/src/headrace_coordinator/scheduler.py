@@ -13,19 +13,19 @@ from functools import partial
 from pathlib import Path
 
 from headrace_schema.problems import Impossible
+from headrace_schema.sections.tracking import TrackingSection
 from headrace_schema.spec import RunSpec
-from headrace_schema.tracking import TrackingSection
 
 from headrace_coordinator.data.dataset import Dataset
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain import runs
+from headrace_coordinator.domain.devices.scheduling import plan_admission
 from headrace_coordinator.domain.runs import RunState
-from headrace_coordinator.domain.scheduling import plan_admission
 from headrace_coordinator.fleet.fleet import Fleet
 from headrace_coordinator.fleet.waits import WaitTimeout
 from headrace_coordinator.run.context import Projection, RunContext
+from headrace_coordinator.run.evaluation.suite_loop import SuiteLoop
 from headrace_coordinator.run.loop import RunLoop
-from headrace_coordinator.run.suite_loop import SuiteLoop
 from headrace_coordinator.store.event_log import EventLog
 from headrace_coordinator.trackers.processes import Trackers
 

@@ -35,20 +35,20 @@ from headrace_servicekit.rpc.requests import (
 )
 from headrace_servicekit.weights.store import StoredWeights
 
-from headrace_trainer import wire
 from headrace_trainer.algorithms._base import Algorithm, Barrier
 from headrace_trainer.checkpoints.directory import CheckpointDirectory
 from headrace_trainer.checkpoints.saver import Write
 from headrace_trainer.errors import Refusal
 from headrace_trainer.group.compute import ComputeThread, elsewhere, refusals
-from headrace_trainer.helping import HelpingCalls
 from headrace_trainer.learning.queue import LearnQueue
 from headrace_trainer.learning.samples import Group, GroupRecord
 from headrace_trainer.learning.step import Begin, Commit, StepState
 from headrace_trainer.learning.stream import LearnStream
-from headrace_trainer.session import LearnItem, Session
+from headrace_trainer.session.session import LearnItem, Session
 from headrace_trainer.trainer import Trainer
-from headrace_trainer.wire_episodes import Spaces, read_episodes
+from headrace_trainer.wire import messages as wire
+from headrace_trainer.wire.episodes import Spaces, read_episodes
+from headrace_trainer.wire.helping import HelpingCalls
 
 Context = Any
 Result = TypeVar("Result")

@@ -38,7 +38,7 @@ from headrace_trainer.group.rounds import Round, RoundLost, Rounds
 from headrace_trainer.kinds import check_episode_run, run_algorithm
 from headrace_trainer.learning.contribution import check_helped
 from headrace_trainer.learning.step import StepState
-from headrace_trainer.session import Session
+from headrace_trainer.session.session import Session
 
 if TYPE_CHECKING:
     from headrace_modelkit.robot.directory import AnyConfig

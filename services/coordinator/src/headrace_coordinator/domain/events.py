@@ -9,7 +9,7 @@ from typing import Any, TypeGuard
 
 import msgspec
 
-from headrace_coordinator.domain.compact import Drops, Run
+from headrace_coordinator.domain.ledger.compact import Drops, Run
 
 
 class Event(msgspec.Struct, frozen=True, tag_field="type", omit_defaults=True):

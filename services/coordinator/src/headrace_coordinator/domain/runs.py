@@ -11,9 +11,9 @@ from typing import Any
 import msgspec
 
 from headrace_coordinator.domain import events as ev
-from headrace_coordinator.domain.slots import SlotLedger
+from headrace_coordinator.domain.ledger.slots import SlotLedger
+from headrace_coordinator.domain.ledger.versions import Lineage
 from headrace_coordinator.domain.totals import Totals
-from headrace_coordinator.domain.versions import Lineage
 
 QUEUED, PLANNING, RUNNING, PAUSING, PAUSED, RECOVERING, CANCELLING = (
     "QUEUED",

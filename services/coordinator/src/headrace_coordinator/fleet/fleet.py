@@ -15,7 +15,7 @@ import msgspec
 from headrace.common.v1 import common_pb2
 
 from headrace_coordinator.domain import events as ev
-from headrace_coordinator.domain.places import machines
+from headrace_coordinator.domain.devices.places import machines
 from headrace_coordinator.domain.state import InstanceState
 from headrace_coordinator.fleet.lease_manager import LeaseManager
 from headrace_coordinator.fleet.ports import Connect, InstanceDown, Port

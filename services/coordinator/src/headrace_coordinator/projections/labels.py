@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from headrace_schema.overviews import HoldView, LabelView
+from headrace_schema.resources.overviews import HoldView, LabelView
 
 from headrace_coordinator.domain.intervals import Interval, joined, without
 from headrace_coordinator.planner.cluster.spans import UNPLANNED, Label

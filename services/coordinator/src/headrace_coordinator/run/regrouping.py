@@ -7,13 +7,14 @@ from disk, and no version is lost or made. Which instances there are for it is `
 from __future__ import annotations
 
 from headrace_coordinator.domain import events as ev
+from headrace_coordinator.domain.devices.scheduling import plan_regroup
 from headrace_coordinator.domain.runs import QUEUED, RECOVERING, RUNNING, plan_move
-from headrace_coordinator.domain.scheduling import plan_regroup
 from headrace_coordinator.fleet.ports import USER_ERRORS, CallRefused
-from headrace_coordinator.run.clients import Published, TrainerClient
 from headrace_coordinator.run.context import RunContext
 from headrace_coordinator.run.converge import converge, form_gang
 from headrace_coordinator.run.leaving import close
+from headrace_coordinator.run.workers.clients import Published
+from headrace_coordinator.run.workers.trainer_client import TrainerClient
 
 UNFIT = frozenset({*USER_ERRORS, "MEMORY_SHORT"})
 """Why trainers refuse a state in a group of this size, for good: the run goes back to the size that it had."""

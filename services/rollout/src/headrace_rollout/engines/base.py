@@ -11,7 +11,7 @@ from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from headrace_schema.generating import ModelSection
+from headrace_schema.sections.generating import ModelSection
 
 if TYPE_CHECKING:
     import torch

@@ -13,16 +13,17 @@ from headrace.rollout.v1 import rollout_pb2 as rollout
 
 from headrace_coordinator.fleet.ports import CallRefused, InstanceDown
 from headrace_coordinator.fleet.waits import Notifier
-from headrace_coordinator.run.clients import Produced, Published, RolloutClient
 from headrace_coordinator.run.concurrency import gather_all
 from headrace_coordinator.run.context import RunContext
 from headrace_coordinator.run.stages.dispatch import Dispatch
 from headrace_coordinator.run.stages.receive import Receive
 from headrace_coordinator.run.stages.relay import Relay
-from headrace_coordinator.run.stages.score_stages import ScoreStages
-from headrace_coordinator.run.stages.scoring import Scoring
+from headrace_coordinator.run.stages.rewards.score_stages import ScoreStages
+from headrace_coordinator.run.stages.rewards.scoring import Scoring
 from headrace_coordinator.run.stages.settle import Batch, Settle
 from headrace_coordinator.run.stages.step_timer import StepTimer
+from headrace_coordinator.run.workers.clients import Published
+from headrace_coordinator.run.workers.rollout_client import Produced, RolloutClient
 
 LOOK_S = 5.0
 TRAINER_BEHIND = "the trainer to take answers: limits.in_flight_bytes of them wait for it"
