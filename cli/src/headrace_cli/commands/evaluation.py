@@ -115,9 +115,7 @@ def _show_check(answer: dict[str, Any], as_json: bool) -> None:
         console().print("the spec is valid; nothing was queued")
 
 
-def _finish(
-    client: Client, made: EvaluationRun, as_json: bool, videos: Path | None, rrd: bool
-) -> None:
+def _finish(client: Client, made: EvaluationRun, as_json: bool, videos: Path | None, rrd: bool) -> None:
     """Shows the progress on standard error, the end on standard output."""
     try:
         found = _watch(client, made.id)

@@ -225,7 +225,9 @@ def _check(
         return
     if name not in _LIMITS:
         have = [*_LIMITS, *knobs]
-        raise _refused(name, f"this environment has no such variant{_hint(name, have)}; it has: {_list(have)}")
+        raise _refused(
+            name, f"this environment has no such variant{_hint(name, have)}; it has: {_list(have)}"
+        )
     low, high = _LIMITS[name]
     if not low <= least <= most <= high:
         raise _refused(name, f"is {least:g} to {most:g}; it may be {low:g} to {high:g}")

@@ -20,7 +20,9 @@ Expert = Callable[[Any], np.ndarray]
 def expert_of(task: str, options: Mapping[str, Any]) -> Expert:
     """The scripted policy of a task. Raises BackendError where there is none, or not for these actions."""
     if task not in EXPERTS:
-        raise BackendError("options_json.expert", f"{task} has no scripted policy; {', '.join(EXPERTS)} has one")
+        raise BackendError(
+            "options_json.expert", f"{task} has no scripted policy; {', '.join(EXPERTS)} has one"
+        )
     if options.get("control_mode") != CONTROL:
         raise BackendError("options_json.control_mode", f"the scripted policy of {task} needs {CONTROL}")
     return EXPERTS[task]

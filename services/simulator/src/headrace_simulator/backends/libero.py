@@ -60,8 +60,8 @@ class LiberoOptions(Options):
     )
     perturbation: Perturbation = Field(
         default="",
-        description="LIBERO-PRO's: the task in other words, with other objects, with objects in each other's places, or "
-        "another task in the same scene",
+        description="LIBERO-PRO's: the task in other words, with other objects, with objects in each other's places, "
+        "or another task in the same scene",
     )
 
 

@@ -1,4 +1,4 @@
-"""What a variant may change of a compiled MuJoCo model: physics, lights, cameras, colours. Knows no simulator's wrapper."""
+"""What a variant may change of a compiled MuJoCo model: physics, lights, cameras, hues. Knows no simulator."""
 
 from __future__ import annotations
 

@@ -71,9 +71,7 @@ def _scale_all(things: list[Any], *names: str) -> Knob:
 
 
 def _materials(components: list[Any]) -> list[Any]:
-    colliders = [
-        part for part in components if isinstance(part, sapien.physx.PhysxRigidBaseComponent)
-    ]
+    colliders = [part for part in components if isinstance(part, sapien.physx.PhysxRigidBaseComponent)]
     return [shape.physical_material for part in colliders for shape in part.collision_shapes]
 
 

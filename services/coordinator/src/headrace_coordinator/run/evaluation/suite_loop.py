@@ -20,13 +20,7 @@ from headrace_coordinator.domain.runs import SuiteEvaluation
 from headrace_coordinator.fleet.waits import WaitTimeout
 from headrace_coordinator.projections.trajectories import Settled
 from headrace_coordinator.projections.transcripts import Answer, Key, Transcripts, answer_of, read_answers
-<<<<<<< HEAD:services/coordinator/src/headrace_coordinator/run/suite_loop.py
 from headrace_coordinator.projections.videos import Recording, Video, write_recordings
-from headrace_coordinator.run.answering import Answers, Questions, answer
-from headrace_coordinator.run.clients import Opening, Published
-=======
-from headrace_coordinator.projections.videos import Video, write_videos
->>>>>>> main:services/coordinator/src/headrace_coordinator/run/evaluation/suite_loop.py
 from headrace_coordinator.run.context import RunContext
 from headrace_coordinator.run.evaluation.answering import Answers, Questions, answer
 from headrace_coordinator.run.evaluation.suite_figures import result_of
