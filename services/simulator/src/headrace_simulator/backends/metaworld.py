@@ -74,7 +74,7 @@ class MetaWorldEnvironment:
     ) -> None:
         self._expert = expert
         self._environment = environment = task(render_mode="rgb_array")
-        self.knobs = mujoco.knobs(environment.model)
+        self.knobs = mujoco.knobs(environment.model, mujoco.uploader(environment))
         self._size = options.image_size
         # By default every instance has one goal for ever; so its own random stream draws one at each reset.
         environment.seeded_rand_vec, environment._freeze_rand_vec = True, False
