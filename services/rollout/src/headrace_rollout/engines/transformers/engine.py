@@ -15,6 +15,7 @@ from headrace_rollout.engines.base import (
     Figures,
     Group,
     Policy,
+    Prefills,
     Refused,
     SampleKey,
     Stream,
@@ -54,6 +55,11 @@ class TransformersEngine(ThreadedHolder):
         super().__init__(self._model, "decode")
         self._streams: set[Stream] = set()
         self._scheduled = False
+
+    @property
+    def prefills(self) -> Sequence[Prefills]:
+        """See Engine: exact, as one thread does both."""
+        return [self._decoder.prefills]
 
     @property
     def waiting_samples(self) -> int:
