@@ -8,8 +8,9 @@ from headrace_coordinator.domain.intervals import joined
 from headrace_coordinator.domain.ledger.slots import SlotLedger
 from headrace_coordinator.domain.ledger.versions import Lineage
 from headrace_coordinator.domain.runs import RunState
-from headrace_coordinator.fleet.fleet import Fleet, FleetSettings
+from headrace_coordinator.fleet.fleet import Fleet
 from headrace_coordinator.fleet.lease_manager import ENDED_KEPT
+from headrace_coordinator.fleet.sessions import FleetSettings
 from headrace_coordinator.projections import RunProjection, read_timeline
 from headrace_coordinator.projections import timeline as under_test
 from headrace_coordinator.projections.timeline import Hold, Part, Span, TimelineFile

@@ -8,13 +8,12 @@ the log before it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 import msgspec
-from headrace_schema.sections.running import APART, PlacementSection
 
 from headrace_coordinator.domain import events as ev
+from headrace_coordinator.domain.devices.demand import Demand, demand_of, shares
 from headrace_coordinator.domain.devices.leases import is_gpu
 from headrace_coordinator.domain.devices.places import (
     device_order,
@@ -29,39 +28,6 @@ from headrace_coordinator.domain.state import InstanceState, State
 
 PATIENCE_QUANTA = 10
 """A run that has waited so many of its quanta comes first, whatever its priority."""
-
-
-class Demand(msgspec.Struct, frozen=True):
-    """What a run needs before it can start."""
-
-    rollouts: int
-    fewest_rollouts: int
-    trainers: int
-    helpers: int
-    """Trainers beside the group, as many as nobody else waits for."""
-    decoders: int
-    """Rollouts without devices of their own, likewise."""
-    engine: str
-    backend: str
-    algorithm: str
-    simulator: str
-    """Backend of simulators; empty: none is needed."""
-    disaggregated: bool
-    side_by_side: bool
-    """Whether devices for both sides are of use."""
-    shares: bool
-    """Whether other runs that share may be granted its devices too."""
-    rollout_devices: tuple[str, ...]
-    trainer_devices: tuple[str, ...]
-    simulator_devices: tuple[str, ...] = ()
-    """Empty: simulators hold no devices."""
-    fair: bool = False
-    """Whether it keeps no more of the devices that it has than its fair part."""
-
-    @property
-    def algorithms(self) -> str:
-        """The trainer's registry in which the algorithm is."""
-        return "episode_algorithms" if self.simulator else "algorithms"
 
 
 class Gift(msgspec.Struct, frozen=True):
@@ -82,39 +48,6 @@ class Plan(msgspec.Struct):
     """Run id → the trainers that it should give back; of runs that should not yield."""
     waiting: dict[str, str]
     """Id of each waiting run → what it waits for, in the order of the queue."""
-
-
-def demand_of(run: RunState) -> Demand:
-    """A run's demand from its spec. A run that has begun, or trains nothing, goes on with at least one rollout."""
-    spec, placement = run.spec, run.spec["placement"]
-    rollouts = spec["rollout"]["instances"]
-    helpers = 0 if run.evaluation else spec["trainer"].get("helpers", 0)
-    return Demand(
-        rollouts=rollouts,
-        fewest_rollouts=1 if run.lineage.head or run.evaluation else rollouts,
-        trainers=0 if run.evaluation else run.ranks,
-        helpers=helpers,
-        decoders=0 if run.evaluation else spec["rollout"].get("helpers", 0),
-        engine=spec["rollout"]["engine"],
-        backend=spec["trainer"]["backend"],
-        algorithm=spec["algorithm"]["name"],
-        simulator=(spec.get("environment") or {}).get("backend", ""),
-        disaggregated=placement["mode"] in APART,
-        side_by_side=placement["mode"] in APART or _tries_both(placement, spec.get("steps", 0), helpers),
-        shares=shares(run),
-        rollout_devices=tuple(placement["rollout"]),
-        trainer_devices=tuple(placement["trainer"]),
-        simulator_devices=tuple(placement.get("simulator", ())),
-    )
-
-
-def _tries_both(placement: Mapping[str, Any], steps: int, helpers: int) -> bool:
-    return bool(PlacementSection.model_validate(placement).measured_steps(steps)) and not helpers
-
-
-def shares(run: RunState) -> bool:
-    """Whether a run's spec lets other runs use what idles in its steps."""
-    return bool(run.spec["placement"].get("share", False))
 
 
 def plan_admission(state: State, now: float) -> Plan:

@@ -7,8 +7,9 @@ from collections.abc import Iterable
 
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain import runs
+from headrace_coordinator.domain.devices.demand import shares
 from headrace_coordinator.domain.devices.leases import DECODE, LeaseTable
-from headrace_coordinator.domain.devices.scheduling import Gift, plan_admission, plan_regroup, shares
+from headrace_coordinator.domain.devices.scheduling import Gift, plan_admission, plan_regroup
 from headrace_coordinator.domain.state import State
 from headrace_coordinator.simulation.judging.judge import Violation
 
