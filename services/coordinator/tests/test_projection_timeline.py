@@ -151,6 +151,22 @@ def test_each_device_has_one_label_at_any_time(tmp_path):
     assert read_timeline(tmp_path, 1).labels == []
 
 
+def test_prefill_is_taken_out_of_decode_where_it_is_measured(tmp_path):
+    work = [
+        Span("generate", ["h/gpu:0"], 0.0, 8.0),
+        Span("prefill", ["h/gpu:0"], 0.0, 2.0),
+        Span("prefill", ["h/gpu:0"], 5.0, 5.5),
+    ]
+    TimelineFile(tmp_path).append(Part(kind="step", step=1, start=0.0, end=8.0, work=work))
+    found = read_timeline(tmp_path, 1, labels=True).labels
+    assert [(span.start, span.end, span.stage, span.label) for span in found] == [
+        (0.0, 2.0, "prefill", "prefill"),
+        (2.0, 5.0, "generate", "decode"),
+        (5.0, 5.5, "prefill", "prefill"),
+        (5.5, 8.0, "generate", "decode"),
+    ]
+
+
 def test_a_device_that_changes_hands_is_labelled_switch(tmp_path):
     """Collocated: what no device is timed on counts for all of them, and a checkpoint is work."""
     both = ["h/cpu:0", "h/cpu:1"]
