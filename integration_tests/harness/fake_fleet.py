@@ -97,10 +97,10 @@ class FakeFleet(fleet_pb2_grpc.FleetServiceServicer):  # type: ignore[misc]
         assert self.held[epoch] == "", f"{instance} refused lease {epoch}: {self.held[epoch]}"
 
     def revoke(self, instance: str, epoch: int, notice_s: int = 20) -> None:
-        """Takes a lease back; returns when the instance has let go."""
+        """Takes a lease back; returns when the instance has released it."""
         revoke = fleet_pb2.Revoke(epoch=epoch, notice=Duration(seconds=notice_s))
         self._outbox(instance).put(fleet_pb2.SessionResponse(revoke=revoke))
-        wait_for(lambda: epoch in self.released, f"{instance} to let go of lease {epoch}")
+        wait_for(lambda: epoch in self.released, f"{instance} to release lease {epoch}")
 
     def reports(self, instance: str) -> list[common_pb2.OpenRunReport]:
         """What an instance said last that it has open."""

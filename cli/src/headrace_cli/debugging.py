@@ -63,11 +63,11 @@ async def _fleet_in_process(spec: RunSpec, directory: Path) -> AsyncIterator[Coo
     from headrace_coordinator.store.memory_store import MemoryStore
     from headrace_servicekit.rpc.server import GrpcServer
 
-    kernel = EventLog(MemoryStore(), time.time)
-    await kernel.open("headrace debug")
+    event_log = EventLog(MemoryStore(), time.time)
+    await event_log.open("headrace debug")
     settings = FleetSettings(lease_ttl=FOR_EVER_S, heartbeat=1.0, notice=FOR_EVER_S)
-    fleet = Fleet(kernel, lambda kind, address, who: GrpcPort(kind, address, who, None), settings)
-    coordinator = Coordinator(kernel, fleet, directory)
+    fleet = Fleet(event_log, lambda kind, address, who: GrpcPort(kind, address, who, None), settings)
+    coordinator = Coordinator(event_log, fleet, directory)
     server = GrpcServer("127.0.0.1:0", token=None, instance="coordinator")
     add = fleet_pb2_grpc.add_FleetServiceServicer_to_server
     name = "headrace.coordinator.v1.FleetService"
@@ -78,8 +78,8 @@ async def _fleet_in_process(spec: RunSpec, directory: Path) -> AsyncIterator[Coo
         for kind in KINDS:
             for index in range(_wanted(kind, spec)):
                 await _start_instance(stack, kind, index, address, directory)
-        await stack.enter_async_context(_tasks(kernel, fleet, coordinator))
-        await kernel.wait_until(
+        await stack.enter_async_context(_tasks(event_log, fleet, coordinator))
+        await event_log.wait_until(
             lambda: all(fleet.ready(kind) for kind in KINDS), START_S, "the services to register"
         )
         stack.push_async_callback(coordinator.stop)
@@ -119,8 +119,8 @@ async def _mount(instance: Instance) -> Callable[[], Awaitable[None]]:
 
 
 @asynccontextmanager
-async def _tasks(kernel: EventLog, fleet: Fleet, coordinator: Coordinator) -> AsyncIterator[None]:
-    tasks = [asyncio.create_task(work) for work in (kernel.run(), fleet.sweep(), coordinator.schedule())]
+async def _tasks(event_log: EventLog, fleet: Fleet, coordinator: Coordinator) -> AsyncIterator[None]:
+    tasks = [asyncio.create_task(work) for work in (event_log.run(), fleet.sweep(), coordinator.schedule())]
     try:
         yield
     finally:

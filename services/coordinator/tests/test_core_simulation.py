@@ -183,7 +183,7 @@ def _placed(world, mode):
 
 
 async def _keep_after_revoke(self, instance, fleet, command, body):
-    """A holder that says it has let go, and does not."""
+    """A holder that says it has released its lease, and has not."""
     if command == "grant":
         instance.held[body.epoch] = tuple(body.devices)
         instance.deadlines[body.epoch] = 1e9

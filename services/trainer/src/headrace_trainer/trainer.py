@@ -192,7 +192,7 @@ class Trainer:
         """The leader's session. Raises Refusal NOT_OPEN or NOT_LEADER."""
         _ = self.config
         if self._gang is None:
-            raise Refusal("NOT_OPEN", "the trainer is in no gang: call JoinGang first")
+            raise Refusal("NOT_OPEN", "the trainer is in no trainer group: call JoinGang first")
         if self._session is None:
             raise Refusal(
                 "NOT_LEADER", f"rank {self._gang.rank} follows; send this to rank 0 of the trainer group"
@@ -313,7 +313,7 @@ class Trainer:
         try:
             rounds.follow()
         except RoundLost as error:
-            _log.error("gang lost", extra={"generation": gang.generation, "reason": str(error)})
+            _log.error("trainer group lost", extra={"generation": gang.generation, "reason": str(error)})
         finally:
             # Also when a round failed here: a closed connection is what tells the others, who wait for us.
             gang.leave()

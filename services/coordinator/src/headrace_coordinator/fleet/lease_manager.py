@@ -49,7 +49,7 @@ class LeaseManager:
         self._ttl = ttl
         self._notice = notice
         self._renewed_at: dict[int, float] = {}
-        self._let_go_by: dict[int, float] = {}
+        self._release_by: dict[int, float] = {}
         self._keeping: set[int] = set()
         self._expiry_from = event_log.monotonic() + ttl
         self._ended: dict[str, deque[EndedLease]] = {}
@@ -75,7 +75,7 @@ class LeaseManager:
         now = self._event_log.monotonic()
         for lease in self._event_log.state.table.of(incarnation):
             if lease.state == leases.REVOKING:
-                left = max(0.0, self._let_go_by.get(lease.epoch, now + self._notice) - now)
+                left = max(0.0, self._release_by.get(lease.epoch, now + self._notice) - now)
                 self._holders.send(incarnation, "revoke", (lease.epoch, left, lease.epoch in self._keeping))
 
     def renew(self, incarnation: str, epochs: Iterable[int]) -> list[int]:
@@ -106,7 +106,7 @@ class LeaseManager:
         for event in events:
             self._note_end(event)
             self._renewed_at.pop(event.epoch, None)  # type: ignore[attr-defined]
-            self._let_go_by.pop(event.epoch, None)  # type: ignore[attr-defined]
+            self._release_by.pop(event.epoch, None)  # type: ignore[attr-defined]
             self._keeping.discard(event.epoch)  # type: ignore[attr-defined]
         self._event_log.post(*events)
 
@@ -274,7 +274,7 @@ class LeaseManager:
             if lease is None:
                 continue
             self._event_log.post(*leases.plan_revoke(table, epoch, now))
-            self._let_go_by.setdefault(epoch, self._event_log.monotonic() + self._notice)
+            self._release_by.setdefault(epoch, self._event_log.monotonic() + self._notice)
             if keep:
                 self._keeping.add(epoch)
             self._holders.send(lease.incarnation, "revoke", (epoch, self._notice, keep))
@@ -305,7 +305,7 @@ class LeaseManager:
         now = self._event_log.monotonic()
         self._expiry_from = now + self._ttl
         self._renewed_at = dict.fromkeys(self._renewed_at, now)
-        self._let_go_by = dict.fromkeys(self._let_go_by, now + self._notice)
+        self._release_by = dict.fromkeys(self._release_by, now + self._notice)
 
     def expire(self) -> dict[str, str]:
         """One look at the clock; the holders that are to be killed, because their devices are in doubt, and why.
@@ -319,11 +319,11 @@ class LeaseManager:
         for lease in table.leases.values():
             self._renewed_at.setdefault(lease.epoch, now)
             if lease.state == leases.REVOKING:
-                self._let_go_by.setdefault(lease.epoch, now + self._notice)
+                self._release_by.setdefault(lease.epoch, now + self._notice)
         if self.lenient:
             return {}
         at = self._event_log.now()
-        self._post_ends(leases.plan_expire(table, self._renewed_at, self._let_go_by, self._ttl, now, at))
+        self._post_ends(leases.plan_expire(table, self._renewed_at, self._release_by, self._ttl, now, at))
         return {quarantine.incarnation: quarantine.reason for quarantine in table.quarantined.values()}
 
     @property

@@ -23,7 +23,7 @@ COLLECTIVE_LIMIT = timedelta(minutes=10)
 
 
 class Gang:
-    """One generation of ranks; rank 0 leads. A process is in at most one gang."""
+    """One generation of ranks; rank 0 leads. A process is in at most one."""
 
     def __init__(self, generation: int, rank: int, world_size: int, device: torch.device) -> None:
         self.generation = generation
@@ -155,7 +155,7 @@ def _late(generation: int, world_size: int, rendezvous: str, timeout_s: float, e
     reason = str(error).splitlines()[0]
     return Refusal(
         "RENDEZVOUS_TIMEOUT",
-        f"gang generation {generation} of {world_size} ranks did not meet at {rendezvous} in "
+        f"trainer group generation {generation} of {world_size} ranks did not meet at {rendezvous} in "
         f"{timeout_s:g} s: {reason}",
         "unavailable",
     )

@@ -193,20 +193,20 @@ def plan_revoke(table: LeaseTable, epoch: int, now: float) -> list[ev.Event]:
 def plan_expire(
     table: LeaseTable,
     renewed_at: Mapping[int, float],
-    let_go_by: Mapping[int, float],
+    release_by: Mapping[int, float],
     ttl: float,
     now: float,
     at: float,
 ) -> list[ev.LeaseEnded]:
     """Leases not renewed for a TTL, and revoked ones past their deadline: over, devices quarantined.
 
-    `renewed_at`, `let_go_by` and `now` are on one clock; `at` is the wall clock, for the events.
+    `renewed_at`, `release_by` and `now` are on one clock; `at` is the wall clock, for the events.
     """
     expired = []
     for lease in table.leases.values():
         if now - renewed_at.get(lease.epoch, now) > ttl:
             expired.append(ev.LeaseEnded(at=at, epoch=lease.epoch, cause="not renewed", proven=False))
-        elif lease.state == REVOKING and now > let_go_by.get(lease.epoch, now):
+        elif lease.state == REVOKING and now > release_by.get(lease.epoch, now):
             expired.append(ev.LeaseEnded(at=at, epoch=lease.epoch, cause="revoked past notice", proven=False))
     return expired
 

@@ -170,7 +170,7 @@ class Placement:
     async def borrow(
         self, seats: Sequence[tuple[RolloutClient, tuple[str, ...]]], published: Published
     ) -> None:
-        """Inside a step: the trainer group stands down, and rollouts decode on its devices until it takes them again.
+        """Inside a step: the trainer group releases its devices, and rollouts decode on them until it takes them again.
 
         Whoever hands the trainers their devices takes these back, with notice: what the rollouts have not finished
         goes on elsewhere.

@@ -120,12 +120,12 @@ class GroupMember(Instance):
         self.generation = 0
 
     def _lead(self, *, governed: bool = False) -> None:
-        """A round of the whole gang: refused by a follower, and by a leader that has lost a rank.
+        """A round of the whole trainer group: refused by a follower, and by a leader that has lost a rank.
 
         A governed one begins only where every rank has its lease and its memory.
         """
         if not self.joined or not self.generation:
-            raise self._refuse("NOT_OPEN", "the trainer is in no gang: call JoinGang first")
+            raise self._refuse("NOT_OPEN", "the trainer is in no trainer group: call JoinGang first")
         if self.joined[1]:
             raise self._refuse("NOT_LEADER", f"rank {self.joined[1]} follows")
         gang = self._gang()

@@ -54,7 +54,7 @@ class Installer:
         return self._held is not None
 
     def forget(self) -> None:
-        """Nothing is installed any more; the bytes of the last version are let go."""
+        """Nothing is installed any more; the bytes of the last version are freed."""
         self._held = None
 
     async def install(self, policy: Policy, weights: Weights) -> None:

@@ -82,7 +82,7 @@ class Requests:
         self._fill()
 
     async def stop(self, keys: Items[SampleKey] | None, stream: Stream | None) -> int:
-        """Ends samples (None: all), of one stream or of any; returns when the engine has let go of them."""
+        """Ends samples (None: all), of one stream or of any; returns when the engine has released them."""
         wanted = None if keys is None else set(keys)
         policy = self._policy()
         if policy is None:

@@ -20,8 +20,8 @@ CRITIC = "critic."
 
 
 class ShardedModel:
-    """A policy, and its critic if it has one, sharded over a gang: fp32 master shards, forward in `compute_dtype`,
-    gradients in fp32. The critic's tensors are named "critic." and are no part of `weights`.
+    """A policy, and its critic if it has one, sharded over a trainer group: fp32 master shards, forward in
+    `compute_dtype`, gradients in fp32. The critic's tensors are named "critic." and are no part of `weights`.
 
     Between micro-batches nothing is reduced or resharded (unless `reshard` asks for it): each rank keeps the
     whole parameters in `compute_dtype` and adds up whole gradients in fp32 until `reduce`.
