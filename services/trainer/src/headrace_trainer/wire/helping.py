@@ -19,8 +19,8 @@ from headrace_trainer.group.compute import refusals
 from headrace_trainer.learning.contribution import Contribution
 from headrace_trainer.learning.samples import Disposition, GroupRecord
 from headrace_trainer.learning.step import Version
+from headrace_trainer.session.helper import Offer
 from headrace_trainer.session.published import PublishedReader, published_tensors
-from headrace_trainer.session.session import Offer
 from headrace_trainer.wire import messages as wire
 from headrace_trainer.wire.calls import Calls, Context
 

@@ -45,7 +45,7 @@ from headrace_coordinator.domain.devices.scheduling import Plan
 from headrace_coordinator.domain.ledger.compact import count, count_drops
 from headrace_coordinator.domain.runs import RunState
 from headrace_coordinator.fleet.fleet import Fleet
-from headrace_coordinator.projections.videos import FOLDER, list_videos
+from headrace_coordinator.projections.videos import FOLDER, episode_name, list_videos
 from headrace_coordinator.store.event_log import EventLog
 from headrace_coordinator.store.history.files import RunFiles
 from headrace_coordinator.vitals import Vitals
@@ -224,6 +224,15 @@ class Reads:
             have = f"it has {', '.join(names[:5])}" if names else "it has none"
             raise Refused("NOT_FOUND", f"evaluation {evaluation_id} has no video {name!r}; {have}")
         return directory / FOLDER / name
+
+    async def evaluation_episode(self, evaluation_id: str, name: str) -> Path:
+        """See `Control.evaluation_episode`."""
+        video = await self.evaluation_video(evaluation_id, name)
+        path = video.with_name(episode_name(video.name))
+        if not await asyncio.to_thread(path.is_file):
+            reason = f"evaluation {evaluation_id} kept the video {name!r} alone; evaluate again"
+            raise Refused("NOT_FOUND", reason)
+        return path
 
     def _evaluation_directory(self, evaluation_id: str) -> Path:
         self.suite_evaluation(evaluation_id)

@@ -11,6 +11,7 @@ from collections.abc import Sequence as Items
 
 import numpy as np
 import torch
+from headrace_modelkit.threads import Threads
 from headrace_modelkit.tokenizer import TextCodec
 from headrace_servicekit.failpoints import failpoint_sync
 from torch import Tensor
@@ -52,10 +53,12 @@ class Decoder:
         codec: TextCodec,
         rows: int,
         figures: Figures,
+        threads: Threads,
         kv_cache_bytes: int | None = None,
     ) -> None:
         self.model = model
         self.figures = figures
+        self._threads = threads
         self.prefills = Prefills()
         self._codec = codec
         self._rows = rows
@@ -91,6 +94,7 @@ class Decoder:
         """Queues groups; with `accept` false they come back at once as they are."""
         policy = self.require(stream.policy_number)
         wave = 0
+        self._threads.fixed = stream.deterministic or self.model.device.type != "cpu"
         if stream.deterministic:
             self._wave += 1
             wave, groups = self._wave, sorted(groups, key=lambda group: group.prompt_ordinal)
@@ -195,8 +199,9 @@ class Decoder:
         start = time.perf_counter()
         self._leave_unheld()
         self._join()
-        if self._batch.count:
-            self._decode()
+        if rows := self._batch.count:
+            with self._threads.work("decode", rows):
+                self._decode()
         self._flush()
         self.figures.busy_s += time.perf_counter() - start
         return bool(self.living)
@@ -253,10 +258,11 @@ class Decoder:
                 keep.append((prompt, admission.waiting.keys))
         prompt_of_row = [prompt for prompt, a in enumerate(admissions) for _ in a.members]
         self.model.cache.prefill(PrefillPlan(first, prompt_of_row, keep), self.model.device)
-        hidden_PD = self.model.prefill(contexts)
+        computed = sum(map(len, contexts))
+        with self._threads.work("prefill", computed):
+            hidden_PD = self.model.prefill(contexts)
         for prompt, _ in keep:
             admissions[prompt].waiting.hidden_D = hidden_PD[prompt].clone()
-        computed = sum(map(len, contexts))
         self.figures.prefill_tokens += computed
         self.figures.shared_prompt_tokens += sum(len(contexts[prompt]) for prompt in prompt_of_row) - computed
         return [hidden_PD[prompt] for prompt in prompt_of_row]
