@@ -139,9 +139,10 @@ def _fleet(request: _Request, data_dir: Path) -> Iterator[Target]:
         request.out.print(f"on the fleet at {request.url} (--url, HEADRACE_URL)", markup=False)
         yield find_target(request.url, request.data_dir)
         return
+    from headrace_servicekit.process.ports import free_port
+
     from headrace_cli.commands.fleet import start_quietly, start_with_spinner
     from headrace_cli.launcher.data_dir import DataDir
-    from headrace_cli.launcher.ports import free_port
     from headrace_cli.launcher.stop import stop_fleet
 
     # Never the default port: other commands without --url would find the demo's fleet there.
