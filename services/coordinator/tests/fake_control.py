@@ -134,6 +134,9 @@ class FakeControl:
     async def evaluation_video(self, evaluation_id: str, name: str) -> Path:
         raise Refused("NOT_FOUND", f"there is no evaluation {evaluation_id!r}")
 
+    async def evaluation_episode(self, evaluation_id: str, name: str) -> Path:
+        raise Refused("NOT_FOUND", f"there is no evaluation {evaluation_id!r}")
+
     def flow(self, run_id: str) -> FlowView:
         self.run(run_id)
         counts = {"waiting": 1, "generating": 2, "scoring": 1, "scored": 0, "learned": 0, "dropped": 0}

@@ -80,6 +80,9 @@ class Control(Protocol):
     async def evaluation_video(self, evaluation_id: str, name: str) -> Path:
         """The file of a video; NOT_FOUND names those that there are."""
 
+    async def evaluation_episode(self, evaluation_id: str, name: str) -> Path:
+        """The file of the episode that a video shows, an ActionSegment; NOT_FOUND as `evaluation_video`."""
+
     def runs(
         self, size: int, after: str = "", states: frozenset[str] = frozenset(), oldest_first: bool = False
     ) -> Page[RunView, str]:

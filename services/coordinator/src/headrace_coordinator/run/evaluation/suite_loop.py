@@ -20,7 +20,7 @@ from headrace_coordinator.domain.runs import SuiteEvaluation
 from headrace_coordinator.fleet.waits import WaitTimeout
 from headrace_coordinator.projections.trajectories import Settled
 from headrace_coordinator.projections.transcripts import Answer, Key, Transcripts, answer_of, read_answers
-from headrace_coordinator.projections.videos import Video, write_videos
+from headrace_coordinator.projections.videos import Recording, Video, write_recordings
 from headrace_coordinator.run.context import RunContext
 from headrace_coordinator.run.evaluation.answering import Answers, Questions, answer
 from headrace_coordinator.run.evaluation.suite_figures import result_of
@@ -147,14 +147,16 @@ class SuiteLoop(RunLoop):
             self._line(body, by_key[body.sample.prompt_ordinal, body.sample.sample_index]) for body in bodies
         ]
         passed = {key: score.reward >= self._asked.pass_reward for key, score in by_key.items()}
-        films = [
-            (Video.of(index, sample, self._items[index], success=passed[index, sample]), content)
-            for (index, sample), content in questions.videos.items()
-            if (index, sample) in passed
+        recordings = [
+            Recording(
+                Video.of(*key, self._items[key[0]], success=passed[key]), content, _episode_of(done[key])
+            )
+            for key, content in questions.videos.items()
+            if key in passed
         ]
         try:
             # Videos first: an answer that is written is not made again.
-            await asyncio.to_thread(write_videos, self._directory, films)
+            await asyncio.to_thread(write_recordings, self._directory, recordings)
             await asyncio.to_thread(self._transcripts.append, lines)
         except OSError as error:
             raise WaitTimeout(f"transcripts or videos cannot be written: {error}") from error
@@ -217,3 +219,9 @@ class SuiteLoop(RunLoop):
             versions=versions,
             detail=(score.detail or "a scorer failed") if failed else "",
         )
+
+
+def _episode_of(trajectory: common.Trajectory) -> bytes:
+    """The serialized ActionSegment of an episode; empty for one that failed."""
+    bodies = [segment.actions for segment in trajectory.segments if segment.HasField("actions")]
+    return bodies[-1].SerializeToString() if bodies else b""

@@ -16,7 +16,17 @@ from headrace_modelkit.tokenizer import TextCodec
 from headrace_servicekit.failpoints import failpoint_sync
 from torch import Tensor
 
-from headrace_rollout.engines.base import Figures, Finish, Group, Output, Policy, Refused, SampleKey, Stream
+from headrace_rollout.engines.base import (
+    Figures,
+    Finish,
+    Group,
+    Output,
+    Policy,
+    Prefills,
+    Refused,
+    SampleKey,
+    Stream,
+)
 from headrace_rollout.engines.sequence import Bounds, Sequence
 from headrace_rollout.engines.stopping import StopMatcher
 from headrace_rollout.engines.transformers.batch import Batch
@@ -49,6 +59,7 @@ class Decoder:
         self.model = model
         self.figures = figures
         self._threads = threads
+        self.prefills = Prefills()
         self._codec = codec
         self._rows = rows
         self._kv_cache_bytes = kv_cache_bytes
@@ -206,6 +217,7 @@ class Decoder:
         admissions = self._queue.take(running, self._running_wave, self.model.cache.fits)
         if not admissions:
             return
+        start = time.perf_counter()
         self._running_wave = admissions[0].waiting.wave
         first = self._batch.count
         kept = [admission for admission in admissions if admission.waiting.keys is not None]
@@ -218,7 +230,11 @@ class Decoder:
             for sequence in admission.members:
                 self._batch.join(sequence, len(admission.waiting.context_ids), self.model.vocabulary_size)
         self._distributions = None
-        self._advance(first, torch.stack(hidden))
+        self._advance(
+            first, torch.stack(hidden)
+        )  # The first tokens come to the host: the device has done it all.
+        if fresh:
+            self.prefills.add(start, time.perf_counter())
 
     def _place(self, admissions: Items[Admission], first: int) -> list[Tensor]:
         keys, hidden = [], []

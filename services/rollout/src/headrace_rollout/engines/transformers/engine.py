@@ -15,6 +15,7 @@ from headrace_rollout.engines.base import (
     Figures,
     Group,
     Policy,
+    Prefills,
     Refused,
     SampleKey,
     Stream,
@@ -54,6 +55,11 @@ class TransformersEngine(ThreadedHolder):
         self.vocabulary_size = self._model.vocabulary_size
         self._streams: set[Stream] = set()
         self._scheduled = False
+
+    @property
+    def prefills(self) -> Sequence[Prefills]:
+        """See Engine: exact, as one thread does both."""
+        return [self._decoder.prefills]
 
     @property
     def waiting_samples(self) -> int:

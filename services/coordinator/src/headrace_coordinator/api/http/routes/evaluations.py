@@ -28,7 +28,7 @@ from headrace_coordinator.api.http.requests import (
     read_model,
     view_response,
 )
-from headrace_coordinator.projections.videos import MEDIA_TYPE
+from headrace_coordinator.projections.videos import EPISODE_MEDIA_TYPE, MEDIA_TYPE
 
 SPEC_BODY: dict[str, Any] = {
     "requestBody": {
@@ -106,5 +106,15 @@ def evaluation_routes(control: Control) -> APIRouter:
     async def get_evaluation_video(evaluation_id: str, video: str) -> Response:
         """One video, an MP4 file (H.264)."""
         return FileResponse(await control.evaluation_video(evaluation_id, video), media_type=MEDIA_TYPE)
+
+    @routes.get(
+        "/{evaluation_id}/videos/{video}/episode",
+        response_class=FileResponse,
+        responses={200: {"content": {EPISODE_MEDIA_TYPE: {}}, "description": "The message."}},
+    )
+    async def get_evaluation_episode(evaluation_id: str, video: str) -> Response:
+        """What the policy read and did in the episode of a video: a `headrace.common.v1.ActionSegment`."""
+        path = await control.evaluation_episode(evaluation_id, video)
+        return FileResponse(path, media_type=EPISODE_MEDIA_TYPE)
 
     return routes
