@@ -5,10 +5,16 @@ says what a step takes with every placement that a run can have; these plans are
 that they are compared with is made. Then runs of fixed placements alternate, `--turns` of each and each workload. The
 learning rate is too small to move a weight, so that all steps of a workload are alike.
 
-- `short`: a small model and answers of four tokens: nothing but coordination.
-- `infer`: few answers at a time, which a second core hardly helps, and a critic and a larger reference whose infer pass
-  the trainer makes beside them; then it learns.
-- `learning`: a wide model, many answers of four tokens: mostly large matrix products, which a second core halves.
+- `decode`: a small model that a second thread does not help, and answers that end anywhere: groups settle one by one.
+- `infer`: a wide policy with a critic and a reference, whose infer pass the trainer makes beside the answers; then it
+  learns, mostly in large matrix products.
+- `prompts`: a wide model, long prompts and answers of two tokens that all end at once: large matrix products alone, in
+  generating and in learning, and nothing for one side to do while the other works.
+
+A fixed piece of work is timed before and after each run (`_probe.py`), since a machine with other guests on its host
+changes its speed by a half within minutes. All figures are printed twice: as measured, and (`..._scaled`) with the
+seconds of each run multiplied by the speed that the machine then had, over its usual one. `probe_spread`: greatest over
+least of five probes in a row, less 1; `speed_spread`: the same over all of the benchmark.
 
 Prints one JSON line with `auto_vs_best` (seconds of a step in the placement that auto chose over those in the best one,
 the worst workload), `prediction_error` (mean of |predicted / measured - 1| over workloads and placements, and
@@ -29,6 +35,7 @@ from statistics import fmean, median
 from typing import Any
 
 from _harness import Fleet, emit, machine, say, table
+from _probe import Probe, spread
 from streaming import write_model, write_prompts
 
 STYLES: dict[str, dict[str, str]] = {
@@ -40,6 +47,8 @@ STYLES: dict[str, dict[str, str]] = {
 }
 """By the words with which a plan names them."""
 RUN_S = 900.0
+MOST_STEPS = 200
+"""Of a run that chooses its placement; it is cancelled once it has."""
 LEFT_OUT = ("evaluate", "checkpoint")
 
 
@@ -56,16 +65,26 @@ class Workload:
     algorithm: Mapping[str, Any] = field(default_factory=dict)
     reference: tuple[int, int] | None = None
     """Width and layers of a reference model."""
+    prompt: int = 20
+    """Tokens of a prompt."""
 
 
 PPO = {"name": "ppo", "options": {"epochs": 1, "minibatches": 1, "critic": "model", "kl_loss_coef": 1e-3}}
 WORKLOADS = {
-    "short": Workload(width=64, layers=2, groups=16, group_size=8, longest=4, together=128),
+    "decode": Workload(width=128, layers=4, groups=12, group_size=4, longest=64, together=16),
     "infer": Workload(
-        width=256, layers=4, groups=4, group_size=4, longest=64, together=8, algorithm=PPO, reference=(384, 6)
+        width=512, layers=3, groups=4, group_size=4, longest=32, together=8, algorithm=PPO, reference=(512, 4)
     ),
-    "learning": Workload(width=384, layers=4, groups=8, group_size=8, longest=4, together=64),
+    "prompts": Workload(width=512, layers=3, groups=24, group_size=2, longest=2, together=48, prompt=80),
 }
+
+
+@dataclass(frozen=True)
+class Found:
+    """Seconds of a step, and the machine's speed then, over its usual one once all is measured."""
+
+    seconds: float
+    speed: float
 
 
 def main() -> None:
@@ -88,27 +107,28 @@ def main() -> None:
     with (
         tempfile.TemporaryDirectory(prefix="headrace-benchmark-") as folder,
         Fleet("--devices", "cpu:0,cpu:1", "--simulator", "0") as fleet,
+        Probe() as probe,
     ):
         specs = {name: make_spec(Path(folder) / name, WORKLOADS[name]) for name in names}
-        plans = {name: planned(fleet, spec, options.plan_steps) for name, spec in specs.items()}
+        plans = {name: planned(fleet, spec, options.plan_steps, probe) for name, spec in specs.items()}
         say(json.dumps(plans, indent=1))
         if options.plans:
             options.plans.write_text(json.dumps(plans, indent=1) + "\n", encoding="utf-8")
-        found: dict[str, dict[str, list[float]]] = {name: {style: [] for style in STYLES} for name in names}
+        found: dict[str, dict[str, list[Found]]] = {name: {style: [] for style in STYLES} for name in names}
         for turn in range(options.turns):
             say(f"turn {turn + 1} of {options.turns}; {machine()}")
             for name, spec in specs.items():
                 for style in list(STYLES) if turn % 2 == 0 else list(STYLES)[::-1]:
-                    found[name][style].append(step_seconds(fleet, spec, style, options.steps))
+                    found[name][style].append(measured(fleet, spec, style, options.steps, probe))
     say(f"at the end: {machine()}")
-    emit("modes", summarise(plans, found))
+    emit("modes", summarise(plans, found, probe))
 
 
 def make_spec(folder: Path, work: Workload) -> dict[str, Any]:
     """The run of a workload; its mode and steps are set by whoever makes it."""
     folder.mkdir()
     write_model(folder / "model", work.width, work.layers)
-    write_prompts(folder / "prompts.jsonl", 8 * work.groups)
+    write_prompts(folder / "prompts.jsonl", 8 * work.groups, work.prompt)
     trainer: dict[str, Any] = {}
     if work.reference:
         write_model(folder / "reference", *work.reference)
@@ -133,22 +153,35 @@ def make_spec(folder: Path, work: Workload) -> dict[str, Any]:
     }
 
 
-def planned(fleet: Fleet, spec: Mapping[str, Any], steps: int) -> dict[str, Any]:
+def planned(fleet: Fleet, spec: Mapping[str, Any], steps: int, probe: Probe) -> dict[str, Any]:
     """What auto chose, the seconds of a step that it predicted for each placement, and which of them it tried."""
     from headrace.client import Client
 
-    most = len(STYLES) * (steps + 1) + 2
-    made = {**spec, "steps": most, "placement": {"mode": "auto", "measure_steps": steps}}
+    made = {**spec, "steps": MOST_STEPS, "placement": {"mode": "auto", "measure_steps": steps}}
+    before, adopted = probe.look(), []
     with Client(fleet.url, fleet.token) as client:
-        run = finished(client, made)
-        adopted = [event.data for event in client.events(run) if event.type == "plan_adopted"]
-    place = next(index for index, plan in enumerate(adopted) if plan.get("predicted_s"))
-    chosen = adopted[place]
+        run = client.submit(made).id
+        for event in client.events(run):
+            if event.type == "plan_adopted":
+                adopted.append(event.data)
+                if event.data.get("predicted_s"):
+                    break
+        client.cancel(run)
+        client.wait(run, RUN_S)
+    if not adopted or not adopted[-1].get("predicted_s"):
+        raise RuntimeError(f"{run} has ended in {MOST_STEPS} steps before it chose a placement")
+    *tries, chosen = adopted
     seconds = {style_named(words): found for words, found in chosen.get("alternatives", {}).items()}
     style = style_of(chosen)
     seconds[style] = chosen["predicted_s"]["step"]
-    tried = sorted({"collocated offloaded", *(style_of(plan) for plan in adopted[:place])})
-    return {"style": style, "step_s": seconds, "tried": tried, "reason": chosen["reason"]}
+    return {
+        "style": style,
+        "step_s": seconds,
+        "tried": sorted({"collocated offloaded", *map(style_of, tries)}),
+        "steps": chosen["from_step"],
+        "reason": chosen["reason"],
+        "speed": fmean((before.figure, probe.look().figure)),
+    }
 
 
 def style_of(plan: Mapping[str, Any]) -> str:
@@ -162,17 +195,19 @@ def style_named(words: str) -> str:
     return next(style for style in STYLES if words.startswith(style))
 
 
-def step_seconds(fleet: Fleet, spec: Mapping[str, Any], style: str, steps: int) -> float:
+def measured(fleet: Fleet, spec: Mapping[str, Any], style: str, steps: int, probe: Probe) -> Found:
     """Median seconds of the steps of one run, without its first one, which pays for the start."""
     from headrace.client import Client
 
+    before = probe.look()
     with Client(fleet.url, fleet.token) as client:
         run = finished(client, {**spec, "steps": steps + 1, "placement": STYLES[style]})
-        measured = [step for step in client.metrics(run) if step.step > 1]
-    seconds = [step.wall_s - sum(step.stage_s.get(stage, 0.0) for stage in LEFT_OUT) for step in measured]
-    last = {name: round(found, 3) for name, found in measured[-1].stage_s.items()}
-    say(f"  {style}: {median(seconds):.3f} s a step; the last one {last}")
-    return median(seconds)
+        made = [step for step in client.metrics(run) if step.step > 1]
+    speed = fmean((before.figure, probe.look().figure))
+    seconds = [step.wall_s - sum(step.stage_s.get(stage, 0.0) for stage in LEFT_OUT) for step in made]
+    last = {name: round(found, 3) for name, found in made[-1].stage_s.items()}
+    say(f"  {style}: {median(seconds):.3f} s a step at speed {speed:.0f}; the last one {last}")
+    return Found(median(seconds), speed)
 
 
 def finished(client: Any, spec: Mapping[str, Any]) -> str:
@@ -184,9 +219,44 @@ def finished(client: Any, spec: Mapping[str, Any]) -> str:
 
 
 def summarise(
+    plans: Mapping[str, Mapping[str, Any]], found: Mapping[str, Mapping[str, list[Found]]], probe: Probe
+) -> dict[str, float | None]:
+    """The figures, as measured and at one speed of the machine; each workload goes to the reader."""
+    raw = compare(plans, seconds_of(found))
+    usual = probe.usual
+    plans = {name: {**plan, "step_s": scaled(plan, usual)} for name, plan in plans.items()}
+    say(f"seconds at the machine's usual speed, {usual:.0f}:")
+    even = compare(plans, seconds_of(found, usual))
+    speeds = {
+        "probe_spread": probe.spread,
+        "speed_spread": spread([speed.figure for speed in probe.seen]),
+        "two_cores_vs_one": median(speed.two / speed.one for speed in probe.seen),
+    }
+    return raw | {f"{name}_scaled": figure for name, figure in even.items()} | speeds
+
+
+def seconds_of(
+    found: Mapping[str, Mapping[str, list[Found]]], usual: float = 0.0
+) -> dict[str, dict[str, list[float]]]:
+    """Seconds of each run; with the machine's `usual` speed, what they would have been at it."""
+    return {
+        name: {
+            style: [run.seconds * (run.speed / usual if usual else 1.0) for run in runs]
+            for style, runs in styles.items()
+        }
+        for name, styles in found.items()
+    }
+
+
+def scaled(plan: Mapping[str, Any], usual: float) -> dict[str, float]:
+    """Predicted seconds at the machine's usual speed."""
+    return {style: seconds * plan["speed"] / usual for style, seconds in plan["step_s"].items()}
+
+
+def compare(
     plans: Mapping[str, Mapping[str, Any]], found: Mapping[str, Mapping[str, list[float]]]
 ) -> dict[str, float | None]:
-    """The figures; each workload goes to the reader."""
+    """The figures of some predicted and measured seconds."""
     medians = {
         name: {style: median(turns) for style, turns in styles.items()} for name, styles in found.items()
     }

@@ -99,10 +99,10 @@ def write_model(directory: Path, width: int, layers: int) -> None:
     save_model(model, character_tokenizer(CHARACTERS), directory)
 
 
-def write_prompts(path: Path, count: int) -> None:
-    """Random prompts, a group each."""
+def write_prompts(path: Path, count: int, length: int = PROMPT) -> None:
+    """Random prompts of so many tokens, a group each."""
     rng = random.Random(0)
-    rows = [{"question": "".join(rng.choices(CHARACTERS, k=PROMPT)), "answer": ""} for _ in range(count)]
+    rows = [{"question": "".join(rng.choices(CHARACTERS, k=length)), "answer": ""} for _ in range(count)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 

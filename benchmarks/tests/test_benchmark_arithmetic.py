@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from _harness import emit
 from _pipeline import StepTimes, ideal_end, ideal_wall, overlap_share, read_steps
-from modes import summarise
+from modes import Found, compare, scaled, seconds_of
 from streaming import quietest
 
 
@@ -38,11 +38,18 @@ def test_what_auto_chose_is_held_against_the_best_placement(capsys):
         "a": {turns: [1.0, 9.0, 1.0], sides: [2.0, 2.0, 2.0]},
         "b": {turns: [2.0, 2.0, 2.0], sides: [1.0, 1.0, 1.1]},
     }
-    figures = summarise(plans, found)
+    figures = compare(plans, found)
     assert (figures["auto_vs_best"], figures["winners_right"], figures["winners"]) == (2.0, 0.5, 2.0)
     assert figures["prediction_error"] == pytest.approx((0 + 0 + 0.5 + 1.2) / 4)
     assert figures["prediction_error_untried"] == pytest.approx((0 + 1.2) / 2)
     assert figures["b_collocated_resident_s"] == 2.0
+
+
+def test_seconds_are_compared_at_one_speed_of_the_machine():
+    runs = {"a": {"hybrid": [Found(2.0, 50.0), Found(1.0, 100.0)]}}
+    assert seconds_of(runs) == {"a": {"hybrid": [2.0, 1.0]}}
+    assert seconds_of(runs, 100.0) == {"a": {"hybrid": [1.0, 1.0]}}
+    assert scaled({"speed": 50.0, "step_s": {"hybrid": 2.0}}, 100.0) == {"hybrid": 1.0}
 
 
 def test_the_share_goes_from_waiting_to_the_bound():

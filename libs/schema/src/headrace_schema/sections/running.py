@@ -87,8 +87,8 @@ class PlacementSection(Section):
     )
     measure_steps: CountOrZero | None = Field(
         default=None,
-        description="auto: steps that are measured in each mode before one is chosen, 0 for none; default: 3 where "
-        "that is at most a twentieth of the run, else 0",
+        description="auto: about so many steps are measured in each mode, by turns, before one is chosen, 0 for none; "
+        "default: 3 where that is at most a twentieth of the run, else 0",
     )
     replan: Literal["auto", "propose"] = Field(
         default="auto",
