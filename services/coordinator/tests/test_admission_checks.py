@@ -315,7 +315,7 @@ ROBOTS = replace(
             {"mode": "disaggregated", "rollout": "0", "simulator": "cpu:1", "trainer": "1"},
             {"placement.simulator": "h/cpu:1 learns too"},
         ),
-        ({"rollout,trainer": "1", "simulator": "cpu:1"}, {"placement.simulator": "1 devices for 1 rollout"}),
+        ({"rollout,trainer": "1", "simulator": "cpu:1"}, {"placement.simulator": "1 is named for a rollout"}),
     ],
 )
 def test_devices_of_simulators_must_be_ones_that_they_see(placement, expected):

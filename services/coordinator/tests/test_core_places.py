@@ -9,7 +9,8 @@ from headrace_coordinator.domain.devices.places import machines, named_devices
 from headrace_coordinator.domain.devices.scheduling import plan_admission
 from headrace_coordinator.domain.runs import Grant
 from headrace_coordinator.domain.state import InstanceState, State
-from headrace_coordinator.fleet.fleet import Fleet, FleetSettings, Supervisor
+from headrace_coordinator.fleet.fleet import Fleet
+from headrace_coordinator.fleet.sessions import FleetSettings, Supervisor
 from headrace_coordinator.run.devices.placement import Placement
 from headrace_coordinator.run.devices.seating import PlacementError, default_devices
 from headrace_coordinator.run.workers.clients import WorkerClient

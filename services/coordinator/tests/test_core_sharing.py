@@ -20,7 +20,8 @@ from headrace_coordinator.domain.devices.sharing import (
     next_for,
 )
 from headrace_coordinator.domain.state import InstanceState, State
-from headrace_coordinator.fleet.fleet import Fleet, FleetSettings
+from headrace_coordinator.fleet.fleet import Fleet
+from headrace_coordinator.fleet.sessions import FleetSettings
 from headrace_coordinator.run.stages.step_timer import WAIT_LEASE, StepTimer
 from headrace_coordinator.simulation.fleet.reward import Reward
 from headrace_coordinator.simulation.fleet.rollout import Rollout

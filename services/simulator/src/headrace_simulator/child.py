@@ -91,7 +91,8 @@ class Host:
                 variant,
             )
         )
-        return Episodes(environment, Rules(limit, opening["sparse"], opening["auto_reset"]))
+        rules = Rules(limit, opening["sparse"], opening["auto_reset"], opening["without_info"])
+        return Episodes(environment, rules)
 
 
 def main() -> None:

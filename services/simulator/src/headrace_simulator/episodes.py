@@ -8,16 +8,15 @@ from __future__ import annotations
 import json
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
-from headrace.common.v1 import common_pb2
 from headrace.simulator.v1 import simulator_pb2
 from headrace_servicekit.process.worker_pipes import MAX_FRAME_BYTES
 from headrace_servicekit.rpc.errors import ServiceError
-from headrace_servicekit.rpc.tensors import decode_tensor, encode_tensor
+from headrace_servicekit.rpc.tensors import decode_tensor, write_tensor
 
 from headrace_simulator.backends.base import BackendError, Observation, SimulatedEnvironment, Transition
 from headrace_simulator.film import Film, NoVideo
@@ -51,6 +50,8 @@ class Rules:
     sparse: bool
     """Whether the reward is 1 for a step that ends in success and 0 for any other."""
     auto_reset: bool
+    without_info: bool = False
+    """Whether the outcomes of actions leave out what the environment says beside the reward."""
 
 
 class Episodes:
@@ -66,7 +67,8 @@ class Episodes:
         self, operation: simulator_pb2.EnvironmentOperation, outcome: simulator_pb2.EnvironmentOutcome
     ) -> None:
         """Runs a valid operation and writes how it went into the outcome; Raised where the environment failed."""
-        if operation.HasField("reset"):
+        kind = operation.WhichOneof("operation")
+        if kind == "reset":
             reset = operation.reset
             init_state = reset.init_state if reset.HasField("init_state") else None
             observation, info = self._reset(
@@ -78,10 +80,10 @@ class Episodes:
                 self._record()
             _write(outcome.observation, observation)
             outcome.info_json = _info_json(info)
-        elif operation.HasField("action_chunk"):
+        elif kind == "action_chunk":
             done = self._act(decode_tensor(operation.action_chunk, max_bytes=MAX_FRAME_BYTES), outcome)
-            outcome.rewards.CopyFrom(encode_tensor(np.array([each.reward for each in done])))
-            outcome.successes.CopyFrom(encode_tensor(np.array([bool(each.success) for each in done])))
+            write_tensor(outcome.rewards, np.array([each.reward for each in done]))
+            write_tensor(outcome.successes, np.array([bool(each.success) for each in done]))
         else:
             self._act(decode_tensor(operation.action, max_bytes=MAX_FRAME_BYTES)[None], outcome)
 
@@ -145,7 +147,8 @@ class Episodes:
         outcome.reward = float(sum(each.reward for each in done))
         outcome.success = any(each.success for each in done)
         outcome.terminated, outcome.truncated = last.terminated, truncated
-        outcome.info_json = _info_json(last.info)
+        if not self._rules.without_info:
+            outcome.info_json = _info_json(last.info)
         observation = last.observation
         if self._rules.auto_reset and (last.terminated or truncated):
             _write(outcome.final_observation, observation)
@@ -162,15 +165,8 @@ class Episodes:
             reward = float(transition.success)
         if not np.isfinite(reward):
             raise Raised(f"a reward of {reward}, which is not finite")
-        observation = self._checked(transition.observation)
-        return Transition(
-            observation,
-            reward,
-            transition.terminated,
-            transition.truncated,
-            transition.success,
-            transition.info,
-        )
+        self._checked(transition.observation)
+        return replace(transition, reward=reward) if self._rules.sparse else transition
 
     def _checked(self, observation: Observation) -> Observation:
         for space in self.environment.observation_spaces:
@@ -189,10 +185,9 @@ def _write(fields: Any, observation: Observation) -> None:
     """Encodes the arrays into a map field of tensors."""
     for name, array in observation.items():
         try:
-            tensor: common_pb2.Tensor = encode_tensor(array)
+            write_tensor(fields[name], array)
         except ServiceError as error:
             raise Raised(f"observation {name!r}: {error.message}") from error
-        fields[name].CopyFrom(tensor)
 
 
 def _info_json(info: Mapping[str, Any]) -> str:

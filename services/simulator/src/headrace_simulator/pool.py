@@ -44,6 +44,8 @@ class PoolPlan:
     processes: int = 0
     """0 leaves it to the settings."""
     blob_bytes: int = 0
+    without_info: bool = False
+    """Whether outcomes of actions have no figures beside the reward."""
     leased: bool = False
     """Whether its operations need a lease."""
 
@@ -272,6 +274,7 @@ def _openings(plan: PoolPlan, children: int) -> list[dict[str, Any]]:
             "dense": plan.dense,
             "sparse": plan.sparse,
             "auto_reset": plan.auto_reset,
+            "without_info": plan.without_info,
             "environments": list(range(first, plan.count, number)),
         }
         for first in range(number)

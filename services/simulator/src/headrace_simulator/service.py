@@ -227,6 +227,7 @@ def _plan(request: simulator_pb2.OpenPoolRequest, settings: SimulatorSettings) -
         auto_reset=request.auto_reset,
         processes=request.processes,
         blob_bytes=request.blob_bytes,
+        without_info=request.without_info,
         leased=request.leased or bool(request.header.lease_epoch),
     )
 

@@ -126,6 +126,10 @@ class RunView(Resource):
     wanted_ranks: int = Field(
         default=0, description="ranks that it should have from its next step on; 0: as it has"
     )
+    ranks_reason: str = Field(
+        default="",
+        description="why its trainer group changed last, or will after this step; empty: it never did",
+    )
     created_at: float = Field(description="seconds since the epoch")
     started_at: float | None
     finished_at: float | None

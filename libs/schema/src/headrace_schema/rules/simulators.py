@@ -58,8 +58,16 @@ def _room(spec: RunSpec) -> Iterator[KeyProblemView]:
     if len({*placement.simulator}) < len(placement.simulator):
         yield problem(KEY, "a device is named twice", "name each device once")
     elif not any(name.rpartition("/")[2] == EVERY for name in names) and len({*names}) <= rollouts:
-        yield problem(
-            KEY,
-            f"{len({*names})} devices for {rollouts} rollout instances and a simulator, each of which needs one",
-            f"name at least {rollouts + 1} devices, or set rollout.instances: {max(1, len({*names}) - 1)}",
-        )
+        yield too_few(len({*names}), rollouts)
+
+
+def too_few(devices: int, rollouts: int) -> KeyProblemView:
+    """What is said where rollouts and simulators have fewer devices than processes."""
+    one = rollouts == 1
+    reason = (
+        f"a device is leased to one process at a time, and {devices} {'is' if devices == 1 else 'are'} named for "
+        f"{'a rollout' if one else f'{rollouts} rollouts'} and a simulator, which act at the same time"
+    )
+    fewer = "" if devices < 2 else f", set rollout.instances: {devices - 1}"
+    fix = f"name at least {rollouts + 1} devices{fewer}, or remove {KEY}: simulators then hold no lease"
+    return problem(KEY, reason, fix)

@@ -248,12 +248,14 @@ def _placement(spec: RunSpec) -> Iterator[KeyProblemView]:
             "in disaggregated placement both sides have their devices all the time, and stay loaded",
             "remove placement.memory, or set placement.mode: collocated or hybrid",
         )
-    for key, users in (("rollout", spec.rollout.instances), ("trainer", spec.trainer.ranks)):
+    most = spec.trainer.max_ranks or spec.trainer.ranks
+    for key, users in (("rollout", spec.rollout.instances), ("trainer", max(most, spec.trainer.ranks))):
         devices: list[str] = getattr(placement, key)
         if len(set(devices)) < len(devices):
             yield problem(f"placement.{key}", "a device is named twice", "name each device once")
         elif devices and len(devices) < users and not any(_is_every(name) for name in devices):
-            what = "rollout.instances" if key == "rollout" else "trainer.ranks"
+            own = "trainer.max_ranks" if most > spec.trainer.ranks else "trainer.ranks"
+            what = "rollout.instances" if key == "rollout" else own
             yield problem(
                 f"placement.{key}",
                 f"{len(devices)} devices are too few for {what}: {users}",

@@ -31,16 +31,28 @@ NUMPY_TYPES: dict[int, np.dtype] = {
     common_pb2.DATA_TYPE_FLOAT32: np.dtype("<f4"),
     common_pb2.DATA_TYPE_FLOAT64: np.dtype("<f8"),
 }
-_WIRE_TYPES = {dtype: common_pb2.DataType.Name(number) for number, dtype in NUMPY_TYPES.items()}
+_WIRE_TYPES = {dtype: number for number, dtype in NUMPY_TYPES.items()}
 
 
 def encode_tensor(array: np.ndarray) -> common_pb2.Tensor:
     """The array as a Tensor with inline data. Raises ServiceError INVALID for a type without wire form."""
-    dtype = array.dtype.newbyteorder("<")
-    if dtype not in _WIRE_TYPES:
-        raise _invalid(f"arrays of type {array.dtype} cannot travel; use one of {_names()}")
-    data = np.ascontiguousarray(array, dtype=dtype).tobytes()
-    return common_pb2.Tensor(data_type=_WIRE_TYPES[dtype], shape=array.shape, data=data)
+    tensor = common_pb2.Tensor()
+    write_tensor(tensor, array)
+    return tensor
+
+
+def write_tensor(tensor: common_pb2.Tensor, array: np.ndarray) -> None:
+    """`encode_tensor` into an empty Tensor, such as the field of a message: this spares a copy."""
+    data_type = _WIRE_TYPES.get(array.dtype)
+    if data_type is None:
+        dtype = array.dtype.newbyteorder("<")
+        data_type = _WIRE_TYPES.get(dtype)
+        if data_type is None:
+            raise _invalid(f"arrays of type {array.dtype} cannot travel; use one of {_names()}")
+        array = array.astype(dtype)
+    tensor.data_type = data_type  # type: ignore[assignment]  # a number of the enumeration
+    tensor.shape.extend(array.shape)
+    tensor.data = array.tobytes()
 
 
 def decode_tensor(tensor: common_pb2.Tensor, *, max_bytes: int) -> np.ndarray:
@@ -49,17 +61,19 @@ def decode_tensor(tensor: common_pb2.Tensor, *, max_bytes: int) -> np.ndarray:
     Raises ServiceError INVALID when the type is unknown, the shape is no shape, the data is not exactly
     shape times element size, the size is above `max_bytes`, a bool is neither 0 nor 1, or the body is a blob.
     """
-    size = tensor_bytes(tensor.data_type, tensor.shape)
-    if tensor.WhichOneof("body") == "blob":
+    shape = tuple(tensor.shape)
+    size = tensor_bytes(tensor.data_type, shape)
+    data = tensor.data
+    if not data and tensor.WhichOneof("body") == "blob":
         raise _invalid("the tensor's body is a blob reference; fetch it from its producer first")
     if size > max_bytes:
         raise _invalid(f"a tensor of {size} bytes is above the limit of {max_bytes} bytes")
-    if size != len(tensor.data):
-        raise _invalid(f"shape {list(tensor.shape)} needs {size} bytes, the tensor holds {len(tensor.data)}")
+    if size != len(data):
+        raise _invalid(f"shape {list(shape)} needs {size} bytes, the tensor holds {len(data)}")
     dtype = NUMPY_TYPES[tensor.data_type]
-    if dtype == np.bool_ and tensor.data.translate(None, b"\x00\x01"):
+    if dtype.kind == "b" and data.translate(None, b"\x00\x01"):
         raise _invalid("a bool tensor holds bytes other than 0 and 1")
-    return np.frombuffer(tensor.data, dtype=dtype).reshape(tuple(tensor.shape)).copy()
+    return np.frombuffer(data, dtype).reshape(shape).copy()
 
 
 def tensor_bytes(data_type: int, shape: Sequence[int]) -> int:
@@ -71,12 +85,13 @@ def tensor_bytes(data_type: int, shape: Sequence[int]) -> int:
         raise _invalid(f"data_type {data_type} is unknown; use one of {_names()}")
     if len(shape) > MAX_DIMENSIONS:
         raise _invalid(f"a tensor of {len(shape)} dimensions; at most {MAX_DIMENSIONS} are allowed")
-    if any(extent < 0 for extent in shape):
+    if shape and min(shape) < 0:
         raise _invalid(f"shape {list(shape)} has a negative extent")
     item = NUMPY_TYPES[data_type].itemsize
-    if math.prod(max(extent, 1) for extent in shape) * item > MAX_TENSOR_BYTES:
+    size = math.prod(shape) * item
+    if size > MAX_TENSOR_BYTES or (not size and math.prod([max(1, each) for each in shape]) * item > MAX_TENSOR_BYTES):
         raise _invalid(f"shape {list(shape)}: its extents are above the limit of {MAX_TENSOR_BYTES} bytes")
-    return math.prod(shape) * item
+    return size
 
 
 def _names() -> str:

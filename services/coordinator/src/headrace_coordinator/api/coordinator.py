@@ -58,7 +58,7 @@ class Coordinator(Reads):
         new_id: Callable[[], str] = lambda: uuid.uuid4().hex[:6],
     ) -> None:
         super().__init__(
-            event_log, fleet, lambda run: run in self.scheduler.tasks, lambda: self.scheduler.queue
+            event_log, fleet, lambda run: run in self.scheduler.tasks, lambda: self.scheduler.plan
         )
         self._data_dir = data_dir
         self._new_id = new_id

@@ -6,6 +6,7 @@ Steps are counted here for as long as the pool lives, over all streams of the ru
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -43,9 +44,13 @@ class Environment:
 
     def __init__(self, pool: Pool, index: int) -> None:
         self.turn = asyncio.Lock()
+        self.due = math.inf
+        """When the operation under way has to be answered, by the loop's clock."""
         self._pool, self._index = pool, index
         self._next_step = 0
-        self._pending: asyncio.Future[Outcome] | None = None
+        self._waiting: asyncio.Future[Outcome] | None = None
+        self._idle = asyncio.Event()
+        self._idle.set()
 
     async def reset(self, start: rollout_pb2.EpisodeStart) -> Outcome:
         """Begins an episode. Raises as `act`."""
@@ -67,43 +72,40 @@ class Environment:
 
     async def _operate(self, operation: Operation, actions: int) -> Outcome:
         pool = self._pool
+        if not self._idle.is_set():  # an operation of an episode that was stopped
+            await self._idle.wait()
+        operation.environment, operation.step_index = self._index, self._next_step
+        pool.send(operation)
+        # Nothing stands between the one who waits and the answer, and one timer watches all: each step pays for it.
+        loop = asyncio.get_running_loop()
+        waiting = self._waiting = loop.create_future()
+        self._idle.clear()
+        pool.asked.begin()
         # Environments of one process take turns, and each may use up its own limit.
-        limit_s = RESET_S + pool.step_timeout_s * actions * len(pool.environments)
-        what = f"environment {self._index} of {pool.name} at {pool.address}"
-        try:
-            async with asyncio.timeout(limit_s if deadlines_enabled() else None):
-                if self._pending is not None:  # of an episode that was stopped
-                    await asyncio.wait([self._pending])
-                outcome = await asyncio.shield(self._send(operation))
-        except TimeoutError:
-            pool.lose(f"{what} has not answered within {limit_s:.0f} s")
-            raise PoolLost(pool.reason) from None
-        self._check(outcome, what)
+        self.due = loop.time() + RESET_S + pool.step_timeout_s * actions * len(pool.environments)
+        pool.watch(self.due)
+        outcome: Outcome = await waiting
+        self._check(outcome)
         await pool.fetch_blobs(outcome)
         return outcome
 
-    def _send(self, operation: Operation) -> asyncio.Future[Outcome]:
-        operation.environment, operation.step_index = self._index, self._next_step
-        self._pool.send(operation)
-        self._pending = asyncio.get_running_loop().create_future()
-        self._pool.asked.begin()
-        self._pending.add_done_callback(lambda _: self._pool.asked.end())
-        # Whoever waited may be gone when a pool is lost.
-        self._pending.add_done_callback(lambda future: future.cancelled() or future.exception())
-        return self._pending
+    @property
+    def name(self) -> str:
+        """For messages."""
+        return f"environment {self._index} of {self._pool.name} at {self._pool.address}"
 
-    def _check(self, outcome: Outcome, what: str) -> None:
+    def _check(self, outcome: Outcome) -> None:
         if outcome.status == simulator_pb2.OUTCOME_STATUS_OK:
             return
         if outcome.status == simulator_pb2.OUTCOME_STATUS_ENVIRONMENT_LOST:
-            raise EnvironmentLost(f"{what}: {outcome.detail}")
+            raise EnvironmentLost(f"{self.name}: {outcome.detail}")
         if outcome.status == simulator_pb2.OUTCOME_STATUS_REVOKED:
             self._pool.lose(f"{self._pool.name} at {self._pool.address}: {outcome.detail}")
             raise PoolLost(self._pool.reason)
         raise ServiceError(
             grpc.StatusCode.FAILED_PRECONDITION,
             "REFUSED_BY_SIMULATOR",
-            f"{what} refuses: {outcome.detail}; the policy's bounds and the start states must be the environment's",
+            f"{self.name} refuses: {outcome.detail}; the policy's bounds and the start states must be the environment's",
         )
 
     def answered(self, outcome: Outcome) -> None:
@@ -113,15 +115,24 @@ class Environment:
             simulator_pb2.OUTCOME_STATUS_ENVIRONMENT_LOST,
         ):
             self._next_step = outcome.step_index + 1
-        pending, self._pending = self._pending, None
-        if pending is not None and not pending.done():
-            pending.set_result(outcome)
+        waiting = self._ended()
+        if waiting is not None and not waiting.done():
+            waiting.set_result(outcome)
 
     def lose(self, reason: str) -> None:
         """Whoever waits for an outcome gets PoolLost."""
-        pending, self._pending = self._pending, None
-        if pending is not None and not pending.done():
-            pending.set_exception(PoolLost(reason))
+        waiting = self._ended()
+        if waiting is not None and not waiting.done():
+            waiting.set_exception(PoolLost(reason))
+
+    def _ended(self) -> asyncio.Future[Outcome] | None:
+        """No operation is under way any more; who waits for it, who may have gone."""
+        if self._idle.is_set():
+            return None
+        waiting, self._waiting, self.due = self._waiting, None, math.inf
+        self._pool.asked.end()
+        self._idle.set()
+        return waiting
 
 
 class Pool:
@@ -144,6 +155,7 @@ class Pool:
         self._message, self._blobs = message, blobs
         self._header, self._told = message.header, False
         self._operations: asyncio.Queue[Operation] = asyncio.Queue()
+        self._watch: asyncio.TimerHandle | None = None
         self._channel = dial(message.address, token=token)
         self._stub: Any = simulator_pb2_grpc.SimulatorServiceStub(self._channel)  # type: ignore[no-untyped-call]
         self._reader = asyncio.create_task(self._read(), name=f"read outcomes of {self.name}")
@@ -159,10 +171,28 @@ class Pool:
             raise PoolLost(self.reason)
         self._operations.put_nowait(operation)
 
+    def watch(self, due: float) -> None:
+        """Loses the pool where one of its environments is still not idle at its `due` moment."""
+        if not deadlines_enabled() or (self._watch is not None and self._watch.when() <= due):
+            return
+        if self._watch is not None:
+            self._watch.cancel()
+        self._watch = asyncio.get_running_loop().call_at(due, self._look)
+
+    def _look(self) -> None:
+        self._watch = None
+        first = min(self.environments, key=lambda each: each.due)
+        if first.due <= asyncio.get_running_loop().time():
+            self.lose(f"{first.name} has not answered in time, {RESET_S:.0f} s and the time limits of its actions")
+        elif first.due < math.inf:
+            self.watch(first.due)
+
     def lose(self, reason: str) -> None:
         """Nothing is sent any more; whoever waits gets PoolLost."""
         if not self.reason:
             self.reason = reason
+            if self._watch is not None:
+                self._watch.cancel()
             self._reader.cancel()
             for environment in self.environments:
                 environment.lose(reason)

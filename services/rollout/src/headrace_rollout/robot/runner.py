@@ -212,7 +212,7 @@ class EpisodeRunner:
                 raise _NotHeld
             seed = chunk_seed(plan.seed, sample.key, recording.chunks)
             decision = await turns.decide(Row(seen, sample.prompt_ids, seed, sample.greedy))
-            async with turns.stepping():
+            with turns.stepping():
                 outcome = await environment.act(decision.executed_CA)
             recording.add(seen, decision, outcome)
             seen = plan.views(arrays_of(outcome, final=recording.ended))

@@ -6,8 +6,8 @@ Knows neither policies nor environments.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Generic, TypeVar
 
 RowT = TypeVar("RowT")
@@ -30,21 +30,24 @@ class Turns(Generic[RowT, DecisionT]):
         self._begin()
         return await future
 
-    @asynccontextmanager
-    async def stepping(self) -> AsyncIterator[None]:
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
         """Around a step: the others' next turn waits for it."""
         self._stepping += 1
         try:
             yield
         finally:
             self._stepping -= 1
-            # Who was stepped last asks for its next decision first, so that it is in the turn.
-            asyncio.get_running_loop().call_soon(self._begin)
+            if not self._stepping:
+                # Who was stepped last asks for its next decision first, so that it is in the turn.
+                asyncio.get_running_loop().call_soon(self._begin)
 
     def _begin(self) -> None:
-        self._waiting = [(row, future) for row, future in self._waiting if not future.done()]
-        if self._waiting and not self._stepping and self._acting is None:
-            turn, self._waiting = self._waiting, []
+        if self._stepping or self._acting is not None:
+            return
+        turn = [(row, future) for row, future in self._waiting if not future.done()]
+        self._waiting = []
+        if turn:
             self._acting = asyncio.create_task(self._take(turn))
 
     async def _take(self, turn: Sequence[tuple[RowT, asyncio.Future[DecisionT]]]) -> None:

@@ -45,6 +45,9 @@ class MetaWorldBackend:
         os.environ.setdefault("MUJOCO_GL", "osmesa")
         from metaworld.env_dict import ALL_V3_ENVIRONMENTS_GOAL_OBSERVABLE as tasks
 
+        from headrace_simulator.backends.metaworld_speed import hasten
+
+        self._hasten = hasten
         self._tasks = {name.removesuffix(_SUFFIX): task for name, task in tasks.items()}
 
     def environments(self) -> list[str]:
@@ -60,7 +63,9 @@ class MetaWorldBackend:
         if task is None:
             raise unknown("Meta-World task", name, self._tasks)
         chosen = parse(MetaWorldOptions, options)
-        return MetaWorldEnvironment(task, chosen, own_time_limit, _expert(short) if chosen.expert else None)
+        made = task(render_mode="rgb_array")
+        self._hasten(made)
+        return MetaWorldEnvironment(made, chosen, own_time_limit, _expert(short) if chosen.expert else None)
 
 
 class MetaWorldEnvironment:
@@ -70,10 +75,9 @@ class MetaWorldEnvironment:
     instruction = ""
 
     def __init__(
-        self, task: Any, options: MetaWorldOptions, own_time_limit: bool, expert: Expert | None
+        self, environment: Any, options: MetaWorldOptions, own_time_limit: bool, expert: Expert | None
     ) -> None:
-        self._expert = expert
-        self._environment = environment = task(render_mode="rgb_array")
+        self._expert, self._environment = expert, environment
         self.knobs = mujoco.knobs(environment.model, mujoco.uploader(environment))
         self._size = options.image_size
         # By default every instance has one goal for ever; so its own random stream draws one at each reset.

@@ -5,13 +5,10 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Callable
-from typing import Any, TypeVar
 
 from headrace.common.v1 import common_pb2
 from headrace.trainer.v1 import trainer_pb2
 from headrace_servicekit.failpoints import failpoint
-from headrace_servicekit.instance import Instance
 from headrace_servicekit.rpc.digests import set_digest
 from headrace_servicekit.rpc.errors import ServiceError
 from headrace_servicekit.rpc.requests import MAX_ATTEMPT, check_name, check_number, invalid
@@ -22,26 +19,17 @@ from headrace_trainer.group.compute import refusals
 from headrace_trainer.learning.contribution import Contribution
 from headrace_trainer.learning.samples import Disposition, GroupRecord
 from headrace_trainer.learning.step import Version
+from headrace_trainer.session.helper import Offer
 from headrace_trainer.session.published import PublishedReader, published_tensors
-from headrace_trainer.session.session import Offer, Session
 from headrace_trainer.wire import messages as wire
+from headrace_trainer.wire.calls import Calls, Context
 
-Context = Any
-Result = TypeVar("Result")
 NO_VERSION = 0
 """Kept in place of what is dropped: no version has this number."""
 
 
-class HelpingCalls:
-    """Help, TakeContribution and AddContribution; the rest of the servicer is `TrainerServicer`'s."""
-
-    _instance: Instance
-
-    def _check(self, header: common_pb2.CommandHeader, *, lease: bool, run: bool = True) -> None:
-        raise NotImplementedError
-
-    async def _obey(self, header: common_pb2.CommandHeader, act: Callable[[Session], Result]) -> Result:
-        raise NotImplementedError
+class HelpingCalls(Calls):
+    """Help, TakeContribution and AddContribution."""
 
     async def Help(self, request: trainer_pb2.HelpRequest, context: Context) -> trainer_pb2.HelpResponse:
         """See the contract."""

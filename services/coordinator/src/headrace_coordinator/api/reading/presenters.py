@@ -28,6 +28,7 @@ from headrace_schema.sections.running import PlacementSection
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain.devices.leases import LeaseTable
 from headrace_coordinator.domain.devices.plans import section_of
+from headrace_coordinator.domain.devices.scheduling import Gift
 from headrace_coordinator.domain.ledger.compact import expand, expand_drops
 from headrace_coordinator.domain.ledger.slot_index import (
     ACCUMULATED,
@@ -43,8 +44,10 @@ from headrace_coordinator.fleet.fleet import Fleet
 from headrace_coordinator.store.history import Item
 
 
-def run_view(run: RunState, waiting_for: list[str], place: int | None = None) -> RunView:
-    """One run, from its running figures."""
+def run_view(
+    run: RunState, waiting_for: list[str], place: int | None = None, gift: Gift | None = None
+) -> RunView:
+    """One run, from its running figures; `gift`: the smaller trainer group that it goes on with after this step."""
     totals, tally, base, asked = run.totals, run.totals.tally, run.lineage.base, run.evaluation
     return RunView(
         name=f"runs/{run.id}",
@@ -57,7 +60,8 @@ def run_view(run: RunState, waiting_for: list[str], place: int | None = None) ->
         step=run.ledger.step if asked is None else asked.answers,
         steps=run.steps_total if asked is None else asked.total,
         ranks=run.ranks if asked is None else 0,
-        wanted_ranks=run.wanted_ranks,
+        wanted_ranks=run.wanted_ranks or (gift.ranks if gift else 0),
+        ranks_reason=gift.reason if gift else run.ranks_reason,
         created_at=run.created_at,
         started_at=run.started_at or None,
         finished_at=run.finished_at or None,

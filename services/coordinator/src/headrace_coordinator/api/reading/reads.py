@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
@@ -41,6 +41,7 @@ from headrace_coordinator.api.submission.evaluations import origin_of
 from headrace_coordinator.api.submission.forks import check_fork, unknown_origin
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain import runs
+from headrace_coordinator.domain.devices.scheduling import Plan
 from headrace_coordinator.domain.ledger.compact import count, count_drops
 from headrace_coordinator.domain.runs import RunState
 from headrace_coordinator.fleet.fleet import Fleet
@@ -63,12 +64,12 @@ class Reads:
         event_log: EventLog,
         fleet: Fleet,
         busy: Callable[[str], bool],
-        queue: Callable[[], Mapping[str, str]],
+        plan: Callable[[], Plan],
     ) -> None:
-        """`busy` says whether a task works on a run; `queue` has waiting runs in order, and what each waits for."""
+        """`busy` says whether a task works on a run; `plan` has who waits for what, and what others leave for it."""
         self.event_log = event_log
         self.fleet = fleet
-        self._queue = queue
+        self._plan = plan
         self.vitals = Vitals(event_log)
         self._sparks = over.Sparks()
         self.archive = Archive(event_log, busy)
@@ -150,9 +151,10 @@ class Reads:
         if run_id in self.event_log.state.ended and run_id not in self.event_log.state.runs:
             return self.archive.view(run_id)
         run = self._find(run_id)
-        queue = list(self._queue())
+        plan = self._plan()
+        queue = list(plan.waiting)
         place = queue.index(run_id) + 1 if run_id in queue and run.state == runs.QUEUED else None
-        return present.run_view(run, self._waiting_for(run), place)
+        return present.run_view(run, self._waiting_for(run), place, plan.gifts.get(run_id))
 
     def _waiting_for(self, run: RunState) -> list[str]:
         """What a run waits for now."""
@@ -162,8 +164,9 @@ class Reads:
             waiting.append(f"the store (Redis) to accept writes: {self.event_log.store_trouble}")
         if self.event_log.history.trouble:
             waiting.append(f"the disk of the data directory: {self.event_log.history.trouble}")
-        if run.state == runs.QUEUED and run.id in self._queue():
-            waiting.append(self.fleet.readable(self._queue()[run.id]))
+        queue = self._plan().waiting
+        if run.state == runs.QUEUED and run.id in queue:
+            waiting.append(self.fleet.readable(queue[run.id]))
         return waiting
 
     async def fork_problems(self, spec: RunSpec) -> list[KeyProblemView]:

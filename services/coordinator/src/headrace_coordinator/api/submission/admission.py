@@ -14,6 +14,7 @@ from pathlib import Path
 from headrace_schema.from_json_schema import check_options
 from headrace_schema.problems import Impossible, choose, nearest, problem
 from headrace_schema.resources.views import DeviceView, InstanceView, KeyProblemView
+from headrace_schema.rules.simulators import too_few
 from headrace_schema.sections.generating import ModelSection
 from headrace_schema.sections.running import APART, SIDES
 from headrace_schema.spec import RunSpec
@@ -243,8 +244,7 @@ def _simulators(
         reason = f"{', '.join(both)} learns too; {spec.placement.mode} placement needs disjoint devices"
         yield problem("placement.simulator", reason, "name other devices, or set placement.mode: collocated")
     if simulates and len(acting) <= spec.rollout.instances:
-        reason = f"{len(acting)} devices for {spec.rollout.instances} rollout instances and a simulator"
-        yield problem("placement.simulator", reason, f"name at least {spec.rollout.instances + 1} devices")
+        yield too_few(len(acting), spec.rollout.instances)
 
 
 def _on_gpus(spec: RunSpec) -> Iterator[KeyProblemView]:

@@ -8,13 +8,12 @@ the log before it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 import msgspec
-from headrace_schema.sections.running import APART, PlacementSection
 
 from headrace_coordinator.domain import events as ev
+from headrace_coordinator.domain.devices.demand import Demand, demand_of, shares
 from headrace_coordinator.domain.devices.leases import is_gpu
 from headrace_coordinator.domain.devices.places import (
     device_order,
@@ -23,6 +22,7 @@ from headrace_coordinator.domain.devices.places import (
     machines,
     named_devices,
 )
+from headrace_coordinator.domain.devices.room import least_room
 from headrace_coordinator.domain.runs import QUEUED, RECOVERING, RUN, Grant, RunState
 from headrace_coordinator.domain.state import InstanceState, State
 
@@ -30,78 +30,24 @@ PATIENCE_QUANTA = 10
 """A run that has waited so many of its quanta comes first, whatever its priority."""
 
 
-class Demand(msgspec.Struct, frozen=True):
-    """What a run needs before it can start."""
+class Gift(msgspec.Struct, frozen=True):
+    """The smaller trainer group that a run should go on with, so that another one can start."""
 
-    rollouts: int
-    fewest_rollouts: int
-    trainers: int
-    helpers: int
-    """Trainers beside the group, as many as nobody else waits for."""
-    decoders: int
-    """Rollouts without devices of their own, likewise."""
-    engine: str
-    backend: str
-    algorithm: str
-    simulator: str
-    """Backend of simulators; empty: none is needed."""
-    disaggregated: bool
-    side_by_side: bool
-    """Whether devices for both sides are of use."""
-    shares: bool
-    """Whether other runs that share may be granted its devices too."""
-    rollout_devices: tuple[str, ...]
-    trainer_devices: tuple[str, ...]
-    simulator_devices: tuple[str, ...] = ()
-    """Empty: simulators hold no devices."""
-
-    @property
-    def algorithms(self) -> str:
-        """The trainer's registry in which the algorithm is."""
-        return "episode_algorithms" if self.simulator else "algorithms"
+    ranks: int
+    given_to: str
+    reason: str
 
 
 class Plan(msgspec.Struct):
-    """Grants to append one at a time, runs that should yield at their next step boundary, and why others wait."""
+    """Grants to append one at a time, what runs should leave at their next step boundary, and why others wait."""
 
     grants: list[ev.RunAdmitted]
     yields: dict[str, str]
     """Run id → why it should yield."""
+    gifts: dict[str, Gift]
+    """Run id → the trainers that it should give back; of runs that should not yield."""
     waiting: dict[str, str]
     """Id of each waiting run → what it waits for, in the order of the queue."""
-
-
-def demand_of(run: RunState) -> Demand:
-    """A run's demand from its spec. A run that has begun, or trains nothing, goes on with at least one rollout."""
-    spec, placement = run.spec, run.spec["placement"]
-    rollouts = spec["rollout"]["instances"]
-    helpers = 0 if run.evaluation else spec["trainer"].get("helpers", 0)
-    return Demand(
-        rollouts=rollouts,
-        fewest_rollouts=1 if run.lineage.head or run.evaluation else rollouts,
-        trainers=0 if run.evaluation else run.ranks,
-        helpers=helpers,
-        decoders=0 if run.evaluation else spec["rollout"].get("helpers", 0),
-        engine=spec["rollout"]["engine"],
-        backend=spec["trainer"]["backend"],
-        algorithm=spec["algorithm"]["name"],
-        simulator=(spec.get("environment") or {}).get("backend", ""),
-        disaggregated=placement["mode"] in APART,
-        side_by_side=placement["mode"] in APART or _tries_both(placement, spec.get("steps", 0), helpers),
-        shares=shares(run),
-        rollout_devices=tuple(placement["rollout"]),
-        trainer_devices=tuple(placement["trainer"]),
-        simulator_devices=tuple(placement.get("simulator", ())),
-    )
-
-
-def _tries_both(placement: Mapping[str, Any], steps: int, helpers: int) -> bool:
-    return bool(PlacementSection.model_validate(placement).measured_steps(steps)) and not helpers
-
-
-def shares(run: RunState) -> bool:
-    """Whether a run's spec lets other runs use what idles in its steps."""
-    return bool(run.spec["placement"].get("share", False))
 
 
 def plan_admission(state: State, now: float) -> Plan:
@@ -109,15 +55,18 @@ def plan_admission(state: State, now: float) -> Plan:
     return _Planner(state, now).plan()
 
 
-def plan_regroup(state: State, run_id: str, ranks: int, reason: str, now: float) -> ev.TrainersChanged | str:
+def plan_regroup(
+    state: State, run_id: str, ranks: int, reason: str, now: float, given_to: str = ""
+) -> ev.TrainersChanged | str:
     """The event with which an admitted run's trainer group gets another size, or what is missing.
 
-    Its ranks stay in order: the leader stays the leader.
+    Its ranks stay in order: the leader stays the leader. A run that gives trainers to another one keeps its fair
+    part of the devices; any other one keeps all that it has.
     """
     run = state.runs[run_id]
     if run.grant is None:
         return "the run to be admitted"
-    grant = _Planner(state, now).regroup(run, run.grant, ranks)
+    grant = _Planner(state, now).regroup(run, run.grant, ranks, fair=bool(given_to))
     if isinstance(grant, str):
         return grant
     return ev.TrainersChanged(
@@ -130,6 +79,7 @@ def plan_regroup(state: State, run_id: str, ranks: int, reason: str, now: float)
         ranks=ranks,
         step=run.ledger.step,
         reason=reason,
+        given_to=given_to,
     )
 
 
@@ -155,7 +105,7 @@ class _Planner:
         self._grants = {run.id: run.grant for run in self._admitted if run.grant is not None}
 
     def plan(self) -> Plan:
-        plan = Plan([], {}, {})
+        plan = Plan([], {}, {}, {})
         for run in self._admitted:
             self._refill(run, plan, grow=False)
         for run in self._waiting:
@@ -166,22 +116,25 @@ class _Planner:
                 plan.waiting[run.id] = grant
                 if not order_key(run, self._now)[0]:
                     break  # The longest-waiting run is next: nobody overtakes it any more.
+        for run_id, reason in list(plan.waiting.items()):
+            self._make_room(self._state.runs[run_id], reason, plan)
+        plan.gifts = {name: gift for name, gift in plan.gifts.items() if name not in plan.yields}
         for run in self._waiting:
             if run.id not in plan.waiting and run.id not in self._grants:
                 plan.waiting[run.id] = "an earlier run, which has waited longer, to start first"
-        for run_id, reason in list(plan.waiting.items()):
-            self._ask_to_yield(self._state.runs[run_id], reason, plan)
         if not plan.waiting:
             for run in self._admitted:
                 self._refill(run, plan, grow=True)
         return plan
 
-    def regroup(self, run: RunState, held: Grant, ranks: int) -> Grant | str:
+    def regroup(self, run: RunState, held: Grant, ranks: int, *, fair: bool) -> Grant | str:
         """What an admitted run would hold with another number of trainers, or what is missing."""
         own = self._usable(held.trainers)[:ranks]
         kept = Grant(self._usable(held.rollouts), own, held.devices, self._helpers(held.helpers))
         others = {name: grant for name, grant in self._grants.items() if name != run.id}
-        return self._fit(run, others, kept, msgspec.structs.replace(demand_of(run), trainers=ranks))
+        return self._fit(
+            run, others, kept, msgspec.structs.replace(demand_of(run), trainers=ranks, fair=fair)
+        )
 
     def _admit(self, run: RunState, grant: Grant, plan: Plan) -> None:
         self._grants[run.id] = grant
@@ -324,8 +277,10 @@ class _Planner:
                 continue  # Simulators are here alone, and none of these devices is named for them.
             # What an admitted run has beyond its need stays: its leases may cover it until a step has ended.
             mine = sum(device in own for device in free)
-            parts = 1 if demand.shares else self._parts(demand)
-            fair = max(needed, mine if own else len(everything) // parts)
+            part = len(everything) // (1 if demand.shares else self._parts(demand))
+            if own:
+                part = min(mine, part) if demand.fair else mine
+            fair = max(needed, part)
             if all(is_gpu(device) for device in everything):
                 # An engine and a rank compute on one GPU each: more would idle.
                 fair = generate + learn if demand.side_by_side else needed
@@ -360,33 +315,38 @@ class _Planner:
     def _count(self, kind: str) -> int:
         return sum(i.kind == kind and not i.draining for i in self._state.instances.values())
 
-    # --- yields
+    # --- room for those that wait
 
-    def _ask_to_yield(self, run: RunState, reason: str, plan: Plan) -> None:
-        """The fewest admitted runs whose yield lets `run` start; none when no such set has had its quantum."""
-        key = order_key(run, self._now)
-        candidates = [
-            other
-            for other in reversed(self._admitted)
-            if other.grant is not None
-            and not _within(self._now - other.admitted_at, other.quantum_s)
-            and key < order_key(other, self._now)
-        ]
-        grants = dict(self._grants)
-        leaving: list[str] = []
-        for other in candidates:
-            grants.pop(other.id, None)
-            leaving.append(other.id)
-            if isinstance(self._fit(run, grants), Grant):
-                break
-        else:
-            return
-        for name in list(leaving):
-            without = {**grants, name: self._grants[name]}
-            if isinstance(self._fit(run, without), Grant):
-                leaving.remove(name)
-                grants = without
-        plan.yields |= dict.fromkeys(leaving, f"yields to {run.id}, which waits for {reason}")
+    def _make_room(self, run: RunState, reason: str, plan: Plan) -> None:
+        """The least that admitted runs leave so that `run` starts: surplus trainers, or all that they hold."""
+        offers = {other.id: self._offers(other, run) for other in reversed(self._admitted)}
+        left = least_room(self._grants, offers, lambda grants: isinstance(self._fit(run, grants), Grant))
+        for name, kept in left.items():
+            if kept is None:
+                plan.yields[name] = f"yields to {run.id}, which waits for {reason}"
+                continue
+            ranks, before = len(kept.trainers), plan.gifts.get(name)
+            more = self._state.runs[name].ranks - ranks
+            said = f"gives {more} trainer{'s' if more > 1 else ''} to {run.id}, which waits for {reason}"
+            if before is None or ranks < before.ranks:
+                plan.gifts[name] = Gift(ranks, run.id, said)
+            plan.waiting[run.id] += f"; {name} {said.partition(' to ')[0]} when its step ends"
+
+    def _offers(self, other: RunState, run: RunState) -> list[Grant | None]:
+        """What an admitted run may hold so that `run` starts, from the most to the least; None: nothing.
+
+        Trainers beyond those of its spec are for whoever waits; what that names, for a run that comes before it.
+        """
+        if other.grant is None or _within(self._now - other.admitted_at, other.quantum_s):
+            return []
+        before = order_key(run, self._now) < order_key(other, self._now)
+        offers: list[Grant | None] = []
+        if not _within(self._now - other.regrouped_at, other.quantum_s):
+            least = other.sizes[0] if before else other.own_ranks
+            sizes = [ranks for ranks in other.sizes if least <= ranks < other.ranks]
+            smaller = (self.regroup(other, other.grant, ranks, fair=True) for ranks in reversed(sizes))
+            offers += [grant for grant in smaller if isinstance(grant, Grant)]
+        return [*offers, None] if before else offers
 
 
 def simulators(instances: Iterable[InstanceState], backend: str) -> list[InstanceState]:

@@ -5,8 +5,6 @@ Which layout is faster is decided in `planner/placements/choosing.py`, how devic
 
 from __future__ import annotations
 
-from collections import defaultdict
-
 from headrace_schema.resources.views import StepView
 
 from headrace_coordinator.domain import events as ev
@@ -21,6 +19,7 @@ from headrace_coordinator.planner.placements.layouts import (
     Style,
     typical,
 )
+from headrace_coordinator.planner.placements.trials import Trial, merged
 from headrace_coordinator.run.context import RunContext
 from headrace_coordinator.run.devices.executable import executable, measured_first, style_of
 
@@ -28,6 +27,8 @@ NO_WORK = ("checkpoint", "evaluate", "regroup")
 """Stages of a step's time that no placement changes."""
 SHOWN = 3
 """Candidates that a reason names."""
+TRIES = 3
+"""Placements that are measured because they promise more than the first ones."""
 
 
 class Autoplan:
@@ -36,7 +37,11 @@ class Autoplan:
     def __init__(self, context: RunContext) -> None:
         self._context = context
         self._section = context.spec.placement
-        self._tried: dict[Layout, list[StepTime]] = defaultdict(list)
+        self._trial = Trial(self._window)
+        self._known: dict[Layout, StepTime] = {}
+        """What earlier trials said, at the speed that the machine then had."""
+        self._asked: Layout | None = None
+        """A measured layout that was asked for again."""
         self._recent: list[StepTime] = []
         self._settling = True
         """The next step pays for a start or a change: it measures nothing."""
@@ -54,15 +59,15 @@ class Autoplan:
             return
         time = _time(view, learned_after_s, self._moved_s - moved_s)
         self._recent = newest([*self._recent, time], self._window) or [*self._recent, time]
-        if len(self._tried[self._layout]) < self._window:
-            self._tried[self._layout].append(time)
+        if not self._chosen:
+            self._trial.add(self._layout, time)
 
     def due(self) -> ev.PlanAdopted | None:
         """The plan to adopt, or to propose, before the next step; None: nothing changes."""
         if not self._window:
             return None
         plan = self._context.state.plan
-        if plan is None or not plan.predicted_s:
+        if plan is None or not self._chosen:
             return self._measure()
         steps = newest(self._recent, self._window)
         if not drifted(plan.predicted_s["step"], steps):
@@ -78,22 +83,42 @@ class Autoplan:
 
     def _measure(self) -> ev.PlanAdopted | None:
         """What to measure next, or the choice once what is promising was measured."""
-        if len(self._tried.get(self._layout, ())) < self._window:
-            return None  # It is being measured.
-        whole = [(one.mode, one.style) for one, steps in self._tried.items() if len(steps) >= self._window]
+        trial, present = self._trial, self._layout
+        if not trial.full(present):
+            return None  # Its block is being measured.
+        if self._asked not in (None, present):
+            trial.drop(self._asked)  # The devices were divided in another way.
+        self._asked = None
+        whole = [(one.mode, one.style) for one in self._tried]
         obstacle = self._obstacle()
         first = measured_first(self._context)[: 1 if obstacle else None]
         if missing := next((style for style in first if style not in whole), None):
-            words = f"measures {self._window} steps {' '.join(missing)}"
+            words = f"measures steps {' '.join(missing)}"
             return self._event(Layout(0, 0, *missing), words, {}, {}) if self._worth_a_try else None
+        following = trial.following() if self._worth_a_try else None
+        if following is not None:
+            return None if following == present else self._again(following)
         best = self._best()
-        if not best.tried and self._worth_a_try:
-            self._attempted.add(best.layout)
-            words = f"tries {best.layout.words}, which promises {best.time.step:.3g} s a step"
-            return self._event(best.layout, words, {}, {})
+        if not best.tried and self._worth_a_try and len(self._attempted) < TRIES:
+            return self._try(best)
         if not best.tried:
-            best = choose([one for one in self._candidates() if one.tried], self._layout)
-        return self._adopt(best, "; ".join(filter(None, [obstacle, self._comparison(best)])))
+            best = choose([one for one in self._candidates() if one.tried], present)
+        reasons = obstacle, self._comparison(best), trial.words(best.layout)
+        return self._adopt(best, "; ".join(filter(None, reasons)))
+
+    def _again(self, layout: Layout) -> ev.PlanAdopted:
+        self._asked = layout
+        return self._event(layout, f"measures {layout.words} once more, by turns", {}, {})
+
+    def _try(self, best: Candidate) -> ev.PlanAdopted:
+        """Begins to compare the best layout that was measured with one that promises more."""
+        self._attempted.add(best.layout)
+        self._known = self._tried
+        leader = choose([one for one in self._candidates() if one.tried])
+        newest = self._trial.newest(leader.layout) or [leader.time]
+        self._trial = Trial(self._window, leader.layout, newest)
+        words = f"tries {best.layout.words}, which promises {best.time.step:.3g} s a step"
+        return self._event(best.layout, words, {}, {})
 
     @property
     def _worth_a_try(self) -> bool:
@@ -104,7 +129,7 @@ class Autoplan:
         return choose(self._candidates(), self._layout)
 
     def _candidates(self, now: tuple[Layout, StepTime] | None = None) -> list[Candidate]:
-        tried = {layout: typical(steps) for layout, steps in self._tried.items() if steps}
+        tried = self._tried
         workers = self._context.workers
         fewest = (len(workers.rollouts), len(workers.trainers))
         styles, _ = executable(self._context, one_machine=self._one_machine)
@@ -131,16 +156,15 @@ class Autoplan:
         words = f"steps take {now.step:.3g} s, {percent:+.0f}% of what was predicted"
         present = self._layout
         if not self._comparable(present):
-            self._tried.clear()
+            self._trial, self._known, self._attempted = Trial(self._window), {}, set()
             if self._obstacle() or self._section.replan != "auto":
                 return self._adopt(Candidate(present, now, tried=True), f"{words}; the plan stays")
             again = Layout(0, 0, *measured_first(self._context)[0])
             return self._event(again, f"{words}: measures again", {}, {})
         found = self._candidates((present, now))
-        for one in found:
-            if one.tried:  # From now on others are judged by what they would take today.
-                self._tried[one.layout] = [one.time]
-        self._tried[present] = [now]
+        # From now on others are judged by what they would take today.
+        self._trial = Trial(self._window)
+        self._known = {one.layout: one.time for one in found if one.tried} | {present: now}
         best = choose(found, present)
         if best.layout == present:
             return self._adopt(Candidate(present, now, tried=True), f"{words}; {present.words} stays best")
@@ -149,7 +173,7 @@ class Autoplan:
 
     def _comparable(self, present: Layout) -> bool:
         """Whether steps of the present layout and of another one, and some in turns, were measured."""
-        tried = [layout for layout, steps in self._tried.items() if steps]
+        tried = list(self._tried)
         return present in tried and len(tried) > 1 and any(layout.in_turns for layout in tried)
 
     def _obstacle(self) -> str:
@@ -163,6 +187,17 @@ class Autoplan:
         return ""
 
     # --- what there is
+
+    @property
+    def _tried(self) -> dict[Layout, StepTime]:
+        """What was measured, as it would be at one speed of the machine."""
+        return merged(self._known, self._trial.times())
+
+    @property
+    def _chosen(self) -> bool:
+        """Whether a plan says what its steps take: one that is only to be measured does not."""
+        plan = self._context.state.plan
+        return plan is not None and bool(plan.predicted_s)
 
     @property
     def _window(self) -> int:

@@ -176,6 +176,7 @@ class Pools:
             reward_mode=REWARDS[section.reward],
             processes=section.processes and min(section.processes, count),
             blob_bytes=BLOB_BYTES if self._one_host(place) else 0,
+            without_info=True,
             leased=bool(client.devices),
         )
         request.step_timeout.FromMilliseconds(int(section.step_timeout_s * 1000))

@@ -162,6 +162,14 @@ class Generation:
                 metrics.stage, (now - seconds, now), member.devices if metrics.stage == "act" else ()
             )
 
+    def _time_prefills(self, member: RolloutClient, response: rollout.GenerateResponse) -> None:
+        """Prompts are computed within generate, where the engine tells it apart."""
+        now = self._context.event_log.monotonic()
+        for prefill in response.prefills:
+            began = now - prefill.began_ago.ToNanoseconds() / 1e9
+            lasted = prefill.lasted.ToNanoseconds() / 1e9
+            self._timer.add("prefill", (began, min(now, began + lasted)), member.devices)
+
     async def _work(
         self, member: RolloutClient, assignments: AsyncIterator[rollout.AssignGroups]
     ) -> AsyncIterator[rollout.AssignGroups]:
@@ -175,6 +183,10 @@ class Generation:
             self._timer.rested((since, self._context.event_log.monotonic()), member.devices)
 
     async def _take(self, member: RolloutClient, response: Produced, over: asyncio.Event) -> None:
+        if isinstance(response, rollout.GenerateResponse):
+            self._time_prefills(
+                member, response
+            )  # Before anything is waited for: they are told as times ago.
         bodies = [chunk.finished for chunk in response.chunks if chunk.HasField("finished")]
         if bodies:
             if self._relay.full:

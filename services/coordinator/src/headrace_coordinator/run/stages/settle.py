@@ -89,6 +89,8 @@ class Settle:
                     scored.shown.parts = dict(result.parts)
                 touched[key[0]] = None
         complete = [(prompt, rewards) for prompt in touched if (rewards := self._rewards(prompt))]
+        for prompt, _ in complete:
+            self._context.tail.grouped([slot.tokens for slot in self._ledger.group(prompt)])
         self._settle([group for group in complete if not self._filtered(*group)])
 
     def _filtered(self, prompt: int, rewards: list[float]) -> bool:

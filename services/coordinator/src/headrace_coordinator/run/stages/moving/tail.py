@@ -12,10 +12,13 @@ from statistics import median
 
 from headrace_coordinator.planner.elastic.outlook import MoveCosts, Terms
 from headrace_coordinator.planner.profiling.lengths import Lengths
+from headrace_coordinator.planner.profiling.measured import group_correlation
 from headrace_coordinator.planner.profiling.profiles import Profile
 
 FEWEST, LENGTHS_KEPT, POINTS_KEPT = 8, 1024, 512
 """Answers that make a pace; newest lengths that make the distribution; newest points that make the fit."""
+GROUPS_KEPT = 128
+"""Newest groups that say how alike a group's lengths are; FEWEST say it first, and until then they count as alike."""
 MIN_GAIN = 0.05
 MIN_HOLD_S = 0.25
 FIRST_JOIN_S = 0.5
@@ -34,6 +37,8 @@ class Tail:
     def __init__(self) -> None:
         self._points: deque[tuple[float, float, float]] = deque(maxlen=POINTS_KEPT)
         self._lengths: deque[int] = deque(maxlen=LENGTHS_KEPT)
+        self._groups: deque[tuple[int, ...]] = deque(maxlen=GROUPS_KEPT)
+        self._alike: float | None = None
         self._learned: deque[tuple[float, int]] = deque(maxlen=8)
         self._helped: deque[float] = deque(maxlen=32)
         self._joined: deque[float] = deque(maxlen=8)
@@ -53,6 +58,11 @@ class Tail:
         """An answer of the step is finished."""
         if now >= self._began:
             self._finished.setdefault(replica, []).append((now - self._began, tokens))
+
+    def grouped(self, tokens: Sequence[int]) -> None:
+        """All answers of a group have their rewards."""
+        self._groups.append(tuple(tokens))
+        self._alike = None
 
     def end(self, *, moved: bool) -> None:
         """All answers of the step are finished. Where devices have `moved`, only their lengths are of use."""
@@ -126,7 +136,8 @@ class Tail:
         fixed, each = _fit(self._points)
         if fixed + each <= 0:
             return None
-        lengths = Lengths(tuple(float(max(1, length)) for length in sorted(self._lengths)))
+        values = tuple(float(max(1, length)) for length in sorted(self._lengths))
+        lengths = Lengths(values, self._correlation(group_size), group_size)
         join_s = median(self._joined) if self._joined else FIRST_JOIN_S
         costs = MoveCosts(
             notice_s=join_s,
@@ -151,6 +162,13 @@ class Tail:
             shared=shared,
             costs=costs,
         )
+
+    def _correlation(self, size: int) -> float:
+        """How alike the lengths of a group are; fitted only where it is asked for and groups have come since."""
+        if self._alike is None:
+            whole = [group for group in self._groups if len(group) == size]
+            self._alike = group_correlation(whole) if len(whole) >= FEWEST else 1.0
+        return self._alike
 
     def _learn(self, owners: int, notice_s: float) -> Profile:
         """Seconds of a mean answer on one device, and what a group of devices loses against it."""
