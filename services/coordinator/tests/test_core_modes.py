@@ -105,4 +105,6 @@ def test_prefill_that_rollouts_tell_of_is_a_part_of_generating(called):
     for step in lived(mode="disaggregated").log(ev.StepCommitted):
         assert 0.0 < step.view["stage_s"]["prefill"] < step.view["stage_s"]["generate"]
         devices = {device for device, stages in step.view["devices"].items() if "prefill" in stages}
-        assert devices and devices == {d for d, stages in step.view["devices"].items() if "generate" in stages}
+        assert devices and devices == {
+            d for d, stages in step.view["devices"].items() if "generate" in stages
+        }

@@ -1,8 +1,8 @@
 """Whether an embodied spec's tasks are ones that the fleet's simulators have. Knows no environment.
 
 A task's name behind the "/" of SUITE/TASK, a version, a user's own file and a name behind a module's are known to the
-backend alone: it says what is wrong with them when the run opens. So are sizes of actions and observations, which nobody
-knows before an environment is made.
+backend alone: it says what is wrong with them when the run opens. So are sizes of actions and observations, which are
+known only once an environment is made.
 """
 
 from __future__ import annotations
