@@ -1,5 +1,5 @@
 #!/usr/bin/env sh
-# The contract suite of the simulator service against one real simulator, in .envs/SIM:
+# The contract suite of the simulator service, and the variants, against one real simulator, in .envs/SIM:
 # `sh ci/test_simulators.sh metaworld|maniskill|libero [pytest's options]`.
 set -eu
 sim=${1:?usage: sh ci/test_simulators.sh metaworld|maniskill|libero}
@@ -8,4 +8,5 @@ if [ -x .venv/bin/python ]; then PYTHON=${PYTHON:-.venv/bin/python}; fi
 sh ci/simulators.sh "$sim" "${PYTHON:-python3}"
 # Only what was installed: the checkout's own environment must not lend packages.
 unset PYTHONPATH
-BACKEND_UNDER_TEST=$sim exec ".envs/$sim/bin/python" -m pytest services/simulator/tests/test_simulator_contract.py "$@"
+BACKEND_UNDER_TEST=$sim exec ".envs/$sim/bin/python" -m pytest \
+  services/simulator/tests/test_simulator_contract.py services/simulator/tests/test_simulator_knobs.py "$@"

@@ -5,6 +5,7 @@ Knows no coordinator. Shapes: K executed actions of A numbers, T chunks of at mo
 
 from __future__ import annotations
 
+import importlib
 import io
 from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
@@ -31,8 +32,7 @@ def write_rrd(path: Path, episode: Episode, video: bytes, *, name: str) -> None:
     k, what it led to (reward, success, frame) at step k + 1, what the policy read at the step of its chunk. The
     viewer keeps recordings apart by `name`.
     """
-    import rerun
-
+    rerun = _rerun()
     rerun.set_strict_mode(True)
     recording = rerun.RecordingStream(APPLICATION, recording_id=name)
     aside = path.with_name(f".{path.name}.partial")
@@ -56,9 +56,12 @@ def write_rrd(path: Path, episode: Episode, video: bytes, *, name: str) -> None:
     aside.rename(path)
 
 
-def _times(steps: np.ndarray, moments_ns: np.ndarray) -> list[Any]:
-    import rerun
+def _rerun() -> Any:
+    return importlib.import_module("rerun")
 
+
+def _times(steps: np.ndarray, moments_ns: np.ndarray) -> list[Any]:
+    rerun = _rerun()
     last = len(moments_ns) - 1
     durations = moments_ns[np.minimum(steps, last)].astype("timedelta64[ns]")
     return [rerun.TimeColumn(STEP, sequence=steps), rerun.TimeColumn(TIME, duration=durations)]

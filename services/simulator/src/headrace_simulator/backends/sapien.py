@@ -18,7 +18,7 @@ from headrace_simulator.backends.colours import turned
 
 def knobs(environment: Any) -> dict[str, Knob]:
     """Knobs of an environment by their names in a variant; each works from the next reset on."""
-    base, values = environment.unwrapped, {}
+    base, values = environment.unwrapped, dict[str, float]()
     scene = _parts(base)
     built: Callable[[dict[str, Any]], None] = base._after_reconfigure
 
@@ -77,6 +77,8 @@ def _materials(components: list[Any]) -> list[Any]:
 
 def _drives(base: Any, *, stiffness: bool) -> Knob:
     """Of the robot's joints, as its controllers set them."""
+    joints = [] if base.agent is None else [each._objs[0] for each in base.agent.robot.active_joints]
+    nominal = [(joint.stiffness, joint.damping) for joint in joints]
 
     def turn(factor: float) -> None:
         # Where the knobs of both are turned, each leaves the other's value.
@@ -84,8 +86,6 @@ def _drives(base: Any, *, stiffness: bool) -> Knob:
             values = (stiff * factor, joint.damping) if stiffness else (joint.stiffness, damped * factor)
             joint.set_drive_properties(*values, joint.force_limit, joint.drive_mode)
 
-    joints = [] if base.agent is None else [each._objs[0] for each in base.agent.robot.active_joints]
-    nominal = [(joint.stiffness, joint.damping) for joint in joints]
     return turn
 
 

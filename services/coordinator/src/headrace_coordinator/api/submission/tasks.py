@@ -1,7 +1,8 @@
 """Whether an embodied spec's tasks are ones that the fleet's simulators have. Knows no environment.
 
-What is behind the "/" of SUITE/TASK, a version, a user's own file and a name behind a module's are known to the backend
-alone: it says what is wrong with them when the run opens.
+A task's name behind the "/" of SUITE/TASK, a version, a user's own file and a name behind a module's are known to the
+backend alone: it says what is wrong with them when the run opens. So are sizes of actions and observations, which are
+known only once an environment is made.
 """
 
 from __future__ import annotations
@@ -25,13 +26,20 @@ def task_problems(spec: RunSpec, listed: Iterable[str]) -> Iterator[KeyProblemVi
     known: set[str] = set()
     for text in listed:
         known |= {*map(str, read_capabilities([text]).get(environment.backend, ()))}
-    stems = {_stem(name) for name in known}
     for index, task in enumerate(environment.tasks if known else ()):
         name = environment.variant_of(task)[0]
-        if ":" in name or _stem(name) in stems:
+        if ":" in name or _has(name, known):
             continue
         reason = f"no simulator instance has the task {name!r} of {environment.backend}"
         yield problem(f"environment.tasks[{index}]", reason, choose(name, known))
+
+
+def _has(name: str, known: set[str]) -> bool:
+    suite, _, index = name.partition("/")
+    if index.isdecimal() and any(each.startswith(f"{suite}/") for each in known):
+        return name in known  # of a suite that is listed by index, such as LIBERO's
+    stem = _stem(name)
+    return any(_stem(each) == stem for each in known)
 
 
 def _stem(name: str) -> str:
