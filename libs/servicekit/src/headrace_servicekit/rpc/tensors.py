@@ -89,7 +89,9 @@ def tensor_bytes(data_type: int, shape: Sequence[int]) -> int:
         raise _invalid(f"shape {list(shape)} has a negative extent")
     item = NUMPY_TYPES[data_type].itemsize
     size = math.prod(shape) * item
-    if size > MAX_TENSOR_BYTES or (not size and math.prod([max(1, each) for each in shape]) * item > MAX_TENSOR_BYTES):
+    if size > MAX_TENSOR_BYTES or (
+        not size and math.prod([max(1, each) for each in shape]) * item > MAX_TENSOR_BYTES
+    ):
         raise _invalid(f"shape {list(shape)}: its extents are above the limit of {MAX_TENSOR_BYTES} bytes")
     return size
 

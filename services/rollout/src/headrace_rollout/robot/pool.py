@@ -183,7 +183,9 @@ class Pool:
         self._watch = None
         first = min(self.environments, key=lambda each: each.due)
         if first.due <= asyncio.get_running_loop().time():
-            self.lose(f"{first.name} has not answered in time, {RESET_S:.0f} s and the time limits of its actions")
+            self.lose(
+                f"{first.name} has not answered in time, {RESET_S:.0f} s and the time limits of its actions"
+            )
         elif first.due < math.inf:
             self.watch(first.due)
 

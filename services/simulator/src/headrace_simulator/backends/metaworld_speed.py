@@ -22,7 +22,19 @@ import mujoco
 import numpy as np
 
 TESTED = "3.1.1"
-_PHYSICS = ("body_", "jnt_", "dof_", "geom_", "eq_", "actuator_", "tendon_", "wrap_", "pair_", "exclude_", "qpos")
+_PHYSICS = (
+    "body_",
+    "jnt_",
+    "dof_",
+    "geom_",
+    "eq_",
+    "actuator_",
+    "tendon_",
+    "wrap_",
+    "pair_",
+    "exclude_",
+    "qpos",
+)
 """Arrays of a model that its steps read, and that a task or a variant may change."""
 _UPRIGHT = np.array([1.0, 0.0, 1.0, 0.0])
 _STATE = mujoco.mjtState.mjSTATE_INTEGRATION
@@ -82,10 +94,15 @@ class Layout:
             environment.init_tcp = environment.tcp_center
             return
         state = _state(model, data)
-        begun = b"".join((bytes([steps]), environment.hand_init_pos.tobytes(), state.tobytes(), *_physics(model)))
+        begun = b"".join(
+            (bytes([steps]), environment.hand_init_pos.tobytes(), state.tobytes(), *_physics(model))
+        )
         if begun != self._begun:
             self._steps(steps)
-            self._begun, self._ended = begun, (_state(model, data), {n: getattr(data, n).copy() for n in _POSES})
+            self._begun, self._ended = (
+                begun,
+                (_state(model, data), {n: getattr(data, n).copy() for n in _POSES}),
+            )
             return
         state, poses = self._ended
         mujoco.mj_setState(model, data, state, _STATE)
