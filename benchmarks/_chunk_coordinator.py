@@ -20,15 +20,16 @@ from headrace.trainer.v1 import trainer_pb2
 from headrace_coordinator.data.dataset import Dataset
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain.state import InstanceState
-from headrace_coordinator.fleet.fleet import Fleet, FleetSettings
+from headrace_coordinator.fleet.fleet import Fleet
 from headrace_coordinator.fleet.grpc_port import GrpcPort
-from headrace_coordinator.run.clients import Published
+from headrace_coordinator.fleet.sessions import FleetSettings
 from headrace_coordinator.run.concurrency import gather_all
 from headrace_coordinator.run.context import RunContext
 from headrace_coordinator.run.stages.generation import Generation
 from headrace_coordinator.run.stages.learning import Learning
 from headrace_coordinator.run.stages.relay import Relay
 from headrace_coordinator.run.stages.step_timer import StepTimer
+from headrace_coordinator.run.workers.clients import Published
 from headrace_coordinator.simulation.world import Quiet
 from headrace_coordinator.store.event_log import EventLog
 from headrace_coordinator.store.redis_store import RedisStore

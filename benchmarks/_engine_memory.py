@@ -35,8 +35,8 @@ async def _mixed(model: Path, dtype: str) -> tuple[int, int]:
     )
     from headrace_rollout.policy_files import read_policy
     from headrace_rollout.wire import weights_of
-    from headrace_schema.generating import ModelSection
     from headrace_schema.openings import RolloutConfig
+    from headrace_schema.sections.generating import ModelSection
 
     section = ModelSection(path=str(model), dtype=dtype)
     engine = BUILT_IN.choose("transformers", {}).build(

@@ -57,7 +57,7 @@ def teach(model: Path, teacher: Path) -> None:
     import torch
     from headrace_modelkit.loading import load_model, save_model
     from headrace_modelkit.tokenizer import load_tokenizer
-    from headrace_schema.generating import ModelSection
+    from headrace_schema.sections.generating import ModelSection
 
     torch.manual_seed(0)
     section = ModelSection(path=str(model), dtype="float32")

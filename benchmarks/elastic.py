@@ -54,8 +54,8 @@ from headrace_coordinator.planner import (
 )
 from headrace_coordinator.planner.cluster import simulate, simulate_elastic
 from headrace_coordinator.planner.cluster.sampling import draw
+from headrace_coordinator.planner.elastic.outlook import MoveCosts
 from headrace_coordinator.planner.explaining import ALTERNATIVES
-from headrace_coordinator.planner.outlook import MoveCosts
 
 PUBLISHED = 512 * 16
 SMALLEST = 64

@@ -194,7 +194,7 @@ def make_task(spec: dict[str, Any]) -> dict[str, Any]:
     """The spec as the peer's script reads it, with Headrace's own prompts in Headrace's order."""
     from headrace_coordinator.data.dataset import Dataset
     from headrace_modelkit.tokenizer import load_tokenizer
-    from headrace_schema.generating import ModelSection
+    from headrace_schema.sections.generating import ModelSection
     from headrace_schema.spec import RunSpec
     from headrace_trainer.algorithms.plugins import GrpoOptions
 

@@ -298,7 +298,7 @@ def _other_version(model: Path, folder: Path) -> Path:
     """A checkpoint of the model with other weights."""
     from headrace_modelkit.loading import load_model
     from headrace_modelkit.weights import state_tensors
-    from headrace_schema.generating import ModelSection
+    from headrace_schema.sections.generating import ModelSection
     from safetensors.torch import save_file
 
     checkpoint = folder / "checkpoint"

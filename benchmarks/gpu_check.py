@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from headrace_coordinator.domain.leases import Blocked, LeaseRequest, LeaseTable, plan_grant
+from headrace_coordinator.domain.devices.leases import Blocked, LeaseRequest, LeaseTable, plan_grant
 from headrace_modelkit.devices import torch_devices, used_bytes
 from headrace_modelkit.presets.tiny import write_tiny
 from headrace_modelkit.tokenizer import load_tokenizer
@@ -28,8 +28,8 @@ from headrace_rollout.engines.base import Distribution, EngineConfig, Policy
 from headrace_rollout.engines.transformers.engine import TransformersEngine
 from headrace_rollout.policy_files import read_policy
 from headrace_rollout.wire import weights_of
-from headrace_schema.generating import ModelSection
 from headrace_schema.openings import RolloutConfig, TrainerConfig
+from headrace_schema.sections.generating import ModelSection
 from headrace_servicekit.lease.devices import detect_devices, gpu_uuids
 from headrace_trainer.algorithms import build_algorithm
 from headrace_trainer.backends.fsdp.backend import FsdpBackend

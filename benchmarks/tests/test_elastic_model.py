@@ -23,7 +23,7 @@ from headrace_coordinator.planner import (
 )
 from headrace_coordinator.planner.cluster import simulate_elastic
 from headrace_coordinator.planner.cluster.sampling import draw
-from headrace_coordinator.planner.outlook import MoveCosts
+from headrace_coordinator.planner.elastic.outlook import MoveCosts
 
 ROUND_S, ANSWER_S, LEARN_S, SWITCH_S = 0.03, 0.0008, 0.0016, 0.3
 

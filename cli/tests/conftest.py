@@ -68,10 +68,12 @@ def _handler(coordinator: FakeCoordinator) -> type[BaseHTTPRequestHandler]:
             self.answer(status, body, *more)
 
         def answer(self, status: int, body: Any, more: Mapping[str, str] = MappingProxyType({})) -> None:
-            stream = isinstance(body, str)
-            data = body.encode() if stream else json.dumps(body).encode()
+            kinds = {str: "text/event-stream", bytes: "application/octet-stream"}
+            kind = kinds.get(type(body), "application/json")
+            text = body if isinstance(body, str | bytes) else json.dumps(body)
+            data = text.encode() if isinstance(text, str) else text
             self.send_response(status)
-            self.send_header("Content-Type", "text/event-stream" if stream else "application/json")
+            self.send_header("Content-Type", kind)
             self.send_header("Content-Length", str(len(data)))
             for name, value in more.items():
                 self.send_header(name, value)

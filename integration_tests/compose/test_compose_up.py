@@ -41,6 +41,12 @@ def test_the_example_runs_from_outside(fleet):
     assert "config.json" in fleet.inside("coordinator", "ls", run.export_path)
 
 
+@pytest.mark.parametrize("service", ["rollout", "trainer", "simulator"])
+def test_an_instance_finds_its_containers_devices(fleet, service):
+    assert all(instance.devices for instance in fleet.instances(service))
+    assert fleet.instances(service)
+
+
 def test_a_users_own_scorer_is_found_where_the_spec_names_it(fleet):
     settings = ("--set", "steps=1", "--set", "model.path=/models/tiny")
     fleet.headrace("run", "submit", "examples/own_reward.yaml", *settings, "--watch")

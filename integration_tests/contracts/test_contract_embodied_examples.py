@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from headrace.client.specs import load_spec
-from headrace_coordinator.api.admission import FleetView, check
+from headrace_coordinator.api.submission.admission import FleetView, check
 from headrace_schema.spec import RunSpec
 from headrace_trainer.algorithms.episodes import EPISODE_ALGORITHMS
 

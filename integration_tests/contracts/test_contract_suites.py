@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from headrace.client.specs import load_spec
-from headrace_coordinator.api.evaluations import prepare
+from headrace_coordinator.api.submission.evaluations import prepare
 from headrace_coordinator.data import Dataset
 from headrace_coordinator.suites import SUITES, open_suite
 from headrace_coordinator.suites.contract import check_suite

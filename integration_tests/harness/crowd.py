@@ -18,12 +18,11 @@ from typing import Any, Self, cast
 import uvicorn
 from headrace_coordinator.api.control import Control, Refused
 from headrace_coordinator.api.http import make_app
-from headrace_coordinator.api.overviews import summary
+from headrace_coordinator.api.reading.overviews import summary
 from headrace_coordinator.projections.timeline import Hold, Part, Span, TimelineFile
 from headrace_coordinator.projections.trajectories import Settled, TrajectoryFile
-from headrace_schema.overviews import CurvesView, FlowView, RunSummaryView, ScorePointView
-from headrace_schema.spec import RunSpec
-from headrace_schema.views import (
+from headrace_schema.resources.overviews import CurvesView, FlowView, RunSummaryView, ScorePointView
+from headrace_schema.resources.views import (
     CertificateView,
     CheckpointView,
     CountsView,
@@ -38,6 +37,7 @@ from headrace_schema.views import (
     RunView,
     StepView,
 )
+from headrace_schema.spec import RunSpec
 
 from harness.processes import free_port
 from harness.waiting import wait_for

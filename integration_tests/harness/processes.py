@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
+from headrace_servicekit.process.ports import free_port
+
+__all__ = ["ROOT", "alive", "clean_environment", "free_port", "mentioning", "run_python", "words_of"]
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-def free_port() -> int:
-    """A port of the loopback interface that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def clean_environment(**extra: str) -> dict[str, str]:

@@ -141,5 +141,6 @@ def test_the_command_line_comes_without_services_or_torch(make_environment):
 
     environment.install(*sorted(COMMON), SCHEMA, "headrace-coordinator", "headrace")
     environment.run(
-        "-c", "import headrace.client, headrace.coordinator.v1.fleet_pb2, headrace_coordinator.api.admission"
+        "-c",
+        "import headrace.client, headrace.coordinator.v1.fleet_pb2, headrace_coordinator.api.submission.admission",
     )

@@ -5,8 +5,8 @@ import sqlite3
 
 import pytest
 from headrace_coordinator.projections import RunProjection
+from headrace_schema.resources.views import StepView
 from headrace_schema.spec import RunSpec
-from headrace_schema.views import StepView
 
 pytestmark = pytest.mark.timeout(900)
 OPTIONS = {

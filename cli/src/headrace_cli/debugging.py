@@ -55,9 +55,10 @@ async def debug(spec: dict[str, Any], say: Callable[[str, dict[str, Any]], None]
 async def _fleet_in_process(spec: RunSpec, directory: Path) -> AsyncIterator[Coordinator]:
     from headrace.coordinator.v1 import fleet_pb2_grpc
     from headrace_coordinator.api.coordinator import Coordinator
-    from headrace_coordinator.fleet.fleet import Fleet, FleetSettings
+    from headrace_coordinator.fleet.fleet import Fleet
     from headrace_coordinator.fleet.grpc_port import GrpcPort
     from headrace_coordinator.fleet.service import FleetServicer
+    from headrace_coordinator.fleet.sessions import FleetSettings
     from headrace_coordinator.store.event_log import EventLog
     from headrace_coordinator.store.memory_store import MemoryStore
     from headrace_servicekit.rpc.server import GrpcServer

@@ -1,6 +1,7 @@
 """Measures what a spec's stages cost on a fleet: from the first steps of its runs, and from short ones.
 
-Measuring costs a run nothing: every run keeps the seconds of its steps. Knows no cost model; see planner/measured.py.
+Measuring costs a run nothing: every run keeps the seconds of its steps. Knows no cost model; see
+planner/profiling/measured.py.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from headrace_cli.profiles import costs_alike
 
 if TYPE_CHECKING:
     from headrace.client import Client, Run, Step, Trajectory
-    from headrace_coordinator.planner.measured import MeasuredStep
+    from headrace_coordinator.planner.profiling.measured import MeasuredStep
 
 FIRST_STEPS = 10
 """Steps of a run that count, after the first one, which pays for the start."""
@@ -70,7 +71,7 @@ def short_runs(client: Client, spec: RunSpec, steps: int, say: Say) -> list[Run]
 
 def measured_document(client: Client, spec: RunSpec, runs: Sequence[Run]) -> dict[str, Any]:
     """The profile that some runs measured; CommandError where none of them has a step that counts."""
-    from headrace_coordinator.planner.measured import profile_document
+    from headrace_coordinator.planner.profiling.measured import profile_document
 
     steps, groups, devices = [], [], set()
     for run in runs:
@@ -102,7 +103,7 @@ def _lengths(trajectories: Sequence[Trajectory]) -> list[list[int]]:
 
 def _measured(step: Step) -> MeasuredStep:
     """A step; of episodes the policy's part of generate is its seconds on the device that computed longest."""
-    from headrace_coordinator.planner.measured import MeasuredStep
+    from headrace_coordinator.planner.profiling.measured import MeasuredStep
 
     seconds = dict(step.stage_s)
     if acted := [stages["act"] for stages in step.devices.values() if "act" in stages]:

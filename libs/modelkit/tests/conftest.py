@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from headrace_modelkit.presets.tiny import write_tiny
-from headrace_schema.generating import ModelSection
+from headrace_schema.sections.generating import ModelSection
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 

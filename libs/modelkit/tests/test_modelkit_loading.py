@@ -13,7 +13,7 @@ from headrace_modelkit.loading import context_limit, load_architecture, load_mod
 from headrace_modelkit.presets import tiny
 from headrace_modelkit.tokenizer import load_tokenizer
 from headrace_modelkit.weights import load_weights, state_tensors
-from headrace_schema.generating import ModelSection
+from headrace_schema.sections.generating import ModelSection
 
 
 def test_an_empty_model_with_given_weights_is_the_model(tiny_config):

@@ -15,12 +15,12 @@ import torch.nn.functional as F
 from headrace_modelkit.errors import ModelNotReadable
 from headrace_modelkit.robot.convert import convert, main
 from headrace_modelkit.robot.directory import load_policy, save_policy
-from headrace_modelkit.robot.openvla import OpenVlaConfig, pixels
+from headrace_modelkit.robot.openvla.model import OpenVlaConfig, pixels
+from headrace_modelkit.robot.openvla.published import load_published, published_config
+from headrace_modelkit.robot.openvla.tokens import ActionTokens
+from headrace_modelkit.robot.openvla.vit import PUBLISHED, VitShape
 from headrace_modelkit.robot.policy import ACTIONS, Observation, RobotPolicy
-from headrace_modelkit.robot.published import load_published, published_config
 from headrace_modelkit.robot.scaling import ActionBounds
-from headrace_modelkit.robot.tokens import ActionTokens
-from headrace_modelkit.robot.vit import PUBLISHED, VitShape
 from headrace_modelkit.weights import load_weights, state_tensors, weight_layout
 from safetensors.torch import save_file
 from transformers import (

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from headrace_modelkit.errors import ModelNotReadable
 from headrace_modelkit.tokenizer import TextCodec, load_tokenizer
-from headrace_schema.generating import ModelSection
+from headrace_schema.sections.generating import ModelSection
 
 SMOLLM2_TEMPLATE = (
     "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}{{ '<|im_start|>system\n"

@@ -115,6 +115,14 @@ def test_devices_of_simulators_that_cannot_be_are_refused(placement: dict[str, A
     assert key in problems_of({"placement": placement})
 
 
+def test_a_rollout_and_its_simulator_do_not_share_a_device_and_the_sentence_says_why():
+    with pytest.raises(ValidationError) as caught:
+        RunSpec.model_validate({**BASE, "placement": {"rollout,simulator": "gpu:0", "trainer": "gpu:1"}})
+    (found,) = explain(caught.value, RunSpec)
+    assert "leased to one process at a time, and 1 is named for a rollout and a simulator" in found.problem
+    assert "name at least 2 devices" in found.fix and "remove placement.simulator" in found.fix
+
+
 def test_a_run_without_an_environment_has_no_simulator():
     text = {
         "model": {"path": "m"},

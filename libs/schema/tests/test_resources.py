@@ -2,7 +2,14 @@
 
 import math
 
-from headrace_schema.views import CertificateView, CountsView, LeaseListView, PolicyView, RunView, StepView
+from headrace_schema.resources.views import (
+    CertificateView,
+    CountsView,
+    LeaseListView,
+    PolicyView,
+    RunView,
+    StepView,
+)
 
 
 def test_what_is_absent_is_empty_and_what_is_unknown_is_in_raw():

@@ -93,6 +93,11 @@ def test_a_minimal_spec_is_valid_and_its_json_is_a_fixed_point():
         ),
         ({"trainer.max_ranks": 2, "deterministic": True}, "trainer.max_ranks", "set deterministic: false"),
         (
+            {"trainer.max_ranks": 2, "placement.rollout": ["0"], "placement.trainer": ["1"]},
+            "placement.trainer",
+            "name at least 2 devices, or set trainer.max_ranks: 1",
+        ),
+        (
             {"trainer.max_ranks": 2, "placement.mode": "hybrid"},
             "trainer.max_ranks",
             "set another placement.mode",

@@ -93,9 +93,13 @@ def test_detection_finds_something():
 
 
 def test_idle_threads_sleep_unless_the_user_says_otherwise(monkeypatch):
-    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    # Set before they are deleted, so that what the function sets ends with the test.
+    monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
+    monkeypatch.setenv("GOMP_SPINCOUNT", "1")
+    let_idle_threads_sleep()
+    assert (os.environ["OMP_WAIT_POLICY"], os.environ["GOMP_SPINCOUNT"]) == ("ACTIVE", "1")
+    monkeypatch.delenv("OMP_WAIT_POLICY")
+    monkeypatch.delenv("GOMP_SPINCOUNT")
     let_idle_threads_sleep()
     assert os.environ["OMP_WAIT_POLICY"] == "PASSIVE"
-    monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
-    let_idle_threads_sleep()
-    assert os.environ["OMP_WAIT_POLICY"] == "ACTIVE"
+    assert 0 < int(os.environ["GOMP_SPINCOUNT"]) < 10_000

@@ -62,7 +62,7 @@ def shapes(monkeypatch):
         return with_entries(entries)
 
     def with_entries(entries: EntryPoints) -> Registry:
-        monkeypatch.setattr(registry, "entry_points", lambda **select: entries.select(**select))
+        monkeypatch.setattr(registry, "_published", lambda group, installed: entries.select(group=group))
         built_in = {"square": "published_shapes:SQUARE", "later": "published_shapes:NOT_THERE"}
         return Registry(GROUP, "shape", "shape.name", "shape.options", built_in)
 
@@ -165,3 +165,20 @@ def test_the_contract_says_what_does_not_hold(shapes, name, options, words):
     found = shapes(lax="published_shapes:LAX", nowhere="published_shapes:NOWHERE")
     with pytest.raises(AssertionError, match=words):
         check_plugin(found, name, options)
+
+
+def test_what_is_installed_is_read_once_until_something_comes_or_goes(tmp_path, monkeypatch):
+    reads = []
+    read = registry.entry_points
+    monkeypatch.setattr(registry, "entry_points", lambda **select: (reads.append(select), read(**select))[1])
+    monkeypatch.syspath_prepend(str(tmp_path))
+    plugins = registry.Registry("headrace.tests.coming", "test", "test", "options", {})
+    for _ in range(3):
+        assert plugins.names() == []
+    assert len(reads) == 1
+    about = tmp_path / "late-1.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Name: late\nVersion: 1\n")
+    (about / "entry_points.txt").write_text("[headrace.tests.coming]\nlate = json:dumps\n")
+    assert plugins.names() == ["late"], "installed while the process runs"
+    assert len(reads) == 2

@@ -6,16 +6,15 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-from headrace_coordinator.api.admission import FleetView, check
 from headrace_coordinator.api.control import Page, Refused
-from headrace_coordinator.api.overviews import summary
+from headrace_coordinator.api.reading.overviews import summary
+from headrace_coordinator.api.submission.admission import FleetView, check
 from headrace_schema.changing import RunChange
 from headrace_schema.evaluating import EvaluationSpec
-from headrace_schema.evaluations import ComparisonView, EvaluationRunView, VideoListView
-from headrace_schema.overviews import CurvesView, FlowView
 from headrace_schema.problems import nearest
-from headrace_schema.spec import RunSpec
-from headrace_schema.views import (
+from headrace_schema.resources.evaluations import ComparisonView, EvaluationRunView, VideoListView
+from headrace_schema.resources.overviews import CurvesView, FlowView
+from headrace_schema.resources.views import (
     CertificateView,
     CheckpointView,
     CountsView,
@@ -30,6 +29,7 @@ from headrace_schema.views import (
     RunView,
     StepView,
 )
+from headrace_schema.spec import RunSpec
 
 SPEC: dict[str, Any] = {
     "name": "sums",
@@ -132,6 +132,9 @@ class FakeControl:
         raise Refused("NOT_FOUND", f"there is no evaluation {evaluation_id!r}")
 
     async def evaluation_video(self, evaluation_id: str, name: str) -> Path:
+        raise Refused("NOT_FOUND", f"there is no evaluation {evaluation_id!r}")
+
+    async def evaluation_episode(self, evaluation_id: str, name: str) -> Path:
         raise Refused("NOT_FOUND", f"there is no evaluation {evaluation_id!r}")
 
     def flow(self, run_id: str) -> FlowView:

@@ -1,12 +1,12 @@
 """Events of versions and steps, and a ledger of one open step, for tests of the pure rules."""
 
 from headrace_coordinator.domain import events as ev
-from headrace_coordinator.domain.dispatch import (
+from headrace_coordinator.domain.ledger.dispatch import (
     plan_assign,
 )
+from headrace_coordinator.domain.ledger.slots import SlotLedger
+from headrace_coordinator.domain.ledger.versions import Lineage
 from headrace_coordinator.domain.runs import RunState
-from headrace_coordinator.domain.slots import SlotLedger
-from headrace_coordinator.domain.versions import Lineage
 
 
 def restored(number, parent=0, ordinal=0, frontier=0):

@@ -4,12 +4,12 @@ import os
 from dataclasses import replace
 
 import pytest
-from headrace_coordinator.api.admission import FleetView, check
-from headrace_coordinator.api.engines import answer_problems, settle_engine
+from headrace_coordinator.api.submission.admission import FleetView, check
+from headrace_coordinator.api.submission.engines import answer_problems, settle_engine
 from headrace_schema.evaluating import AnswerSection
 from headrace_schema.problems import sentence
+from headrace_schema.resources.views import DeviceView, InstanceView
 from headrace_schema.spec import RunSpec
-from headrace_schema.views import DeviceView, InstanceView
 
 SCHEMA = '{"additionalProperties": false, "properties": {"cap": {"type": "number", "exclusiveMinimum": 0}}}'
 OPTIONS = frozenset({f"grpo={SCHEMA}", "grpo-like={}"})
@@ -315,7 +315,7 @@ ROBOTS = replace(
             {"mode": "disaggregated", "rollout": "0", "simulator": "cpu:1", "trainer": "1"},
             {"placement.simulator": "h/cpu:1 learns too"},
         ),
-        ({"rollout,trainer": "1", "simulator": "cpu:1"}, {"placement.simulator": "1 devices for 1 rollout"}),
+        ({"rollout,trainer": "1", "simulator": "cpu:1"}, {"placement.simulator": "1 is named for a rollout"}),
     ],
 )
 def test_devices_of_simulators_must_be_ones_that_they_see(placement, expected):

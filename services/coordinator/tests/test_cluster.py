@@ -27,7 +27,7 @@ from headrace_coordinator.planner import (
     reasoning,
 )
 from headrace_coordinator.planner.cluster import Label, by_label, simulate
-from headrace_coordinator.planner.costs import Evaluation
+from headrace_coordinator.planner.trees.costs import Evaluation
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 

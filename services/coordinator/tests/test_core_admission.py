@@ -3,8 +3,8 @@
 import msgspec
 import pytest
 from headrace_coordinator.domain import events as ev
-from headrace_coordinator.domain.leases import Quarantine
-from headrace_coordinator.domain.scheduling import PATIENCE_QUANTA, plan_admission
+from headrace_coordinator.domain.devices.leases import Quarantine
+from headrace_coordinator.domain.devices.scheduling import PATIENCE_QUANTA, plan_admission
 from headrace_coordinator.domain.state import InstanceState, State, restore, snapshot
 from headrace_coordinator.simulation.specs import random_spec
 from hypothesis import given, settings

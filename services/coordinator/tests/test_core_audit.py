@@ -2,11 +2,12 @@
 
 import msgspec
 import pytest
-from headrace_coordinator.api.audit import audit
-from headrace_coordinator.api.presenters import event_view
+from headrace_coordinator.api.reading.audit import audit
+from headrace_coordinator.api.reading.presenters import event_view
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain import runs
-from headrace_coordinator.domain.compact import (
+from headrace_coordinator.domain.intervals import covered
+from headrace_coordinator.domain.ledger.compact import (
     compact,
     compact_drops,
     count,
@@ -14,9 +15,9 @@ from headrace_coordinator.domain.compact import (
     expand,
     expand_drops,
 )
-from headrace_coordinator.domain.intervals import covered
+from headrace_coordinator.domain.ledger.slots import SlotLedger
+from headrace_coordinator.domain.ledger.versions import Lineage
 from headrace_coordinator.domain.runs import RunState
-from headrace_coordinator.domain.slots import SlotLedger
 from headrace_coordinator.domain.state import (
     ENDED_KEPT,
     KEY_LIFETIME_S,
@@ -26,7 +27,6 @@ from headrace_coordinator.domain.state import (
     snapshot,
 )
 from headrace_coordinator.domain.totals import EVALUATIONS_SHOWN, Shape, Totals, step_dropped, step_trained
-from headrace_coordinator.domain.versions import Lineage
 from headrace_coordinator.run.stages.step_timer import StepTimer
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st

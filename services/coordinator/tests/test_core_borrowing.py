@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 from headrace_coordinator.domain import events as ev
-from headrace_coordinator.planner.elastic import Move, Role, plan_elastic
+from headrace_coordinator.planner.elastic.policy import Move, Role, plan_elastic
 from headrace_coordinator.run.context import RunContext
-from headrace_coordinator.run.stages.borrowing import Borrowing
-from headrace_coordinator.run.stages.helping import Helping
-from headrace_coordinator.run.stages.tail import Tail
+from headrace_coordinator.run.stages.moving.borrowing import Borrowing
+from headrace_coordinator.run.stages.moving.helping import Helping
+from headrace_coordinator.run.stages.moving.tail import Tail
 from headrace_coordinator.simulation.fleet.rollout import Rollout
 from headrace_coordinator.simulation.moves import borrow_eagerly, help_always, move_eagerly
 from headrace_coordinator.simulation.virtual_time import run_virtual

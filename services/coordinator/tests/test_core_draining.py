@@ -6,7 +6,8 @@ import pytest
 from headrace_coordinator.api.control import Refused
 from headrace_coordinator.api.coordinator import Coordinator
 from headrace_coordinator.domain.state import InstanceState, restore, snapshot
-from headrace_coordinator.fleet.fleet import DRAIN_S, Fleet, FleetSettings
+from headrace_coordinator.fleet.fleet import DRAIN_S, Fleet
+from headrace_coordinator.fleet.sessions import FleetSettings
 from headrace_coordinator.store.event_log import EventLog
 from headrace_coordinator.store.memory_store import MemoryStore
 

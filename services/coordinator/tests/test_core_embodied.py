@@ -8,13 +8,13 @@ import pytest
 from headrace.common.v1 import common_pb2 as common
 from headrace.simulator.v1 import simulator_pb2 as simulator
 from headrace_coordinator.domain import events as ev
-from headrace_coordinator.run.pools import BLOB_BYTES
-from headrace_coordinator.run.spaces import divide, fit
-from headrace_coordinator.run.stages.scoring import sampled
+from headrace_coordinator.run.simulators.pools import BLOB_BYTES
+from headrace_coordinator.run.simulators.spaces import divide, fit
+from headrace_coordinator.run.stages.rewards.scoring import sampled
 from headrace_coordinator.simulation.virtual_time import run_virtual
 from headrace_coordinator.simulation.world import World
-from headrace_schema.embodied import EnvironmentSection
 from headrace_schema.problems import Impossible
+from headrace_schema.sections.embodied import EnvironmentSection
 from headrace_schema.spec import RunSpec
 from headrace_servicekit.rpc.tensors import encode_tensor
 

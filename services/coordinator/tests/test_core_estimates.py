@@ -5,12 +5,12 @@ from itertools import combinations
 from math import nan
 
 import pytest
-from headrace_coordinator.api.presenters import evaluation_view
+from headrace_coordinator.api.reading.presenters import evaluation_view
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain.estimates import interval, pass_at
 from headrace_coordinator.simulation.virtual_time import run_virtual
 from headrace_coordinator.simulation.world import World
-from headrace_schema.views import EvaluationView
+from headrace_schema.resources.views import EvaluationView
 
 
 def test_one_binary_answer_a_prompt_has_wilsons_interval():

@@ -2,7 +2,7 @@
 
 import pytest
 from headrace.rollout.v1 import rollout_pb2 as rollout
-from headrace_coordinator.run.evaluate import evaluation_seed
+from headrace_coordinator.run.evaluation.evaluate import evaluation_seed
 from headrace_coordinator.simulation.virtual_time import run_virtual
 from headrace_coordinator.simulation.world import World
 from headrace_schema.spec import RunSpec

@@ -1,10 +1,10 @@
 """What a fork must agree on with its origin: the run, its checkpoints, the shape of a batch, steps that are left."""
 
 import pytest
-from headrace_coordinator.api.forks import check_fork, unknown_origin
+from headrace_coordinator.api.submission.forks import check_fork, unknown_origin
 from headrace_schema.problems import sentence
+from headrace_schema.resources.views import RunView
 from headrace_schema.spec import RunSpec
-from headrace_schema.views import RunView
 
 
 def spec_of(**changes):

@@ -1,12 +1,12 @@
 """Which samples a holder gets, and what becomes of them when it dies: pure rules."""
 
 from headrace_coordinator.domain import events as ev
-from headrace_coordinator.domain.dispatch import (
+from headrace_coordinator.domain.ledger.dispatch import (
     DispatchOrder,
     plan_dispatch,
     plan_return,
 )
-from headrace_coordinator.domain.slot_index import DROPPED, FINISHED, PENDING, SlotIndex
+from headrace_coordinator.domain.ledger.slot_index import DROPPED, FINISHED, PENDING, SlotIndex
 from headrace_coordinator.domain.state import (
     State,
     restore,

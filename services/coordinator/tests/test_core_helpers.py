@@ -6,8 +6,8 @@ import math
 
 import pytest
 from headrace_coordinator.domain import events as ev
-from headrace_coordinator.planner.elastic import Move, Role
-from headrace_coordinator.run.stages.helping import Helping
+from headrace_coordinator.planner.elastic.policy import Move, Role
+from headrace_coordinator.run.stages.moving.helping import Helping
 from headrace_coordinator.simulation.virtual_time import run_virtual
 from headrace_coordinator.simulation.world import World
 

@@ -8,7 +8,8 @@ from headrace_coordinator.api.coordinator import Coordinator
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain import runs
 from headrace_coordinator.domain.state import snapshot
-from headrace_coordinator.fleet.fleet import Fleet, FleetSettings
+from headrace_coordinator.fleet.fleet import Fleet
+from headrace_coordinator.fleet.sessions import FleetSettings
 from headrace_coordinator.run.checkpointing import ledger_of, missing_steps, read_ledger
 from headrace_coordinator.store.event_log import EventLog
 from headrace_coordinator.store.history import History

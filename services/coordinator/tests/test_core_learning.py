@@ -5,11 +5,11 @@ from types import SimpleNamespace
 import pytest
 from headrace.common.v1 import common_pb2
 from headrace.trainer.v1 import trainer_pb2
-from headrace_coordinator.domain.slots import Slot
-from headrace_coordinator.domain.versions import Version
-from headrace_coordinator.run.clients import TrainerClient
+from headrace_coordinator.domain.ledger.slots import Slot
+from headrace_coordinator.domain.ledger.versions import Version
 from headrace_coordinator.run.stages.learning import MESSAGE_BYTES, Learning
 from headrace_coordinator.run.stages.relay import Relay
+from headrace_coordinator.run.workers.trainer_client import TrainerClient
 
 GROUP = 2
 TRUNCATED = common_pb2.FINISH_REASON_LENGTH

@@ -3,13 +3,14 @@
 import asyncio
 
 import pytest
-from headrace_coordinator.api.presenters import instance_views
+from headrace_coordinator.api.reading.presenters import instance_views
 from headrace_coordinator.domain import events as ev
+from headrace_coordinator.domain.ledger.slots import SlotLedger
+from headrace_coordinator.domain.ledger.versions import Lineage
 from headrace_coordinator.domain.runs import Grant, RunState
-from headrace_coordinator.domain.slots import SlotLedger
 from headrace_coordinator.domain.state import InstanceState
-from headrace_coordinator.domain.versions import Lineage
-from headrace_coordinator.fleet.fleet import Fleet, FleetSettings, Supervisor
+from headrace_coordinator.fleet.fleet import Fleet
+from headrace_coordinator.fleet.sessions import FleetSettings, Supervisor
 from headrace_coordinator.store.event_log import EventLog
 from headrace_coordinator.store.memory_store import MemoryStore
 

@@ -2,8 +2,8 @@
 
 import pytest
 from headrace_coordinator.domain import events as ev
-from headrace_coordinator.domain import leases
-from headrace_coordinator.domain.leases import Blocked, LeaseRequest, LeaseTable
+from headrace_coordinator.domain.devices import leases
+from headrace_coordinator.domain.devices.leases import Blocked, LeaseRequest, LeaseTable
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule

@@ -1,11 +1,11 @@
 """Versions and slots: pure rules."""
 
 from headrace_coordinator.domain import events as ev
-from headrace_coordinator.domain.dispatch import (
+from headrace_coordinator.domain.ledger.dispatch import (
     accepts,
 )
-from headrace_coordinator.domain.slot_index import ACCUMULATED, DROPPED, FINISHED, PENDING
-from headrace_coordinator.domain.versions import Lineage, plan_lost_rewind
+from headrace_coordinator.domain.ledger.slot_index import ACCUMULATED, DROPPED, FINISHED, PENDING
+from headrace_coordinator.domain.ledger.versions import Lineage, plan_lost_rewind
 from ledger_parts import assign, committed, open_ledger, opened, restored
 
 # --- versions

@@ -8,7 +8,7 @@ from headrace_coordinator.api import coordinator
 from headrace_coordinator.api.control import Refused
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain import runs
-from headrace_coordinator.domain.scheduling import PATIENCE_QUANTA
+from headrace_coordinator.domain.devices.scheduling import PATIENCE_QUANTA
 from headrace_coordinator.run.stages.receive import Receive
 from headrace_coordinator.simulation.fleet.trainer import Trainer
 from headrace_coordinator.simulation.judging.judge import Violation

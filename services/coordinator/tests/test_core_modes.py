@@ -99,3 +99,10 @@ def test_a_batch_is_learned_from_on_all_devices_in_hybrid(whole_batch):
             for stage in ("generate", "learn")
         }
         assert works["generate"] < works["learn"]
+
+
+def test_prefill_that_rollouts_tell_of_is_a_part_of_generating(called):
+    for step in lived(mode="disaggregated").log(ev.StepCommitted):
+        assert 0.0 < step.view["stage_s"]["prefill"] < step.view["stage_s"]["generate"]
+        devices = {device for device, stages in step.view["devices"].items() if "prefill" in stages}
+        assert devices and devices == {d for d, stages in step.view["devices"].items() if "generate" in stages}

@@ -4,18 +4,19 @@ from types import SimpleNamespace
 
 import pytest
 from headrace_coordinator.domain import events as ev
-from headrace_coordinator.domain.leases import Blocked, LeaseRequest, plan_grant
-from headrace_coordinator.domain.places import machines, named_devices
+from headrace_coordinator.domain.devices.leases import Blocked, LeaseRequest, plan_grant
+from headrace_coordinator.domain.devices.places import machines, named_devices
+from headrace_coordinator.domain.devices.scheduling import plan_admission
 from headrace_coordinator.domain.runs import Grant
-from headrace_coordinator.domain.scheduling import plan_admission
 from headrace_coordinator.domain.state import InstanceState, State
-from headrace_coordinator.fleet.fleet import Fleet, FleetSettings, Supervisor
-from headrace_coordinator.run.clients import WorkerClient
-from headrace_coordinator.run.placement import Placement
-from headrace_coordinator.run.seating import PlacementError, default_devices
+from headrace_coordinator.fleet.fleet import Fleet
+from headrace_coordinator.fleet.sessions import FleetSettings, Supervisor
+from headrace_coordinator.run.devices.placement import Placement
+from headrace_coordinator.run.devices.seating import PlacementError, default_devices
+from headrace_coordinator.run.workers.clients import WorkerClient
 from headrace_coordinator.store.event_log import EventLog
 from headrace_coordinator.store.memory_store import MemoryStore
-from headrace_schema.running import PlacementSection
+from headrace_schema.sections.running import PlacementSection
 from headrace_schema.spec import RunSpec
 
 GPU = "GPU-8f2a/gpu:0"

@@ -2,14 +2,14 @@
 
 import msgspec
 import pytest
-from headrace_coordinator.api.audit import audit
+from headrace_coordinator.api.reading.audit import audit
 from headrace_coordinator.domain import events as ev
-from headrace_coordinator.domain.compact import compact, compact_drops
-from headrace_coordinator.domain.dispatch import DispatchOrder, plan_dispatch, plan_refill
+from headrace_coordinator.domain.ledger.compact import compact, compact_drops
+from headrace_coordinator.domain.ledger.dispatch import DispatchOrder, plan_dispatch, plan_refill
+from headrace_coordinator.domain.ledger.slot_index import FILTERED, PENDING, SETTLED
+from headrace_coordinator.domain.ledger.slots import SlotLedger
+from headrace_coordinator.domain.ledger.versions import Lineage, plan_lost_rewind
 from headrace_coordinator.domain.runs import RunState
-from headrace_coordinator.domain.slot_index import FILTERED, PENDING, SETTLED
-from headrace_coordinator.domain.slots import SlotLedger
-from headrace_coordinator.domain.versions import Lineage, plan_lost_rewind
 from headrace_coordinator.simulation.virtual_time import run_virtual
 from headrace_coordinator.simulation.world import World
 from hypothesis import given, settings

@@ -20,12 +20,12 @@ STEPS = 6
 class Scene(World):
     """One run and two trainers. Its user wants `sizes` ranks, one after the other, each after two more steps."""
 
-    def __init__(self, sizes=(2, 1), trainers=2, ranks=1, mode="collocated", **sections):
+    def __init__(self, sizes=(2, 1), trainers=2, ranks=1, mode="collocated", steps_total=STEPS, **sections):
         super().__init__(11, faults=False)
         self.sizes, self.refusals = list(sizes), []
         self.hear = lambda method, request: None
         spec = self.spec.model_dump(mode="json")
-        spec |= {"deterministic": False, "steps": STEPS, "export": False}
+        spec |= {"deterministic": False, "steps": steps_total, "export": False}
         fields = {
             "rollout": {"instances": 1},
             "trainer": {"ranks": ranks, "helpers": 0},

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from headrace_coordinator.domain.reward_flow import RewardFlow, stage_figures
+from headrace_coordinator.domain.ledger.reward_flow import RewardFlow, stage_figures
 from headrace_schema.workflow import GraphSection
 
 

@@ -5,8 +5,8 @@ import itertools
 import pytest
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain import runs
-from headrace_coordinator.domain.slots import SlotLedger
-from headrace_coordinator.domain.versions import Lineage
+from headrace_coordinator.domain.ledger.slots import SlotLedger
+from headrace_coordinator.domain.ledger.versions import Lineage
 
 PAIRS = list(itertools.product(runs.STATES, runs.INTENTS))
 MOVES = {

@@ -7,7 +7,8 @@ from headrace_coordinator.api.control import Refused
 from headrace_coordinator.api.coordinator import Coordinator
 from headrace_coordinator.api.http import make_app
 from headrace_coordinator.domain.state import restore, snapshot
-from headrace_coordinator.fleet.fleet import Fleet, FleetSettings, Supervisor
+from headrace_coordinator.fleet.fleet import Fleet
+from headrace_coordinator.fleet.sessions import FleetSettings, Supervisor
 from headrace_coordinator.store.event_log import EventLog
 from headrace_coordinator.store.memory_store import MemoryStore
 from httpx import ASGITransport, AsyncClient

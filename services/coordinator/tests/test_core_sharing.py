@@ -8,12 +8,20 @@ from itertools import groupby
 
 import pytest
 from headrace_coordinator.domain import events as ev
-from headrace_coordinator.domain import sharing
-from headrace_coordinator.domain.leases import LeaseRequest
-from headrace_coordinator.domain.scheduling import plan_admission
-from headrace_coordinator.domain.sharing import PATIENCE_S, TURN_S, Waiter, ahead_of, gives_way, next_for
+from headrace_coordinator.domain.devices import sharing
+from headrace_coordinator.domain.devices.leases import LeaseRequest
+from headrace_coordinator.domain.devices.scheduling import plan_admission
+from headrace_coordinator.domain.devices.sharing import (
+    PATIENCE_S,
+    TURN_S,
+    Waiter,
+    ahead_of,
+    gives_way,
+    next_for,
+)
 from headrace_coordinator.domain.state import InstanceState, State
-from headrace_coordinator.fleet.fleet import Fleet, FleetSettings
+from headrace_coordinator.fleet.fleet import Fleet
+from headrace_coordinator.fleet.sessions import FleetSettings
 from headrace_coordinator.run.stages.step_timer import WAIT_LEASE, StepTimer
 from headrace_coordinator.simulation.fleet.reward import Reward
 from headrace_coordinator.simulation.fleet.rollout import Rollout

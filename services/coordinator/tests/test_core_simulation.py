@@ -152,7 +152,7 @@ def test_the_world_notices_an_evaluation_that_loses_an_answer(monkeypatch):
 
 def test_the_world_notices_a_wrong_figure_of_an_evaluation(monkeypatch):
     monkeypatch.setattr(
-        "headrace_coordinator.run.suite_loop.answer_of",
+        "headrace_coordinator.run.evaluation.suite_loop.answer_of",
         lambda line, extract: answer_of(msgspec.structs.replace(line, reward=0.5), extract),
     )
     with pytest.raises(Violation, match="its answers say"):

@@ -4,12 +4,12 @@ import asyncio
 
 import pytest
 from headrace_coordinator.domain import events as ev
-from headrace_coordinator.domain.leases import SIMULATE
-from headrace_coordinator.domain.scheduling import plan_admission
+from headrace_coordinator.domain.devices.leases import SIMULATE
+from headrace_coordinator.domain.devices.scheduling import plan_admission
 from headrace_coordinator.domain.state import InstanceState
-from headrace_coordinator.run.simulator_seats import apart, seats, sides
+from headrace_coordinator.run.simulators.seats import apart, seats, sides
 from headrace_coordinator.simulation.virtual_time import run_virtual
-from headrace_schema.running import PlacementSection
+from headrace_schema.sections.running import PlacementSection
 from headrace_schema.spec import RunSpec
 from test_core_embodied import Robots, Scaled, embodied
 from test_core_places import instance, state_of

@@ -7,7 +7,8 @@ import time
 import pytest
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain.state import InstanceState
-from headrace_coordinator.fleet.fleet import Fleet, FleetSettings, ForeignInstance
+from headrace_coordinator.fleet.fleet import Fleet
+from headrace_coordinator.fleet.sessions import FleetSettings, ForeignInstance
 from headrace_coordinator.store import redis_store
 from headrace_coordinator.store.base import LEAP, Fenced, StoreAway
 from headrace_coordinator.store.event_log import EventLog

@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 
 import pytest
-from headrace_coordinator.planner.elastic import ElasticState, Role, Rollout, plan_elastic
-from headrace_coordinator.run.stages.tail import Tail
+from headrace_coordinator.planner.elastic.policy import ElasticState, Role, Rollout, plan_elastic
+from headrace_coordinator.run.stages.moving.tail import Tail
 
 FIXED, EACH = 0.02, 0.001
 """Seconds of a token, and of a token of each answer that decodes beside it."""
@@ -70,3 +70,21 @@ def test_the_policy_moves_a_device_in_a_long_tail_and_not_where_learning_is_noth
         tail.learned(0.01, 4000, 2)
     state = ElasticState(tail.terms(2, 4, shared=True), rollouts, decoded=0.5, finished=50.0)
     assert plan_elastic(state, 100.0) == ()
+
+
+def grouped(groups):
+    tail = measured()
+    for lengths in groups:
+        tail.grouped(lengths)
+    tail.begin(300.0), tail.end(moved=True)
+    return tail.terms(2, 4, shared=True).lengths
+
+
+def test_groups_say_how_alike_their_answers_are():
+    rng = random.Random(3)
+    drawn = [[1 + int(rng.expovariate(1 / 60)) for _ in range(4)] for _ in range(64)]
+    alike = [[lengths[0]] * 4 for lengths in drawn]
+    assert grouped(drawn).group_correlation < 0.2 and grouped(alike).group_correlation > 0.9
+    assert grouped(drawn[:7]).group_correlation == 1.0, "too few say nothing"
+    one_of_each, all_of_one = grouped(drawn), grouped(alike)
+    assert one_of_each.arrived(1.0, 4) < 0.7 * all_of_one.arrived(1.0, 4), "a group waits for its longest"

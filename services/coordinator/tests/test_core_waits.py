@@ -5,7 +5,7 @@ import asyncio
 import pytest
 from headrace_coordinator.fleet.waits import Waits, WaitTimeout
 from headrace_coordinator.run.concurrency import gather_all
-from headrace_coordinator.run.watched_port import SILENCE_S, WatchedPort
+from headrace_coordinator.run.workers.watched_port import SILENCE_S, WatchedPort
 from headrace_coordinator.store.event_log import EventLog
 from headrace_coordinator.store.memory_store import MemoryStore
 

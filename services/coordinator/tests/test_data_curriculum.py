@@ -9,7 +9,7 @@ from headrace_coordinator.run.context import RunContext
 from headrace_coordinator.simulation.fleet.trainer import Trainer
 from headrace_coordinator.simulation.virtual_time import run_virtual
 from headrace_coordinator.simulation.world import World
-from headrace_schema.generating import CurriculumSection, DataSection
+from headrace_schema.sections.generating import CurriculumSection, DataSection
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError

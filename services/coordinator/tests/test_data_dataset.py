@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 from headrace_coordinator.data import DataItem, Dataset
-from headrace_schema.generating import DataSection, PromptSection
 from headrace_schema.problems import Impossible
+from headrace_schema.sections.generating import DataSection, PromptSection
 from headrace_schema.spec import RunSpec
 from headrace_schema.yaml_text import read_yaml
 from hypothesis import given, settings
@@ -122,7 +122,7 @@ def test_an_ordinal_means_the_same_item_in_another_process_and_for_ever():
     program = (
         "import json, sys\n"
         "from headrace_coordinator.data import Dataset\n"
-        "from headrace_schema.generating import DataSection\n"
+        "from headrace_schema.sections.generating import DataSection\n"
         "data = Dataset.open(DataSection.model_validate_json(sys.argv[1]), 7)\n"
         "print(json.dumps([data.digest, [data.train_item(n).answer for n in (0, 1, 79, 80, 4000)]]))"
     )

@@ -3,8 +3,8 @@
 import pytest
 from headrace_coordinator.data.contract import check_source
 from headrace_coordinator.data.dataset import Dataset
-from headrace_schema.generating import DataSection
 from headrace_schema.problems import Impossible
+from headrace_schema.sections.generating import DataSection
 
 
 def section(heldout: int = 0, **options: object) -> DataSection:

@@ -156,7 +156,7 @@ def test_another_package_can_publish_a_source(monkeypatch):
             EntryPoint("wrong", "json:loads", SOURCES.group),
         ]
     )
-    monkeypatch.setattr(registry, "entry_points", lambda **select: entries.select(**select))
+    monkeypatch.setattr(registry, "_published", lambda group, installed: entries.select(group=group))
     assert "squares" in SOURCES.names()
     assert [item.answer for item in items_of("squares", {"count": 4})] == ["0", "1", "4", "9"]
     assert "cannot be imported" in refusal("broken", {})
@@ -176,6 +176,6 @@ def test_the_contract_finds_a_source_that_changes(monkeypatch):
         def items(self):
             yield DataItem("?", str(next(turns)))
 
-    monkeypatch.setattr("headrace_coordinator.data.copy_digits.CopyDigits", Moody)
+    monkeypatch.setattr("headrace_coordinator.data.builtin.copy_digits.CopyDigits", Moody)
     with pytest.raises(AssertionError, match="other items the second time"):
         check_source("copy_digits", {})

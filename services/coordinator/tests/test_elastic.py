@@ -24,8 +24,8 @@ from headrace_coordinator.planner import (
 )
 from headrace_coordinator.planner.cluster import Label, simulate, simulate_elastic
 from headrace_coordinator.planner.cluster.sampling import Draws
-from headrace_coordinator.planner.elastic import ElasticState, Role, Rollout, plan_elastic
-from headrace_coordinator.planner.outlook import MoveCosts, Terms
+from headrace_coordinator.planner.elastic.outlook import MoveCosts, Terms
+from headrace_coordinator.planner.elastic.policy import ElasticState, Role, Rollout, plan_elastic
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 

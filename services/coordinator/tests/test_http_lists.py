@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from headrace_coordinator.projections import RunProjection
 from headrace_coordinator.projections.trajectories import Settled
-from headrace_schema.evaluations import VideoListView, VideoView
+from headrace_schema.resources.evaluations import VideoListView, VideoView
 from http_parts import problems, walk
 
 
@@ -140,9 +140,17 @@ async def test_videos_are_listed_and_served_as_files(api, fake_control, tmp_path
         assert (evaluation, name) == ("push-00001a", view.name)
         return tmp_path / name
 
+    async def episode(evaluation: str, name: str) -> Path:
+        assert (evaluation, name) == ("push-00001a", view.name)
+        return tmp_path / "0001-0-push-success.episode"
+
     monkeypatch.setattr(fake_control, "evaluation_videos", videos)
     monkeypatch.setattr(fake_control, "evaluation_video", video)
+    monkeypatch.setattr(fake_control, "evaluation_episode", episode)
     listed = await api.get("/v1/evaluations/push-00001a/videos")
     assert listed.json() == {"videos": [view.model_dump()]}
     answer = await api.get(f"/v1/evaluations/push-00001a/videos/{view.name}")
     assert (answer.headers["content-type"], answer.content) == ("video/mp4", b"film")
+    (tmp_path / "0001-0-push-success.episode").write_bytes(b"arrays")
+    answer = await api.get(f"/v1/evaluations/push-00001a/videos/{view.name}/episode")
+    assert (answer.headers["content-type"], answer.content) == ("application/x-protobuf", b"arrays")

@@ -7,7 +7,7 @@ import headrace_coordinator
 import httpx
 import pytest
 from headrace_coordinator.api.http import make_app
-from headrace_coordinator.api.http.pages import page_files
+from headrace_coordinator.api.http.routes.pages import page_files
 
 FOLDER = Path(headrace_coordinator.__file__).parent / "dashboard"
 

@@ -4,7 +4,7 @@ import json
 
 import httpx
 from headrace_coordinator.api.http import make_app
-from headrace_coordinator.api.instance_logs import MOST_CHARACTERS, READ_BYTES, read_log
+from headrace_coordinator.api.reading.instance_logs import MOST_CHARACTERS, READ_BYTES, read_log
 
 
 def record(level, message, **more):

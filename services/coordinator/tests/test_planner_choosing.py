@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from headrace_coordinator.planner.choosing import candidates, choose, drifted, newest
-from headrace_coordinator.planner.layouts import Layout, Shape, StepTime, typical
+from headrace_coordinator.planner.placements.choosing import candidates, choose, drifted, newest
+from headrace_coordinator.planner.placements.layouts import Layout, Shape, StepTime, typical
 
 COLLOCATED = ("collocated", "offloaded")
 RESIDENT = ("collocated", "resident")

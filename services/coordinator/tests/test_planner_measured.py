@@ -5,8 +5,8 @@ import random
 
 import pytest
 from headrace_coordinator.planner.documents import ProfileDocument
-from headrace_coordinator.planner.lengths import Lengths
-from headrace_coordinator.planner.measured import MeasuredStep, group_correlation, profile_document
+from headrace_coordinator.planner.profiling.lengths import Lengths
+from headrace_coordinator.planner.profiling.measured import MeasuredStep, group_correlation, profile_document
 
 
 @pytest.mark.parametrize("independent", [16, 4, 2, 1])

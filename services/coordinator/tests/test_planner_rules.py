@@ -25,7 +25,7 @@ from headrace_coordinator.planner import (
     predict,
     reasoning,
 )
-from headrace_coordinator.planner.tree import devices
+from headrace_coordinator.planner.trees.tree import devices
 
 
 def test_two_kinds_of_devices_are_planned_together():
@@ -154,13 +154,13 @@ def test_only_valid_sizes_are_used():
     [
         "",
         ".cluster.simulating",
-        ".divisions",
-        ".elastic",
-        ".fitting",
-        ".lengths",
+        ".trees.divisions",
+        ".elastic.policy",
+        ".profiling.fitting",
+        ".profiling.lengths",
         ".planning",
-        ".profiles",
-        ".tree",
+        ".profiling.profiles",
+        ".trees.tree",
     ],
 )
 def test_the_documented_examples_hold(module):

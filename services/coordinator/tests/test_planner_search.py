@@ -27,9 +27,9 @@ from headrace_coordinator.planner import (
     lower_bound,
     plan,
 )
-from headrace_coordinator.planner.costs import Evaluation
-from headrace_coordinator.planner.divisions import DENSE
-from headrace_coordinator.planner.tree import devices, leaves
+from headrace_coordinator.planner.trees.costs import Evaluation
+from headrace_coordinator.planner.trees.divisions import DENSE
+from headrace_coordinator.planner.trees.tree import devices, leaves
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 

@@ -11,8 +11,8 @@ import pytest
 from headrace_coordinator.projections import RunProjection, read_trajectories
 from headrace_coordinator.projections.reading import PageTokenError
 from headrace_coordinator.projections.trajectories import Settled, is_kept, whole_groups
-from headrace_schema.tracking import TrackingSection
-from headrace_schema.views import EvaluationView, StepView
+from headrace_schema.resources.views import EvaluationView, StepView
+from headrace_schema.sections.tracking import TrackingSection
 
 
 def step_view(step: int, version: int | None = None, **values) -> StepView:

@@ -5,18 +5,19 @@ import asyncio
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain import runs
 from headrace_coordinator.domain.intervals import joined
+from headrace_coordinator.domain.ledger.slots import SlotLedger
+from headrace_coordinator.domain.ledger.versions import Lineage
 from headrace_coordinator.domain.runs import RunState
-from headrace_coordinator.domain.slots import SlotLedger
-from headrace_coordinator.domain.versions import Lineage
-from headrace_coordinator.fleet.fleet import Fleet, FleetSettings
+from headrace_coordinator.fleet.fleet import Fleet
 from headrace_coordinator.fleet.lease_manager import ENDED_KEPT
+from headrace_coordinator.fleet.sessions import FleetSettings
 from headrace_coordinator.projections import RunProjection, read_timeline
 from headrace_coordinator.projections import timeline as under_test
 from headrace_coordinator.projections.timeline import Hold, Part, Span, TimelineFile
 from headrace_coordinator.run.stages.step_timer import SPANS_KEPT, StepTimer
 from headrace_coordinator.store.event_log import EventLog
 from headrace_coordinator.store.memory_store import MemoryStore
-from headrace_schema.overviews import HoldView
+from headrace_schema.resources.overviews import HoldView
 
 
 def part(step, *holds, work=1):
@@ -148,6 +149,22 @@ def test_each_device_has_one_label_at_any_time(tmp_path):
     ]
     assert {span.instance for span in found if span.label == "train"} == {"trainer-0"}
     assert read_timeline(tmp_path, 1).labels == []
+
+
+def test_prefill_is_taken_out_of_decode_where_it_is_measured(tmp_path):
+    work = [
+        Span("generate", ["h/gpu:0"], 0.0, 8.0),
+        Span("prefill", ["h/gpu:0"], 0.0, 2.0),
+        Span("prefill", ["h/gpu:0"], 5.0, 5.5),
+    ]
+    TimelineFile(tmp_path).append(Part(kind="step", step=1, start=0.0, end=8.0, work=work))
+    found = read_timeline(tmp_path, 1, labels=True).labels
+    assert [(span.start, span.end, span.stage, span.label) for span in found] == [
+        (0.0, 2.0, "prefill", "prefill"),
+        (2.0, 5.0, "generate", "decode"),
+        (5.0, 5.5, "prefill", "prefill"),
+        (5.5, 8.0, "generate", "decode"),
+    ]
 
 
 def test_a_device_that_changes_hands_is_labelled_switch(tmp_path):

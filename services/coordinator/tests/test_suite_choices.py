@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 from headrace_coordinator.projections.transcripts import Answer
-from headrace_coordinator.run.suite_figures import values
+from headrace_coordinator.run.evaluation.suite_figures import values
 from headrace_coordinator.suites import open_suite
 from headrace_coordinator.suites.extracting import last_box, plain_math
 from headrace_schema.evaluating import EvaluationSpec
-from headrace_schema.scoring import RewardSection
+from headrace_schema.sections.scoring import RewardSection
 
 
 @pytest.mark.parametrize(

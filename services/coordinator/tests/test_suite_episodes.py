@@ -5,12 +5,19 @@ from __future__ import annotations
 import pytest
 from headrace_coordinator.data.dataset import Dataset
 from headrace_coordinator.projections.transcripts import Answer
-from headrace_coordinator.projections.videos import FOLDER, Video, list_videos, write_videos
-from headrace_coordinator.run.suite_figures import result_of
+from headrace_coordinator.projections.videos import (
+    FOLDER,
+    Recording,
+    Video,
+    episode_name,
+    list_videos,
+    write_recordings,
+)
+from headrace_coordinator.run.evaluation.suite_figures import result_of
 from headrace_coordinator.suites import open_suite
-from headrace_schema.embodied import EnvironmentSection
 from headrace_schema.evaluating import EvaluationSpec
 from headrace_schema.problems import explain
+from headrace_schema.sections.embodied import EnvironmentSection
 from headrace_schema.spec import RunSpec
 from pydantic import ValidationError
 
@@ -97,11 +104,16 @@ def test_what_no_task_has_is_named(more, key):
 def test_videos_are_listed_by_item_with_what_they_show(tmp_path):
     assert list_videos(tmp_path) == []
     _, items = evaluated()
-    made = [(Video.of(index, 0, items[index], success=index == 1), b"x" * index) for index in (7, 1)]
-    write_videos(tmp_path, made)
-    write_videos(tmp_path, made)
+    made = [
+        Recording(Video.of(index, 0, items[index], success=index == 1), b"x" * index, b"episode %d" % index)
+        for index in (7, 1)
+    ]
+    write_recordings(tmp_path, made)
+    write_recordings(tmp_path, made)
     (tmp_path / FOLDER / ".0003-0-push-success.mp4.partial").write_bytes(b"half")
     (tmp_path / FOLDER / "notes.txt").write_text("a user's own")
     found = list_videos(tmp_path)
     assert [(each.item, each.success, each.size_bytes) for each in found] == [(1, True, 1), (7, False, 7)]
     assert all((tmp_path / FOLDER / each.name).is_file() for each in found)
+    episodes = [(tmp_path / FOLDER / episode_name(each.name)).read_bytes() for each in found]
+    assert episodes == [b"episode 1", b"episode 7"]

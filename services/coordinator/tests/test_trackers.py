@@ -10,9 +10,9 @@ import pytest
 from headrace_coordinator.projections import RunProjection
 from headrace_coordinator.trackers import tracker_problems
 from headrace_coordinator.trackers.processes import Trackers
+from headrace_schema.resources.views import EvaluationView, StepView
+from headrace_schema.sections.tracking import TrackingSection
 from headrace_schema.spec import RunSpec
-from headrace_schema.tracking import TrackingSection
-from headrace_schema.views import EvaluationView, StepView
 
 PLUGIN = """
     import json, os, time

@@ -36,7 +36,7 @@ from headrace_rollout.engines.base import (
     Weights,
 )
 from headrace_rollout.service import RolloutServicer
-from headrace_schema.generating import ModelSection
+from headrace_schema.sections.generating import ModelSection
 from headrace_servicekit.instance import Instance, InstanceConfig
 from headrace_servicekit.rpc.client import dial
 from headrace_servicekit.rpc.server import GrpcServer
@@ -253,7 +253,7 @@ class GenerateCall:
 
     def __init__(self, stub, groups, half_close, options):
         self.call = stub.Generate()
-        self.chunks, self.partials, self.revoked = [], [], False
+        self.chunks, self.partials, self.prefills, self.revoked = [], [], [], False
         fields = {"policy_number": 1, "max_new_tokens": 24, "seed": 7, **options}
         distribution = common_pb2.SamplingDistribution(temperature=fields.pop("temperature", 1.0))
         self._opening = rollout_pb2.GenerateOpen(header=HEADER, distribution=distribution, **fields)
@@ -283,6 +283,7 @@ class GenerateCall:
                     return
                 self.chunks += response.chunks
                 self.partials += response.partials
+                self.prefills += response.prefills
                 assert not self.revoked, "a revoked stream has ended"
                 self.revoked = response.revoked
 

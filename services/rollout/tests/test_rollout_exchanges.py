@@ -11,7 +11,7 @@ from headrace_modelkit.loading import load_model
 from headrace_modelkit.presets.tiny import tiny_model, write_tiny
 from headrace_rollout.engines.base import Distribution, Finish, Output, Prefix, Sample, SampleKey
 from headrace_rollout.engines.exchange import Exchange, Rules, Turn
-from headrace_schema.generating import ModelSection
+from headrace_schema.sections.generating import ModelSection
 from headrace_servicekit.rpc.digests import trajectory_digest
 from rollout_calls import HEADER, refused
 

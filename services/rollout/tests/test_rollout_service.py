@@ -7,6 +7,7 @@ import gc
 import json
 import subprocess
 import sys
+import time
 import weakref
 
 import grpc
@@ -38,6 +39,16 @@ async def test_generate_sends_whole_trajectories(rollout, assignments, codec):
         assert trajectory.body_digest == trajectory_digest(trajectory)
         assert trajectory.producer == rollout.instance.config.incarnation
         assert trajectory.attempt == 1
+
+
+async def test_responses_tell_when_prompts_were_computed(rollout, assignments):
+    began = time.perf_counter()
+    call = await rollout.generate(assignments).start()
+    await call.read_all()
+    lasted = [prefill.lasted.ToNanoseconds() / 1e9 for prefill in call.prefills]
+    ago = [prefill.began_ago.ToNanoseconds() / 1e9 for prefill in call.prefills]
+    assert lasted and all(0 < span <= since for span, since in zip(lasted, ago, strict=True))
+    assert sum(lasted) < time.perf_counter() - began
 
 
 async def test_chunks_stream_while_it_decodes(rollout, assignments):

@@ -16,8 +16,8 @@ from headrace.trainer.v1 import trainer_pb2
 from headrace_modelkit.loading import load_model
 from headrace_modelkit.presets.tiny import write_tiny
 from headrace_modelkit.weights import load_weights
-from headrace_schema.generating import ModelSection
 from headrace_schema.openings import TrainerConfig
+from headrace_schema.sections.generating import ModelSection
 from headrace_servicekit.instance import Instance, InstanceConfig
 from headrace_servicekit.rpc.client import dial
 from headrace_servicekit.rpc.digests import set_digest
@@ -26,7 +26,7 @@ from headrace_trainer.algorithms import build_algorithm
 from headrace_trainer.backends import build_backend
 from headrace_trainer.backends.fsdp.backend import FsdpBackend
 from headrace_trainer.group.group import Gang, join_gang
-from headrace_trainer.learning.packing import plan_batches, plan_rows
+from headrace_trainer.learning.packing.packing import plan_batches, plan_rows
 from headrace_trainer.learning.samples import Group, Member, Sequence
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))

@@ -8,12 +8,12 @@ import grpc
 import pytest
 import torch
 from headrace.trainer.v1 import trainer_pb2
-from headrace_schema.generating import SamplingSection
+from headrace_schema.sections.generating import SamplingSection
 from headrace_servicekit.rpc.digests import trajectory_digest
 from headrace_servicekit.rpc.errors import reason_of
 from headrace_trainer.algorithms._base import LossSums
 from headrace_trainer.backends.fsdp.figures import TokenFigures
-from headrace_trainer.wire import read_sequence
+from headrace_trainer.wire.messages import read_sequence
 
 VOCABULARY = 1 << 20
 

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from headrace_schema.learning import AlgorithmSection
+from headrace_schema.sections.learning import AlgorithmSection
 from headrace_servicekit.registry import Plugin
 from headrace_trainer.algorithms import ALGORITHMS, build_algorithm
 from headrace_trainer.algorithms._base import Barrier, LossSums, Outcomes, TokenBatch
 from headrace_trainer.algorithms.contract import check_algorithm
-from headrace_trainer.algorithms.grpo import Grpo
+from headrace_trainer.algorithms.group_relative.grpo import Grpo
 from headrace_trainer.algorithms.plugins import GrpoOptions
 from headrace_trainer.errors import Refusal
 

@@ -17,7 +17,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from headrace_schema.learning import OptimizerSection
+from headrace_schema.sections.learning import OptimizerSection
 from headrace_trainer import backends, trainer
 from headrace_trainer.backends.fsdp import backend as fsdp
 from headrace_trainer.backends.fsdp.optimizer import MOMENTS, ShardedAdamW

@@ -16,7 +16,7 @@ from headrace_modelkit.robot.policy import Observation
 from headrace_schema.openings import TrainerConfig
 from headrace_trainer.kinds import run_algorithm, run_backend, run_learner
 from headrace_trainer.learning import step as steps
-from headrace_trainer.wire_episodes import Spaces, read_episodes
+from headrace_trainer.wire.episodes import Spaces, read_episodes
 
 OPTIONS = {"gamma": 0.9, "lam": 0.8, "reward_scale": 0.5, "value_coefficient": 0.7, "entropy_coef": 0.03}
 

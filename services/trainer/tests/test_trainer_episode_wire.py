@@ -8,7 +8,7 @@ from headrace_modelkit.robot.directory import policy_config
 from headrace_servicekit.rpc.digests import trajectory_digest
 from headrace_servicekit.rpc.episodes import encode_episode
 from headrace_trainer.errors import Refusal
-from headrace_trainer.wire_episodes import Spaces, read_episodes
+from headrace_trainer.wire.episodes import Spaces, read_episodes
 
 TENSORS = ("executed_action", "valid_mask", "log_probs", "rewards", "successes")
 NAMED = (("observation", "state"), ("sampled", "actions"), ("final_observation", "state"))

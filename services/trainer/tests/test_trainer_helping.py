@@ -21,10 +21,10 @@ from headrace_trainer.backends._base import PrivateGradient
 from headrace_trainer.errors import Refusal
 from headrace_trainer.group.rank import Rank
 from headrace_trainer.group.rounds import Rounds
-from headrace_trainer.helping import contribution_message, read_contribution
 from headrace_trainer.learning import step as steps
-from headrace_trainer.published import PublishedReader, published_tensors
-from headrace_trainer.session import LearnItem, Session
+from headrace_trainer.session.published import PublishedReader, published_tensors
+from headrace_trainer.session.session import LearnItem, Session
+from headrace_trainer.wire.helping import contribution_message, read_contribution
 
 pytestmark = pytest.mark.timeout(90)
 BEGUN = steps.Begin(0, 1, 1, 2)

@@ -77,7 +77,7 @@ def held_learn(monkeypatch):
             reached.set()
             assert gate.wait(60)
 
-    monkeypatch.setattr("headrace_trainer.session.failpoint_sync", wait)
+    monkeypatch.setattr("headrace_trainer.session.session.failpoint_sync", wait)
     yield reached, gate
     gate.set()
 

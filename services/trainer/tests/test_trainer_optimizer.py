@@ -8,8 +8,8 @@ from functools import partial
 import pytest
 import torch
 from headrace_modelkit.loading import load_model
-from headrace_schema.generating import ModelSection
-from headrace_schema.learning import OptimizerSection
+from headrace_schema.sections.generating import ModelSection
+from headrace_schema.sections.learning import OptimizerSection
 from headrace_trainer.learning.schedules import learning_rate
 from transformers import (
     get_constant_schedule_with_warmup,

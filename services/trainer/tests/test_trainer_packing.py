@@ -9,9 +9,9 @@ import msgspec
 import pytest
 import torch
 from headrace_modelkit import logprobs
-from headrace_trainer.learning.packing import context, pack, plan_batches, plan_rows
+from headrace_trainer.learning.packing.packing import context, pack, plan_batches, plan_rows
+from headrace_trainer.learning.packing.trees import PrefixTree
 from headrace_trainer.learning.samples import Sequence
-from headrace_trainer.learning.trees import PrefixTree
 
 
 def test_tree_attends_to_ancestors_only():
@@ -82,7 +82,7 @@ def test_memory_options_leave_the_gradient_alone(make_backend, sequences, accumu
 
 def test_infer_gives_the_model_s_log_probs(make_backend, sequences):
     from headrace_modelkit.loading import load_model
-    from headrace_schema.generating import ModelSection
+    from headrace_schema.sections.generating import ModelSection
 
     backend = make_backend(sampling={"temperature": 0.8})
     group = sequences(1)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from headrace_schema.learning import AlgorithmSection
+from headrace_schema.sections.learning import AlgorithmSection
 from headrace_trainer.algorithms import ALGORITHMS, build_algorithm, functional
 from headrace_trainer.algorithms._base import Barrier, Outcomes, Refill, TokenBatch
 from headrace_trainer.algorithms.contract import check_algorithm

@@ -9,8 +9,8 @@ import pytest
 import torch
 from headrace.trainer.v1 import trainer_pb2 as pb
 from headrace_modelkit.presets.tiny import CHARACTERS, character_tokenizer, save_model, tiny_model
-from headrace_schema.learning import AlgorithmSection
 from headrace_schema.openings import TrainerConfig
+from headrace_schema.sections.learning import AlgorithmSection
 from headrace_servicekit.rpc.errors import reason_of
 from headrace_trainer.algorithms import build_algorithm, gae_advantages, ppo_loss, value_loss
 from headrace_trainer.algorithms._base import (
@@ -28,8 +28,8 @@ from headrace_trainer.learning.batch import BatchLearner
 from headrace_trainer.learning.figures import step_figures
 from headrace_trainer.learning.intake import Intake
 from headrace_trainer.learning.learner import Learner
+from headrace_trainer.learning.packing.work import OptimizerStep
 from headrace_trainer.learning.schedules import step_rates
-from headrace_trainer.learning.work import OptimizerStep
 from safetensors.torch import load_file
 
 PASSES = {"epochs": 2, "minibatches": 2}

@@ -5,16 +5,16 @@ from __future__ import annotations
 import grpc
 import pytest
 import torch
-from headrace_schema.generating import SamplingSection
 from headrace_schema.openings import TrainerConfig
+from headrace_schema.sections.generating import SamplingSection
 from headrace_servicekit.rpc.errors import reason_of
 from headrace_trainer.backends.fsdp.attention import WIDENED_TOKENS, attend_along_paths
 from headrace_trainer.backends.fsdp.prefixes import attends_along_paths, shares_prefixes
 from headrace_trainer.errors import Refusal
-from headrace_trainer.learning import packing
-from headrace_trainer.learning.packing import pack
+from headrace_trainer.learning.packing import packing
+from headrace_trainer.learning.packing.packing import pack
 from headrace_trainer.learning.samples import Sequence
-from headrace_trainer.wire import read_sequence
+from headrace_trainer.wire.messages import read_sequence
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM, MistralConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS

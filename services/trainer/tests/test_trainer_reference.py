@@ -12,7 +12,7 @@ import torch
 from headrace_modelkit.loading import load_model, save_model
 from headrace_modelkit.tokenizer import load_tokenizer
 from headrace_modelkit.weights import load_weights
-from headrace_schema.generating import ModelSection
+from headrace_schema.sections.generating import ModelSection
 from headrace_servicekit.rpc.errors import reason_of
 from headrace_trainer.algorithms.functional import kl_estimate
 from headrace_trainer.backends._base import CommitReport

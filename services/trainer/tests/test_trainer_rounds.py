@@ -11,7 +11,7 @@ import pytest
 from headrace_trainer.errors import Refusal
 from headrace_trainer.learning import queue as learn_queue
 from headrace_trainer.learning.queue import LearnQueue
-from headrace_trainer.session import LearnItem
+from headrace_trainer.session.session import LearnItem
 
 
 @pytest.fixture

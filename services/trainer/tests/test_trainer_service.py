@@ -203,7 +203,7 @@ async def test_warm_up_learns_and_is_reported(client, make_config):
     assert restored.warmup_steps == 30
     trajectory = pb.InferRequest().trajectories.add()
     from headrace_modelkit.tokenizer import load_tokenizer
-    from headrace_schema.generating import ModelSection
+    from headrace_schema.sections.generating import ModelSection
 
     codec = load_tokenizer(ModelSection(path=config["model"]["path"], dtype="float32"))
     trajectory.segments.add().tokens.token_ids.extend(codec.encode_prompt(text="copy 123: "))

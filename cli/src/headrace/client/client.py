@@ -6,7 +6,7 @@ import json
 import time
 from collections.abc import Iterator, Sequence
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 from urllib.parse import quote
 
 import httpx
@@ -28,8 +28,11 @@ from headrace.client.specs import Overrides, Spec, fork_spec, load_spec
 from headrace.client.sse import messages
 from headrace.client.tokens import find_token
 from headrace.client.transport import Transport
-from headrace_schema.scoring import RewardSection
+from headrace_schema.sections.scoring import RewardSection
 from pydantic import ValidationError
+
+if TYPE_CHECKING:
+    from headrace_servicekit.rpc.episodes import Episode
 
 POLL_S = 0.5
 CHECK_S = 60.0  # beside the scorers' loading: a coordinator waits for instances that are being restarted
@@ -173,6 +176,15 @@ class Client:
         """The content of one video, an MP4 file."""
         name = evaluation.removeprefix("evaluations/")
         return self._transport.content(f"/v1/evaluations/{name}/videos/{quote(video)}")
+
+    def episode(self, evaluation: str, video: str) -> Episode:
+        """What the policy read and did in the episode of a video, as numpy arrays."""
+        from headrace.common.v1 import common_pb2
+        from headrace_servicekit.rpc.episodes import decode_episode
+
+        name = evaluation.removeprefix("evaluations/")
+        content = self._transport.content(f"/v1/evaluations/{name}/videos/{quote(video)}/episode")
+        return decode_episode(common_pb2.ActionSegment.FromString(content))
 
     def compare(self, first: str, second: str) -> Comparison:
         """Second minus first, item by item: two evaluations of the same items."""

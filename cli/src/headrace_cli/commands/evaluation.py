@@ -43,6 +43,14 @@ EvaluationId = Annotated[
     str, typer.Argument(metavar="EVALUATION", help="Id, as `headrace eval list` shows it.")
 ]
 
+RrdFlag = Annotated[
+    bool,
+    typer.Option(
+        "--rrd",
+        help="Also write a Rerun recording (.rrd) beside each video: pip install 'headrace[rerun]'.",
+    ),
+]
+
 
 @app.command(SUBMIT)
 def submit(
@@ -60,6 +68,7 @@ def submit(
             help="Record episodes (suite.options.videos of each task, 4 where the file says nothing) into DIR.",
         ),
     ] = None,
+    rrd: RrdFlag = False,
     idempotency_key: Annotated[str, typer.Option(help="Same key and spec: the same evaluation.")] = "",
     url: Url = None,
     data_dir: DataDirOption = DEFAULT_DATA_DIR,
@@ -68,6 +77,9 @@ def submit(
     """Evaluate, and show the progress until the figures are there. Exit code 1 unless it succeeded."""
     from headrace.client import HeadraceError, load_spec
 
+    if rrd and videos is None:
+        raise CommandError("--rrd needs --videos DIR, which says where recordings go")
+    _check_rerun(rrd)
     try:
         spec = load_spec(file, sets or [])
         if videos is not None:
@@ -85,7 +97,7 @@ def submit(
         elif detach:
             _show(made, as_json)
         else:
-            _finish(client, made, as_json, videos)
+            _finish(client, made, as_json, videos, rrd)
 
 
 def _videos_asked(spec: dict[str, Any]) -> int:
@@ -103,7 +115,7 @@ def _show_check(answer: dict[str, Any], as_json: bool) -> None:
         console().print("the spec is valid; nothing was queued")
 
 
-def _finish(client: Client, made: EvaluationRun, as_json: bool, videos: Path | None) -> None:
+def _finish(client: Client, made: EvaluationRun, as_json: bool, videos: Path | None, rrd: bool) -> None:
     """Shows the progress on standard error, the end on standard output."""
     try:
         found = _watch(client, made.id)
@@ -112,7 +124,7 @@ def _finish(client: Client, made: EvaluationRun, as_json: bool, videos: Path | N
         raise typer.Exit(EXIT_INTERRUPTED) from None
     _show(found, as_json)
     if videos is not None:
-        _save_videos(client, found.id, videos)
+        _save_videos(client, found.id, videos, rrd)
     if found.state != "SUCCEEDED":
         raise CommandError(f"evaluation {found.id} {found.state}: {found.reason}", reason=found.state)
 
@@ -190,26 +202,44 @@ def get(
 def save_videos(
     evaluation: EvaluationId,
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="Directory to write them to.")],
+    rrd: RrdFlag = False,
     url: Url = None,
     data_dir: DataDirOption = DEFAULT_DATA_DIR,
 ) -> None:
     """Save the videos of an evaluation's episodes, if it recorded any (suite.options.videos)."""
+    _check_rerun(rrd)
     with connect(find_target(url, data_dir)) as client:
-        _save_videos(client, evaluation, directory)
+        _save_videos(client, evaluation, directory, rrd)
 
 
-def _save_videos(client: Client, evaluation: str, directory: Path) -> None:
+def _check_rerun(rrd: bool) -> None:
+    if not rrd:
+        return
+    from headrace_cli.recordings import can_write
+
+    if not can_write():
+        raise CommandError("--rrd needs rerun-sdk: pip install 'headrace[rerun]'")
+
+
+def _save_videos(client: Client, evaluation: str, directory: Path, rrd: bool) -> None:
     """Writes the files, and says on standard error what they show."""
     found = client.videos(evaluation)
     try:
         directory.mkdir(parents=True, exist_ok=True)
         for video in found:
-            (directory / Path(video.name).name).write_bytes(client.video(evaluation, video.name))
+            file, content = directory / Path(video.name).name, client.video(evaluation, video.name)
+            file.write_bytes(content)
+            if rrd:
+                from headrace_cli.recordings import write_rrd
+
+                episode = client.episode(evaluation, video.name)
+                write_rrd(file.with_suffix(".rrd"), episode, content, name=f"{evaluation}-{file.stem}")
     except OSError as error:
         raise CommandError(f"{directory} cannot be written: {error.strerror}") from error
     won = sum(video.success for video in found)
     error_console().print(
-        f"{len(found)} videos in {directory}: {won} of successes, {len(found) - won} of failures",
+        f"{len(found)} videos in {directory}: {won} of successes, {len(found) - won} of failures"
+        + (", each with its recording (.rrd)" if rrd and found else ""),
         markup=False,
     )
 

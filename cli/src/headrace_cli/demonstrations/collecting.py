@@ -24,13 +24,13 @@ import grpc.aio
 import numpy as np
 from headrace.common.v1 import common_pb2
 from headrace.simulator.v1 import simulator_pb2, simulator_pb2_grpc
-from headrace_schema.embodied import EnvironmentSection
+from headrace_schema.sections.embodied import EnvironmentSection
+from headrace_servicekit.process.ports import LOOPBACK, free_port
 from headrace_servicekit.rpc.client import dial
 from headrace_servicekit.rpc.tensors import decode_tensor, encode_tensor
 
 from headrace_cli.demonstrations.lerobot import EpisodeData
 from headrace_cli.errors import CommandError, mistake
-from headrace_cli.launcher.ports import LOOPBACK, free_port
 
 EXPERT_ACTION = "expert_action"
 OPEN_S = 300.0

@@ -16,11 +16,11 @@ from pathlib import Path
 
 from headrace_servicekit.instance_config import make_token
 from headrace_servicekit.logs import configure_logging, get_logger
+from headrace_servicekit.process.ports import LOOPBACK, free_port
 from headrace_servicekit.process.supervisor import Supervisor
 
 from headrace_cli.launcher.data_dir import DataDir
 from headrace_cli.launcher.plan import KINDS, FleetPlan, Wiring, host_name
-from headrace_cli.launcher.ports import LOOPBACK, free_port
 from headrace_cli.launcher.state import FleetLock, FleetState, ProcessState
 from headrace_cli.launcher.stop import (
     COORDINATOR_GRACE_S,

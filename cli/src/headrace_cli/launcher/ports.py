@@ -1,12 +1,12 @@
-"""Free ports on the loopback interface."""
+"""Whether the port that a user names is free."""
 
 from __future__ import annotations
 
 import socket
 
-from headrace_cli.errors import mistake
+from headrace_servicekit.process.ports import LOOPBACK
 
-LOOPBACK = "127.0.0.1"
+from headrace_cli.errors import mistake
 
 
 def require_free_port(port: int) -> None:
@@ -18,11 +18,3 @@ def require_free_port(port: int) -> None:
         except (OSError, OverflowError) as error:
             problem = f"{port} is in use by another program, maybe another fleet"
             raise mistake("--port", problem, "choose another with --port") from error
-
-
-def free_port() -> int:
-    """A port that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind((LOOPBACK, 0))
-        port: int = probe.getsockname()[1]
-        return port

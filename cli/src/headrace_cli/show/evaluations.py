@@ -11,7 +11,7 @@ from headrace_cli.show.runs import age
 
 if TYPE_CHECKING:
     from headrace.client import Comparison, EvaluationRun
-    from headrace_schema.evaluations import SuiteResultView
+    from headrace_schema.resources.evaluations import SuiteResultView
     from rich.console import RenderableType
 
 WIDE = 100

@@ -60,7 +60,8 @@ def trainer_group(run: Run) -> str:
     ranks, wanted = run.ranks, run.wanted_ranks
     if not wanted and ranks == run.spec.get("trainer", {}).get("ranks", ranks):
         return ""
-    return f"{ranks} rank{'s' if ranks > 1 else ''}" + (f", {wanted} wanted" if wanted else "")
+    why = f": {run.ranks_reason}" if run.ranks_reason else ""
+    return f"{ranks} rank{'s' if ranks > 1 else ''}" + (f", {wanted} wanted" if wanted else "") + why
 
 
 def origin(run: Run) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from headrace_schema.generating import ModelSection
+from headrace_schema.sections.generating import ModelSection
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from headrace_schema.generating import ModelSection
+from headrace_schema.sections.generating import ModelSection
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, GgufConfig, PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights

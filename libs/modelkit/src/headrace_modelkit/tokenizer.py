@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from headrace_schema.generating import ModelSection
+from headrace_schema.sections.generating import ModelSection
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedConfig
 
 from headrace_modelkit.errors import ModelNotReadable

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from headrace_schema.base import Count, Section
+from headrace_schema.sections.base import Count, Section
 
 
 class TrainerChange(Section):

@@ -11,12 +11,12 @@ from typing import Annotated, Any
 
 from pydantic import Field, PositiveFloat, model_validator
 
-from headrace_schema.base import Count, CountOrZero, Section, Seed, Tokens
-from headrace_schema.generating import ModelSection, PromptSection, RolloutSection
 from headrace_schema.problems import Impossible, problem
-from headrace_schema.running import LimitsSection, SchedulingSection
-from headrace_schema.scoring import RewardSection
-from headrace_schema.views import KeyProblemView
+from headrace_schema.resources.views import KeyProblemView
+from headrace_schema.sections.base import Count, CountOrZero, Section, Seed, Tokens
+from headrace_schema.sections.generating import ModelSection, PromptSection, RolloutSection
+from headrace_schema.sections.running import LimitsSection, SchedulingSection
+from headrace_schema.sections.scoring import RewardSection
 
 MODE = re.compile(r"greedy|(avg|pass|maj)@([1-9][0-9]{0,5})")
 MAX_ANSWERS = 2**20

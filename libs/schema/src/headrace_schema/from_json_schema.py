@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, create_model
 
 from headrace_schema.problems import explain_value
-from headrace_schema.views import KeyProblemView
+from headrace_schema.resources.views import KeyProblemView
 
 PLAIN: dict[str, Any] = {"string": str, "integer": int, "number": float, "boolean": bool, "null": type(None)}
 BOUNDS = {

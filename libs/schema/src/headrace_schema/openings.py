@@ -9,14 +9,19 @@ from typing import Any, Self
 
 from pydantic import Field, model_validator
 
-from headrace_schema.base import Count, Section, Seed
-from headrace_schema.embodied import EnvironmentSection
-from headrace_schema.generating import ModelSection, RolloutSection, SamplingSection
-from headrace_schema.learning import AlgorithmSection, CheckpointSection, OptimizerSection, TrainerSection
 from headrace_schema.problems import Impossible, problem
-from headrace_schema.replying import ReplySection
+from headrace_schema.rules.spec import truncated_sampling
+from headrace_schema.sections.base import Count, Section, Seed
+from headrace_schema.sections.embodied import EnvironmentSection
+from headrace_schema.sections.generating import ModelSection, RolloutSection, SamplingSection
+from headrace_schema.sections.learning import (
+    AlgorithmSection,
+    CheckpointSection,
+    OptimizerSection,
+    TrainerSection,
+)
+from headrace_schema.sections.replying import ReplySection
 from headrace_schema.spec import RunSpec
-from headrace_schema.spec_rules import truncated_sampling
 
 
 class Opening(Section):

@@ -14,7 +14,7 @@ from typing import Any, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from headrace_schema.views import KeyProblemView
+from headrace_schema.resources.views import KeyProblemView
 
 SHOWN_CHARACTERS = 80
 SHOWN_VALUES = 12

@@ -10,28 +10,33 @@ from typing import Annotated, Any
 
 from pydantic import ConfigDict, Field, model_validator
 
-from headrace_schema.base import Count, Section, Seed
-from headrace_schema.embodied import EnvironmentSection
-from headrace_schema.embodied_rules import with_defaults
-from headrace_schema.generating import (
+from headrace_schema.problems import Impossible
+from headrace_schema.rules.embodied import with_defaults
+from headrace_schema.rules.spec import impossible_combinations
+from headrace_schema.sections.base import Count, Section, Seed
+from headrace_schema.sections.embodied import EnvironmentSection
+from headrace_schema.sections.generating import (
     DataSection,
     EvaluationSection,
     ModelSection,
     RolloutSection,
     SamplingSection,
 )
-from headrace_schema.learning import AlgorithmSection, CheckpointSection, OptimizerSection, TrainerSection
-from headrace_schema.problems import Impossible
-from headrace_schema.replying import ReplySection
-from headrace_schema.running import (
+from headrace_schema.sections.learning import (
+    AlgorithmSection,
+    CheckpointSection,
+    OptimizerSection,
+    TrainerSection,
+)
+from headrace_schema.sections.replying import ReplySection
+from headrace_schema.sections.running import (
     FromCheckpointSection,
     LimitsSection,
     PlacementSection,
     SchedulingSection,
 )
-from headrace_schema.scoring import RewardSection
-from headrace_schema.spec_rules import impossible_combinations
-from headrace_schema.tracking import TrackingSection
+from headrace_schema.sections.scoring import RewardSection
+from headrace_schema.sections.tracking import TrackingSection
 from headrace_schema.workflow import BUILT_IN, GraphSection, WorkflowChoice
 
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from headrace_schema.base import Section
+from headrace_schema.sections.base import Section
 
 Service = Literal["rollout", "reward", "trainer", "simulator"]
 Granularity = Literal["turn", "trajectory", "group", "batch"]

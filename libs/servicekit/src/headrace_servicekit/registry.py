@@ -7,9 +7,12 @@ listed without an import; a plug-in's own packages are imported when one is buil
 from __future__ import annotations
 
 import json
+import os
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from importlib.metadata import EntryPoint, entry_points
+from functools import lru_cache
+from importlib.metadata import EntryPoint, EntryPoints, entry_points
 from typing import Any, Generic, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -110,7 +113,7 @@ class Registry(Generic[Made]):
 
     def _points(self) -> dict[str, list[EntryPoint]]:
         found: dict[str, dict[str, EntryPoint]] = {}
-        for point in (*self._built_in, *entry_points(group=self.group)):
+        for point in (*self._built_in, *_published(self.group, _installed())):
             # A distribution that lies on the path twice publishes the same reference twice.
             found.setdefault(point.name, {}).setdefault(point.value, point)
         return {name: list(points.values()) for name, points in sorted(found.items())}
@@ -179,6 +182,26 @@ class Registry(Generic[Made]):
 
     def _error(self, reason: str, fix: str) -> PluginError:
         return PluginError([KeyProblem(self.key, reason, fix)])
+
+
+@lru_cache(maxsize=64)
+def _published(group: str, installed: tuple[tuple[str, int], ...]) -> EntryPoints:
+    """Entry points of a group; `installed` is the set of distributions for which they hold."""
+    return entry_points(group=group)
+
+
+def _installed() -> tuple[tuple[str, int], ...]:
+    """Stands for what is installed: each directory of the path, with when something came to it or left it last.
+
+    To read the entry points of two hundred distributions takes 60 ms, and this some microseconds.
+    """
+    found = []
+    for folder in sys.path:
+        try:
+            found.append((folder, os.stat(folder or ".").st_mtime_ns))
+        except OSError:
+            found.append((folder, 0))
+    return tuple(found)
 
 
 def _origin(point: EntryPoint) -> str:

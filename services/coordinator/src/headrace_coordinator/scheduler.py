@@ -1,6 +1,6 @@
 """Admits runs, and gives each admitted run a controller; settles the intents of runs that hold nothing.
 
-The rules are `domain.scheduling` and `domain.runs`; this carries them out, one event at a time.
+The rules are `domain.devices.scheduling` and `domain.runs`; this carries them out, one event at a time.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from functools import partial
 from pathlib import Path
 
 from headrace_schema.problems import Impossible
+from headrace_schema.sections.tracking import TrackingSection
 from headrace_schema.spec import RunSpec
-from headrace_schema.tracking import TrackingSection
 
 from headrace_coordinator.data.dataset import Dataset
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain import runs
+from headrace_coordinator.domain.devices.scheduling import Plan, plan_admission
 from headrace_coordinator.domain.runs import RunState
-from headrace_coordinator.domain.scheduling import plan_admission
 from headrace_coordinator.fleet.fleet import Fleet
 from headrace_coordinator.fleet.waits import WaitTimeout
 from headrace_coordinator.run.context import Projection, RunContext
+from headrace_coordinator.run.evaluation.suite_loop import SuiteLoop
 from headrace_coordinator.run.loop import RunLoop
-from headrace_coordinator.run.suite_loop import SuiteLoop
 from headrace_coordinator.store.event_log import EventLog
 from headrace_coordinator.trackers.processes import Trackers
 
@@ -43,8 +43,8 @@ class Scheduler:
         self, event_log: EventLog, fleet: Fleet, make_projection: MakeProjection, open_dataset: OpenDataset
     ) -> None:
         self.tasks: dict[str, asyncio.Task[None]] = {}
-        self.queue: dict[str, str] = {}
-        """Id of each waiting run, in order → what it waits for."""
+        self.plan = Plan([], {}, {}, {})
+        """As it was made last: who waits, in order, and for what."""
         self._event_log = event_log
         self._fleet = fleet
         self._make_projection = make_projection
@@ -87,8 +87,7 @@ class Scheduler:
     async def _admit(self) -> None:
         """Appends grants one at a time, so that each equals the rule applied to the log before it."""
         while True:
-            plan = plan_admission(self._event_log.state, self._event_log.now())
-            self.queue = plan.waiting
+            self.plan = plan = plan_admission(self._event_log.state, self._event_log.now())
             if not plan.grants:
                 return
             grant = plan.grants[0]

@@ -23,9 +23,10 @@ from headrace_servicekit.rpc.server import GrpcServer, is_loopback, split_addres
 
 from headrace_coordinator.api.coordinator import Coordinator
 from headrace_coordinator.api.http import make_app
-from headrace_coordinator.fleet.fleet import Fleet, FleetSettings
+from headrace_coordinator.fleet.fleet import Fleet
 from headrace_coordinator.fleet.grpc_port import GrpcPort
 from headrace_coordinator.fleet.service import FleetServicer
+from headrace_coordinator.fleet.sessions import FleetSettings
 from headrace_coordinator.store.base import Fenced, ForeignStore, StoreAway
 from headrace_coordinator.store.event_log import EventLog
 from headrace_coordinator.store.history import History

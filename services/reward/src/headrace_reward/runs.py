@@ -15,7 +15,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from headrace_schema.scoring import RewardSection, ScorerSection, set_of
+from headrace_schema.sections.scoring import RewardSection, ScorerSection, set_of
 from headrace_servicekit.rpc.digests import digest_bytes
 
 from headrace_reward.config import PoolSettings

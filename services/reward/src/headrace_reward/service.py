@@ -12,7 +12,7 @@ from typing import Any
 import grpc
 from headrace.common.v1 import common_pb2
 from headrace.reward.v1 import reward_pb2, reward_pb2_grpc
-from headrace_schema.scoring import RewardSection
+from headrace_schema.sections.scoring import RewardSection
 from headrace_servicekit.config import parse_config
 from headrace_servicekit.instance import Instance
 from headrace_servicekit.rpc.errors import ServiceError

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Sequence
 
 import grpc
@@ -16,6 +17,7 @@ from headrace_rollout.refusal import refusals
 from headrace_rollout.run import TextRun
 from headrace_rollout.streams import SampleStream, Serving
 from headrace_rollout.wire import (
+    duration_of,
     fill_chunk,
     fill_trajectory,
     groups_of,
@@ -33,6 +35,7 @@ class Generation(SampleStream[Output, rollout_pb2.GenerateResponse]):
     def __init__(self, run: TextRun, opening: rollout_pb2.GenerateOpen, serving: Serving) -> None:
         super().__init__(run, opening, serving)
         self._engine, self._codec = run.engine, run.codec
+        self._told = time.perf_counter()
         loop = asyncio.get_running_loop()
 
         def put(item: list[Output] | ServiceError) -> None:
@@ -70,7 +73,18 @@ class Generation(SampleStream[Output, rollout_pb2.GenerateResponse]):
             if output.finish is not None:
                 self._fill(chunk.finished, output)
                 self._retain(chunk.finished)
-        return response if response.chunks or response.partials or response.revoked else None
+        if not (response.chunks or response.partials or response.revoked):
+            return None
+        self._tell_prefills(response)
+        return response
+
+    def _tell_prefills(self, response: rollout_pb2.GenerateResponse) -> None:
+        """Those since the response before. Two streams at once would both tell of all: the caller times one device."""
+        since, self._told = self._told, time.perf_counter()
+        spans = [span for prefills in self._engine.prefills for span in prefills.ended_after(since)]
+        for start, end in spans:
+            start = max(start, since)
+            response.prefills.add(began_ago=duration_of(self._told - start), lasted=duration_of(end - start))
 
     def _finished(self, output: Output) -> common_pb2.Trajectory | None:
         if output.finish is None:

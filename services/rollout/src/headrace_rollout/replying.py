@@ -8,9 +8,9 @@ from dataclasses import replace
 
 from headrace_modelkit.errors import ModelNotReadable
 from headrace_modelkit.tokenizer import TextCodec, load_tokenizer
-from headrace_schema.generating import ModelSection
 from headrace_schema.openings import RolloutConfig
-from headrace_schema.replying import ReplySection
+from headrace_schema.sections.generating import ModelSection
+from headrace_schema.sections.replying import ReplySection
 
 from headrace_rollout.engines.base import Distribution, Engine, EngineConfig, Weights
 from headrace_rollout.engines.conversing import ConversingEngine

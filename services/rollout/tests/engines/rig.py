@@ -29,7 +29,7 @@ from headrace_rollout.engines.base import (
 )
 from headrace_rollout.engines.hosted import HostedEngine
 from headrace_rollout.engines.transformers.sampling import RowDistributions, process
-from headrace_schema.generating import ModelSection
+from headrace_schema.sections.generating import ModelSection
 from model_weights import weights_of_model
 from plain_backend import build_plain
 from transformers import PreTrainedModel

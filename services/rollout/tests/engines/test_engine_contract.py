@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import math
+import time
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -378,3 +380,18 @@ async def test_weights_from_disk_become_a_version_as_those_of_a_trainer(rig, tmp
         rig.number += 1
         await rig.engine.install(Policy(rig.number, manifest.digest), weights_of(manifest, body))
         await rig.serves(model)
+
+
+async def test_prefill_is_told_apart_from_decoding_or_not_at_all(rig):
+    before = time.perf_counter()
+    await rig.generate(groups(2), max_new_tokens=8)
+    after = time.perf_counter()
+    found = [span for prefills in rig.engine.prefills for span in prefills.ended_after(before)]
+    if not rig.engine.prefills:
+        return
+    assert found and found == sorted(found)
+    assert all(before < start < end < after for start, end in found)
+    assert all(first[1] <= second[0] for first, second in pairwise(found)), "one after the other"
+    assert not [span for each in rig.engine.prefills for span in each.ended_after(after)]
+    decoding = after - before - sum(end - start for start, end in found)
+    assert decoding > 0

@@ -12,7 +12,7 @@ from headrace_modelkit.presets.tiny import character_tokenizer
 from headrace_modelkit.tokenizer import load_tokenizer
 from headrace_rollout.engines import ENGINES
 from headrace_rollout.engines.base import EngineConfig, Policy, Refused
-from headrace_schema.generating import ModelSection
+from headrace_schema.sections.generating import ModelSection
 from headrace_servicekit.registry import PluginError
 from model_weights import weights_of_model
 from rig import CONTEXT, ENGINES_HERE, OPTIONS, START_S, build, make_model

@@ -84,7 +84,7 @@ class Host:
         if backend is None:
             raise Raised("no backend is open")
         limit = opening["max_episode_steps"]
-        variant, options = split(opening["options"])
+        variant, options = call(lambda: split(opening["options"], backend, opening["name"]))
         environment = call(
             lambda: varied(
                 backend.make(opening["name"], options, own_time_limit=limit == 0, dense=opening["dense"]),

@@ -7,15 +7,23 @@ not. Everything follows from the seed of a reset. Knows no backend.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Annotated, Any
 
 import numpy as np
+from headrace_servicekit.problems import nearest
 from headrace_servicekit.registry import Options
 from pydantic import Field
 
-from headrace_simulator.backends.base import BackendError, Knob, Observation, SimulatedEnvironment, Transition
+from headrace_simulator.backends.base import (
+    Backend,
+    BackendError,
+    Knob,
+    Observation,
+    SimulatedEnvironment,
+    Transition,
+)
 from headrace_simulator.backends.options import parse
 from headrace_simulator.spaces import ArraySpace
 
@@ -31,6 +39,9 @@ class Semantics(Options):
     """What the task is said to be."""
 
     instruction: str = Field(default="", description="words in place of the task's own")
+    perturbation: str = Field(
+        default="", description="other objects, places or words, by a name that the simulator gives to them"
+    )
 
 
 class Variant(Options):
@@ -66,11 +77,26 @@ _LIMITS = {
 """What works on every environment, and the values that it takes."""
 
 
-def split(options: Mapping[str, Any]) -> tuple[Variant, dict[str, Any]]:
-    """The variant among an environment's options, and the others. Raises BackendError for one that is wrong."""
-    others = {name: value for name, value in options.items() if name != KEY}
+def split(options: Mapping[str, Any], backend: Backend, name: str) -> tuple[Variant, dict[str, Any]]:
+    """The variant among an environment's options, and those that make the environment for it.
+
+    Raises BackendError for a variant that is wrong, and for a perturbation that the environment does not have.
+    """
+    others = {key: value for key, value in options.items() if key != KEY}
     asked = {KEY: options[KEY]} if KEY in options else {}
-    return parse(_Asked, asked).variant, others
+    variant = parse(_Asked, asked).variant
+    wanted = variant.semantic.perturbation
+    return variant, {**others, **_perturbed(backend, name, wanted)} if wanted else others
+
+
+def _perturbed(backend: Backend, name: str, wanted: str) -> Mapping[str, Any]:
+    known: Callable[[str], Mapping[str, Mapping[str, Any]]] = getattr(backend, "perturbations", lambda _: {})
+    have = known(name)
+    if wanted not in have:
+        has = f"it has: {_list(have)}" if have else "it has none"
+        reason = f"{name} has no perturbation {wanted!r}{_hint(wanted, have)}; {has}"
+        raise _refused("semantic.perturbation", reason)
+    return have[wanted]
 
 
 def varied(environment: SimulatedEnvironment, variant: Variant) -> SimulatedEnvironment:
@@ -198,7 +224,10 @@ def _check(
     if name in knobs:
         return
     if name not in _LIMITS:
-        raise _refused(name, f"this environment has no such variant; it has: {_list([*_LIMITS, *knobs])}")
+        have = [*_LIMITS, *knobs]
+        raise _refused(
+            name, f"this environment has no such variant{_hint(name, have)}; it has: {_list(have)}"
+        )
     low, high = _LIMITS[name]
     if not low <= least <= most <= high:
         raise _refused(name, f"is {least:g} to {most:g}; it may be {low:g} to {high:g}")
@@ -218,6 +247,11 @@ def _refused(name: str, why: str) -> BackendError:
 
 def _list(names: Iterable[str]) -> str:
     return ", ".join(sorted(names))
+
+
+def _hint(name: str, known: Iterable[str]) -> str:
+    close = nearest(name, known)
+    return f"; did you mean {close!r}?" if close else ""
 
 
 def _ends(span: Span) -> tuple[float, float]:

@@ -24,9 +24,9 @@ from headrace_trainer.backends.robot.cloning import check_demonstrations
 from headrace_trainer.errors import invalid
 from headrace_trainer.group.group import Gang
 from headrace_trainer.learning.batch import BatchLearner
-from headrace_trainer.learning.episodes import EpisodeLearner
+from headrace_trainer.learning.episodes.learner import EpisodeLearner
 from headrace_trainer.learning.learner import Learner
-from headrace_trainer.learning.work import StepRounds
+from headrace_trainer.learning.packing.work import StepRounds
 
 AnyLearner = Learner | BatchLearner | EpisodeLearner
 

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
-import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import aclosing
 from functools import partial
-from pathlib import Path
-from typing import Any, TypeVar
 
 import grpc
 import grpc.aio
@@ -25,50 +21,39 @@ from headrace_servicekit.rpc.client import deadlines_enabled
 from headrace_servicekit.rpc.digests import digest_bytes
 from headrace_servicekit.rpc.errors import ServiceError
 from headrace_servicekit.rpc.requests import (
-    MAX_ATTEMPT,
     check_enum,
     check_name,
     check_number,
-    check_page,
     check_seconds,
-    invalid,
 )
-from headrace_servicekit.weights.store import StoredWeights
 
-from headrace_trainer import wire
 from headrace_trainer.algorithms._base import Algorithm, Barrier
-from headrace_trainer.checkpoints.directory import CheckpointDirectory
-from headrace_trainer.checkpoints.saver import Write
 from headrace_trainer.errors import Refusal
 from headrace_trainer.group.compute import ComputeThread, elsewhere, refusals
-from headrace_trainer.helping import HelpingCalls
 from headrace_trainer.learning.queue import LearnQueue
 from headrace_trainer.learning.samples import Group, GroupRecord
 from headrace_trainer.learning.step import Begin, Commit, StepState
 from headrace_trainer.learning.stream import LearnStream
-from headrace_trainer.session import LearnItem, Session
+from headrace_trainer.session.session import LearnItem
 from headrace_trainer.trainer import Trainer
-from headrace_trainer.wire_episodes import Spaces, read_episodes
+from headrace_trainer.wire import messages as wire
+from headrace_trainer.wire.calls import Context, check_path, check_step
+from headrace_trainer.wire.episodes import Spaces, read_episodes
+from headrace_trainer.wire.helping import HelpingCalls
+from headrace_trainer.wire.outputs import OutputCalls
 
-Context = Any
-Result = TypeVar("Result")
 JOIN_TIMEOUT_S = 60.0
 FOLLOW_TIMEOUT_S = 55.0
-LEDGER_PIECE_BYTES = 1024 * 1024
-MAX_PATH, MAX_PATH_PART = 1024, 255
 
 _BARRIERS = {Barrier.GROUP: trainer_pb2.BARRIER_GROUP, Barrier.BATCH: trainer_pb2.BARRIER_BATCH}
 
 
-class TrainerServicer(HelpingCalls, trainer_pb2_grpc.TrainerServiceServicer):  # type: ignore[misc]
+class TrainerServicer(HelpingCalls, OutputCalls, trainer_pb2_grpc.TrainerServiceServicer):  # type: ignore[misc]
     """See the contract; `instance` gives the fence, the weight store and the lease."""
 
     def __init__(self, instance: Instance) -> None:
-        self._instance = instance
-        self._trainer = Trainer(
-            lambda: instance.weights, instance.fence.holds_any, deadlines=deadlines_enabled()
-        )
-        self._compute = ComputeThread()
+        trainer = Trainer(lambda: instance.weights, instance.fence.holds_any, deadlines=deadlines_enabled())
+        super().__init__(instance, trainer, ComputeThread())
         self._queue = self._new_queue(1)  # for nobody: OpenRun makes the run's
         self._committing = False
         self._revoked = False
@@ -86,7 +71,7 @@ class TrainerServicer(HelpingCalls, trainer_pb2_grpc.TrainerServiceServicer):  #
         self._instance.fence.check(header, lease=False, opening=False)
         check_name("header.run", header.run)
         config = parse_config(TrainerConfig, request.config_json, "config_json of the trainer")
-        directory = _check_path("run_directory", request.run_directory)
+        directory = check_path("run_directory", request.run_directory)
 
         async def build() -> Algorithm:
             algorithm = await self._compute(self._trainer.open_run, header.run, config, directory)
@@ -166,7 +151,7 @@ class TrainerServicer(HelpingCalls, trainer_pb2_grpc.TrainerServiceServicer):  #
         self, request: trainer_pb2.BeginStepRequest, context: Context
     ) -> trainer_pb2.BeginStepResponse:
         self._check(request.header, lease=True)
-        _check_step(request)
+        check_step(request)
         command = Begin(request.step, request.attempt, request.base_number, request.next_number)
         await self._compute(self._session().begin, command)
         return trainer_pb2.BeginStepResponse()
@@ -193,7 +178,7 @@ class TrainerServicer(HelpingCalls, trainer_pb2_grpc.TrainerServiceServicer):  #
         self, request: trainer_pb2.CommitStepRequest, context: Context
     ) -> trainer_pb2.CommitStepResponse:
         self._check(request.header, lease=True)
-        _check_step(request)
+        check_step(request)
         command = Commit(
             request.step,
             request.attempt,
@@ -219,7 +204,7 @@ class TrainerServicer(HelpingCalls, trainer_pb2_grpc.TrainerServiceServicer):  #
         self, request: trainer_pb2.RecordStepRequest, context: Context
     ) -> trainer_pb2.RecordStepResponse:
         self._check(request.header, lease=False)
-        _check_step(request)
+        check_step(request)
         session, number = self._session(), request.number
 
         def record() -> None:
@@ -235,7 +220,7 @@ class TrainerServicer(HelpingCalls, trainer_pb2_grpc.TrainerServiceServicer):  #
         self, request: trainer_pb2.AbortStepRequest, context: Context
     ) -> trainer_pb2.AbortStepResponse:
         self._check(request.header, lease=False)
-        _check_step(request)
+        check_step(request)
         await self._compute(self._session().abort, request.step, request.attempt)
         return trainer_pb2.AbortStepResponse()
 
@@ -286,80 +271,6 @@ class TrainerServicer(HelpingCalls, trainer_pb2_grpc.TrainerServiceServicer):  #
             policy_number=version.number if version else 0,
         )
 
-    # What leaves the trainer
-
-    async def PublishPolicy(
-        self, request: trainer_pb2.PublishPolicyRequest, context: Context
-    ) -> trainer_pb2.PublishPolicyResponse:
-        self._check(request.header, lease=False)
-        return await self._publish(self._session(), request.header.run, request.number)
-
-    async def _publish(
-        self, session: Session, run: str, number: int, first: Callable[[], None] = lambda: None
-    ) -> trainer_pb2.PublishPolicyResponse:
-        """Publishes a version after `first`, which runs in the compute thread too."""
-
-        def act() -> tuple[StoredWeights, float]:
-            first()
-            return session.publish(number)
-
-        started = time.monotonic()
-        stored, cast_s = await self._compute(act)
-        return trainer_pb2.PublishPolicyResponse(
-            version=stored.version,
-            manifest=stored.manifest,
-            source=self._instance.weights.source(run, number),
-            publish_time=wire.duration(cast_s + time.monotonic() - started),
-        )
-
-    async def SaveCheckpoint(
-        self, request: trainer_pb2.SaveCheckpointRequest, context: Context
-    ) -> trainer_pb2.SaveCheckpointResponse:
-        self._check(request.header, lease=False)
-        write, stood_still = await self._save(request)
-        if request.wait:
-            with refusals():
-                await asyncio.wrap_future(write.done)
-        if write.durable:
-            checkpoint = wire.checkpoint_message(write.done.result())
-        else:
-            checkpoint = trainer_pb2.Checkpoint(name=write.name, version=wire.version_message(write.version))
-        return trainer_pb2.SaveCheckpointResponse(
-            checkpoint=checkpoint, durable=write.durable, snapshot_time=wire.duration(stood_still)
-        )
-
-    async def ListCheckpoints(
-        self, request: trainer_pb2.ListCheckpointsRequest, context: Context
-    ) -> trainer_pb2.ListCheckpointsResponse:
-        self._check(request.header, lease=False)
-        first = check_page(request.page_size, request.page_token)
-        directory = self._checkpoints(request.source_run_directory)
-        found = await elsewhere(directory.live)
-        size = request.page_size or 50
-        page = found[first : first + size]
-        return trainer_pb2.ListCheckpointsResponse(
-            checkpoints=[wire.checkpoint_message(saved) for saved in page],
-            next_page_token=str(first + size) if first + size < len(found) else "",
-            last_failure="" if request.source_run_directory else self._trainer.last_failure(),
-            set_aside=[wire.set_aside_message(found) for found in directory.asides.take_reports()],
-        )
-
-    async def FetchLedger(
-        self, request: trainer_pb2.FetchLedgerRequest, context: Context
-    ) -> AsyncIterator[trainer_pb2.FetchLedgerResponse]:
-        self._check(request.header, lease=False)
-        directory = self._checkpoints(request.source_run_directory)
-        ledger = await elsewhere(directory.ledger, request.checkpoint)
-        for start in range(0, len(ledger), LEDGER_PIECE_BYTES):
-            yield trainer_pb2.FetchLedgerResponse(data=ledger[start : start + LEDGER_PIECE_BYTES])
-
-    async def ExportModel(
-        self, request: trainer_pb2.ExportModelRequest, context: Context
-    ) -> trainer_pb2.ExportModelResponse:
-        self._check(request.header, lease=False)
-        path, version = await self._compute(self._session().export, request.name)
-        return trainer_pb2.ExportModelResponse(path=str(path), version=wire.version_message(version))
-
     # The device
 
     async def Suspend(
@@ -389,39 +300,9 @@ class TrainerServicer(HelpingCalls, trainer_pb2_grpc.TrainerServiceServicer):  #
 
     # Parts
 
-    def _check(self, header: common_pb2.CommandHeader, *, lease: bool, run: bool = True) -> None:
-        self._instance.fence.check(header, lease=lease)
-        if run:
-            with refusals():
-                self._trainer.check_run(header.run)
-
-    async def _obey(self, header: common_pb2.CommandHeader, act: Callable[[Session], Result]) -> Result:
-        """Runs `act` on the compute thread, if the command's lease still allows it when its turn has come."""
-
-        def obey() -> Result:
-            self._authorise(header)
-            return act(self._trainer.awake_session())
-
-        return await self._compute(obey)
-
-    def _authorise(self, header: common_pb2.CommandHeader) -> None:
-        """Raises Refusal EPOCH_STALE or LEASE_QUIESCED; on the compute thread, right before an effect."""
-        try:
-            self._instance.fence.check_lease(header.lease_epoch)
-        except ServiceError as error:
-            raise Refusal(error.reason, error.message, "precondition", **error.metadata) from error
-
     def _wake(self, header: common_pb2.CommandHeader) -> None:
         self._authorise(header)
         self._trainer.wake()
-
-    def _session(self) -> Session:
-        with refusals():
-            return self._trainer.session()
-
-    def _awake(self) -> Session:
-        with refusals():
-            return self._trainer.awake_session()
 
     def _state(self) -> StepState:
         return self._trainer.state()
@@ -441,7 +322,7 @@ class TrainerServicer(HelpingCalls, trainer_pb2_grpc.TrainerServiceServicer):  #
         self._check(header, lease=True)
         self._awake()
         with refusals():
-            _check_step(request)
+            check_step(request)
             groups = [self._read_group(group) for group in request.groups]
         return LearnItem(request.step, request.attempt, groups, partial(self._authorise, header))
 
@@ -450,28 +331,6 @@ class TrainerServicer(HelpingCalls, trainer_pb2_grpc.TrainerServiceServicer):  #
         if trainer.policy is not None:
             return read_episodes(group, Spaces.of(trainer.policy))
         return wire.read_group(group, trainer.config.sampling, trainer.vocabulary_size)
-
-    def _checkpoints(self, source: str) -> CheckpointDirectory:
-        if source:
-            _check_path("source_run_directory", source)
-        with refusals():
-            return self._trainer.checkpoints(source)
-
-    async def _save(self, request: trainer_pb2.SaveCheckpointRequest) -> tuple[Write, float]:
-        """Begins a checkpoint. A call that waits takes its turn after the one in flight, within its own deadline."""
-        session = self._session()
-        while True:
-            try:
-                return await self._compute(
-                    session.save, request.number, bytes(request.ledger), list(request.retained_checkpoints)
-                )
-            except ServiceError as error:
-                if not (request.wait and error.reason == "BUSY"):
-                    raise
-            flight = session.saver.flight() if session.saver else None
-            if flight is not None:
-                # How it ends is its own caller's business.
-                await asyncio.wait([asyncio.wrap_future(flight.done)])
 
     async def _on_grant(self, lease: common_pb2.Lease) -> None:
         try:
@@ -491,29 +350,3 @@ class TrainerServicer(HelpingCalls, trainer_pb2_grpc.TrainerServiceServicer):  #
                 stream.revoke()
         _, memory = await self._compute(partial(self._trainer.suspend, keep=keep))
         return memory
-
-
-_StepRequest = (
-    trainer_pb2.BeginStepRequest
-    | trainer_pb2.LearnRequest
-    | trainer_pb2.CommitStepRequest
-    | trainer_pb2.RecordStepRequest
-    | trainer_pb2.AbortStepRequest
-)
-
-
-def _check_step(request: _StepRequest) -> None:
-    """Refuses step, attempt and version numbers that no run counts up to: the trainer never goes below one again."""
-    check_number("attempt", request.attempt, 1, MAX_ATTEMPT)
-    for name, least in (("step", 0), ("base_number", 1), ("next_number", 1), ("number", 1)):
-        if name in request.DESCRIPTOR.fields_by_name:
-            check_number(name, getattr(request, name), least)
-
-
-def _check_path(field: str, text: str) -> Path:
-    """A directory's absolute path. Raises INVALID, also for one that no file system takes."""
-    path = Path(text)
-    short = len(text) <= MAX_PATH and all(len(part.encode()) <= MAX_PATH_PART for part in path.parts)
-    if not path.is_absolute() or "\0" in text or not short:
-        raise invalid(field, f"{text[:300]!r}; give an absolute path")
-    return path

@@ -20,6 +20,7 @@ from headrace_modelkit.devices import free_bytes, used_bytes
 from headrace_modelkit.errors import ModelNotReadable
 from headrace_modelkit.loading import load_architecture
 from headrace_modelkit.robot.directory import policy_of
+from headrace_modelkit.threads import Threads
 from headrace_schema.openings import TrainerConfig
 from headrace_servicekit.instance import host_memory
 from headrace_servicekit.lease.leases import Memory
@@ -38,7 +39,7 @@ from headrace_trainer.group.rounds import Round, RoundLost, Rounds
 from headrace_trainer.kinds import check_episode_run, run_algorithm
 from headrace_trainer.learning.contribution import check_helped
 from headrace_trainer.learning.step import StepState
-from headrace_trainer.session import Session
+from headrace_trainer.session.session import Session
 
 if TYPE_CHECKING:
     from headrace_modelkit.robot.directory import AnyConfig
@@ -72,6 +73,7 @@ class Trainer:
         self._follower: threading.Thread | None = None
         self.device = torch.device("cpu")
         self.threads = 1
+        self._threads = Threads()
         self.suspended = False
         self._kept = False
         self.vocabulary_size = 0
@@ -300,9 +302,11 @@ class Trainer:
             self._follower.start()
 
     def _execute(self, rank: Rank, header: Round) -> object:
-        if torch.get_num_threads() != self.threads:
-            torch.set_num_threads(self.threads)
-        with current(rank.gang.device):
+        self._threads.lease(self.threads)
+        self._threads.fixed = rank.config.deterministic or rank.gang.device.type != "cpu"
+        size = _size(header, rank.gang.rank)
+        measured = self._threads.work(header.kind, size) if size else nullcontext()
+        with current(rank.gang.device), measured:
             return rank.execute(header)
 
     def _follow(self, rounds: Rounds, gang: Gang) -> None:
@@ -384,3 +388,12 @@ def _release(rank: Rank) -> None:
     if rank.loaded:
         with current(rank.gang.device):
             rank.backend.release()
+
+
+def _size(header: Round, rank: int) -> int:
+    """What a rank's seconds in a round rise with, tokens or chunks of actions; 0 where that is not known."""
+    if header.kind == "chunks":
+        return len(header.chunks[rank])
+    if header.kind not in ("micro", "infer"):
+        return 0
+    return sum(len(sequence.tokens) for row in header.work[rank] for sequence in row)

@@ -14,7 +14,7 @@ import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from headrace_schema.generating import ModelSection
+from headrace_schema.sections.generating import ModelSection
 
 from headrace_modelkit.errors import ModelNotReadable
 from headrace_modelkit.loading import load_model, save_model

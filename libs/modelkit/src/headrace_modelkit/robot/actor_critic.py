@@ -12,7 +12,7 @@ from itertools import pairwise
 from typing import Literal
 
 import torch
-from headrace_schema.base import Count, CountOrZero, Section
+from headrace_schema.sections.base import Count, CountOrZero, Section
 from pydantic import Field
 from torch import Tensor, nn
 

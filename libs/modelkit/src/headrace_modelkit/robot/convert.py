@@ -13,7 +13,7 @@ from typing import Any
 
 from headrace_modelkit.errors import ModelNotReadable
 from headrace_modelkit.robot.directory import save_policy, tokenizer_files
-from headrace_modelkit.robot.published import load_published, published_config
+from headrace_modelkit.robot.openvla.published import load_published, published_config
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -23,10 +23,10 @@ from headrace_modelkit.loading import replace_directory, sync_directory
 from headrace_modelkit.weights import load_weights, state_tensors
 
 if TYPE_CHECKING:
-    from headrace_schema.generating import ModelSection
+    from headrace_schema.sections.generating import ModelSection
 
     from headrace_modelkit.robot.actor_critic import CnnConfig, CnnPolicy, MlpConfig, MlpPolicy
-    from headrace_modelkit.robot.openvla import OpenVlaConfig, OpenVlaPolicy
+    from headrace_modelkit.robot.openvla.model import OpenVlaConfig, OpenVlaPolicy
     from headrace_modelkit.robot.pi import PiConfig, PiPolicy
 
     AnyConfig = MlpConfig | CnnConfig | OpenVlaConfig | PiConfig
@@ -38,8 +38,8 @@ TOKENIZER = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "voca
 KINDS = {
     "mlp": ("actor_critic", "MlpConfig"),
     "cnn": ("actor_critic", "CnnConfig"),
-    "openvla": ("openvla", "OpenVlaConfig"),
-    "openvla_oft": ("openvla", "OpenVlaConfig"),
+    "openvla": ("openvla.model", "OpenVlaConfig"),
+    "openvla_oft": ("openvla.model", "OpenVlaConfig"),
     "pi0": ("pi", "PiConfig"),
     "pi05": ("pi", "PiConfig"),
 }

@@ -7,7 +7,7 @@ in its digest. A forward pass never changes them, so that a version stays itself
 from __future__ import annotations
 
 import torch
-from headrace_schema.base import Count, Section
+from headrace_schema.sections.base import Count, Section
 from pydantic import Field
 from torch import Tensor, nn
 

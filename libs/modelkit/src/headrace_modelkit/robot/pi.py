@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
-from headrace_schema.base import Count, Section
+from headrace_schema.sections.base import Count, Section
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 from transformers import PI0Config, PI0ForConditionalGeneration

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from headrace_schema.base import Section
+from headrace_schema.sections.base import Section
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 

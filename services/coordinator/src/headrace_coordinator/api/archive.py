@@ -7,11 +7,11 @@ import contextlib
 import json
 from collections.abc import Callable
 
-from headrace_schema.views import RunView
+from headrace_schema.resources.views import RunView
 from pydantic import ValidationError
 
-from headrace_coordinator.api import presenters as present
 from headrace_coordinator.api.control import Refused
+from headrace_coordinator.api.reading import presenters as present
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain import runs
 from headrace_coordinator.domain.runs import RunState

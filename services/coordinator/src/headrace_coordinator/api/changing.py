@@ -5,16 +5,16 @@ from __future__ import annotations
 import copy
 
 from headrace_schema.problems import explain, problem
+from headrace_schema.resources.views import KeyProblemView
 from headrace_schema.spec import RunSpec
-from headrace_schema.views import KeyProblemView
 from pydantic import ValidationError
 
-from headrace_coordinator.api.admission import FleetView, check_size
 from headrace_coordinator.api.control import Refused
+from headrace_coordinator.api.submission.admission import FleetView, check_size
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain import runs
+from headrace_coordinator.domain.devices.scheduling import plan_regroup
 from headrace_coordinator.domain.runs import RunState
-from headrace_coordinator.domain.scheduling import plan_regroup
 from headrace_coordinator.domain.state import State
 
 KEY = "trainer.ranks"

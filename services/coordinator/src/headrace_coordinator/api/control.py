@@ -11,10 +11,9 @@ from typing import Protocol, TypeVar
 
 from headrace_schema.changing import RunChange
 from headrace_schema.evaluating import EvaluationSpec
-from headrace_schema.evaluations import ComparisonView, EvaluationRunView, VideoListView
-from headrace_schema.overviews import CurvesView, FlowView, RunSummaryView
-from headrace_schema.spec import RunSpec
-from headrace_schema.views import (
+from headrace_schema.resources.evaluations import ComparisonView, EvaluationRunView, VideoListView
+from headrace_schema.resources.overviews import CurvesView, FlowView, RunSummaryView
+from headrace_schema.resources.views import (
     CertificateView,
     CheckpointView,
     DeviceView,
@@ -27,6 +26,7 @@ from headrace_schema.views import (
     RunView,
     StepView,
 )
+from headrace_schema.spec import RunSpec
 
 Entry = TypeVar("Entry")
 Place = TypeVar("Place")
@@ -79,6 +79,9 @@ class Control(Protocol):
 
     async def evaluation_video(self, evaluation_id: str, name: str) -> Path:
         """The file of a video; NOT_FOUND names those that there are."""
+
+    async def evaluation_episode(self, evaluation_id: str, name: str) -> Path:
+        """The file of the episode that a video shows, an ActionSegment; NOT_FOUND as `evaluation_video`."""
 
     def runs(
         self, size: int, after: str = "", states: frozenset[str] = frozenset(), oldest_first: bool = False

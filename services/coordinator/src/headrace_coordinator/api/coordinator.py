@@ -14,20 +14,20 @@ from pathlib import Path
 import msgspec
 from headrace_schema.changing import RunChange
 from headrace_schema.evaluating import EvaluationSpec
-from headrace_schema.evaluations import EvaluationRunView
 from headrace_schema.problems import Impossible, nearest
+from headrace_schema.resources.evaluations import EvaluationRunView
+from headrace_schema.resources.views import KeyProblemView, RunView
 from headrace_schema.spec import RunSpec
-from headrace_schema.views import KeyProblemView, RunView
 
-from headrace_coordinator.api import presenters as present
-from headrace_coordinator.api.admission import FleetView, check, check_alone
 from headrace_coordinator.api.changing import plan_ranks
 from headrace_coordinator.api.control import Refused
-from headrace_coordinator.api.engines import answer_problems, settle_engine
-from headrace_coordinator.api.evaluations import Prepared, in_users_keys, prepare
-from headrace_coordinator.api.reads import Reads
+from headrace_coordinator.api.reading import presenters as present
+from headrace_coordinator.api.reading.reads import Reads
 from headrace_coordinator.api.scaling import Scaling
-from headrace_coordinator.api.scorer_check import try_scorers
+from headrace_coordinator.api.submission.admission import FleetView, check, check_alone
+from headrace_coordinator.api.submission.engines import answer_problems, settle_engine
+from headrace_coordinator.api.submission.evaluations import Prepared, in_users_keys, prepare
+from headrace_coordinator.api.submission.scorer_check import try_scorers
 from headrace_coordinator.data.dataset import Dataset
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain import runs
@@ -58,7 +58,7 @@ class Coordinator(Reads):
         new_id: Callable[[], str] = lambda: uuid.uuid4().hex[:6],
     ) -> None:
         super().__init__(
-            event_log, fleet, lambda run: run in self.scheduler.tasks, lambda: self.scheduler.queue
+            event_log, fleet, lambda run: run in self.scheduler.tasks, lambda: self.scheduler.plan
         )
         self._data_dir = data_dir
         self._new_id = new_id

@@ -13,7 +13,8 @@ from headrace_schema.problems import problem
 
 from headrace_coordinator.api.control import Refused
 from headrace_coordinator.domain import events as ev
-from headrace_coordinator.fleet.fleet import Fleet, Supervisor
+from headrace_coordinator.fleet.fleet import Fleet
+from headrace_coordinator.fleet.sessions import Supervisor
 
 ANSWER_S = 30.0
 """How long a supervisor may take to check and accept a number; the processes are not waited for."""

@@ -7,8 +7,8 @@ import json
 from collections.abc import Sequence
 from functools import lru_cache
 
-from headrace_schema.generating import DataSection
 from headrace_schema.problems import Impossible, problem
+from headrace_schema.sections.generating import DataSection
 
 from headrace_coordinator.data.items import DataItem, squeezed
 from headrace_coordinator.data.prompts import PromptContent, Prompter

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from string import Formatter
 
-from headrace_schema.generating import PromptSection
 from headrace_schema.problems import Impossible, choose, problem
+from headrace_schema.sections.generating import PromptSection
 
 from headrace_coordinator.data.items import DataItem
 

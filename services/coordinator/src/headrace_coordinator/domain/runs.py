@@ -11,9 +11,9 @@ from typing import Any
 import msgspec
 
 from headrace_coordinator.domain import events as ev
-from headrace_coordinator.domain.slots import SlotLedger
+from headrace_coordinator.domain.ledger.slots import SlotLedger
+from headrace_coordinator.domain.ledger.versions import Lineage
 from headrace_coordinator.domain.totals import Totals
-from headrace_coordinator.domain.versions import Lineage
 
 QUEUED, PLANNING, RUNNING, PAUSING, PAUSED, RECOVERING, CANCELLING = (
     "QUEUED",
@@ -196,6 +196,11 @@ class RunState(msgspec.Struct):
     """Ranks of its trainer group since that was changed; 0: those of its spec."""
     wanted_ranks: int = 0
     """What they should be from the next step on; 0: as they are."""
+    ranks_reason: str = ""
+    """Why they were changed last."""
+    regrouped_at: float = 0.0
+    gave_at: float = 0.0
+    """When its trainer group changed last, and when it last did for another run."""
 
     def share(self, now: float) -> float:
         """Device-seconds used, over the run's weight; a newcomer starts level with those that run."""
@@ -208,13 +213,17 @@ class RunState(msgspec.Struct):
     @property
     def ranks(self) -> int:
         """Ranks of its trainer group, where it trains."""
-        return self.changed_ranks or self._section("trainer", "ranks", 1)
+        return self.changed_ranks or self.own_ranks
+
+    @property
+    def own_ranks(self) -> int:
+        """Ranks that its spec names."""
+        return self._section("trainer", "ranks", 1)
 
     @property
     def sizes(self) -> list[int]:
         """Numbers of ranks that it may take by itself, ascending: those that share a step's groups evenly."""
-        own: int = self._section("trainer", "ranks", 1)
-        trainer = self.spec.get("trainer", {})
+        own, trainer = self.own_ranks, self.spec.get("trainer", {})
         least, most = trainer.get("min_ranks") or own, trainer.get("max_ranks") or own
         prompts: int = self._section("algorithm", "prompts_per_step", 1)
         return [ranks for ranks in range(least, most + 1) if prompts % ranks == 0 or ranks == own]
@@ -253,7 +262,7 @@ class RunState(msgspec.Struct):
             case ev.RunAdmitted():
                 self._hold(event.at, _grant_of(event))
                 if isinstance(event, ev.TrainersChanged):
-                    self._take_ranks(event.ranks)
+                    self._regroup(event)
             case ev.RanksWanted(ranks=ranks):
                 self.wanted_ranks = 0 if ranks == self.ranks else ranks
                 if self.grant is None and self.wanted_ranks:
@@ -262,6 +271,8 @@ class RunState(msgspec.Struct):
                 self._hold(event.at, None)
                 if self.wanted_ranks:
                     self._take_ranks(self.wanted_ranks)
+                elif len(self.sizes) > 1 and self.ranks > self.own_ranks:
+                    self.changed_ranks = 0  # It queues for what its spec names, and grows again.
             case ev.PolicyFitted():
                 self.fitted = event
             case ev.PlanProposed():
@@ -295,6 +306,11 @@ class RunState(msgspec.Struct):
                 self.dataset_digest = digest
             case ev.ModelExported(path=path):
                 self.export_path = path
+
+    def _regroup(self, event: ev.TrainersChanged) -> None:
+        self._take_ranks(event.ranks)
+        self.ranks_reason, self.regrouped_at = event.reason, event.at
+        self.gave_at = event.at if event.given_to else self.gave_at
 
     def _take_ranks(self, ranks: int) -> None:
         self.changed_ranks = ranks

@@ -8,10 +8,10 @@ from typing import Any
 import msgspec
 
 from headrace_coordinator.domain import events as ev
-from headrace_coordinator.domain.leases import LeaseTable
+from headrace_coordinator.domain.devices.leases import LeaseTable
+from headrace_coordinator.domain.ledger.slots import SlotLedger
+from headrace_coordinator.domain.ledger.versions import Lineage
 from headrace_coordinator.domain.runs import PAUSED, QUEUED, TERMINAL, RunState, SuiteEvaluation
-from headrace_coordinator.domain.slots import SlotLedger
-from headrace_coordinator.domain.versions import Lineage
 
 SCHEDULING_EVENTS = (
     ev.InstanceRegistered,

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import msgspec
 
 from headrace_coordinator.domain import events as ev
-from headrace_coordinator.domain.compact import expand, expand_drops
-from headrace_coordinator.domain.slot_index import FILTERED
+from headrace_coordinator.domain.ledger.compact import expand, expand_drops
+from headrace_coordinator.domain.ledger.slot_index import FILTERED
 
 EVALUATIONS_SHOWN = 20
 """Evaluations in a run's view: the first one, and the newest others. The rest is read from the run's history."""

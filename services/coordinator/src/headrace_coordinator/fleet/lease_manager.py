@@ -13,9 +13,10 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 from headrace_coordinator.domain import events as ev
-from headrace_coordinator.domain import leases, runs
-from headrace_coordinator.domain.leases import DECODE, HELP, Blocked, Lease, LeaseRequest
-from headrace_coordinator.domain.sharing import Waiter, ahead_of, next_for
+from headrace_coordinator.domain import runs
+from headrace_coordinator.domain.devices import leases
+from headrace_coordinator.domain.devices.leases import DECODE, HELP, Blocked, Lease, LeaseRequest
+from headrace_coordinator.domain.devices.sharing import Waiter, ahead_of, next_for
 from headrace_coordinator.fleet.ports import InstanceDown
 from headrace_coordinator.fleet.waits import Waits, WaitTimeout
 from headrace_coordinator.store.event_log import EventLog

@@ -10,9 +10,10 @@ import functools
 import logging
 
 from headrace_coordinator.domain.state import InstanceState
-from headrace_coordinator.fleet.fleet import Fleet, OpenReport
+from headrace_coordinator.fleet.fleet import Fleet
 from headrace_coordinator.fleet.ports import CallRefused, InstanceDown
-from headrace_coordinator.run.clients import WorkerClient
+from headrace_coordinator.fleet.sessions import OpenReport
+from headrace_coordinator.run.workers.clients import WorkerClient
 
 log = logging.getLogger(__name__)
 SHARED = ("reward", "simulator")

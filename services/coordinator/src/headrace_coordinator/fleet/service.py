@@ -27,7 +27,8 @@ from headrace_servicekit.rpc.server import split_address
 
 from headrace_coordinator.domain.events import LeaseGranted
 from headrace_coordinator.domain.state import InstanceState
-from headrace_coordinator.fleet.fleet import Fleet, ForeignInstance, Supervisor, open_reports
+from headrace_coordinator.fleet.fleet import Fleet
+from headrace_coordinator.fleet.sessions import ForeignInstance, Supervisor, open_reports
 
 log = logging.getLogger(__name__)
 KINDS = {

@@ -17,15 +17,15 @@ here the 30B mixture of experts of the published file at 32 GPUs: collocated it 
 True
 """
 
-from headrace_coordinator.planner.costs import DeviceKind, Sync, Workload
 from headrace_coordinator.planner.errors import Mistake, PlanError
-from headrace_coordinator.planner.fitting import Point, fit
 from headrace_coordinator.planner.graph import Edge, Granularity, Workflow, embodied, reasoning
-from headrace_coordinator.planner.lengths import Lengths
 from headrace_coordinator.planner.planning import Plan, lower_bound, plan, predict
-from headrace_coordinator.planner.profiles import Memory, Profile
-from headrace_coordinator.planner.search import Shapes
-from headrace_coordinator.planner.tree import Cycle, Leaf, Node, Share, Split
+from headrace_coordinator.planner.profiling.fitting import Point, fit
+from headrace_coordinator.planner.profiling.lengths import Lengths
+from headrace_coordinator.planner.profiling.profiles import Memory, Profile
+from headrace_coordinator.planner.trees.costs import DeviceKind, Sync, Workload
+from headrace_coordinator.planner.trees.search import Shapes
+from headrace_coordinator.planner.trees.tree import Cycle, Leaf, Node, Share, Split
 
 __all__ = [
     "Cycle",

@@ -6,15 +6,15 @@ import math
 from collections.abc import Mapping
 from typing import Annotated
 
-from headrace_schema.base import Count, Section
+from headrace_schema.sections.base import Count, Section
 from pydantic import Field, PositiveFloat
 
-from headrace_coordinator.planner.costs import DeviceKind, Sync
 from headrace_coordinator.planner.errors import refuse
-from headrace_coordinator.planner.fitting import Point, fit
 from headrace_coordinator.planner.graph import Edge, Granularity, Workflow, embodied, reasoning
-from headrace_coordinator.planner.lengths import Lengths
-from headrace_coordinator.planner.profiles import Memory, Profile
+from headrace_coordinator.planner.profiling.fitting import Point, fit
+from headrace_coordinator.planner.profiling.lengths import Lengths
+from headrace_coordinator.planner.profiling.profiles import Memory, Profile
+from headrace_coordinator.planner.trees.costs import DeviceKind, Sync
 
 GIB = 2.0**30
 Seconds = Annotated[float, Field(ge=0)]

@@ -11,15 +11,15 @@ from dataclasses import replace
 from typing import Any
 
 from headrace_coordinator.planner.cluster.describing import describe
-from headrace_coordinator.planner.costs import NO_SYNC, DeviceKind, Evaluation
 from headrace_coordinator.planner.documents import PlanRequest
 from headrace_coordinator.planner.errors import PlanError, refuse
 from headrace_coordinator.planner.graph import Workflow
 from headrace_coordinator.planner.planning import Plan, lower_bound, plan
-from headrace_coordinator.planner.profiles import Profile
-from headrace_coordinator.planner.search import CHUNKS, Shapes
-from headrace_coordinator.planner.timeline import Bar, bars
-from headrace_coordinator.planner.tree import Cycle, Node, Share, Split, draw, to_data
+from headrace_coordinator.planner.profiling.profiles import Profile
+from headrace_coordinator.planner.trees.costs import NO_SYNC, DeviceKind, Evaluation
+from headrace_coordinator.planner.trees.search import CHUNKS, Shapes
+from headrace_coordinator.planner.trees.timeline import Bar, bars
+from headrace_coordinator.planner.trees.tree import Cycle, Node, Share, Split, draw, to_data
 
 ALTERNATIVES = {
     "collocated, resident": Shapes(offloaded=False, split=False),

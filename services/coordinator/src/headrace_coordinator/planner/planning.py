@@ -6,13 +6,20 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from headrace_coordinator.planner.building import build
-from headrace_coordinator.planner.costs import NO_SYNC, DeviceKind, Evaluation, Sync, Workload, assignments
 from headrace_coordinator.planner.errors import Mistake, PlanError, refuse
 from headrace_coordinator.planner.graph import Workflow
-from headrace_coordinator.planner.profiles import Profile, by_stage
-from headrace_coordinator.planner.search import ALL_SHAPES, Search, Shapes
-from headrace_coordinator.planner.tree import Node, devices, leaves
+from headrace_coordinator.planner.profiling.profiles import Profile, by_stage
+from headrace_coordinator.planner.trees.building import build
+from headrace_coordinator.planner.trees.costs import (
+    NO_SYNC,
+    DeviceKind,
+    Evaluation,
+    Sync,
+    Workload,
+    assignments,
+)
+from headrace_coordinator.planner.trees.search import ALL_SHAPES, Search, Shapes
+from headrace_coordinator.planner.trees.tree import Node, devices, leaves
 
 GIB = 2.0**30
 FIXES = "share without resident, hand over fewer and larger chunks, or add devices"

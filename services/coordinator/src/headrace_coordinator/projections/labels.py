@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from headrace_schema.overviews import HoldView, LabelView
+from headrace_schema.resources.overviews import HoldView, LabelView
 
 from headrace_coordinator.domain.intervals import Interval, joined, without
 from headrace_coordinator.planner.cluster.spans import UNPLANNED, Label
@@ -21,6 +21,7 @@ AT_WORK = {
     "help": Label.TRAIN,
     "sync": Label.SYNC,
     "switch": Label.SWITCH,
+    "prefill": Label.PREFILL,
     "evaluate": Label.DECODE,
     "generate": Label.DECODE,
     "act": Label.DECODE,
@@ -38,8 +39,8 @@ Moment = tuple[str, Label, str]
 def labelled(parts: Sequence[Part], holds: Iterable[HoldView]) -> list[LabelView]:
     """Spans of the parts' devices by time: at any time of a part each device is in exactly one of them.
 
-    Devices with the same stage, label and holder at the same time share a span. Engines do not measure prefill apart:
-    it is in decode. Work that needs no device, such as scoring, is in spans without one.
+    Devices with the same stage, label and holder at the same time share a span. Where an engine does not measure
+    prefill apart, it is in decode. Work that needs no device, such as scoring, is in spans without one.
     """
     listed = list(holds)
     devices = sorted({device for hold in listed for device in hold.devices} | _worked(parts))

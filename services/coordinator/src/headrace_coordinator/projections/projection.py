@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
-from headrace_schema.tracking import TrackingSection
-from headrace_schema.views import EvaluationView, StepView
+from headrace_schema.resources.views import EvaluationView, StepView
+from headrace_schema.sections.tracking import TrackingSection
 
 from headrace_coordinator.projections.lines import LineFile, read_lines, write_whole
 from headrace_coordinator.projections.scalars import evaluation_scalars, step_scalars

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple, get_args
 
 import msgspec
-from headrace_schema.views import TrajectoryListView, TrajectoryView
+from headrace_schema.resources.views import TrajectoryListView, TrajectoryView
 from pydantic import ValidationError
 
 from headrace_coordinator.projections.lines import read_lines

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from headrace_schema.views import EvaluationView, StepView
+from headrace_schema.resources.views import EvaluationView, StepView
 
 
 def step_scalars(view: StepView) -> dict[str, float]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 import msgspec
-from headrace_schema.overviews import HoldView, TimelinePartView, TimelineView, WorkView
+from headrace_schema.resources.overviews import HoldView, TimelinePartView, TimelineView, WorkView
 
 from headrace_coordinator.projections.labels import labelled
 from headrace_coordinator.projections.lines import LineFile, read_lines

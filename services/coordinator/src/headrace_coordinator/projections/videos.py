@@ -1,9 +1,12 @@
-"""The videos of an evaluation's episodes: files in its directory, whose names say whose they are. Synchronous."""
+"""What an evaluation keeps of its recorded episodes: a video and the episode's arrays, each a file. Synchronous.
+
+They lie in the evaluation's directory; a video's name says which episode it shows.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,6 +14,7 @@ from headrace_coordinator.data.items import DataItem
 
 FOLDER = "videos"
 MEDIA_TYPE = "video/mp4"
+EPISODE_MEDIA_TYPE = "application/x-protobuf"
 _NAME = re.compile(r"(\d{1,9})-(\d{1,9})-[a-z0-9-]*-(success|failure)\.mp4")
 _LONGEST = 80
 
@@ -33,14 +37,35 @@ class Video:
         return cls(name, index, sample, success)
 
 
-def write_videos(directory: Path, videos: Iterable[tuple[Video, bytes]]) -> None:
+@dataclass(frozen=True)
+class Recording:
+    """A recorded episode: its video, an MP4 file, and `episode`, its `headrace.common.v1.ActionSegment`."""
+
+    video: Video
+    content: bytes
+    episode: bytes
+
+
+def episode_name(video: str) -> str:
+    """Name of the file that has the episode of a video."""
+    return f"{video.removesuffix('.mp4')}.episode"
+
+
+def write_recordings(directory: Path, recordings: Iterable[Recording]) -> None:
     """Writes the files, each by a rename; one that is made again replaces itself. Raises OSError."""
     folder = directory / FOLDER
-    for video, content in videos:
+    for recording in recordings:
         folder.mkdir(exist_ok=True)
-        aside = folder / f".{video.name}.partial"
-        aside.write_bytes(content)
-        aside.rename(folder / video.name)
+        for name, content in _files(recording):
+            aside = folder / f".{name}.partial"
+            aside.write_bytes(content)
+            aside.rename(folder / name)
+
+
+def _files(recording: Recording) -> Iterator[tuple[str, bytes]]:
+    """The video last: what is listed has its episode."""
+    yield episode_name(recording.video.name), recording.episode
+    yield recording.video.name, recording.content
 
 
 def list_videos(directory: Path) -> list[Video]:

@@ -11,25 +11,25 @@ from typing import Any, Protocol
 from headrace.common.v1 import common_pb2 as common
 from headrace.rollout.v1 import rollout_pb2 as rollout
 from headrace.trainer.v1 import trainer_pb2 as trainer
+from headrace_schema.resources.views import EvaluationView, StepView
 from headrace_schema.spec import RunSpec
-from headrace_schema.views import EvaluationView, StepView
 
 from headrace_coordinator.data.curriculum import Curriculum
 from headrace_coordinator.data.dataset import Dataset
 from headrace_coordinator.data.items import DataItem
 from headrace_coordinator.data.prompts import PromptContent
 from headrace_coordinator.domain import events as ev
+from headrace_coordinator.domain.ledger.slot_index import ACCUMULATED, FILTERED, Slot
 from headrace_coordinator.domain.runs import RunState
-from headrace_coordinator.domain.slot_index import ACCUMULATED, FILTERED, Slot
 from headrace_coordinator.domain.totals import step_index
 from headrace_coordinator.fleet.fleet import Fleet
 from headrace_coordinator.projections.timeline import Hold, Kind, Part, Span
 from headrace_coordinator.projections.trajectories import Settled
-from headrace_coordinator.run.clients import WorkerClient
-from headrace_coordinator.run.placement import Placement
+from headrace_coordinator.run.devices.placement import Placement
+from headrace_coordinator.run.stages.moving.tail import Tail
 from headrace_coordinator.run.stages.step_timer import StepTimer
-from headrace_coordinator.run.stages.tail import Tail
-from headrace_coordinator.run.workers import WorkerGroup
+from headrace_coordinator.run.workers.clients import WorkerClient
+from headrace_coordinator.run.workers.group import WorkerGroup
 from headrace_coordinator.store.event_log import EventLog
 
 log = logging.getLogger(__name__)

@@ -13,20 +13,21 @@ from typing import Any
 
 from headrace.common.v1 import common_pb2 as common
 from headrace.trainer.v1 import trainer_pb2 as trainer
-from headrace_schema.running import FromCheckpointSection
+from headrace_schema.sections.running import FromCheckpointSection
 
 from headrace_coordinator.domain import events as ev
+from headrace_coordinator.domain.ledger.slot_index import ACCUMULATED
+from headrace_coordinator.domain.ledger.versions import plan_lost_rewind
 from headrace_coordinator.domain.runs import RunState
-from headrace_coordinator.domain.slot_index import ACCUMULATED
-from headrace_coordinator.domain.versions import plan_lost_rewind
 from headrace_coordinator.fleet.ports import CallRefused
 from headrace_coordinator.run.checkpointing import listed, missing_steps, read_ledger
-from headrace_coordinator.run.clients import Published, TrainerClient
 from headrace_coordinator.run.concurrency import gather_all
 from headrace_coordinator.run.context import RunContext
 from headrace_coordinator.run.stages.settle import Batch
 from headrace_coordinator.run.stages.step_timer import StepTimer
 from headrace_coordinator.run.step import RunFailed, Step
+from headrace_coordinator.run.workers.clients import Published
+from headrace_coordinator.run.workers.trainer_client import TrainerClient
 
 DAMAGED = "CHECKPOINT_DAMAGED"
 AWAY = {DAMAGED, "NOT_FOUND"}

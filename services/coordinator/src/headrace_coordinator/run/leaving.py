@@ -17,11 +17,11 @@ from headrace_coordinator.fleet.ports import CallRefused, InstanceDown
 from headrace_coordinator.fleet.reconciler import SHARED
 from headrace_coordinator.fleet.waits import WaitTimeout
 from headrace_coordinator.run.checkpointing import Checkpointer
-from headrace_coordinator.run.clients import WorkerClient
 from headrace_coordinator.run.context import RunContext
 from headrace_coordinator.run.converge import converge, form_gang, settle_commit
 from headrace_coordinator.run.step import RunFailed
-from headrace_coordinator.run.workers import Unstaffed
+from headrace_coordinator.run.workers.clients import WorkerClient
+from headrace_coordinator.run.workers.group import Unstaffed
 
 log = logging.getLogger(__name__)
 LEAVE_S = 180.0

@@ -12,22 +12,22 @@ from typing import Any
 
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain import runs
-from headrace_coordinator.domain.plans import section_of
-from headrace_coordinator.domain.scheduling import plan_admission
+from headrace_coordinator.domain.devices.plans import section_of
+from headrace_coordinator.domain.devices.scheduling import plan_admission
 from headrace_coordinator.fleet.ports import USER_ERRORS, CallRefused, InstanceDown
 from headrace_coordinator.fleet.waits import WaitTimeout
-from headrace_coordinator.run.autoplan import Autoplan
 from headrace_coordinator.run.checkpointing import Checkpointer
-from headrace_coordinator.run.clients import Published
 from headrace_coordinator.run.context import RunContext
 from headrace_coordinator.run.converge import Misplaced, converge, form_gang
-from headrace_coordinator.run.evaluate import evaluate
+from headrace_coordinator.run.devices.autoplan import Autoplan
+from headrace_coordinator.run.devices.seating import PlacementError
+from headrace_coordinator.run.evaluation.evaluate import evaluate
 from headrace_coordinator.run.leaving import Outcome, hand_over, leave, save_head
 from headrace_coordinator.run.regrouping import Regrouping
-from headrace_coordinator.run.seating import PlacementError
 from headrace_coordinator.run.stages.step_timer import StepTimer
 from headrace_coordinator.run.step import RunFailed, Step
-from headrace_coordinator.run.workers import Unstaffed
+from headrace_coordinator.run.workers.clients import Published
+from headrace_coordinator.run.workers.group import Unstaffed
 
 log = logging.getLogger(__name__)
 DECISION_S = 900.0

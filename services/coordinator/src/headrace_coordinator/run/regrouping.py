@@ -1,19 +1,21 @@
 """Between two steps: a run's trainer group gets another number of ranks, with the state that it has.
 
 The leader keeps weights and optimizer in host memory while it leaves one group and meets the next one; nothing is read
-from disk, and no version is lost or made. Which instances there are for it is `domain.scheduling`'s to say.
+from disk, and no version is lost or made. Which instances there are for it is `domain.devices.scheduling`'s to say.
 """
 
 from __future__ import annotations
 
 from headrace_coordinator.domain import events as ev
+from headrace_coordinator.domain.devices.scheduling import plan_admission, plan_regroup
 from headrace_coordinator.domain.runs import QUEUED, RECOVERING, RUNNING, plan_move
-from headrace_coordinator.domain.scheduling import plan_regroup
 from headrace_coordinator.fleet.ports import USER_ERRORS, CallRefused
-from headrace_coordinator.run.clients import Published, TrainerClient
 from headrace_coordinator.run.context import RunContext
 from headrace_coordinator.run.converge import converge, form_gang
 from headrace_coordinator.run.leaving import close
+from headrace_coordinator.run.workers.clients import Published
+from headrace_coordinator.run.workers.group import Unstaffed
+from headrace_coordinator.run.workers.trainer_client import TrainerClient
 
 UNFIT = frozenset({*USER_ERRORS, "MEMORY_SHORT"})
 """Why trainers refuse a state in a group of this size, for good: the run goes back to the size that it had."""
@@ -34,19 +36,35 @@ class Regrouping:
         """The change to make before the next step; tells once what a wanted one waits for."""
         wanted = self._context.state.wanted_ranks
         if not wanted:
-            return self._growth()
+            return self._gift() or self._growth()
         found = self._plan(wanted, f"trainer.ranks: {wanted} is wanted")
         if isinstance(found, str):
             self._tell(f"trainer.ranks: {wanted} waits for {found}; goes on with {self._context.state.ranks}")
             return None
         return found
 
+    def _gift(self) -> ev.TrainersChanged | None:
+        """Of a run that has trainers beyond its least: without those that let a waiting run start."""
+        log, run = self._context.event_log, self._context.state
+        surplus = any(ranks < run.ranks for ranks in run.sizes)
+        if not surplus or not self._anybody_waits() or log.monotonic() < self._content_until:
+            return None
+        now = log.now()
+        gift = plan_admission(log.state, now).gifts.get(run.id)
+        if gift is None:
+            return None
+        found = plan_regroup(log.state, run.id, gift.ranks, gift.reason, now, gift.given_to)
+        return None if isinstance(found, str) else found
+
+    def _anybody_waits(self) -> bool:
+        return any(other.state == QUEUED for other in self._context.event_log.state.active_runs())
+
     def _growth(self) -> ev.TrainersChanged | None:
         """Of a run that may grow: the largest group that free trainers make, unless another run waits for them."""
         log, run = self._context.event_log, self._context.state
         larger = [ranks for ranks in run.sizes if ranks > run.ranks]
-        waits = any(other.state == QUEUED for other in log.state.active_runs())
-        if not larger or waits or log.monotonic() < self._content_until:
+        gave = bool(run.gave_at) and 0.0 <= log.now() - run.gave_at < run.quantum_s
+        if not larger or gave or self._anybody_waits() or log.monotonic() < self._content_until:
             return None
         plans = (self._plan(ranks, "a trainer is free") for ranks in reversed(larger))
         return next((plan for plan in plans if not isinstance(plan, str)), None)
@@ -88,11 +106,19 @@ class Regrouping:
         except CallRefused as refused:
             if refused.reason not in UNFIT:
                 raise
-            back = self._plan(before, f"{change.ranks} ranks are refused: {refused.message}")
-            if isinstance(back, str):
-                raise
             self._content_until = context.event_log.monotonic() + CONTENT_S
-            return await self._follow(back)
+            why = f"{change.ranks} ranks are refused: {refused.message}"
+            back = self._plan(before, why)
+            if not isinstance(back, str):
+                return await self._follow(back)
+            if not change.given_to:
+                raise
+            # Whoever the trainers were given to has them by now.
+            now = context.event_log.now()
+            context.event_log.post(
+                ev.RanksWanted(at=now, run=context.run_id, ranks=before, author="system", reason=why)
+            )
+            raise Unstaffed(f"{back}: {why}") from refused
 
     async def _follow(self, change: ev.TrainersChanged) -> Published:
         context = self._context

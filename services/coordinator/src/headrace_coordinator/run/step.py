@@ -5,20 +5,17 @@ from __future__ import annotations
 import asyncio
 
 from headrace.trainer.v1 import trainer_pb2 as trainer
-from headrace_schema.views import StepView
+from headrace_schema.resources.views import StepView
 from headrace_servicekit.rpc.digests import set_digest
 
 from headrace_coordinator.domain import events as ev
-from headrace_coordinator.domain.compact import Drops, compact_drops
-from headrace_coordinator.domain.slot_index import ACCUMULATED, DROPPED, Slot
+from headrace_coordinator.domain.ledger.compact import Drops, compact_drops
+from headrace_coordinator.domain.ledger.slot_index import ACCUMULATED, DROPPED, Slot
 from headrace_coordinator.fleet.ports import CallRefused, InstanceDown
-from headrace_coordinator.run.clients import Published
 from headrace_coordinator.run.concurrency import gather_all
 from headrace_coordinator.run.context import RunContext
-from headrace_coordinator.run.stages.borrowing import Borrowing
 from headrace_coordinator.run.stages.certificate import certify, settled_lines, step_view, with_stages
 from headrace_coordinator.run.stages.generation import Generation
-from headrace_coordinator.run.stages.helping import Helping
 from headrace_coordinator.run.stages.learning import (
     AttemptLost,
     Learning,
@@ -26,10 +23,13 @@ from headrace_coordinator.run.stages.learning import (
     members_of,
     under_lease,
 )
+from headrace_coordinator.run.stages.moving.borrowing import Borrowing
+from headrace_coordinator.run.stages.moving.helping import Helping
+from headrace_coordinator.run.stages.moving.sharing import Sharing
 from headrace_coordinator.run.stages.relay import Relay
 from headrace_coordinator.run.stages.settle import Batch
-from headrace_coordinator.run.stages.sharing import Sharing
 from headrace_coordinator.run.stages.step_timer import StepTimer
+from headrace_coordinator.run.workers.clients import Published
 
 STEP_ATTEMPTS = 3
 PROJECT_AFTER_S = 0.001

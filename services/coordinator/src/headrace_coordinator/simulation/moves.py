@@ -7,10 +7,10 @@ import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from headrace_coordinator.planner.elastic import ElasticState, Move, Role
-from headrace_coordinator.run.stages.borrowing import Borrowing
-from headrace_coordinator.run.stages.helping import Helping
-from headrace_coordinator.run.stages.tail import Tail
+from headrace_coordinator.planner.elastic.policy import ElasticState, Move, Role
+from headrace_coordinator.run.stages.moving.borrowing import Borrowing
+from headrace_coordinator.run.stages.moving.helping import Helping
+from headrace_coordinator.run.stages.moving.tail import Tail
 
 
 def move_eagerly(state: ElasticState, now: float) -> tuple[Move, ...]:

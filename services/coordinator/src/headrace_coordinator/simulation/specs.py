@@ -150,7 +150,7 @@ def ranged(spec: RunSpec, seed: int) -> RunSpec:
     """The same run, whose trainer group may change by itself, in some of the seeds whose users change groups."""
     own, ranks = random.Random(f"{seed}/{spec.name}/range"), spec.trainer.ranks
     fixed = spec.deterministic or spec.placement.mode == "hybrid"
-    if fixed or not regroups(seed) or own.random() < 0.5:
+    if fixed or not regroups(seed) or own.random() < 0.3:
         return spec
     fields = spec.model_dump(mode="json")
     fields["trainer"] |= {"min_ranks": own.choice([1, ranks]), "max_ranks": ranks + own.choice([0, 1, 2])}

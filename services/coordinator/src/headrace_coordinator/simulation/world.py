@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import random
 import tempfile
-from collections import Counter
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +12,16 @@ from headrace_schema.spec import RunSpec
 
 from headrace_coordinator.api.coordinator import Coordinator
 from headrace_coordinator.data.dataset import Dataset
-from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain import runs
-from headrace_coordinator.domain.totals import Tally
 from headrace_coordinator.fleet.fleet import Fleet
 from headrace_coordinator.simulation.faults import WALL_S, Faults
-from headrace_coordinator.simulation.fleet.disk import Stored, Weights
 from headrace_coordinator.simulation.fleet.processes import SETTINGS, Processes
-from headrace_coordinator.simulation.fleet.trainer import Trainer
-from headrace_coordinator.simulation.judging.evaluation import judge_evaluation
-from headrace_coordinator.simulation.judging.judge import Violation, judge
+from headrace_coordinator.simulation.judging.judge import Violation
 from headrace_coordinator.simulation.judging.log import RecordingStore
-from headrace_coordinator.simulation.judging.replay import Pair, Replay, nothing_held
+from headrace_coordinator.simulation.judging.replay import Replay, nothing_held
+from headrace_coordinator.simulation.judging.world import Outcome, WorldJudge
 from headrace_coordinator.simulation.moves import moving
+from headrace_coordinator.simulation.regroupers import regroups
 from headrace_coordinator.simulation.specs import random_spec, ranged, robots
 from headrace_coordinator.simulation.users import Users
 from headrace_coordinator.simulation.virtual_time import run_virtual
@@ -60,30 +55,6 @@ class Quiet:
         """See `Projection.close`."""
 
 
-@dataclass
-class Outcome:
-    """What a world ended with; `state` is that of the run that was submitted first."""
-
-    seed: int
-    state: str
-    recoveries: int
-    trained: int
-    dropped: int
-    virtual_s: float
-    faults: Counter[str] = field(default_factory=Counter)
-    requests: Counter[str] = field(default_factory=Counter)
-    pairs: Counter[Pair] = field(default_factory=Counter)
-    states: dict[str, str] = field(default_factory=dict)
-    refilled: int = 0
-    """Groups that steps took in place of dropped ones."""
-    helped: int = 0
-    """Groups whose gradient a helper contributed."""
-    borrowed: int = 0
-    """Times that a trainer group's device decoded."""
-    passed: int = 0
-    """Leases of a device that went from one run to another while both were granted it."""
-
-
 class World(Processes):
     """Everything of one seed. Without faults: one run and calm users, or `count` runs that compete.
 
@@ -108,6 +79,8 @@ class World(Processes):
         self.spare = {
             kind: sizes.choice([0, 0, 1, 2]) if faults else 0 for kind in ("rollout", "trainer", "reward")
         } | {"simulator": 0}
+        if faults and regroups(seed):
+            self.spare |= {"rollout": 2, "trainer": 2}  # What some run takes beyond its need, and gives back.
         self.counts: dict[str, int] = {}
         self.wall_ahead_s = WALL_S
         self.slept_s = 0.0
@@ -232,7 +205,7 @@ class World(Processes):
         await self._watch(living.done, [living, trouble], LIMIT_S)
         trouble.cancel()
         await self._settle()
-        return await self._judge()
+        return await WorldJudge(self).judge()
 
     async def _watch(self, over: Any, tasks: list[asyncio.Future[Any]], limit_s: float) -> None:
         while not (over() and self._settled()):
@@ -246,7 +219,7 @@ class World(Processes):
     def _stuck(self) -> str:
         if self.coordinator is None:
             return "there is no coordinator"
-        waits, queue = self.coordinator.fleet.waits, self.coordinator.scheduler.queue
+        waits, queue = self.coordinator.fleet.waits, self.coordinator.scheduler.plan.waiting
         return "; ".join(
             f"{run.id} is {run.state}, wanted {run.intent}, waits for {waits.of(run.id) or queue.get(run.id)}"
             for run in self.states()
@@ -303,116 +276,6 @@ class World(Processes):
                 left += [f"{instance.incarnation} has {name} open" for name in instance.open_runs.names()]
                 left += [f"{instance.incarnation} holds lease {epoch}" for epoch in instance.held]
         return left + list(self.coordinator.scheduler.tasks)
-
-    # --- judgement
-
-    async def _judge(self) -> Outcome:
-        replay = self.replay = Replay(self.store.log)
-        submitted = list(replay.runs)
-        if replay.submissions != len(self.users.keys):
-            raise Violation(f"idempotency: {replay.submissions} runs of {len(self.users.keys)} keys")
-        first = next(name for name in submitted if name in self.users.specs)
-        self.ended = replay.runs[first]
-        self.history = await self._history(first)
-        counts = {name: await self._judge_run(replay.runs[name]) for name in submitted}
-        return Outcome(
-            self.seed,
-            self.ended.state,
-            sum(run.recoveries for run in replay.runs.values()),
-            sum(count.trained for count in counts.values()),
-            sum(count.dropped for count in counts.values()),
-            asyncio.get_running_loop().time(),
-            self.faults.counts,
-            self.users.counts,
-            replay.pairs,
-            {name: run.state for name, run in replay.runs.items()},
-            replay.refilled,
-            replay.helped,
-            replay.borrowed,
-            replay.passed,
-        )
-
-    async def _judge_run(self, run: runs.RunState) -> Tally:
-        history = await self._history(run.id)
-        self._check_end(run)
-        if asked := self.users.evaluators.specs.get(run.id):
-            judge_evaluation(run, asked, history)
-            await self._archived(run)
-            return Tally()
-        tally = judge(run, history, self._weights(run), self._origin(run, history))
-        await self._archived(run)
-        return tally
-
-    def _check_end(self, run: runs.RunState) -> None:
-        """A run ends as its users and its spec deserve."""
-        if run.state == runs.SUCCEEDED and (run.evaluation or run.ledger.step >= run.steps_total):
-            return
-        if run.state == runs.CANCELLED and run.intent == runs.CANCEL:
-            return
-        if run.state == runs.FAILED and self._may_fail(run):
-            return
-        raise Violation(f"liveness: run {run.id} ended {run.state} at step {run.ledger.step}: {run.reason}")
-
-    def _may_fail(self, run: runs.RunState) -> bool:
-        if run.reason.startswith("limits.recoveries: 2 "):
-            return True
-        if run.evaluation is not None:
-            directory = f"{self.data_dir}/runs/{run.evaluation.checkpoint_run}"
-            return "checkpoint: " in run.reason and directory in self.disk.harmed
-        if run.reason.startswith("nothing was trained: "):
-            return not run.totals.tally.trained
-        origin = self.users.origins.get(run.id)
-        harmed = origin is not None and f"{self.data_dir}/runs/{origin}" in self.disk.harmed
-        if run.id in self.users.doomed:
-            return "model.path" in run.reason
-        return run.reason.startswith("from_checkpoint: ") and harmed
-
-    def _origin(self, run: runs.RunState, history: list[Item]) -> Stored | None:
-        """The checkpoint that a fork's live lineage begins with."""
-        found = [event for _, event in history if isinstance(event, ev.VersionRestored) and event.source_run]
-        if not found:
-            return None
-        directory = f"{self.data_dir}/runs/{found[-1].source_run}"
-        for stored in self.disk.checkpoints:
-            if (stored.directory, stored.name) == (directory, found[-1].checkpoint):
-                if run.ledger.first_step != found[-1].frontier_step:
-                    raise Violation(
-                        f"fork: {run.id} begins with step {run.ledger.first_step}, not its origin's"
-                    )
-                return stored
-        raise Violation(f"fork: {run.id} begins with {found[-1].checkpoint}, which never was")
-
-    async def _history(self, run: str) -> list[Item]:
-        """The run's events as anyone may read them: files first, then what is still in memory."""
-        assert self.coordinator is not None
-        found: list[Item] = []
-        while page := await self.coordinator.event_log.history.page(run, found[-1][0] if found else -1):
-            found += page
-        return found
-
-    async def _archived(self, run: runs.RunState) -> None:
-        """The run leaves memory, and shows what it showed before."""
-        coordinator = self.coordinator
-        assert coordinator is not None
-        if run.id in coordinator.event_log.state.runs:
-            shown = coordinator.run(run.id)
-            await coordinator.archive.once()
-            if run.id in coordinator.event_log.state.runs or coordinator.run(run.id) != shown:
-                raise Violation("an archived run shows something else")
-        if coordinator.run(run.id).state != run.state:
-            raise Violation(f"archived run {run.id} shows {coordinator.run(run.id).state}")
-
-    def _weights(self, run: runs.RunState) -> Weights | None:
-        """The head's weights: in a trainer that made it, or on the disk."""
-        head = run.lineage.head
-        made = [i.made for i in self.instances.values() if isinstance(i, Trainer)]
-        found = [weights[run.directory, head] for weights in made if (run.directory, head) in weights]
-        found += [
-            stored.weights
-            for stored in self.disk.checkpoints
-            if (stored.directory, stored.version.number) == (run.directory, head)
-        ]
-        return found[0] if found else None
 
 
 async def _at_once(work: Any, *arguments: Any) -> Any:

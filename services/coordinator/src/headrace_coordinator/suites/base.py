@@ -11,9 +11,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from headrace_schema.embodied import EnvironmentSection
-from headrace_schema.generating import DataSection
-from headrace_schema.scoring import RewardSection
+from headrace_schema.sections.embodied import EnvironmentSection
+from headrace_schema.sections.generating import DataSection
+from headrace_schema.sections.scoring import RewardSection
 from headrace_servicekit.registry import Registry
 from pydantic import BaseModel, ConfigDict
 

@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Annotated
 
-from headrace_schema.embodied import EnvironmentSection
-from headrace_schema.generating import DataSection, PromptSection
-from headrace_schema.scoring import RewardSection, ScorerSection
+from headrace_schema.sections.embodied import EnvironmentSection
+from headrace_schema.sections.generating import DataSection, PromptSection
+from headrace_schema.sections.scoring import RewardSection, ScorerSection
 from pydantic import Field
 
 from headrace_coordinator.data.items import DataItem

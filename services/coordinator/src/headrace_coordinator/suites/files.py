@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, ClassVar
 
-from headrace_schema.generating import DataSection, PromptSection
-from headrace_schema.scoring import RewardSection, ScorerSection
+from headrace_schema.sections.generating import DataSection, PromptSection
+from headrace_schema.sections.scoring import RewardSection, ScorerSection
 from pydantic import Field
 
 from headrace_coordinator.suites.base import Suite

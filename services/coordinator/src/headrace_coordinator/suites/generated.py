@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from headrace_schema.generating import DataSection
-from headrace_schema.scoring import RewardSection, ScorerSection
+from headrace_schema.sections.generating import DataSection
+from headrace_schema.sections.scoring import RewardSection, ScorerSection
 from pydantic import Field
 
 from headrace_coordinator.suites.base import Suite

@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
+from headrace_schema.resources.views import EvaluationView, StepView
 from headrace_schema.spec import RunSpec
-from headrace_schema.views import EvaluationView, StepView
 
 from headrace_coordinator.projections.lines import read_lines, write_whole
 from headrace_coordinator.projections.scalars import evaluation_scalars, step_scalars

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from headrace_schema.tracking import TrackingSection
+from headrace_schema.sections.tracking import TrackingSection
 from headrace_servicekit.process.spawn import signal_group, start_child
 
 log = logging.getLogger(__name__)

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from headrace_schema.problems import problem
-from headrace_schema.tracking import TrackerSection, TrackingSection
-from headrace_schema.views import KeyProblemView
+from headrace_schema.resources.views import KeyProblemView
+from headrace_schema.sections.tracking import TrackerSection, TrackingSection
 from headrace_servicekit.registry import Options, Plugin, PluginError, Registry
 
 

@@ -5,13 +5,15 @@ Knows no tensors, no gRPC and no run: only prompts as ids, samples, distribution
 
 from __future__ import annotations
 
+import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from headrace_schema.generating import ModelSection
+from headrace_schema.sections.generating import ModelSection
 
 if TYPE_CHECKING:
     import torch
@@ -266,6 +268,29 @@ class Figures:
     samples: int = 0
 
 
+class Prefills:
+    """When an engine computed prompts, by `time.perf_counter()`: written in its thread, read in others.
+
+    The newest `KEPT` spans alone: nobody asks for those before the message before.
+    """
+
+    KEPT = 4096
+
+    def __init__(self) -> None:
+        self._spans: deque[tuple[float, float]] = deque(maxlen=self.KEPT)
+        self._lock = threading.Lock()
+
+    def add(self, start: float, end: float) -> None:
+        """Prompts were computed from `start` to `end`, and this model decoded nothing."""
+        with self._lock:
+            self._spans.append((start, end))
+
+    def ended_after(self, mark: float) -> list[tuple[float, float]]:
+        """(start, end) of those that ended later, in order."""
+        with self._lock:
+            return [span for span in self._spans if span[1] > mark]
+
+
 class PolicyHolder(Protocol):
     """What holds a policy, of text or of a robot, on its devices.
 
@@ -331,6 +356,10 @@ class Engine(PolicyHolder, Protocol):
 
     @property
     def figures(self) -> Figures: ...
+
+    @property
+    def prefills(self) -> Sequence[Prefills]:
+        """When prompts were computed, by model; empty where the engine cannot tell it from decoding."""
 
     @property
     def waiting_samples(self) -> int: ...

@@ -22,6 +22,7 @@ from headrace_rollout.engines.base import (
     Group,
     Output,
     Policy,
+    Prefills,
     Refused,
     SampleKey,
     Scope,
@@ -85,6 +86,12 @@ class ConversingEngine:
     def figures(self) -> Figures:
         """Of the policy that learns: its samples are answers, several of an exchange."""
         return self._speaker.figures
+
+    @property
+    def prefills(self) -> Sequence[Prefills]:
+        """See Engine: of both policies, where both can tell."""
+        found = [engine.prefills for engine in self._engines]
+        return [each for one in found for each in one] if all(found) else []
 
     @property
     def policy(self) -> Policy | None:

@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol, TypeVar
 
 import torch
+from headrace_modelkit.threads import Threads
 
 from headrace_rollout.engines.base import (
     Authority,
@@ -56,6 +57,7 @@ class ThreadedHolder(ABC):
 
     def __init__(self, model: HeldModel, thread: str) -> None:
         self._held = model
+        self._threads = Threads()
         self._executor = ThreadPoolExecutor(1, thread_name_prefix=thread)
         self._memory = MemoryState.COLD
         self._paused = False
@@ -176,7 +178,7 @@ class ThreadedHolder(ABC):
         """See PolicyHolder. torch counts threads by the thread that asks, so the holder's thread must."""
 
         def act() -> None:
-            torch.set_num_threads(threads)
+            self._threads.lease(threads)
             if devices:
                 self._held.place(devices[0])
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from headrace.rollout.v1 import rollout_pb2
-from headrace_schema.embodied import EnvironmentSection
+from headrace_schema.sections.embodied import EnvironmentSection
 from headrace_servicekit.rpc.blobs import BlobReader
 
 from headrace_rollout.engines.base import Freed, Policy, Refused, SampleKey

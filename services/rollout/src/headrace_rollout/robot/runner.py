@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import grpc
 from headrace.rollout.v1 import rollout_pb2
-from headrace_schema.embodied import EnvironmentSection
+from headrace_schema.sections.embodied import EnvironmentSection
 from headrace_servicekit.rpc.digests import digest_bytes
 from headrace_servicekit.rpc.episodes import Episode
 from headrace_servicekit.rpc.errors import ServiceError

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
-from headrace_schema.embodied import EnvironmentSection
+from headrace_schema.sections.embodied import EnvironmentSection
 from headrace_servicekit.rpc.episodes import IMAGE, STATE, Arrays
 
 if TYPE_CHECKING:

@@ -91,7 +91,11 @@ class SimulatedEnvironment(Protocol):
 
 
 class Backend(Protocol):
-    """A simulator; made without arguments, imports its heavy packages only then."""
+    """A simulator; made without arguments, imports its heavy packages only then.
+
+    It may have a method `perturbations(name)` beside these: by each name that `semantic.perturbation` of a variant may
+    say for an environment, the options with which `make` makes it so (other objects, places, words).
+    """
 
     def environments(self) -> list[str]:
         """Names that `make` knows, sorted."""

@@ -104,13 +104,13 @@ class GymnasiumEnvironment:
         self._environment.close()
 
     def _arrays(self, observation: Any) -> dict[str, np.ndarray]:
-        arrays = {}
-        for space in self.observation_spaces:
-            part = observation
-            for key in self._paths[space.name]:
-                part = part[key]
-            arrays[space.name] = np.asarray(part, dtype=space.dtype)
-        return arrays
+        return {space.name: self._array(observation, space) for space in self.observation_spaces}
+
+    def _array(self, observation: Any, space: ArraySpace) -> np.ndarray:
+        part = observation
+        for key in self._paths[space.name]:
+            part = part[key]
+        return np.asarray(part, dtype=space.dtype)
 
 
 def _knobs(environment: gymnasium.Env[Any, Any]) -> dict[str, Knob]:
@@ -118,7 +118,7 @@ def _knobs(environment: gymnasium.Env[Any, Any]) -> dict[str, Knob]:
     inner: Any = environment.unwrapped
     model = getattr(inner, "model", None)
     if hasattr(model, "geom_friction"):
-        return mujoco.knobs(model)
+        return mujoco.knobs(model, mujoco.uploader(inner))
     numbers = {
         name: value for name, value in vars(inner).items() if isinstance(value, float) and name[0] != "_"
     }

@@ -1,13 +1,14 @@
 """LIBERO's suites (https://libero-project.github.io), with the initial states that each task brings.
 
-A name is SUITE/INDEX or SUITE/TASK, such as `libero_spatial/0`. Knows no pretrained policy's conventions: images are
-those of the simulator, upside down.
+A name is SUITE/INDEX or SUITE/TASK, such as `libero_spatial/0`. Perturbations are LIBERO-PRO's (arXiv 2510.03827).
+Knows no pretrained policy's conventions: images are those of the simulator, upside down.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,7 +16,8 @@ import numpy as np
 from headrace_servicekit.registry import Options
 from pydantic import Field
 
-from headrace_simulator.backends.base import BackendError, Observation, Transition
+from headrace_simulator.backends import mujoco
+from headrace_simulator.backends.base import BackendError, Knob, Observation, Transition
 from headrace_simulator.backends.options import parse, require, unknown
 from headrace_simulator.spaces import ArraySpace
 
@@ -28,11 +30,16 @@ _OWN_LIMITS = {
     "libero_90": 400,
 }
 """Steps after which an episode counts as failed in published evaluations."""
+_PERTURBED = ("libero_spatial", "libero_object", "libero_goal", "libero_10")
+_PERTURBATIONS = {"language": "lan", "object": "object", "position": "swap", "task": "task"}
+"""What each changes, and how LIBERO-PRO's suites of it end. They have the same tasks in the same order."""
+_REWORDED = ("language", "task")
 _STATE = ("robot0_eef_pos", "robot0_eef_quat", "robot0_gripper_qpos", "robot0_joint_pos", "object-state")
 _NOTHING = np.array([0.0, 0.0, 0.0, 0.0, 0.0, 0.0, -1.0])
 _HORIZON = 1 << 40
 _PICTURE = 256
 Camera = Literal["agentview", "robot0_eye_in_hand", "frontview"]
+Perturbation = Literal["", "language", "object", "position", "task"]
 
 
 class LiberoOptions(Options):
@@ -51,6 +58,11 @@ class LiberoOptions(Options):
     reflections: bool = Field(
         default=True, description="false halves the time of an image and changes its pixels: for tests"
     )
+    perturbation: Perturbation = Field(
+        default="",
+        description="LIBERO-PRO's: the task in other words, with other objects, with objects in each other's places, "
+        "or another task in the same scene",
+    )
 
 
 class LiberoBackend:
@@ -67,13 +79,20 @@ class LiberoBackend:
             raise _no_assets(str(error)) from error
         if not assets.is_dir():
             raise _no_assets(f"there is no {assets}")
-        self._suites = {name: benchmark.get_benchmark_dict()[name]() for name in _SUITES}
+        self._known = benchmark.get_benchmark_dict()
+        self._suites = {name: self._known[name]() for name in _SUITES}
 
     def environments(self) -> list[str]:
         """SUITE/INDEX of every task."""
         return sorted(
             f"{name}/{index}" for name, suite in self._suites.items() for index in range(suite.n_tasks)
         )
+
+    def perturbations(self, name: str) -> Mapping[str, Mapping[str, Any]]:
+        """See `Backend`: LIBERO-PRO's, of the suites that it covers."""
+        if name.partition("/")[0] not in _PERTURBED:
+            return {}
+        return {each: {"perturbation": each} for each in _PERTURBATIONS}
 
     def make(
         self, name: str, options: Mapping[str, Any], *, own_time_limit: bool, dense: bool
@@ -95,11 +114,23 @@ class LiberoBackend:
         )
         if not 0 <= index < len(names):
             raise unknown(f"task of {suite_name} (0 to {len(names) - 1}, or a name)", task_name, names)
+        chosen = parse(LiberoOptions, options)
+        if chosen.perturbation:
+            suite = self._perturbed(suite_name, chosen.perturbation)
         task = suite.get_task(index)
         limit = _OWN_LIMITS[suite_name] if own_time_limit else 0
         bddl = self._bddl / task.problem_folder / task.bddl_file
         states = np.asarray(suite.get_task_init_states(index), np.float64)
-        return LiberoEnvironment(bddl, str(task.language), states, parse(LiberoOptions, options), limit)
+        # A task's file name says what it asks for, but for what says it otherwise.
+        words = "" if chosen.perturbation in _REWORDED else str(task.language)
+        return LiberoEnvironment(bddl, words, states, chosen, limit)
+
+    def _perturbed(self, suite: str, perturbation: str) -> Any:
+        if suite not in _PERTURBED:
+            raise BackendError(
+                "options_json.perturbation", f"{suite} has none; LIBERO-PRO has {', '.join(_PERTURBED)}"
+            )
+        return self._known[f"{suite}_{_PERTURBATIONS[perturbation]}"]()
 
 
 class LiberoEnvironment:
@@ -110,7 +141,8 @@ class LiberoEnvironment:
     ) -> None:
         from libero.libero.envs.env_wrapper import ControlEnv
 
-        self.instruction = instruction
+        self.knobs: dict[str, Knob] = {}
+        self._turned: dict[str, float] = {}
         self.init_state_count = len(init_states)
         self._init_states, self._options, self._limit = init_states, options, limit
         self._steps = 0
@@ -127,8 +159,10 @@ class LiberoEnvironment:
             ignore_done=True,
         )
         self._environment.seed(0)
+        self.instruction = instruction or str(self._environment.language_instruction)
         self._names = [*_STATE, *(f"{camera}_image" for camera in options.cameras)]
         first = self._begin(0)
+        self.knobs = {name: partial(self._turned.__setitem__, name) for name in self._model_knobs()}
         self.observation_spaces = [
             ArraySpace(name, array.dtype, array.shape) for name, array in first.items()
         ]
@@ -165,6 +199,9 @@ class LiberoEnvironment:
 
     def _begin(self, index: int) -> Observation:
         self._environment.reset()
+        knobs = self._model_knobs() if self._turned else {}  # each reset makes a model of its own
+        for name, value in self._turned.items():
+            knobs[name](value)
         if not self._options.reflections:
             self._without_reflections()
         observation = self._environment.set_init_state(self._init_states[index])
@@ -172,6 +209,17 @@ class LiberoEnvironment:
             observation = self._environment.step(_NOTHING)[0]
         self._steps = 0
         return self._named(observation)
+
+    def _model_knobs(self) -> dict[str, Knob]:
+        return mujoco.knobs(self._environment.sim.model._model, self._upload)
+
+    def _upload(self, texture: int) -> None:
+        context = self._environment.sim._render_context_offscreen
+        if context is not None:
+            import mujoco
+
+            context.gl_ctx.make_current()
+            mujoco.mjr_uploadTexture(context.model._model, context.con, texture)
 
     def _without_reflections(self) -> None:
         context = self._environment.sim._render_context_offscreen

@@ -13,6 +13,7 @@ from typing import Any
 from headrace_servicekit.registry import Options
 
 from headrace_simulator.backends.base import BackendError
+from headrace_simulator.backends.experts import ShownExpert, expert_of
 from headrace_simulator.backends.gymnasium import GymnasiumEnvironment
 from headrace_simulator.backends.options import require
 
@@ -36,19 +37,24 @@ class ManiSkillBackend:
             import mani_skill.envs  # noqa: F401 - registers the tasks
             from mani_skill.utils.registration import REGISTERED_ENVS
 
-            from headrace_simulator.backends import plates  # which registers ours
+            from headrace_simulator.backends import plates, sapien  # the first one registers ours
 
         self._tasks: dict[str, Any] = REGISTERED_ENVS
-        self._plates = plates
+        self._plates, self._scenes = plates, sapien
 
     def environments(self) -> list[str]:
         """The tasks' names; some of them need assets that no package brings."""
         return sorted(self._tasks)
 
+    def perturbations(self, name: str) -> Mapping[str, Mapping[str, Any]]:
+        """See `Backend`."""
+        found: Mapping[str, Mapping[str, Any]] = self._plates.perturbations(name)
+        return found
+
     def make(
         self, name: str, options: Mapping[str, Any], *, own_time_limit: bool, dense: bool
     ) -> GymnasiumEnvironment:
-        """Makes a task; the options are those of its `gymnasium.make`, and `ignore_terminations`.
+        """Makes a task; the options are those of its `gymnasium.make`, `ignore_terminations` and `expert`.
 
         Tasks of putting a thing on a plate may be named with the thing, NAME/INDEX; then they have an instruction.
 
@@ -66,6 +72,7 @@ class ManiSkillBackend:
             raise BackendError("environment.name", f"ManiSkill has no task {name!r}{hint}")
         arguments = {**_DEFAULTS, **options}
         ignore_terminations = bool(arguments.pop("ignore_terminations", False))
+        expert = expert_of(name, options) if arguments.pop("expert", False) else None
         if arguments["sim_backend"] not in _CPU:
             raise BackendError(
                 "options_json.sim_backend",
@@ -78,9 +85,9 @@ class ManiSkillBackend:
             arguments["max_episode_steps"] = _NO_LIMIT
         with _explained(name):
             made: Any = gymnasium.make(name, num_envs=1, **arguments)
-        return GymnasiumEnvironment(
-            CPUGymWrapper(made, ignore_terminations=ignore_terminations), _instruction(made)
-        )
+        one = CPUGymWrapper(made, ignore_terminations=ignore_terminations)
+        rest = _instruction(made), self._scenes.knobs(made)
+        return GymnasiumEnvironment(one, *rest) if expert is None else ShownExpert(one, expert, *rest)
 
 
 @contextmanager

@@ -78,7 +78,7 @@ class MetaWorldEnvironment:
         self, environment: Any, options: MetaWorldOptions, own_time_limit: bool, expert: Expert | None
     ) -> None:
         self._expert, self._environment = expert, environment
-        self.knobs = mujoco.knobs(environment.model)
+        self.knobs = mujoco.knobs(environment.model, mujoco.uploader(environment))
         self._size = options.image_size
         # By default every instance has one goal for ever; so its own random stream draws one at each reset.
         environment.seeded_rand_vec, environment._freeze_rand_vec = True, False

@@ -202,6 +202,12 @@ class PutOnPlateInScene(PutOnPlate):
         self.agent.reset(init_qpos=np.array(_START))
 
 
+def perturbations(name: str) -> dict[str, dict[str, Any]]:
+    """By name, the options with which a task's things are others; a task of one thing has none."""
+    task, _, index = name.partition("/")
+    return {"unseen_objects": {"objects": "test"}} if task in TASKS and not index else {}
+
+
 def options_of(name: str, options: dict[str, Any]) -> dict[str, Any]:
     """Arguments of a task NAME or NAME/THING. Raises BackendError: its assets, or its thing, are not there."""
     task, _, index = name.partition("/")

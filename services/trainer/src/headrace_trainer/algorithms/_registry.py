@@ -9,7 +9,7 @@ from headrace_servicekit.registry import PluginError, Registry
 from headrace_trainer.errors import Refusal, refused
 
 if TYPE_CHECKING:
-    from headrace_schema.learning import AlgorithmSection
+    from headrace_schema.sections.learning import AlgorithmSection
 
     from headrace_trainer.algorithms._base import Algorithm
 

@@ -338,27 +338,37 @@ class KlCovOptions(AggregationOptions, StdOptions):
 
 
 _HERE = "headrace_trainer.algorithms"
-GRPO = Plugin(f"{_HERE}.grpo:Grpo", GrpoOptions, "group relative policy optimisation, without a critic")
+GRPO = Plugin(
+    f"{_HERE}.group_relative.grpo:Grpo", GrpoOptions, "group relative policy optimisation, without a critic"
+)
 PASSK_GRPO = Plugin(
-    f"{_HERE}.passk_grpo:PassKGrpo", GrpoOptions, "GRPO that rewards the best answer of a group alone"
+    f"{_HERE}.group_relative.passk_grpo:PassKGrpo",
+    GrpoOptions,
+    "GRPO that rewards the best answer of a group alone",
 )
 DR_GRPO = Plugin(
-    f"{_HERE}.dr_grpo:DrGrpo",
+    f"{_HERE}.group_relative.dr_grpo:DrGrpo",
     DrGrpoOptions,
     "GRPO without its biases by answer length and by spread of rewards",
 )
 DAPO = Plugin(
-    f"{_HERE}.dapo:Dapo",
+    f"{_HERE}.group_relative.dapo:Dapo",
     DapoOptions,
     "GRPO with clip-higher, token mean, dynamic sampling and overlong shaping",
 )
-RLOO = Plugin(f"{_HERE}.rloo:Rloo", GroupRewardedOptions, "a reward against the mean of its group's others")
-OPO = Plugin(f"{_HERE}.opo:Opo", GroupPpoOptions, "a reward against its group's mean by answer length")
+RLOO = Plugin(
+    f"{_HERE}.reinforce.rloo:Rloo", GroupRewardedOptions, "a reward against the mean of its group's others"
+)
+OPO = Plugin(
+    f"{_HERE}.reinforce.opo:Opo", GroupPpoOptions, "a reward against its group's mean by answer length"
+)
 REINFORCE_PP = Plugin(
-    f"{_HERE}.reinforce_pp:ReinforcePp", ReinforcePpOptions, "returns whitened over the batch, without groups"
+    f"{_HERE}.reinforce.reinforce_pp:ReinforcePp",
+    ReinforcePpOptions,
+    "returns whitened over the batch, without groups",
 )
 REINFORCE_PP_BASELINE = Plugin(
-    f"{_HERE}.reinforce_pp:ReinforcePpBaseline",
+    f"{_HERE}.reinforce.reinforce_pp:ReinforcePpBaseline",
     GroupRewardedOptions,
     "group-centred rewards whitened over the batch",
 )
@@ -367,21 +377,33 @@ PPO = Plugin(
     ActorCriticOptions,
     "generalised advantages of a critic: a value head or a model of its own",
 )
-GSPO = Plugin(f"{_HERE}.gspo:Gspo", GspoOptions, "GRPO with one ratio for each answer")
-GMPO = Plugin(f"{_HERE}.gmpo:Gmpo", GmpoOptions, "GRPO with the geometric mean of an answer's clipped ratios")
-CISPO = Plugin(
-    f"{_HERE}.cispo:Cispo", CispoOptions, "GRPO whose clip bounds a token's weight, not its gradient"
+GSPO = Plugin(f"{_HERE}.group_relative.gspo:Gspo", GspoOptions, "GRPO with one ratio for each answer")
+GMPO = Plugin(
+    f"{_HERE}.group_relative.gmpo:Gmpo",
+    GmpoOptions,
+    "GRPO with the geometric mean of an answer's clipped ratios",
 )
-SAPO = Plugin(f"{_HERE}.sapo:Sapo", SapoOptions, "GRPO with a soft gate in place of the clip")
-GPG = Plugin(f"{_HERE}.gpg:Gpg", GpgOptions, "group-centred rewards without a ratio and a clip")
-REINFORCE = Plugin(f"{_HERE}.reinforce:Reinforce", RewardedOptions, "raw rewards, without a baseline")
-REMAX = Plugin(f"{_HERE}.remax:Remax", RewardedOptions, "a reward against that of the prompt's greedy answer")
+CISPO = Plugin(
+    f"{_HERE}.group_relative.cispo:Cispo",
+    CispoOptions,
+    "GRPO whose clip bounds a token's weight, not its gradient",
+)
+SAPO = Plugin(f"{_HERE}.group_relative.sapo:Sapo", SapoOptions, "GRPO with a soft gate in place of the clip")
+GPG = Plugin(f"{_HERE}.reinforce.gpg:Gpg", GpgOptions, "group-centred rewards without a ratio and a clip")
+REINFORCE = Plugin(
+    f"{_HERE}.reinforce.reinforce:Reinforce", RewardedOptions, "raw rewards, without a baseline"
+)
+REMAX = Plugin(
+    f"{_HERE}.reinforce.remax:Remax", RewardedOptions, "a reward against that of the prompt's greedy answer"
+)
 DISTILL = Plugin(
     f"{_HERE}.distill:Distill", PpoOptions, "on-policy distillation from the teacher trainer.reference"
 )
-CLIP_COV = Plugin(f"{_HERE}.clip_cov:ClipCov", ClipCovOptions, "GRPO without a few tokens of high covariance")
+CLIP_COV = Plugin(
+    f"{_HERE}.group_relative.clip_cov:ClipCov", ClipCovOptions, "GRPO without a few tokens of high covariance"
+)
 KL_COV = Plugin(
-    f"{_HERE}.clip_cov:KlCov",
+    f"{_HERE}.group_relative.clip_cov:KlCov",
     KlCovOptions,
     "GRPO whose tokens of highest covariance stay near the old policy",
 )

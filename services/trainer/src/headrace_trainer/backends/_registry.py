@@ -9,8 +9,8 @@ from headrace_servicekit.registry import Chosen, PluginError, Registry
 from headrace_trainer.errors import refused
 
 if TYPE_CHECKING:
-    from headrace_schema.learning import TrainerSection
     from headrace_schema.openings import TrainerConfig
+    from headrace_schema.sections.learning import TrainerSection
 
     from headrace_trainer.algorithms._base import Algorithm
     from headrace_trainer.backends._base import Backend

@@ -10,9 +10,9 @@ from headrace_servicekit.failpoints import failpoint_sync
 
 from headrace_trainer.backends._base import CommitReport, PrivateGradient
 from headrace_trainer.group.rank import Rank, commit_report, is_finite
-from headrace_trainer.learning.episode_data import CreditData, EpisodeData, EpisodeScores
+from headrace_trainer.learning.episodes.data import CreditData, EpisodeData, EpisodeScores
+from headrace_trainer.learning.packing.work import plan_rounds
 from headrace_trainer.learning.samples import Columns, Rows, Sequence
-from headrace_trainer.learning.work import plan_rounds
 
 
 class LeaderRounds:

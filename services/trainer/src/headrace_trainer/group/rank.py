@@ -31,7 +31,7 @@ from headrace_trainer.errors import Refusal, invalid
 from headrace_trainer.group.group import Gang
 from headrace_trainer.group.rounds import Round
 from headrace_trainer.kinds import run_algorithm, run_backend
-from headrace_trainer.learning.episode_data import EpisodeScores
+from headrace_trainer.learning.episodes.data import EpisodeScores
 from headrace_trainer.learning.samples import Columns
 from headrace_trainer.memory import MemoryPlan, Room, check_room
 

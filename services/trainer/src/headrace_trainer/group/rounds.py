@@ -18,7 +18,7 @@ import msgspec
 
 from headrace_trainer.errors import Quiesced
 from headrace_trainer.group.group import Gang
-from headrace_trainer.learning.episode_data import CreditData, EpisodeData
+from headrace_trainer.learning.episodes.data import CreditData, EpisodeData
 from headrace_trainer.learning.samples import Rows
 
 Kind = Literal[

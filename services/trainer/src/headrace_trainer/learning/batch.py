@@ -17,8 +17,7 @@ from headrace_trainer.errors import Quiesced
 from headrace_trainer.learning import step as steps
 from headrace_trainer.learning.infer import InferPass
 from headrace_trainer.learning.intake import Inferred, Intake, Prepared, not_finite
-from headrace_trainer.learning.samples import Group
-from headrace_trainer.learning.work import (
+from headrace_trainer.learning.packing.work import (
     Finished,
     OptimizerStep,
     StepRounds,
@@ -26,6 +25,7 @@ from headrace_trainer.learning.work import (
     moved_far,
     plan_rounds,
 )
+from headrace_trainer.learning.samples import Group
 
 
 class BatchLearner:

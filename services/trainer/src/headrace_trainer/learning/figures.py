@@ -5,8 +5,8 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
+from headrace_trainer.learning.packing.work import OptimizerStep
 from headrace_trainer.learning.samples import GroupRecord
-from headrace_trainer.learning.work import OptimizerStep
 
 
 def step_figures(

@@ -7,8 +7,8 @@ from collections.abc import Sequence as Many
 
 from headrace_trainer.algorithms._base import VALUES, Algorithm
 from headrace_trainer.learning.intake import Inferred, Intake
+from headrace_trainer.learning.packing.work import StepRounds
 from headrace_trainer.learning.samples import Columns, Group
-from headrace_trainer.learning.work import StepRounds
 
 
 class InferPass:

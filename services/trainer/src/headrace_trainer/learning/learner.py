@@ -13,8 +13,14 @@ from headrace_trainer.algorithms._base import Algorithm
 from headrace_trainer.learning import step as steps
 from headrace_trainer.learning.infer import InferPass
 from headrace_trainer.learning.intake import Intake, Prepared, not_finite
+from headrace_trainer.learning.packing.work import (
+    Finished,
+    OptimizerStep,
+    StepRounds,
+    denominator,
+    plan_rounds,
+)
 from headrace_trainer.learning.samples import Group, GroupRecord
-from headrace_trainer.learning.work import Finished, OptimizerStep, StepRounds, denominator, plan_rounds
 
 
 class Learner:

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 from headrace_trainer.errors import Refusal
 from headrace_trainer.learning.samples import GroupRecord
-from headrace_trainer.session import LearnItem
+from headrace_trainer.session.session import LearnItem
 
 Learn = Callable[[list[LearnItem]], Awaitable[list[list[GroupRecord] | Refusal]]]
 LINGER_S = 0.005

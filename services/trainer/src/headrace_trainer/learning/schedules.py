@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from headrace_schema.learning import OptimizerSection
+from headrace_schema.sections.learning import OptimizerSection
 
 from headrace_trainer.algorithms._base import CriticPlan
 

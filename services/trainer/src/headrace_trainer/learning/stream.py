@@ -19,7 +19,7 @@ from headrace_servicekit.rpc.errors import ServiceError
 from headrace_trainer.group.compute import refusals
 from headrace_trainer.learning.queue import LearnQueue
 from headrace_trainer.learning.samples import GroupRecord
-from headrace_trainer.session import LearnItem
+from headrace_trainer.session.session import LearnItem
 
 AHEAD = 8
 """Requests that are read and not acknowledged."""

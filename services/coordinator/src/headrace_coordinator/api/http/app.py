@@ -14,14 +14,14 @@ from pydantic.json_schema import models_json_schema
 
 from headrace_coordinator.api.control import Control
 from headrace_coordinator.api.http.errors import ANSWERS, add_error_handlers
-from headrace_coordinator.api.http.evaluations import evaluation_routes
-from headrace_coordinator.api.http.fleet import ScaleRequest, fleet_routes, service_routes
 from headrace_coordinator.api.http.guard import Guard
 from headrace_coordinator.api.http.links import link_routes
-from headrace_coordinator.api.http.overviews import overview_routes
-from headrace_coordinator.api.http.pages import page_routes
-from headrace_coordinator.api.http.plans import plan_routes
-from headrace_coordinator.api.http.runs import run_routes
+from headrace_coordinator.api.http.routes.evaluations import evaluation_routes
+from headrace_coordinator.api.http.routes.fleet import ScaleRequest, fleet_routes, service_routes
+from headrace_coordinator.api.http.routes.overviews import overview_routes
+from headrace_coordinator.api.http.routes.pages import page_routes
+from headrace_coordinator.api.http.routes.plans import plan_routes
+from headrace_coordinator.api.http.routes.runs import run_routes
 from headrace_coordinator.planner.documents import PlanRequest
 
 VERSION = "1"

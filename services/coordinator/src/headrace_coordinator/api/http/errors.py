@@ -9,7 +9,7 @@ from typing import Any
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from headrace_schema.problems import explain_details, nearest, problem
-from headrace_schema.views import ErrorView, KeyProblemView
+from headrace_schema.resources.views import ErrorView, KeyProblemView
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.routing import compile_path

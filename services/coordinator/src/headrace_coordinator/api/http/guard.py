@@ -15,7 +15,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from headrace_coordinator.api.http.errors import NO_HEAD, error_response
-from headrace_coordinator.api.http.pages import is_page
+from headrace_coordinator.api.http.routes.pages import is_page
 
 OPEN_PATHS = frozenset({"/healthz", "/open"})  # /open takes a one-time code
 REQUESTS = Counter(

@@ -11,7 +11,7 @@ import time
 from urllib.parse import quote
 
 from fastapi import APIRouter, Depends, Response
-from headrace_schema.views import LinkView
+from headrace_schema.resources.views import LinkView
 
 from headrace_coordinator.api.http.errors import error_response
 from headrace_coordinator.api.http.requests import known_parameters, view_response

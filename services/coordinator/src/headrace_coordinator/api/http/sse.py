@@ -7,7 +7,7 @@ import logging
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 
-from headrace_schema.views import EventView
+from headrace_schema.resources.views import EventView
 
 from headrace_coordinator.api.control import Refused
 

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from heapq import heappop, heappush
 
-from headrace_coordinator.planner.profiles import Pace
+from headrace_coordinator.planner.profiling.profiles import Pace
 
 Finished = tuple[float, int]
 """(seconds, item)."""

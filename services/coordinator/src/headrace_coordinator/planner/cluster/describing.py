@@ -7,9 +7,9 @@ from typing import Any
 
 from headrace_coordinator.planner.cluster.sampling import draw
 from headrace_coordinator.planner.cluster.simulating import Simulated, simulate
-from headrace_coordinator.planner.costs import Evaluation, Workload
-from headrace_coordinator.planner.lengths import Lengths
-from headrace_coordinator.planner.tree import Node
+from headrace_coordinator.planner.profiling.lengths import Lengths
+from headrace_coordinator.planner.trees.costs import Evaluation, Workload
+from headrace_coordinator.planner.trees.tree import Node
 
 
 def describe(work: Workload, tree: Node, iterations: int, seed: int, trace: bool = False) -> dict[str, Any]:

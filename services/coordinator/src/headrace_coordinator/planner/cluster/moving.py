@@ -1,7 +1,7 @@
 """One step with the elastic policy on a simulated cluster: devices change roles while the tail decodes.
 
-The policy decides (`planner/elastic.py`); this module only carries out its moves in simulated time. It knows the true
-lengths, which the policy is never told.
+The policy decides (`planner/elastic/policy.py`); this module only carries out its moves in simulated time. It knows
+the true lengths, which the policy is never told.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from headrace_coordinator.planner.cluster.decoding import Finished, Replica, spr
 from headrace_coordinator.planner.cluster.roles import Decoder, Group, Lane, Learner
 from headrace_coordinator.planner.cluster.sampling import Draws
 from headrace_coordinator.planner.cluster.spans import Label, Place, Timeline
-from headrace_coordinator.planner.elastic import (
+from headrace_coordinator.planner.elastic.outlook import Terms
+from headrace_coordinator.planner.elastic.policy import (
     ElasticState,
     Move,
     Role,
@@ -24,7 +25,6 @@ from headrace_coordinator.planner.elastic import (
     helpers_until,
     plan_elastic,
 )
-from headrace_coordinator.planner.outlook import Terms
 
 
 class ElasticStep:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from math import fsum
 from random import Random
 
-from headrace_coordinator.planner.costs import Workload
-from headrace_coordinator.planner.lengths import Lengths
+from headrace_coordinator.planner.profiling.lengths import Lengths
+from headrace_coordinator.planner.trees.costs import Workload
 
 
 @dataclass(frozen=True)

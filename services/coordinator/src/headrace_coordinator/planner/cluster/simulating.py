@@ -9,11 +9,11 @@ from headrace_coordinator.planner.cluster.moving import ElasticStep
 from headrace_coordinator.planner.cluster.sampling import Draws, draw
 from headrace_coordinator.planner.cluster.spans import UNPLANNED, Label, Place, Timeline
 from headrace_coordinator.planner.cluster.walking import Pass, Walk
-from headrace_coordinator.planner.costs import Evaluation, Workload
+from headrace_coordinator.planner.elastic.outlook import MoveCosts, Terms
 from headrace_coordinator.planner.errors import refuse
 from headrace_coordinator.planner.graph import Granularity
-from headrace_coordinator.planner.outlook import MoveCosts, Terms
-from headrace_coordinator.planner.tree import Leaf, Node, Share, Split, devices
+from headrace_coordinator.planner.trees.costs import Evaluation, Workload
+from headrace_coordinator.planner.trees.tree import Leaf, Node, Share, Split, devices
 
 
 @dataclass(frozen=True)

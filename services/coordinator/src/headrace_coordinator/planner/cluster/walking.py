@@ -16,10 +16,10 @@ from itertools import pairwise
 from headrace_coordinator.planner.cluster.decoding import Finished, Replica, spread
 from headrace_coordinator.planner.cluster.sampling import Draws
 from headrace_coordinator.planner.cluster.spans import UNPLANNED, Label, Place, Timeline
-from headrace_coordinator.planner.costs import Evaluation, Workload, overlapped
 from headrace_coordinator.planner.errors import refuse
-from headrace_coordinator.planner.profiles import Pace
-from headrace_coordinator.planner.tree import Cycle, Leaf, Node, Share, Split, devices, leaves
+from headrace_coordinator.planner.profiling.profiles import Pace
+from headrace_coordinator.planner.trees.costs import Evaluation, Workload, overlapped
+from headrace_coordinator.planner.trees.tree import Cycle, Leaf, Node, Share, Split, devices, leaves
 
 Offset = dict[str, int]
 

@@ -7,15 +7,15 @@ from collections.abc import Callable, Iterable
 import msgspec
 from headrace.common.v1 import common_pb2 as common
 from headrace.trainer.v1 import trainer_pb2 as trainer
-from headrace_schema.views import StepView
+from headrace_schema.resources.views import StepView
 from headrace_schema.workflow import GraphSection
 from headrace_servicekit.rpc.digests import set_digest
 
 from headrace_coordinator.domain import events as ev
-from headrace_coordinator.domain.compact import compact, compact_drops, count_drops, expand
-from headrace_coordinator.domain.reward_flow import stage_figures
+from headrace_coordinator.domain.ledger.compact import compact, compact_drops, count_drops, expand
+from headrace_coordinator.domain.ledger.reward_flow import stage_figures
+from headrace_coordinator.domain.ledger.slot_index import ACCUMULATED, DROPPED, FILTERED, Slot
 from headrace_coordinator.domain.runs import RunState
-from headrace_coordinator.domain.slot_index import ACCUMULATED, DROPPED, FILTERED, Slot
 from headrace_coordinator.projections.trajectories import Settled, whole_groups
 from headrace_coordinator.run.context import RunContext
 from headrace_coordinator.run.stages.learning import members_of

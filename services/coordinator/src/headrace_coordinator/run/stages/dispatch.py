@@ -11,17 +11,18 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from headrace.common.v1 import common_pb2 as common
 from headrace.rollout.v1 import rollout_pb2 as rollout
 
-from headrace_coordinator.domain.dispatch import (
+from headrace_coordinator.domain.ledger.dispatch import (
     DispatchOrder,
     GroupWork,
     plan_assign,
     plan_dispatch,
     plan_return,
 )
-from headrace_coordinator.domain.slot_index import Slot
+from headrace_coordinator.domain.ledger.slot_index import Slot
 from headrace_coordinator.fleet.waits import Notifier
-from headrace_coordinator.run.clients import Opening, Published, RolloutClient, SlotKey
 from headrace_coordinator.run.context import RunContext
+from headrace_coordinator.run.workers.clients import Published, SlotKey
+from headrace_coordinator.run.workers.rollout_client import Opening, RolloutClient
 
 
 class Dispatch:

@@ -13,16 +13,17 @@ from headrace.rollout.v1 import rollout_pb2 as rollout
 
 from headrace_coordinator.fleet.ports import CallRefused, InstanceDown
 from headrace_coordinator.fleet.waits import Notifier
-from headrace_coordinator.run.clients import Produced, Published, RolloutClient
 from headrace_coordinator.run.concurrency import gather_all
 from headrace_coordinator.run.context import RunContext
 from headrace_coordinator.run.stages.dispatch import Dispatch
 from headrace_coordinator.run.stages.receive import Receive
 from headrace_coordinator.run.stages.relay import Relay
-from headrace_coordinator.run.stages.score_stages import ScoreStages
-from headrace_coordinator.run.stages.scoring import Scoring
+from headrace_coordinator.run.stages.rewards.score_stages import ScoreStages
+from headrace_coordinator.run.stages.rewards.scoring import Scoring
 from headrace_coordinator.run.stages.settle import Batch, Settle
 from headrace_coordinator.run.stages.step_timer import StepTimer
+from headrace_coordinator.run.workers.clients import Published
+from headrace_coordinator.run.workers.rollout_client import Produced, RolloutClient
 
 LOOK_S = 5.0
 TRAINER_BEHIND = "the trainer to take answers: limits.in_flight_bytes of them wait for it"
@@ -161,6 +162,14 @@ class Generation:
                 metrics.stage, (now - seconds, now), member.devices if metrics.stage == "act" else ()
             )
 
+    def _time_prefills(self, member: RolloutClient, response: rollout.GenerateResponse) -> None:
+        """Prompts are computed within generate, where the engine tells it apart."""
+        now = self._context.event_log.monotonic()
+        for prefill in response.prefills:
+            began = now - prefill.began_ago.ToNanoseconds() / 1e9
+            lasted = prefill.lasted.ToNanoseconds() / 1e9
+            self._timer.add("prefill", (began, min(now, began + lasted)), member.devices)
+
     async def _work(
         self, member: RolloutClient, assignments: AsyncIterator[rollout.AssignGroups]
     ) -> AsyncIterator[rollout.AssignGroups]:
@@ -174,6 +183,10 @@ class Generation:
             self._timer.rested((since, self._context.event_log.monotonic()), member.devices)
 
     async def _take(self, member: RolloutClient, response: Produced, over: asyncio.Event) -> None:
+        if isinstance(response, rollout.GenerateResponse):
+            self._time_prefills(
+                member, response
+            )  # Before anything is waited for: they are told as times ago.
         bodies = [chunk.finished for chunk in response.chunks if chunk.HasField("finished")]
         if bodies:
             if self._relay.full:

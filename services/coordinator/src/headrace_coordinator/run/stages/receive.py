@@ -14,21 +14,22 @@ from headrace.rollout.v1 import rollout_pb2 as rollout
 from headrace_servicekit.rpc.digests import digest_and_size
 
 from headrace_coordinator.domain import events as ev
-from headrace_coordinator.domain.dispatch import accepts
-from headrace_coordinator.domain.slot_index import ASSIGNED, FINISHED, Slot
+from headrace_coordinator.domain.ledger.dispatch import accepts
+from headrace_coordinator.domain.ledger.slot_index import ASSIGNED, FINISHED, Slot
 from headrace_coordinator.fleet.waits import Notifier
 from headrace_coordinator.projections.trajectories import LOG_PROBS_KEPT, is_kept
-from headrace_coordinator.run.clients import Published, RolloutClient, SlotKey
 from headrace_coordinator.run.context import RunContext
 from headrace_coordinator.run.stages.dispatch import Dispatch
 from headrace_coordinator.run.stages.relay import Relay
-from headrace_coordinator.run.stages.scoring import (
+from headrace_coordinator.run.stages.rewards.scoring import (
     first_log_probs,
     first_text_bytes,
     sampled,
     score_item,
 )
 from headrace_coordinator.run.stages.settle import Batch, Scored, Settle, Shown
+from headrace_coordinator.run.workers.clients import Published, SlotKey
+from headrace_coordinator.run.workers.rollout_client import RolloutClient
 
 SAMPLE_RETRIES = 2
 TAKEN_AT_ONCE, TAKEN_BYTES = 64, 1 << 20

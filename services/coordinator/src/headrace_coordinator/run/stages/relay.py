@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterable
 from headrace.common.v1 import common_pb2 as common
 from headrace_servicekit.rpc.digests import digest_and_size
 
-from headrace_coordinator.domain.slot_index import Slot
-from headrace_coordinator.run.clients import RolloutClient, SlotKey
+from headrace_coordinator.domain.ledger.slot_index import Slot
+from headrace_coordinator.run.workers.clients import SlotKey
+from headrace_coordinator.run.workers.rollout_client import RolloutClient
 
 SizedBody = tuple[common.Trajectory, int]
 

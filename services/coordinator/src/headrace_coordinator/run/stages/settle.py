@@ -10,12 +10,12 @@ from math import isfinite
 from headrace.reward.v1 import reward_pb2 as reward
 
 from headrace_coordinator.domain import events as ev
-from headrace_coordinator.domain.dispatch import plan_refill
-from headrace_coordinator.domain.slot_index import FILTERED, FINISHED
+from headrace_coordinator.domain.ledger.dispatch import plan_refill
+from headrace_coordinator.domain.ledger.slot_index import FILTERED, FINISHED
 from headrace_coordinator.fleet.waits import Notifier
-from headrace_coordinator.run.clients import SlotKey
 from headrace_coordinator.run.context import RunContext
 from headrace_coordinator.run.stages.relay import Relay
+from headrace_coordinator.run.workers.clients import SlotKey
 
 
 @dataclass(slots=True)
@@ -89,6 +89,8 @@ class Settle:
                     scored.shown.parts = dict(result.parts)
                 touched[key[0]] = None
         complete = [(prompt, rewards) for prompt in touched if (rewards := self._rewards(prompt))]
+        for prompt, _ in complete:
+            self._context.tail.grouped([slot.tokens for slot in self._ledger.group(prompt)])
         self._settle([group for group in complete if not self._filtered(*group)])
 
     def _filtered(self, prompt: int, rewards: list[float]) -> bool:

@@ -10,15 +10,17 @@ from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 from headrace_coordinator.domain.state import InstanceState
-from headrace_coordinator.fleet.fleet import Fleet, FleetSettings, Supervisor, open_reports
+from headrace_coordinator.fleet.fleet import Fleet
 from headrace_coordinator.fleet.ports import InstanceDown
+from headrace_coordinator.fleet.sessions import FleetSettings, Supervisor, open_reports
 from headrace_coordinator.simulation.fleet.disk import Disk
 from headrace_coordinator.simulation.fleet.instances import Instance
 from headrace_coordinator.simulation.fleet.network import SimulatedPort
 from headrace_coordinator.simulation.fleet.reward import Reward
 from headrace_coordinator.simulation.fleet.rollout import Rollout
 from headrace_coordinator.simulation.fleet.simulator import Simulator
-from headrace_coordinator.simulation.fleet.trainer import Gangs, Trainer
+from headrace_coordinator.simulation.fleet.trainer import Trainer
+from headrace_coordinator.simulation.fleet.trainer_group import Gangs
 from headrace_coordinator.simulation.judging.judge import Violation
 from headrace_coordinator.simulation.specs import DEVICES_A_HOST
 

@@ -17,6 +17,7 @@ from headrace_coordinator.simulation.fleet.disk import Disk
 from headrace_coordinator.simulation.fleet.instances import Instance
 from headrace_coordinator.simulation.fleet.simulator import Simulator
 
+PREFILL_MS = 20
 COLD, SUSPENDED, WEIGHTS, AWAKE = "COLD", "SUSPENDED", "WEIGHTS", "AWAKE"
 """Of the engine's memory: nothing was taken yet, released, room for weights alone, all."""
 
@@ -133,7 +134,7 @@ class Rollout(Instance):
                         yield response(partials=[body], **self._lost_pools(opening))
                         continue
                     chunk = common.TrajectoryChunk(sample=body.sample, attempt=body.attempt, finished=body)
-                    yield response(chunks=[chunk])
+                    yield response(chunks=[chunk], **_prefill(response))
                 else:
                     waiting.cancel()
             if revoked.is_set():
@@ -287,6 +288,16 @@ class Rollout(Instance):
     def stop(self) -> None:
         """What runs comes back as partial outputs: a lease was renewed too late, or a drain begins."""
         self.stops += 1
+
+
+def _prefill(response: Any) -> dict[str, Any]:
+    """Each answer's prompt was computed just before it was sent, as far as anybody can tell."""
+    if response is not rollout.GenerateResponse:
+        return {}
+    span = rollout.Prefill()
+    span.began_ago.FromMilliseconds(PREFILL_MS)
+    span.lasted.FromMilliseconds(PREFILL_MS)
+    return {"prefills": [span]}
 
 
 def _partial(key: common.SampleKey, attempt: int, length: int) -> rollout.PartialSample:

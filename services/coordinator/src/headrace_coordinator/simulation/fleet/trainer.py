@@ -10,61 +10,25 @@ from typing import ClassVar
 
 from headrace.common.v1 import common_pb2 as common
 from headrace.trainer.v1 import trainer_pb2 as trainer
-from headrace_servicekit.rpc.digests import digest_bytes, set_digest
+from headrace_servicekit.rpc.digests import set_digest
 from headrace_servicekit.rpc.streams import until
 
-from headrace_coordinator.fleet.ports import CallRefused
-from headrace_coordinator.simulation.fleet.disk import Disk, Stored, Weights
-from headrace_coordinator.simulation.fleet.instances import Instance
+from headrace_coordinator.simulation.fleet.trainer_checkpoints import TrainerCheckpoints
 from headrace_coordinator.simulation.specs import UNREADABLE
-
-PIECE_BYTES = 1 << 20
-"""Of a ledger, in one message."""
-
-
-Gangs = dict[tuple[int, str], dict[int, "Trainer"]]
-"""Who has met, by generation and rendezvous, and rank."""
 
 
 @dataclass
-class Trainer(Instance):
+class Trainer(TrainerCheckpoints):
     """The step state machine of the contract, on weights that are lists of slots."""
 
     KIND: ClassVar[str] = "trainer"
     MAX_OPEN_RUNS: ClassVar[int] = 1
-    disk: Disk = field(default_factory=Disk)
-    directory: str = ""
-    reports: list[trainer.SetAsideCheckpoint] = field(default_factory=list)
-    writing: tuple[int, asyncio.Future[None]] | None = None
-    generation: int = 0
-    phase: int = trainer.STEP_PHASE_UNSPECIFIED
-    version: common.PolicyVersion = field(default_factory=common.PolicyVersion)
-    weights: Weights = ()
-    made: dict[tuple[str, int], Weights] = field(default_factory=dict)
-    """Weights of every version it held, for the judge: a run that is closed leaves nothing else."""
     busy: asyncio.Lock = field(default_factory=asyncio.Lock)
-    attempt: tuple[int, int] = (0, 0)
     next_number: int = 0
-    groups: dict[int, list[tuple[int, int, int, str]]] = field(default_factory=dict)
     commit: trainer.CommitStepResponse = field(default_factory=trainer.CommitStepResponse)
-
-    lineage: int = 0
-    """Where it writes: stays when a version is carried to another group."""
-    carried: tuple[common.PolicyVersion, Weights] | None = None
-    """What it keeps between two trainer groups."""
-    helps: bool = False
-    """It holds a base to help with, and makes no versions."""
     offered: trainer.Contribution = field(default_factory=trainer.Contribution)
     helpers: dict[str, Trainer] = field(default_factory=dict)
     """Whoever has offered a contribution, by its name."""
-    gangs: Gangs = field(default_factory=dict)
-    joined: tuple[int, int, int, str] | None = None
-    keep: int = 0
-    suspended: bool = False
-    last_failure: str = ""
-
-    def _refuse(self, reason: str, message: str) -> CallRefused:
-        return CallRefused(self.incarnation, reason, message)
 
     async def OpenRun(self, request: trainer.OpenRunRequest) -> trainer.OpenRunResponse:
         config = (request.config_json, request.run_directory)
@@ -95,110 +59,6 @@ class Trainer(Instance):
             self.helps, self.offered, self.carried = False, trainer.Contribution(), None
             self.attempt, self.groups = (0, 0), {}
 
-    async def JoinGang(self, request: trainer.JoinGangRequest) -> trainer.JoinGangResponse:
-        self.fence(request.header, lease=False)
-        # With port 0 a group of one rank meets nobody, wherever it is.
-        where = f"{request.header.run} {request.rendezvous}"
-        key = (request.generation, request.rank, request.world_size, where)
-        if self.joined == key and self.generation:
-            return trainer.JoinGangResponse(generation=self.generation)
-        if self.joined and request.generation <= self.joined[0]:
-            raise self._refuse("CONFLICT", f"generation {request.generation} is not above {self.joined[0]}")
-        self._disband()
-        self.phase, self.version, self.groups = trainer.STEP_PHASE_UNSPECIFIED, common.PolicyVersion(), {}
-        self.joined, self.helps = key, False
-        self.carried = None if request.rank else self.carried
-        met = self.gangs.setdefault((request.generation, where), {})
-        met[request.rank] = self
-        patience = request.timeout.ToNanoseconds() / 1e9 or 60.0
-        while len(self._gang()) < request.world_size:
-            await asyncio.sleep(0.1)
-            patience -= 0.1
-            if patience < 0 or self.joined != key:
-                raise self._refuse("RENDEZVOUS_TIMEOUT", f"{len(met)} of {request.world_size} ranks came")
-        self.generation = request.generation
-        return trainer.JoinGangResponse(generation=self.generation)
-
-    async def LeaveGang(self, request: trainer.LeaveGangRequest) -> trainer.LeaveGangResponse:
-        self.fence(request.header, lease=False)
-        if not self.generation:
-            return trainer.LeaveGangResponse()
-        if request.carry:
-            self._lead()
-            if self.phase != trainer.STEP_PHASE_IDLE or self.helps:
-                raise self._refuse("CONFLICT", f"nothing is carried out of phase {self.phase}")
-            await asyncio.sleep(self.rng.uniform(0.05, 0.5))
-            self._lead()
-            self.carried = self.version, self.weights
-            self.phase, self.version, self.weights = (
-                trainer.STEP_PHASE_UNSPECIFIED,
-                common.PolicyVersion(),
-                (),
-            )
-        self._disband()
-        return trainer.LeaveGangResponse()
-
-    async def _take_up(self, number: int) -> trainer.RestoreResponse:
-        if self.carried is None and self.phase == trainer.STEP_PHASE_IDLE and self.version.number == number:
-            return trainer.RestoreResponse(version=self.version)
-        if self.carried is None or self.carried[0].number != number:
-            raise self._refuse("NOT_CARRIED", f"version {number} is not carried")
-        await asyncio.sleep(0.5 * self.pace)
-        self._lead(governed=True)
-        if self.carried is not None:
-            (self.version, self.weights), self.carried = self.carried, None
-            self.phase, self.groups, self.attempt = trainer.STEP_PHASE_IDLE, {}, (0, 0)
-        return trainer.RestoreResponse(version=self.version)
-
-    def _gang(self) -> list[Trainer]:
-        """Members of its trainer group that are still in it."""
-        if self.joined is None:
-            return []
-        met = self.gangs.get((self.joined[0], self.joined[3]), {})
-        return [m for m in met.values() if m.alive and m.joined is not None and m.joined[0] == self.joined[0]]
-
-    def _disband(self) -> None:
-        """Leaves the trainer group; when the leader leaves, the others are in none."""
-        if self.joined is not None and self.joined[1] == 0:
-            for member in self._gang():
-                member.generation = 0
-        self.generation = 0
-
-    def _lead(self, *, governed: bool = False) -> None:
-        """A round of the whole gang: refused by a follower, and by a leader that has lost a rank.
-
-        A governed one begins only where every rank has its lease and its memory.
-        """
-        if not self.joined or not self.generation:
-            raise self._refuse("NOT_OPEN", "the trainer is in no gang: call JoinGang first")
-        if self.joined[1]:
-            raise self._refuse("NOT_LEADER", f"rank {self.joined[1]} follows")
-        gang = self._gang()
-        if len(gang) < self.joined[2] or any(m.generation != self.generation for m in gang):
-            self.generation, self.phase = 0, trainer.STEP_PHASE_UNSPECIFIED
-            raise self._refuse(
-                "GANG_LOST", "a rank is gone; form the trainer group anew and restore a checkpoint"
-            )
-
-        if governed and (lapsed := [m.joined for m in gang if m.suspended or not m.live_leases()]):
-            raise self._refuse("LEASE_QUIESCED", f"the lease of {lapsed} was not renewed in time")
-
-    def _awake(self) -> None:
-        if self.suspended:
-            raise self._refuse("SUSPENDED", "the trainer is suspended: call Wake first")
-
-    def revoked(self) -> None:
-        """Its memory is released until the next grant."""
-        self.suspended = True
-
-    def rested(self) -> None:
-        """Nothing runs until the next grant."""
-        self.suspended = True
-
-    def granted(self) -> None:
-        """See `revoked` and `rested`."""
-        self.suspended = False
-
     async def GetStepState(self, request: trainer.GetStepStateRequest) -> trainer.GetStepStateResponse:
         if request.header.run not in self.open_runs and not request.header.open_id:
             self.fence(request.header, lease=False, opening=False)
@@ -214,9 +74,6 @@ class Trainer(Instance):
             generation=self.generation if self._whole() else 0,
             carried_number=self.carried[0].number if self.carried else 0,
         )
-
-    def _whole(self) -> bool:
-        return self.joined is not None and len(self._gang()) == self.joined[2]
 
     async def Restore(self, request: trainer.RestoreRequest) -> trainer.RestoreResponse:
         self.fence(request.header, lease=True)
@@ -240,12 +97,6 @@ class Trainer(Instance):
         self.groups, self.attempt, self.carried = {}, (0, 0), None
         self.lineage = self.generation
         return trainer.RestoreResponse(version=self.version)
-
-    def _hold(self, weights: Weights, number: int, parent: int, ordinal: int) -> None:
-        self.weights = self.made[self.directory, number] = weights
-        digest = digest_bytes(repr(weights).encode())
-        self.version = common.PolicyVersion(number=number, parent=parent, ordinal=ordinal, digest=digest)
-        self.phase = trainer.STEP_PHASE_IDLE
 
     async def BeginStep(self, request: trainer.BeginStepRequest) -> trainer.BeginStepResponse:
         self.fence(request.header, lease=True)
@@ -464,102 +315,6 @@ class Trainer(Instance):
         if self.phase == trainer.STEP_PHASE_COMMITTED or self.version.number != number:
             raise self._refuse("CONFLICT", f"version {number} is not held and recorded")
         return trainer.PublishPolicyResponse(version=self.version)
-
-    async def SaveCheckpoint(self, request: trainer.SaveCheckpointRequest) -> trainer.SaveCheckpointResponse:
-        self.fence(request.header, lease=False)
-        if self.phase == trainer.STEP_PHASE_COMMITTED or self.version.number != request.number:
-            raise self._refuse("CONFLICT", f"version {request.number} is not held and recorded")
-        self._lead()
-        name = f"lineage-{self.lineage}/step-{self.version.ordinal}-{request.number}"
-        stored = Stored(self.directory, name, self.version, self.weights, request.ledger)
-        while self.writing is not None and not self.writing[1].done() and self.writing[0] != request.number:
-            if not request.wait:
-                raise self._refuse("BUSY", f"the checkpoint of version {self.writing[0]} is being written")
-            await asyncio.wait({self.writing[1]})
-        if not self._written(request.number):
-            self.writing = (
-                request.number,
-                asyncio.ensure_future(self._mortal(self._write(stored, list(request.retained_checkpoints)))),
-            )
-            self.writing[1].add_done_callback(lambda done: done.cancelled() or done.exception())
-        if request.wait and self.writing is not None:
-            await asyncio.shield(self.writing[1])
-        return trainer.SaveCheckpointResponse(
-            checkpoint=trainer.Checkpoint(name=name, version=stored.version), durable=request.wait
-        )
-
-    def _written(self, number: int) -> bool:
-        """The version is being written, or was, by the last write."""
-        if self.writing is None or self.writing[0] != number:
-            return False
-        done = self.writing[1]
-        return not done.done() or (not done.cancelled() and done.exception() is None)
-
-    async def _write(self, stored: Stored, retained: list[str]) -> None:
-        self.last_failure = ""
-        await asyncio.sleep(self.rng.uniform(0.2, 2.0))
-        if self.disk.full:
-            self.last_failure = f"{stored.name}: no space left on device"
-            raise self._refuse("CHECKPOINT_NOT_WRITTEN", self.last_failure)
-        self.disk.save(stored, self.keep, retained)
-
-    def _source(self, directory: str) -> str:
-        """The directory to read checkpoints from: this run's own, or one beside it."""
-        if not self.directory:
-            raise self._refuse("NOT_OPEN", "no run is open: call OpenRun first")
-        if not directory:
-            return self.directory
-        if directory == self.directory or directory.rpartition("/")[0] != self.directory.rpartition("/")[0]:
-            raise self._refuse("INVALID", f"source_run_directory {directory!r} is not beside this run's")
-        if not self.disk.listed(directory):
-            raise self._refuse("NOT_FOUND", f"source_run_directory {directory!r} has no checkpoints")
-        return directory
-
-    def _intact(self, directory: str, name: str) -> Stored:
-        found = self.disk.find(directory, name)
-        if found is None:
-            raise self._refuse("NOT_FOUND", f"no live checkpoint {name!r}")
-        if found.damage:
-            self._set_aside(found)
-            raise self._refuse("CHECKPOINT_DAMAGED", f"{name}: {found.damage}")
-        return found
-
-    def _set_aside(self, found: Stored) -> None:
-        """Another run's are left in their place."""
-        found.set_aside = found.directory == self.directory
-        self.reports.append(
-            trainer.SetAsideCheckpoint(
-                name=found.name,
-                reason=found.damage,
-                set_aside_as=f"{found.name}.damaged-1" if found.set_aside else "",
-            )
-        )
-
-    async def ListCheckpoints(
-        self, request: trainer.ListCheckpointsRequest
-    ) -> trainer.ListCheckpointsResponse:
-        self.fence(request.header, lease=False)
-        directory = self._source(request.source_run_directory)
-        found = self.disk.listed(directory)
-        for checkpoint in found:
-            if checkpoint.torn:
-                self._set_aside(checkpoint)
-        reports, self.reports = self.reports, []
-        return trainer.ListCheckpointsResponse(
-            checkpoints=[trainer.Checkpoint(name=c.name, version=c.version) for c in found if not c.torn],
-            set_aside=reports,
-            last_failure="" if request.source_run_directory else self.last_failure,
-        )
-
-    async def FetchLedger(
-        self, requests: AsyncIterator[trainer.FetchLedgerRequest]
-    ) -> AsyncIterator[trainer.FetchLedgerResponse]:
-        request = await anext(aiter(requests))
-        self.fence(request.header, lease=False)
-        directory = self._source(request.source_run_directory)
-        ledger = self._intact(directory, request.checkpoint).ledger
-        for start in range(0, len(ledger), PIECE_BYTES):
-            yield trainer.FetchLedgerResponse(data=ledger[start : start + PIECE_BYTES])
 
     async def ExportModel(self, request: trainer.ExportModelRequest) -> trainer.ExportModelResponse:
         self.fence(request.header, lease=False)

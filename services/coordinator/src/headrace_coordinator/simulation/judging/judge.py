@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from headrace_coordinator.api.audit import Step, audit, live_steps
+from headrace_coordinator.api.reading.audit import Step, audit, live_steps
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain import runs
-from headrace_coordinator.domain.slot_index import FILTERED
+from headrace_coordinator.domain.ledger.slot_index import FILTERED
 from headrace_coordinator.domain.totals import Tally, step_dropped, step_index, step_refilled, step_trained
 from headrace_coordinator.simulation.fleet.disk import Stored, Weights
 from headrace_coordinator.simulation.fleet.reward import all_equal

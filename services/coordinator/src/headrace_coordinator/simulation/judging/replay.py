@@ -7,8 +7,9 @@ from collections.abc import Iterable
 
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain import runs
-from headrace_coordinator.domain.leases import DECODE, LeaseTable
-from headrace_coordinator.domain.scheduling import plan_admission, plan_regroup, shares
+from headrace_coordinator.domain.devices.demand import shares
+from headrace_coordinator.domain.devices.leases import DECODE, LeaseTable
+from headrace_coordinator.domain.devices.scheduling import Gift, plan_admission, plan_regroup
 from headrace_coordinator.domain.state import State
 from headrace_coordinator.simulation.judging.judge import Violation
 
@@ -33,6 +34,8 @@ class Replay:
         """Times that a trainer group's device decoded."""
         self.regrouped = 0
         """Changes of a trainer group's size."""
+        self.given = 0
+        """Those with which a run gave trainers to another one."""
         self.passed = 0
         """Leases of devices that another run had last, which it still was granted."""
         self._last: dict[str, str] = {}
@@ -68,14 +71,18 @@ class Replay:
     def _regroup(self, event: ev.TrainersChanged) -> None:
         """Between two steps, of a run at work, to what was free then; the leader stays."""
         run = self.state.runs[event.run]
-        planned = plan_regroup(self.state, event.run, event.ranks, event.reason, event.at)
+        planned = plan_regroup(self.state, event.run, event.ranks, event.reason, event.at, event.given_to)
         if planned != event:
             raise Violation(f"regroup: the log has {event}, the rule gives {planned}")
         if (run.ledger.open and run.state == runs.RUNNING) or run.state not in runs.ADMITTED:
             raise Violation(f"regroup: {run.id} is {run.state}, with a step open: {run.ledger.open}")
         if len(event.trainers) != event.ranks:
             raise Violation(f"regroup: {event.ranks} ranks are {event.trainers}")
+        gift = plan_admission(self.state, event.at).gifts.get(run.id) if event.given_to else None
+        if event.given_to and gift != Gift(event.ranks, event.given_to, event.reason):
+            raise Violation(f"regroup: the log has {event}, the rule gives {gift}")
         self.regrouped += 1
+        self.given += bool(event.given_to)
 
     def _true_reason(self, run: runs.RunState, event: ev.RunStateChanged) -> None:
         reason, head = event.reason, run.lineage.head

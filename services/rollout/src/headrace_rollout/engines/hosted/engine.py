@@ -21,6 +21,7 @@ from headrace_rollout.engines.base import (
     Freed,
     Group,
     Policy,
+    Prefills,
     Refused,
     SampleKey,
     Scope,
@@ -86,6 +87,11 @@ class HostedEngine:
     def paused(self) -> bool:
         """True from pause (or suspend) to resume (or wake)."""
         return self._paused
+
+    @property
+    def prefills(self) -> Sequence[Prefills]:
+        """See Engine: vLLM and SGLang compute prompts and tokens in the same passes."""
+        return []
 
     @property
     def waiting_samples(self) -> int:

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from headrace_modelkit.loading import DTYPES, load_model
 from headrace_modelkit.weights import weight_layout
-from headrace_schema.generating import ModelSection
+from headrace_schema.sections.generating import ModelSection
 
 from headrace_rollout.engines.base import Policy, Refused, WeightEntry, Weights
 from headrace_rollout.engines.hosted.backend import Backend, BackendFailed

@@ -11,11 +11,22 @@ from collections.abc import Sequence as Items
 
 import numpy as np
 import torch
+from headrace_modelkit.threads import Threads
 from headrace_modelkit.tokenizer import TextCodec
 from headrace_servicekit.failpoints import failpoint_sync
 from torch import Tensor
 
-from headrace_rollout.engines.base import Figures, Finish, Group, Output, Policy, Refused, SampleKey, Stream
+from headrace_rollout.engines.base import (
+    Figures,
+    Finish,
+    Group,
+    Output,
+    Policy,
+    Prefills,
+    Refused,
+    SampleKey,
+    Stream,
+)
 from headrace_rollout.engines.sequence import Bounds, Sequence
 from headrace_rollout.engines.stopping import StopMatcher
 from headrace_rollout.engines.transformers.batch import Batch
@@ -42,10 +53,13 @@ class Decoder:
         codec: TextCodec,
         rows: int,
         figures: Figures,
+        threads: Threads,
         kv_cache_bytes: int | None = None,
     ) -> None:
         self.model = model
         self.figures = figures
+        self._threads = threads
+        self.prefills = Prefills()
         self._codec = codec
         self._rows = rows
         self._kv_cache_bytes = kv_cache_bytes
@@ -80,6 +94,7 @@ class Decoder:
         """Queues groups; with `accept` false they come back at once as they are."""
         policy = self.require(stream.policy_number)
         wave = 0
+        self._threads.fixed = stream.deterministic or self.model.device.type != "cpu"
         if stream.deterministic:
             self._wave += 1
             wave, groups = self._wave, sorted(groups, key=lambda group: group.prompt_ordinal)
@@ -184,8 +199,9 @@ class Decoder:
         start = time.perf_counter()
         self._leave_unheld()
         self._join()
-        if self._batch.count:
-            self._decode()
+        if rows := self._batch.count:
+            with self._threads.work("decode", rows):
+                self._decode()
         self._flush()
         self.figures.busy_s += time.perf_counter() - start
         return bool(self.living)
@@ -201,6 +217,7 @@ class Decoder:
         admissions = self._queue.take(running, self._running_wave, self.model.cache.fits)
         if not admissions:
             return
+        start = time.perf_counter()
         self._running_wave = admissions[0].waiting.wave
         first = self._batch.count
         kept = [admission for admission in admissions if admission.waiting.keys is not None]
@@ -213,7 +230,11 @@ class Decoder:
             for sequence in admission.members:
                 self._batch.join(sequence, len(admission.waiting.context_ids), self.model.vocabulary_size)
         self._distributions = None
-        self._advance(first, torch.stack(hidden))
+        self._advance(
+            first, torch.stack(hidden)
+        )  # The first tokens come to the host: the device has done it all.
+        if fresh:
+            self.prefills.add(start, time.perf_counter())
 
     def _place(self, admissions: Items[Admission], first: int) -> list[Tensor]:
         keys, hidden = [], []
@@ -237,10 +258,11 @@ class Decoder:
                 keep.append((prompt, admission.waiting.keys))
         prompt_of_row = [prompt for prompt, a in enumerate(admissions) for _ in a.members]
         self.model.cache.prefill(PrefillPlan(first, prompt_of_row, keep), self.model.device)
-        hidden_PD = self.model.prefill(contexts)
+        computed = sum(map(len, contexts))
+        with self._threads.work("prefill", computed):
+            hidden_PD = self.model.prefill(contexts)
         for prompt, _ in keep:
             admissions[prompt].waiting.hidden_D = hidden_PD[prompt].clone()
-        computed = sum(map(len, contexts))
         self.figures.prefill_tokens += computed
         self.figures.shared_prompt_tokens += sum(len(contexts[prompt]) for prompt in prompt_of_row) - computed
         return [hidden_PD[prompt] for prompt in prompt_of_row]

@@ -15,6 +15,7 @@ from headrace_rollout.engines.base import (
     Figures,
     Group,
     Policy,
+    Prefills,
     Refused,
     SampleKey,
     Stream,
@@ -46,14 +47,19 @@ class TransformersEngine(ThreadedHolder):
     def __init__(self, config: EngineConfig, kv_cache_bytes: int | None = None) -> None:
         self.figures = Figures()
         self._model = PolicyModel(config.model, config.devices[0] if config.devices else HOST)
+        super().__init__(self._model, "decode")
         self._decoder = Decoder(
-            self._model, config.codec, config.max_concurrency, self.figures, kv_cache_bytes
+            self._model, config.codec, config.max_concurrency, self.figures, self._threads, kv_cache_bytes
         )
         self.max_context_tokens = self._model.context_limit
         self.vocabulary_size = self._model.vocabulary_size
-        super().__init__(self._model, "decode")
         self._streams: set[Stream] = set()
         self._scheduled = False
+
+    @property
+    def prefills(self) -> Sequence[Prefills]:
+        """See Engine: exact, as one thread does both."""
+        return [self._decoder.prefills]
 
     @property
     def waiting_samples(self) -> int:

@@ -14,7 +14,7 @@ from headrace_modelkit.errors import ModelNotReadable
 from headrace_modelkit.loading import context_limit, load_architecture, load_model
 from headrace_modelkit.logprobs import Head
 from headrace_modelkit.weights import load_weights, share_weights
-from headrace_schema.generating import ModelSection
+from headrace_schema.sections.generating import ModelSection
 from headrace_servicekit import failpoints
 from numpy.typing import NDArray
 from torch import Tensor

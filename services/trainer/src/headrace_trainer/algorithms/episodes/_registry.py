@@ -10,7 +10,7 @@ from headrace_trainer.algorithms._registry import ALGORITHMS
 from headrace_trainer.errors import Refusal, refused
 
 if TYPE_CHECKING:
-    from headrace_schema.learning import AlgorithmSection
+    from headrace_schema.sections.learning import AlgorithmSection
 
     from headrace_trainer.algorithms.episodes._base import EpisodeAlgorithm
 

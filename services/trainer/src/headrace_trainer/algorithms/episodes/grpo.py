@@ -9,7 +9,7 @@ from headrace_trainer.algorithms.episodes._base import Credit, EpisodeOutcomes
 from headrace_trainer.algorithms.episodes._terms import episode_passes, unit_denominator
 from headrace_trainer.algorithms.episodes.plugins import EpisodeGrpoOptions
 from headrace_trainer.algorithms.functional import dr_grpo_advantages, grpo_advantages, until_success_mask
-from headrace_trainer.algorithms.grpo import Grpo
+from headrace_trainer.algorithms.group_relative.grpo import Grpo
 
 
 class EpisodeGrpo(Grpo):

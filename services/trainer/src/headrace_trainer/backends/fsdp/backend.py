@@ -16,8 +16,8 @@ from headrace_modelkit.critic import Critic, critic_section, hidden_size, load_c
 from headrace_modelkit.devices import used_bytes
 from headrace_modelkit.loading import DTYPES, load_architecture, load_model
 from headrace_modelkit.weights import load_weights, state_tensors
-from headrace_schema.learning import OptimizerSection
 from headrace_schema.openings import TrainerConfig
+from headrace_schema.sections.learning import OptimizerSection
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -50,7 +50,7 @@ from headrace_trainer.backends.fsdp.warmup import SupervisedBatches
 from headrace_trainer.backends.plugins import FsdpOptions
 from headrace_trainer.errors import Refusal, invalid
 from headrace_trainer.group.group import Gang
-from headrace_trainer.learning.packing import MicroBatch, pack
+from headrace_trainer.learning.packing.packing import MicroBatch, pack
 from headrace_trainer.learning.samples import Columns, Rows, Sequence
 from headrace_trainer.memory import MemoryPlan
 

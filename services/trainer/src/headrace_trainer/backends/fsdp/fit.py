@@ -5,7 +5,7 @@ from __future__ import annotations
 from headrace_modelkit.critic import Critic
 from headrace_modelkit.loading import load_model
 from headrace_modelkit.weights import state_tensors
-from headrace_schema.generating import ModelSection
+from headrace_schema.sections.generating import ModelSection
 
 from headrace_trainer.backends._base import StateReader
 from headrace_trainer.backends.fsdp.optimizer import MOMENTS

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from headrace_schema.learning import OptimizerSection
+from headrace_schema.sections.learning import OptimizerSection
 from torch import Tensor, nn
 
 MOMENTS = ("exp_avg", "exp_avg_sq")

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 import torch
 from headrace_modelkit.critic import critic_section, load_critic
 from headrace_modelkit.loading import DTYPES, load_model
-from headrace_schema.generating import ModelSection
 from headrace_schema.openings import TrainerConfig
+from headrace_schema.sections.generating import ModelSection
 from torch import nn
 
 from headrace_trainer.algorithms._base import REFERENCE_LOG_PROBS, Algorithm

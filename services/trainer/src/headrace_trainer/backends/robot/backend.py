@@ -38,7 +38,7 @@ from headrace_trainer.backends.robot.episodes import (
 )
 from headrace_trainer.errors import Refusal, invalid
 from headrace_trainer.group.group import Gang
-from headrace_trainer.learning.episode_data import (
+from headrace_trainer.learning.episodes.data import (
     CreditData,
     EpisodeData,
     EpisodeKey,

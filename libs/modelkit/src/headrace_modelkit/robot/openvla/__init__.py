@@ -1,0 +1,1 @@
+"""OpenVLA: the policy, its encoders, its action tokens, and its checkpoints as they are published."""

@@ -1,0 +1,380 @@
+"""`openvla` and `openvla_oft`: DINOv2 + SigLIP → projector → Llama, with actions as tokens or by an L1 head.
+
+Parameters have the published checkpoints' names. Facts of the architecture (no code) are from
+openvla/openvla `prismatic/extern/hf/modeling_prismatic.py` at 97b39e5 and the same file and `models/action_heads.py` of
+innovator-zero/openvla-oft at 450c015. Attention over all positions in OFT: moojink/openvla-oft issues 27 and 83.
+Shapes as in `policy`; D hidden, N positions, P patches of all cameras. Knows no tokenizer: prompts are ids.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from headrace_schema.sections.base import Count, CountOrZero, Section
+from pydantic import Field, model_validator
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from headrace_modelkit.critic import ValueHead
+from headrace_modelkit.robot import gaussian
+from headrace_modelkit.robot.normalizer import Normalizer
+from headrace_modelkit.robot.openvla.tokens import ActionTokens, entropy_of
+from headrace_modelkit.robot.openvla.vit import VisionTransformer, VitShape
+from headrace_modelkit.robot.policy import (
+    ACTIONS,
+    ActionChunk,
+    Evaluation,
+    Observation,
+    check_seeds,
+    image_of,
+    state_of,
+)
+from headrace_modelkit.robot.scaling import ActionBounds, ActionScaling
+
+
+class OpenVlaConfig(Section):
+    """Sizes of the parts, and what actions are."""
+
+    kind: Literal["openvla", "openvla_oft"]
+    featurizers: tuple[VitShape, ...] = Field(min_length=1, max_length=2, description="DINOv2, then SigLIP")
+    text: dict[str, Any] = Field(description="fields of Llama's configuration")
+    action_vocabulary: Count = Field(
+        description="ids of the vocabulary without its padding; actions are the last"
+    )
+    bins: Count = Field(default=256, ge=3, description="ids that are actions")
+    bounds: ActionBounds = Field(description="statistics that un-normalise actions")
+    cameras: tuple[str, ...] = Field(
+        min_length=1, description="names of the cameras, in the order of their patches"
+    )
+    chunk_length: Count = 1
+    head: Literal["tokens", "l1"] = "tokens"
+    temperature: float = Field(default=1.0, gt=0, description="of drawing and of scoring")
+    log_std: float = Field(default=-2.0, description="log-width of the Gaussian around the L1 head's actions")
+    proprio: ActionBounds | None = Field(
+        default=None, description="statistics of the state; null: it is not read"
+    )
+    stop_token: CountOrZero = Field(default=2, description="id behind OFT's actions")
+
+    @model_validator(mode="after")
+    def _plain_openvla(self) -> OpenVlaConfig:
+        more = self.chunk_length > 1 or self.head == "l1" or self.proprio is not None or len(self.cameras) > 1
+        if self.kind == "openvla" and more:
+            raise ValueError(
+                "openvla draws one action of tokens from one camera, without a state; "
+                "for chunks, the L1 head, states and several cameras set kind: openvla_oft"
+            )
+        return self
+
+    def build(self, seed: int) -> OpenVlaPolicy:
+        """The policy with random weights, drawn from a seed."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            return OpenVlaPolicy(self) if self.kind == "openvla" else OpenVlaOftPolicy(self)
+
+
+class OpenVlaPolicy(nn.Module):
+    """`openvla`: the numbers of one action, one token after the other."""
+
+    def __init__(self, config: OpenVlaConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.chunk_length, self.action_size = config.chunk_length, config.bounds.size
+        self.horizon = self.chunk_length
+        self.normalizer: Normalizer | None = None
+        self.vision_backbone = _VisionBackbone(config.featurizers)
+        text = LlamaConfig(**{**config.text, "attn_implementation": "sdpa"})
+        self.language_model: Any = LlamaForCausalLM(text)
+        self.projector = _Projector(config.featurizers, text.hidden_size)
+        self.value_head = ValueHead(text.hidden_size)
+        self.scaling = ActionScaling(config.bounds)
+        self.tokens = ActionTokens(config.action_vocabulary, config.bins)
+
+    @torch.no_grad()
+    def act(
+        self, observation: Observation, seeds: Sequence[int], *, deterministic: bool = False
+    ) -> ActionChunk:
+        """See `RobotPolicy.act`."""
+        check_seeds(observation, seeds)
+        embeds_BND, mask_BN = self.prefix(observation)
+        hidden_BND, cache = self._read(embeds_BND, mask_BN, None)
+        values_B = self.value_head(hidden_BND[:, -1])
+        ids: list[Tensor] = []
+        scores: list[Tensor] = []
+        for number in range(self.action_size):
+            if number:
+                mask_BN = F.pad(mask_BN, (0, 1), value=True)
+                hidden_BND, cache = self._read(self._embed(ids[-1]), mask_BN, cache)
+            log_probs_B1K = self._log_probs(hidden_BND[:, -1:])
+            drawn = self.tokens.draw(
+                log_probs_B1K, None if deterministic else seeds, slice(number, number + 1)
+            )
+            ids.append(drawn)
+            scores.append(log_probs_B1K.gather(-1, (drawn - self.tokens.first)[..., None])[..., 0])
+        return self._chunk(torch.cat(ids, 1)[:, None], torch.cat(scores, 1)[:, None], values_B)
+
+    def evaluate(self, observation: Observation, sampled: Mapping[str, Tensor]) -> Evaluation:
+        """See `RobotPolicy.evaluate`."""
+        ids_BA = sampled[ACTIONS][:, 0]
+        embeds_BND, mask_BN = self.prefix(observation)
+        embeds_BND = torch.cat([embeds_BND, self._embed(ids_BA[:, :-1])], 1)
+        mask_BN = F.pad(mask_BN, (0, self.action_size - 1), value=True)
+        hidden_BND, _ = self._read(embeds_BND, mask_BN, None)
+        return self._score(hidden_BND[:, -self.action_size :], ids_BA[:, None])
+
+    def imitate(self, observation: Observation, actions_BHA: Tensor, seeds: Sequence[int]) -> Tensor:
+        """Negative log-probs of the actions' tokens; see `RobotPolicy.imitate`.
+
+        Over the ids of actions alone, where OpenVLA's own fine-tuning normalises over the whole vocabulary.
+        """
+        ids_BCA = self.tokens.encode(self.scaling.drawn(actions_BHA))
+        return -self.evaluate(observation, {ACTIONS: ids_BCA}).log_probs_BCA.mean(-1)
+
+    def prefix(self, observation: Observation) -> tuple[Tensor, Tensor]:
+        """Embeddings (B, N, D) of what is read before the actions, rows filled on the left, and their (B, N) mask.
+
+        An image's patches stand behind the first token of the prompt. Raises ValueError without prompts.
+        """
+        if len(observation.prompts) != len(observation) or not all(observation.prompts):
+            raise ValueError("a vision-language-action model needs the ids of a prompt for each environment")
+        seen_BPD = self._seen(observation)
+        rows = []
+        for prompt, seen_PD in zip(observation.prompts, seen_BPD, strict=True):
+            words_ND = self._embed(torch.tensor(prompt, device=seen_BPD.device))
+            rows.append(torch.cat([words_ND[:1], seen_PD, words_ND[1:]]))
+        embeds_BND = pad_sequence(rows, batch_first=True, padding_side="left")
+        lengths_B = torch.tensor([len(row) for row in rows], device=embeds_BND.device)
+        places_N = torch.arange(embeds_BND.shape[1], device=embeds_BND.device)
+        return embeds_BND, places_N >= embeds_BND.shape[1] - lengths_B[:, None]
+
+    def _seen(self, observation: Observation) -> Tensor:
+        """(B, P, D) of all cameras."""
+        device = self.value_head.weight.device
+        images = [image_of(observation, camera).to(device) for camera in self.config.cameras]
+        patches = [self.projector(self.vision_backbone(image)) for image in images]
+        return torch.cat(patches, 1)
+
+    def _embed(self, ids: Tensor) -> Tensor:
+        found: Tensor = self.language_model.get_input_embeddings()(ids)
+        return found
+
+    def _read(self, embeds_BND: Tensor, mask_BN: Tensor, cache: Any) -> tuple[Tensor, Any]:
+        """Hidden states of the given embeddings, which end where the mask ends; causal."""
+        positions_BN = (mask_BN.cumsum(-1) - 1).clamp(min=0)[:, -embeds_BND.shape[1] :]
+        found = self.language_model.model(
+            inputs_embeds=embeds_BND,
+            attention_mask=mask_BN.long(),
+            position_ids=positions_BN,
+            past_key_values=cache,
+            use_cache=not torch.is_grad_enabled(),
+        )
+        return found.last_hidden_state, found.past_key_values
+
+    def _log_probs(self, hidden_BND: Tensor) -> Tensor:
+        """(B, N, K) over the ids of actions."""
+        return self.tokens.log_probs(self.language_model.lm_head(hidden_BND), self.config.temperature)
+
+    def _score(self, hidden_BND: Tensor, ids_BCA: Tensor) -> Evaluation:
+        log_probs_BNK = self._log_probs(hidden_BND)
+        chosen_BN1 = (ids_BCA.flatten(1) - self.tokens.first)[..., None]
+        return Evaluation(
+            log_probs_BNK.gather(-1, chosen_BN1)[..., 0].view(ids_BCA.shape),
+            entropy_of(log_probs_BNK).view(ids_BCA.shape),
+            self.value_head(hidden_BND[:, 0]),
+        )
+
+    def _chunk(self, ids_BCA: Tensor, log_probs_BCA: Tensor, values_B: Tensor) -> ActionChunk:
+        return ActionChunk(
+            sampled={ACTIONS: ids_BCA},
+            executed_BCA=self.scaling(self.tokens.decode(ids_BCA)),
+            valid_BC=torch.ones(ids_BCA.shape[:2], dtype=torch.bool, device=ids_BCA.device),
+            log_probs_BCA=log_probs_BCA,
+            values_B=values_B,
+        )
+
+
+class OpenVlaOftPolicy(OpenVlaPolicy):
+    """`openvla_oft`: all numbers of a chunk in one pass, every position attending to every other."""
+
+    def __init__(self, config: OpenVlaConfig) -> None:
+        super().__init__(config)
+        hidden = int(self.language_model.config.hidden_size)
+        if config.proprio is not None:
+            self.proprio_scaling = ActionScaling(config.proprio)
+            self.proprio_projector = _Proprio(config.proprio.size, hidden)
+        if config.head == "l1":
+            self.action_head = _L1Head(hidden, self.action_size)
+            self.log_std = nn.Parameter(torch.full((self.chunk_length, self.action_size), config.log_std))
+
+    @torch.no_grad()
+    def act(
+        self, observation: Observation, seeds: Sequence[int], *, deterministic: bool = False
+    ) -> ActionChunk:
+        """See `RobotPolicy.act`."""
+        check_seeds(observation, seeds)
+        hidden_BND = self.slots(observation)
+        values_B = self.value_head(hidden_BND[:, 0])
+        if self.config.head == "l1":
+            return self._around(hidden_BND, values_B, None if deterministic else seeds)
+        log_probs_BNK = self._log_probs(hidden_BND)
+        ids_BN = self.tokens.draw(
+            log_probs_BNK, None if deterministic else seeds, slice(0, hidden_BND.shape[1])
+        )
+        ids_BCA = ids_BN.view(-1, self.chunk_length, self.action_size)
+        scores_BN = log_probs_BNK.gather(-1, (ids_BN - self.tokens.first)[..., None])[..., 0]
+        return self._chunk(ids_BCA, scores_BN.view(ids_BCA.shape), values_B)
+
+    def evaluate(self, observation: Observation, sampled: Mapping[str, Tensor]) -> Evaluation:
+        """See `RobotPolicy.evaluate`."""
+        hidden_BND = self.slots(observation)
+        if self.config.head == "tokens":
+            return self._score(hidden_BND, sampled[ACTIONS])
+        mean_BCA = self.means(hidden_BND)
+        log_probs_BCA = gaussian.log_density(sampled[ACTIONS], mean_BCA, self.log_std)
+        entropy_BCA = gaussian.entropy(self.log_std).expand_as(mean_BCA)
+        return Evaluation(log_probs_BCA, entropy_BCA, self.value_head(hidden_BND[:, 0]))
+
+    def imitate(self, observation: Observation, actions_BHA: Tensor, seeds: Sequence[int]) -> Tensor:
+        """Absolute errors of the L1 head, or token losses; see `RobotPolicy.imitate`."""
+        if self.config.head == "tokens":
+            return super().imitate(observation, actions_BHA, seeds)
+        return (self.means(self.slots(observation)) - self.scaling.drawn(actions_BHA)).abs().mean(-1)
+
+    def slots(self, observation: Observation) -> Tensor:
+        """(B, C A, D) hidden states that give the chunk's numbers: each one position before its empty slot.
+
+        Behind the prompt stand C A embeddings of zeros and the stop token.
+        """
+        embeds_BND, mask_BN = self.prefix(observation)
+        count, numbers = len(embeds_BND), self.chunk_length * self.action_size
+        stop_1D = self._embed(torch.tensor([self.config.stop_token], device=embeds_BND.device))
+        slots_BND = embeds_BND.new_zeros(count, numbers, embeds_BND.shape[-1])
+        embeds_BND = torch.cat([embeds_BND, slots_BND, stop_1D.expand(count, 1, -1)], 1)
+        mask_BN = F.pad(mask_BN, (0, numbers + 1), value=True)
+        blocked = embeds_BND.new_zeros(mask_BN.shape).masked_fill(~mask_BN, torch.finfo(embeds_BND.dtype).min)
+        found = self.language_model.model(
+            inputs_embeds=embeds_BND,
+            attention_mask=blocked[:, None, None].expand(-1, 1, embeds_BND.shape[1], -1),
+            position_ids=(mask_BN.cumsum(-1) - 1).clamp(min=0),
+            use_cache=False,
+        )
+        hidden_BND: Tensor = found.last_hidden_state
+        return hidden_BND[:, -(numbers + 2) : -2]
+
+    def means(self, hidden_BND: Tensor) -> Tensor:
+        """(B, C, A) of the L1 head."""
+        found: Tensor = self.action_head(hidden_BND.reshape(len(hidden_BND), self.chunk_length, -1))
+        return found
+
+    def _seen(self, observation: Observation) -> Tensor:
+        seen_BPD = super()._seen(observation)
+        if self.config.proprio is None:
+            return seen_BPD
+        state_BS = state_of(observation, self.config.proprio.size).to(seen_BPD.device)
+        state_B1D = self.proprio_projector(self.proprio_scaling.drawn(state_BS).clamp(-1, 1))[:, None]
+        return torch.cat([seen_BPD, state_B1D], 1)
+
+    def _around(self, hidden_BND: Tensor, values_B: Tensor, seeds: Sequence[int] | None) -> ActionChunk:
+        mean_BCA = self.means(hidden_BND)
+        drawn_BCA = mean_BCA
+        if seeds is not None:
+            noise_BCA = gaussian.row_noise(seeds, tuple(self.log_std.shape), mean_BCA.device)
+            drawn_BCA = mean_BCA + self.log_std.exp() * noise_BCA
+        return ActionChunk(
+            sampled={ACTIONS: drawn_BCA},
+            executed_BCA=self.scaling(drawn_BCA),
+            valid_BC=torch.ones(drawn_BCA.shape[:2], dtype=torch.bool, device=drawn_BCA.device),
+            log_probs_BCA=gaussian.log_density(drawn_BCA, mean_BCA, self.log_std),
+            values_B=values_B,
+        )
+
+
+class _VisionBackbone(nn.Module):
+    def __init__(self, shapes: Sequence[VitShape]) -> None:
+        super().__init__()
+        self.featurizer = VisionTransformer(shapes[0])
+        if len(shapes) > 1:
+            self.fused_featurizer = VisionTransformer(shapes[1])
+
+    def forward(self, image: Tensor) -> Tensor:
+        """(B, P, W) features, both encoders' side by side, of (B, 3, H, W) in 0 to 1."""
+        encoders = [self.featurizer, *([self.fused_featurizer] if hasattr(self, "fused_featurizer") else [])]
+        return torch.cat([encoder(pixels(image, encoder.shape)) for encoder in encoders], -1)
+
+
+class _Projector(nn.Module):
+    def __init__(self, shapes: Sequence[VitShape], hidden: int) -> None:
+        super().__init__()
+        width = sum(shape.width for shape in shapes)
+        self.fused = len(shapes) > 1
+        between = 4 * width if self.fused else hidden
+        self.fc1 = nn.Linear(width, between)
+        self.fc2 = nn.Linear(between, hidden)
+        if self.fused:
+            self.fc3 = nn.Linear(hidden, hidden)
+
+    def forward(self, features: Tensor) -> Tensor:
+        found: Tensor = self.fc2(F.gelu(self.fc1(features)))
+        return self.fc3(F.gelu(found)) if self.fused else found
+
+
+class _Proprio(nn.Module):
+    def __init__(self, size: int, hidden: int) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(size, hidden)
+        self.fc2 = nn.Linear(hidden, hidden)
+
+    def forward(self, state_BS: Tensor) -> Tensor:
+        found: Tensor = self.fc2(F.gelu(self.fc1(state_BS)))
+        return found
+
+
+class _L1Head(nn.Module):
+    """OFT's `L1RegressionActionHead`: a residual network on the hidden states of one action's numbers."""
+
+    def __init__(self, hidden: int, action_size: int) -> None:
+        super().__init__()
+        self.model = _ResNet(hidden * action_size, hidden, action_size)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        found: Tensor = self.model(hidden)
+        return found
+
+
+class _ResNet(nn.Module):
+    def __init__(self, inputs: int, hidden: int, outputs: int, blocks: int = 2) -> None:
+        super().__init__()
+        self.layer_norm1 = nn.LayerNorm(inputs)
+        self.fc1 = nn.Linear(inputs, hidden)
+        self.mlp_resnet_blocks = nn.ModuleList(_ResNetBlock(hidden) for _ in range(blocks))
+        self.layer_norm2 = nn.LayerNorm(hidden)
+        self.fc2 = nn.Linear(hidden, outputs)
+
+    def forward(self, values: Tensor) -> Tensor:
+        values = F.relu(self.fc1(self.layer_norm1(values)))
+        for block in self.mlp_resnet_blocks:
+            values = block(values)
+        found: Tensor = self.fc2(self.layer_norm2(values))
+        return found
+
+
+class _ResNetBlock(nn.Module):
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.ffn = nn.Sequential(nn.LayerNorm(hidden), nn.Linear(hidden, hidden), nn.ReLU())
+
+    def forward(self, values: Tensor) -> Tensor:
+        found: Tensor = values + self.ffn(values)
+        return found
+
+
+def pixels(image: Tensor, shape: VitShape) -> Tensor:
+    """(B, 3, H, W) in 0 to 1, stretched to the encoder's square ("resize-naive", bicubic) and normalised."""
+    if image.shape[-2:] != (shape.image_size, shape.image_size):
+        size = (shape.image_size, shape.image_size)
+        image = F.interpolate(image, size, mode="bicubic", antialias=True, align_corners=False).clamp(0, 1)
+    mean, std = (image.new_tensor(values)[:, None, None] for values in (shape.mean, shape.std))
+    return (image - mean) / std

@@ -1,0 +1,105 @@
+"""How many threads torch computes with: as many as a lease has cores, or one, whichever this work is faster with.
+
+Small matrix products are slower in several threads than in one: starting and joining these takes longer than what they
+save. Where that ends depends on the machine and on what else it does, so it is measured on the work itself.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from statistics import median
+
+import torch
+
+FEWEST, MOST = 2, 6
+"""Comparisons of the two numbers before one is chosen: fewest, where they agree, and most."""
+CLEAR = 2.0
+"""They agree when their median is so many times what they differ by."""
+GAIN = 0.03
+"""What several threads must save."""
+KEPT = 400
+"""Pieces of work after which it is measured again."""
+LEAST_S = 1e-7
+
+
+class Threads:
+    """The number of threads of one thread of this process that computes. Use it from that thread alone."""
+
+    def __init__(self) -> None:
+        self.fixed = False
+        """All cores of the lease whatever they bring: another number rounds sums in another way."""
+        self._most = 1
+        self._choices: dict[tuple[str, int], Choice] = {}
+
+    def lease(self, most: int) -> None:
+        """Computes on so many cores from now on."""
+        if most != self._most:
+            self._choices.clear()
+        self._most = most
+        torch.set_num_threads(most)
+
+    @contextmanager
+    def work(self, kind: str, size: int) -> Iterator[None]:
+        """Around one piece of work, which gets the better number of threads.
+
+        `size`: of what its seconds rise with, rows or tokens. Pieces of a kind share a choice where their sizes have the
+        same power of two.
+        """
+        if self.fixed or self._most == 1:
+            yield
+            return
+        choice = self._choices.setdefault((kind, max(1, size).bit_length()), Choice())
+        several = choice.several
+        torch.set_num_threads(self._most if several else 1)
+        began = time.perf_counter()
+        try:
+            yield
+            choice.took((time.perf_counter() - began) / max(1, size))
+        finally:
+            torch.set_num_threads(self._most)
+
+
+class Choice:
+    """Several threads or one, by like pieces of work in the order several, one, one, several: no drift favours any."""
+
+    def __init__(self) -> None:
+        self._chosen: bool | None = None
+        self._left = 0
+        self._pieces = -1  # The first piece is what is done once.
+        self._last_s = 0.0
+        self._ratios: list[float] = []
+
+    @property
+    def several(self) -> bool:
+        """Whether the next piece is computed with several threads."""
+        if self._chosen is not None:
+            return self._chosen
+        return self._pieces % 4 in (0, 3) or self._pieces < 0
+
+    def took(self, seconds: float) -> None:
+        """The piece took so long, by its size."""
+        if self._chosen is not None:
+            self._left -= 1
+            if self._left <= 0:
+                self._chosen, self._pieces, self._ratios = None, 0, []
+            return
+        if self._pieces < 0:
+            self._pieces = 0
+            return
+        several = self.several
+        seconds = max(LEAST_S, seconds)
+        if self._pieces % 2 == 1:
+            ratio = math.log(seconds / self._last_s)
+            self._ratios.append(ratio if several else -ratio)
+        self._last_s = seconds
+        self._pieces += 1
+        if self._pieces % 4 == 0 and self._ratios:
+            self._decide()
+
+    def _decide(self) -> None:
+        middle, spread = median(self._ratios), max(self._ratios) - min(self._ratios)
+        if len(self._ratios) >= MOST or (len(self._ratios) >= FEWEST and abs(middle) > CLEAR * spread):
+            self._chosen, self._left = middle < math.log1p(-GAIN), KEPT

@@ -1,0 +1,140 @@
+"""What the HTTP API shows of evaluations of suites: progress, figures with their intervals, comparisons."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import Field
+
+from headrace_schema.resources.resource import Resource
+
+
+class ModeView(Resource):
+    """One figure of an evaluation."""
+
+    mode: str = Field(description="greedy, avg@K, pass@K or maj@K")
+    score: float
+    low: float | None = Field(default=None, description="95% interval over items; null: fewer than two items")
+    high: float | None = None
+
+
+class TaskView(Resource):
+    """The first figure of one task of a suite that has several kinds of items."""
+
+    task: str
+    variant: str = Field(
+        default="", description="of the task, by the spec's environment.variants; empty: none"
+    )
+    items: int
+    score: float
+    low: float | None = Field(default=None, description="95% interval over items; null: fewer than two items")
+    high: float | None = None
+
+
+class SuiteResultView(Resource):
+    """What an evaluation found."""
+
+    modes: list[ModeView]
+    tasks: list[TaskView] = Field(
+        default_factory=list, description="of episodes: the first mode's figure of each task"
+    )
+    parts: dict[str, float] = Field(description="mean of each scorer before weighting")
+    answers: int
+    truncated: float = Field(description="share of answers that the length limit cut")
+    failed: int = Field(default=0, description="answers that made a scorer fail; reward.failed_reward counts")
+    tokens_mean: float = Field(description="tokens of an answer")
+
+
+class SuiteEvaluationView(Resource):
+    """What an evaluation asks of what, how far it is, and what it found."""
+
+    suite: str
+    model: str = Field(description="path or Hugging Face id")
+    checkpoint_run: str = Field(
+        default="", description="run of the checkpoint; empty: the model's own weights"
+    )
+    checkpoint_step: int | None = None
+    weights_digest: str = Field(default="", description="of the weights that answered; empty: not read yet")
+    data_digest: str = Field(default="", description="of the suite's items; empty: not opened yet")
+    items: int
+    samples: int
+    answers: int = Field(description="answers that are scored")
+    answers_total: int
+    versions: dict[str, str] = Field(
+        default_factory=dict, description="versions of what asked, by distribution"
+    )
+    result: SuiteResultView | None = Field(default=None, description="null until it has succeeded")
+    spec: dict[str, Any]
+
+
+class EvaluationRunView(SuiteEvaluationView):
+    """One evaluation. It is a run too: `/v1/runs/{id}` has its events and transcripts, pauses and cancels it."""
+
+    name: str = Field(description="resource name, evaluations/{id}")
+    id: str
+    state: str
+    reason: str = Field(description="why it is in this state, for people")
+    place: int | None = Field(
+        default=None, description="place in the queue, from 1; null when it is not waiting"
+    )
+    created_at: float = Field(description="seconds since the epoch")
+    started_at: float | None
+    finished_at: float | None
+    waiting_for: list[str]
+    recoveries: int
+
+    @property
+    def ended(self) -> bool:
+        """Whether it is SUCCEEDED, FAILED or CANCELLED."""
+        return self.state in ("SUCCEEDED", "FAILED", "CANCELLED")
+
+
+class EvaluationRunListView(Resource):
+    """A page of evaluations, newest first."""
+
+    evaluations: list[EvaluationRunView]
+    next_page_token: str = ""
+
+
+class VideoView(Resource):
+    """A video of an episode of an evaluation."""
+
+    name: str = Field(
+        description="of the file; `/v1/evaluations/{id}/videos/{name}` is the file itself, an MP4"
+    )
+    item: int = Field(description="as `prompt_ordinal` of its transcript")
+    sample: int
+    success: bool
+    size_bytes: int
+
+
+class VideoListView(Resource):
+    """The videos of an evaluation, by item."""
+
+    videos: list[VideoView]
+
+
+class DifferenceView(Resource):
+    """One figure of two evaluations, compared item by item."""
+
+    mode: str
+    first: float
+    second: float
+    difference: float = Field(description="second minus first")
+    low: float | None = Field(description="95% interval of the difference: paired bootstrap over items")
+    high: float | None
+    wins: int = Field(description="items on which the second one is better")
+    losses: int
+    ties: int
+    p_value: float | None = Field(
+        default=None, description="exact McNemar test, two-sided; null where an item's figure is not 0 or 1"
+    )
+
+
+class ComparisonView(Resource):
+    """Two evaluations of the same items."""
+
+    first: str
+    second: str
+    items: int
+    differences: list[DifferenceView]

@@ -1,0 +1,149 @@
+"""What lists and plots show: runs in short, curves of a run as columns, its newest events. Knows no page's layout."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from headrace_schema.resources.resource import Resource
+from headrace_schema.resources.views import EventView
+
+
+class RunSummaryView(Resource):
+    """One run in a list."""
+
+    id: str
+    state: str
+    reason: str
+    priority: int
+    place: int | None = Field(description="place in the queue, from 1; null for a run that is not waiting")
+    step: int
+    steps: int
+    created_at: float
+    started_at: float | None
+    finished_at: float | None
+    waiting_for: list[str]
+    reward_mean: float | None = Field(description="of the newest step; null before the first one")
+    score: float | None = Field(description="of the newest held-out evaluation; null before the first one")
+    rewards: list[float | None] = Field(description="mean rewards of steps at even distances, oldest first")
+    forked_from: str = ""
+
+
+class RunSummaryListView(Resource):
+    """A page of runs in short, newest first."""
+
+    summaries: list[RunSummaryView]
+    total: int = Field(description="runs that match, on all pages")
+    states: dict[str, int] = Field(description="number of runs by state, whether they match or not")
+    next_page_token: str = ""
+
+
+class ScorePointView(Resource):
+    """The score of one evaluation."""
+
+    step: int
+    kind: str
+    score: float | None
+
+
+class CurvesView(Resource):
+    """Figures of the live lineage by step: every list in `series` is as long as `steps`."""
+
+    steps: list[int]
+    series: dict[str, list[float | None]] = Field(
+        description="by TensorBoard's tags: train/reward, trainer/loss, stage_seconds/generate, …; null: no figure"
+    )
+    evaluations: list[ScorePointView]
+    total: int = Field(description="committed steps; more than are listed once they are thinned out")
+    event: int = Field(description="id of an event; those after it are not all in the curves")
+
+
+class EventListView(Resource):
+    """A page of events, newest first, without lists of slots."""
+
+    events: list[EventView]
+    next_page_token: str = ""
+
+
+class FlowView(Resource):
+    """Where the slots of the step in hand stand: each is counted once. All 0 between two steps."""
+
+    step: int = Field(description="the step in hand, counted from 1")
+    slots: int = Field(description="slots of the step, those of refilled groups included")
+    waiting: int = Field(description="wait for a rollout")
+    generating: int = Field(description="a rollout has them")
+    scoring: int = Field(description="wait for their reward, or for the rest of their group's")
+    scored: int = Field(description="in groups that wait for the trainer")
+    learned: int = Field(description="the trainer has them")
+    dropped: int
+    holders: dict[str, int] = Field(description="slots in generation by instance")
+
+
+class TimelinePartView(Resource):
+    """A step, an evaluation or the end of a run's time on its devices."""
+
+    kind: str = Field(description="prepare, step, skipped, evaluation or leave")
+    step: int = Field(description="the step, counted from 1; of an evaluation the step that it follows")
+    start: float = Field(description="seconds since the epoch")
+    end: float
+
+
+class WorkView(Resource):
+    """What was done, on which devices."""
+
+    stage: str = Field(description="generate, score, learn, sync, switch, checkpoint or evaluate")
+    devices: list[str] = Field(description="empty for work that needs none")
+    start: float
+    end: float
+    step: int
+
+
+class HoldView(Resource):
+    """One lease from its grant to its end."""
+
+    epoch: int
+    instance: str
+    stage: str
+    devices: list[str]
+    start: float
+    end: float | None = Field(description="null while it is held")
+    cause: str = Field(description="why it ended; empty while it is held")
+
+
+class LabelView(Resource):
+    """What some devices did in a time, or waited for."""
+
+    stage: str = Field(description="the stage that has the devices; - where the run has no lease on them")
+    label: str = Field(
+        description="decode (prefill is in it), train, work, sync, switch, or wait for data, reward, tail or lease"
+    )
+    instance: str = Field(description="who held them; empty: nobody of the run")
+    devices: list[str] = Field(description="empty for work that needs none, such as scoring")
+    start: float = Field(description="seconds since the epoch")
+    end: float
+
+
+class TimelineView(Resource):
+    """Who held which device when, and what was done there."""
+
+    parts: list[TimelinePartView] = Field(description="oldest first")
+    work: list[WorkView]
+    holds: list[HoldView] = Field(description="leases that overlap the parts, oldest first")
+    labels: list[LabelView] = Field(
+        default=[], description="at any time of a part each device is in one of these; empty unless asked for"
+    )
+    older: bool = Field(description="whether there are parts before the first one")
+
+
+class LogLineView(Resource):
+    """One line of an instance's log."""
+
+    level: str = Field(description="debug, info, warning, error or critical")
+    time: float | None = Field(description="seconds since the epoch; null where the line does not say")
+    text: str
+
+
+class LogView(Resource):
+    """The newest lines of an instance's log."""
+
+    instance: str
+    lines: list[LogLineView] = Field(description="oldest first")

@@ -1,0 +1,394 @@
+"""What the HTTP API shows: resources as JSON. Made from state by `present`; knows no Redis and no gRPC."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import Field
+
+from headrace_schema.resources.evaluations import SuiteEvaluationView
+from headrace_schema.resources.resource import Resource
+
+ENDED_STATES = frozenset({"SUCCEEDED", "FAILED", "CANCELLED"})
+
+
+class PolicyView(Resource):
+    """A policy version."""
+
+    number: int
+    parent: int
+    ordinal: int
+    digest: str
+
+
+class EvaluationView(Resource):
+    """One evaluation of held-out items."""
+
+    kind: str = Field(
+        description="heldout, or baseline_prefill for the untrained model with its answer begun"
+    )
+    step: int = Field(description="ordinal of the evaluated version")
+    version: int
+    score: float = Field(description="mean weighted score over all answers")
+    parts: dict[str, float] = Field(description="mean of each scorer before weighting")
+    answers: int
+    score_low: float | None = Field(
+        default=None, description="95% interval of the score over prompts; none: one prompt"
+    )
+    score_high: float | None = None
+    pass_at: dict[str, float] = Field(
+        default_factory=dict,
+        description="k → share of prompts of which one in k answers passes (unbiased estimate)",
+    )
+    examples: list[dict[str, Any]] = Field(description="a few {prompt, completion, reference, reward}")
+
+
+class StepView(Resource):
+    """One committed step."""
+
+    step: int
+    version: int
+    wall_s: float
+    reward_mean: float
+    tokens: int
+    tokens_per_s: float
+    stage_s: dict[str, float] = Field(
+        description="seconds by stage: generate, score, learn, sync, switch, protocol"
+    )
+    devices: dict[str, dict[str, float]] = Field(description="seconds by device and stage")
+    trained: int
+    dropped: int
+    filtered: int = Field(
+        default=0, description="dropped slots whose group the algorithm does not keep: FILTERED"
+    )
+    refilled: int = Field(default=0, description="groups that the step took in place of dropped ones")
+    max_staleness: int
+    figures: dict[str, float] = Field(
+        description="the trainer's figures: loss, grad_norm, learning_rate, …; null: no finite number",
+        json_schema_extra={"additionalProperties": {"anyOf": [{"type": "number"}, {"type": "null"}]}},
+    )
+
+
+class CountsView(Resource):
+    """Recomputed from certificates and the slot ledger, not from counters."""
+
+    trained: int
+    dropped: int
+    filtered: int = Field(
+        default=0, description="dropped slots whose group the algorithm does not keep: FILTERED"
+    )
+    duplicates: int
+    max_staleness: int
+    frontier: int = Field(description="slots below it are terminal exactly once")
+
+
+class RunPlanView(Resource):
+    """How a run uses its devices, and how its last step compares with what was predicted."""
+
+    mode: str = Field(description="collocated, disaggregated or hybrid")
+    flow: str = Field(
+        default="",
+        description="side by side: pipelined or sequential; empty: collocated, or a run that shares",
+    )
+    memory: str = Field(
+        default="", description="of a side without devices: offloaded or resident; empty: none is without"
+    )
+    chosen_by: str = Field(description="spec, or auto: by the run's own steps")
+    from_step: int = Field(description="the first step that it holds for, counted from 1")
+    rollout: list[str] = Field(description="devices that generate; empty: as the mode divides the run's")
+    trainer: list[str] = Field(description="devices that learn; empty: as the mode divides the run's")
+    reason: str
+    predicted_s: dict[str, float] = Field(
+        description="seconds of generate, learn and the whole step; empty: not predicted"
+    )
+    measured_s: dict[str, float] = Field(description="the same of the last step; empty: there is none")
+    alternatives: dict[str, float] = Field(description="other placements and the seconds of a step with them")
+    proposal: str = Field(description="what would be faster now, where the spec says replan: propose")
+
+
+class RunView(Resource):
+    """One run."""
+
+    name: str = Field(description="resource name, runs/{id}")
+    id: str
+    state: str
+    reason: str = Field(description="why it is in this state, for people")
+    intent: str = Field(default="RUN", description="what is wanted of it: RUN, PAUSE, PAUSE_NOW or CANCEL")
+    priority: int = Field(default=0, description="runs of a higher priority come first")
+    place: int | None = Field(
+        default=None, description="place in the queue, from 1; null for a run that is not waiting"
+    )
+    step: int = Field(
+        description="committed steps of the live lineage; of an evaluation: answers that are scored"
+    )
+    steps: int
+    ranks: int = Field(default=0, description="ranks of its trainer group; 0 for a run that trains nothing")
+    wanted_ranks: int = Field(
+        default=0, description="ranks that it should have from its next step on; 0: as it has"
+    )
+    ranks_reason: str = Field(
+        default="",
+        description="why its trainer group changed last, or will after this step; empty: it never did",
+    )
+    created_at: float = Field(description="seconds since the epoch")
+    started_at: float | None
+    finished_at: float | None
+    waiting_for: list[str] = Field(description="what it waits for now, and who holds it")
+    policy: PolicyView | None
+    warmup_steps: int
+    baseline_prefill: EvaluationView | None
+    evaluations: list[EvaluationView]
+    last_step: StepView | None
+    counts: CountsView
+    recoveries: int
+    run_directory: str
+    export_path: str
+    forked_from: str = Field(
+        default="", description="id of the run from whose checkpoint it continues; empty: none"
+    )
+    first_step: int = Field(
+        default=0, description="steps below it are in the checkpoint that it was forked from"
+    )
+    suite: SuiteEvaluationView | None = Field(
+        default=None, description="what it evaluates; null for a run that trains"
+    )
+    plan: RunPlanView | None = Field(
+        default=None, description="how it uses its devices; null for a run that trains nothing"
+    )
+    spec: dict[str, Any] = Field(
+        description="what was submitted, with every default; {} in lists unless asked for"
+    )
+
+    @property
+    def ended(self) -> bool:
+        """Whether it is SUCCEEDED, FAILED or CANCELLED."""
+        return self.state in ENDED_STATES
+
+
+class RunListView(Resource):
+    """A page of runs, newest first."""
+
+    runs: list[RunView]
+    next_page_token: str = ""
+
+
+class EventView(Resource):
+    """One event of a run; `id` is the SSE id."""
+
+    id: int
+    type: str
+    time: float
+    run: str
+    data: dict[str, Any]
+
+
+class CertificateView(Resource):
+    """Attests one update: made from the coordinator's and the trainer's counts."""
+
+    version: PolicyView
+    step: int = Field(description="the run's step that it ends, counted from 1")
+    attempt: int
+    live: bool = Field(description="false once a rewind abandoned the version")
+    trained: list[tuple[int, int, int]] = Field(description="(prompt ordinal, sample index, attempt)")
+    dropped: list[tuple[int, int, str]] = Field(description="(prompt ordinal, sample index, reason)")
+    set_digest: str
+    tokens: int
+    tokens_by_version: dict[int, int]
+    max_staleness: int
+    log_prob_mismatch_mean: float | None = Field(
+        description="mean |engine − trainer| log-prob in nats; null when no token was compared"
+    )
+    log_prob_compared_tokens: int = Field(default=0, description="tokens that the mismatch is over")
+    log_prob_mismatch_kl: float | None = Field(
+        default=None,
+        description="estimate of KL(engine || trainer) in nats a token; null when no token was compared",
+    )
+    drop_rate_by_length: dict[str, float] = Field(
+        description="share dropped, FILTERED ones apart, by bucket of answer length in tokens"
+    )
+    drop_rate_by_pass_rate: dict[str, float] = Field(
+        description="share dropped, FILTERED ones apart, by bucket of the prompt's pass rate"
+    )
+    refilled: int = Field(default=0, description="groups that the step took in place of dropped ones")
+    helped: dict[str, list[int]] = Field(
+        default_factory=dict,
+        description="prompt ordinals of the groups whose gradient a helper contributed, by its name; the trainer "
+        "group made all others",
+    )
+    scored_by_stage: dict[str, int] = Field(
+        default={}, description="trained answers that each of several reward stages scored; else empty"
+    )
+    reward_by_stage: dict[str, float] = Field(
+        default={}, description="mean reward of these answers from each of these stages"
+    )
+
+
+class CertificateListView(Resource):
+    """A page of certificates, oldest first."""
+
+    certificates: list[CertificateView]
+    next_page_token: str = ""
+
+
+class TrajectoryView(Resource):
+    """One settled trajectory as text."""
+
+    step: int
+    version: int
+    prompt_ordinal: int
+    sample_index: int
+    attempt: int
+    prompt: str
+    completion: str
+    reference: str
+    reward: float
+    parts: dict[str, float]
+    finish_reason: str
+    tokens: int
+    versions: list[tuple[int, int]] = Field(
+        default=[], description="(number of a version, tokens that it sampled), in order"
+    )
+    log_probs: list[float | None] = Field(
+        default=[], description="the engine's log-prob of each sampled token in nats, of the first 1024"
+    )
+    text_bytes: list[int] = Field(
+        default=[],
+        description="bytes (UTF-8) of `completion` that each of the first 1024 sampled tokens is; "
+        "empty where its tokenizer does not say",
+    )
+    advantage: float | None = Field(
+        default=None,
+        description="mean advantage over its trained tokens; null where the trainer did not report it",
+    )
+    detail: str = Field(default="", description="what made a scorer fail, in an evaluation; empty: nothing")
+    stage_rewards: dict[str, float] = Field(
+        default={},
+        description="what each of several reward stages gave it; a stage that did not see it is absent",
+    )
+
+
+class TrajectoryListView(Resource):
+    """A page of trajectories."""
+
+    trajectories: list[TrajectoryView]
+    next_page_token: str = ""
+
+
+class CheckpointView(Resource):
+    """One durable checkpoint."""
+
+    name: str
+    version: PolicyView
+    step: int = Field(default=0, description="steps in it; a run that continues from it makes the next one")
+    size_bytes: int
+
+
+class CheckpointListView(Resource):
+    """Checkpoints, newest first."""
+
+    checkpoints: list[CheckpointView]
+    next_page_token: str = ""
+
+
+class InstanceView(Resource):
+    """One running process of a service."""
+
+    name: str
+    incarnation: str
+    kind: str
+    state: str = Field(description="READY, SILENT (heartbeats are missing), LOST or DRAINING")
+    host: str
+    address: str
+    devices: list[str]
+    capabilities: dict[str, list[str]]
+    run: str
+    resident_memory_bytes: int
+    last_heartbeat_age_s: float
+    silent_for_s: float = Field(
+        default=0.0, description="seconds without a sign of life, once two heartbeats are missing"
+    )
+
+
+class HealthView(Resource):
+    """How the coordinator is; served with 503 when it is unhealthy."""
+
+    status: str = Field(description="ok or unhealthy")
+    reason: str = Field(default="", description="what is wrong; empty when nothing is")
+    store_writable: bool = Field(default=True, description="the store took the last write")
+    loop_lag_ms: float = Field(default=0.0, description="largest delay of the event loop in the last 10 s")
+    tasks: dict[str, bool] = Field(default={}, description="the lasting tasks, and whether each lives")
+    coordinator_epoch: int = Field(default=0, description="epoch of this coordinator")
+
+
+class InstanceListView(Resource):
+    """Instances."""
+
+    instances: list[InstanceView]
+    next_page_token: str = ""
+
+
+class LeaseView(Resource):
+    """One lease."""
+
+    epoch: int
+    state: str = Field(description="GRANTED, HELD or REVOKING")
+    instance: str
+    run: str
+    stage: str
+    devices: list[str]
+    expires_in_s: float
+    since: float = Field(default=0.0, description="when it was granted, in seconds since the epoch")
+
+
+class DeviceView(Resource):
+    """One device."""
+
+    name: str
+    state: str = Field(description="FREE, LEASED or QUARANTINED")
+    holder: str
+    reason: str
+
+
+class LeaseListView(Resource):
+    """Leases and devices."""
+
+    leases: list[LeaseView]
+    devices: list[DeviceView]
+    next_page_token: str = ""
+
+
+class LinkView(Resource):
+    """A one-time link to the dashboard."""
+
+    path: str = Field(description="path on this coordinator, good once")
+    expires_in_s: float
+
+
+class DrainView(Resource):
+    """An instance that was told to drain: it gets no new work, hands over what it holds, and ends."""
+
+    instance: str
+    incarnation: str = Field(description="the process that ends; one that replaces it has another")
+
+
+class ScaleView(Resource):
+    """The wanted number of processes of a kind."""
+
+    kind: str
+    count: int
+
+
+class KeyProblemView(Resource):
+    """One thing that is wrong with a request."""
+
+    key: str = Field(description="path of the key, such as algorithm.group_size")
+    problem: str
+    fix: str = Field(description="what to write instead; names the nearest valid value")
+
+
+class ErrorView(Resource):
+    """A refused request."""
+
+    reason: str
+    message: str
+    problems: list[KeyProblemView] = Field(default_factory=list)

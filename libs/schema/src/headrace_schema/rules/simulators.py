@@ -1,0 +1,73 @@
+"""What cannot work where a spec names devices for simulators. Each rule yields problems with their fixes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from headrace_schema.problems import problem
+from headrace_schema.resources.views import KeyProblemView
+from headrace_schema.sections.running import APART, EVERY, overlap
+
+if TYPE_CHECKING:
+    from headrace_schema.spec import RunSpec
+
+KEY = "placement.simulator"
+
+
+def simulator_problems(spec: RunSpec) -> Iterator[KeyProblemView]:
+    """Problems of `placement.simulator`; none where it is left out."""
+    placement = spec.placement
+    if not placement.simulator:
+        return
+    if spec.environment is None:
+        yield problem(KEY, "the run has no environment, and so no simulator", "remove it")
+        return
+    for key in ("rollout", "trainer"):
+        if not getattr(placement, key):
+            reason = f"{KEY} is given: what is left for the others is not guessed"
+            yield problem(f"placement.{key}", reason, f"name devices, or remove {KEY}")
+            return
+    if placement.share:
+        reason = "runs that share give their devices away while they generate, and an episode would be lost"
+        yield problem("placement.share", reason, f"remove it, or {KEY}")
+    yield from _turns(spec)
+    yield from _room(spec)
+
+
+def _turns(spec: RunSpec) -> Iterator[KeyProblemView]:
+    placement = spec.placement
+    if placement.mode in APART and (both := sorted({*placement.trainer} & {*placement.simulator})):
+        yield problem(
+            KEY,
+            f"{', '.join(both)} learns too; {placement.mode} placement needs disjoint devices",
+            "name other devices, or set placement.mode: collocated",
+        )
+    acting = [*placement.rollout, *placement.simulator]
+    if placement.mode == "collocated" and not overlap(placement.trainer, acting):
+        yield problem(
+            "placement.trainer",
+            "collocated placement takes turns on the same devices, and these neither generate nor simulate",
+            "name devices of placement.rollout or placement.simulator, or set placement.mode: disaggregated",
+        )
+
+
+def _room(spec: RunSpec) -> Iterator[KeyProblemView]:
+    placement, rollouts = spec.placement, spec.rollout.instances
+    names = [*placement.rollout, *placement.simulator]
+    if len({*placement.simulator}) < len(placement.simulator):
+        yield problem(KEY, "a device is named twice", "name each device once")
+    elif not any(name.rpartition("/")[2] == EVERY for name in names) and len({*names}) <= rollouts:
+        yield too_few(len({*names}), rollouts)
+
+
+def too_few(devices: int, rollouts: int) -> KeyProblemView:
+    """What is said where rollouts and simulators have fewer devices than processes."""
+    one = rollouts == 1
+    reason = (
+        f"a device is leased to one process at a time, and {devices} {'is' if devices == 1 else 'are'} named for "
+        f"{'a rollout' if one else f'{rollouts} rollouts'} and a simulator, which act at the same time"
+    )
+    fewer = "" if devices < 2 else f", set rollout.instances: {devices - 1}"
+    fix = f"name at least {rollouts + 1} devices{fewer}, or remove {KEY}: simulators then hold no lease"
+    return problem(KEY, reason, fix)

@@ -1,0 +1,215 @@
+"""What is wrong with a declared workflow: each problem names the stage or the edge, and the fix."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from headrace_schema.problems import choose, problem
+from headrace_schema.resources.views import KeyProblemView
+from headrace_schema.workflow import GraphEdge, GraphSection
+
+if TYPE_CHECKING:
+    from headrace_schema.spec import RunSpec
+
+NAMES = {"rollout": "generate", "trainer": "learn"}
+"""The one stage of each of these services."""
+TAKEN = frozenset({"checkpoint", "evaluate", "generate", "learn", "protocol", "regroup", "switch", "sync"})
+"""Names of times of a step: no reward stage has them."""
+
+
+def workflow_problems(spec: RunSpec) -> Iterator[KeyProblemView]:
+    """Every problem of the spec's graph, of the second policy and of the scorers that it names."""
+    graph = spec.graph
+    yield from _reply(spec, graph)
+    if graph is spec.workflow:
+        wrong = [*_stages(graph), *_edges(graph)]
+        yield from wrong
+        if not wrong:
+            yield from _cycles(graph)
+            yield from _loose_ends(graph)
+    yield from _scorers(spec, graph)
+
+
+def _stages(graph: GraphSection) -> Iterator[KeyProblemView]:
+    for service, name in NAMES.items():
+        found = graph.of(service)
+        if not found:
+            yield problem(
+                "workflow.stages",
+                f"no stage of the service {service}",
+                f"add {name}: {{service: {service}}}",
+            )
+        if service == "rollout" and name in found and len(found) == 2:
+            continue  # The second one answers the first.
+        for extra in found:
+            if extra != name or len(found) > 1:
+                reason = f"a run has one {service} stage, called {name}; here are {', '.join(found)}"
+                if service == "rollout" and len(found) > 1:
+                    listed = ", ".join(found)
+                    reason = (
+                        f"a run has a rollout stage {name} and at most one that answers it; here are {listed}"
+                    )
+                fix = f"call it {name}" if len(found) == 1 else f"keep {name}"
+                yield problem(f"workflow.stages.{extra}", reason, fix)
+                break
+    for name in graph.of("simulator"):
+        reason = "the simulator has a stage in the built-in workflow embodied alone"
+        yield problem(f"workflow.stages.{name}.service", reason, "use rollout, reward or trainer")
+    if not graph.of("reward"):
+        yield problem("workflow.stages", "no stage of the service reward", "add score: {service: reward}")
+    for name, stage in graph.stages.items():
+        key = f"workflow.stages.{name}"
+        if stage.service in ("reward", "rollout") and name in TAKEN - {"generate"}:
+            yield problem(key, "the name is that of another part of a step", "call it such as score or judge")
+        if stage.combine == "replace" and not _rewarded(graph, name):
+            reason = "replaces the rewards of earlier stages, and receives from none"
+            yield problem(f"{key}.combine", reason, "remove it, or add an edge from a reward stage")
+
+
+def _rewarded(graph: GraphSection, name: str) -> bool:
+    return any(edge.source in graph.of("reward") for edge in graph.into(name))
+
+
+def _edges(graph: GraphSection) -> Iterator[KeyProblemView]:
+    seen: set[tuple[str, str]] = set()
+    for index, edge in enumerate(graph.edges):
+        key = f"workflow.edges[{index}]"
+        unknown = [name for name in ("source", "target") if getattr(edge, name) not in graph.stages]
+        for name in unknown:
+            stage = getattr(edge, name)
+            what = "produces it" if name == "source" else "receives it"
+            yield problem(f"{key}.{name}", f"no stage {stage!r} {what}", choose(stage, graph.stages))
+        if unknown:
+            continue
+        if (edge.source, edge.target) in seen:
+            yield problem(key, f"{edge.source} → {edge.target} is declared twice", "remove one")
+        seen.add((edge.source, edge.target))
+        yield from _types(graph, edge, key)
+
+
+def _types(graph: GraphSection, edge: GraphEdge, key: str) -> Iterator[KeyProblemView]:
+    source, target = graph.stages[edge.source].service, graph.stages[edge.target].service
+    words = f"{edge.source} → {edge.target}"
+    if graph.reply_stage and graph.reply_stage in (edge.source, edge.target):
+        yield from _turns(graph, edge, key)
+    elif source == "trainer":
+        reason = f"{words}: a step ends with {edge.source}; its weights reach the rollout by themselves"
+        yield problem(key, reason, "remove the edge")
+    elif target == "rollout":
+        reason = f"{words}: {edge.target} reads the run's prompts, not what {edge.source} makes"
+        yield problem(key, reason, "remove the edge")
+    elif (source, target) == ("rollout", "trainer"):
+        reason = f"{words}: {edge.target} reads rewards, and {edge.source} makes answers without one"
+        yield problem(key, reason, "put a reward stage between them")
+    elif target == "trainer" and edge.granularity == "trajectory":
+        reason = f"{words}: {edge.target} compares the answers of a group"
+        yield problem(f"{key}.granularity", reason, "use group or batch")
+    elif edge.granularity == "turn":
+        yield problem(f"{key}.granularity", f"{words} is no cycle", "use trajectory, group or batch")
+    elif target == "reward" and edge.granularity == "batch":
+        reason = f"{words}: {edge.target} scores one answer at a time"
+        yield problem(f"{key}.granularity", reason, "use trajectory or group")
+    if edge.at_least is not None and (source, target) != ("reward", "reward"):
+        reason = f"{words}: {edge.source} gives no reward to compare with"
+        if target == "trainer":
+            reason = f"{words}: {edge.target} reads whole groups, and no answer leaves one"
+        yield problem(f"{key}.at_least", reason, "remove it")
+
+
+def _turns(graph: GraphSection, edge: GraphEdge, key: str) -> Iterator[KeyProblemView]:
+    """An edge of the stage that answers `generate`: both take turns, and the exchange leaves through `generate`."""
+    words = f"{edge.source} → {edge.target}"
+    if {edge.source, edge.target} != {"generate", graph.reply_stage}:
+        reason = (
+            f"{words}: {graph.reply_stage} answers generate, and the whole exchange leaves through generate"
+        )
+        yield problem(key, reason, "remove the edge, or begin it at generate")
+    elif edge.granularity != "turn":
+        yield problem(f"{key}.granularity", f"{words}: two policies answer each other by turns", "use turn")
+
+
+def _reply(spec: RunSpec, graph: GraphSection) -> Iterator[KeyProblemView]:
+    """What a second policy needs, and what it does not go with."""
+    stage = graph.reply_stage
+    if stage and spec.reply is None:
+        reason = f"the workflow's stage {stage} answers generate, and nothing says with which policy"
+        yield problem("reply", reason, "add reply: {path: MODEL}, or reply: {} for the policy itself")
+    if spec.reply is None:
+        return
+    if not stage:
+        reason = "the workflow has no second rollout stage that it would be the policy of"
+        fix = "add a stage {service: rollout} and edges from and to generate with granularity: turn, or remove reply"
+        yield problem("reply", reason, fix)
+    if any(not text for text in spec.reply.stop):
+        yield problem("reply.stop", "an empty text ends every reply at once", "remove it")
+    fix = "remove reply, or set"
+    if spec.deterministic:
+        reason = "turns of two policies meet in no fixed waves"
+        yield problem("deterministic", reason, f"{fix} deterministic: false")
+    if spec.rollout.chunk_tokens:
+        reason = "an exchange is sent when it has ended"
+        yield problem("rollout.chunk_tokens", reason, f"{fix} rollout.chunk_tokens: 0")
+    for key, count in (("trainer", spec.trainer.helpers), ("rollout", spec.rollout.helpers)):
+        if count:
+            reason = "an exchange that a rollout has begun does not go on at another one"
+            yield problem(f"{key}.helpers", reason, f"{fix} {key}.helpers: 0")
+
+
+def _cycles(graph: GraphSection) -> Iterator[KeyProblemView]:
+    """Stages that are their own ancestors; whether their cycles overlap is said, as both must be opened."""
+    by_turns = {"generate", graph.reply_stage}
+    edges = [edge for edge in graph.edges if not {edge.source, edge.target} <= by_turns]
+    reach = {name: {edge.target for edge in edges if edge.source == name} for name in graph.stages}
+    for middle in graph.stages:
+        for name in graph.stages:
+            if middle in reach[name]:
+                reach[name] |= reach[middle]
+    found: dict[frozenset[str], None] = {}
+    for name in graph.stages:
+        if name in reach[name]:
+            found[frozenset(other for other in reach[name] if name in reach[other])] = None
+    for cycle in found:
+        inner = [edge for edge in edges if {edge.source, edge.target} <= cycle]
+        stage = min(cycle)
+        several = "lies on cycles that overlap" if len(inner) > len(cycle) else "lies on a cycle"
+        listed = ", ".join(f"{edge.source} → {edge.target}" for edge in inner)
+        reason = f"{several} ({listed}): a step scores an answer once in each stage"
+        yield problem(f"workflow.stages.{stage}", reason, "remove an edge of each cycle")
+
+
+def _loose_ends(graph: GraphSection) -> Iterator[KeyProblemView]:
+    for name, stage in graph.stages.items():
+        key = f"workflow.stages.{name}"
+        if name != "generate" and not graph.into(name):
+            sources = [other for other in (*graph.of("reward"), "generate") if other != name]
+            if name == graph.reply_stage:
+                sources = ["generate"]
+            fix = f"add {{source: {sources[0]}, target: {name}}} to workflow.edges, or remove the stage"
+            yield problem(key, "no stage produces what it reads", fix)
+        if stage.service != "trainer" and all(edge.source != name for edge in graph.edges):
+            end = graph.of("reward" if stage.service == "rollout" else "trainer")[0]
+            if name == graph.reply_stage:
+                end = "generate"
+            fix = f"add {{source: {name}, target: {end}}} to workflow.edges, or remove the stage"
+            yield problem(key, "no stage reads what it makes", fix)
+
+
+def _scorers(spec: RunSpec, graph: GraphSection) -> Iterator[KeyProblemView]:
+    stages = graph.of("reward")
+    for name in spec.reward.stages:
+        if name not in stages:
+            reason = "the workflow has no reward stage of this name"
+            yield problem(f"reward.stages.{name}", reason, choose(name, stages))
+    without = [name for name in stages if name not in spec.reward.stages]
+    if stages and len(without) != 1:
+        reason = (
+            f"{' and '.join(without)} have no scorers of their own; reward.scorers are those of one stage"
+        )
+        key = f"reward.stages.{without[-1]}" if without else "reward.stages"
+        fix = (
+            f"add reward.stages.{without[-1]} with its scorers" if without else f"remove {stages[0]} from it"
+        )
+        if not without:
+            reason = "every reward stage has scorers of its own, so that reward.scorers are nobody's"
+        yield problem(key, reason, fix)

@@ -1,0 +1,72 @@
+"""The section of what robots act in."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field, PositiveFloat
+
+from headrace_schema.sections.base import Count, CountOrZero, Section
+
+
+class EnvironmentSection(Section):
+    """The environments of an embodied run, which simulator instances hold."""
+
+    backend: str = Field(
+        default="gymnasium",
+        description="name in the simulator's registry: gymnasium, metaworld, maniskill, libero",
+    )
+    tasks: list[str] = Field(min_length=1, description="names of environments in the backend")
+    options: dict[str, Any] = Field(default_factory=dict, description="options of the environment")
+    variants: dict[str, dict[str, Any]] = Field(
+        default_factory=dict,
+        description="variants by name, each as `options.variant` says one: TASK@NAME among the tasks is the task in it",
+    )
+    count: Count = Field(default=16, description="environments at work, over all tasks and simulators")
+    alternating: Count = Field(
+        default=2,
+        description="parts that a rollout's environments are split into: the policy acts for one while the others are "
+        "simulated",
+    )
+    max_episode_steps: CountOrZero = Field(
+        default=0, description="actions after which an episode is cut; 0: the environment's own limit"
+    )
+    reward: Literal["default", "dense", "sparse"] = Field(
+        default="default", description="reward of a step; sparse: 1 where the task succeeds"
+    )
+    stop_on_success: bool = Field(
+        default=False, description="an episode ends with its first success, as if by itself"
+    )
+    step_timeout_s: PositiveFloat = Field(
+        default=30.0, description="limit of one action; beyond it the environment is made anew"
+    )
+    processes: CountOrZero = Field(
+        default=0, description="child processes of a pool; 0: the simulator's choice"
+    )
+    state: list[str] | None = Field(
+        default=None,
+        description="observations that are the policy's state, one after the other; default: all that are no images",
+    )
+    cameras: dict[str, str] | None = Field(
+        default=None,
+        description="observation by camera as the policy calls it; default: all images, by their own names",
+    )
+    instructions: dict[str, str] = Field(
+        default_factory=dict,
+        description="what a task asks for, in words, by task; default: what the environment says",
+    )
+
+    def variant_of(self, task: str) -> tuple[str, str]:
+        """The task as the backend names it, and its variant; "" for none."""
+        name, _, variant = task.rpartition("@")
+        return (name, variant) if name and variant in self.variants else (task, "")
+
+    def options_of(self, task: str) -> dict[str, Any]:
+        """The options of a task's environment."""
+        _, variant = self.variant_of(task)
+        return {**self.options, "variant": self.variants[variant]} if variant else self.options
+
+    def instruction_of(self, task: str) -> str:
+        """What the spec says that a task asks for; a variant's own words go first."""
+        name, _ = self.variant_of(task)
+        return self.instructions.get(task) or self.instructions.get(name, "")

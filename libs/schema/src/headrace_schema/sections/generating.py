@@ -1,0 +1,143 @@
+"""Sections of what generates: model, data, sampling, rollout, evaluation."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, PositiveFloat, model_validator
+
+from headrace_schema.sections.base import Count, CountOrZero, Section, Seed, Tokens
+
+
+class ModelSection(Section):
+    """The policy: a Hugging Face id or a local directory (read by rollout and trainer), or a new robot policy."""
+
+    path: str = Field(
+        default="",
+        description="Hugging Face id or local directory of the model; of a robot policy: a directory with policy.json",
+    )
+    policy: dict[str, Any] | None = Field(
+        default=None,
+        description="a new robot policy in place of `path`: its `kind` (mlp, cnn) and options. Sizes and bounds that "
+        "it leaves out are the environment's",
+    )
+    revision: str | None = Field(default=None, description="revision of a Hugging Face id")
+    gguf_file: str | None = Field(
+        default=None, description="GGUF file inside the directory, dequantised on load"
+    )
+    dtype: Literal["float32", "bfloat16"] = Field(
+        default="bfloat16", description="type of the forward pass in both services"
+    )
+    max_context: Count | None = Field(
+        default=None, description="context limit in tokens; default: the model's own"
+    )
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        if bool(self.path) == (self.policy is not None):
+            raise ValueError("give path or, for a new robot policy, policy")
+        return self
+
+
+class PromptSection(Section):
+    """How a data item becomes a prompt. Text fields may use {question} and the item's other fields."""
+
+    template: str = Field(default="{question}", description="text of the prompt (the user's turn of a chat)")
+    system: str | None = Field(default=None, description="system message of the chat")
+    chat: bool = Field(
+        default=True, description="use the tokenizer's chat template; false feeds the text as it is"
+    )
+    prefill: str = Field(
+        default="", description="text that begins the assistant's answer and counts as prompt"
+    )
+
+
+class CurriculumSection(Section):
+    """Which prompts are worth their samples: those whose last group passed about so often."""
+
+    min_pass_rate: Annotated[float, Field(ge=0, le=1)] = Field(
+        default=0.0, description="lowest share of passed answers in an item's last group"
+    )
+    max_pass_rate: Annotated[float, Field(ge=0, le=1)] = Field(
+        default=1.0, description="highest share of passed answers in an item's last group"
+    )
+    revisit: Annotated[float, Field(ge=0, le=1)] = Field(
+        default=0.1, description="share of items outside the window that are drawn all the same"
+    )
+
+    @model_validator(mode="after")
+    def _window(self) -> Self:
+        if self.min_pass_rate > self.max_pass_rate:
+            raise ValueError(
+                f"min_pass_rate: {self.min_pass_rate} is above max_pass_rate: {self.max_pass_rate}; swap them"
+            )
+        return self
+
+
+class DataSection(Section):
+    """Where prompts come from."""
+
+    source: str = Field(
+        description="name of a data source: jsonl, parquet, huggingface, reasoning_gym, mixture, copy_digits, episodes"
+    )
+    options: dict[str, Any] = Field(default_factory=dict, description="options of the source")
+    prompt: PromptSection = PromptSection()
+    heldout: CountOrZero = Field(default=0, description="items set aside for evaluation, never trained")
+    heldout_seed: Seed = Field(
+        default=1, description="seed of the choice of held-out items; independent of `seed`"
+    )
+    exclude: list[str] = Field(
+        default_factory=list, description="questions kept out of both parts (few-shot examples)"
+    )
+    curriculum: CurriculumSection | None = Field(
+        default=None, description="prefer prompts by their observed pass rate; none: every item once an epoch"
+    )
+
+
+class SamplingSection(Section):
+    """The distribution that answers are drawn from."""
+
+    temperature: Annotated[float, Field(gt=0)] = Field(
+        default=1.0, description="divides the logits; log-probs are of the divided ones"
+    )
+    top_p: Annotated[float, Field(gt=0, le=1)] = Field(
+        default=1.0, description="refused unless 1: the kept set does not travel"
+    )
+    top_k: CountOrZero = Field(default=0, description="refused unless 0")
+    min_p: Annotated[float, Field(ge=0, lt=1)] = Field(default=0.0, description="refused unless 0")
+    repetition_penalty: PositiveFloat = Field(default=1.0, description="refused unless 1")
+    max_new_tokens: Tokens = Field(default=64, description="longest answer in tokens")
+    stop: list[str] = Field(default_factory=list, description="texts that end an answer and are cut off")
+
+
+class RolloutSection(Section):
+    """The generating side."""
+
+    engine: str = Field(
+        default="transformers",
+        description="name in the rollout's registry; auto: by what is installed, the devices and the model, told in "
+        "the run's events",
+    )
+    engine_options: dict[str, Any] = Field(default_factory=dict, description="options of the engine")
+    instances: Count = Field(default=1, description="rollout instances the run takes")
+    helpers: CountOrZero = Field(
+        default=0,
+        description="rollout instances beside these that help within a step of disaggregated placement: while the "
+        "trainer has nothing to learn yet, they decode on its devices",
+    )
+    max_concurrency: Count = Field(default=64, description="sequences decoded together by one instance")
+    chunk_tokens: CountOrZero = Field(default=0, description="tokens of a streamed chunk; 0: whole answers")
+
+
+class EvaluationSection(Section):
+    """Held-out evaluation."""
+
+    every: CountOrZero = Field(default=0, description="steps between evaluations; 0: only first and last")
+    greedy: bool = Field(default=True, description="the likeliest token each time; false samples")
+    temperature: PositiveFloat = Field(default=1.0, description="temperature when not greedy")
+    samples: Count = Field(default=1, description="answers a held-out prompt; more than one gives pass@k")
+    pass_reward: float = Field(default=1.0, description="reward from which an answer counts as passed")
+    max_new_tokens: Tokens | None = Field(default=None, description="default: as in sampling")
+    baseline_prefill: str | None = Field(
+        default=None, description="also evaluate the untrained model with its answer begun by this text"
+    )

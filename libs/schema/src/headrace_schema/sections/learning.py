@@ -1,0 +1,116 @@
+"""Sections of what learns: algorithm, optimizer, trainer, checkpoints."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, PositiveFloat
+
+from headrace_schema.sections.base import Count, CountOrZero, Rate, Section
+from headrace_schema.sections.generating import ModelSection
+
+
+class AlgorithmSection(Section):
+    """How rewards become a gradient."""
+
+    name: str = Field(default="grpo", description="name in the trainer's registry")
+    options: dict[str, Any] = Field(default_factory=dict, description="options of the algorithm")
+    group_size: Count = Field(default=8, description="samples of one prompt")
+    prompts_per_step: Count = Field(default=4, description="groups of one step")
+    truncated: Literal["keep", "mask"] = Field(
+        default="keep", description="answers cut by the length limit: train or mask"
+    )
+    max_staleness: Literal[0] = Field(default=0, description="steps that a sample may lag behind its base")
+
+
+class ScheduleSection(Section):
+    """The learning rate over steps."""
+
+    name: Literal["constant", "linear", "cosine"] = Field(
+        default="constant", description="shape after the warm-up"
+    )
+    warmup_steps: CountOrZero = Field(default=0, description="steps of a linear rise from 0")
+    total_steps: Count | None = Field(
+        default=None, description="steps until the final rate; default: the run's steps"
+    )
+    final_fraction: Annotated[float, Field(ge=0, le=1)] = Field(
+        default=0.0, description="final rate as a share of lr"
+    )
+
+
+class OptimizerSection(Section):
+    """AdamW."""
+
+    lr: Rate = Field(default=1e-6, description="learning rate at the peak")
+    beta1: Annotated[float, Field(ge=0, lt=1)] = Field(default=0.9, description="decay of the first moment")
+    beta2: Annotated[float, Field(ge=0, lt=1)] = Field(default=0.95, description="decay of the second moment")
+    eps: PositiveFloat = Field(default=1e-8, description="added to the root of the second moment")
+    weight_decay: Annotated[float, Field(ge=0)] = Field(default=0.0, description="decoupled weight decay")
+    grad_clip: PositiveFloat = Field(default=1.0, description="largest norm of a step's gradient")
+    schedule: ScheduleSection = ScheduleSection()
+
+
+class WarmupSection(Section):
+    """Supervised steps before the first RL step, on reference answers or on demonstrations; reported as such."""
+
+    steps: CountOrZero = Field(default=0, description="supervised steps")
+    lr: Rate = Field(default=1e-3, description="learning rate of these steps")
+    batch: Count = Field(
+        default=64, description="examples of one such step: answers, or moments of demonstrations"
+    )
+    demonstrations: str = Field(
+        default="",
+        description="directory of a LeRobot v3 data set, which a robot policy imitates; a language model learns from "
+        "the answers of `data`",
+    )
+    episodes: CountOrZero = Field(
+        default=0, description="demonstrations that are imitated, from the first on; 0: all"
+    )
+
+
+class TrainerSection(Section):
+    """The learning side."""
+
+    backend: str = Field(default="fsdp", description="name in the trainer's registry")
+    ranks: Count = Field(default=1, description="ranks of the trainer group, one trainer instance each")
+    min_ranks: Count | None = Field(
+        default=None,
+        description="a run that has lost trainers goes on with as few ranks as these; default: it waits for others",
+    )
+    max_ranks: Count | None = Field(
+        default=None,
+        description="between two steps the trainer group takes free trainers up to so many ranks; default: none",
+    )
+    helpers: CountOrZero = Field(
+        default=0,
+        description="trainer instances beside the group that help within a step: while the last answers decode, "
+        "devices that rollouts give back compute the gradient of whole groups",
+    )
+    micro_batch_tokens: Count = Field(default=2048, description="most tokens of one packed forward")
+    gradient_checkpointing: bool = Field(
+        default=False, description="recompute activations in the backward pass: less memory, more time"
+    )
+    shared_prefix: bool | None = Field(
+        default=None,
+        description="compute a group's common beginning once, exactly; default: where the model's attention can, "
+        "true: refuse another model",
+    )
+    reference: ModelSection | None = Field(
+        default=None,
+        description="frozen model that KL terms compare with, or the teacher of distillation; default: the run's "
+        "initial policy",
+    )
+    backend_options: dict[str, Any] = Field(default_factory=dict, description="options of the backend")
+    warmup: WarmupSection = WarmupSection()
+
+
+class CheckpointSection(Section):
+    """Durability."""
+
+    interval_steps: CountOrZero = Field(default=0, description="steps between checkpoints; 0: by time budget")
+    time_budget: Annotated[float, Field(gt=0, le=1)] = Field(
+        default=0.05, description="share of wall time for checkpoints"
+    )
+    max_interval_s: PositiveFloat = Field(default=600.0, description="longest time between checkpoints")
+    keep: Count = Field(default=2, description="checkpoints kept")
+    enabled: bool = Field(default=True, description="false: no checkpoints; a lost trainer then begins anew")

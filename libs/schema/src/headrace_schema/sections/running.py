@@ -1,0 +1,208 @@
+"""Sections of how a run lives in the fleet: devices, turns, limits, where it continues from."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, PositiveFloat, model_validator
+
+from headrace_schema.sections.base import Bytes, Count, CountOrZero, Section
+
+MAX_DEVICES = 4096
+EVERY = "all"
+"""Stands for every device, or behind "HOST/" for every one of that host."""
+APART = ("disaggregated", "hybrid")
+"""Modes in which generating and learning have devices of their own while answers are made."""
+SIDES = ("rollout", "trainer", "simulator")
+"""Who holds devices, by the keys that name them."""
+MEASURE_STEPS = 3
+MEASURING_SHARE = 0.05
+"""Of a run's steps: what measuring both modes may take where the spec does not ask for it."""
+_RANGE = re.compile(r"(?P<stem>.*?)(?P<first>\d+)-(?P<last>\d+)")
+
+
+def _devices(given: Any) -> Any:
+    """Device names: a list, or one text with commas; "cpu:0-3" is a range of four. YAML reads `3` as a number."""
+    if isinstance(given, int) and not isinstance(given, bool):
+        given = str(given)
+    listed = given.split(",") if isinstance(given, str) else given
+    if not isinstance(listed, list) or not all(isinstance(name, str) for name in listed):
+        return given
+    return [device for name in listed for device in _expanded(name.strip())]
+
+
+def _expanded(name: str) -> list[str]:
+    found = _RANGE.fullmatch(name)
+    if found is None:
+        return [name]
+    first, last = int(found["first"]), int(found["last"])
+    if not first <= last < first + MAX_DEVICES:
+        raise ValueError(f"{name!r} is no range of devices; write such as {found['stem']}0-3")
+    return [f"{found['stem']}{index}" for index in range(first, last + 1)]
+
+
+def overlap(names: list[str], others: list[str]) -> bool:
+    """Whether two sides have a name in common, or one of them is all devices."""
+    return bool({*names} & {*others}) or EVERY in (*names, *others)
+
+
+Devices = Annotated[list[str], BeforeValidator(_devices)]
+
+
+class PlacementSection(Section):
+    """Which devices generate and learn. Names as `headrace instances` shows them.
+
+    Devices are a list or a text such as "cpu:0-3,cpu:6": a name, its number alone, a range, or "all", each also
+    behind "HOST/". A key such as `rollout,trainer` gives the same to each that it names.
+    """
+
+    mode: Literal["auto", "collocated", "disaggregated", "hybrid"] = Field(
+        default="auto",
+        description="take turns on the same devices, or side by side; hybrid: side by side while answers are made, "
+        "then learn on all; auto: in turns, and a run that is long enough tries both and goes on with what is faster. "
+        "Where devices are named, the default is what they say: the same ones in turns, others side by side",
+    )
+    flow: Literal["pipelined", "sequential"] | None = Field(
+        default=None,
+        description="side by side: groups go to the trainer as they settle, or once the batch is complete; default: "
+        "pipelined, and with mode: auto what is faster",
+    )
+    memory: Literal["offloaded", "resident"] | None = Field(
+        default=None,
+        description="who has no devices for a while gives its memory back, or stays loaded (on CPU slots); default: "
+        "offloaded in collocated, resident in hybrid, and with mode: auto what is faster",
+    )
+    rollout: Devices = Field(default_factory=list, description="devices that generate; default: by the mode")
+    trainer: Devices = Field(default_factory=list, description="devices that learn; default: by the mode")
+    simulator: Devices = Field(
+        default_factory=list,
+        description="devices on which simulators act while rollouts generate; one that both name goes to one of them; "
+        "default: simulators hold no devices",
+    )
+    share: bool = Field(
+        default=False,
+        description="hold only the devices of the side at work, so that other runs with placement.share can use the "
+        "rest meanwhile; disaggregated: with placement.flow: sequential",
+    )
+    measure_steps: CountOrZero | None = Field(
+        default=None,
+        description="auto: steps that are measured in each mode before one is chosen, 0 for none; default: 3 where "
+        "that is at most a twentieth of the run, else 0",
+    )
+    replan: Literal["auto", "propose"] = Field(
+        default="auto",
+        description="auto: when steps take lastingly longer or shorter than predicted, change the plan at the "
+        "next step, or only say what would be better",
+    )
+
+    @property
+    def pipelined(self) -> bool:
+        """Whether groups go to a trainer beside the rollouts as they settle."""
+        return self.flow != "sequential"
+
+    @property
+    def resident(self) -> bool:
+        """Whether a side that has no devices stays loaded."""
+        return (self.memory or ("resident" if self.mode == "hybrid" else "offloaded")) == "resident"
+
+    def measured_steps(self, steps: int) -> int:
+        """Steps that a run of `steps` measures in each mode: 0 where its mode is given, or it is too short."""
+        if self.mode != "auto":
+            return 0
+        if self.measure_steps is not None:
+            return self.measure_steps
+        # Each mode needs one step more, which pays for the change.
+        return MEASURE_STEPS if MEASURING_SHARE * steps >= 2 * (MEASURE_STEPS + 1) else 0
+
+    @model_validator(mode="before")
+    @classmethod
+    def _completed(cls, given: Any) -> Any:
+        """What other keys say of `flow` and `mode` where the spec does not."""
+        made = cls._joined(given)
+        if not isinstance(made, dict):
+            return made
+        if made.get("share") is True:  # It has no trainer beside it to stream to.
+            made = {"flow": "sequential", "mode": "collocated", **made}
+        if "mode" not in made and (made.get("rollout") or made.get("trainer")):
+            sides = [_devices(made.get(key, None if key != "simulator" else [])) for key in SIDES]
+            named = all(isinstance(side, list) for side in sides)
+            apart = named and not overlap(sides[1], [*sides[0], *sides[2]])
+            made = {**made, "mode": "disaggregated" if apart else "collocated"}
+        return made
+
+    @classmethod
+    def _joined(cls, given: Any) -> Any:
+        """`rollout,trainer: DEVICES` stands for both keys, and so does any other two or three of SIDES."""
+        if not isinstance(given, dict):
+            return given
+        made: dict[str, Any] = {}
+        for key, value in given.items():
+            parts = [part.strip() for part in key.split(",")] if isinstance(key, str) else [key]
+            if len(parts) == 1 or not set(parts) <= {*SIDES}:
+                made[key] = value
+                continue
+            if twice := sorted({*parts} & {*given}):
+                raise ValueError(f"{twice[0]} is given twice, in {key!r} and alone; remove one")
+            made |= dict.fromkeys(parts, value)
+        return made
+
+
+class SchedulingSection(Section):
+    """Which run goes first when several want the same instances.
+
+    Priority decides; among equal priorities the run with the least device-seconds over weight; then who came first.
+    """
+
+    priority: Annotated[int, Field(strict=True, ge=-100, le=100)] = Field(
+        default=0, description="a run of higher priority goes before all runs of lower priority"
+    )
+    weight: PositiveFloat = Field(
+        default=1.0,
+        description="share among runs of equal priority: the run goes first whose used device-seconds "
+        "divided by weight are least; equal ones go in the order of submission",
+    )
+    quantum_s: PositiveFloat = Field(
+        default=60.0,
+        description="seconds that the run keeps instances that another run waits for; "
+        "then it yields them at the end of its step",
+    )
+
+
+class LimitsSection(Section):
+    """Bounds that fail a run rather than let it rot."""
+
+    max_drop_rate: Annotated[float, Field(ge=0, le=1)] = Field(
+        default=0.1, description="share of slots that may be dropped"
+    )
+    max_mismatch_kl: PositiveFloat | None = Field(
+        default=0.1,
+        description="most KL(engine || trainer) in nats a token that a step may have, estimated from the tokens that "
+        "the engine drew: above it the step is not recorded and the run fails; null: any",
+    )
+    step_timeout_s: PositiveFloat = Field(default=1800.0, description="longest time of one step")
+    instance_timeout_s: PositiveFloat = Field(
+        default=120.0, description="longest wait for a lease; a run that lacks an instance queues"
+    )
+    in_flight_bytes: Bytes = Field(
+        default=64 * 1024 * 1024, description="bodies that the coordinator relays at once"
+    )
+    recoveries: Count = Field(
+        default=20, description="recoveries without a finished step before the run fails"
+    )
+
+
+class FromCheckpointSection(Section):
+    """A checkpoint of another run that this run continues from, in place of the model's weights.
+
+    The run begins with the step after the checkpoint's and with the prompts of that step: `steps` counts the origin's
+    steps too. `algorithm.group_size` and `algorithm.prompts_per_step` must be the origin's, the model and the optimizer
+    of the same shape; everything else may differ. The supervised warm-up is not made again.
+    """
+
+    run: Annotated[str, Field(min_length=1)] = Field(description="id of the run that made the checkpoint")
+    step: CountOrZero | None = Field(
+        default=None,
+        description="step of the checkpoint, as `GET /v1/runs/{run}/checkpoints` lists it; "
+        "default: the newest valid one",
+    )

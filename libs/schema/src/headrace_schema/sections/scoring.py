@@ -1,0 +1,65 @@
+"""Sections of what answers are worth."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import Field, PositiveFloat
+
+from headrace_schema.sections.base import Section
+
+
+class ScorerSection(Section):
+    """One scorer with its weight."""
+
+    name: str = Field(description="a built-in scorer, or path/to/file.py:function")
+    weight: float = Field(default=1.0, description="factor of its score; 0: shown, not counted")
+    options: dict[str, Any] = Field(default_factory=dict, description="options of the scorer")
+
+
+class RewardSection(Section):
+    """What answers are worth."""
+
+    scorers: list[ScorerSection] = Field(
+        min_length=1, description="the reward is the sum of weights times scores"
+    )
+    evaluation: list[ScorerSection] = Field(
+        default_factory=list, description="scorers of held-out answers; default: the same scorers"
+    )
+    stages: dict[str, Annotated[list[ScorerSection], Field(min_length=1)]] = Field(
+        default_factory=dict,
+        description="scorers of further reward stages of the workflow, by the stage's name",
+    )
+    timeout_s: PositiveFloat = Field(
+        default=5.0, description="limit of one answer; beyond it the answer failed"
+    )
+    load_timeout_s: PositiveFloat = Field(
+        default=120.0, le=3600.0, description="limit of a scorer's import, such as that of a reward model"
+    )
+    failed_reward: float = Field(
+        default=0.0, description="reward of an answer that makes a scorer fail or run out of time"
+    )
+    truncated_reward: float | None = Field(
+        default=None,
+        description="reward of answers cut by the length limit, which no further stage scores; none: scored",
+    )
+
+    @property
+    def opening_s(self) -> float:
+        """The longest that loading all scorers and trying them with a blank answer may take, in seconds."""
+        count = sum(map(len, self.sets().values()))
+        return count * (self.load_timeout_s + self.timeout_s)
+
+    def sets(self) -> dict[str, list[ScorerSection]]:
+        """The scorers by the key of their set; `evaluation` only where it has scorers of its own."""
+        own = {"evaluation": self.evaluation} if self.evaluation else {}
+        return {
+            "scorers": self.scorers,
+            **own,
+            **{set_of(name): found for name, found in self.stages.items()},
+        }
+
+
+def set_of(stage: str) -> str:
+    """The set of a stage's scorers, as RewardSection.sets() and keys of problems name it; empty: the run's."""
+    return f"stages.{stage}" if stage else "scorers"

@@ -1,0 +1,30 @@
+"""A port for a process that binds it later: none that the kernel may give to somebody else meanwhile."""
+
+import socket
+
+from headrace_servicekit.process import ports
+
+
+def test_a_port_is_free_and_none_that_the_kernel_gives_away():
+    kernels = int(ports.KERNELS_RANGE.read_text().split()[0]) if ports.KERNELS_RANGE.exists() else ports.LAST
+    for _ in range(20):
+        port = ports.free_port()
+        assert ports.FIRST <= port < ports.LAST <= max(kernels, ports.LAST)
+        with socket.socket() as mine:
+            mine.bind((ports.LOOPBACK, port))
+
+
+def test_a_port_that_somebody_has_is_not_chosen(monkeypatch):
+    with socket.socket() as theirs:
+        theirs.bind((ports.LOOPBACK, 0))
+        taken = theirs.getsockname()[1]
+        monkeypatch.setattr(ports, "FIRST", taken)
+        monkeypatch.setattr(ports, "LAST", taken + 1)
+        monkeypatch.setattr(ports, "_kernels_first", lambda: taken + 1)
+        assert ports.free_port() not in (0, taken)
+
+
+def test_where_all_ports_are_the_kernels_any_one_is_taken(tmp_path, monkeypatch):
+    monkeypatch.setattr(ports, "KERNELS_RANGE", tmp_path / "range")
+    (tmp_path / "range").write_text("1024\t65535\n")
+    assert ports.free_port() > 0

@@ -1,0 +1,120 @@
+"""Routes under /v1/evaluations."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, Query, Request, Response
+from fastapi.responses import FileResponse
+from headrace_schema.evaluating import EvaluationSpec
+from headrace_schema.resources.evaluations import (
+    ComparisonView,
+    EvaluationRunListView,
+    EvaluationRunView,
+    VideoListView,
+)
+
+from headrace_coordinator.api.control import Control
+from headrace_coordinator.api.http.errors import invalid
+from headrace_coordinator.api.http.pagination import foreign_token, token_of
+from headrace_coordinator.api.http.requests import (
+    Flag,
+    GivenKey,
+    PageSize,
+    PageToken,
+    key_or_new,
+    keyed_response,
+    known_parameters,
+    read_model,
+    view_response,
+)
+from headrace_coordinator.projections.videos import EPISODE_MEDIA_TYPE, MEDIA_TYPE
+
+SPEC_BODY: dict[str, Any] = {
+    "requestBody": {
+        "required": True,
+        "content": {
+            media_type: {"schema": {"$ref": "#/components/schemas/EvaluationSpec"}}
+            for media_type in ("application/json", "application/yaml")
+        },
+    }
+}
+DRY_RUN_ANSWER: dict[int | str, dict[str, Any]] = {
+    200: {"model": EvaluationSpec, "description": "Only checked: the spec with every default."}
+}
+Id = Annotated[str, Query(max_length=200, description="id of an evaluation that has succeeded")]
+
+
+def evaluation_routes(control: Control) -> APIRouter:
+    """The routes of evaluations. Their events, transcripts, pause and cancel are those of runs."""
+    routes = APIRouter(
+        prefix="/v1/evaluations", tags=["evaluations"], dependencies=[Depends(known_parameters)]
+    )
+
+    @routes.post(
+        "",
+        status_code=201,
+        response_model=EvaluationRunView,
+        responses=DRY_RUN_ANSWER,
+        openapi_extra=SPEC_BODY,
+    )
+    async def submit_evaluation(
+        request: Request,
+        dry_run: Annotated[
+            Flag, Query(description="check only; answers 200 with every default filled in")
+        ] = False,
+        idempotency_key: GivenKey = None,
+    ) -> Response:
+        """Queues an evaluation of a model or a checkpoint on a suite."""
+        asked = await read_model(request, EvaluationSpec, "the evaluation spec")
+        if dry_run:
+            if problems := await control.check_evaluation(asked):
+                raise invalid(problems, "the evaluation spec")
+            return view_response(asked)
+        key = key_or_new(idempotency_key)
+        return keyed_response(await control.submit_evaluation(asked, key), key, 201)
+
+    @routes.get("", response_model=EvaluationRunListView)
+    async def list_suite_evaluations(page_size: PageSize = 50, page_token: PageToken = "") -> Response:
+        """Evaluations, newest first."""
+        try:
+            shown, place = control.suite_evaluations(page_size, page_token)
+        except ValueError as error:
+            raise foreign_token(page_token) from error
+        return view_response(EvaluationRunListView(evaluations=shown, next_page_token=token_of(place)))
+
+    @routes.get(":compare", response_model=ComparisonView)
+    async def compare_evaluations(first: Id, second: Id) -> Response:
+        """The differences of two evaluations of the same items: second minus first, item by item."""
+        return view_response(await control.compare_evaluations(first, second))
+
+    @routes.get("/{evaluation_id}", response_model=EvaluationRunView)
+    async def get_evaluation(evaluation_id: str) -> Response:
+        """One evaluation: its state and place in the queue, how far it is, and what it found."""
+        return view_response(control.suite_evaluation(evaluation_id))
+
+    @routes.get("/{evaluation_id}/videos", response_model=VideoListView)
+    async def list_evaluation_videos(evaluation_id: str) -> Response:
+        """Videos of episodes, by item; none of an evaluation that recorded none."""
+        return view_response(await control.evaluation_videos(evaluation_id))
+
+    @routes.get(
+        "/{evaluation_id}/videos/{video}",
+        response_class=FileResponse,
+        responses={200: {"content": {MEDIA_TYPE: {}}, "description": "The file."}},
+    )
+    async def get_evaluation_video(evaluation_id: str, video: str) -> Response:
+        """One video, an MP4 file (H.264)."""
+        return FileResponse(await control.evaluation_video(evaluation_id, video), media_type=MEDIA_TYPE)
+
+    @routes.get(
+        "/{evaluation_id}/videos/{video}/episode",
+        response_class=FileResponse,
+        responses={200: {"content": {EPISODE_MEDIA_TYPE: {}}, "description": "The message."}},
+    )
+    async def get_evaluation_episode(evaluation_id: str, video: str) -> Response:
+        """What the policy read and did in the episode of a video: a `headrace.common.v1.ActionSegment`."""
+        path = await control.evaluation_episode(evaluation_id, video)
+        return FileResponse(path, media_type=EPISODE_MEDIA_TYPE)
+
+    return routes

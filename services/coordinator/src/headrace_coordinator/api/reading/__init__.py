@@ -1,0 +1,1 @@
+"""What the HTTP API may read: state, history and logs, presented as resources."""

@@ -1,0 +1,347 @@
+"""State and history as views."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+from headrace_schema.resources.evaluations import EvaluationRunView, SuiteEvaluationView, SuiteResultView
+from headrace_schema.resources.overviews import FlowView
+from headrace_schema.resources.views import (
+    CertificateView,
+    CountsView,
+    DeviceView,
+    EvaluationView,
+    EventView,
+    InstanceView,
+    LeaseView,
+    PolicyView,
+    RunPlanView,
+    RunView,
+    StepView,
+)
+from headrace_schema.sections.running import PlacementSection
+
+from headrace_coordinator.domain import events as ev
+from headrace_coordinator.domain.devices.leases import LeaseTable
+from headrace_coordinator.domain.devices.plans import section_of
+from headrace_coordinator.domain.devices.scheduling import Gift
+from headrace_coordinator.domain.ledger.compact import expand, expand_drops
+from headrace_coordinator.domain.ledger.slot_index import (
+    ACCUMULATED,
+    ASSIGNED,
+    DROPPED,
+    FINISHED,
+    PENDING,
+    SETTLED,
+)
+from headrace_coordinator.domain.ledger.versions import Version
+from headrace_coordinator.domain.runs import RunState, SuiteEvaluation
+from headrace_coordinator.fleet.fleet import Fleet
+from headrace_coordinator.store.history import Item
+
+
+def run_view(
+    run: RunState, waiting_for: list[str], place: int | None = None, gift: Gift | None = None
+) -> RunView:
+    """One run, from its running figures; `gift`: the smaller trainer group that it goes on with after this step."""
+    totals, tally, base, asked = run.totals, run.totals.tally, run.lineage.base, run.evaluation
+    return RunView(
+        name=f"runs/{run.id}",
+        id=run.id,
+        state=run.state,
+        reason=run.reason,
+        intent=run.intent,
+        priority=run.priority,
+        place=place,
+        step=run.ledger.step if asked is None else asked.answers,
+        steps=run.steps_total if asked is None else asked.total,
+        ranks=run.ranks if asked is None else 0,
+        wanted_ranks=run.wanted_ranks or (gift.ranks if gift else 0),
+        ranks_reason=gift.reason if gift else run.ranks_reason,
+        created_at=run.created_at,
+        started_at=run.started_at or None,
+        finished_at=run.finished_at or None,
+        waiting_for=waiting_for,
+        policy=policy_view(base) if base else None,
+        warmup_steps=run.warmup_steps,
+        baseline_prefill=evaluation_view(totals.baseline) if totals.baseline else None,
+        evaluations=[evaluation_view(view) for view in totals.evaluations],
+        last_step=step_view(totals.last_step) if totals.last_step else None,
+        counts=CountsView(
+            trained=tally.trained,
+            dropped=tally.dropped,
+            filtered=tally.filtered,
+            duplicates=tally.duplicates,
+            max_staleness=tally.max_staleness,
+            frontier=run.ledger.frontier,
+        ),
+        recoveries=run.recoveries,
+        run_directory=run.directory,
+        export_path=run.export_path,
+        forked_from=(run.spec.get("from_checkpoint") or {}).get("run", ""),
+        first_step=run.ledger.first_step,
+        suite=None if asked is None else suite_view(asked, run.dataset_digest),
+        plan=plan_view(run) if asked is None else None,
+        spec=run.spec,
+    )
+
+
+def plan_view(run: RunState) -> RunPlanView:
+    """How a run uses its devices."""
+    plan, placement, last = run.plan, run.spec["placement"], run.totals.last_step
+    mode, now = placement["mode"], section_of(PlacementSection.model_validate(placement), run.plan)
+    turns = now.mode == "collocated" or now.share
+    measured = {} if last is None else {**last["stage_s"], "step": last["wall_s"]}
+    return RunPlanView(
+        mode=now.mode,
+        flow="" if turns else "pipelined" if now.pipelined else "sequential",
+        memory=""
+        if not turns and now.mode == "disaggregated"
+        else "resident"
+        if now.resident
+        else "offloaded",
+        chosen_by="auto" if mode == "auto" else "spec",
+        from_step=plan.from_step + 1 if plan else 1,
+        rollout=plan.rollout if plan else placement["rollout"],
+        trainer=plan.trainer if plan else placement["trainer"],
+        reason=plan.reason if plan else _before_any_plan(run.spec),
+        predicted_s=plan.predicted_s if plan else {},
+        measured_s={name: measured[name] for name in ("generate", "learn", "step") if name in measured},
+        alternatives=plan.alternatives if plan else {},
+        proposal=run.proposal,
+    )
+
+
+def _before_any_plan(spec: Mapping[str, Any]) -> str:
+    """Why a run's devices are used as they are before a step has said anything."""
+    placement = PlacementSection.model_validate(spec["placement"])
+    if placement.mode != "auto":
+        return f"placement.mode: {placement.mode}" + (", placement.share" if placement.share else "")
+    if spec["trainer"].get("helpers"):
+        return "collocated: helpers take turns on the rollouts' devices"
+    if placement.measured_steps(spec["steps"]):
+        return "the first steps measure collocated, then disaggregated, then what promises more"
+    if placement.measure_steps == 0:
+        return "collocated: placement.measure_steps is 0"
+    return (
+        f"collocated: measuring other placements is not worth it in {spec['steps']} steps; "
+        "set placement.measure_steps to measure nevertheless"
+    )
+
+
+def suite_view(evaluation: SuiteEvaluation, data_digest: str) -> SuiteEvaluationView:
+    """What an evaluation asks and has found."""
+    result = evaluation.result
+    return SuiteEvaluationView(
+        suite=evaluation.spec["suite"]["name"],
+        model=evaluation.model,
+        checkpoint_run=evaluation.checkpoint_run,
+        checkpoint_step=evaluation.checkpoint_step,
+        weights_digest=evaluation.digest,
+        data_digest=data_digest,
+        items=evaluation.items,
+        samples=evaluation.spec["samples"],
+        answers=evaluation.answers,
+        answers_total=evaluation.total,
+        versions=evaluation.versions,
+        result=None if result is None else SuiteResultView.model_validate(result),
+        spec=evaluation.spec,
+    )
+
+
+def evaluation_run_view(run: RunView) -> EvaluationRunView:
+    """A run that evaluates, as an evaluation."""
+    assert run.suite is not None
+    return EvaluationRunView(
+        **dict(run.suite),
+        name=f"evaluations/{run.id}",
+        id=run.id,
+        state=run.state,
+        reason=run.reason,
+        place=run.place,
+        created_at=run.created_at,
+        started_at=run.started_at,
+        finished_at=run.finished_at,
+        waiting_for=run.waiting_for,
+        recoveries=run.recoveries,
+    )
+
+
+def step_view(view: dict[str, Any]) -> StepView:
+    """A committed step from its event; JSON has null for a figure that is not a number."""
+    return StepView.model_validate(_numbers(view) | {"figures": _numbers(view["figures"])})
+
+
+def evaluation_view(view: dict[str, Any]) -> EvaluationView:
+    """An evaluation from its event."""
+    interval = {key: view.get(key) for key in ("score_low", "score_high")}  # None: there is none
+    return EvaluationView.model_validate(_numbers(view) | {"parts": _numbers(view["parts"])} | interval)
+
+
+def summary_view(view: dict[str, Any]) -> RunView:
+    """A run's view from JSON."""
+    made = {
+        "evaluations": [evaluation_view(each) for each in view["evaluations"]],
+        "baseline_prefill": evaluation_view(view["baseline_prefill"]) if view["baseline_prefill"] else None,
+        "last_step": step_view(view["last_step"]) if view["last_step"] else None,
+    }
+    return RunView.model_validate(view | made)
+
+
+def _numbers(values: dict[str, Any]) -> dict[str, Any]:
+    return {name: math.nan if value is None else value for name, value in values.items()}
+
+
+def policy_view(version: Version | ev.Certificate | ev.VersionRestored) -> PolicyView:
+    """What made a version, or keeps it, as its view."""
+    return PolicyView(
+        number=version.number, parent=version.parent, ordinal=version.ordinal, digest=version.digest
+    )
+
+
+def certificate_view(certificate: ev.Certificate, live: bool) -> CertificateView:
+    """One certificate, its slots in full."""
+    fields = msgspec.structs.asdict(certificate)
+    for name in ("number", "parent", "ordinal", "digest"):
+        del fields[name]
+    fields["step"] += 1
+    fields["trained"] = expand(certificate.trained)
+    fields["dropped"] = expand_drops(certificate.dropped)
+    # Not validated: a hundred thousand slots that were validated when they were read.
+    return CertificateView.model_construct(version=policy_view(certificate), live=live, **fields)
+
+
+COUNTED_FROM_0 = (
+    ev.StepOpened,
+    ev.GroupsAccumulated,
+    ev.GroupDropped,
+    ev.StepSkipped,
+    ev.StepAborted,
+    ev.TrainersChanged,
+)
+"""Events whose `step` is the index of a batch. People count from 1, as `step 3 of 50` does."""
+
+
+def event_view(item: Item) -> EventView:
+    """One event of a run's stream, steps counted from 1, with every slot of it by itself.
+
+    Runs of slots are how files are kept small.
+    """
+    sequence, event = item
+    data = msgspec.to_builtins(event)
+    for name in ("type", "at", "run"):
+        data.pop(name, None)
+    if isinstance(event, COUNTED_FROM_0):
+        data["step"] += 1
+    if isinstance(event, ev.PlanAdopted):
+        data["from_step"] = event.from_step + 1
+    if isinstance(event, ev.StepSkipped):
+        data["dropped"] = expand_drops(event.dropped)
+    elif isinstance(event, ev.StepCommitted):
+        data["certificate"]["step"] += 1
+        data["certificate"]["trained"] = list(expand(event.certificate.trained))
+        data["certificate"]["dropped"] = expand_drops(event.certificate.dropped)
+    assert isinstance(event, ev.RunEvent)
+    return EventView(id=sequence, type=_snake(type(event).__name__), time=event.at, run=event.run, data=data)
+
+
+def _snake(name: str) -> str:
+    return "".join(f"_{c.lower()}" if c.isupper() else c for c in name).lstrip("_")
+
+
+def instance_views(fleet: Fleet) -> list[InstanceView]:
+    """All registered instances."""
+    views = []
+    for state in sorted(fleet.event_log.state.instances.values(), key=lambda i: i.instance):
+        session = fleet.sessions.get(state.incarnation)
+        silent_s = fleet.silent_for(state.incarnation)
+        views.append(
+            InstanceView(
+                name=state.instance,
+                incarnation=state.incarnation,
+                kind=state.kind,
+                state=_instance_state(state.draining, session is not None, silent_s),
+                host=state.host,
+                address=state.address,
+                devices=state.devices,
+                capabilities=state.capabilities,
+                run=fleet.run_of(state.incarnation),
+                resident_memory_bytes=session.resident_memory_bytes if session else 0,
+                last_heartbeat_age_s=fleet.event_log.monotonic() - session.heard_at if session else -1.0,
+                silent_for_s=silent_s,
+            )
+        )
+    return views
+
+
+def flow_view(run: RunState | None, names: Mapping[str, str]) -> FlowView:
+    """Where the slots of a run's open step stand; `names` has instances by incarnation. None: no step is open."""
+    ledger = run.ledger if run is not None and run.ledger.open else None
+    slots = ledger.slots.values() if ledger is not None else ()
+    found = Counter(slot.state for slot in slots)
+    holders = Counter(names.get(slot.holder, slot.holder) for slot in slots if slot.state == ASSIGNED)
+    return FlowView(
+        step=ledger.step + 1 if ledger is not None else 0,
+        slots=len(slots),
+        waiting=found[PENDING],
+        generating=found[ASSIGNED],
+        scoring=found[FINISHED],
+        scored=found[SETTLED],
+        learned=found[ACCUMULATED],
+        dropped=found[DROPPED],
+        holders=dict(sorted(holders.items())),
+    )
+
+
+def _instance_state(draining: bool, connected: bool, silent_s: float) -> str:
+    if silent_s:
+        return "SILENT"
+    if not connected:
+        return "LOST"
+    return "DRAINING" if draining else "READY"
+
+
+def lease_views(fleet: Fleet) -> list[LeaseView]:
+    """All leases."""
+    state = fleet.event_log.state
+    return [
+        LeaseView(
+            epoch=lease.epoch,
+            state=lease.state,
+            instance=fleet.readable(lease.incarnation),
+            run=lease.run,
+            stage=lease.stage,
+            devices=lease.devices,
+            expires_in_s=fleet.lease_manager.expires_in(lease.epoch),
+            since=lease.since,
+        )
+        for lease in state.table.leases.values()
+    ]
+
+
+def device_views(fleet: Fleet) -> list[DeviceView]:
+    """All devices that any instance may be given."""
+    table = fleet.event_log.state.table
+    names = {device for i in fleet.event_log.state.instances.values() for device in i.devices} | set(
+        table.quarantined
+    )
+    return [_device(fleet, table, name) for name in sorted(names)]
+
+
+def _device(fleet: Fleet, table: LeaseTable, name: str) -> DeviceView:
+    if quarantine := table.quarantined.get(name):
+        return DeviceView(
+            name=name, state="QUARANTINED", holder=quarantine.incarnation, reason=quarantine.reason
+        )
+    if lease := table.holder_of(name):
+        return DeviceView(
+            name=name,
+            state="LEASED",
+            holder=fleet.readable(lease.incarnation),
+            reason=f"{lease.run} {lease.stage}",
+        )
+    return DeviceView(name=name, state="FREE", holder="", reason="")

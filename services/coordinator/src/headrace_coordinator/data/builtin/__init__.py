@@ -1,0 +1,1 @@
+"""The built-in data sources, and how rows of tables become items."""

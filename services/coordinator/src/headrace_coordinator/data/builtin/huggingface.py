@@ -1,0 +1,80 @@
+"""Items of a Hugging Face data set: from the hub (HF_ENDPOINT, HF_TOKEN and HF_HOME apply) or a local directory.
+
+The `datasets` package is an extra and slow to import, so it is imported when a run asks for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from headrace_schema.problems import Impossible, choose, problem
+from pydantic import Field
+
+from headrace_coordinator.data.builtin.rows import RowSource
+from headrace_coordinator.data.items import DataItem
+
+DATASET_KEY = "data.options.dataset"
+
+
+class HuggingFace(RowSource):
+    """The rows of one split, in their order. Name a `revision`, so that the items of tomorrow are today's."""
+
+    dataset: str = Field(description="an id such as openai/gsm8k, or a local directory")
+    name: str | None = Field(default=None, description="configuration of the data set, such as main")
+    split: str = Field(default="train", description="split, also a slice such as train[:1000]")
+    revision: str | None = Field(default=None, description="commit, tag or branch of the hub's repository")
+
+    def fingerprint(self) -> str:
+        """Names, times and sizes of a local directory's files; nothing for the hub, where the revision decides."""
+        folder = Path(self.dataset).expanduser()
+        files = sorted(file for file in folder.rglob("*") if file.is_file()) if folder.is_dir() else []
+        states = [(file.relative_to(folder), file.stat()) for file in files]
+        return " ".join(f"{name}-{state.st_mtime_ns}-{state.st_size}" for name, state in states)
+
+    def items(self) -> Iterator[DataItem]:
+        """Yields an item a row; ill-formed rows are named by their number, from 0 as the hub's viewer counts."""
+        for number, row in enumerate(self._rows()):
+            if item := self.row_item(row, f"row {number} of {self.dataset} ({self.split})", DATASET_KEY):
+                yield item
+
+    def _rows(self) -> Any:
+        datasets = _datasets()
+        local = Path(self.dataset).expanduser()
+        where = str(local) if local.is_dir() else self.dataset
+        try:
+            return datasets.load_dataset(
+                where, self.name, split=self.split, revision=None if local.is_dir() else self.revision
+            )
+        except datasets.exceptions.DatasetNotFoundError as error:
+            fix = "check the id, the revision and HF_TOKEN, or name a local directory"
+            raise Impossible([problem(DATASET_KEY, _one_line(error), fix)]) from error
+        except (ValueError, OSError, datasets.exceptions.DatasetsError) as error:
+            raise Impossible([self._explained(datasets, where, error)]) from error
+
+    def _explained(self, datasets: Any, where: str, error: Exception) -> Any:
+        """The option that does not fit, with what the data set offers; else the library's own words."""
+        text = _one_line(error)
+        if "Unknown split" in text:
+            known = text.rpartition("[")[2].partition("]")[0].replace("'", "").replace('"', "")
+            names = [name.strip() for name in known.split(",") if name.strip()]
+            return problem("data.options.split", text, choose(self.split, names))
+        if "BuilderConfig" in text or "Config name is missing" in text:
+            return problem("data.options.name", text, "set it to one of those")
+        return problem(DATASET_KEY, text, "check the id and the connection, or name a local directory")
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:500] or type(error).__name__
+
+
+def _datasets() -> Any:
+    try:
+        import datasets
+    except ImportError as error:
+        reason = f"the data source huggingface needs a package that is not installed ({error})"
+        fix = "pip install 'headrace-coordinator[datasets]'"
+        raise Impossible([problem("data.source", reason, fix)]) from error
+    datasets.disable_progress_bars()
+    return datasets

@@ -1,0 +1,81 @@
+"""Items from a file with one JSON object a line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NoReturn
+
+from headrace_schema.problems import Impossible, nearest, problem, show
+from pydantic import Field
+
+from headrace_coordinator.data.builtin.rows import RowSource
+from headrace_coordinator.data.items import DataItem
+
+LINE_BYTES = 1024 * 1024
+PATH_KEY = "data.options.path"
+
+
+class Jsonl(RowSource):
+    """Questions and answers under chosen keys; every other text or number of a line is a template field."""
+
+    path: str = Field(description="file with one JSON object a line, as the coordinator sees it")
+
+    def fingerprint(self) -> str:
+        """Time and size of the file."""
+        try:
+            state = Path(self.path).expanduser().stat()
+        except OSError:
+            return "unreadable"
+        return f"{state.st_mtime_ns}-{state.st_ctime_ns}-{state.st_size}"
+
+    def items(self) -> Iterator[DataItem]:
+        """Yields an item a line; blank lines are skipped, ill-formed ones named by their number."""
+        try:
+            with Path(self.path).expanduser().open("rb") as file:
+                number = 0
+                while line := file.readline(LINE_BYTES + 1):
+                    number += 1
+                    if len(line) > LINE_BYTES:
+                        self._wrong(number, f"is longer than {LINE_BYTES} bytes", "shorten or split it")
+                    if line.strip() and (item := self._item(number, line)):
+                        yield item
+        except OSError as error:
+            reason = f"{self.path} cannot be read: {error.strerror or error}"
+            raise Impossible([problem(PATH_KEY, reason, self._fix_path())]) from error
+
+    def _item(self, number: int, line: bytes) -> DataItem | None:
+        try:
+            row = json.loads(line, parse_constant=_no_constant)
+            if b"\\u" in line:
+                json.dumps(row, ensure_ascii=False).encode()
+        except UnicodeError:
+            self._wrong(
+                number, "is not valid Unicode", "convert the file to UTF-8; no halves of surrogate pairs"
+            )
+        except (ValueError, RecursionError) as error:
+            self._wrong(number, f"is not JSON ({error})", "write one JSON object a line")
+        if not isinstance(row, dict):
+            self._wrong(number, f"is {show(row)}, not a JSON object", 'write {"question": …, "answer": …}')
+        return self.row_item(row, self._place(number), PATH_KEY)
+
+    def _wrong(self, number: int, reason: str, fix: str) -> NoReturn:
+        self.wrong(PATH_KEY, self._place(number), reason, fix)
+
+    def _place(self, number: int) -> str:
+        return f"line {number} of {self.path}"
+
+    def _fix_path(self) -> str:
+        """A file of nearly this name, and no other: whoever asks over the API may not see the folder."""
+        folder = Path(self.path).expanduser().parent
+        try:
+            names = [entry.name for entry in folder.iterdir() if entry.is_file()]
+        except OSError:
+            return f"name a readable file; the folder {folder} cannot be read either"
+        close = nearest(Path(self.path).name, names)
+        return f"did you mean {close}?" if close else "name a readable file of the coordinator's host"
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON number")

@@ -1,0 +1,70 @@
+"""What sources of rows share: which keys hold question and answer, which rows are left out, and who names a bad row."""
+
+from __future__ import annotations
+
+from typing import Annotated, NoReturn, Self
+
+from headrace_schema.problems import Impossible, problem
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from headrace_coordinator.data.builtin.forms import BadRow, Form, Keys, Row, item_of, text_of
+from headrace_coordinator.data.items import DataItem
+from headrace_coordinator.data.sources import DataSource
+
+Share = Annotated[float, Field(ge=0, le=1)]
+
+
+class PassRate(BaseModel):
+    """Bounds of a measured pass rate; rows outside are left out: what is always right or wrong teaches nothing."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    key: str = Field(default="pass_rate", description="key of a row's pass rate, from 0 to 1")
+    at_least: Share = Field(default=0.0, description="rows below are left out")
+    at_most: Share = Field(default=1.0, description="rows above are left out")
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        if self.at_least > self.at_most:
+            raise ValueError(f"at_least, {self.at_least}, is above at_most, {self.at_most}")
+        return self
+
+
+class RowSource(DataSource):
+    """A source that reads rows; its subclasses say from where."""
+
+    form: Form = Field(default="plain", description="how rows are written: plain, gsm8k, math, aime, gpqa")
+    question: str = Field(default="", description="key of the question; default: the form's (`question`)")
+    answer: str = Field(default="", description="key of the answer; default: the form's (`answer`)")
+    longest_question: Annotated[int, Field(strict=True, ge=0)] = Field(
+        default=0,
+        description="characters of the longest question; rows with longer ones are left out; 0: all",
+    )
+    pass_rate: PassRate | None = Field(default=None, description="keeps rows within a measured pass rate")
+
+    def row_item(self, row: Row, place: str, key: str) -> DataItem | None:
+        """The item of a row, or None when it is left out. `Impossible` names `key` and the row's `place`."""
+        try:
+            item = item_of(row, self.form, Keys(self.question, self.answer))
+            kept = self._kept(item, row)
+        except BadRow as bad:
+            self.wrong(key, place, bad.reason, bad.fix)
+        return item if kept else None
+
+    def wrong(self, key: str, place: str, reason: str, fix: str) -> NoReturn:
+        """Raises `Impossible` for a row."""
+        raise Impossible([problem(key, f"{place} {reason}", fix)])
+
+    def _kept(self, item: DataItem, row: Row) -> bool:
+        if self.longest_question and len(item.question) > self.longest_question:
+            return False
+        if self.pass_rate is None:
+            return True
+        text = text_of(row, self.pass_rate.key)
+        try:
+            rate = float(text)
+        except ValueError:
+            rate = -1.0
+        if not 0 <= rate <= 1:
+            raise BadRow(f"has {text!r} as {self.pass_rate.key!r}", "write a number from 0 to 1")
+        return self.pass_rate.at_least <= rate <= self.pass_rate.at_most

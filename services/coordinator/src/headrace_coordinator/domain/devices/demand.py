@@ -1,0 +1,77 @@
+"""What a run needs before it can start, as its spec says. Knows no instance and no other run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+from headrace_schema.sections.running import APART, PlacementSection
+
+from headrace_coordinator.domain.runs import RunState
+
+
+class Demand(msgspec.Struct, frozen=True):
+    """What a run needs before it can start."""
+
+    rollouts: int
+    fewest_rollouts: int
+    trainers: int
+    helpers: int
+    """Trainers beside the group, as many as nobody else waits for."""
+    decoders: int
+    """Rollouts without devices of their own, likewise."""
+    engine: str
+    backend: str
+    algorithm: str
+    simulator: str
+    """Backend of simulators; empty: none is needed."""
+    disaggregated: bool
+    side_by_side: bool
+    """Whether devices for both sides are of use."""
+    shares: bool
+    """Whether other runs that share may be granted its devices too."""
+    rollout_devices: tuple[str, ...]
+    trainer_devices: tuple[str, ...]
+    simulator_devices: tuple[str, ...] = ()
+    """Empty: simulators hold no devices."""
+    fair: bool = False
+    """Whether it keeps no more of the devices that it has than its fair part."""
+
+    @property
+    def algorithms(self) -> str:
+        """The trainer's registry in which the algorithm is."""
+        return "episode_algorithms" if self.simulator else "algorithms"
+
+
+def demand_of(run: RunState) -> Demand:
+    """A run's demand from its spec. A run that has begun, or trains nothing, goes on with at least one rollout."""
+    spec, placement = run.spec, run.spec["placement"]
+    rollouts = spec["rollout"]["instances"]
+    helpers = 0 if run.evaluation else spec["trainer"].get("helpers", 0)
+    return Demand(
+        rollouts=rollouts,
+        fewest_rollouts=1 if run.lineage.head or run.evaluation else rollouts,
+        trainers=0 if run.evaluation else run.ranks,
+        helpers=helpers,
+        decoders=0 if run.evaluation else spec["rollout"].get("helpers", 0),
+        engine=spec["rollout"]["engine"],
+        backend=spec["trainer"]["backend"],
+        algorithm=spec["algorithm"]["name"],
+        simulator=(spec.get("environment") or {}).get("backend", ""),
+        disaggregated=placement["mode"] in APART,
+        side_by_side=placement["mode"] in APART or _tries_both(placement, spec.get("steps", 0), helpers),
+        shares=shares(run),
+        rollout_devices=tuple(placement["rollout"]),
+        trainer_devices=tuple(placement["trainer"]),
+        simulator_devices=tuple(placement.get("simulator", ())),
+    )
+
+
+def _tries_both(placement: Mapping[str, Any], steps: int, helpers: int) -> bool:
+    return bool(PlacementSection.model_validate(placement).measured_steps(steps)) and not helpers
+
+
+def shares(run: RunState) -> bool:
+    """Whether a run's spec lets other runs use what idles in its steps."""
+    return bool(run.spec["placement"].get("share", False))

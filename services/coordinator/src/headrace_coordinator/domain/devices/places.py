@@ -1,0 +1,70 @@
+"""Which instances share a machine, and which devices a spec's names mean. Knows no run and no lease.
+
+Two containers have different hosts and may see the same devices: they are on one machine.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+
+from headrace_schema.sections.running import EVERY
+
+from headrace_coordinator.domain.state import InstanceState
+
+
+def machines(instances: Iterable[InstanceState]) -> dict[str, str]:
+    """Incarnation → its machine, by the first name of the hosts on it: those that share a device, at any remove."""
+    ordered = sorted(instances, key=lambda instance: instance.host)
+    machine_of: dict[str, str] = {}  # of hosts and of devices
+    for instance in ordered:
+        names = [instance.host, *instance.devices]
+        joined = {machine_of[name] for name in names if name in machine_of}
+        machine = min({instance.host, *joined})
+        machine_of |= {name: machine for name, known in machine_of.items() if known in joined}
+        machine_of |= dict.fromkeys(names, machine)
+    return {instance.incarnation: machine_of[instance.host] for instance in ordered}
+
+
+def devices_seen(instances: Iterable[InstanceState]) -> set[str]:
+    """Devices that at least one of the instances can use."""
+    return {device for instance in instances for device in instance.devices}
+
+
+def hosts_of(instances: Iterable[InstanceState]) -> dict[str, set[str]]:
+    """Device → hosts whose instances see it."""
+    found: dict[str, set[str]] = defaultdict(set)
+    for instance in instances:
+        for device in instance.devices:
+            found[device].add(instance.host)
+    return found
+
+
+def named_devices(
+    names: Sequence[str], devices: Sequence[str], hosts: Mapping[str, Iterable[str]] | None = None
+) -> list[str]:
+    """Those of `devices` that `names` mean.
+
+    A name is "cpu:0", its number alone ("0"), or "all"; behind "HOST/" or a full name's first part, on that machine.
+    `hosts`: see `hosts_of`.
+
+    >>> named_devices(["0", "b/all"], ["x/cpu:0", "x/cpu:1", "y/cpu:3"], {"y/cpu:3": {"b"}})
+    ['x/cpu:0', 'y/cpu:3']
+    """
+    at = hosts or {}
+    found = [device for device in devices if any(_means(name, device, at.get(device, ())) for name in names)]
+    return list(dict.fromkeys(found))
+
+
+def _means(name: str, device: str, hosts: Iterable[str]) -> bool:
+    where, _, wanted = name.rpartition("/")
+    owner, _, short = device.rpartition("/")
+    if where and where != owner and where not in hosts:
+        return False
+    return wanted in (EVERY, short, short.rpartition(":")[2])
+
+
+def device_order(device: str) -> tuple[str, int, str]:
+    """Sorts device names by their index: cpu:2 comes before cpu:10."""
+    stem, _, index = device.rpartition(":")
+    return (stem, int(index), "") if index.isdigit() else (device, 0, "")

@@ -1,0 +1,99 @@
+"""Events of the coordinator and its fleet: instances, leases, writes with a key."""
+
+from __future__ import annotations
+
+from headrace_coordinator.domain.events.base import Event
+
+
+class CoordinatorStarted(Event, frozen=True, kw_only=True):
+    """A coordinator took the store; counters leap so that nothing lost can be issued twice."""
+
+    epoch: int
+    store_id: str
+    leap: int
+
+
+class EpochRaised(Event, frozen=True, kw_only=True):
+    """An instance or a checkpoint knew a higher coordinator epoch than the store did."""
+
+    epoch: int
+
+
+class InstanceRegistered(Event, frozen=True, kw_only=True):
+    """A process announced itself."""
+
+    instance: str
+    incarnation: str
+    kind: str
+    host: str
+    address: str
+    devices: list[str]
+    capabilities: dict[str, list[str]]
+
+
+class InstanceDraining(Event, frozen=True, kw_only=True):
+    """A process was told to stop; it gets no new work."""
+
+    incarnation: str
+
+
+class InstanceLost(Event, frozen=True, kw_only=True):
+    """A process is gone, or unheard of for a lease's lifetime; `proven` when its exit was seen."""
+
+    incarnation: str
+    reason: str
+    proven: bool
+
+
+class LeaseGranted(Event, frozen=True, kw_only=True):
+    """Devices were promised to an instance under a fresh epoch."""
+
+    epoch: int
+    incarnation: str
+    run: str
+    stage: str
+    devices: list[str]
+    host: str = ""
+
+
+class LeaseHeld(Event, frozen=True, kw_only=True):
+    """The holder has its memory."""
+
+    epoch: int
+
+
+class LeaseRevoking(Event, frozen=True, kw_only=True):
+    """The holder was asked to release it; by when is known to the lease manager, on its own clock."""
+
+    epoch: int
+
+
+class LeaseEnded(Event, frozen=True, kw_only=True):
+    """A lease is over; its devices are free when `proven`, else quarantined."""
+
+    epoch: int
+    cause: str
+    proven: bool
+
+
+class KeyUsed(Event, frozen=True, kw_only=True):
+    """An HTTP write was accepted under an idempotency key."""
+
+    key: str
+    body: str
+    resource: str
+
+
+FleetEvent = (
+    CoordinatorStarted
+    | EpochRaised
+    | InstanceRegistered
+    | InstanceDraining
+    | InstanceLost
+    | LeaseGranted
+    | LeaseHeld
+    | LeaseRevoking
+    | LeaseEnded
+    | KeyUsed
+)
+"""All of them."""

@@ -1,0 +1,243 @@
+"""Events of a run's life: what is wanted of it, what it holds, its versions, evaluations and checkpoints."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from headrace_coordinator.domain.events.base import Event, RunEvent
+
+
+class RunSubmitted(RunEvent, frozen=True, kw_only=True):
+    """A user submitted a run."""
+
+    spec: dict[str, Any]
+    directory: str
+    evaluation: dict[str, Any] | None = None
+    """What an evaluation of a suite asks; None for a run that trains."""
+
+
+class RunIntentChanged(RunEvent, frozen=True, kw_only=True):
+    """What is wanted of the run: RUN, PAUSE, PAUSE_NOW or CANCEL; `author` is `user` or `system`."""
+
+    intent: str
+    author: str
+    reason: str
+
+
+class RunStateChanged(RunEvent, frozen=True, kw_only=True):
+    """The run's life moved on."""
+
+    state: str
+    reason: str
+
+
+class RunArchived(Event, frozen=True, kw_only=True):
+    """An ended run's history and summary are synced files: of the run itself, these few words stay in memory."""
+
+    run: str
+    state: str
+    created_at: float
+    evaluation: bool = False
+
+
+class RunAdmitted(RunEvent, frozen=True, kw_only=True):
+    """The run may use these instances (incarnations) and devices, and no others; replaces an earlier grant."""
+
+    rollouts: list[str]
+    trainers: list[str]
+    devices: list[str]
+    helpers: list[str] = []
+    """Trainers beside the group, for what devices can do within a step."""
+
+
+class RanksWanted(RunEvent, frozen=True, kw_only=True):
+    """From the next step on the run's trainer group should have so many ranks."""
+
+    ranks: int
+    author: str
+    reason: str
+
+
+class TrainersChanged(RunAdmitted, frozen=True, kw_only=True):
+    """Between two steps the trainer group got another size: with the grant that has its instances."""
+
+    ranks: int
+    step: int
+    """The first step that it makes."""
+    reason: str
+    given_to: str = ""
+    """Id of the waiting run that the trainers were given back for."""
+
+
+class RunReleased(RunEvent, frozen=True, kw_only=True):
+    """The run has nothing open and holds nothing."""
+
+
+class GangFormed(RunEvent, frozen=True, kw_only=True):
+    """Trainer instances, by rank, form a trainer group."""
+
+    generation: int
+    members: list[str]
+
+
+class NumberBurnt(RunEvent, frozen=True, kw_only=True):
+    """A version number was set aside for a restore; it is never given out again."""
+
+    number: int
+
+
+class Kept(msgspec.Struct, frozen=True, kw_only=True):
+    """What a rewind leaves of a run's figures, as its history has them before the first step that is made again."""
+
+    counts: tuple[int, ...] = ()
+    """Trained, dropped, duplicates, missing, worst staleness, filtered; a missing one is 0."""
+    last_step: dict[str, Any] | None = None
+
+
+class VersionRestored(RunEvent, frozen=True, kw_only=True):
+    """The trainer holds a checkpoint's content, or the initial model, under a new number.
+
+    Versions after the checkpoint are abandoned; slots from `frontier_step` on are pending again.
+    """
+
+    number: int
+    parent: int
+    ordinal: int
+    digest: str
+    checkpoint: str
+    frontier_step: int
+    frontier_prompt: int | None = None
+    """Prompt ordinal that `frontier_step` begins with; none: no step before it took more groups than its own."""
+    source_run: str = ""
+    """The run that made the checkpoint, where it is another one: a fork."""
+    warmup_steps: int = 0
+    figures: dict[str, float] = {}
+    kept: Kept | None = None
+
+
+class PlanAdopted(RunEvent, frozen=True, kw_only=True):
+    """From a step on (counted from 0) the run uses its devices like this; of a run that chooses itself."""
+
+    from_step: int
+    mode: str
+    rollout: list[str] = []
+    """Devices that generate; empty: as the mode divides them."""
+    trainer: list[str] = []
+    flow: str = ""
+    memory: str = ""
+    """As in the spec's placement; empty: what that says, or its default."""
+    reason: str
+    predicted_s: dict[str, float] = {}
+    """Seconds of generate, learn and the whole step; empty while the mode is only measured."""
+    alternatives: dict[str, float] = {}
+    """Other placements and what a step would take with them, in seconds."""
+
+
+class PlanProposed(PlanAdopted, frozen=True, kw_only=True):
+    """What would be faster now, of a run whose plan only its user changes."""
+
+
+class PolicyFitted(RunEvent, frozen=True, kw_only=True):
+    """What a robot policy reads and does in the run's environment: settled once, as its first pools say."""
+
+    policy: dict[str, Any] | None
+    """The whole configuration of a new policy; None for one that is read from a directory."""
+    state: list[str] | None
+    cameras: dict[str, str] | None
+    """Observations that are its state and its cameras' images."""
+
+
+class Evaluated(RunEvent, frozen=True, kw_only=True):
+    """Held-out items were evaluated."""
+
+    view: dict[str, Any]
+
+
+class EvaluationProgressed(RunEvent, frozen=True, kw_only=True):
+    """So many answers of an evaluation of a suite are scored and written; `digest` is that of the weights."""
+
+    answers: int
+    digest: str
+
+
+class SuiteEvaluated(RunEvent, frozen=True, kw_only=True):
+    """What an evaluation of a suite found."""
+
+    result: dict[str, Any]
+
+
+class CheckpointSaved(RunEvent, frozen=True, kw_only=True):
+    """A checkpoint is durable; steps below `step` are in it."""
+
+    name: str
+    number: int
+    step: int = 0
+
+
+class CheckpointFailed(RunEvent, frozen=True, kw_only=True):
+    """A checkpoint could not be written; training goes on, a rewind would lose more."""
+
+    reason: str
+
+
+class CheckpointSetAside(RunEvent, frozen=True, kw_only=True):
+    """A checkpoint is damaged and was renamed; the one before it is used."""
+
+    name: str
+    reason: str
+
+
+class DatasetOpened(RunEvent, frozen=True, kw_only=True):
+    """The items that the run's slots stand for, by digest."""
+
+    digest: str
+
+
+class ModelExported(RunEvent, frozen=True, kw_only=True):
+    """The weights were written as a Hugging Face directory."""
+
+    path: str
+    number: int
+
+
+class RunRecovering(RunEvent, frozen=True, kw_only=True):
+    """Something failed; the run goes on from what is left."""
+
+    reason: str
+
+
+class Noted(RunEvent, frozen=True, kw_only=True):
+    """Something worth telling the run's user."""
+
+    text: str
+
+
+LifeEvent = (
+    RunSubmitted
+    | RunIntentChanged
+    | RunStateChanged
+    | RunArchived
+    | RunAdmitted
+    | RanksWanted
+    | TrainersChanged
+    | RunReleased
+    | GangFormed
+    | NumberBurnt
+    | VersionRestored
+    | PlanAdopted
+    | PlanProposed
+    | PolicyFitted
+    | Evaluated
+    | EvaluationProgressed
+    | SuiteEvaluated
+    | CheckpointSaved
+    | CheckpointFailed
+    | CheckpointSetAside
+    | DatasetOpened
+    | ModelExported
+    | RunRecovering
+    | Noted
+)
+"""All of them."""

@@ -1,0 +1,111 @@
+"""Which rollout makes which sample: order fixed before dispatch, work pulled, a lost holder's work given again.
+
+Pure rules over the slot ledger, which alone says who has what.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from math import ceil
+
+from headrace_coordinator.domain import events as ev
+from headrace_coordinator.domain.ledger.slot_index import DROPPED, Slot, SlotIndex
+from headrace_coordinator.domain.ledger.slots import SlotLedger
+
+GroupWork = tuple[int, list[int]]
+"""A prompt ordinal with the sample indices to make."""
+
+
+class DispatchOrder:
+    """In which order the groups of one step start. Knows nothing of who makes them."""
+
+    def __init__(self, prompts: Iterable[int], expected: Callable[[int], float] | None = None) -> None:
+        """`expected` gives a prompt's expected tokens; the longest start first. Without it: by ordinal."""
+        self._prompts: list[int] = []
+        self._expected = expected
+        self._next = 0
+        self._end = 0
+        self.reach(prompts)
+
+    def reach(self, prompts: Iterable[int]) -> None:
+        """Adds those of `prompts` that are beyond all that it has, behind what waits."""
+        added = sorted(prompt for prompt in prompts if prompt >= self._end)
+        if not added:
+            return
+        self._end = added[-1] + 1
+        if (expected := self._expected) is not None:
+            added.sort(key=lambda prompt: -expected(prompt))
+        self._prompts += added
+
+    def waiting(self, index: SlotIndex) -> Iterator[GroupWork]:
+        """Groups with samples that nobody has: those that are made again first, by ordinal."""
+        for prompt in sorted(index.returned):
+            yield prompt, sorted(index.returned[prompt])
+        while self._next < len(self._prompts) and self._prompts[self._next] not in index.fresh:
+            self._next += (
+                1  # A first attempt is made once: what has gone out does not come back to this list.
+            )
+        for place in range(self._next, len(self._prompts)):
+            if samples := index.fresh.get(self._prompts[place]):
+                yield self._prompts[place], sorted(samples)
+
+
+def plan_dispatch(
+    index: SlotIndex, order: DispatchOrder, holder: str, capacity: int, holders: int
+) -> list[GroupWork]:
+    """Groups for `holder` to start now: its even share of what is left, at most `capacity` samples at once."""
+    if not index.waiting:
+        return []
+    holds = len(index.held.get(holder, ()))
+    room = min(capacity, ceil((index.waiting + index.assigned) / max(holders, 1))) - holds
+    planned: list[GroupWork] = []
+    for prompt, samples in order.waiting(index):
+        if len(samples) > room and (holds or planned):
+            break
+        planned.append((prompt, samples))
+        room -= len(samples)
+    return planned
+
+
+def plan_assign(ledger: SlotLedger, run: str, slots: list[Slot], holder: str, now: float) -> ev.SlotsAssigned:
+    """Gives each of `slots` a fresh attempt number, higher than any ever used in the run."""
+    return ev.SlotsAssigned(
+        at=now,
+        run=run,
+        slots=[
+            (slot.prompt, slot.sample, ledger.last_attempt + 1 + index, holder)
+            for index, slot in enumerate(slots)
+        ],
+    )
+
+
+def plan_return(run: str, slots: Iterable[Slot], now: float, *, failed: bool = False) -> list[ev.Event]:
+    """These slots are to be made again; `failed` when their attempts ended with an error. Nothing for no slot."""
+    keys = [(slot.prompt, slot.sample, slot.attempt) for slot in slots]
+    return [ev.SlotsReturned(at=now, run=run, slots=keys, failed=failed)] if keys else []
+
+
+def plan_refill(ledger: SlotLedger, run: str, limit: int, now: float, *, whole: bool) -> list[ev.Event]:
+    """The next groups in place of those that were dropped before they settled, at most `limit` of them in a step.
+
+    Each such group has one other in its place, whenever it was dropped: the step's groups end with the one that
+    completes it, so which they are follows from what became of each, not from when. `whole` waits until no group is
+    open, so that the times at which groups start do not depend on the order in which others end either.
+    """
+    groups = min(ledger.lacking, limit - ledger.refilled)
+    if groups <= 0 or (whole and ledger.index.open):
+        return []
+    return [ev.StepRefilled(at=now, run=run, step=ledger.step, groups=groups)]
+
+
+def accepts(slot: Slot | None, attempt: int, digest: str) -> str:
+    """Empty when a finished attempt may fill its slot, else why not; the same one may be offered again."""
+    if slot is None:
+        return "not a slot of the open step"
+    if slot.attempt != attempt:
+        return f"attempt {attempt} is not the assigned attempt {slot.attempt}"
+    if slot.state == DROPPED:
+        return "the slot is dropped"
+    if slot.digest and slot.digest != digest:
+        return f"attempt {attempt} was already offered with digest {slot.digest}"
+    return ""

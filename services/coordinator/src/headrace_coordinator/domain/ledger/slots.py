@@ -1,0 +1,242 @@
+"""The slot ledger of one run as a pure reducer: every slot below the frontier is terminal exactly once (G1).
+
+Holds the open step's slots only; what lies below the frontier is in the certificates. What is asked of the slots
+again and again, `SlotIndex` answers without a walk over them.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import msgspec
+
+from headrace_coordinator.domain import events as ev
+from headrace_coordinator.domain.ledger.compact import expand_drops
+from headrace_coordinator.domain.ledger.slot_index import (
+    ACCUMULATED,
+    ASSIGNED,
+    DROPPED,
+    FILTERED,
+    FINISHED,
+    OPEN,
+    PENDING,
+    SETTLED,
+    Slot,
+    SlotIndex,
+)
+from headrace_coordinator.domain.totals import Shape
+
+PROGRESS_EVENTS = (ev.SlotsFinished, ev.GroupsSettled, ev.GroupsAccumulated, ev.GroupDropped)
+
+
+class SlotLedger(msgspec.Struct, dict=True):
+    """Slots of the open step, and the step itself. `step` counts batches: slots below `frontier` are terminal.
+
+    A step has `prompts_per_step` groups, and `refilled` more: one for each that was dropped before it settled, up to
+    a limit. All have successive prompt ordinals, so the groups that are kept are the first ones in that order.
+    """
+
+    group_size: int
+    prompts_per_step: int
+    step: int = 0
+    attempt: int = 0
+    open: bool = False
+    slots: dict[int, Slot] = {}
+    last_attempt: int = 0
+    dropped_total: int = 0
+    terminal_total: int = 0
+    first_step: int = 0
+    """Step that the run began with: above 0 for a fork, whose origin did the earlier ones."""
+    last_drop: str = ""
+    """Why the newest dropped slots were dropped, in words for the run's user."""
+    progress: int = 0
+    """Rises with every event that brings the step forward."""
+    next_prompt: int = -1
+    """Prompt ordinal that the open step begins with, or the next one."""
+    first_prompt: int = -1
+    """Prompt ordinal that the run began with: above 0 for a fork."""
+    refilled: int = 0
+    """Groups of the open step in place of dropped ones."""
+    lacking: int = 0
+    """Groups of the open step that were dropped before they settled, and have no other in their place yet."""
+    helped: dict[str, list[int]] = {}
+    """Of the open attempt: name of a helper → groups whose gradient it contributed; the owners have all others."""
+
+    def __post_init__(self) -> None:
+        """Completes what a snapshot of an older release lacks."""
+        if self.next_prompt < 0:
+            self.next_prompt = self.step * self.prompts_per_step
+            self.first_prompt = self.first_step * self.prompts_per_step
+
+    @property
+    def frontier(self) -> int:
+        """Slots below this ordinal are terminal."""
+        return self.next_prompt * self.group_size
+
+    @property
+    def shape(self) -> Shape:
+        """Where the run's slots begin, and how many there are to a step and a group."""
+        size = self.group_size
+        return Shape(self.first_prompt * size, self.prompts_per_step * size, size)
+
+    def ordinal(self, prompt: int, sample: int) -> int:
+        """Position of a slot in the run's order."""
+        return prompt * self.group_size + sample
+
+    @cached_property
+    def index(self) -> SlotIndex:
+        """Answers about the open step's slots; no part of a snapshot."""
+        return SlotIndex(self.slots.values())
+
+    def slot(self, prompt: int, sample: int) -> Slot | None:
+        """A slot of the open step."""
+        return self.slots.get(self.ordinal(prompt, sample))
+
+    def group(self, prompt: int) -> list[Slot]:
+        """All slots of a prompt, by sample index."""
+        first = self.ordinal(prompt, 0)
+        return [self.slots[first + index] for index in range(self.group_size) if first + index in self.slots]
+
+    @property
+    def prompts(self) -> range:
+        """Prompt ordinals of the open step."""
+        return range(self.next_prompt, self.next_prompt + self.prompts_per_step + self.refilled)
+
+    def apply(self, event: ev.Event) -> None:
+        """Folds one event; events of other parts are ignored."""
+        if isinstance(event, PROGRESS_EVENTS):
+            self.progress += 1
+        match event:
+            case ev.StepOpened():
+                self._open(event)
+            case ev.SlotsAssigned(slots=slots):
+                for prompt, sample, attempt, incarnation in slots:
+                    self._assign(prompt, sample, attempt, incarnation)
+            case ev.SlotsFinished(slots=slots):
+                for prompt, sample, attempt, digest, tokens in slots:
+                    self._finish(prompt, sample, attempt, digest, tokens)
+            case ev.SlotsReturned(slots=slots, failed=failed):
+                for prompt, sample, attempt in slots:
+                    self._return(prompt, sample, attempt, failed)
+            case ev.GroupsSettled(groups=groups):
+                for prompt, rewards in groups:
+                    for slot, reward in zip(self._move_group(prompt, SETTLED), rewards, strict=True):
+                        slot.reward = reward
+            case ev.GroupsAccumulated(prompts=prompts):
+                for prompt in prompts:
+                    self._move_group(prompt, ACCUMULATED)
+                if event.helper:
+                    self.helped.setdefault(event.helper, []).extend(prompts)
+            case ev.GroupDropped():
+                self._drop(event)
+            case ev.StepRefilled(groups=groups):
+                self._refill(groups)
+            case ev.StepAborted():
+                self.open = False
+            case ev.StepCommitted(certificate=certificate):
+                self._close(certificate.refilled)
+            case ev.StepSkipped(dropped=dropped):
+                self.last_drop = self.last_drop or ", ".join(
+                    {reason for _, _, reason in expand_drops(dropped)}
+                )
+                self._close(event.refilled)
+            case ev.VersionRestored(frontier_step=step, frontier_prompt=prompt):
+                self._go_to(step, step * self.prompts_per_step if prompt is None else prompt)
+                if event.source_run:
+                    self.first_step, self.first_prompt = step, self.next_prompt
+            case ev.CoordinatorStarted(leap=leap):
+                self.last_attempt += leap if self.last_attempt else 0
+
+    def _open(self, event: ev.StepOpened) -> None:
+        self.attempt, self.open, self.helped = event.attempt, True, {}
+        if not self.slots:
+            self._add(self.prompts)
+        for slot in self.slots.values():
+            slot.failures = 0
+            # A quarantined culprit stays out of the replay; everything else may be used again.
+            if slot.state in (SETTLED, ACCUMULATED):
+                slot.state = FINISHED
+            elif slot.state == ASSIGNED:
+                slot.state, slot.holder = PENDING, ""
+        self._index_anew()
+
+    def _add(self, prompts: range) -> list[Slot]:
+        added = [Slot(prompt, sample) for prompt in prompts for sample in range(self.group_size)]
+        self.slots.update((self.ordinal(slot.prompt, slot.sample), slot) for slot in added)
+        return added
+
+    def _drop(self, event: ev.GroupDropped) -> None:
+        unsettled = event.prompt in self.index.open
+        for slot in self._move_group(event.prompt, DROPPED):
+            slot.reason, slot.reward = event.reason, event.reward
+        self.lacking += unsettled
+        if event.reason != FILTERED or not self.last_drop:
+            self.last_drop = f"{event.reason}: {event.detail}"
+
+    def _refill(self, groups: int) -> None:
+        end = self.prompts.stop
+        self.refilled += groups
+        self.lacking -= groups
+        for slot in self._add(range(end, end + groups)):
+            self.index.enter(slot)
+
+    def _move(self, slot: Slot, state: str, attempt: int, holder: str) -> None:
+        """The one place where a single slot changes its state."""
+        self.index.leave(slot)
+        slot.state, slot.attempt, slot.holder = state, attempt, holder
+        self.index.enter(slot)
+
+    def _move_group(self, prompt: int, state: str) -> list[Slot]:
+        """The one place where a whole group changes its state; its slots."""
+        group, index = self.group(prompt), self.index
+        index.close(prompt)
+        for slot in group:
+            index.leave(slot)
+            slot.state = state
+            index.enter(slot)
+        return group
+
+    def _assign(self, prompt: int, sample: int, attempt: int, incarnation: str) -> None:
+        self.last_attempt = max(self.last_attempt, attempt)
+        if slot := self.slot(prompt, sample):
+            self._move(slot, ASSIGNED, attempt, incarnation)
+            slot.digest = ""
+
+    def _finish(self, prompt: int, sample: int, attempt: int, digest: str, tokens: int) -> None:
+        slot = self.slot(prompt, sample)
+        if slot is not None and slot.attempt == attempt and slot.state in OPEN:
+            self._move(slot, FINISHED, attempt, slot.holder)
+            slot.digest, slot.tokens = digest, tokens
+
+    def _return(self, prompt: int, sample: int, attempt: int, failed: bool) -> None:
+        slot = self.slot(prompt, sample)
+        if slot is not None and slot.attempt == attempt and slot.state in OPEN:
+            self._move(slot, PENDING, attempt, "")
+            slot.digest = ""
+            slot.failures += failed
+
+    def _close(self, refilled: int) -> None:
+        failed = (slot.state == DROPPED and slot.reason != FILTERED for slot in self.slots.values())
+        self.dropped_total += sum(failed)
+        self.terminal_total += len(self.slots)
+        self._go_to(self.step + 1, self.next_prompt + self.prompts_per_step + refilled)
+
+    def _go_to(self, step: int, prompt: int) -> None:
+        self.step, self.attempt, self.open, self.slots = step, 0, False, {}
+        self.next_prompt, self.refilled, self.lacking, self.helped = prompt, 0, 0, {}
+        self._index_anew()
+
+    def _index_anew(self) -> None:
+        self.__dict__.pop("index", None)
+
+    def unsettled(self) -> list[int]:
+        """Prompt ordinals of the open step that are neither accumulated nor dropped."""
+        return [
+            prompt
+            for prompt in self.prompts
+            if any(slot.state not in (ACCUMULATED, DROPPED) for slot in self.group(prompt))
+        ]
+
+    def members(self, state: str) -> list[Slot]:
+        """Slots of the open step in one state, in order."""
+        return [slot for _, slot in sorted(self.slots.items()) if slot.state == state]

@@ -1,0 +1,62 @@
+"""What the fleet keeps of a connected process: its session, what it has open, its supervisor; and the times of both."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import msgspec
+from headrace.common.v1 import common_pb2
+
+
+class ForeignInstance(Exception):
+    """A process that obeys another store's coordinator; one sentence for its operator."""
+
+
+class FleetSettings(msgspec.Struct, frozen=True):
+    """Times of the lifeline, in seconds."""
+
+    lease_ttl: float = 30.0
+    heartbeat: float = 5.0
+    sweep: float = 1.0
+    notice: float = 20.0
+
+
+class OpenReport(msgspec.Struct, frozen=True):
+    """A run that an instance says it has open: OPENING, OPEN or CLOSING, and the last command it applied."""
+
+    run: str
+    open_id: int
+    phase: str
+    last_command: int = 0
+
+
+def open_reports(messages: Iterable[common_pb2.OpenRunReport]) -> list[OpenReport]:
+    """An instance's reports, by run id."""
+    return [
+        OpenReport(
+            message.run.removeprefix("runs/"),
+            message.open_id,
+            common_pb2.OpenPhase.Name(message.phase).removeprefix("OPEN_PHASE_"),
+            message.last_command,
+        )
+        for message in messages
+    ]
+
+
+class Session(msgspec.Struct):
+    """The live side of one instance."""
+
+    send: Callable[[str, Any], None]
+    heard_at: float
+    resident_memory_bytes: int = 0
+    drain_sent: bool = False
+
+
+class Supervisor(msgspec.Struct):
+    """A connected supervisor: what it runs, and how to command it."""
+
+    host: str
+    send: Callable[[str, Any], None]
+    scalable: frozenset[str] = frozenset()
+    incarnations: frozenset[str] = frozenset()

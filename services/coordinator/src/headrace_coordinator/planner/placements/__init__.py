@@ -1,0 +1,1 @@
+"""The choice between a run's placements from steps that it has made."""

@@ -1,0 +1,286 @@
+"""`placement.mode: auto`: measures the run's own steps, and says when the placement should change.
+
+Which layout is faster is decided in `planner/placements/choosing.py`, how devices change hands in `placement.py`.
+"""
+
+from __future__ import annotations
+
+from headrace_schema.resources.views import StepView
+
+from headrace_coordinator.domain import events as ev
+from headrace_coordinator.domain.devices.leases import is_gpu
+from headrace_coordinator.domain.devices.places import device_order, machines
+from headrace_coordinator.planner.placements.choosing import Candidate, candidates, choose, drifted, newest
+from headrace_coordinator.planner.placements.layouts import (
+    HYBRID,
+    Layout,
+    Shape,
+    StepTime,
+    Style,
+    typical,
+)
+from headrace_coordinator.planner.placements.trials import Trial, merged
+from headrace_coordinator.run.context import RunContext
+from headrace_coordinator.run.devices.executable import executable, measured_first, style_of
+
+NO_WORK = ("checkpoint", "evaluate", "regroup")
+"""Stages of a step's time that no placement changes."""
+SHOWN = 3
+"""Candidates that a reason names."""
+TRIES = 3
+"""Placements that are measured because they promise more than the first ones."""
+
+
+class Autoplan:
+    """The plan of one run at work. Without `auto` it never says anything."""
+
+    def __init__(self, context: RunContext) -> None:
+        self._context = context
+        self._section = context.spec.placement
+        self._trial = Trial(self._window)
+        self._known: dict[Layout, StepTime] = {}
+        """What earlier trials said, at the speed that the machine then had."""
+        self._asked: Layout | None = None
+        """A measured layout that was asked for again."""
+        self._recent: list[StepTime] = []
+        self._settling = True
+        """The next step pays for a start or a change: it measures nothing."""
+        self._attempted: set[Layout] = set()
+        """What was to be tried. Where the devices were then divided in another way, it is not tried again."""
+        self._moved_s = 0.0
+
+    def observe(self, view: StepView | None, learned_after_s: float = 0.0) -> None:
+        """A step has ended; None: it was skipped. `learned_after_s`: of its learning, after the last answer."""
+        moved_s, self._moved_s = self._moved_s, self._context.placement.moved_s
+        if not self._window or view is None:
+            return
+        if self._settling:
+            self._settling = False
+            return
+        time = _time(view, learned_after_s, self._moved_s - moved_s)
+        self._recent = newest([*self._recent, time], self._window) or [*self._recent, time]
+        if not self._chosen:
+            self._trial.add(self._layout, time)
+
+    def due(self) -> ev.PlanAdopted | None:
+        """The plan to adopt, or to propose, before the next step; None: nothing changes."""
+        if not self._window:
+            return None
+        plan = self._context.state.plan
+        if plan is None or not self._chosen:
+            return self._measure()
+        steps = newest(self._recent, self._window)
+        if not drifted(plan.predicted_s["step"], steps):
+            return None
+        self._recent = []
+        return self._replan(plan, typical(steps))
+
+    def changed(self) -> None:
+        """The devices have changed hands by a new plan."""
+        self._settling, self._recent = True, []
+
+    # --- which plan
+
+    def _measure(self) -> ev.PlanAdopted | None:
+        """What to measure next, or the choice once what is promising was measured."""
+        trial, present = self._trial, self._layout
+        if not trial.full(present):
+            return None  # Its block is being measured.
+        if self._asked not in (None, present):
+            trial.drop(self._asked)  # The devices were divided in another way.
+        self._asked = None
+        whole = [(one.mode, one.style) for one in self._tried]
+        obstacle = self._obstacle()
+        first = measured_first(self._context)[: 1 if obstacle else None]
+        if missing := next((style for style in first if style not in whole), None):
+            words = f"measures steps {' '.join(missing)}"
+            return self._event(Layout(0, 0, *missing), words, {}, {}) if self._worth_a_try else None
+        following = trial.following() if self._worth_a_try else None
+        if following is not None:
+            return None if following == present else self._again(following)
+        best = self._best()
+        if not best.tried and self._worth_a_try and len(self._attempted) < TRIES:
+            return self._try(best)
+        if not best.tried:
+            best = choose([one for one in self._candidates() if one.tried], present)
+        reasons = obstacle, self._comparison(best), trial.words(best.layout)
+        return self._adopt(best, "; ".join(filter(None, reasons)))
+
+    def _again(self, layout: Layout) -> ev.PlanAdopted:
+        self._asked = layout
+        return self._event(layout, f"measures {layout.words} once more, by turns", {}, {})
+
+    def _try(self, best: Candidate) -> ev.PlanAdopted:
+        """Begins to compare the best layout that was measured with one that promises more."""
+        self._attempted.add(best.layout)
+        self._known = self._tried
+        leader = choose([one for one in self._candidates() if one.tried])
+        newest = self._trial.newest(leader.layout) or [leader.time]
+        self._trial = Trial(self._window, leader.layout, newest)
+        words = f"tries {best.layout.words}, which promises {best.time.step:.3g} s a step"
+        return self._event(best.layout, words, {}, {})
+
+    @property
+    def _worth_a_try(self) -> bool:
+        """Whether steps would be left that profit from measuring another layout."""
+        return self._context.spec.steps - self._context.state.ledger.step > self._window + 1
+
+    def _best(self) -> Candidate:
+        return choose(self._candidates(), self._layout)
+
+    def _candidates(self, now: tuple[Layout, StepTime] | None = None) -> list[Candidate]:
+        tried = self._tried
+        workers = self._context.workers
+        fewest = (len(workers.rollouts), len(workers.trainers))
+        styles, _ = executable(self._context, one_machine=self._one_machine)
+        devices = len(self._devices) if self._divisible else 0
+        found = candidates(self._shape, devices, fewest, styles, tried, now)
+        return [one for one in found if one.tried or one.layout not in self._attempted]
+
+    def _comparison(self, best: Candidate) -> str:
+        """One line: the layout that is best, the next ones, and what is no candidate."""
+        others = [one for one in self._candidates() if one.layout != best.layout][: SHOWN - 1]
+        known = [
+            f"{one.layout.words}: {one.time.step:.3g} s{'' if one.tried else ' predicted'}" for one in others
+        ]
+        _, why = executable(self._context, one_machine=self._one_machine)
+        missing = [
+            f"{mode if mode == HYBRID else f'{mode} {style}'} {word}" for (mode, style), word in why.items()
+        ]
+        first = f"{best.layout.words}: {best.time.step:.3g} s a step"
+        return "; ".join([f"{first}, next {', '.join(known)}" if known else first, *missing])
+
+    def _replan(self, plan: ev.PlanAdopted, now: StepTime) -> ev.PlanAdopted | None:
+        """After a drift: what is best today. What an earlier life of the coordinator measured is measured again."""
+        percent = 100 * (now.step / plan.predicted_s["step"] - 1)
+        words = f"steps take {now.step:.3g} s, {percent:+.0f}% of what was predicted"
+        present = self._layout
+        if not self._comparable(present):
+            self._trial, self._known, self._attempted = Trial(self._window), {}, set()
+            if self._obstacle() or self._section.replan != "auto":
+                return self._adopt(Candidate(present, now, tried=True), f"{words}; the plan stays")
+            again = Layout(0, 0, *measured_first(self._context)[0])
+            return self._event(again, f"{words}: measures again", {}, {})
+        found = self._candidates((present, now))
+        # From now on others are judged by what they would take today.
+        self._trial = Trial(self._window)
+        self._known = {one.layout: one.time for one in found if one.tried} | {present: now}
+        best = choose(found, present)
+        if best.layout == present:
+            return self._adopt(Candidate(present, now, tried=True), f"{words}; {present.words} stays best")
+        event = self._adopt(best, f"{words}; {best.layout.words} would take {best.time.step:.3g} s")
+        return event if self._section.replan == "auto" else _proposal(event)
+
+    def _comparable(self, present: Layout) -> bool:
+        """Whether steps of the present layout and of another one, and some in turns, were measured."""
+        tried = list(self._tried)
+        return present in tried and len(tried) > 1 and any(layout.in_turns for layout in tried)
+
+    def _obstacle(self) -> str:
+        """Why this run can only take turns; empty: it can generate and learn side by side."""
+        workers = self._context.workers
+        needed = len(workers.rollouts) + len(workers.trainers)
+        if self._context.spec.deterministic:
+            return "a deterministic run keeps one placement: collocated"
+        if len(self._devices) < needed:
+            return f"side by side needs {needed} devices and the run has {len(self._devices)}: collocated"
+        return ""
+
+    # --- what there is
+
+    @property
+    def _tried(self) -> dict[Layout, StepTime]:
+        """What was measured, as it would be at one speed of the machine."""
+        return merged(self._known, self._trial.times())
+
+    @property
+    def _chosen(self) -> bool:
+        """Whether a plan says what its steps take: one that is only to be measured does not."""
+        plan = self._context.state.plan
+        return plan is not None and bool(plan.predicted_s)
+
+    @property
+    def _window(self) -> int:
+        """Steps to measure in each mode; 0: this run keeps its placement."""
+        spec = self._context.spec
+        return 0 if spec.trainer.helpers else self._section.measured_steps(spec.steps)
+
+    @property
+    def _devices(self) -> list[str]:
+        return sorted(self._context.workers.grant.devices, key=device_order)
+
+    @property
+    def _divisible(self) -> bool:
+        """Whether devices can be divided freely: those of one machine, of which an instance can use several."""
+        return self._one_machine and not any(map(is_gpu, self._devices))
+
+    @property
+    def _one_machine(self) -> bool:
+        members = [*self._context.workers.rollouts, *self._context.workers.trainers]
+        return len(set(machines(member.instance for member in members).values())) == 1
+
+    @property
+    def _style(self) -> Style:
+        return style_of(self._context.placement.section)
+
+    @property
+    def _layout(self) -> Layout:
+        workers = self._context.workers
+        generate, learn = (
+            {device for member in members for device in member.devices}
+            for members in (workers.rollouts, workers.trainers)
+        )
+        mode, style = self._style
+        if mode == HYBRID:
+            learn -= generate  # Which it has once the answers are complete.
+        return Layout(len(generate), len(learn), mode, style)
+
+    @property
+    def _shape(self) -> Shape:
+        spec = self._context.spec
+        streams = not self._context.waits_for_batch and spec.placement.pipelined
+        return Shape(spec.algorithm.prompts_per_step, spec.algorithm.group_size, streams)
+
+    def _adopt(self, best: Candidate, reason: str) -> ev.PlanAdopted:
+        time = best.time
+        others = {one.layout.words: one.time.step for one in self._candidates() if one.layout != best.layout}
+        return self._event(
+            best.layout,
+            reason,
+            {"generate": time.generate, "learn": time.learn, "step": time.step},
+            others if len(self._tried) > 1 else {},
+        )
+
+    def _event(
+        self, layout: Layout, reason: str, predicted: dict[str, float], alternatives: dict[str, float]
+    ) -> ev.PlanAdopted:
+        rollout: list[str] = []
+        learn: list[str] = []
+        if not layout.in_turns and layout.generate and self._divisible:
+            devices = self._devices
+            rollout, learn = devices[: layout.generate], devices[layout.generate :]
+        return ev.PlanAdopted(
+            at=self._context.event_log.now(),
+            run=self._context.run_id,
+            from_step=self._context.state.ledger.step,
+            mode=layout.mode,
+            flow="" if layout.in_turns else layout.style,
+            memory=layout.style if layout.in_turns else "",
+            rollout=rollout,
+            trainer=learn,
+            reason=reason,
+            predicted_s=predicted,
+            alternatives=alternatives,
+        )
+
+
+def _time(view: StepView, after_s: float, moved_s: float) -> StepTime:
+    seconds = view.stage_s
+    switch_s = seconds.get("switch", 0.0) + seconds.get("sync", 0.0)
+    step_s = view.wall_s - sum(seconds.get(stage, 0.0) for stage in NO_WORK)
+    generate_s, learn_s = seconds.get("generate", 0.0), seconds.get("learn", 0.0)
+    return StepTime(generate_s, learn_s, step_s, after_s, switch_s, min(moved_s, switch_s))
+
+
+def _proposal(plan: ev.PlanAdopted) -> ev.PlanProposed:
+    return ev.PlanProposed(**{name: getattr(plan, name) for name in plan.__struct_fields__})

@@ -1,0 +1,1 @@
+"""Held-out items and suites under the installed policy: nothing here is trained."""

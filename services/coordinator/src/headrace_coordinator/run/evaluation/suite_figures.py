@@ -1,0 +1,73 @@
+"""The figures of an evaluation from its answers, item by item. Pure."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from math import inf
+from statistics import fmean
+
+from headrace_schema.evaluating import EvaluationSpec
+from headrace_schema.resources.evaluations import ModeView, SuiteResultView, TaskView
+
+from headrace_coordinator.data.items import DataItem
+from headrace_coordinator.domain.estimates import interval, item_values
+from headrace_coordinator.projections.transcripts import Answer, Key
+from headrace_coordinator.suites import Suite
+
+RIGHT = "\0right"
+"""The choice of every right answer, where there is one answer to an item: no text of an answer is this."""
+
+
+def values(
+    mode: str, asked: EvaluationSpec, suite: Suite, answers: Mapping[Key, Answer], items: int
+) -> list[float]:
+    """The figure of each item in a mode. KeyError where an answer is missing."""
+    rows = [[answers[item, sample] for sample in range(asked.samples)] for item in range(items)]
+    rewards = [[each.reward for each in row] for row in rows]
+    merges = suite.one_answer and asked.reward is None
+    right = asked.pass_reward if merges else inf
+    choices = [
+        [RIGHT if each.choice and each.reward >= right else each.choice for each in row] for row in rows
+    ]
+    return item_values(mode, rewards, choices, asked.pass_reward)
+
+
+def result_of(
+    asked: EvaluationSpec, suite: Suite, answers: Mapping[Key, Answer], items: Sequence[DataItem]
+) -> SuiteResultView:
+    """What the evaluation found, once every item has all its answers."""
+    found = {mode: values(mode, asked, suite, answers, len(items)) for mode in asked.wanted_modes}
+    modes = [
+        ModeView(mode=mode, score=fmean(each), low=low, high=high)
+        for mode, each in found.items()
+        for low, high in [_limits(each)]
+    ]
+    everything = list(answers.values())
+    names = sorted({name for each in everything for name in each.parts})
+    return SuiteResultView(
+        modes=modes,
+        tasks=_tasks(suite, items, found[asked.wanted_modes[0]]),
+        parts={name: fmean(each.parts.get(name, 0.0) for each in everything) for name in names},
+        answers=len(everything),
+        truncated=fmean(each.cut for each in everything),
+        failed=sum(each.failed for each in everything),
+        tokens_mean=fmean(each.tokens for each in everything),
+    )
+
+
+def _tasks(suite: Suite, items: Sequence[DataItem], found: Sequence[float]) -> list[TaskView]:
+    """The figure of each task, and of each of its variants behind it."""
+    by_task: dict[tuple[str, str], list[float]] = defaultdict(list)
+    for item, value in zip(items, found, strict=True):
+        by_task[suite.task_of(item)].append(value)
+    by_task.pop(("", ""), None)
+    return [
+        TaskView(task=task, variant=variant, items=len(each), score=fmean(each), low=low, high=high)
+        for (task, variant), each in sorted(by_task.items())
+        for low, high in [_limits(each)]
+    ]
+
+
+def _limits(found: Sequence[float]) -> tuple[float | None, float | None]:
+    return interval([[value] for value in found]) or (None, None)

@@ -1,0 +1,227 @@
+"""The loop of a run that evaluates: blocks of items are answered, scored and written, until all have been.
+
+It pauses, yields, recovers and leaves as every run does. Answers that were written are not made again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+
+from headrace.common.v1 import common_pb2 as common
+from headrace.reward.v1 import reward_pb2 as reward
+from headrace.rollout.v1 import rollout_pb2 as rollout
+from headrace_schema.evaluating import EvaluationSpec
+
+from headrace_coordinator.domain import events as ev
+from headrace_coordinator.domain import runs
+from headrace_coordinator.domain.runs import SuiteEvaluation
+from headrace_coordinator.fleet.waits import WaitTimeout
+from headrace_coordinator.projections.trajectories import Settled
+from headrace_coordinator.projections.transcripts import Answer, Key, Transcripts, answer_of, read_answers
+from headrace_coordinator.projections.videos import Recording, Video, write_recordings
+from headrace_coordinator.run.context import RunContext
+from headrace_coordinator.run.evaluation.answering import Answers, Questions, answer
+from headrace_coordinator.run.evaluation.suite_figures import result_of
+from headrace_coordinator.run.leaving import Outcome
+from headrace_coordinator.run.loop import RunLoop
+from headrace_coordinator.run.stages.rewards.scoring import sampled, score_all, score_item
+from headrace_coordinator.run.step import RunFailed
+from headrace_coordinator.run.workers.clients import Published
+from headrace_coordinator.run.workers.rollout_client import Opening
+from headrace_coordinator.suites import open_suite
+
+VERSION = 1
+"""Number of the policy that answers: an evaluation has one."""
+BLOCKS = 4
+"""A block has so many times the answers that the rollouts decode together, so that few of them idle at its end."""
+
+
+class SuiteLoop(RunLoop):
+    """One evaluation while it holds a grant."""
+
+    def __init__(self, context: RunContext) -> None:
+        super().__init__(context)
+        self._asked = EvaluationSpec.model_validate(self._evaluation.spec)
+        self._suite = open_suite(self._asked.suite.name, self._asked.suite.options)
+        self._items = context.dataset.asked(self._asked.suite.limit)
+        self._directory = Path(context.state.directory)
+        self._answers: dict[Key, Answer] = {}
+        self._recorded = self._suite.recorded(self._items)
+
+    @property
+    def _evaluation(self) -> SuiteEvaluation:
+        evaluation = self.context.state.evaluation
+        assert evaluation is not None
+        return evaluation
+
+    async def _live(self) -> Outcome:
+        """Blocks until the last, or until the run is to pause or yield."""
+        await self._prepare()
+        while missing := self._missing():
+            if boundary := self._at_boundary():
+                return boundary
+            await self._generate_ready()
+            await self._weights_known()
+            await self._block(missing[: self._block_items()])
+            self._steps += 1
+        result = result_of(self._asked, self._suite, self._answers, self._items).model_dump(mode="json")
+        await self._event_log.commit(
+            ev.SuiteEvaluated(at=self._event_log.now(), run=self.context.run_id, result=result)
+        )
+        return Outcome(runs.SUCCEEDED, f"{len(self._answers)} answers to {len(self._items)} items")
+
+    async def _prepare(self) -> None:
+        """Instances opened, and the answers read that were written before."""
+        context, evaluation = self.context, self._evaluation
+        if context.state.state == runs.RUNNING:
+            self._move(runs.RECOVERING, "the coordinator restarted")
+        self._answers = await asyncio.to_thread(read_answers, self._directory, self._suite.extract)
+        self._transcripts = await asyncio.to_thread(Transcripts, self._directory)
+        await context.workers.staff_rewards()
+        await context.workers.staff_rollouts()
+        self._published = Published(
+            common.PolicyVersion(number=VERSION, digest=evaluation.digest),
+            common.WeightManifest(),
+            common.WeightSource(),
+            rollout.PolicyFiles(checkpoint=evaluation.checkpoint_directory),
+        )
+        if context.state.state in (runs.PLANNING, runs.RECOVERING):
+            self._move(runs.RUNNING, "evaluating")
+
+    def _missing(self) -> list[int]:
+        """Items that lack an answer."""
+        samples = range(self._asked.samples)
+        return [
+            index
+            for index in range(len(self._items))
+            if any((index, sample) not in self._answers for sample in samples)
+        ]
+
+    def _block_items(self) -> int:
+        together = sum(member.max_concurrency for member in self.context.workers.rollouts)
+        return max(1, BLOCKS * together // self._asked.samples)
+
+    async def _weights_known(self) -> None:
+        """Every rollout has the same weights, those with which the evaluation began."""
+        assert self._published is not None
+        digests = {member.digest for member in self.context.workers.rollouts if member.installed}
+        known = self._published.version.digest
+        if len(digests | ({known} if known else set())) > 1:
+            raise RunFailed(
+                f"model.path: rollout instances read different weights ({', '.join(sorted(digests))}); "
+                "give every host the same directory"
+            )
+        if not known and digests:
+            self._published.version.digest = digests.pop()
+            await self._progressed()
+
+    async def _progressed(self) -> None:
+        assert self._published is not None
+        await self._event_log.commit(
+            ev.EvaluationProgressed(
+                at=self._event_log.now(),
+                run=self.context.run_id,
+                answers=len(self._answers),
+                digest=self._published.version.digest,
+            )
+        )
+
+    async def _block(self, indices: Sequence[int]) -> None:
+        """Answers a block, scores it, and writes it; only then it counts."""
+        context = self.context
+        done: Answers = {}
+        questions = Questions(self._items, self._asked.samples, self._opening(), recorded=self._recorded)
+        await self._answered(questions, indices, done)
+        bodies = [done[key] for key in sorted(done) if key not in self._answers]
+        scores = await score_all(
+            context.workers,
+            [
+                score_item(self._items[body.sample.prompt_ordinal], body, sampled(body)[0], evaluation=True)
+                for body in bodies
+            ],
+        )
+        by_key = {(score.sample.prompt_ordinal, score.sample.sample_index): score for score in scores}
+        lines = [
+            self._line(body, by_key[body.sample.prompt_ordinal, body.sample.sample_index]) for body in bodies
+        ]
+        passed = {key: score.reward >= self._asked.pass_reward for key, score in by_key.items()}
+        recordings = [
+            Recording(
+                Video.of(*key, self._items[key[0]], success=passed[key]), content, _episode_of(done[key])
+            )
+            for key, content in questions.videos.items()
+            if key in passed
+        ]
+        try:
+            # Videos first: an answer that is written is not made again.
+            await asyncio.to_thread(write_recordings, self._directory, recordings)
+            await asyncio.to_thread(self._transcripts.append, lines)
+        except OSError as error:
+            raise WaitTimeout(f"transcripts or videos cannot be written: {error}") from error
+        for line in lines:
+            self._answers[line.prompt_ordinal, line.sample_index] = answer_of(line, self._suite.extract)
+        await self._progressed()
+
+    async def _answered(self, questions: Questions, indices: Sequence[int], done: Answers) -> None:
+        """Every answer to the items; raises `WaitTimeout` when none comes any more."""
+        assert self._published is not None
+        wanted = len(indices) * self._asked.samples
+        while len(done) < wanted:
+            before = len(done)
+            await answer(self.context, self._published, questions, indices, done)
+            if len(done) == before:
+                raise WaitTimeout(f"{wanted - before} answers were not made: rollout instances failed")
+
+    def _opening(self) -> Opening:
+        asked, sampling = self._asked, self._asked.sampling
+        if self.context.spec.environment is not None:
+            return rollout.RunEpisodesOpen(
+                policy_number=VERSION, seed=asked.seed, greedy=not sampling.temperature, evaluation=True
+            )
+        return rollout.GenerateOpen(
+            policy_number=VERSION,
+            distribution=common.SamplingDistribution(
+                temperature=sampling.temperature,
+                top_p=sampling.top_p,
+                top_k=sampling.top_k,
+                min_p=sampling.min_p,
+                repetition_penalty=sampling.repetition_penalty,
+                log_prob_kind=common.LOG_PROB_KIND_PROCESSED,
+            ),
+            max_new_tokens=sampling.max_new_tokens,
+            stop=sampling.stop,
+            seed=asked.seed,
+            deterministic=asked.deterministic,
+            evaluation=True,
+        )
+
+    def _line(self, body: common.Trajectory, score: reward.ScoreResult) -> Settled:
+        """A transcript; raises `RunFailed` where no scorer could judge the answer."""
+        if score.status == reward.SCORE_STATUS_SCORER_BROKEN:
+            raise RunFailed(f"reward.scorers: a scorer is broken: {score.detail}")
+        tokens, versions = sampled(body)
+        item, failed = self._items[body.sample.prompt_ordinal], score.status != reward.SCORE_STATUS_OK
+        return Settled(
+            step=0,
+            version=VERSION,
+            prompt_ordinal=body.sample.prompt_ordinal,
+            sample_index=body.sample.sample_index,
+            attempt=body.attempt,
+            prompt=item.question,
+            completion=body.completion_text,
+            reference=item.answer,
+            reward=score.reward,
+            parts=dict(score.parts),
+            finish_reason=common.FinishReason.Name(body.finish_reason).removeprefix("FINISH_REASON_"),
+            tokens=tokens,
+            versions=versions,
+            detail=(score.detail or "a scorer failed") if failed else "",
+        )
+
+
+def _episode_of(trajectory: common.Trajectory) -> bytes:
+    """The serialized ActionSegment of an episode; empty for one that failed."""
+    bodies = [segment.actions for segment in trajectory.segments if segment.HasField("actions")]
+    return bodies[-1].SerializeToString() if bodies else b""

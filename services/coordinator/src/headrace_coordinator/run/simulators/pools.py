@@ -1,0 +1,220 @@
+"""The environments of an embodied run: pools at simulators, one for each (simulator, rollout, task).
+
+Decides where pools are; the rollouts act in them. A simulator that is lost takes its pools along, and they are opened
+elsewhere; one that joins is used once no rollout is at work.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+
+from headrace.rollout.v1 import rollout_pb2 as rollout
+from headrace.simulator.v1 import simulator_pb2 as simulator
+from headrace_schema.sections.embodied import EnvironmentSection
+
+from headrace_coordinator.domain.devices.scheduling import simulators
+from headrace_coordinator.domain.state import InstanceState
+from headrace_coordinator.fleet.fleet import Fleet
+from headrace_coordinator.fleet.ports import CallRefused, InstanceDown, Port
+from headrace_coordinator.run.concurrency import gather_all
+from headrace_coordinator.run.simulators.seats import Seats
+from headrace_coordinator.run.simulators.spaces import Place, divide
+from headrace_coordinator.run.workers.clients import SimulatorClient
+
+REWARDS = {
+    "default": simulator.REWARD_MODE_UNSPECIFIED,
+    "dense": simulator.REWARD_MODE_DENSE,
+    "sparse": simulator.REWARD_MODE_SPARSE,
+}
+BLOB_BYTES = 16 * 1024
+"""Pictures of at least this size go through shared memory where simulator and rollout share a host."""
+KEYS = {
+    "environment.name": "environment.tasks",
+    "options_json": "environment.options",
+    "reward_mode": "environment.reward",
+    "step_timeout": "environment.step_timeout_s",
+}
+"""Fields of OpenPool by the spec's keys."""
+
+
+class Pools:
+    """Simulators at work for a run, and what each has open for whom."""
+
+    def __init__(
+        self, fleet: Fleet, run: str, environment: EnvironmentSection, port: Callable[[InstanceState], Port]
+    ) -> None:
+        self.clients: list[SimulatorClient] = []
+        self.described: dict[str, simulator.OpenPoolResponse] = {}
+        """By task, the newest description."""
+        self.seats: Callable[[Sequence[InstanceState], Mapping[str, Sequence[str]]], Seats] | None = None
+        """Devices of simulators, some of which keep theirs, where simulators hold leases: no other one is used."""
+        self._fleet = fleet
+        self._run = run
+        self._environment = environment
+        self._port = port
+        self._open: dict[Place, rollout.EnvironmentPool] = {}
+        self._moving = asyncio.Lock()
+
+    def ready(self) -> list[InstanceState]:
+        """Simulators that may be used."""
+        return simulators(self._fleet.ready("simulator"), self._environment.backend)
+
+    def of(self, incarnation: str) -> list[rollout.EnvironmentPool]:
+        """The pools of a rollout, with the authority to step them."""
+        found = []
+        for (where, who, _), pool in sorted(self._open.items()):
+            if who == incarnation:
+                pool.header.CopyFrom(self._client(where).header())
+                found.append(pool)
+        return found
+
+    def count(self, incarnation: str) -> int:
+        """How many environments a rollout has."""
+        return sum(pool.count for (_, who, _), pool in self._open.items() if who == incarnation)
+
+    def instruction(self, task: str) -> str:
+        """What a task asks for, in words: as the spec says, or the environment; "" where neither does."""
+        described = self.described.get(task)
+        said = described.instruction if described is not None else ""
+        return self._environment.instruction_of(task) or said
+
+    async def staff(self, rollouts: list[str], movable: Collection[str]) -> None:
+        """Every one of the `rollouts` has its environments; those of `movable` ones may move to other simulators.
+
+        Raises InstanceDown when no simulator answers, and CallRefused for what one refuses to open.
+        """
+        async with self._moving:
+            await self._staff(rollouts, movable)
+
+    async def _staff(self, rollouts: list[str], movable: Collection[str]) -> None:
+        failed: set[str] = set()
+        while True:
+            self._meet(failed, keep=not {*rollouts} <= {*movable})
+            if not self.clients:
+                raise InstanceDown("simulator", "no simulator opens the run's environments")
+            where = [client.incarnation for client in self.clients]
+            wanted = divide(self._environment.count, rollouts, self._environment.tasks, where)
+            await self._close(self._unwanted(wanted, rollouts, movable))
+            missing = {
+                place: count
+                for place, count in wanted.items()
+                if place not in self._open and (place[1] in movable or not self.count(place[1]))
+            }
+            lost = await gather_all(*(self._open_pool(place, count) for place, count in missing.items()))
+            if not any(lost):
+                return
+            failed |= {incarnation for incarnation in lost if incarnation}
+
+    async def lost(self, incarnation: str, names: Iterable[str]) -> None:
+        """A rollout's pools that answer no more: they are opened anew when it is staffed next."""
+        names = set(names)
+        places = [p for p, pool in self._open.items() if p[1] == incarnation and pool.pool in names]
+        for where in {place[0] for place in places}:
+            await self._fleet.fate(where)
+        async with self._moving:
+            await self._close(place for place in places if place in self._open)
+
+    def _meet(self, failed: Collection[str], *, keep: bool) -> None:
+        """Clients of the simulators that are ready now; with `keep`, those that hold devices keep them."""
+        ready = {state.incarnation: state for state in self.ready() if state.incarnation not in failed}
+        devices = self._seats(ready.values(), keep)
+        ready = {incarnation: ready[incarnation] for incarnation in devices}
+        self.clients = [c for c in self.clients if c.opened and c.incarnation in ready]
+        known = {client.incarnation for client in self.clients}
+        for place in [place for place in self._open if place[0] not in known]:
+            del self._open[place]
+        for state in ready.values():
+            if state.incarnation not in known:
+                client = SimulatorClient(
+                    self._run, state, self._port(state), self._fleet.event_log.state.epoch
+                )
+                # A fresh id closes what a coordinator that stopped had open there.
+                client.open_id, client.opened = self._fleet.next_open_id(), True
+                self.clients.append(client)
+        for client in self.clients:
+            client.devices = devices[client.incarnation]
+
+    def _seats(self, simulators: Iterable[InstanceState], keep: bool) -> Seats:
+        states = list(simulators)
+        if self.seats is None:
+            return {state.incarnation: () for state in states}
+        live = self._fleet.event_log.state.table.leases
+        holding = {c.incarnation: c.devices for c in self.clients if keep and c.lease_epoch in live}
+        return self.seats(states, holding)
+
+    def _unwanted(
+        self, wanted: Mapping[Place, int], rollouts: Collection[str], movable: Collection[str]
+    ) -> list[Place]:
+        return [
+            place
+            for place, pool in self._open.items()
+            if place[1] not in rollouts or (place[1] in movable and wanted.get(place) != pool.count)
+        ]
+
+    async def _close(self, places: Iterable[Place]) -> None:
+        for place in list(places):
+            pool = self._open.pop(place)
+            client = next((c for c in self.clients if c.incarnation == place[0]), None)
+            if client is None or not self._fleet.alive(place[0]):
+                continue
+            try:
+                await client.close_pool(pool.pool)
+            except (InstanceDown, CallRefused):
+                client.opened = False  # The next opening there has a higher id, which closes what is left.
+
+    async def _open_pool(self, place: Place, count: int) -> str:
+        """Opens a pool; the simulator's incarnation where that gives no answer."""
+        where, _, task = place
+        client, section = self._client(where), self._environment
+        request = simulator.OpenPoolRequest(
+            environment=simulator.Environment(backend=section.backend, name=section.variant_of(task)[0]),
+            count=count,
+            options_json=json.dumps(section.options_of(task)),
+            max_episode_steps=section.max_episode_steps,
+            reward_mode=REWARDS[section.reward],
+            processes=section.processes and min(section.processes, count),
+            blob_bytes=BLOB_BYTES if self._one_host(place) else 0,
+            without_info=True,
+            leased=bool(client.devices),
+        )
+        request.step_timeout.FromMilliseconds(int(section.step_timeout_s * 1000))
+        name = client.instance.instance
+        try:
+            with self._fleet.waits.named(self._run, f"{name} to make {count} environments of {task}"):
+                response = await client.open_pool(request)
+        except InstanceDown:
+            await self._fleet.fate(where)
+            client.opened = False
+            return where
+        except CallRefused as refused:
+            raise _in_users_keys(refused) from refused
+        self.described[task] = response
+        self._open[place] = rollout.EnvironmentPool(
+            address=client.instance.address,
+            pool=response.pool,
+            pool_incarnation=response.pool_incarnation,
+            count=count,
+            task=task,
+        )
+        return ""
+
+    def _one_host(self, place: Place) -> bool:
+        """Whether a place's rollout reads the simulator's shared memory."""
+        instances = self._fleet.event_log.state.instances
+        hosts = {instances[each].host if each in instances else "" for each in place[:2]}
+        return len(hosts) == 1 and "" not in hosts
+
+    def _client(self, incarnation: str) -> SimulatorClient:
+        return next(client for client in self.clients if client.incarnation == incarnation)
+
+
+def _in_users_keys(refused: CallRefused) -> CallRefused:
+    message, key = refused.message, refused.key
+    for field, users in KEYS.items():
+        for end in (":", "."):  # as a whole, or a part of it
+            message = message.replace(f"{field}{end}", f"{users}{end}")
+        if key == field or key.startswith(f"{field}."):
+            key = users + key.removeprefix(field)
+    return CallRefused(refused.incarnation, refused.reason, message, key)

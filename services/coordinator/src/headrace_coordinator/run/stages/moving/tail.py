@@ -1,0 +1,202 @@
+"""What a run's own steps say of its pace, as the elastic policy wants to know it.
+
+Knows no instance and decides nothing. Times are seconds on one clock, lengths are tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from statistics import median
+
+from headrace_coordinator.planner.elastic.outlook import MoveCosts, Terms
+from headrace_coordinator.planner.profiling.lengths import Lengths
+from headrace_coordinator.planner.profiling.measured import group_correlation
+from headrace_coordinator.planner.profiling.profiles import Profile
+
+FEWEST, LENGTHS_KEPT, POINTS_KEPT = 8, 1024, 512
+"""Answers that make a pace; newest lengths that make the distribution; newest points that make the fit."""
+GROUPS_KEPT = 128
+"""Newest groups that say how alike a group's lengths are; FEWEST say it first, and until then they count as alike."""
+MIN_GAIN = 0.05
+MIN_HOLD_S = 0.25
+FIRST_JOIN_S = 0.5
+"""What a device takes to change sides until that was measured once."""
+
+Finish = tuple[float, int]
+"""(seconds since the replica began, tokens) of one answer."""
+
+
+class Tail:
+    """Figures of one run, over all of its steps; each is the median, or the newest, of what was measured."""
+
+    fewest_steps = 2
+    """Steps that are measured before anything is said: the first has what is done once."""
+
+    def __init__(self) -> None:
+        self._points: deque[tuple[float, float, float]] = deque(maxlen=POINTS_KEPT)
+        self._lengths: deque[int] = deque(maxlen=LENGTHS_KEPT)
+        self._groups: deque[tuple[int, ...]] = deque(maxlen=GROUPS_KEPT)
+        self._alike: float | None = None
+        self._learned: deque[tuple[float, int]] = deque(maxlen=8)
+        self._helped: deque[float] = deque(maxlen=32)
+        self._joined: deque[float] = deque(maxlen=8)
+        self._contributed: deque[float] = deque(maxlen=8)
+        self._switched: deque[float] = deque(maxlen=8)
+        self._borrowed: deque[float] = deque(maxlen=8)
+        self._finished: dict[str, list[Finish]] = {}
+        self._began = math.inf
+
+    # --- what is measured
+
+    def begin(self, now: float) -> None:
+        """A step's rollouts begin, all at once."""
+        self._finished, self._began = {}, now
+
+    def finished(self, replica: str, tokens: int, now: float) -> None:
+        """An answer of the step is finished."""
+        if now >= self._began:
+            self._finished.setdefault(replica, []).append((now - self._began, tokens))
+
+    def grouped(self, tokens: Sequence[int]) -> None:
+        """All answers of a group have their rewards."""
+        self._groups.append(tuple(tokens))
+        self._alike = None
+
+    def end(self, *, moved: bool) -> None:
+        """All answers of the step are finished. Where devices have `moved`, only their lengths are of use."""
+        replicas, self._finished, self._began = self._finished, {}, math.inf
+        self._lengths.extend(tokens for each in replicas.values() for _, tokens in each)
+        for finished in () if moved else replicas.values():
+            lengths = sorted(tokens for _, tokens in finished)
+            sums = [0]
+            for length in lengths:
+                sums.append(sums[-1] + length)
+            for index, (seconds, tokens) in enumerate(sorted(finished, key=lambda point: point[1])):
+                together = sums[index + 1] + (len(lengths) - index - 1) * tokens
+                self._points.append((seconds, float(tokens), float(together)))
+
+    def learned(self, seconds: float, tokens: int, devices: int) -> None:
+        """The trainer group learned a batch on so many devices."""
+        if tokens and seconds > 0:
+            self._learned.append((seconds / tokens, max(1, devices)))
+
+    def helped(self, seconds: float, tokens: int) -> None:
+        """A helper learned groups on its device."""
+        if tokens and seconds > 0:
+            self._helped.append(seconds / tokens)
+
+    def joined(self, seconds: float) -> None:
+        """From the decision to move a device until it helped."""
+        self._joined.append(seconds)
+
+    def contributed(self, seconds: float) -> None:
+        """To take a helper's gradient and to add it."""
+        self._contributed.append(seconds)
+
+    def switched(self, seconds: float) -> None:
+        """From the end of decoding until the trainer group had the devices."""
+        self._switched.append(seconds)
+
+    def borrowed(self, seconds: float) -> None:
+        """From the decision that the trainer group's devices decode until they could."""
+        self._borrowed.append(seconds)
+
+    # --- what follows
+
+    @property
+    def begun(self) -> bool:
+        """Whether so many steps were measured as are before anything moves."""
+        return len(self._learned) >= self.fewest_steps
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest answer that is finished in the open step: what still decodes has about as many."""
+        return max((tokens for each in self._finished.values() for _, tokens in each), default=0)
+
+    @property
+    def mean(self) -> float:
+        """Mean length of an answer, in tokens; at least 1."""
+        return max(1.0, sum(self._lengths) / max(1, len(self._lengths)))
+
+    def helper_s(self, tokens: int) -> float:
+        """Seconds that a helper takes for groups of so many tokens."""
+        if self._helped:
+            return tokens * median(self._helped)
+        return tokens * median(each * devices for each, devices in self._learned) if self._learned else 0.0
+
+    def terms(self, owners: int, group_size: int, *, shared: bool) -> Terms | None:
+        """What the policy may rest on; None before enough was measured. `owners`: devices of the trainer group.
+
+        `shared`: that learns once answers are complete, and not while others decode.
+        """
+        if len(self._points) < FEWEST or not self.begun:
+            return None
+        fixed, each = _fit(self._points)
+        if fixed + each <= 0:
+            return None
+        values = tuple(float(max(1, length)) for length in sorted(self._lengths))
+        lengths = Lengths(values, self._correlation(group_size), group_size)
+        join_s = median(self._joined) if self._joined else FIRST_JOIN_S
+        costs = MoveCosts(
+            notice_s=join_s,
+            gradient_bytes=median(self._contributed) if self._contributed else join_s,
+            link_bytes_per_s=1.0,  # The policy divides bytes by a rate: here the seconds are known.
+            helper_item_s=self.helper_s(1) * self.mean,
+            min_gain=MIN_GAIN,
+            min_hold_s=max(MIN_HOLD_S, join_s),
+        )
+        return Terms(
+            Profile(
+                "generate",
+                fixed_s=fixed * self.mean,
+                item_s=each * self.mean,
+                lengths=lengths,
+                load_s=median(self._borrowed) if self._borrowed else join_s,
+            ),
+            # What was measured of a change to the trainer group begins with the notice where it is side by side.
+            self._learn(owners, 0.0 if shared else join_s),
+            group_size,
+            owners,
+            shared=shared,
+            costs=costs,
+        )
+
+    def _correlation(self, size: int) -> float:
+        """How alike the lengths of a group are; fitted only where it is asked for and groups have come since."""
+        if self._alike is None:
+            whole = [group for group in self._groups if len(group) == size]
+            self._alike = group_correlation(whole) if len(whole) >= FEWEST else 1.0
+        return self._alike
+
+    def _learn(self, owners: int, notice_s: float) -> Profile:
+        """Seconds of a mean answer on one device, and what a group of devices loses against it."""
+        together = self.mean * median(each for each, _ in self._learned)
+        alone = self.helper_s(1) * self.mean
+        loss = 0.0
+        if owners > 1:
+            loss = 1 + math.log(together / alone) / math.log(owners)
+        return Profile(
+            "learn",
+            item_s=alone,
+            scaling_loss=min(max(loss, 0.0), 0.99),
+            load_s=max(0.0, median(self._switched) - notice_s) if self._switched else 0.0,
+        )
+
+
+def _fit(points: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
+    """Least squares of seconds = fixed * tokens + each * tokens of all that decoded beside, neither below 0."""
+    aa = sum(a * a for _, a, _ in points)
+    ab = sum(a * b for _, a, b in points)
+    bb = sum(b * b for _, _, b in points)
+    ta = sum(t * a for t, a, _ in points)
+    tb = sum(t * b for t, _, b in points)
+    determinant = aa * bb - ab * ab
+    if determinant > 1e-9 * aa * bb:
+        fixed, each = (ta * bb - tb * ab) / determinant, (tb * aa - ta * ab) / determinant
+        if fixed >= 0 and each >= 0:
+            return fixed, each
+    # One cost alone explains the points; which of the two, the smaller error says.
+    alone = [(ta / aa, 0.0), (0.0, tb / bb)]
+    return min(alone, key=lambda law: sum((t - law[0] * a - law[1] * b) ** 2 for t, a, b in points))

@@ -1,0 +1,1 @@
+"""The score stage: finished trajectories to reward instances, and their results back."""

@@ -1,0 +1,1 @@
+"""The worker group: the instances that a run was granted, and its clients of them."""

@@ -1,0 +1,1 @@
+"""Learning from episodes of a robot policy."""

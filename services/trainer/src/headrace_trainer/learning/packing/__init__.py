@@ -1,0 +1,1 @@
+"""Which sequences go into which micro-batch and round."""

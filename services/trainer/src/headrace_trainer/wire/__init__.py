@@ -1,0 +1,1 @@
+"""Messages to and from the trainer's own records."""

@@ -1,0 +1,235 @@
+"""Messages to and from the trainer's own records. Checks that they are well formed; decides nothing else."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+from google.protobuf import duration_pb2
+from headrace.common.v1 import common_pb2
+from headrace.trainer.v1 import trainer_pb2
+from headrace_schema.sections.generating import SamplingSection
+from headrace_servicekit.rpc.digests import set_digest, trajectory_digest
+from headrace_servicekit.rpc.requests import check_enum
+
+from headrace_trainer.algorithms._base import OLD_LOG_PROBS, REFERENCE_LOG_PROBS, VALUES
+from headrace_trainer.checkpoints.asides import SetAside
+from headrace_trainer.checkpoints.tree import Saved
+from headrace_trainer.errors import invalid
+from headrace_trainer.learning.samples import Disposition, Group, GroupRecord, Member, Sequence
+from headrace_trainer.learning.step import CommitReply, Phase, Result, Version
+
+_SETTLED = frozenset(
+    {common_pb2.FINISH_REASON_EOS, common_pb2.FINISH_REASON_STOP, common_pb2.FINISH_REASON_LENGTH}
+)
+_DISPOSITIONS = {
+    Disposition.ACCUMULATED: trainer_pb2.GROUP_DISPOSITION_ACCUMULATED,
+    Disposition.NONFINITE: trainer_pb2.GROUP_DISPOSITION_NONFINITE,
+    Disposition.STALE: trainer_pb2.GROUP_DISPOSITION_STALE,
+}
+_RESULTS = {
+    Result.COMMITTED: trainer_pb2.COMMIT_RESULT_COMMITTED,
+    Result.SET_MISMATCH: trainer_pb2.COMMIT_RESULT_SET_MISMATCH,
+    Result.NONFINITE: trainer_pb2.COMMIT_RESULT_NONFINITE,
+}
+PHASES = {
+    Phase.EMPTY: trainer_pb2.STEP_PHASE_UNSPECIFIED,
+    Phase.IDLE: trainer_pb2.STEP_PHASE_IDLE,
+    Phase.ACCUMULATING: trainer_pb2.STEP_PHASE_ACCUMULATING,
+    Phase.COMMITTED: trainer_pb2.STEP_PHASE_COMMITTED,
+}
+
+COLUMNS = {
+    trainer_pb2.INFER_KIND_LOG_PROBS: OLD_LOG_PROBS,
+    trainer_pb2.INFER_KIND_REFERENCE_LOG_PROBS: REFERENCE_LOG_PROBS,
+    trainer_pb2.INFER_KIND_VALUES: VALUES,
+}
+"""What Infer serves, by the column that is its answer."""
+
+
+def read_group(message: trainer_pb2.SettledGroup, sampling: SamplingSection, vocabulary: int) -> Group:
+    """A settled group. Raises Refusal INVALID or DIGEST_MISMATCH."""
+    if not message.members:
+        raise invalid(f"prompt {message.prompt_ordinal}: a group without members")
+    members = tuple(
+        _read_member(message.prompt_ordinal, member, sampling, vocabulary)
+        for member in sorted(message.members, key=lambda member: member.trajectory.sample.sample_index)
+    )
+    if len({member.sample_index for member in members}) != len(members):
+        raise invalid(f"prompt {message.prompt_ordinal}: a sample is in the group twice")
+    keys = [(message.prompt_ordinal, m.sample_index, m.attempt, m.body_digest) for m in members]
+    return Group(message.prompt_ordinal, members, set_digest(keys))
+
+
+def read_sequence(message: common_pb2.Trajectory, sampling: SamplingSection, vocabulary: int) -> Sequence:
+    """A trajectory to be scored. Raises Refusal INVALID."""
+    tokens, trained, log_probs, _ = _read_tokens(message, _name(message), sampling, vocabulary)
+    return Sequence(tokens, trained, log_probs)
+
+
+def check_settled(prompt: int, trajectory: common_pb2.Trajectory, reasons: frozenset[int], what: str) -> str:
+    """How the trajectory is called. Raises Refusal INVALID or DIGEST_MISMATCH unless it ended with one of `reasons`."""
+    where = _name(trajectory)
+    check_enum(f"{where}: finish_reason", common_pb2.FinishReason, trajectory.finish_reason)
+    if trajectory.sample.prompt_ordinal != prompt:
+        raise invalid(f"{where} is in the group of prompt {prompt}")
+    if trajectory.finish_reason not in reasons:
+        reason = common_pb2.FinishReason.Name(trajectory.finish_reason)
+        raise invalid(f"{where} ended with {reason}: only {what} may be learned from")
+    if trajectory_digest(trajectory) != trajectory.body_digest:
+        raise invalid(f"{where}: its content does not have its body_digest", "DIGEST_MISMATCH")
+    return where
+
+
+def _read_member(
+    prompt: int, message: trainer_pb2.SettledTrajectory, sampling: SamplingSection, vocabulary: int
+) -> Member:
+    trajectory = message.trajectory
+    where = check_settled(prompt, trajectory, _SETTLED, "finished answers")
+    # What carries no loss, such as a greedy baseline, may be sampled in any way.
+    sampled_from = None if message.masked else sampling
+    tokens, trained, log_probs, versions = _read_tokens(trajectory, where, sampled_from, vocabulary)
+    return Member(
+        sample_index=trajectory.sample.sample_index,
+        attempt=trajectory.attempt,
+        body_digest=trajectory.body_digest,
+        reward=message.reward,
+        tokens=tokens,
+        trained=trained,
+        engine_log_probs=log_probs,
+        versions=versions,
+        truncated=trajectory.finish_reason == common_pb2.FINISH_REASON_LENGTH,
+        masked=message.masked,
+    )
+
+
+def _read_tokens(
+    trajectory: common_pb2.Trajectory, where: str, sampling: SamplingSection | None, vocabulary: int
+) -> tuple[list[int], list[int], list[float], list[int]]:
+    """Ids, trained positions, engine log-probs and versions of the trained ones."""
+    tokens: list[int] = []
+    trained: list[int] = []
+    log_probs: list[float] = []
+    versions: list[int] = []
+    for segment in trajectory.segments:
+        if segment.WhichOneof("body") != "tokens":
+            raise invalid(f"{where}: segments of actions need a policy that acts; this run trains on tokens")
+        ids = segment.tokens.token_ids
+        if segment.policy_number:
+            if sampling is not None:
+                _check_distribution(segment.tokens, where, sampling)
+            trained += range(len(tokens), len(tokens) + len(ids))
+            log_probs += segment.tokens.log_probs
+            versions += [segment.policy_number] * len(ids)
+        tokens += ids
+    if any(math.isnan(value) for value in log_probs):
+        raise invalid(
+            f"{where}: the engine told a log-prob that is NaN; leave log_probs out where there are none"
+        )
+    if len(log_probs) not in (0, len(trained)):
+        raise invalid(f"{where}: {len(log_probs)} log-probs for {len(trained)} sampled ids")
+    if tokens and not 0 <= min(tokens) <= max(tokens) < vocabulary:
+        raise invalid(f"{where}: ids from {min(tokens)} to {max(tokens)}; the model's lie below {vocabulary}")
+    if trained and trained[0] == 0:
+        raise invalid(f"{where}: the first id is sampled; a prompt of at least one id must come before")
+    return tokens, trained, log_probs or [math.nan] * len(trained), versions
+
+
+def _check_distribution(tokens: common_pb2.TokenSegment, where: str, sampling: SamplingSection) -> None:
+    if not tokens.HasField("distribution"):
+        return
+    found = tokens.distribution
+    if not math.isclose(found.temperature, sampling.temperature, rel_tol=1e-5):
+        raise invalid(
+            f"{where} was sampled at temperature {found.temperature:g}; this run trains at "
+            f"{sampling.temperature:g}"
+        )
+    # 0 is not told where 1 is the neutral value.
+    changed = {
+        "top_p": found.top_p not in (0.0, 1.0),
+        "top_k": found.top_k > 0,
+        "min_p": found.min_p > 0,
+        "repetition_penalty": found.repetition_penalty not in (0.0, 1.0),
+    }
+    for name in (name for name, differs in changed.items() if differs):
+        raise invalid(
+            f"{where} was sampled with {name} {getattr(found, name):g}; the kept set does not travel, so this run "
+            f"trains on the whole distribution: sample with top_p 1, top_k 0, min_p 0, repetition_penalty 1"
+        )
+    if found.log_prob_kind == common_pb2.LOG_PROB_KIND_RAW:
+        raise invalid(f"{where}: log-probs are of the raw distribution; set the engine to processed ones")
+
+
+def _name(trajectory: common_pb2.Trajectory) -> str:
+    return f"sample {trajectory.sample.sample_index} of prompt {trajectory.sample.prompt_ordinal}"
+
+
+def outcome(record: GroupRecord) -> trainer_pb2.GroupOutcome:
+    """What became of a group."""
+    return trainer_pb2.GroupOutcome(
+        prompt_ordinal=record.prompt_ordinal,
+        disposition=_DISPOSITIONS[record.disposition],
+        digest=record.digest,
+        detail=record.detail,
+        advantages=record.advantages,
+    )
+
+
+def version_message(version: Version | None) -> common_pb2.PolicyVersion | None:
+    """A version, or None."""
+    if version is None:
+        return None
+    return common_pb2.PolicyVersion(
+        number=version.number, parent=version.parent, ordinal=version.ordinal, digest=version.digest
+    )
+
+
+def commit_message(reply: CommitReply | None) -> trainer_pb2.CommitStepResponse | None:
+    """A commit's reply, or None."""
+    if reply is None:
+        return None
+    return trainer_pb2.CommitStepResponse(
+        result=_RESULTS[reply.result],
+        version=version_message(reply.version),
+        group_count=reply.groups,
+        sequence_count=reply.sequences,
+        token_count=reply.tokens,
+        max_staleness=reply.max_staleness,
+        tokens_by_version=dict(reply.tokens_by_version),
+        figures=dict(reply.figures),
+    )
+
+
+def checkpoint_message(saved: Saved) -> trainer_pb2.Checkpoint:
+    """A checkpoint; FetchLedger gives its ledger."""
+    return trainer_pb2.Checkpoint(
+        name=saved.name,
+        version=version_message(saved.version),
+        size_bytes=saved.size,
+        store_id=saved.store_id,
+    )
+
+
+def set_aside_message(found: SetAside) -> trainer_pb2.SetAsideCheckpoint:
+    """A damaged checkpoint."""
+    return trainer_pb2.SetAsideCheckpoint(
+        name=found.name, reason=found.reason, set_aside_as=found.set_aside_as
+    )
+
+
+def duration(seconds: float) -> duration_pb2.Duration:
+    """Seconds as a Duration."""
+    message = duration_pb2.Duration()
+    message.FromNanoseconds(int(seconds * 1e9))
+    return message
+
+
+def metrics(stage: str, seconds: float, groups: Iterable[GroupRecord]) -> common_pb2.StageMetrics:
+    """One execution of a stage over groups."""
+    records = list(groups)
+    return common_pb2.StageMetrics(
+        stage=stage,
+        wall_time=duration(seconds),
+        items=sum(record.sequences for record in records),
+        tokens=sum(record.tokens for record in records),
+    )
