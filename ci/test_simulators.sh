@@ -8,5 +8,7 @@ if [ -x .venv/bin/python ]; then PYTHON=${PYTHON:-.venv/bin/python}; fi
 sh ci/simulators.sh "$sim" "${PYTHON:-python3}"
 # Only what was installed: the checkout's own environment must not lend packages.
 unset PYTHONPATH
-BACKEND_UNDER_TEST=$sim exec ".envs/$sim/bin/python" -m pytest \
-  services/simulator/tests/test_simulator_contract.py services/simulator/tests/test_simulator_knobs.py "$@"
+tests="services/simulator/tests/test_simulator_contract.py services/simulator/tests/test_simulator_knobs.py"
+if [ "$sim" = metaworld ]; then tests="$tests services/simulator/tests/test_simulator_metaworld.py"; fi
+# shellcheck disable=SC2086 # several files
+BACKEND_UNDER_TEST=$sim exec ".envs/$sim/bin/python" -m pytest $tests "$@"

@@ -99,6 +99,16 @@ async def test_spaces_of_nested_observations(simulator, environment_file, arrays
     assert observed["steps"].shape == ()
 
 
+async def test_a_caller_that_reads_no_info_gets_that_of_resets_alone(simulator, environment_file):
+    name = f"{environment_file}:make_env"
+    silent, told = await simulator.open(name, without_info=True), await simulator.open(name)
+    resets = [await pool.reset() for pool in (silent, told)]
+    assert json.loads(resets[0].info_json).keys() == json.loads(resets[1].info_json).keys() != set()
+    acted = [await pool.act([5.0, 1.5]) for pool in (silent, told)]
+    assert [bool(outcome.info_json) for outcome in acted] == [False, True]
+    assert (acted[0].success, acted[0].reward) == (acted[1].success, acted[1].reward)
+
+
 async def test_success_info_and_final_observation(simulator, environment_file, arrays):
     pool = await simulator.open(f"{environment_file}:make_env", options={"ends_at": 2})
     await pool.reset()

@@ -45,8 +45,8 @@ class Threads:
     def work(self, kind: str, size: int) -> Iterator[None]:
         """Around one piece of work, which gets the better number of threads.
 
-        `size`: what its seconds rise with, rows or tokens. Pieces of a kind share a choice where their sizes have the
-        same power of two.
+        `size`: what its seconds rise with, rows or tokens. Pieces of a kind share a choice where their sizes have
+        the same power of two.
         """
         if self.fixed or self._most == 1:
             yield

@@ -105,7 +105,8 @@ class Environment:
         raise ServiceError(
             grpc.StatusCode.FAILED_PRECONDITION,
             "REFUSED_BY_SIMULATOR",
-            f"{self.name} refuses: {outcome.detail}; the policy's bounds and the start states must be the environment's",
+            f"{self.name} refuses: {outcome.detail}; the policy's bounds and the start states must be the "
+            "environment's",
         )
 
     def answered(self, outcome: Outcome) -> None:
