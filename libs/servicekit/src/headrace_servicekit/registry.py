@@ -193,7 +193,7 @@ def _published(group: str, installed: tuple[tuple[str, int], ...]) -> EntryPoint
 def _installed() -> tuple[tuple[str, int], ...]:
     """Stands for what is installed: each directory of the path, with when something came to it or left it last.
 
-    To read the entry points of two hundred distributions takes 60 ms, and this some microseconds.
+    To read the entry points of two hundred distributions takes 11 ms, and this some microseconds.
     """
     found = []
     for folder in sys.path:

@@ -10,7 +10,6 @@ both ways); other versions are left as they are.
 
 from __future__ import annotations
 
-import inspect
 import sys
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -52,7 +51,8 @@ def hasten(environment: Any) -> bool:
     environment.set_xyz_action = _mover(environment)
     for kind in type(environment).__mro__:
         module = sys.modules[kind.__module__]
-        if inspect.isclass(found := getattr(module, "Rotation", None)) and trusted(found):
+        found: Any = getattr(module, "Rotation", None)
+        if found is not None and not isinstance(found, Rotations) and trusted(found):
             module.Rotation = Rotations(found)  # type: ignore[attr-defined]
     # Three tasks have a _reset_hand of their own, which notes more than the state.
     if type(environment)._reset_hand is SawyerXYZEnv._reset_hand:
