@@ -19,7 +19,7 @@ import pytest
 import torch
 from headrace_schema.sections.learning import OptimizerSection
 from headrace_trainer import backends, trainer
-from headrace_trainer.backends.fsdp import backend as fsdp
+from headrace_trainer.backends.fsdp import models
 from headrace_trainer.backends.fsdp.optimizer import MOMENTS, ShardedAdamW
 from headrace_trainer.group import group
 from headrace_trainer.trainer import Trainer
@@ -85,8 +85,8 @@ def on_leased(make_backend, monkeypatch):
 
 
 def test_a_micro_batch_goes_to_the_leased_device(on_leased, sequences, monkeypatch):
-    packed = fsdp.pack([sequences(1)], shared=True)
-    monkeypatch.setattr(fsdp, "pack", lambda rows, shared, by_paths: packed)
+    packed = models.pack([sequences(1)], shared=True)
+    monkeypatch.setattr(models, "pack", lambda rows, shared, by_paths: packed)
     with FakeTensorMode(allow_non_fake_inputs=True):
         batch = on_leased._pack([sequences(1)])
         values = [getattr(batch, field.name) for field in dataclasses.fields(batch)]
@@ -123,7 +123,7 @@ def test_the_optimizer_s_state_lies_with_its_shards():
 
 def test_suspend_moves_to_the_host_and_wake_to_the_leased_device(on_leased, monkeypatch):
     moved = []
-    monkeypatch.setattr(fsdp, "used_bytes", lambda device: 10 - len(moved))
+    monkeypatch.setattr(models, "used_bytes", lambda device: 10 - len(moved))
     with FakeTensorMode():
         there, here = torch.zeros(2, device=LEASED), torch.zeros(2)
         monkeypatch.setattr(on_leased, "move", lambda move: moved.append([move(there), move(here)]))
@@ -166,14 +166,17 @@ def test_whatever_fully_shard_does_has_the_leased_gpu_for_the_current_one(curren
     subject.join(1, 0, 1, "", 1.0)
     assert joined == [LEASED]
     backend = SimpleNamespace(suspend=look("suspend"), wake=look("wake"), release=look("release"))
-    rank = SimpleNamespace(gang=subject._gang, loaded=True, backend=backend, execute=look("execute"))
+    config = SimpleNamespace(deterministic=False)
+    rank = SimpleNamespace(
+        gang=subject._gang, loaded=True, backend=backend, execute=look("execute"), config=config
+    )
     subject._rank = rank
     subject._rounds = SimpleNamespace(between=contextmanager(lambda: (yield))(), gave_back=False)
     monkeypatch.setattr(subject, "_memory", lambda: None)
     subject.suspend()
     subject._rounds.between = contextmanager(lambda: (yield))()
     subject.wake()
-    subject._execute(rank, None)
+    subject._execute(rank, SimpleNamespace(kind="commit"))
     trainer._release(rank)
     assert seen == [(what, LEASED) for what in ("join", "suspend", "wake", "execute", "release")]
 
