@@ -27,6 +27,7 @@ OF_EXTRAS = (
     "headrace_rollout.engines.sglang.",
     "headrace_simulator.backends.plates",
     "headrace_simulator.backends.metaworld_speed",
+    "headrace_simulator.backends.sapien",
 )
 """What only an extra with an environment of its own can import; its options are read without it."""
 HAS = "import importlib.util, sys; print(importlib.util.find_spec(sys.argv[1]) is not None)"
