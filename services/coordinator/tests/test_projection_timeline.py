@@ -2,6 +2,7 @@
 
 import asyncio
 
+import msgspec
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain import runs
 from headrace_coordinator.domain.intervals import joined
@@ -53,6 +54,19 @@ def test_many_spans_close_their_smallest_gaps():
         timer.add("learn", (float(n), n + 0.5), ["h/cpu:0"])
     assert len(timer.spans()) == SPANS_KEPT
     assert timer.spans()[-1][3] == 999.5
+
+
+def test_steps_are_counted_and_not_what_comes_between_them(tmp_path):
+    projection = RunProjection(tmp_path)
+    kinds = ("prepare", "step", "evaluation", "step", "evaluation", "leave")
+    for place, kind in enumerate(kinds):
+        projection.timeline(msgspec.structs.replace(part(place), kind=kind))
+    projection.close()
+    newest = read_timeline(tmp_path, 1)
+    assert [each.kind for each in newest.parts] == ["step", "evaluation", "leave"] and newest.older
+    earlier = read_timeline(tmp_path, 1, before=newest.parts[0].start)
+    assert [each.kind for each in earlier.parts] == ["step", "evaluation"] and earlier.older
+    assert [each.kind for each in read_timeline(tmp_path, 3).parts] == list(kinds)
 
 
 def test_the_newest_steps_are_read_with_the_holds_that_overlap_them(tmp_path):

@@ -85,13 +85,15 @@ def read_timeline(
     *,
     labels: bool = False,
 ) -> TimelineView:
-    """The newest `steps` parts that began before a time, and every hold that overlaps them; `live` holds go on.
+    """The newest `steps` steps that began before a time, and every hold that overlaps them; `live` holds go on.
+
+    Evaluations and the like come with them: what came between them and after the last one.
 
     With `labels` each device's time in the parts has one label.
     """
     every = [part for name in (OLD_NAME, NAME) for part in _parts(directory / name)]
     known = [part for part in every if before is None or part.start < before]
-    chosen = _fitting(known[-steps:])
+    chosen = _fitting(_from_step(known, steps))
     holds = [_hold_view(hold) for part in every for hold in part.holds]
     holds += live
     start = chosen[0].start if chosen else min((hold.start for hold in holds), default=0.0)
@@ -108,6 +110,12 @@ def read_timeline(
         labels=labelled(chosen, holds) if labels else [],
         older=len(known) > len(chosen),
     )
+
+
+def _from_step(parts: list[Part], steps: int) -> list[Part]:
+    """The parts from the so manyth step from the end on; all where there are fewer."""
+    places = [place for place, part in enumerate(parts) if part.kind == "step"]
+    return parts[places[-steps] :] if len(places) >= steps > 0 else parts
 
 
 def _overlaps(hold: HoldView, start: float, end: float | None) -> bool:
