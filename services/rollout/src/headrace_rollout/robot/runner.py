@@ -59,6 +59,8 @@ class Plan:
     failed: Callable[[ServiceError], None]
     pool_lost: Callable[[Pool], None]
     holds: Callable[[], bool]
+    until_success: bool = False
+    """Whether episodes end with their first success, also where the environment's section does not say so."""
 
 
 ActingTurns = Turns[Row, Decision, Outcome]
@@ -201,7 +203,7 @@ class EpisodeRunner:
 
     async def _played(self, sample: EpisodeSample, environment: Environment, turns: ActingTurns) -> Episode:
         plan = self._plan
-        recording = Recording(plan.environment.stop_on_success)
+        recording = Recording(plan.environment.stop_on_success or plan.until_success)
         seen = plan.views(arrays_of(await environment.reset(sample.start)))
         while not recording.ended:
             if not plan.holds():

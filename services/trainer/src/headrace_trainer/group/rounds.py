@@ -169,7 +169,7 @@ class Rounds:
 
 
 class _Watchdog:
-    """Ends the process when a round is stuck. One thread looks now and then: a timer a round costs more than the round."""
+    """Ends the process when a round is stuck. One thread looks now and then: a timer a round costs as much as it."""
 
     def __init__(self) -> None:
         self._watched: tuple[float, tuple[Round, int, float]] | None = None
