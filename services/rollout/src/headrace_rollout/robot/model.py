@@ -75,14 +75,15 @@ class RobotModel:
         seeds = [row.seed for row in rows]
         chunk = self._module.act(observation_of(rows), seeds, deterministic=greedy)
         sampled = {name: _numbers(tensor) for name, tensor in chunk.sampled.items()}
-        executed, log_probs = _numbers(chunk.executed_BCA), _numbers(chunk.log_probs_BCA)
-        values = _numbers(chunk.values_B)
+        executed = _numbers(chunk.executed_BCA)
+        log_probs = _numbers(chunk.log_probs_BCA).astype(np.float32, copy=False)
+        values = _numbers(chunk.values_B).astype(np.float32, copy=False)
         return [
             Decision(
                 {name: array[row] for name, array in sampled.items()},
                 executed[row],
-                log_probs[row].astype(np.float32, copy=False),
-                values[row].astype(np.float32, copy=False),
+                log_probs[row],
+                values[row],
             )
             for row in range(len(rows))
         ]
