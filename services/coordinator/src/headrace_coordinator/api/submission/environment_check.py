@@ -18,7 +18,7 @@ from headrace_coordinator.run.simulators.spaces import fit
 from headrace_coordinator.run.simulators.written import read_written
 from headrace_coordinator.run.workers.clients import SimulatorClient
 
-TRIAL_S = 30.0
+TRIAL_S = 60.0
 """Longest time that a submission waits for one environment; what takes longer is found out when the run opens."""
 SIZES = ("bounds", "state_size", "cameras", "height", "width")
 
