@@ -20,6 +20,7 @@ from headrace_coordinator.fleet.ports import CallRefused, InstanceDown
 from headrace_coordinator.fleet.waits import WaitTimeout
 from headrace_coordinator.run.simulators.pools import Pools
 from headrace_coordinator.run.simulators.spaces import fit
+from headrace_coordinator.run.simulators.written import read_written
 from headrace_coordinator.run.stages.rewards.lanes import Lanes
 from headrace_coordinator.run.workers.clients import RewardClient, WorkerClient
 from headrace_coordinator.run.workers.rollout_client import RolloutClient
@@ -178,7 +179,8 @@ class WorkerGroup:
     async def _fit(self, pools: Pools) -> None:
         assert self.spec.environment is not None
         try:
-            found = fit(self.spec.model.policy, self.spec.environment, pools.described)
+            written = None if self.spec.model.policy is not None else read_written(self.spec.model.path)
+            found = fit(self.spec.model.policy, self.spec.environment, pools.described, written)
         except Impossible as impossible:
             raise CallRefused("simulator", "INVALID", str(impossible)) from impossible
         now = self.fleet.event_log.now()
