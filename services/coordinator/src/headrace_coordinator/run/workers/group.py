@@ -18,6 +18,7 @@ from headrace_coordinator.domain.state import InstanceState
 from headrace_coordinator.fleet.fleet import Fleet
 from headrace_coordinator.fleet.ports import CallRefused, InstanceDown
 from headrace_coordinator.fleet.waits import WaitTimeout
+from headrace_coordinator.run.concurrency import gather_all
 from headrace_coordinator.run.simulators.pools import Pools
 from headrace_coordinator.run.simulators.spaces import fit
 from headrace_coordinator.run.simulators.written import read_written
@@ -132,10 +133,9 @@ class WorkerGroup:
 
     async def staff(self) -> None:
         """Every member is alive and has the run open; raises `Unstaffed` when one is missing for too long."""
-        await self.staff_simulators()
-        await self.staff_trainers()
-        await self.staff_rewards()
-        await self.staff_rollouts(demand_of(self._state).fewest_rollouts)
+        # What waits for nobody else goes on side by side: each loads its libraries or starts processes for seconds.
+        await gather_all(self.staff_simulators(), self.staff_rewards())
+        await gather_all(self.staff_trainers(), self.staff_rollouts(demand_of(self._state).fewest_rollouts))
 
     async def staff_rollouts(self, fewest: int = 1) -> None:
         """At least `fewest` granted rollouts have the run open, and all others that are alive."""
