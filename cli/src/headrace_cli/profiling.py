@@ -27,7 +27,7 @@ LOOKED_AT = 50
 BATCHES = (1, 2, 3)
 """Short runs have so many times the spec's batch: points that tell a fixed cost from an answer's."""
 RUN_S = 1800.0
-ANSWER = "answer"
+OWN_TURN = "own turn"
 """Of a step's generate: the policy's answers, where another one replies on devices of its own."""
 Say = Callable[[str], None]
 
@@ -78,7 +78,7 @@ def measured_document(client: Client, spec: RunSpec, runs: Sequence[Run]) -> dic
     steps, groups, devices = [], [], set()
     for run in runs:
         listed = [step for step in client.metrics(run.id) if 1 < step.step <= FIRST_STEPS + 1]
-        counted = [step for step in listed if (ANSWER in step.stage_s) == bool(spec.placement.reply)]
+        counted = [step for step in listed if (OWN_TURN in step.stage_s) == bool(spec.placement.reply)]
         steps += [_measured(step, spec.graph.reply_stage) for step in counted]
         devices |= {device for step in counted for device in step.devices}
         groups += _lengths(client.trajectories(run.id))
@@ -117,7 +117,7 @@ def _measured(step: Step, reply: str) -> MeasuredStep:
     from headrace_coordinator.planner.profiling.measured import MeasuredStep
 
     seconds = dict(step.stage_s)
-    for part in ("act", ANSWER):
+    for part in ("act", OWN_TURN):
         if acted := [stages[part] for stages in step.devices.values() if part in stages]:
             seconds["generate"] = max(acted)
     devices = {

@@ -24,9 +24,7 @@ def frozen_directory(tmp_path_factory):
 
 def config_of(path, reply=None, **more):
     model = {"path": str(path), "dtype": "float32", "max_context": 128}
-    return json.dumps(
-        {"model": model, "rollout": {"max_concurrency": 16}, "reply": reply, "seed": 7, **more}
-    )
+    return json.dumps({"model": model, "rollout": {"max_concurrency": 16}, "reply": reply, "seed": 7, **more})
 
 
 async def opened(rollout, config):
@@ -122,7 +120,7 @@ async def test_a_lost_replier_is_named_and_its_exchanges_begin_anew(
     )
     await call.start()
     async with asyncio.timeout(30):
-        while not first.servicer._run.streams:
+        while not first.servicer._run.streams:  # noqa: ASYNC110
             await asyncio.sleep(0.005)
     await first.instance.on_revoke(1, 5.0)
     found = await call.read_all()  # The stream ends in order, though its caller has not closed it.

@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from headrace_schema.spec import RunSpec
 
 KEY = "placement.reply"
-PART = "answer"
-"""A part of a step's time, where replies are made elsewhere."""
 
 
 def replier_problems(spec: RunSpec) -> Iterator[KeyProblemView]:
@@ -37,9 +35,6 @@ def replier_problems(spec: RunSpec) -> Iterator[KeyProblemView]:
     if placement.share:
         reason = "runs that share give their devices away while they generate, and an exchange would be lost"
         yield problem("placement.share", reason, f"remove it, or {KEY}")
-    if PART in spec.graph.stages:
-        reason = "the name is that of the time in which the policy answers"
-        yield problem(f"workflow.stages.{PART}", reason, "call it such as score or reply")
     yield from _sides(spec)
     yield from _room(spec)
 

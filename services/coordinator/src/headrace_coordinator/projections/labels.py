@@ -26,7 +26,7 @@ AT_WORK = {
     "evaluate": Label.DECODE,
     "generate": Label.DECODE,
     "act": Label.DECODE,
-    "answer": Label.DECODE,
+    "own turn": Label.DECODE,
     REPLY: Label.DECODE,
     "wait for lease": Label.WAIT_LEASE,
 }

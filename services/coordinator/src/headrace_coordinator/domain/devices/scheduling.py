@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 import msgspec
+from headrace_schema.sections.running import EVERY
 
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain.devices.demand import Demand, demand_of, shares
@@ -299,9 +300,11 @@ class _Planner:
             if len(here) > generate + learn:
                 names += demand.simulator_devices
             named = named_devices(names, everything, hosts_of(here))
+            named += self._doubtful(names, here)
             if named:
                 if missing := [device for device in named if device not in free]:
-                    return f"{', '.join(missing)} to be free{_held_by(name for d in missing for name in busy[d])}"
+                    who = _held_by(name for d in missing for name in busy.get(d, ()))
+                    return f"{', '.join(missing)} to be free{who or '; in quarantine'}"
                 chosen += named
                 continue
             if not generate and not learn:
@@ -325,6 +328,12 @@ class _Planner:
                 )
             chosen += sorted(free[:fair], key=everything.index)
         return chosen
+
+    def _doubtful(self, names: Sequence[str], here: Sequence[InstanceState]) -> list[str]:
+        """Devices in quarantine that are named one by one: a run waits for them, and does without others."""
+        single = [name for name in names if name.rpartition("/")[2] != EVERY]
+        lost = sorted(devices_seen(here) & self._state.table.quarantined.keys(), key=device_order)
+        return named_devices(single, lost, hosts_of(here))
 
     def _simulators_on(self, demand: Demand) -> list[InstanceState]:
         """Simulators that see one of the devices that are named for simulators."""

@@ -103,7 +103,8 @@ class Placement:
                 # A lost member keeps its seat where there are devices for it, so that the others need not move.
                 seats = max(len(group), min(ceil(wanted / len(groups)), len(side)))
                 seat(group, side, seats, f"placement.{kind}")
-        self._assign_repliers()
+        if self.section.reply:
+            self._assign_repliers()
 
     def _assign_repliers(self) -> None:
         members = [m for m in self.workers.repliers if m.incarnation in self.workers.grant.repliers]

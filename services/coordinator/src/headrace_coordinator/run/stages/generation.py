@@ -28,6 +28,8 @@ from headrace_coordinator.run.workers.rollout_client import Produced, RolloutCli
 LOOK_S = 5.0
 TRAINER_BEHIND = "the trainer to take answers: limits.in_flight_bytes of them wait for it"
 SHOWN_S = 2.0
+OWN_TURN = "own turn"
+"""Time in which the policy answers, where another one replies on devices of its own: no stage has a space in it."""
 
 
 class Generation:
@@ -170,7 +172,9 @@ class Generation:
         for metrics in response.stages:
             seconds = metrics.wall_time.ToNanoseconds() / 1e9
             stage, devices = metrics.stage, member.devices
-            if stage == "reply":
+            if stage == "answer":
+                stage = OWN_TURN
+            elif stage == "reply":
                 stage = self._context.spec.graph.reply_stage
                 devices = tuple(self._context.placement.repliers.devices)
             elif stage == "simulate":
