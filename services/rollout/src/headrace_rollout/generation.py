@@ -12,7 +12,7 @@ from headrace.rollout.v1 import rollout_pb2
 from headrace_servicekit.rpc.errors import ServiceError
 
 from headrace_rollout.config import WAITING_SAMPLES
-from headrace_rollout.engines.base import Output
+from headrace_rollout.engines.base import Output, prefills_of
 from headrace_rollout.engines.conversing import ConversingEngine
 from headrace_rollout.refusal import refusals
 from headrace_rollout.repliers import Repliers
@@ -128,7 +128,7 @@ class Generation(SampleStream[Produced, rollout_pb2.GenerateResponse]):
     def _tell_prefills(self, response: rollout_pb2.GenerateResponse) -> None:
         """Those since the response before. Two streams at once would both tell of all: the caller times one device."""
         since, self._told = self._told, time.perf_counter()
-        spans = [span for prefills in self._engine.prefills for span in prefills.ended_after(since)]
+        spans = [span for prefills in prefills_of(self._engine) for span in prefills.ended_after(since)]
         for start, end in spans:
             start = max(start, since)
             response.prefills.add(began_ago=duration_of(self._told - start), lasted=duration_of(end - start))

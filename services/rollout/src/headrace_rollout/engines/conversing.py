@@ -30,6 +30,7 @@ from headrace_rollout.engines.base import (
     Stream,
     Weights,
     allowed,
+    prefills_of,
 )
 from headrace_rollout.engines.exchange import FIRST, Exchange, Rules, Turn
 
@@ -130,7 +131,7 @@ class ConversingEngine:
     @property
     def prefills(self) -> Sequence[Prefills]:
         """See Engine: of both policies, where both can tell."""
-        found = [engine.prefills for engine in self._engines]
+        found = [prefills_of(engine) for engine in self._engines]
         return [each for one in found for each in one] if all(found) else []
 
     @property
