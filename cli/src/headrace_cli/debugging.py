@@ -80,14 +80,17 @@ async def _fleet_in_process(spec: RunSpec, directory: Path) -> AsyncIterator[Coo
                 await _start_instance(stack, kind, index, address, directory)
         await stack.enter_async_context(_tasks(event_log, fleet, coordinator))
         await event_log.wait_until(
-            lambda: all(fleet.ready(kind) for kind in KINDS), START_S, "the services to register"
+            lambda: all(len(fleet.ready(kind)) >= _wanted(kind, spec) for kind in KINDS),
+            START_S,
+            "the services to register",
         )
         stack.push_async_callback(coordinator.stop)
         yield coordinator
 
 
 def _wanted(kind: str, spec: RunSpec) -> int:
-    return {"trainer": spec.trainer.ranks, "rollout": spec.rollout.instances}.get(kind, 1)
+    reply = spec.reply.instances if spec.reply and spec.placement.reply else 0
+    return {"trainer": spec.trainer.ranks, "rollout": spec.rollout.instances + reply}.get(kind, 1)
 
 
 async def _start_instance(

@@ -27,6 +27,8 @@ LOOKED_AT = 50
 BATCHES = (1, 2, 3)
 """Short runs have so many times the spec's batch: points that tell a fixed cost from an answer's."""
 RUN_S = 1800.0
+OWN_TURN = "own turn"
+"""Of a step's generate: the policy's answers, where another one replies on devices of its own."""
 Say = Callable[[str], None]
 
 
@@ -75,8 +77,9 @@ def measured_document(client: Client, spec: RunSpec, runs: Sequence[Run]) -> dic
 
     steps, groups, devices = [], [], set()
     for run in runs:
-        counted = [step for step in client.metrics(run.id) if 1 < step.step <= FIRST_STEPS + 1]
-        steps += [_measured(step) for step in counted]
+        listed = [step for step in client.metrics(run.id) if 1 < step.step <= FIRST_STEPS + 1]
+        counted = [step for step in listed if (OWN_TURN in step.stage_s) == bool(spec.placement.reply)]
+        steps += [_measured(step, spec.graph.reply_stage) for step in counted]
         devices |= {device for step in counted for device in step.devices}
         groups += _lengths(client.trajectories(run.id))
     if not steps:
@@ -89,7 +92,12 @@ def measured_document(client: Client, spec: RunSpec, runs: Sequence[Run]) -> dic
         "memory is not measured"
     )
     stages = spec.graph.stages.items()
-    services = {name: stage.service for name, stage in stages if name != spec.graph.reply_stage}
+    # Where each rollout replies itself, both policies are measured together.
+    services = {
+        name: stage.service
+        for name, stage in stages
+        if name != spec.graph.reply_stage or spec.placement.reply
+    }
     return profile_document(services, kinds[0] if kinds else "cpu", steps, groups, " ".join(about.split()))
 
 
@@ -101,16 +109,20 @@ def _lengths(trajectories: Sequence[Trajectory]) -> list[list[int]]:
     return list(groups.values())
 
 
-def _measured(step: Step) -> MeasuredStep:
-    """A step; of episodes the policy's part of generate is its seconds on the device that computed longest."""
+def _measured(step: Step, reply: str) -> MeasuredStep:
+    """A step; where a policy takes turns its part of generate is its seconds on the device that computed longest.
+
+    That is so with environments, and with a policy on other devices, at the stage `reply`.
+    """
     from headrace_coordinator.planner.profiling.measured import MeasuredStep
 
     seconds = dict(step.stage_s)
-    if acted := [stages["act"] for stages in step.devices.values() if "act" in stages]:
-        seconds["generate"] = max(acted)
+    for part in ("act", OWN_TURN):
+        if acted := [stages[part] for stages in step.devices.values() if part in stages]:
+            seconds["generate"] = max(acted)
     devices = {
         stage: {device for device, stages in step.devices.items() if stage in stages}
-        for stage in ("generate", "learn")
+        for stage in ("generate", "learn", *([reply] if reply else []))
     }
     return MeasuredStep(
         items=step.trained + step.dropped,

@@ -182,3 +182,66 @@ def test_helpers_do_not_go_on_with_exchanges():
     found = {item.key: item.problem for item in explain_value(RunSpec, both)}
     assert "does not go on at another one" in found["trainer.helpers"]
     assert "does not go on at another one" in found["rollout.helpers"]
+
+
+def replied(placement, **reply):
+    return spec([*TURNS, *EDGES], TALK, reply=reply, placement=placement)
+
+
+@pytest.mark.parametrize(
+    ("placement", "mode"),
+    [
+        ({"rollout": "0", "reply": "1", "trainer": "2"}, "disaggregated"),
+        ({"rollout": "0", "reply": "1", "trainer": "1"}, "collocated"),
+        ({"rollout,trainer": "0", "reply": "1"}, "collocated"),
+        ({"rollout": "0-1", "reply": 2, "trainer": "all"}, "collocated"),
+        ({"mode": "hybrid", "rollout": "0", "reply": "1", "trainer": "2"}, "hybrid"),
+    ],
+)
+def test_devices_for_replies_say_the_mode_too(placement, mode):
+    run = RunSpec.model_validate(replied(placement))
+    assert run.placement.mode == mode and run.placement.reply
+    assert RunSpec.model_validate(run.model_dump(mode="json")) == run
+
+
+@pytest.mark.parametrize(
+    ("placement", "reply", "key", "words"),
+    [
+        ({"reply": "1"}, {}, "placement.rollout", "is not guessed; name devices"),
+        ({"reply": "1", "rollout": "0"}, {}, "placement.trainer", "is not guessed; name devices"),
+        ({"rollout,trainer,reply": "0"}, {}, "placement.reply", "0 generates too"),
+        ({"rollout,trainer": "0", "reply": "all"}, {}, "placement.reply", "all generates too"),
+        ({"rollout,trainer": "0", "reply": "1", "share": True}, {}, "placement.share", "or placement.reply"),
+        (
+            {"mode": "disaggregated", "rollout": "0", "reply": "1", "trainer": "1"},
+            {},
+            "placement.reply",
+            "1 learns too",
+        ),
+        (
+            {"mode": "collocated", "rollout": "0", "reply": "1", "trainer": "2"},
+            {},
+            "placement.trainer",
+            "neither generate nor reply",
+        ),
+        ({"rollout,trainer": "0", "reply": "1"}, {"instances": 2}, "placement.reply", "reply.instances: 1"),
+        ({"rollout,trainer": "0", "reply": ["1", "1"]}, {}, "placement.reply", "named twice"),
+        (
+            {"mode": "auto", "rollout,trainer": "0", "reply": "1"},
+            {},
+            "placement.rollout",
+            "placement.mode: auto",
+        ),
+        ({}, {"instances": 2}, "reply.instances", "name devices in placement.reply"),
+    ],
+)
+def test_devices_for_replies_that_cannot_be_name_the_key(placement, reply, key, words):
+    given = replied(placement, **reply)
+    found = {item.key: f"{item.problem}; {item.fix}" for item in explain_value(RunSpec, given)}
+    assert words in found.get(key, ""), found
+
+
+def test_a_run_without_a_second_policy_has_no_devices_for_replies():
+    given = spec(placement={"rollout,trainer": "0", "reply": "1"})
+    found = {item.key: item.fix for item in explain_value(RunSpec, given)}
+    assert "remove it, or add the section reply" in found["placement.reply"]

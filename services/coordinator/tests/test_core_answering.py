@@ -17,7 +17,8 @@ class Refusing:
 
     def __init__(self, reason: str) -> None:
         self.reason, self.asked = reason, 0
-        self.placement = SimpleNamespace(simulators=SimpleNamespace(staff=self.nothing))
+        here = SimpleNamespace(staff=self.nothing)
+        self.placement = SimpleNamespace(simulators=here, repliers=here)
         self.workers = SimpleNamespace(rollouts=[self], usable=lambda member: True, pools=None)
         self.spec = SimpleNamespace(limits=SimpleNamespace(step_timeout_s=1.0))
 

@@ -254,6 +254,7 @@ class GenerateCall:
     def __init__(self, stub, groups, half_close, options):
         self.call = stub.Generate()
         self.chunks, self.partials, self.prefills, self.revoked = [], [], [], False
+        self.stages, self.lost = [], []
         fields = {"policy_number": 1, "max_new_tokens": 24, "seed": 7, **options}
         distribution = common_pb2.SamplingDistribution(temperature=fields.pop("temperature", 1.0))
         self._opening = rollout_pb2.GenerateOpen(header=HEADER, distribution=distribution, **fields)
@@ -284,6 +285,8 @@ class GenerateCall:
                 self.chunks += response.chunks
                 self.partials += response.partials
                 self.prefills += response.prefills
+                self.stages.append({each.stage: each.wall_time.ToNanoseconds() for each in response.stages})
+                self.lost += response.lost_repliers
                 assert not self.revoked, "a revoked stream has ended"
                 self.revoked = response.revoked
 

@@ -41,7 +41,22 @@ class RolloutConfig(Opening):
     environment: EnvironmentSection | None = None
     rollout: RolloutSection = RolloutSection()
     reply: ReplySection | None = None
+    replies_elsewhere: bool = False
+    """Other instances reply: each Generate stream says which."""
     seed: Seed = 0
+
+    @classmethod
+    def of_replier(cls, spec: RunSpec) -> Self:
+        """What an instance reads that replies to the policy; raises ValidationError."""
+        assert spec.reply is not None
+        return cls.of(spec, model=reply_model(spec.model, spec.reply) or spec.model, reply=None)
+
+
+def reply_model(model: ModelSection, reply: ReplySection) -> ModelSection | None:
+    """The frozen model that replies to a policy; None: the policy does."""
+    if not reply.path:
+        return None
+    return model.model_copy(update={"path": reply.path, "revision": reply.revision, "gguf_file": None})
 
 
 class WarmupExample(Section):

@@ -1,4 +1,7 @@
-"""Builds the engine of a run whose policy is answered by a second one. Checks that both read the same ids."""
+"""Builds the engine of a run whose policy is answered by a second one. Checks that both read the same ids.
+
+Where other instances reply, the second model is not loaded here: of it the tokenizer alone is read.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,7 @@ from dataclasses import replace
 
 from headrace_modelkit.errors import ModelNotReadable
 from headrace_modelkit.tokenizer import TextCodec, load_tokenizer
-from headrace_schema.openings import RolloutConfig
-from headrace_schema.sections.generating import ModelSection
+from headrace_schema.openings import RolloutConfig, reply_model
 from headrace_schema.sections.replying import ReplySection
 
 from headrace_rollout.engines.base import Distribution, Engine, EngineConfig, Weights
@@ -26,12 +28,13 @@ def conversing(
     build: Callable[[EngineConfig], Engine],
 ) -> ConversingEngine:
     """Both policies' engines, as one. Raises ModelNotReadable where the second model or its tokenizer does not fit."""
-    frozen = replier_of(config.model, reply)
+    frozen = reply_model(config.model, reply)
     replier: Engine | None = None
     if frozen is not None:
         with _naming_reply():
             _same_tokens(settings.codec, reply, load_tokenizer(frozen))
-            replier = build(replace(settings, model=frozen))
+            if not config.replies_elsewhere:
+                replier = build(replace(settings, model=frozen))
     speaker = build(settings)
     limits = [engine.max_context_tokens for engine in (speaker, replier) if engine is not None]
     rules = Rules(
@@ -60,13 +63,6 @@ def _naming_reply() -> Iterator[None]:
         yield
     except ModelNotReadable as error:
         raise ModelNotReadable(str(error).replace("model.path", "reply.path")) from error
-
-
-def replier_of(model: ModelSection, reply: ReplySection) -> ModelSection | None:
-    """The frozen model that replies; None: the policy does."""
-    if not reply.path:
-        return None
-    return model.model_copy(update={"path": reply.path, "revision": reply.revision, "gguf_file": None})
 
 
 def _glue(codec: TextCodec, text: str) -> tuple[int, ...]:

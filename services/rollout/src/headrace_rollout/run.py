@@ -21,6 +21,7 @@ from headrace_servicekit.rpc.errors import ServiceError
 from headrace_rollout.config import CUSTODY_BYTES
 from headrace_rollout.engines import ENGINES
 from headrace_rollout.engines.base import Engine, EngineConfig, PolicyHolder
+from headrace_rollout.engines.contract import require_engine
 from headrace_rollout.retention import Retention
 
 if TYPE_CHECKING:
@@ -135,11 +136,17 @@ def _text_run(name: str, config: RolloutConfig, leased: Sequence[str]) -> TextRu
     chosen = ENGINES.choose(config.rollout.engine, config.rollout.engine_options)
     codec = load_tokenizer(config.model)
     settings = EngineConfig(config.model, codec, config.rollout.max_concurrency, devices_of(leased))
+
+    def build(wanted: EngineConfig) -> Engine:
+        engine = chosen.build(wanted)
+        require_engine(chosen.name, engine)
+        return engine
+
     if config.reply is not None:
         from headrace_rollout.replying import conversing
 
-        return TextRun(name, config, conversing(config, config.reply, settings, chosen.build), codec)
-    return TextRun(name, config, chosen.build(settings), codec)
+        return TextRun(name, config, conversing(config, config.reply, settings, build), codec)
+    return TextRun(name, config, build(settings), codec)
 
 
 def _robot_run(

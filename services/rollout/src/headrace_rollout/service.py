@@ -145,7 +145,8 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         return run
 
     def _serving(self, run: OpenedRun) -> Serving:
-        return Serving(self._instance.config.incarnation, self._instance.fence, lambda: self._report(run))
+        instance = self._instance
+        return Serving(instance.config.incarnation, instance.fence, lambda: self._report(run), instance.token)
 
     async def _serve(
         self, run: OpenedRun, stream: SampleStream[Any, ResponseT], requests: AsyncIterator[Any]

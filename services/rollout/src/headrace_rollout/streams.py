@@ -51,6 +51,8 @@ class Serving:
     producer: str
     fence: Fence
     after_response: Callable[[], None]
+    token: str | None = None
+    """What it shows to instances that it calls."""
 
 
 class Revoked:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from headrace_schema.problems import problem
 from headrace_schema.resources.views import KeyProblemView
 from headrace_schema.rules.embodied import embodied_problems
+from headrace_schema.rules.repliers import replier_problems
 from headrace_schema.rules.simulators import simulator_problems
 from headrace_schema.rules.workflow import workflow_problems
 from headrace_schema.sections.running import APART, EVERY, SIDES
@@ -66,7 +67,7 @@ def impossible_combinations(spec: RunSpec) -> Iterator[KeyProblemView]:
         _evaluation,
         _reward,
     )
-    for rule in (*rules, simulator_problems, workflow_problems, embodied_problems):
+    for rule in (*rules, simulator_problems, replier_problems, workflow_problems, embodied_problems):
         yield from rule(spec)
 
 
@@ -228,7 +229,7 @@ def _placement(spec: RunSpec) -> Iterator[KeyProblemView]:
         )
     shared = sorted(set(placement.rollout) & set(placement.trainer))
     uneven = sorted(placement.rollout) != sorted(placement.trainer)
-    if placement.mode == "collocated" and uneven and not placement.simulator:
+    if placement.mode == "collocated" and uneven and not (placement.simulator or placement.reply):
         yield problem(
             "placement.trainer",
             "collocated placement takes turns on the same devices",

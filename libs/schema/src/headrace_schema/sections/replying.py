@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from headrace_schema.sections.base import Section, Tokens
+from headrace_schema.sections.base import Count, Section, Tokens
 
 MAX_REPLIES = 64
 
@@ -24,6 +24,10 @@ class ReplySection(Section):
         "another run exported; empty: the policy itself replies",
     )
     revision: str | None = Field(default=None, description="revision of a Hugging Face id")
+    instances: Count = Field(
+        default=1,
+        description="rollout instances that reply on the devices of placement.reply, where it names some",
+    )
     turns: Annotated[int, Field(ge=1, le=MAX_REPLIES)] = Field(
         default=1, description="replies in a trajectory; there is one more answer"
     )

@@ -14,7 +14,7 @@ EVERY = "all"
 """Stands for every device, or behind "HOST/" for every one of that host."""
 APART = ("disaggregated", "hybrid")
 """Modes in which generating and learning have devices of their own while answers are made."""
-SIDES = ("rollout", "trainer", "simulator")
+SIDES = ("rollout", "trainer", "simulator", "reply")
 """Who holds devices, by the keys that name them."""
 MEASURE_STEPS = 3
 MEASURING_SHARE = 0.05
@@ -80,6 +80,11 @@ class PlacementSection(Section):
         description="devices on which simulators act while rollouts generate; one that both name goes to one of them; "
         "default: simulators hold no devices",
     )
+    reply: Devices = Field(
+        default_factory=list,
+        description="devices on which instances of their own reply while rollouts answer, see `reply`; default: each "
+        "rollout replies on its own devices",
+    )
     share: bool = Field(
         default=False,
         description="hold only the devices of the side at work, so that other runs with placement.share can use the "
@@ -125,15 +130,17 @@ class PlacementSection(Section):
         if made.get("share") is True:  # It has no trainer beside it to stream to.
             made = {"flow": "sequential", "mode": "collocated", **made}
         if "mode" not in made and (made.get("rollout") or made.get("trainer")):
-            sides = [_devices(made.get(key, None if key != "simulator" else [])) for key in SIDES]
-            named = all(isinstance(side, list) for side in sides)
-            apart = named and not overlap(sides[1], [*sides[0], *sides[2]])
+            both = ("rollout", "trainer")
+            sides = {key: _devices(made.get(key, None if key in both else [])) for key in SIDES}
+            named = all(isinstance(side, list) for side in sides.values())
+            learns = sides.pop("trainer")
+            apart = named and not overlap(learns, [device for side in sides.values() for device in side])
             made = {**made, "mode": "disaggregated" if apart else "collocated"}
         return made
 
     @classmethod
     def _joined(cls, given: Any) -> Any:
-        """`rollout,trainer: DEVICES` stands for both keys, and so does any other two or three of SIDES."""
+        """`rollout,trainer: DEVICES` stands for both keys, and so do any others of SIDES."""
         if not isinstance(given, dict):
             return given
         made: dict[str, Any] = {}

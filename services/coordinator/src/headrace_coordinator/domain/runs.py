@@ -108,17 +108,19 @@ ACTIONS: dict[str, dict[str, Action]] = {
 
 
 class Grant(msgspec.Struct):
-    """What a run may use: incarnations of its rollouts, trainers and helpers, and devices."""
+    """What a run may use: incarnations of its rollouts, trainers, helpers and repliers, and devices."""
 
     rollouts: list[str] = []
     trainers: list[str] = []
     devices: list[str] = []
     helpers: list[str] = []
+    repliers: list[str] = []
+    """Rollout instances that reply to the policy, on devices of their own."""
 
     @property
     def instances(self) -> list[str]:
         """All incarnations."""
-        return [*self.rollouts, *self.trainers, *self.helpers]
+        return [*self.rollouts, *self.trainers, *self.helpers, *self.repliers]
 
 
 class SuiteEvaluation(msgspec.Struct):
@@ -358,7 +360,8 @@ class RunState(msgspec.Struct):
 
 
 def _grant_of(event: ev.RunAdmitted) -> Grant:
-    return Grant(list(event.rollouts), list(event.trainers), list(event.devices), list(event.helpers))
+    found = (event.rollouts, event.trainers, event.devices, event.helpers, event.repliers)
+    return Grant(*map(list, found))
 
 
 def next_action(run: RunState) -> Action:

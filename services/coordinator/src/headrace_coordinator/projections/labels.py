@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from headrace_schema.resources.overviews import HoldView, LabelView
 
+from headrace_coordinator.domain.devices.leases import REPLY
 from headrace_coordinator.domain.intervals import Interval, joined, without
 from headrace_coordinator.planner.cluster.spans import UNPLANNED, Label
 
@@ -25,6 +26,8 @@ AT_WORK = {
     "evaluate": Label.DECODE,
     "generate": Label.DECODE,
     "act": Label.DECODE,
+    "own turn": Label.DECODE,
+    REPLY: Label.DECODE,
     "wait for lease": Label.WAIT_LEASE,
 }
 """Labels of stages' work; any other is `work`. Of works at the same time the first of these names the time."""
@@ -102,6 +105,8 @@ class _Part:
             stage = min(stages, key=lambda each: ORDER.get(each, len(ORDER)))
             if stage in DECODES and _covers(self._rests.get(device, ()), at):
                 return stage, self._waits_for(at), name
+            if holder is not None and holder.stage == REPLY and stage not in AT_WORK:
+                return stage, Label.DECODE, name  # A workflow's stage has a name of its own.
             return stage, AT_WORK.get(stage, Label.WORK), name
         for span in self._for_all:
             if span.start <= at < span.end:

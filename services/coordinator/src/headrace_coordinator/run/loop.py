@@ -189,7 +189,8 @@ class RunLoop:
             kinds.insert(0, ("baseline_prefill", section.baseline_prefill))
         for kind, prefill in kinds:
             if runs.evaluation_key(kind, ordinal) not in context.state.evaluated:
-                devices = {device for member in context.workers.rollouts for device in member.devices}
+                acting = [*context.workers.rollouts, *context.workers.repliers]
+                devices = {device for member in acting for device in member.devices}
                 with self._timer.stage("evaluate", sorted(devices)):
                     view = await evaluate(context, self._published, kind, prefill)
                 await self._event_log.commit(

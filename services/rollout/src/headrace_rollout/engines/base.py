@@ -359,7 +359,10 @@ class Engine(PolicyHolder, Protocol):
 
     @property
     def prefills(self) -> Sequence[Prefills]:
-        """When prompts were computed, by model; empty where the engine cannot tell it from decoding."""
+        """When prompts were computed, by model; empty where the engine cannot tell it from decoding.
+
+        Read by `prefills_of`: an engine of another package may have been made before this was a part of one.
+        """
 
     @property
     def waiting_samples(self) -> int: ...
@@ -377,3 +380,9 @@ class Engine(PolicyHolder, Protocol):
         authority: Authority = allowed,
     ) -> tuple[list[list[float]], int]:
         """Log-probs of the ids from each start on, and the version that scored."""
+
+
+def prefills_of(engine: Engine) -> Sequence[Prefills]:
+    """When an engine's prompts were computed, by model; empty where it does not tell."""
+    found: Sequence[Prefills] = getattr(engine, "prefills", ())
+    return found

@@ -1,4 +1,4 @@
-"""An engine whose samples are exchanges between its own policy and a second one, both on the same devices.
+"""An engine whose samples are exchanges between its own policy and a second one: on the same devices, or elsewhere.
 
 The first engine makes answers, the second one replies; each turn is a sample of its own to them. Outputs of turns come
 from the engines' threads and are handled in the event loop. Knows no gRPC and no run.
@@ -10,8 +10,9 @@ import asyncio
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
+from headrace_rollout.busy_time import BusyTime
 from headrace_rollout.engines.base import (
     Authority,
     Distribution,
@@ -29,6 +30,7 @@ from headrace_rollout.engines.base import (
     Stream,
     Weights,
     allowed,
+    prefills_of,
 )
 from headrace_rollout.engines.exchange import FIRST, Exchange, Rules, Turn
 
@@ -41,14 +43,50 @@ ReadWeights = Callable[[], tuple[str, Weights]]
 """Digest and weights of the frozen model, from the disk."""
 
 
+class Replies(Protocol):
+    """What makes the replies to a stream's answers: an engine here, or instances elsewhere."""
+
+    async def submit(self, stream: Stream, groups: Sequence[Group]) -> None:
+        """See Engine."""
+
+    async def abort(self, keys: Sequence[SampleKey] | None, *, stream: Stream | None = None) -> int:
+        """See Engine."""
+
+
+@dataclass(eq=False)
+class _Partner:
+    """Who replies to a stream's answers, and the times in which some exchange was at either policy."""
+
+    rules: Rules
+    replies: Replies
+    answering: BusyTime = field(default_factory=BusyTime)
+    replying: BusyTime = field(default_factory=BusyTime)
+
+    def at(self, turn: Turn) -> BusyTime:
+        """The times of the policy whose turn it is."""
+        return self.replying if turn.reply else self.answering
+
+
 @dataclass(eq=False)
 class _Talks:
     """The exchanges of one stream, what was opened at the engines for their turns, and turns on their way there."""
 
     outer: Stream
+    partner: _Partner
     live: dict[SampleKey, Exchange] = field(default_factory=dict)
     turns: dict[Turn, Stream] = field(default_factory=dict)
     submitting: set[asyncio.Task[None]] = field(default_factory=set)
+
+    def begin(self, exchange: Exchange) -> None:
+        """An exchange is at the policy whose turn it is."""
+        self.live[exchange.key] = exchange
+        self.partner.at(exchange.turn).begin()
+
+    def drop(self, key: SampleKey) -> Exchange | None:
+        """Takes out an exchange in the middle of a turn."""
+        if (exchange := self.live.pop(key, None)) is not None:
+            self.partner.at(exchange.turn).end()
+        return exchange
 
     def emit(self, outputs: list[Output]) -> None:
         """Sends what has ended."""
@@ -63,7 +101,7 @@ class _Talks:
 
     def stop(self, keys: Iterable[SampleKey]) -> int:
         """Ends exchanges: they begin anew elsewhere."""
-        gone = [self.live.pop(key) for key in keys if key in self.live]
+        gone = [exchange for key in keys if (exchange := self.drop(key)) is not None]
         self.emit([exchange.output(self.outer.policy_number) for exchange in gone])
         return len(gone)
 
@@ -72,7 +110,10 @@ class ConversingEngine:
     """Implements `engines.base.Engine` over two engines; without a second one the policy replies to itself."""
 
     def __init__(self, speaker: Engine, replier: Engine | None, rules: Rules, read: ReadWeights) -> None:
-        self._speaker, self._replier, self._rules, self._read = speaker, replier, rules, read
+        self._speaker, self._replier, self._read = speaker, replier, read
+        self._here = _Partner(rules, replier or speaker)
+        self._partners: dict[Stream, _Partner] = {}
+        """Of streams that others reply to."""
         self._talks: dict[Stream, _Talks] = {}
         self._frozen: tuple[str, Weights] | None = None
         self._installing = asyncio.Lock()
@@ -90,7 +131,7 @@ class ConversingEngine:
     @property
     def prefills(self) -> Sequence[Prefills]:
         """See Engine: of both policies, where both can tell."""
-        found = [engine.prefills for engine in self._engines]
+        found = [prefills_of(engine) for engine in self._engines]
         return [each for one in found for each in one] if all(found) else []
 
     @property
@@ -116,19 +157,37 @@ class ConversingEngine:
 
     async def submit(self, stream: Stream, groups: Sequence[Group]) -> None:
         """See Engine. What a sample had elsewhere is not gone on with: it begins at token 0."""
-        talks = self._talks.setdefault(stream, _Talks(stream))
+        talks = self._talks.setdefault(stream, _Talks(stream, self._partners.get(stream, self._here)))
         fresh = [replace(group, samples=[replace(s, prefix=None) for s in group.samples]) for group in groups]
         for group in fresh:
             for sample in group.samples:
                 key = SampleKey(group.prompt_ordinal, sample.sample_index)
-                talks.live[key] = Exchange(self._rules, group.prompt_ids, key, sample)
+                talks.begin(Exchange(talks.partner.rules, group.prompt_ids, key, sample))
         try:
             await self._speaker.submit(self._stream(talks, FIRST), fresh)
         except Refused:
             for group in fresh:
                 for sample in group.samples:
-                    talks.live.pop(SampleKey(group.prompt_ordinal, sample.sample_index), None)
+                    talks.drop(SampleKey(group.prompt_ordinal, sample.sample_index))
             raise
+
+    def replied_to_by(self, stream: Stream, replies: Replies, context_limit: int) -> None:
+        """From now on until `leave`, others reply to a stream's answers, whose context has room for so many tokens."""
+        limit = min(self._here.rules.context_limit, context_limit)
+        self._partners[stream] = _Partner(replace(self._here.rules, context_limit=limit), replies)
+
+    def leave(self, stream: Stream) -> None:
+        """The stream has ended: those that replied to its answers are forgotten."""
+        self._partners.pop(stream, None)
+
+    def stage_seconds(self, stream: Stream) -> dict[str, float]:
+        """Seconds until now in which some exchange of a stream was at either policy, where others reply to it."""
+        partner = self._partners[stream]
+        return {"answer": partner.answering.seconds, "reply": partner.replying.seconds}
+
+    def _engine(self, talks: _Talks, turn: Turn) -> Replies:
+        """What makes a turn."""
+        return talks.partner.replies if turn.reply else self._speaker
 
     def _stream(self, talks: _Talks, turn: Turn) -> Stream:
         """The stream of a turn at its engine."""
@@ -141,7 +200,7 @@ class ConversingEngine:
 
         made = replace(outer, seed=turn.seed(outer.seed), sink=sink, chunk_tokens=0)
         if turn.reply:
-            rules, frozen = self._rules, self._replier is not None
+            rules, frozen = talks.partner.rules, self._replier is not None
             made = replace(
                 made,
                 policy_number=REPLY_NUMBER if frozen else outer.policy_number,
@@ -159,10 +218,13 @@ class ConversingEngine:
             exchange = talks.live.get(output.key)
             if exchange is None or exchange.turn != turn or exchange.sample.attempt != output.attempt:
                 continue  # It was stopped before.
+            if output.finish is not None or output.stopped:
+                talks.partner.at(turn).end()
             if (ended := self._taken(exchange, output)) is not None:
                 del talks.live[output.key]
                 done.append(ended)
             elif output.finish is not None:
+                talks.begin(exchange)
                 following[exchange.turn].append(exchange)
         talks.emit(done)
         for next_turn, exchanges in following.items():
@@ -186,9 +248,9 @@ class ConversingEngine:
         live = [each for each in exchanges if talks.live.get(each.key) is each]
         if not live:
             return
-        engine = self._replier if turn.reply and self._replier else self._speaker
         try:
-            await engine.submit(self._stream(talks, turn), [exchange.group() for exchange in live])
+            groups = [exchange.group() for exchange in live]
+            await self._engine(talks, turn).submit(self._stream(talks, turn), groups)
         except Refused as refused:
             if refused.reason == "INVALID":
                 talks.outer.failed(str(refused))
@@ -201,8 +263,7 @@ class ConversingEngine:
         for talks in chosen:
             await asyncio.gather(*talks.submitting, return_exceptions=True)
             for turn, inner in talks.turns.items():
-                engine = self._replier if turn.reply and self._replier else self._speaker
-                await engine.abort(keys, stream=inner)
+                await self._engine(talks, turn).abort(keys, stream=inner)
         if keys is None:
             for talks in chosen:
                 self._talks.pop(talks.outer, None)

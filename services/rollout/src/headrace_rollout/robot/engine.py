@@ -17,10 +17,10 @@ from headrace.rollout.v1 import rollout_pb2
 from headrace_schema.sections.embodied import EnvironmentSection
 from headrace_servicekit.rpc.blobs import BlobReader
 
+from headrace_rollout.busy_time import BusyTime
 from headrace_rollout.engines.base import Freed, Policy, Refused, SampleKey
 from headrace_rollout.engines.holding import ThreadedHolder
 from headrace_rollout.engines.weight_memory import HOST
-from headrace_rollout.robot.busy_time import BusyTime
 from headrace_rollout.robot.model import Decision, RobotModel, Row
 from headrace_rollout.robot.pool import Pool
 from headrace_rollout.robot.runner import EpisodeRunner, EpisodeSample, Plan

@@ -14,6 +14,7 @@ from pathlib import Path
 from headrace_schema.from_json_schema import check_options
 from headrace_schema.problems import Impossible, choose, nearest, problem
 from headrace_schema.resources.views import DeviceView, InstanceView, KeyProblemView
+from headrace_schema.rules import repliers
 from headrace_schema.rules.simulators import too_few
 from headrace_schema.sections.generating import ModelSection
 from headrace_schema.sections.running import APART, SIDES
@@ -175,8 +176,10 @@ def _options(spec: RunSpec, fleet: FleetView) -> Iterator[KeyProblemView]:
 
 
 def _instances(spec: RunSpec, fleet: FleetView) -> Iterator[KeyProblemView]:
+    reply = spec.reply.instances if spec.reply and spec.placement.reply else 0
     wanted = [
         ("rollout.instances", "rollout", spec.rollout.instances),
+        *([("reply.instances", "rollout", spec.rollout.instances + reply)] if reply else []),
         ("trainer.ranks", "trainer", spec.trainer.ranks),
         ("reward.scorers", "reward", 1),
         *([("environment", "simulator", 1)] if spec.environment else []),
@@ -187,6 +190,12 @@ def _instances(spec: RunSpec, fleet: FleetView) -> Iterator[KeyProblemView]:
             continue
         more = f"start more with `headrace scale {kind}={count}` (containers: `docker compose up -d --scale`)"
         reason = f"{count} {kind} instances are wanted and {ready} are ready"
+        if key == "reply.instances":
+            if spec.rollout.instances > ready:
+                continue  # Said of rollout.instances.
+            reason = f"{count} rollout instances are wanted, {reply} of them to reply, and {ready} are ready"
+            yield problem(key, reason, f"{more}, or remove placement.reply: each rollout then replies itself")
+            continue
         yield problem(key, reason, f"the nearest valid value is {ready}; or {more}" if ready else more)
 
 
@@ -216,6 +225,9 @@ def _devices(spec: RunSpec, fleet: FleetView) -> Iterator[KeyProblemView]:
     if placement.simulator:
         yield from _simulators(spec, fleet, meant)
         return
+    if placement.reply:
+        yield from _repliers(spec, meant)
+        return
     generate = max(len(meant["rollout"]), spec.rollout.instances)
     learn = max(len(meant["trainer"]), spec.trainer.ranks)
     needed, there = generate + learn if apart else max(generate, learn), len(fleet.devices)
@@ -226,6 +238,16 @@ def _devices(spec: RunSpec, fleet: FleetView) -> Iterator[KeyProblemView]:
             f"{placement.mode} placement needs {needed} devices ({parts}) and there are {there}",
             _fitting(spec.rollout.instances, spec.trainer.ranks, there, apart=apart),
         )
+
+
+def _repliers(spec: RunSpec, meant: Mapping[str, Sequence[str]]) -> Iterator[KeyProblemView]:
+    replies, mode = meant["reply"], spec.placement.mode
+    if both := sorted({*replies} & {*meant["rollout"]}):
+        yield repliers.also_generates(both)
+    if mode in APART and (both := sorted({*replies} & {*meant["trainer"]})):
+        yield repliers.also_learns(both, mode)
+    if spec.reply is not None and replies and len(replies) < spec.reply.instances:
+        yield repliers.too_few(len(replies), spec.reply.instances)
 
 
 def _simulators(

@@ -35,6 +35,10 @@ class Demand(msgspec.Struct, frozen=True):
     trainer_devices: tuple[str, ...]
     simulator_devices: tuple[str, ...] = ()
     """Empty: simulators hold no devices."""
+    repliers: int = 0
+    """Rollout instances that reply on devices of their own."""
+    fewest_repliers: int = 0
+    reply_devices: tuple[str, ...] = ()
     fair: bool = False
     """Whether it keeps no more of the devices that it has than its fair part."""
 
@@ -48,10 +52,12 @@ def demand_of(run: RunState) -> Demand:
     """A run's demand from its spec. A run that has begun, or trains nothing, goes on with at least one rollout."""
     spec, placement = run.spec, run.spec["placement"]
     rollouts = spec["rollout"]["instances"]
+    repliers = spec["reply"].get("instances", 1) if placement.get("reply") else 0
+    begun = bool(run.lineage.head or run.evaluation)
     helpers = 0 if run.evaluation else spec["trainer"].get("helpers", 0)
     return Demand(
         rollouts=rollouts,
-        fewest_rollouts=1 if run.lineage.head or run.evaluation else rollouts,
+        fewest_rollouts=1 if begun else rollouts,
         trainers=0 if run.evaluation else run.ranks,
         helpers=helpers,
         decoders=0 if run.evaluation else spec["rollout"].get("helpers", 0),
@@ -65,6 +71,9 @@ def demand_of(run: RunState) -> Demand:
         rollout_devices=tuple(placement["rollout"]),
         trainer_devices=tuple(placement["trainer"]),
         simulator_devices=tuple(placement.get("simulator", ())),
+        repliers=repliers,
+        fewest_repliers=min(repliers, 1) if begun else repliers,
+        reply_devices=tuple(placement.get("reply", ())),
     )
 
 

@@ -16,8 +16,8 @@ KEPT_BYTES = 256 * 2**20
 """What a process may still use of a GPU that it has released: small buffers of its libraries."""
 HELP, DECODE = "help", "decode"
 """Stages of the leases that helpers hold within a step, which nobody waits for: a trainer's, and a rollout's."""
-SIMULATE = "simulate"
-"""Stage of a lease that a simulator holds while the run's rollouts hold theirs."""
+SIMULATE, REPLY = "simulate", "reply"
+"""Stages of leases that simulators, and rollouts that reply, hold while the run's rollouts hold theirs."""
 GRANTED, HELD, REVOKING = "GRANTED", "HELD", "REVOKING"
 
 

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 import msgspec
+from headrace_schema.sections.running import EVERY
 
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain.devices.demand import Demand, demand_of, shares
@@ -76,6 +77,7 @@ def plan_regroup(
         trainers=list(grant.trainers),
         devices=list(grant.devices),
         helpers=list(grant.helpers),
+        repliers=list(grant.repliers),
         ranks=ranks,
         step=run.ledger.step,
         reason=reason,
@@ -130,7 +132,7 @@ class _Planner:
     def regroup(self, run: RunState, held: Grant, ranks: int, *, fair: bool) -> Grant | str:
         """What an admitted run would hold with another number of trainers, or what is missing."""
         own = self._usable(held.trainers)[:ranks]
-        kept = Grant(self._usable(held.rollouts), own, held.devices, self._helpers(held.helpers))
+        kept = self._kept(held, own)
         others = {name: grant for name, grant in self._grants.items() if name != run.id}
         return self._fit(
             run, others, kept, msgspec.structs.replace(demand_of(run), trainers=ranks, fair=fair)
@@ -146,6 +148,7 @@ class _Planner:
                 trainers=list(grant.trainers),
                 devices=list(grant.devices),
                 helpers=list(grant.helpers),
+                repliers=list(grant.repliers),
             )
         )
 
@@ -154,10 +157,12 @@ class _Planner:
         held = self._grants[run.id]
         # A trainer that was told to stop stays until its state is saved: the run is RECOVERING then.
         trainers = self._usable(held.trainers, draining=run.state != RECOVERING)
-        kept = Grant(self._usable(held.rollouts), trainers, held.devices, self._helpers(held.helpers))
+        kept = self._kept(held, trainers)
         demand = demand_of(run)
         lacks = len(kept.rollouts) < demand.fewest_rollouts or len(kept.trainers) < demand.trainers
+        lacks |= len(kept.repliers) < demand.fewest_repliers
         fewer = len(kept.rollouts) < demand.rollouts or len(kept.helpers) < demand.helpers + demand.decoders
+        fewer |= len(kept.repliers) < demand.repliers
         if kept == held and not lacks and not (grow and fewer):
             return
         others = {name: grant for name, grant in self._grants.items() if name != run.id}
@@ -166,6 +171,11 @@ class _Planner:
             grant = kept  # What is lost is no longer held; the run itself waits, or queues.
         if grant != held:
             self._admit(run, grant, plan)
+
+    def _kept(self, held: Grant, trainers: list[str]) -> Grant:
+        """What a run still has of its grant, beside `trainers`."""
+        rollouts, repliers = self._usable(held.rollouts), self._usable(held.repliers)
+        return Grant(rollouts, trainers, held.devices, self._helpers(held.helpers), repliers)
 
     def _helpers(self, incarnations: Iterable[str]) -> list[str]:
         """Helpers that stay: while a run waits, an idle one goes to whoever has more need of it."""
@@ -192,9 +202,16 @@ class _Planner:
             return "a reward instance to register"
         if demand.simulator and not simulators(self._state.instances.values(), demand.simulator):
             return f"a simulator instance with the backend {demand.simulator} to register"
+        reply = self._repliers(demand, taken | {*kept.rollouts}, kept.repliers, demand.fewest_repliers)
+        if len(reply) < demand.fewest_repliers:
+            missing = self._missing("rollout", demand.fewest_repliers, len(reply), grants)
+            return f"{missing} to reply on {', '.join(demand.reply_devices)}"
+        taken |= {*reply}
         rollouts = self._choose("rollout", {"engines": demand.engine}, taken, kept.rollouts, demand.rollouts)
         if len(rollouts) < demand.fewest_rollouts:
             return self._missing("rollout", demand.fewest_rollouts, len(rollouts), grants)
+        decode = [i.incarnation for i in rollouts]
+        reply = self._repliers(demand, taken - {*reply} | {*decode}, reply, demand.repliers)
         facets = {"backends": demand.backend, demand.algorithms: demand.algorithm}
         trainers = self._choose("trainer", facets, taken, kept.trainers, demand.trainers)
         if len(trainers) < demand.trainers:
@@ -202,15 +219,27 @@ class _Planner:
         seeing = self._simulators_on(demand)
         if demand.simulator_devices and not seeing:
             return f"a simulator instance that has {', '.join(demand.simulator_devices)} to register"
-        devices = self._devices(demand, (*rollouts, *trainers, *seeing), grants, kept.devices)
+        replying = [self._state.instances[who] for who in reply]
+        members = (*rollouts, *replying, *trainers, *seeing)
+        devices = self._devices(demand, members, grants, kept.devices)
         if isinstance(devices, str):
             return devices
         owners = [i.incarnation for i in trainers]
-        decode = [i.incarnation for i in rollouts]
-        taken |= {*owners, *decode}
+        taken |= {*owners, *decode, *reply}
         helpers = self._beyond("trainer", facets, taken, kept, demand.helpers)
         helpers += self._beyond("rollout", {"engines": demand.engine}, taken, kept, demand.decoders)
-        return Grant(decode, owners, devices, helpers)
+        return Grant(decode, owners, devices, helpers, reply)
+
+    def _repliers(self, demand: Demand, taken: set[str], own: Sequence[str], most: int) -> list[str]:
+        """Rollout instances that see a device for replies: the run's own, and up to `most` the last by name."""
+        if not demand.repliers:
+            return []
+        free = self._choose("rollout", {"engines": demand.engine}, taken, own, len(self._state.instances))
+        hosts = hosts_of(free)
+        seeing = [i for i in free if named_devices(demand.reply_devices, i.devices, hosts)]
+        mine = [i.incarnation for i in seeing if i.incarnation in own]
+        others = [i.incarnation for i in reversed(seeing) if i.incarnation not in own]
+        return [*mine, *others][: max(most, min(len(mine), demand.repliers))]
 
     def _beyond(
         self, kind: str, facets: dict[str, str], taken: set[str], kept: Grant, most: int
@@ -238,7 +267,9 @@ class _Planner:
 
     def _missing(self, kind: str, wanted: int, free: int, grants: dict[str, Grant]) -> str:
         users = sorted(
-            run for run, grant in grants.items() if (grant.rollouts if kind == "rollout" else grant.trainers)
+            run
+            for run, grant in grants.items()
+            if ((grant.rollouts or grant.repliers) if kind == "rollout" else grant.trainers)
         )
         return f"{wanted} {kind} instance{'s' if wanted > 1 else ''} ({free} free{_held_by(users)})"
 
@@ -264,13 +295,16 @@ class _Planner:
                 continue  # Instances without devices of their own run without a lease.
             everything = self._devices_of(here)
             free = [device for device in everything if device not in busy]
-            names = (*demand.rollout_devices, *demand.trainer_devices) if generate or learn else ()
+            sides = (*demand.rollout_devices, *demand.trainer_devices, *demand.reply_devices)
+            names = sides if generate or learn else ()
             if len(here) > generate + learn:
                 names += demand.simulator_devices
             named = named_devices(names, everything, hosts_of(here))
+            named += self._doubtful(names, here)
             if named:
                 if missing := [device for device in named if device not in free]:
-                    return f"{', '.join(missing)} to be free{_held_by(name for d in missing for name in busy[d])}"
+                    who = _held_by(name for d in missing for name in busy.get(d, ()))
+                    return f"{', '.join(missing)} to be free{who or '; in quarantine'}"
                 chosen += named
                 continue
             if not generate and not learn:
@@ -295,6 +329,12 @@ class _Planner:
             chosen += sorted(free[:fair], key=everything.index)
         return chosen
 
+    def _doubtful(self, names: Sequence[str], here: Sequence[InstanceState]) -> list[str]:
+        """Devices in quarantine that are named one by one: a run waits for them, and does without others."""
+        single = [name for name in names if name.rpartition("/")[2] != EVERY]
+        lost = sorted(devices_seen(here) & self._state.table.quarantined.keys(), key=device_order)
+        return named_devices(single, lost, hosts_of(here))
+
     def _simulators_on(self, demand: Demand) -> list[InstanceState]:
         """Simulators that see one of the devices that are named for simulators."""
         found = simulators(self._state.instances.values(), demand.simulator)
@@ -307,7 +347,7 @@ class _Planner:
 
     def _parts(self, demand: Demand) -> int:
         """Parts that a host's devices are divided into: how many runs of this demand the instances can carry."""
-        rollouts = self._count("rollout") // max(demand.fewest_rollouts, 1)
+        rollouts = self._count("rollout") // max(demand.fewest_rollouts + demand.fewest_repliers, 1)
         if not demand.trainers:
             return max(1, rollouts)
         return max(1, min(rollouts, self._count("trainer") // demand.trainers))

@@ -50,6 +50,8 @@ class RunAdmitted(RunEvent, frozen=True, kw_only=True):
     devices: list[str]
     helpers: list[str] = []
     """Trainers beside the group, for what devices can do within a step."""
+    repliers: list[str] = []
+    """Rollout instances that reply to the policy within a trajectory."""
 
 
 class RanksWanted(RunEvent, frozen=True, kw_only=True):

@@ -16,12 +16,13 @@ from math import ceil
 from typing import TypeVar
 
 from headrace_coordinator.domain import events as ev
-from headrace_coordinator.domain.devices.leases import DECODE, HELD, HELP, SIMULATE, LeaseRequest
-from headrace_coordinator.domain.devices.places import device_order, devices_seen
+from headrace_coordinator.domain.devices.leases import DECODE, HELD, HELP, REPLY, SIMULATE, LeaseRequest
+from headrace_coordinator.domain.devices.places import device_order, devices_seen, hosts_of, named_devices
 from headrace_coordinator.domain.devices.plans import section_of
 from headrace_coordinator.domain.intervals import Interval
 from headrace_coordinator.fleet.ports import CallRefused, InstanceDown
 from headrace_coordinator.run.concurrency import gather_all
+from headrace_coordinator.run.devices.repliers import Repliers
 from headrace_coordinator.run.devices.seating import by_machine, default_devices, seat
 from headrace_coordinator.run.simulators.leases import SimulatorLeases
 from headrace_coordinator.run.workers.clients import Published, WorkerClient
@@ -47,6 +48,9 @@ class Placement:
         self._joined = False
         """The trainer has the rollouts' devices too, until they generate again."""
         self.simulators = SimulatorLeases(workers, lambda: self.section, self._moving)
+        self.repliers = Repliers(
+            workers, self._moving, lambda members: self._take(members, REPLY), self._load
+        )
 
     @property
     def joins(self) -> bool:
@@ -99,6 +103,18 @@ class Placement:
                 # A lost member keeps its seat where there are devices for it, so that the others need not move.
                 seats = max(len(group), min(ceil(wanted / len(groups)), len(side)))
                 seat(group, side, seats, f"placement.{kind}")
+        if self.section.reply:
+            self._assign_repliers()
+
+    def _assign_repliers(self) -> None:
+        members = [m for m in self.workers.repliers if m.incarnation in self.workers.grant.repliers]
+        wanted = self.workers.spec.reply.instances if self.workers.spec.reply else 0
+        hosts, groups = hosts_of(self.workers.fleet.event_log.state.instances.values()), by_machine(members)
+        for group in groups.values():
+            seen = devices_seen(member.instance for member in group) & {*self.workers.grant.devices}
+            side = named_devices(self.section.reply, sorted(seen, key=device_order), hosts)
+            seats = max(len(group), min(ceil(wanted / len(groups)), len(side)))
+            seat(group, side, seats, "placement.reply")
 
     def _leave_simulators_theirs(
         self, kind: str, devices: Sequence[str], members: Sequence[WorkerClient]
@@ -216,6 +232,7 @@ class Placement:
         await self._take(self.workers.rollouts, "generate")
         await self.simulators.take()
         await self._load(self.workers.rollouts, published)
+        await self.repliers.take(published)
         if apart:
             await self._learn()
 
@@ -229,14 +246,16 @@ class Placement:
             await gather_all(*(member.go_on() for member in behind))
 
     async def _stand_down_rollouts(self, *, keep: bool = False) -> None:
-        for member in self._loaded(self.workers.rollouts) if not keep else ():
+        learning = {device for member in self.workers.trainers for device in member.devices}
+        leaving = [*self.workers.rollouts, *self.repliers.beside(learning)]
+        for member in self._loaded(leaving) if not keep else ():
             try:
                 with self._moves():
                     await member.suspend()
             except (InstanceDown, CallRefused):
                 if self.workers.fleet.alive(member.incarnation):
                     raise
-        await self._let_go([member for member in self.workers.rollouts if member.lease_epoch], keep=keep)
+        await self._let_go([member for member in leaving if member.lease_epoch], keep=keep)
         await self.simulators.let_go()
 
     async def _stand_down_trainers(self, *, keep: bool = False) -> None:
@@ -263,7 +282,9 @@ class Placement:
         """Leases of this run whose holder has no business on these devices now: it was cut off, or sits elsewhere."""
         helpers = self.workers.helpers if stage == "generate" else self.workers.decoders
         apart = [member for member in self.workers.members if member not in helpers]
-        welcome = {m.incarnation: m.devices for m in (members if self.in_turns else apart)}
+        in_turns = self.in_turns and stage != REPLY
+        welcome = {m.incarnation: m.devices for m in (members if in_turns else apart)}
+        welcome |= {m.incarnation: m.devices for m in self.workers.repliers}
         leases = self.workers.fleet.event_log.state.table.leases.values()
         return [
             lease.epoch

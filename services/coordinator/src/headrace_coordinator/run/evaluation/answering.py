@@ -52,18 +52,26 @@ async def answer(
             members = list(context.workers.rollouts)
         await gather_all(
             *(
-                _drive(context, member, questions, missing[index :: len(members)], done)
+                _drive(context, published, member, questions, missing[index :: len(members)], done)
                 for index, member in enumerate(members)
             )
         )
 
 
 async def _drive(
-    context: RunContext, member: RolloutClient, questions: Questions, mine: Sequence[int], done: Answers
+    context: RunContext,
+    published: Published,
+    member: RolloutClient,
+    questions: Questions,
+    mine: Sequence[int],
+    done: Answers,
 ) -> None:
-    opening = deepcopy(questions.opening)
-    await context.placement.simulators.staff(member)
-    if isinstance(opening, rollout.RunEpisodesOpen) and context.workers.pools is not None:
+    opening, placement = deepcopy(questions.opening), context.placement
+    await placement.simulators.staff(member)
+    await placement.repliers.staff(published)
+    if isinstance(opening, rollout.GenerateOpen):
+        opening.repliers.extend(placement.repliers.openings())
+    elif context.workers.pools is not None:
         opening.pools.extend(context.workers.pools.of(member.incarnation))
     try:
         async for response in member.generate(
@@ -80,6 +88,10 @@ async def _drive(
                 for video in response.videos:
                     key = video.sample.prompt_ordinal, video.sample.sample_index
                     questions.videos[key] = video.content
+            else:
+                member.lost_repliers += response.lost_repliers
+        for said in await placement.repliers.lost(member):
+            context.note(said)
         await context.workers.lost_pools(member)
     except InstanceDown as fault:
         await context.lost(member, str(fault))

@@ -62,6 +62,7 @@ class Dispatch:
             seed=spec.seed,
             chunk_tokens=spec.rollout.chunk_tokens,
             deterministic=spec.deterministic,
+            repliers=self._context.placement.repliers.openings(),
         )
 
     async def assignments(

@@ -28,6 +28,8 @@ from headrace_coordinator.run.workers.rollout_client import Produced, RolloutCli
 LOOK_S = 5.0
 TRAINER_BEHIND = "the trainer to take answers: limits.in_flight_bytes of them wait for it"
 SHOWN_S = 2.0
+OWN_TURN = "own turn"
+"""Time in which the policy answers, where another one replies on devices of its own: no stage has a space in it."""
 
 
 class Generation:
@@ -119,6 +121,7 @@ class Generation:
         started, why = self._context.event_log.monotonic(), "its stream of work ended early"
         over, revoked = asyncio.Event(), False
         await self._context.placement.simulators.staff(member)
+        await self._context.placement.repliers.staff(self._published)
         assignments = self._work(member, self._dispatch.assignments(member, over.is_set))
         try:
             limit = self._context.spec.limits.step_timeout_s
@@ -129,7 +132,7 @@ class Generation:
                 revoked = response.revoked
             if revoked:
                 member.lost_lease()
-            elif over.is_set() and not await self._workers.lost_pools(member):
+            elif over.is_set() and not (await self._workers.lost_pools(member) or await self._lost(member)):
                 await self._context.lost(member, "its work was stopped from outside")
         except InstanceDown as fault:
             why = str(fault)
@@ -153,14 +156,30 @@ class Generation:
             self._timer.add("generate", (started, self._context.event_log.monotonic()), member.devices)
             self._news.beat()
 
-    def _time_stages(self, member: RolloutClient, response: rollout.RunEpisodesResponse) -> None:
-        """Policy and environments take turns within generate; the environments' time is on no device of the run."""
+    async def _lost(self, member: RolloutClient) -> bool:
+        """Whether a stream ended because repliers were lost; the next one begins with others."""
+        words = await self._context.placement.repliers.lost(member)
+        for said in words:
+            self._context.note(said)
+        return bool(words)
+
+    def _time_stages(self, member: RolloutClient, response: Produced) -> None:
+        """Policy and environments, or two policies, take turns within generate.
+
+        The environments' time is on no device of the run.
+        """
         now = self._context.event_log.monotonic()
         for metrics in response.stages:
             seconds = metrics.wall_time.ToNanoseconds() / 1e9
-            self._timer.add(
-                metrics.stage, (now - seconds, now), member.devices if metrics.stage == "act" else ()
-            )
+            stage, devices = metrics.stage, member.devices
+            if stage == "answer":
+                stage = OWN_TURN
+            elif stage == "reply":
+                stage = self._context.spec.graph.reply_stage
+                devices = tuple(self._context.placement.repliers.devices)
+            elif stage == "simulate":
+                devices = ()
+            self._timer.add(stage, (now - seconds, now), devices)
 
     def _time_prefills(self, member: RolloutClient, response: rollout.GenerateResponse) -> None:
         """Prompts are computed within generate, where the engine tells it apart."""
@@ -183,10 +202,13 @@ class Generation:
             self._timer.rested((since, self._context.event_log.monotonic()), member.devices)
 
     async def _take(self, member: RolloutClient, response: Produced, over: asyncio.Event) -> None:
+        # Before anything is waited for: times are told as times ago.
+        self._time_stages(member, response)
         if isinstance(response, rollout.GenerateResponse):
-            self._time_prefills(
-                member, response
-            )  # Before anything is waited for: they are told as times ago.
+            self._time_prefills(member, response)
+            member.lost_repliers += response.lost_repliers
+            if response.lost_repliers:
+                over.set()
         bodies = [chunk.finished for chunk in response.chunks if chunk.HasField("finished")]
         if bodies:
             if self._relay.full:
@@ -194,7 +216,6 @@ class Generation:
                     await self._relay.wait_for_room(self._draining)
             await self._receive.take_bodies(bodies)
         if isinstance(response, rollout.RunEpisodesResponse):
-            self._time_stages(member, response)
             member.lost_pools += response.lost_pools
             if response.lost_pools:
                 over.set()

@@ -21,6 +21,7 @@ from headrace_coordinator.fleet.waits import WaitTimeout
 from headrace_coordinator.run.concurrency import gather_all
 from headrace_coordinator.run.simulators.pools import Pools
 from headrace_coordinator.run.simulators.spaces import fit
+from headrace_coordinator.run.simulators.written import read_written
 from headrace_coordinator.run.stages.rewards.lanes import Lanes
 from headrace_coordinator.run.workers.clients import RewardClient, WorkerClient
 from headrace_coordinator.run.workers.rollout_client import RolloutClient
@@ -56,6 +57,8 @@ class WorkerGroup:
         self.helpers: list[TrainerClient] = []
         self.decoders: list[RolloutClient] = []
         """Rollouts without devices of their own, which decode on the trainer group's while it has nothing to learn."""
+        self.repliers: list[RolloutClient] = []
+        """Rollout instances that make no answers, but reply to them."""
         self.rewards: list[RewardClient] = []
         self.pools = Pools(fleet, run, spec.environment, self._port) if spec.environment else None
         self.lanes = Lanes()
@@ -73,7 +76,14 @@ class WorkerGroup:
     def members(self) -> list[WorkerClient]:
         """Everybody."""
         simulators = self.pools.clients if self.pools else []
-        return [*self.producers, *self.trainers, *self.helpers, *self.rewards, *simulators]
+        return [
+            *self.producers,
+            *self.trainers,
+            *self.helpers,
+            *self.rewards,
+            *simulators,
+            *self.repliers,
+        ]
 
     @property
     def producers(self) -> list[RolloutClient]:
@@ -134,7 +144,12 @@ class WorkerGroup:
         """Every member is alive and has the run open; raises `Unstaffed` when one is missing for too long."""
         # What waits for nobody else goes on side by side: each loads its libraries or starts processes for seconds.
         await gather_all(self.staff_simulators(), self.staff_rewards())
-        await gather_all(self.staff_trainers(), self.staff_rollouts(demand_of(self._state).fewest_rollouts))
+        demand = demand_of(self._state)
+        await gather_all(
+            self.staff_trainers(),
+            self.staff_repliers(demand.fewest_repliers),
+            self.staff_rollouts(demand.fewest_rollouts),
+        )
 
     async def staff_rollouts(self, fewest: int = 1) -> None:
         """At least `fewest` granted rollouts have the run open, and all others that are alive."""
@@ -143,15 +158,39 @@ class WorkerGroup:
             lambda: len(self._alive(self.grant.rollouts)) >= fewest, f"{fewest} ready rollout instance(s)"
         )
         await self.staff_simulators()
-        known = {member.incarnation for member in self.rollouts}
-        for state in self._alive(self.grant.rollouts):
+        await self._join(self.rollouts, self.grant.rollouts, lambda: self._rollout_config)
+        self._count_environments()
+
+    async def staff_repliers(self, fewest: int = 1) -> None:
+        """The same of the instances that reply on devices of their own, where the run has any."""
+        if not self.spec.placement.reply:
+            return
+        self._drop_lost()
+        await self._until(
+            lambda: len(self._alive(self.grant.repliers)) >= fewest,
+            f"{fewest} ready rollout instance(s) to reply",
+        )
+        try:
+            config = RolloutConfig.of_replier(self.spec).model_dump_json()
+            await self._join(self.repliers, self.grant.repliers, lambda: config)
+        except CallRefused as refused:
+            if self.spec.reply is None or not self.spec.reply.path:
+                raise
+            words = refused.message.replace("model.path", "reply.path")
+            raise CallRefused(refused.incarnation, refused.reason, words, refused.key) from refused
+
+    async def _join(
+        self, members: list[RolloutClient], granted: Sequence[str], config: Callable[[], str]
+    ) -> None:
+        """Adds those of the granted rollouts that live and are no members yet."""
+        known = {member.incarnation for member in members}
+        for state in self._alive(granted):
             if state.incarnation not in known:
                 member = RolloutClient(self.run, state, self._port(state), self._epoch)
-                config = RolloutConfig.of(self._fitted).model_dump_json()
-                await self._open(member, lambda member=member, config=config: member.open_run(config))  # type: ignore[misc]
-                self.rollouts.append(member)
+                text = config()
+                await self._open(member, lambda member=member, text=text: member.open_run(text))  # type: ignore[misc]
+                members.append(member)
                 self.adopt_leases()
-        self._count_environments()
 
     async def staff_simulators(self, only: RolloutClient | None = None) -> None:
         """Of an embodied run, every granted rollout has environments; while rollouts act, `only` one's may change.
@@ -178,7 +217,8 @@ class WorkerGroup:
     async def _fit(self, pools: Pools) -> None:
         assert self.spec.environment is not None
         try:
-            found = fit(self.spec.model.policy, self.spec.environment, pools.described)
+            written = None if self.spec.model.policy is not None else read_written(self.spec.model.path)
+            found = fit(self.spec.model.policy, self.spec.environment, pools.described, written)
         except Impossible as impossible:
             raise CallRefused("simulator", "INVALID", str(impossible)) from impossible
         now = self.fleet.event_log.now()
@@ -247,7 +287,7 @@ class WorkerGroup:
 
     async def staff_decoders(self) -> None:
         """The granted rollouts without devices that can be opened: a run does without the others."""
-        config = RolloutConfig.of(self._fitted).model_dump_json()
+        config = self._rollout_config
         self.decoders = await self._beyond(
             "rollout", self.decoders, RolloutClient, lambda member: member.open_run(config)
         )
@@ -287,10 +327,11 @@ class WorkerGroup:
                 member.opened = False
 
     def _drop_lost(self) -> None:
-        fleet, granted = self.fleet, set(self.grant.instances)
-        self.rollouts = [
-            m for m in self.rollouts if m.opened and fleet.alive(m.incarnation) and m.incarnation in granted
-        ]
+        fleet, grant = self.fleet, self.grant
+        for members, granted in ((self.rollouts, grant.rollouts), (self.repliers, grant.repliers)):
+            members[:] = [
+                m for m in members if m.opened and fleet.alive(m.incarnation) and m.incarnation in granted
+            ]
         self.rewards = [m for m in self.rewards if m.opened and fleet.alive(m.incarnation)]
 
     def _reward_states(self) -> list[InstanceState]:
@@ -337,6 +378,11 @@ class WorkerGroup:
 
     def _port(self, state: InstanceState) -> WatchedPort:
         return WatchedPort(self.fleet.port(state.incarnation), self.fleet.waits, self.run, state.instance)
+
+    @property
+    def _rollout_config(self) -> str:
+        elsewhere = bool(self.spec.placement.reply)
+        return RolloutConfig.of(self._fitted, replies_elsewhere=elsewhere).model_dump_json()
 
     def _trainer_config(self) -> str:
         more = {"warmup_examples": self.warmup_examples, "instruction": self.spec.data.prompt.template}

@@ -41,14 +41,18 @@ class RolloutClient(WorkerClient):
     max_concurrency: int = 1
     digest: str = ""
     """Of the installed weights."""
+    max_context_tokens: int = 0
     lost_pools: list[str] = field(default_factory=list)
     """Pools of environments that it says answer no more."""
+    lost_repliers: list[rollout.LostReplier] = field(default_factory=list)
+    """Instances that it says reply no more."""
 
     async def open_run(self, config_json: str) -> None:
         """Model architecture, tokenizer and engine."""
         request = rollout.OpenRunRequest(header=self.header(), config_json=config_json)
         response: rollout.OpenRunResponse = await self.port.call("OpenRun", request, LOAD_S)
         self.max_concurrency = max(1, response.max_concurrency)
+        self.max_context_tokens = response.max_context_tokens
 
     async def install(self, published: Published) -> rollout.InstallPolicyResponse:
         """Compare-and-set to a version."""

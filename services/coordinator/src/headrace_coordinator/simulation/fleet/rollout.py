@@ -30,7 +30,7 @@ class Rollout(Instance):
     MAX_OPEN_RUNS: ClassVar[int] = 1
     disk: Disk = field(default_factory=Disk)
     peers: dict[str, Instance] = field(default_factory=dict)
-    """Everybody by address, for the simulators among them."""
+    """Everybody by address, for the simulators and the repliers among them."""
     version: common.PolicyVersion = field(default_factory=common.PolicyVersion)
     retention: dict[tuple[int, int], common.Trajectory] = field(default_factory=dict)
     paused: bool = False
@@ -131,7 +131,7 @@ class Rollout(Instance):
                 if waiting.done():
                     body = waiting.result()
                     if isinstance(body, rollout.PartialSample):
-                        yield response(partials=[body], **self._lost_pools(opening))
+                        yield response(partials=[body], **self._lost(opening))
                         continue
                     chunk = common.TrajectoryChunk(sample=body.sample, attempt=body.attempt, finished=body)
                     yield response(chunks=[chunk], **_prefill(response))
@@ -166,7 +166,8 @@ class Rollout(Instance):
     ) -> None:
         prompt, episode = group.prompt_ordinal, isinstance(opening, rollout.RunEpisodesOpen)
         pools = [pool for pool in opening.pools if pool.task == group.prompt.episode.task] if episode else []
-        mine = pools[(prompt + sample.sample_index) % len(pools)] if pools else None
+        others: Any = pools if episode else opening.repliers
+        mine = others[(prompt + sample.sample_index) % len(others)] if others else None
         length = 1 + zlib.crc32(f"{opening.seed}/{prompt}/{sample.sample_index}".encode()) % 12
         key = common.SampleKey(prompt_ordinal=prompt, sample_index=sample.sample_index)
         stops = self.stops
@@ -174,11 +175,11 @@ class Rollout(Instance):
         try:
             for position in range(len(sample.resume.token_ids), length):
                 if self.paused:
-                    done.put_nowait(_partial(key, sample.attempt, 0 if episode else position))
+                    done.put_nowait(_partial(key, sample.attempt, 0 if episode or mine else position))
                     return
                 await asyncio.sleep(self.rng.uniform(0.05, 0.2))
                 if self.stops != stops or (mine and not self._stands(mine)):
-                    done.put_nowait(_partial(key, sample.attempt, 0 if episode else position))
+                    done.put_nowait(_partial(key, sample.attempt, 0 if episode or mine else position))
                     return
         finally:
             self.running -= 1
@@ -207,14 +208,28 @@ class Rollout(Instance):
             self.retention[prompt, sample.sample_index] = body
         done.put_nowait(body)
 
-    def _stands(self, pool: rollout.EnvironmentPool) -> bool:
-        peer = self.peers.get(pool.address)
-        return isinstance(peer, Simulator) and peer.stands(pool.pool, pool.header)
+    def _stands(self, other: rollout.EnvironmentPool | rollout.Replier) -> bool:
+        """Whether who takes turns with this one answers."""
+        peer = self.peers.get(other.address)
+        if isinstance(other, rollout.Replier):
+            return isinstance(peer, Rollout) and peer.replies(other)
+        return isinstance(peer, Simulator) and peer.stands(other.pool, other.header)
 
-    def _lost_pools(self, opening: Any) -> dict[str, list[str]]:
-        if not isinstance(opening, rollout.RunEpisodesOpen):
-            return {}
-        return {"lost_pools": [pool.pool for pool in opening.pools if not self._stands(pool)]}
+    def replies(self, asked: rollout.Replier) -> bool:
+        """Whether a stream that another rollout opens here would be served."""
+        if not self.alive or self.cut_off or self.paused or self.memory != AWAKE:
+            return False
+        try:
+            self.fence(asked.header, lease=True)
+        except CallRefused:
+            return False
+        return self.version.number == asked.policy_number
+
+    def _lost(self, opening: Any) -> dict[str, list[Any]]:
+        if isinstance(opening, rollout.RunEpisodesOpen):
+            return {"lost_pools": [pool.pool for pool in opening.pools if not self._stands(pool)]}
+        lost = [each.address for each in opening.repliers if not self._stands(each)]
+        return {"lost_repliers": [rollout.LostReplier(address=each, reason="silence") for each in lost]}
 
     async def Pause(self, request: rollout.PauseRequest) -> rollout.PauseResponse:
         self.fence(request.header, lease=False)
