@@ -9,7 +9,9 @@ Curves = Mapping[str, Mapping[int, Sequence[float]]]
 """Rewards of the steps by algorithm and seed; rewards lie between 0 and 1."""
 
 COLUMNS, WIDTH, HEIGHT = 3, 250, 150
-LEFT, TOP, GAP_X, GAP_Y, BOTTOM = 36, 28, 24, 44, 60
+LEFT, TOP, GAP_X, GAP_Y, BOTTOM = 36, 28, 24, 44, 72
+LEGEND = 480
+"""Least width, so that the line below the panels is not cut."""
 COLOURS = ("#1b6ca8", "#c8553d", "#3a7d44", "#8e5ea2", "#b8860b")
 TEXT = 'font-family="sans-serif" font-size="11" fill="#333"'
 WINDOW = 5
@@ -23,16 +25,16 @@ def smoothed(values: Sequence[float], window: int = WINDOW) -> list[float]:
 
 
 def draw(curves: Curves, what: str = "mean reward of a step") -> str:
-    """The SVG's text. All panels share both scales: from 0 to the longest run, and from 0 to 1."""
-    steps = max(len(values) for seeds in curves.values() for values in seeds.values())
-    rows = -(-len(curves) // COLUMNS)
-    width = LEFT + COLUMNS * (WIDTH + GAP_X)
+    """The SVG's text. All panels share the scale from 0 to 1; each goes to the steps of its own longest run."""
+    columns, rows = min(COLUMNS, len(curves)), -(-len(curves) // COLUMNS)
+    width = max(LEFT + columns * (WIDTH + GAP_X), LEGEND)
     height = TOP + rows * (HEIGHT + GAP_Y) - GAP_Y + BOTTOM
     parts = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}">']
     parts.append(f'<rect width="{width}" height="{height}" fill="#fff"/>')
     for index, (name, seeds) in enumerate(curves.items()):
         x = LEFT + (index % COLUMNS) * (WIDTH + GAP_X)
         y = TOP + (index // COLUMNS) * (HEIGHT + GAP_Y)
+        steps = max(map(len, seeds.values()))
         parts += [f'<g transform="translate({x} {y})">', *_panel(name, seeds, steps), "</g>"]
     parts += _legend(sorted({seed for seeds in curves.values() for seed in seeds}), what, height - 12)
     return "\n".join([*parts, "</svg>", ""])
@@ -57,10 +59,10 @@ def _panel(name: str, seeds: Mapping[int, Sequence[float]], steps: int) -> Itera
 
 
 def _legend(seeds: Sequence[int], what: str, y: int) -> Iterator[str]:
+    """The seeds' colours, and below them what is drawn."""
     for index, seed in enumerate(seeds):
-        x = LEFT + index * 80
+        x, above = LEFT + index * 80, y - 18
         line = f'stroke="{COLOURS[index % len(COLOURS)]}" stroke-width="2"'
-        yield f'<line x1="{x}" x2="{x + 20}" y1="{y - 4}" y2="{y - 4}" {line}/>'
-        yield f'<text x="{x + 26}" y="{y}" {TEXT}>seed {seed}</text>'
-    x = LEFT + len(seeds) * 80
-    yield f'<text x="{x}" y="{y}" {TEXT}>{escape(what)}, averaged over {WINDOW} steps</text>'
+        yield f'<line x1="{x}" x2="{x + 20}" y1="{above - 4}" y2="{above - 4}" {line}/>'
+        yield f'<text x="{x + 26}" y="{above}" {TEXT}>seed {seed}</text>'
+    yield f'<text x="{LEFT}" y="{y}" {TEXT}>{escape(what)}, averaged over {WINDOW} steps</text>'

@@ -49,9 +49,9 @@ class Here:
     steps: int = 3
     width: int = 384
     layers: int = 4
-    groups: int = 24
+    groups: int = 16
     size: int = 4
-    longest: int = 260
+    longest: int = 400
     budget_s: float = 400.0
     """No turn begins that would end later, by the seconds of the turns before it; one is always made."""
 

@@ -28,13 +28,10 @@ from headrace_coordinator.planner import (
 from headrace_coordinator.planner.cluster import simulate, simulate_elastic
 from headrace_coordinator.planner.cluster.sampling import Draws
 from headrace_coordinator.planner.elastic.outlook import MoveCosts
+from headrace_coordinator.run.stages.moving.tail import FORWARD, MIN_GAIN, MIN_HOLD_S
 
 DEVICES, HANDS = 2, 2
 """Cores, and how often they change hands in a step in turns."""
-FORWARD = 1 / 3
-"""Of a forward and a backward pass: what a moved answer's cache costs."""
-MIN_GAIN, MIN_HOLD_S = 0.05, 0.25
-"""The run loop's damping (`run/stages/moving/tail.py`)."""
 
 
 @dataclass(frozen=True)

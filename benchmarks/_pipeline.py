@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import inf
+from statistics import median
 from typing import Any
 
 
@@ -69,20 +71,49 @@ def read_steps(events: Iterable[Mapping[str, Any]]) -> list[StepTimes]:
     return steps
 
 
-def ideal_end(ready: Sequence[float], work: Sequence[float]) -> float:
+@dataclass(frozen=True)
+class Contention:
+    """How many times as long each stage takes while the other core does the other stage's work; at least 1."""
+
+    generate: float = 1.0
+    learn: float = 1.0
+
+    @classmethod
+    def of(cls, alone: Sequence[StepTimes], beside: Sequence[StepTimes]) -> Contention:
+        """From steps that waited for their batch, with the other core idle and at the other stage's work."""
+        generate = median(step.generate for step in beside) / median(step.generate for step in alone)
+        learn = median(step.drain for step in beside) / median(step.drain for step in alone)
+        return cls(max(1.0, generate), max(1.0, learn))
+
+
+ALONE = Contention()
+"""Cores that do not disturb each other."""
+
+
+def ideal_end(ready: Sequence[float], work: Sequence[float], contention: Contention = ALONE) -> float:
     """When a learner that takes groups as they get ready, and is never idle while one is, has done them all.
 
-    No order ends sooner (one machine with release dates), so this is the pipeline's bound: the fill is the time
-    to the first group, the drain what is left after the last.
+    No order ends sooner (one machine with release dates), so this is the pipeline's bound: the fill is the time to the
+    first group, the drain what is left after the last. `ready` and `work` are seconds of a stage that is alone; each
+    stage is slower while the other one is at work too.
     """
-    end = 0.0
-    for start, duration in sorted(zip(ready, work, strict=True)):
-        end = max(end, start) + duration
+    groups = sorted(zip(ready, work, strict=True))
+    end = generated = backlog = 0.0
+    while groups or backlog:
+        both = bool(groups) and backlog > 0
+        generating, learning = (contention.generate, contention.learn) if both else (1.0, 1.0)
+        arrives = (groups[0][0] - generated) * generating if groups else inf
+        learned = backlog * learning if backlog else inf
+        if arrives <= learned:
+            end, generated = end + arrives, groups[0][0]
+            backlog = max(0.0, backlog - arrives / learning) + groups.pop(0)[1]
+        else:
+            end, generated, backlog = end + learned, generated + learned / generating, 0.0
     return end
 
 
-def ideal_wall(waiting: StepTimes) -> float:
-    """The bound on a step's wall time, from the undisturbed stages of the step that waited for its batch.
+def ideal_wall(waiting: StepTimes, contention: Contention = ALONE) -> float:
+    """The bound on a step's wall time, from the stages of the step that waited for its batch.
 
     Its learning time is shared out to the groups by their trained tokens; the commit comes on top.
     """
@@ -90,7 +121,7 @@ def ideal_wall(waiting: StepTimes) -> float:
     prompts = sorted(waiting.settled)
     ready = [waiting.settled[prompt] - waiting.opened for prompt in prompts]
     learn = [waiting.drain * waiting.work[prompt] / total for prompt in prompts]
-    return ideal_end(ready, learn) + waiting.commit
+    return ideal_end(ready, learn, contention) + waiting.commit
 
 
 def overlap_share(waited: float, streamed: float, ideal: float) -> float:

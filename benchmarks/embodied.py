@@ -27,7 +27,7 @@ from headrace.client import Client, Event, Trajectory, load_spec
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples" / "embodied"
 UNSEEN = 48
 EVALUATION_S = 600.0
-LABEL = "success of a step's episodes, as they were trained on"
+LABEL = "share of a step's training episodes that succeeded"
 Found = dict[str, Any]
 """Figures of one run, and `curve`: the share of each step's episodes that succeeded, noise of the policy included."""
 

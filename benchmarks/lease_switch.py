@@ -61,8 +61,8 @@ def main() -> None:
 
 
 def small(folder: Path, steps: int) -> dict[str, dict[str, Any]]:
-    """Runs of a small model whose answers end anywhere."""
-    here = Here(turns=1, steps=steps, width=256, layers=4, groups=16)
+    """Runs of a small model whose answers end anywhere: those in which `elastic.py --here` sees devices move."""
+    here = Here(turns=1, steps=steps)
     write_model(folder / "model", here.width, here.layers)
     write_prompts(folder / "prompts.jsonl", here.groups * steps)
     return _specs(here, folder / "model", folder / "prompts.jsonl", steps)

@@ -7,10 +7,13 @@ small to move a weight. Answers end by themselves: an untrained model draws its 
 tokens as its vocabulary has, so lengths spread from 1 to the limit of 96.
 
 Prints one JSON line with `overlap_share` = (T_wait - T_stream) / (T_wait - T_ideal), the median over the measured
-steps, where T_ideal is the pipeline's bound from the waiting step's stage times, fill, drain and commit included
-(`_pipeline.ideal_wall`); `gradient_difference_fp32` and `_bf16`, the relative L2 distance of the pre-clip gradients
-of streamed and batched accumulation; the medians that the share comes from; and `overlap_share_quietest`, the share
-of the fastest repetition of each step, which other programs disturbed least.
+steps, with its spread over the repetitions (`overlap_share_least`, `_most`: of a fleet's median). T_ideal is the
+pipeline's bound from the waiting step's stage times, fill, drain and commit included, on cores that slow each other
+down (`_pipeline.ideal_wall`): a third run waits for its batch while the core of the side that has nothing to do does
+that side's work at the lowest priority (`_beside.py`); its stages over those of the run alone are `generate_beside`
+and `learn_beside`. `overlap_share_alone`: against the bound of cores that do not. Further `gradient_difference_fp32`
+and `_bf16`, the relative L2 distance of the pre-clip gradients of streamed and batched accumulation, and the medians
+that the share comes from.
 """
 
 from __future__ import annotations
@@ -27,8 +30,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from _beside import beside
 from _harness import CoreUse, Fleet, emit, machine, say, table
-from _pipeline import StepTimes, ideal_wall, overlap_share, read_steps
+from _pipeline import ALONE, Contention, StepTimes, ideal_wall, overlap_share, read_steps
 
 WAITING, STREAMED = "grpo_waiting", "grpo"
 PLUGIN = Path(__file__).with_name("waiting_plugin")
@@ -45,7 +49,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--pairs", type=int, default=3, help="fleets to start, each for a waiting and a streamed run"
+        "--turns", type=int, default=3, help="fleets to start, each for a waiting and a streamed run"
     )
     parser.add_argument("--steps", type=int, default=3, help="measured steps of a run")
     parser.add_argument("--together", type=int, default=16, help="answers decoded together")
@@ -59,14 +63,15 @@ def main() -> None:
         write_prompts(prompts, GROUPS * (options.steps + WARM_UP_STEPS))
         differences = {name: difference(model, dtype) for name, dtype in DTYPES.items()}
         spec = make_spec(model, prompts, options.steps + WARM_UP_STEPS, options.together)
-        pairs = [pair for index in range(options.pairs) for pair in measure(spec, flipped=index % 2 == 1)]
-    figures = summarise(pairs)
+        turns = [measure(spec, model, flipped=index % 2 == 1) for index in range(options.turns)]
+    figures = summarise(turns)
     say(f"at the end: {machine()}")
     emit("streaming", {"overlap_share": figures.pop("overlap_share"), **differences, **figures})
 
 
 DTYPES = {"gradient_difference_fp32": "float32", "gradient_difference_bf16": "bfloat16"}
-Pair = tuple[StepTimes, StepTimes]
+Steps = tuple[StepTimes, StepTimes, StepTimes]
+"""One step of the run that waits, of the same while the other core works too, and of the streamed one."""
 
 
 def difference(model: Path, dtype: str) -> float:
@@ -126,17 +131,25 @@ def make_spec(model: Path, prompts: Path, steps: int, together: int) -> dict[str
     }
 
 
-def measure(spec: dict[str, Any], *, flipped: bool) -> list[Pair]:
-    """One fleet, one run of each kind; the measured steps, (waiting, streamed)."""
-    order = [STREAMED, WAITING] if flipped else [WAITING, STREAMED]
+def measure(spec: dict[str, Any], model: Path, *, flipped: bool) -> list[Steps]:
+    """One fleet, one run of each kind; the measured steps."""
     with Fleet("--devices", "cpu:0,cpu:1", "--simulator", "0", environment=with_plugin()) as fleet:
-        found = {
-            name: run(fleet, {**spec, "algorithm": {**spec["algorithm"], "name": name}}) for name in order
-        }
-    pairs = list(zip(found[WAITING], found[STREAMED], strict=True))[WARM_UP_STEPS:]
-    for waiting, streamed in pairs:
+
+        def made(name: str) -> list[StepTimes]:
+            return run(fleet, {**spec, "algorithm": {**spec["algorithm"], "name": name}})
+
+        def busy() -> list[StepTimes]:
+            with beside(model, {"generate": 0, "learn": 1}):
+                return made(WAITING)
+
+        kinds = [lambda: made(WAITING), busy, lambda: made(STREAMED)]
+        order = (2, 1, 0) if flipped else (0, 1, 2)
+        found = {index: kinds[index]() for index in order}
+    steps = list(zip(found[0], found[1], found[2], strict=True))[WARM_UP_STEPS:]
+    for waiting, contended, streamed in steps:
+        check_same_work(waiting, contended)
         check_same_work(waiting, streamed)
-    return pairs
+    return steps
 
 
 def with_plugin() -> dict[str, str]:
@@ -198,34 +211,35 @@ def check_same_work(waiting: StepTimes, streamed: StepTimes) -> None:
         )
 
 
-def summarise(pairs: list[Pair]) -> dict[str, float]:
+def summarise(turns: list[list[Steps]]) -> dict[str, float]:
     """Medians over the steps; each step goes to the reader."""
-    rows = [list(row(waiting, streamed)) for waiting, streamed in pairs]
-    lengths = sorted(length for waiting, _ in pairs for length in waiting.lengths.values())
+    steps = [each for turn in turns for each in turn]
+    contention = Contention.of([waiting for waiting, _, _ in steps], [busy for _, busy, _ in steps])
+    rows = [list(row(waiting, streamed, contention)) for waiting, _, streamed in steps]
+    lengths = sorted(length for waiting, _, _ in steps for length in waiting.lengths.values())
     say(f"answers: {lengths[0]} to {lengths[-1]} tokens, mean {sum(lengths) / len(lengths):.1f}")
+    say(
+        f"beside the other stage's work generating takes {contention.generate:.2f} times as long, learning "
+        f"{contention.learn:.2f} times"
+    )
     table(COLUMNS, rows)
     columns = dict(zip(COLUMNS, zip(*rows, strict=True), strict=True))
     names = {"overlap_share": "share", "wait_s": "wait", "stream_s": "stream", "ideal_s": "ideal"}
     figures = {name: median(columns[column]) for name, column in names.items()}
-    return figures | {"overlap_share_quietest": median(share(*pair) for pair in quietest(pairs))}
+    by_turn = [median(share(w, s, contention) for w, _, s in turn) for turn in turns]
+    return {
+        **figures,
+        "overlap_share_least": min(by_turn),
+        "overlap_share_most": max(by_turn),
+        "overlap_share_alone": median(share(w, s, ALONE) for w, _, s in steps),
+        "generate_beside": contention.generate,
+        "learn_beside": contention.learn,
+    }
 
 
-def quietest(pairs: list[Pair]) -> list[Pair]:
-    """For each step, which is the same work in every pair, the fastest of the waiting and of the streamed ones."""
-    by_step = {step: [pair for pair in pairs if pair[0].step == step] for step in {w.step for w, _ in pairs}}
-    return [
-        (min((w for w, _ in same), key=_wall), min((s for _, s in same), key=_wall))
-        for same in by_step.values()
-    ]
-
-
-def share(waiting: StepTimes, streamed: StepTimes) -> float:
+def share(waiting: StepTimes, streamed: StepTimes, contention: Contention) -> float:
     """Of one step."""
-    return overlap_share(waiting.wall, streamed.wall, ideal_wall(waiting))
-
-
-def _wall(step: StepTimes) -> float:
-    return step.wall
+    return overlap_share(waiting.wall, streamed.wall, ideal_wall(waiting, contention))
 
 
 COLUMNS = (
@@ -242,11 +256,11 @@ COLUMNS = (
 )
 
 
-def row(waiting: StepTimes, streamed: StepTimes) -> Iterator[float]:
+def row(waiting: StepTimes, streamed: StepTimes, contention: Contention) -> Iterator[float]:
     """See COLUMNS; seconds but for the share."""
     yield from (waiting.wall, waiting.generate, waiting.drain, waiting.commit)
     yield from (streamed.wall, streamed.generate, streamed.drain, streamed.commit)
-    yield from (ideal_wall(waiting), share(waiting, streamed))
+    yield from (ideal_wall(waiting, contention), share(waiting, streamed, contention))
 
 
 if __name__ == "__main__":

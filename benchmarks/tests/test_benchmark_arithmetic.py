@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 from _harness import emit
-from _pipeline import StepTimes, ideal_end, ideal_wall, overlap_share, read_steps
+from _pipeline import Contention, StepTimes, ideal_end, ideal_wall, overlap_share, read_steps
 from modes import Found, compare, scaled, seconds_of
-from streaming import quietest
 
 
 @pytest.mark.parametrize(
@@ -87,13 +86,33 @@ def test_steps_are_read_from_the_event_log():
     assert ideal_wall(step) == pytest.approx(4.0 + 3.0 + 0.5)
 
 
-def test_the_quietest_repetition_of_each_step_counts():
-    def step(number, wall):
-        return StepTimes(number, 0.0, committed=wall)
+@pytest.mark.parametrize(
+    ("contention", "ready", "work", "end"),
+    [
+        (Contention(2, 1), [1, 2], [1, 0], 2.5),  # half of the second group's decoding is beside learning
+        (
+            Contention(1, 2),
+            [1, 4],
+            [1, 1],
+            5,
+        ),  # learning is slower while the second group decodes, not after it
+        (Contention(2, 2), [1, 2], [1, 1], 4),  # both are until the second group, which is learned alone
+        (Contention(3, 3), [5], [1], 6),  # one group: nothing is beside anything
+    ],
+)
+def test_stages_slow_each_other_down_where_both_are_at_work(contention, ready, work, end):
+    assert ideal_end(ready, work, contention) == pytest.approx(end)
 
-    pairs = [(step(1, 9.0), step(1, 5.0)), (step(2, 8.0), step(2, 7.0)), (step(1, 7.0), step(1, 6.0))]
-    found = [(w.step, w.wall, s.wall) for w, s in quietest(pairs)]
-    assert found == [(1, 7.0, 5.0), (2, 8.0, 7.0)]
+
+def test_contention_is_what_the_other_stages_work_costs_at_the_median():
+    def step(generate, learn):
+        return StepTimes(1, 0.0, settled={0: generate}, accumulated=generate + learn)
+
+    alone, beside = (
+        [step(1.0, 4.0), step(2.0, 4.0), step(3.0, 5.0)],
+        [step(2.5, 3.0), step(9.0, 3.5), step(1.0, 9.0)],
+    )
+    assert Contention.of(alone, beside) == Contention(generate=1.25, learn=1.0)
 
 
 def test_the_only_line_on_standard_output_is_json(capsys):

@@ -45,8 +45,8 @@ def test_the_drawing_has_a_panel_an_algorithm_and_a_line_a_seed():
         [tuple(map(float, p.split(","))) for p in line.get("points").split()]
         for line in root.iter(f"{SVG}polyline")
     ]
-    assert lines[0] == [(WIDTH / 4 - 0.0, HEIGHT), (WIDTH / 2, HEIGHT / 2)] and len(lines) == 3
-    assert lines[2][-1] == (WIDTH, 0.75 * HEIGHT)
+    assert lines[0] == [(WIDTH / 2, HEIGHT), (WIDTH, HEIGHT / 2)] and len(lines) == 3
+    assert lines[2][-1] == (WIDTH, 0.75 * HEIGHT), "a panel goes to the steps of its own runs"
 
 
 def test_smoothing_looks_back_only():

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
 SAY_S = 3.0
 CHECKING = (
-    "the coordinator checks the spec; a fleet loads the scorers first, for reward.load_timeout_s at most"
+    "the coordinator checks the spec; a fleet loads the scorers first, for reward.load_timeout_s at most, and makes an "
+    "environment where sizes of a policy are to be compared"
 )
 TOKEN_HINT = (
     "name the --data-dir of its fleet, or put the token that lies there in `http-token` into HEADRACE_TOKEN"

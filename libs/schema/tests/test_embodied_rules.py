@@ -31,6 +31,17 @@ def test_start_states_and_rewards_follow_from_the_environment():
     assert RunSpec.model_validate(spec.model_dump(mode="json")) == spec
 
 
+def test_success_is_all_that_is_asked_of_held_out_episodes_unless_more_is_said():
+    success = {"name": "episode", "options": {"of": "success"}}
+    everything = {"scorers": [success], "evaluation": [success, {"name": "episode", "weight": 0}]}
+    for reward, alone in (({}, True), ({"scorers": [success]}, True), (everything, False)):
+        given = {"reward": reward} if reward else {}
+        spec = RunSpec.model_validate({**BASE, **given})
+        assert spec.reward.judges_success_alone is alone
+    returns = RunSpec.model_validate({**BASE, "reward": {"scorers": [{"name": "episode"}]}})
+    assert not returns.reward.judges_success_alone
+
+
 def test_what_is_given_stays():
     given = {"scorers": [{"name": "episode", "options": {"scale": 0.1}}]}
     spec = RunSpec.model_validate(

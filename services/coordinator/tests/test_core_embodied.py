@@ -1,6 +1,7 @@
 """Runs of robot policies: what the spaces say of a policy, who simulates what, and lost simulators."""
 
 import asyncio
+import json
 import random
 
 import numpy as np
@@ -10,6 +11,7 @@ from headrace.simulator.v1 import simulator_pb2 as simulator
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.run.simulators.pools import BLOB_BYTES
 from headrace_coordinator.run.simulators.spaces import divide, fit
+from headrace_coordinator.run.simulators.written import read_written
 from headrace_coordinator.run.stages.rewards.scoring import sampled
 from headrace_coordinator.simulation.virtual_time import run_virtual
 from headrace_coordinator.simulation.world import World
@@ -95,6 +97,35 @@ def test_what_does_not_fit_the_environment_is_named(policy, environment, pools, 
     with pytest.raises(Impossible) as caught:
         fit(policy, section(**environment), pools)
     assert [each.key for each in caught.value.problems] == [key]
+
+
+WRITTEN = {"kind": "openvla_oft", "bounds": {"low": [-1, -1], "high": [1, 1]}, "cameras": ["primary"]}
+SEEN = {"state": ["tool"], "cameras": {"primary": "front"}}
+
+
+@pytest.mark.parametrize(
+    ("written", "environment", "keys"),
+    [
+        ({}, SEEN, []),
+        ({"proprio": {"low": [0, 0, 0], "high": [1, 1, 1]}}, SEEN, []),
+        ({"proprio": {"low": [0, 0], "high": [1, 1]}}, SEEN, ["environment.state"]),
+        ({"kind": "mlp", "state_size": 9, "cameras": []}, {}, ["environment.state"]),
+        ({"kind": "pi0", "state": {"low": [0] * 7, "high": [1] * 7}}, {**SEEN, "state": None}, []),
+        ({"bounds": {"low": [-1] * 7, "high": [1] * 7}}, SEEN, ["model.path"]),
+        ({"cameras": ["primary", "wrist"]}, SEEN, ["environment.cameras"]),
+        ({}, {"state": []}, ["environment.cameras"]),
+        ({"kind": "cnn", "height": 48, "width": 64}, SEEN, []),
+        ({"kind": "cnn", "height": 64, "width": 64}, SEEN, ["environment.options"]),
+    ],
+)
+def test_what_a_directory_says_of_its_policy_has_to_fit(written, environment, keys, tmp_path):
+    (tmp_path / "policy.json").write_text(json.dumps({**WRITTEN, **written}))
+    problems = []
+    try:
+        fit(None, section(**environment), {"a": pool()}, read_written(str(tmp_path)))
+    except Impossible as impossible:
+        problems = [each.key for each in impossible.problems]
+    assert problems == keys
 
 
 def test_environments_are_divided_evenly_and_each_rollout_has_every_task():
@@ -230,3 +261,30 @@ def test_instances_are_told_the_whole_policy():
     of_policy = [text for text in told if '"policy"' in text]
     assert len(of_policy) == 2 + world.spec.trainer.ranks
     assert all('"state_size":3' in text for text in of_policy)
+
+
+class Submitted(Robots):
+    """While the run is at work, others are submitted that state sizes."""
+
+    found: list[list[str]]
+
+    async def trouble(self) -> None:
+        while not self.events(ev.StepCommitted):  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+        self.found = []
+        for size in (5, 3):
+            fields = self.spec.model_dump(mode="json", exclude_unset=True)
+            fields["model"]["policy"]["state_size"] = size
+            self.found.append([each.key for each in await self.coordinator.check(RunSpec(**fields))])
+
+
+def test_sizes_that_are_not_the_environments_are_refused_at_submission():
+    world = Submitted(1)
+    outcome = run_virtual(world.live())
+    assert world.found == [["model.policy.state_size"], []]
+    assert outcome.state == "SUCCEEDED"
+    tried = [
+        r for r in world.requests if isinstance(r, simulator.OpenPoolRequest) and "trial" in r.header.run
+    ]
+    assert [request.count for request in tried] == [1, 1]
+    assert not any(i.pools for i in world.living("simulator"))

@@ -50,6 +50,9 @@ def test_a_helper_is_taken_to_be_as_slow_as_devices_scale_until_one_was_measured
     terms = tail.terms(owners=2, group_size=4, shared=True)
     assert terms.learn.seconds(4000 / tail.mean, 1) == pytest.approx(8.0)
     assert terms.learn.seconds(4000 / tail.mean, 2) == pytest.approx(6.0)
+    assert terms.costs.resume_item_s == pytest.approx(8.0 / 3 * tail.mean / 4000), (
+        "its forward pass, once more"
+    )
 
 
 def test_nothing_is_said_before_two_steps_and_steps_that_moved_give_lengths_alone():

@@ -85,10 +85,13 @@ async def test_chunks_are_cut_where_an_episode_ends(new_walker, simulator_addres
     assert moved.shape == (2,) and json.loads(trajectory.completion_text)["steps"] == 6
 
 
-async def test_an_episode_may_end_with_its_first_success(new_walker, simulator_address):
-    rollout = await new_walker(policy={**WALKER, "chunk_length": 4}, stop_on_success=True)
+@pytest.mark.parametrize("said_by", ["stop_on_success", "until_success"])
+async def test_an_episode_may_end_with_its_first_success(new_walker, simulator_address, said_by):
+    of_run, of_stream = ({said_by: True}, {}) if said_by == "stop_on_success" else ({}, {said_by: True})
+    rollout = await new_walker(policy={**WALKER, "chunk_length": 4}, **of_run)
     pool = await walks(simulator_address, options={"goal": 3})
-    (trajectory,) = (await (await run_episodes(rollout, [pool], begin([1]))).read_all()).values()
+    call = await run_episodes(rollout, [pool], begin([1]), **of_stream)
+    (trajectory,) = (await call.read_all()).values()
     episode = episode_of(trajectory)
     assert episode.terminated and episode.valid_TC.tolist() == [[True] * 3 + [False]]
     assert episode.successes_TC.tolist() == [[False, False, True, False]]

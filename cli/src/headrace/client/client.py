@@ -35,7 +35,8 @@ if TYPE_CHECKING:
     from headrace_servicekit.rpc.episodes import Episode
 
 POLL_S = 0.5
-CHECK_S = 60.0  # beside the scorers' loading: a coordinator waits for instances that are being restarted
+CHECK_S = 120.0
+"""Beside the scorers' loading: a coordinator waits for instances that are being restarted, and for an environment."""
 EVENT_SILENCE_S = 60.0  # the server sends comments more often than this; longer silence is a dead connection
 
 

@@ -20,8 +20,8 @@ from headrace_simulator.pipes import Kind, Message, decode, encode
 from headrace_simulator.spaces import to_message
 from headrace_simulator.variants import split, varied
 
-_FLUSH_S = 0.005
-"""Outcomes of a batch that come faster than this leave in one write."""
+_TOGETHER_S = 0.005
+"""Outcomes of a batch that come within this time are one answer. The parent's limits have more room than that."""
 
 
 class Host:
@@ -46,10 +46,12 @@ class Host:
             instruction=first.instruction,
         )
 
-    def operate(self, operation: simulator_pb2.EnvironmentOperation) -> simulator_pb2.EnvironmentOutcome:
-        """Resets or steps one environment."""
+    def operate(
+        self, operation: simulator_pb2.EnvironmentOperation, outcome: simulator_pb2.EnvironmentOutcome
+    ) -> None:
+        """Resets or steps one environment, and writes how it went into an empty outcome."""
         index = operation.environment
-        outcome = simulator_pb2.EnvironmentOutcome(environment=index, step_index=operation.step_index)
+        outcome.environment, outcome.step_index = index, operation.step_index
         try:
             if index not in self._environments:
                 if not operation.HasField("reset"):
@@ -61,10 +63,10 @@ class Host:
             lost = self._environments.pop(index, None)
             if lost is not None:
                 lost.stop_recording()
-            outcome = simulator_pb2.EnvironmentOutcome(environment=index, step_index=operation.step_index)
+            outcome.Clear()
+            outcome.environment, outcome.step_index = index, operation.step_index
             outcome.status = simulator_pb2.OUTCOME_STATUS_ENVIRONMENT_LOST
             outcome.detail = f"the environment raised {error}"
-        return outcome
 
     def render(self, index: int) -> bytes:
         """A picture as a serialized Tensor; Raised where there is none."""
@@ -99,21 +101,15 @@ def main() -> None:
     """Serves until the parent closes the pipe."""
     reader, writer = become_worker()
     host = Host()
-    flushed = time.monotonic()
     while (body := read_frame(reader)) is not None:
         for answer in _answers(host, *decode(body)):
             writer.write(frame(encode(answer)))
-            if time.monotonic() - flushed > _FLUSH_S:
-                writer.flush()
-                flushed = time.monotonic()
-        writer.flush()
-        flushed = time.monotonic()
+            writer.flush()
 
 
 def _answers(host: Host, kind: Kind, payload: bytes) -> Iterator[Message]:
     if kind is Kind.OPERATE:
-        for operation in simulator_pb2.StepRequest.FromString(payload).operations:
-            yield kind, host.operate(operation).SerializeToString()
+        yield from _operated(host, simulator_pb2.StepRequest.FromString(payload))
         return
     try:
         yield _answer(host, kind, payload)
@@ -121,6 +117,18 @@ def _answers(host: Host, kind: Kind, payload: bytes) -> Iterator[Message]:
         yield _fault(error.field, error.message)
     except Raised as error:
         yield _fault("options_json", str(error))
+
+
+def _operated(host: Host, request: simulator_pb2.StepRequest) -> Iterator[Message]:
+    """Outcomes in the order of the operations; those that come fast leave together."""
+    response, begun = simulator_pb2.StepResponse(), time.monotonic()
+    for operation in request.operations:
+        host.operate(operation, response.outcomes.add())
+        if time.monotonic() - begun > _TOGETHER_S:
+            yield Kind.OPERATE, response.SerializeToString()
+            response, begun = simulator_pb2.StepResponse(), time.monotonic()
+    if response.outcomes:
+        yield Kind.OPERATE, response.SerializeToString()
 
 
 def _answer(host: Host, kind: Kind, payload: bytes) -> Message:

@@ -55,7 +55,7 @@ class EnvironmentLedger:
         self._seed = seed
         self._description = description
         self._next_index = 0
-        self._last: tuple[bytes, Outcome] | None = None
+        self._last: tuple[Operation, Outcome] | None = None
         self._seeded_generation = -1
         self._waiting_for_reset = "it is new"
 
@@ -66,8 +66,8 @@ class EnvironmentLedger:
         """
         index = operation.step_index
         if self._last is not None and index == self._next_index - 1:
-            body, outcome = self._last
-            if body == operation.SerializeToString(deterministic=True):
+            same, outcome = self._last
+            if operation == same:
                 return outcome
             return self._refuse(
                 index, f"step index {index} was another operation; an operation keeps its index"
@@ -99,7 +99,7 @@ class EnvironmentLedger:
             self._waiting_for_reset = "it was lost"
             self._seeded_generation = -1
         self._next_index += 1
-        self._last = (operation.SerializeToString(deterministic=True), outcome)
+        self._last = (operation, outcome)
         return outcome
 
     def lost(self, operation: Operation, detail: str) -> Outcome:

@@ -16,8 +16,8 @@ class Kind(IntEnum):
     """Asked with JSON (see `headrace_simulator.pool`), answered with an OpenPoolResponse that describes the
     environments."""
     OPERATE = 3
-    """Asked with a StepRequest that holds operations alone, answered with one frame for each of them, in order: an
-    EnvironmentOutcome."""
+    """Asked with a StepRequest that holds operations alone, answered with StepResponses, as many as it takes, whose
+    outcomes are in the operations' order."""
     RENDER = 4
     """Asked with JSON {environment: index}, answered with a Tensor."""
     FAULT = 5

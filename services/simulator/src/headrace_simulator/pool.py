@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import uuid
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -208,20 +208,19 @@ class EnvironmentPool:
                 sent.append(ledger.effective(operation, generation))
             else:
                 outcomes.append(self._lost(operation, "the process that held it ended", host))
+        if not sent:
+            return outcomes
+        child.send((Kind.OPERATE, simulator_pb2.StepRequest(operations=sent).SerializeToString()))
         given = {operation.environment: operation for operation in operations}
-        if sent:
-            child.send((Kind.OPERATE, simulator_pb2.StepRequest(operations=sent).SerializeToString()))
-        lost_because = ""
-        for each in sent:
-            operation = given[each.environment]
+        waiting = deque(given[each.environment] for each in sent)
+        while waiting:
             try:
-                if not lost_because:
-                    reply = Outcome.FromString(await host.answer(child, self._limit_s(operation)))
-                    outcomes.append(self._record(operation, reply, generation))
-                    continue
+                answer = await host.answer(child, self._limit_s(waiting[0]))
             except HostLost as lost:
-                lost_because = str(lost)
-            outcomes.append(self._lost(operation, lost_because, host))
+                outcomes += [self._lost(each, str(lost), host) for each in waiting]
+                break
+            for reply in simulator_pb2.StepResponse.FromString(answer).outcomes:
+                outcomes.append(self._record(waiting.popleft(), reply, generation))
         return outcomes
 
     def _limit_s(self, operation: Operation) -> float:

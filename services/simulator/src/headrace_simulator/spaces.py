@@ -78,5 +78,18 @@ def chunk_fault(space: ArraySpace, actions: np.ndarray) -> str | None:
     if actions.ndim != len(space.shape) + 1 or not len(actions):
         wanted = ["length", *space.shape]
         return f"the chunk has shape {list(actions.shape)}; a chunk of 1 or more actions has {wanted}"
+    if _all_inside(space, actions):
+        return None
     faults = ((index, action_fault(space, action)) for index, action in enumerate(actions))
     return next((f"action {index} of the chunk: {fault}" for index, fault in faults if fault), None)
+
+
+def _all_inside(space: ArraySpace, actions: np.ndarray) -> bool:
+    """Whether all actions of a chunk are plainly in a bounded space: the common case, in two comparisons."""
+    if space.low is None or space.high is None or space.discrete_count:
+        return False
+    if actions.shape[1:] != space.shape or actions.dtype != space.dtype:
+        return False
+    # What is not a number is in no bounds; neither is what is infinite, where the bounds are finite.
+    inside = (actions >= space.low) & (actions <= space.high)
+    return bool(inside.all()) and bool(np.isfinite(actions).all())

@@ -50,6 +50,12 @@ class RewardSection(Section):
         count = sum(map(len, self.sets().values()))
         return count * (self.load_timeout_s + self.timeout_s)
 
+    @property
+    def judges_success_alone(self) -> bool:
+        """Whether all that an evaluation asks of an episode is whether it succeeded."""
+        scorers = self.evaluation or self.scorers
+        return all(each.name == "episode" and each.options.get("of") == "success" for each in scorers)
+
     def sets(self) -> dict[str, list[ScorerSection]]:
         """The scorers by the key of their set; `evaluation` only where it has scorers of its own."""
         own = {"evaluation": self.evaluation} if self.evaluation else {}

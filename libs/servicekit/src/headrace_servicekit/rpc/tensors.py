@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 
 import grpc
 import ml_dtypes
@@ -62,7 +63,8 @@ def decode_tensor(tensor: common_pb2.Tensor, *, max_bytes: int) -> np.ndarray:
     shape times element size, the size is above `max_bytes`, a bool is neither 0 nor 1, or the body is a blob.
     """
     shape = tuple(tensor.shape)
-    size = tensor_bytes(tensor.data_type, shape)
+    # Every step of an environment asks the same: what a type and a shape come to is worked out once.
+    size = _checked_bytes(tensor.data_type, shape)
     data = tensor.data
     if not data and tensor.WhichOneof("body") == "blob":
         raise _invalid("the tensor's body is a blob reference; fetch it from its producer first")
@@ -94,6 +96,9 @@ def tensor_bytes(data_type: int, shape: Sequence[int]) -> int:
     ):
         raise _invalid(f"shape {list(shape)}: its extents are above the limit of {MAX_TENSOR_BYTES} bytes")
     return size
+
+
+_checked_bytes = lru_cache(maxsize=1024)(tensor_bytes)
 
 
 def _names() -> str:

@@ -229,20 +229,22 @@ class RunEpisodesRequest(_message.Message):
     def __init__(self, open: _Optional[_Union[RunEpisodesOpen, _Mapping]] = ..., assign: _Optional[_Union[AssignGroups, _Mapping]] = ..., reauthorize: _Optional[_Union[Reauthorize, _Mapping]] = ...) -> None: ...
 
 class RunEpisodesOpen(_message.Message):
-    __slots__ = ("header", "policy_number", "seed", "pools", "greedy", "evaluation")
+    __slots__ = ("header", "policy_number", "seed", "pools", "greedy", "evaluation", "until_success")
     HEADER_FIELD_NUMBER: _ClassVar[int]
     POLICY_NUMBER_FIELD_NUMBER: _ClassVar[int]
     SEED_FIELD_NUMBER: _ClassVar[int]
     POOLS_FIELD_NUMBER: _ClassVar[int]
     GREEDY_FIELD_NUMBER: _ClassVar[int]
     EVALUATION_FIELD_NUMBER: _ClassVar[int]
+    UNTIL_SUCCESS_FIELD_NUMBER: _ClassVar[int]
     header: _common_pb2.CommandHeader
     policy_number: int
     seed: int
     pools: _containers.RepeatedCompositeFieldContainer[EnvironmentPool]
     greedy: bool
     evaluation: bool
-    def __init__(self, header: _Optional[_Union[_common_pb2.CommandHeader, _Mapping]] = ..., policy_number: _Optional[int] = ..., seed: _Optional[int] = ..., pools: _Optional[_Iterable[_Union[EnvironmentPool, _Mapping]]] = ..., greedy: _Optional[bool] = ..., evaluation: _Optional[bool] = ...) -> None: ...
+    until_success: bool
+    def __init__(self, header: _Optional[_Union[_common_pb2.CommandHeader, _Mapping]] = ..., policy_number: _Optional[int] = ..., seed: _Optional[int] = ..., pools: _Optional[_Iterable[_Union[EnvironmentPool, _Mapping]]] = ..., greedy: _Optional[bool] = ..., evaluation: _Optional[bool] = ..., until_success: _Optional[bool] = ...) -> None: ...
 
 class EnvironmentPool(_message.Message):
     __slots__ = ("address", "header", "pool", "pool_incarnation", "count", "task")

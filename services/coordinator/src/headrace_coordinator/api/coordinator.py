@@ -26,6 +26,7 @@ from headrace_coordinator.api.reading.reads import Reads
 from headrace_coordinator.api.scaling import Scaling
 from headrace_coordinator.api.submission.admission import FleetView, check, check_alone
 from headrace_coordinator.api.submission.engines import answer_problems, settle_engine
+from headrace_coordinator.api.submission.environment_check import try_environment
 from headrace_coordinator.api.submission.evaluations import Prepared, in_users_keys, prepare
 from headrace_coordinator.api.submission.scorer_check import try_scorers
 from headrace_coordinator.data.dataset import Dataset
@@ -99,6 +100,7 @@ class Coordinator(Reads):
                 await self.event_log.wait_until(lambda: not misfits(), RESTART_S, "instances to be restarted")
         problems = [*misfits(), *await self.fork_problems(spec)]
         problems = problems or await try_scorers(spec, self.fleet, self.reconciler.trials)
+        problems = problems or await try_environment(spec, self.fleet, self.reconciler.trials)
         # A trial may take a minute, in which a fork's origin goes on and deletes checkpoints.
         return problems or await self.fork_problems(spec)
 

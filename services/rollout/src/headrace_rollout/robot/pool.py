@@ -19,9 +19,10 @@ from headrace.simulator.v1 import simulator_pb2, simulator_pb2_grpc
 from headrace_servicekit.rpc.blobs import BlobReader
 from headrace_servicekit.rpc.client import deadlines_enabled, dial
 from headrace_servicekit.rpc.errors import ServiceError, message_of
-from headrace_servicekit.rpc.tensors import decode_tensor, encode_tensor
+from headrace_servicekit.rpc.tensors import decode_tensor, write_tensor
 
 from headrace_rollout.busy_time import BusyTime
+from headrace_rollout.robot.model import Decision
 
 MAX_OBSERVATION_BYTES = 1 << 28
 RESET_S = 300.0
@@ -53,41 +54,49 @@ class Environment:
         self._idle.set()
 
     async def reset(self, start: rollout_pb2.EpisodeStart) -> Outcome:
-        """Begins an episode. Raises as `act`."""
+        """Begins an episode. Raises as `settled`."""
         reset = simulator_pb2.ResetOperation(seed=start.seed, record=start.record)
         if start.HasField("init_state"):
             reset.init_state = start.init_state
-        return await self._operate(Operation(reset=reset), 0)
+        if not self._idle.is_set():  # an operation of an episode that was stopped
+            await self._idle.wait()
+        answered: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
+        self._operate(Operation(reset=reset), 0, answered)
+        return await self.settled(await answered)
 
-    async def act(self, actions_CA: np.ndarray) -> Outcome:
-        """Executes a chunk, until the episode ends.
+    def begin(self, decision: Decision, answered: asyncio.Future[Outcome]) -> None:
+        """Executes a chunk, until the episode ends; `answered` gets the outcome or PoolLost. Raises PoolLost."""
+        actions_CA = decision.executed_CA
+        operation = Operation()
+        write_tensor(operation.action_chunk, actions_CA)
+        self._operate(operation, len(actions_CA), answered)
+
+    async def settled(self, outcome: Outcome) -> Outcome:
+        """The outcome, with what it refers to.
 
         Raises EnvironmentLost, PoolLost, and ServiceError REFUSED_BY_SIMULATOR with its reason.
         """
-        return await self._operate(Operation(action_chunk=encode_tensor(actions_CA)), len(actions_CA))
+        if outcome.status != simulator_pb2.OUTCOME_STATUS_OK:
+            self._check(outcome)
+        await self._pool.fetch_blobs(outcome)
+        return outcome
 
     async def video(self) -> bytes:
         """The MP4 file of the episode, whose start asked for it. Raises PoolLost, and ServiceError INVALID for none."""
         return await self._pool.video(self._index)
 
-    async def _operate(self, operation: Operation, actions: int) -> Outcome:
+    def _operate(self, operation: Operation, actions: int, answered: asyncio.Future[Outcome]) -> None:
         pool = self._pool
-        if not self._idle.is_set():  # an operation of an episode that was stopped
-            await self._idle.wait()
         operation.environment, operation.step_index = self._index, self._next_step
         pool.send(operation)
         # Nothing stands between the one who waits and the answer, and one timer watches all: each step pays for it.
-        loop = asyncio.get_running_loop()
-        waiting = self._waiting = loop.create_future()
+        self._waiting = answered
         self._idle.clear()
         pool.asked.begin()
         # Environments of one process take turns, and each may use up its own limit.
-        self.due = loop.time() + RESET_S + pool.step_timeout_s * actions * len(pool.environments)
+        limit_s = RESET_S + pool.step_timeout_s * actions * len(pool.environments)
+        self.due = asyncio.get_running_loop().time() + limit_s
         pool.watch(self.due)
-        outcome: Outcome = await waiting
-        self._check(outcome)
-        await pool.fetch_blobs(outcome)
-        return outcome
 
     @property
     def name(self) -> str:
@@ -95,8 +104,6 @@ class Environment:
         return f"environment {self._index} of {self._pool.name} at {self._pool.address}"
 
     def _check(self, outcome: Outcome) -> None:
-        if outcome.status == simulator_pb2.OUTCOME_STATUS_OK:
-            return
         if outcome.status == simulator_pb2.OUTCOME_STATUS_ENVIRONMENT_LOST:
             raise EnvironmentLost(f"{self.name}: {outcome.detail}")
         if outcome.status == simulator_pb2.OUTCOME_STATUS_REVOKED:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import struct
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import grpc
@@ -21,8 +21,8 @@ from headrace_servicekit.rpc.errors import ServiceError
 from headrace_rollout.engines.base import Refused, SampleKey
 from headrace_rollout.robot.episode import Recording
 from headrace_rollout.robot.model import Decision, Row
-from headrace_rollout.robot.pool import Environment, EnvironmentLost, Pool, PoolLost, arrays_of
-from headrace_rollout.robot.turns import Turns
+from headrace_rollout.robot.pool import Environment, EnvironmentLost, Outcome, Pool, PoolLost, arrays_of
+from headrace_rollout.robot.turns import Decide, Turns
 from headrace_rollout.robot.views import Views
 
 
@@ -59,9 +59,11 @@ class Plan:
     failed: Callable[[ServiceError], None]
     pool_lost: Callable[[Pool], None]
     holds: Callable[[], bool]
+    until_success: bool = False
+    """Whether episodes end with their first success, also where the environment's section does not say so."""
 
 
-Act = Callable[[Sequence[Row]], Awaitable[Sequence[Decision]]]
+ActingTurns = Turns[Row, Decision, Outcome]
 
 
 @dataclass
@@ -85,12 +87,12 @@ class _Queue:
 class EpisodeRunner:
     """The episodes of one stream."""
 
-    def __init__(self, plan: Plan, pools: Sequence[Pool], act: Act) -> None:
+    def __init__(self, plan: Plan, pools: Sequence[Pool], decide: Decide[Row, Decision]) -> None:
         self._plan = plan
         self._queues: dict[str, _Queue] = {pool.task: _Queue() for pool in pools}
         self._running: dict[asyncio.Task[EpisodeOutput], EpisodeSample] = {}
         self._any_lost = False
-        parts = [Turns[Row, Decision](act) for _ in range(plan.environment.alternating)]
+        parts = [ActingTurns(decide) for _ in range(plan.environment.alternating)]
         self._tasks = [asyncio.create_task(self._watch(pool), name=f"watch {pool.name}") for pool in pools]
         for place, pool in enumerate(pools):
             for index, environment in enumerate(pool.environments):
@@ -155,7 +157,7 @@ class EpisodeRunner:
         self._plan.pool_lost(pool)
         self._return_waiting(None)
 
-    async def _serve(self, pool: Pool, environment: Environment, turns: Turns[Row, Decision]) -> None:
+    async def _serve(self, pool: Pool, environment: Environment, turns: ActingTurns) -> None:
         queue = self._queues[pool.task]
         while not pool.reason:
             await queue.filled.wait()
@@ -164,9 +166,7 @@ class EpisodeRunner:
                 if sample is not None:
                     await self._run(sample, environment, turns)
 
-    async def _run(
-        self, sample: EpisodeSample, environment: Environment, turns: Turns[Row, Decision]
-    ) -> None:
+    async def _run(self, sample: EpisodeSample, environment: Environment, turns: ActingTurns) -> None:
         episode = asyncio.create_task(self._episode(sample, environment, turns))
         self._running[episode] = sample
         try:
@@ -183,7 +183,7 @@ class EpisodeRunner:
             self._plan.sink(EpisodeOutput(sample) if stopped else episode.result())
 
     async def _episode(
-        self, sample: EpisodeSample, environment: Environment, turns: Turns[Row, Decision]
+        self, sample: EpisodeSample, environment: Environment, turns: ActingTurns
     ) -> EpisodeOutput:
         try:
             episode = await self._played(sample, environment, turns)
@@ -201,19 +201,16 @@ class EpisodeRunner:
             self._plan.failed(_failed(sample, error))
         return EpisodeOutput(sample)
 
-    async def _played(
-        self, sample: EpisodeSample, environment: Environment, turns: Turns[Row, Decision]
-    ) -> Episode:
+    async def _played(self, sample: EpisodeSample, environment: Environment, turns: ActingTurns) -> Episode:
         plan = self._plan
-        recording = Recording(plan.environment.stop_on_success)
+        recording = Recording(plan.environment.stop_on_success or plan.until_success)
         seen = plan.views(arrays_of(await environment.reset(sample.start)))
         while not recording.ended:
             if not plan.holds():
                 raise _NotHeld
             seed = chunk_seed(plan.seed, sample.key, recording.chunks)
-            decision = await turns.decide(Row(seen, sample.prompt_ids, seed, sample.greedy))
-            with turns.stepping():
-                outcome = await environment.act(decision.executed_CA)
+            row = Row(seen, sample.prompt_ids, seed, sample.greedy)
+            decision, outcome = await turns.take(row, environment)
             recording.add(seen, decision, outcome)
             seen = plan.views(arrays_of(outcome, final=recording.ended))
         return recording.episode(seen)

@@ -43,6 +43,7 @@ class EpisodeStream(SampleStream[EpisodeOutput | Pool, rollout_pb2.RunEpisodesRe
             failed=self._inbox.put_nowait,
             pool_lost=lambda pool: self._inbox.put_nowait([pool]),
             holds=self._holds,
+            until_success=opening.until_success,
         )
         self._runner = run.engine.run_episodes(plan, opening.pools)
         self._told = run.engine.stage_seconds

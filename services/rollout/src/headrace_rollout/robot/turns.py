@@ -1,66 +1,126 @@
 """Turns of a part of the environments: the policy acts for all of them together while other parts are simulated.
 
-Knows neither policies nor environments.
+Knows neither policies nor what an environment is asked.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Generic, TypeVar
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
 
 RowT = TypeVar("RowT")
 DecisionT = TypeVar("DecisionT")
+GivenT = TypeVar("GivenT", contravariant=True)
+OutcomeT = TypeVar("OutcomeT")
+Decide = Callable[[Sequence[RowT]], Sequence[DecisionT] | Awaitable[Sequence[DecisionT]]]
+"""The decisions for rows, at once or later."""
 
 
-class Turns(Generic[RowT, DecisionT]):
-    """Gathers the rows of one part: `act` is called for those that wait once no environment of it is being stepped."""
+class Stepped(Protocol[GivenT, OutcomeT]):
+    """What does as was decided."""
 
-    def __init__(self, act: Callable[[Sequence[RowT]], Awaitable[Sequence[DecisionT]]]) -> None:
-        self._act = act
-        self._waiting: list[tuple[RowT, asyncio.Future[DecisionT]]] = []
+    def begin(self, decision: GivenT, answered: asyncio.Future[OutcomeT]) -> None:
+        """Begins to, and `answered` gets the outcome. Raises what keeps it from it."""
+
+    async def settled(self, outcome: OutcomeT) -> OutcomeT:
+        """The outcome once it is whole. Raises where it is none."""
+
+
+@dataclass(eq=False)
+class _Row(Generic[RowT, DecisionT, OutcomeT]):
+    row: RowT
+    environment: Stepped[DecisionT, OutcomeT]
+    answered: asyncio.Future[OutcomeT]
+    decision: DecisionT | None = None
+    """None until it is begun with."""
+
+
+class Turns(Generic[RowT, DecisionT, OutcomeT]):
+    """Gathers the rows of one part: `decide` is called for those that wait once no environment of it is being stepped.
+
+    Who waits is woken once a turn, by the outcome: everything before it is done for all rows together.
+    """
+
+    def __init__(self, decide: Decide[RowT, DecisionT]) -> None:
+        self._decide = decide
+        self._waiting: list[_Row[RowT, DecisionT, OutcomeT]] = []
         self._stepping = 0
-        self._acting: asyncio.Task[None] | None = None
+        self._deciding: asyncio.Task[None] | None = None
+        self._scheduled = False
 
-    async def decide(self, row: RowT) -> DecisionT:
-        """The decision for a row, made together with the others'. Raises what `act` raised."""
-        future: asyncio.Future[DecisionT] = asyncio.get_running_loop().create_future()
-        self._waiting.append((row, future))
-        self._begin()
-        return await future
+    async def take(self, row: RowT, environment: Stepped[DecisionT, OutcomeT]) -> tuple[DecisionT, OutcomeT]:
+        """The decision for a row, made together with the others', and how the environment went on with it.
 
-    @contextmanager
-    def stepping(self) -> Iterator[None]:
-        """Around a step: the others' next turn waits for it."""
-        self._stepping += 1
+        Raises what `decide` raised, and what the environment raises.
+        """
+        own = _Row(row, environment, asyncio.get_running_loop().create_future())
+        self._waiting.append(own)
+        self._soon()
         try:
-            yield
+            outcome = await own.environment.settled(await own.answered)
         finally:
-            self._stepping -= 1
-            if not self._stepping:
-                # Who was stepped last asks for its next decision first, so that it is in the turn.
-                asyncio.get_running_loop().call_soon(self._begin)
+            if own.decision is not None:
+                self._stepped()
+        assert own.decision is not None
+        return own.decision, outcome
+
+    def _stepped(self) -> None:
+        self._stepping -= 1
+        self._soon()
+
+    def _soon(self) -> None:
+        """Behind those whose outcomes have come too: they ask for their next decisions first, and are in the turn."""
+        if not (self._scheduled or self._stepping or self._deciding):
+            self._scheduled = True
+            asyncio.get_running_loop().call_soon(self._begin)
 
     def _begin(self) -> None:
-        if self._stepping or self._acting is not None:
+        self._scheduled = False
+        if self._stepping or self._deciding is not None or not self._waiting:
             return
-        turn = [(row, future) for row, future in self._waiting if not future.done()]
+        turn = [own for own in self._waiting if not own.answered.done()]
         self._waiting = []
-        if turn:
-            self._acting = asyncio.create_task(self._take(turn))
-
-    async def _take(self, turn: Sequence[tuple[RowT, asyncio.Future[DecisionT]]]) -> None:
+        if not turn:
+            return
         try:
-            decisions = await self._act([row for row, _ in turn])
+            decisions = self._decide([own.row for own in turn])
         except Exception as error:  # noqa: BLE001  # whatever it is, each that waits gets it
-            for _, future in turn:
-                if not future.done():
-                    future.set_exception(error)
+            _fail(turn, error)
+            return
+        if isinstance(decisions, Awaitable):
+            self._deciding = asyncio.create_task(self._later(turn, decisions))
         else:
-            for (_, future), decision in zip(turn, decisions, strict=True):
-                if not future.done():
-                    future.set_result(decision)
-        self._acting = None
-        # Behind those that go on to step with their decisions.
-        asyncio.get_running_loop().call_soon(self._begin)
+            self._go_on(turn, decisions)
+
+    async def _later(
+        self,
+        turn: Sequence[_Row[RowT, DecisionT, OutcomeT]],
+        decisions: Awaitable[Sequence[DecisionT]],
+    ) -> None:
+        try:
+            found = await decisions
+        except Exception as error:  # noqa: BLE001  # whatever it is, each that waits gets it
+            _fail(turn, error)
+        else:
+            self._go_on(turn, found)
+        self._deciding = None
+        self._soon()
+
+    def _go_on(self, turn: Sequence[_Row[RowT, DecisionT, OutcomeT]], decisions: Sequence[DecisionT]) -> None:
+        for own, decision in zip(turn, decisions, strict=True):
+            if own.answered.done():  # it was stopped meanwhile
+                continue
+            own.decision = decision
+            self._stepping += 1
+            try:
+                own.environment.begin(decision, own.answered)
+            except Exception as error:  # noqa: BLE001  # the one whose environment it is gets it
+                own.answered.set_exception(error)
+
+
+def _fail(turn: Sequence[_Row[RowT, DecisionT, OutcomeT]], error: Exception) -> None:
+    for own in turn:
+        if not own.answered.done():
+            own.answered.set_exception(error)

@@ -134,7 +134,10 @@ class LiberoBackend:
 
 
 class LiberoEnvironment:
-    """A task. Its initial state decides how an episode begins; the simulation itself is deterministic."""
+    """A task. An episode begins as its initial state says, which knows joints alone, and its seed, which places the
+    fixtures: the bodies without joints (cabinet, stove) that LIBERO lays out anew at each reset. All else is
+    deterministic.
+    """
 
     def __init__(
         self, bddl: Path, instruction: str, init_states: np.ndarray, options: LiberoOptions, limit: int
@@ -158,10 +161,9 @@ class LiberoEnvironment:
             horizon=_HORIZON,
             ignore_done=True,
         )
-        self._environment.seed(0)
         self.instruction = instruction or str(self._environment.language_instruction)
         self._names = [*_STATE, *(f"{camera}_image" for camera in options.cameras)]
-        first = self._begin(0)
+        first = self._begin(0, fixtures=0)
         self.knobs = {name: partial(self._turned.__setitem__, name) for name in self._model_knobs()}
         self.observation_spaces = [
             ArraySpace(name, array.dtype, array.shape) for name, array in first.items()
@@ -175,8 +177,12 @@ class LiberoEnvironment:
         """Starts an episode from an initial state: the given one, or one drawn by the seed or the stream it began."""
         if seed is not None:
             self._random = np.random.default_rng(seed)
-        index = int(self._random.integers(self.init_state_count)) if init_state is None else init_state
-        return self._begin(index), {"init_state": index}
+        drawn, fixtures = (
+            int(self._random.integers(self.init_state_count)),
+            int(self._random.integers(1 << 32)),
+        )
+        index = drawn if init_state is None else init_state
+        return self._begin(index, fixtures), {"init_state": index}
 
     def step(self, action: np.ndarray) -> Transition:
         """Acts once; success ends the episode."""
@@ -197,7 +203,10 @@ class LiberoEnvironment:
         """Frees what it holds."""
         self._environment.close()
 
-    def _begin(self, index: int) -> Observation:
+    def _begin(self, index: int, fixtures: int) -> Observation:
+        self._environment.seed(
+            fixtures
+        )  # NumPy's own stream, which every environment of this process draws from
         self._environment.reset()
         knobs = self._model_knobs() if self._turned else {}  # each reset makes a model of its own
         for name, value in self._turned.items():

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, Literal
@@ -53,6 +54,9 @@ STUCK_EXIT_CODE = 70
 # Restoring downloads or dequantises a model and may run a supervised warm-up.
 DEADLINES_S: dict[str, float] = {"restore": 3600.0}
 DEADLINE_S = 900.0
+LOOK_S = 5.0
+IDLE_LOOKS = 12
+"""After so many looks without a round the thread that looks ends; the next round starts another one."""
 
 
 class Round(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -107,6 +111,7 @@ class Rounds:
         self._release = release
         self._deadlines = deadlines
         self._number = 0
+        self._watchdog = _Watchdog()
         # Held while a round runs: membership, suspend and wake act between rounds.
         self.between = threading.Lock()
 
@@ -156,13 +161,43 @@ class Rounds:
             yield
             return
         limit = DEADLINES_S.get(header.kind, DEADLINE_S)
-        timer = threading.Timer(limit, _exit_stuck, (header, self.gang.rank, limit))
-        timer.daemon = True
-        timer.start()
+        self._watchdog.watch(limit, (header, self.gang.rank, limit))
         try:
             yield
         finally:
-            timer.cancel()
+            self._watchdog.rest()
+
+
+class _Watchdog:
+    """Ends the process when a round is stuck. One thread looks now and then: a timer a round costs as much as it."""
+
+    def __init__(self) -> None:
+        self._watched: tuple[float, tuple[Round, int, float]] | None = None
+        self._thread: threading.Thread | None = None
+
+    def watch(self, limit_s: float, what: tuple[Round, int, float]) -> None:
+        """Until `rest`, which has to come within the limit."""
+        self._watched = time.monotonic() + limit_s, what
+        if self._thread is None:
+            every_s = min(LOOK_S, limit_s / 4)
+            self._thread = threading.Thread(target=self._look, args=(every_s,), name="watchdog", daemon=True)
+            self._thread.start()
+
+    def rest(self) -> None:
+        """Nothing is watched."""
+        self._watched = None
+
+    def _look(self, every_s: float) -> None:
+        idle = 0
+        while idle < IDLE_LOOKS:
+            time.sleep(every_s)
+            watched = self._watched
+            idle = 0 if watched is not None else idle + 1
+            if watched is not None and time.monotonic() > watched[0]:
+                _exit_stuck(*watched[1])
+        self._thread = None
+        if (watched := self._watched) is not None:  # it came while the thread ended
+            self.watch(watched[0] - time.monotonic(), watched[1])
 
 
 @contextmanager

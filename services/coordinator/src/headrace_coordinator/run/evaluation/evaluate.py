@@ -53,6 +53,7 @@ def _opening(context: RunContext, published: Published) -> Opening:
             seed=evaluation_seed(spec.seed, published.version.ordinal),
             greedy=spec.evaluation.greedy,
             evaluation=True,
+            until_success=spec.reward.judges_success_alone,
         )
     return rollout.GenerateOpen(
         policy_number=published.version.number,

@@ -168,18 +168,9 @@ class Pools:
         """Opens a pool; the simulator's incarnation where that gives no answer."""
         where, _, task = place
         client, section = self._client(where), self._environment
-        request = simulator.OpenPoolRequest(
-            environment=simulator.Environment(backend=section.backend, name=section.variant_of(task)[0]),
-            count=count,
-            options_json=json.dumps(section.options_of(task)),
-            max_episode_steps=section.max_episode_steps,
-            reward_mode=REWARDS[section.reward],
-            processes=section.processes and min(section.processes, count),
-            blob_bytes=BLOB_BYTES if self._one_host(place) else 0,
-            without_info=True,
-            leased=bool(client.devices),
-        )
-        request.step_timeout.FromMilliseconds(int(section.step_timeout_s * 1000))
+        request = opening(section, task, count)
+        request.blob_bytes = BLOB_BYTES if self._one_host(place) else 0
+        request.leased = bool(client.devices)
         name = client.instance.instance
         try:
             with self._fleet.waits.named(self._run, f"{name} to make {count} environments of {task}"):
@@ -189,7 +180,7 @@ class Pools:
             client.opened = False
             return where
         except CallRefused as refused:
-            raise _in_users_keys(refused) from refused
+            raise in_users_keys(refused) from refused
         self.described[task] = response
         self._open[place] = rollout.EnvironmentPool(
             address=client.instance.address,
@@ -210,7 +201,23 @@ class Pools:
         return next(client for client in self.clients if client.incarnation == incarnation)
 
 
-def _in_users_keys(refused: CallRefused) -> CallRefused:
+def opening(section: EnvironmentSection, task: str, count: int) -> simulator.OpenPoolRequest:
+    """What asks for environments of a task, without authority."""
+    request = simulator.OpenPoolRequest(
+        environment=simulator.Environment(backend=section.backend, name=section.variant_of(task)[0]),
+        count=count,
+        options_json=json.dumps(section.options_of(task)),
+        max_episode_steps=section.max_episode_steps,
+        reward_mode=REWARDS[section.reward],
+        processes=section.processes and min(section.processes, count),
+        without_info=True,
+    )
+    request.step_timeout.FromMilliseconds(int(section.step_timeout_s * 1000))
+    return request
+
+
+def in_users_keys(refused: CallRefused) -> CallRefused:
+    """The same refusal, with the spec's keys in place of OpenPool's fields."""
     message, key = refused.message, refused.key
     for field, users in KEYS.items():
         for end in (":", "."):  # as a whole, or a part of it

@@ -17,6 +17,8 @@ from headrace_schema.resources.views import KeyProblemView
 from headrace_schema.sections.embodied import EnvironmentSection
 from headrace_servicekit.rpc.tensors import decode_tensor
 
+from headrace_coordinator.run.simulators.written import Written, misfits
+
 SPACE_BYTES = 1 << 26
 CAMERA = "camera"
 """What an image without a name is called."""
@@ -37,9 +39,13 @@ def fit(
     policy: Mapping[str, Any] | None,
     environment: EnvironmentSection,
     pools: Mapping[str, simulator.OpenPoolResponse],
+    written: Written | None = None,
 ) -> Fitted:
-    """The policy of a run whose tasks have these spaces. Raises `Impossible`, whose problems name the keys."""
-    found = {task: _fit(policy, environment, task, pool) for task, pool in sorted(pools.items())}
+    """The policy of a run whose tasks have these spaces; `written` is what a directory's policy says of itself.
+
+    Raises `Impossible`, whose problems name the keys.
+    """
+    found = {task: _fit(policy, environment, task, pool, written) for task, pool in sorted(pools.items())}
     (first, fitted), *others = found.items()
     for task, other in others:
         if other != fitted:
@@ -53,6 +59,7 @@ def _fit(
     environment: EnvironmentSection,
     task: str,
     pool: simulator.OpenPoolResponse,
+    written: Written | None,
 ) -> Fitted:
     if pool.action_space.discrete_count:
         reason = (
@@ -66,6 +73,8 @@ def _fit(
     _known("environment.state", environment.state or (), spaces.keys() - images, "a state")
     _known("environment.cameras", (environment.cameras or {}).values(), images, "an image")
     if policy is None:
+        if mistakes := misfits(written or {}, environment, pool.action_space, spaces, images):
+            raise Impossible(mistakes)
         return Fitted(None, environment.state, environment.cameras)
     state = environment.state if environment.state is not None else sorted(spaces.keys() - images)
     cameras = environment.cameras

@@ -120,10 +120,12 @@ class RewardClient(WorkerClient):
 class SimulatorClient(WorkerClient):
     """A simulator instance."""
 
-    async def open_pool(self, request: simulator.OpenPoolRequest) -> simulator.OpenPoolResponse:
+    async def open_pool(
+        self, request: simulator.OpenPoolRequest, limit_s: float = LOAD_S
+    ) -> simulator.OpenPoolResponse:
         """Makes environments; fills in the authority."""
         request.header.CopyFrom(self.header())
-        response: simulator.OpenPoolResponse = await self.port.call("OpenPool", request, LOAD_S)
+        response: simulator.OpenPoolResponse = await self.port.call("OpenPool", request, limit_s)
         return response
 
     async def close_pool(self, pool: str) -> None:

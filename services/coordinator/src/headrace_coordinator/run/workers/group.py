@@ -18,8 +18,10 @@ from headrace_coordinator.domain.state import InstanceState
 from headrace_coordinator.fleet.fleet import Fleet
 from headrace_coordinator.fleet.ports import CallRefused, InstanceDown
 from headrace_coordinator.fleet.waits import WaitTimeout
+from headrace_coordinator.run.concurrency import gather_all
 from headrace_coordinator.run.simulators.pools import Pools
 from headrace_coordinator.run.simulators.spaces import fit
+from headrace_coordinator.run.simulators.written import read_written
 from headrace_coordinator.run.stages.rewards.lanes import Lanes
 from headrace_coordinator.run.workers.clients import RewardClient, WorkerClient
 from headrace_coordinator.run.workers.rollout_client import RolloutClient
@@ -140,12 +142,14 @@ class WorkerGroup:
 
     async def staff(self) -> None:
         """Every member is alive and has the run open; raises `Unstaffed` when one is missing for too long."""
-        await self.staff_simulators()
-        await self.staff_trainers()
-        await self.staff_rewards()
+        # What waits for nobody else goes on side by side: each loads its libraries or starts processes for seconds.
+        await gather_all(self.staff_simulators(), self.staff_rewards())
         demand = demand_of(self._state)
-        await self.staff_repliers(demand.fewest_repliers)
-        await self.staff_rollouts(demand.fewest_rollouts)
+        await gather_all(
+            self.staff_trainers(),
+            self.staff_repliers(demand.fewest_repliers),
+            self.staff_rollouts(demand.fewest_rollouts),
+        )
 
     async def staff_rollouts(self, fewest: int = 1) -> None:
         """At least `fewest` granted rollouts have the run open, and all others that are alive."""
@@ -213,7 +217,8 @@ class WorkerGroup:
     async def _fit(self, pools: Pools) -> None:
         assert self.spec.environment is not None
         try:
-            found = fit(self.spec.model.policy, self.spec.environment, pools.described)
+            written = None if self.spec.model.policy is not None else read_written(self.spec.model.path)
+            found = fit(self.spec.model.policy, self.spec.environment, pools.described, written)
         except Impossible as impossible:
             raise CallRefused("simulator", "INVALID", str(impossible)) from impossible
         now = self.fleet.event_log.now()

@@ -37,6 +37,8 @@ class ShardedAdamW:
         critic: frozenset[str] = frozenset(),
     ) -> None:
         self._shards = {name: nn.Parameter(shard) for name, shard in shards.items() if shard.numel()}
+        if not config.weight_decay:  # fewer groups are fewer kernels
+            decays = set()
         groups = [
             {
                 "params": [

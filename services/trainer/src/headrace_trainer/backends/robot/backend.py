@@ -18,7 +18,7 @@ from headrace_modelkit.robot.directory import initial_policy, policy_of
 from headrace_modelkit.robot.policy import ACTIONS, Observation, imitation_loss
 from headrace_modelkit.weights import load_weights, state_tensors, weight_layout
 from headrace_schema.openings import TrainerConfig
-from torch import Tensor
+from torch import Tensor, nn
 
 from headrace_trainer.algorithms.episodes._base import EpisodeAlgorithm
 from headrace_trainer.allocator import give_back_if_short
@@ -74,6 +74,8 @@ class RobotBackend:
         self._chunks: Chunks | None = None
         self._credits: Credits | None = None
         self._loaded: AnyPolicy | None = None
+        self._parameters: dict[str, nn.Parameter] = {}
+        """Those of the loaded policy by name: to walk its modules for them takes as long as a small policy's pass."""
         self._optimizer: ShardedAdamW | None = None
         self._held: tuple[dict[str, Tensor], AdamWState] | None = None
         torch.use_deterministic_algorithms(config.deterministic)
@@ -150,7 +152,8 @@ class RobotBackend:
 
     def zero(self) -> None:
         """See `Backend`."""
-        self._policy.zero_grad(set_to_none=True)
+        for parameter in self._parameters.values():
+            parameter.grad = None
         self._figures = TokenFigures()
 
     def gradient_is_finite(self) -> bool:
@@ -182,14 +185,15 @@ class RobotBackend:
         return found
 
     def _gradients(self) -> dict[str, Tensor]:
-        """Those of all ranks, added up; this rank's own stay as they are."""
+        """Those of all ranks, added up; this rank's own stay as they are, and are given where there is no other."""
+        alone = self._gang.world_size == 1
         found = {
-            name: torch.zeros_like(shard) if parameter.grad is None else parameter.grad.clone()
-            for (name, parameter), shard in zip(
-                self._policy.named_parameters(), self._shards().values(), strict=True
-            )
+            name: torch.zeros_like(parameter.data)
+            if parameter.grad is None
+            else (parameter.grad if alone else parameter.grad.clone())
+            for name, parameter in self._parameters.items()
         }
-        if self._gang.world_size > 1:
+        if not alone:
             for gradient in found.values():
                 dist.all_reduce(gradient)
         return found
@@ -350,6 +354,7 @@ class RobotBackend:
 
     def _take(self, policy: AnyPolicy) -> None:
         self._loaded = policy.to(self._gang.device)
+        self._parameters = dict(policy.named_parameters())
         for _, tensor in state_tensors(policy):
             self._gang.share(tensor.data)
         decays = {name for name, parameter in policy.named_parameters() if parameter.dim() > 1}
@@ -357,7 +362,7 @@ class RobotBackend:
         self._optimizer = ShardedAdamW(self._config.optimizer, self._shards(), decays=decays, critic=critic)
 
     def _shards(self) -> dict[str, Tensor]:
-        return {name: parameter.data for name, parameter in self._policy.named_parameters()}
+        return {name: parameter.data for name, parameter in self._parameters.items()}
 
     @property
     def _policy(self) -> AnyPolicy:

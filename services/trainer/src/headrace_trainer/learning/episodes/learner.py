@@ -143,13 +143,14 @@ class EpisodeLearner:
 
     def _minibatches(self, plan: Plan, step: int) -> Iterator[tuple[int, list[int]]]:
         """(pass, chunks that are learned from); as equal in size as can be."""
-        passes, count = self._algorithm.passes, len(plan.learned)
+        passes, learned = self._algorithm.passes, plan.learned
+        count = len(learned)
         parts = passes.parts(count)
         for epoch in range(passes.epochs):
-            order = list(plan.learned)
-            random.Random(f"{self._config.seed}/passes/{step}/{epoch}").shuffle(order)
+            seed = random.Random(f"{self._config.seed}/passes/{step}/{epoch}").getrandbits(64)
+            order = np.random.default_rng(seed).permutation(learned)
             for part in range(parts):
-                yield epoch, sorted(order[part * count // parts : (part + 1) * count // parts])
+                yield epoch, np.sort(order[part * count // parts : (part + 1) * count // parts]).tolist()
 
     def _shares(self, chosen: list[int]) -> list[list[int]]:
         ranks = self._rounds.world_size

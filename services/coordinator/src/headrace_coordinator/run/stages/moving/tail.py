@@ -23,6 +23,8 @@ MIN_GAIN = 0.05
 MIN_HOLD_S = 0.25
 FIRST_JOIN_S = 0.5
 """What a device takes to change sides until that was measured once."""
+FORWARD = 1 / 3
+"""Of what a token takes to learn: the forward pass alone, which a moved answer's tokens take once more."""
 
 Finish = tuple[float, int]
 """(seconds since the replica began, tokens) of one answer."""
@@ -143,6 +145,7 @@ class Tail:
             notice_s=join_s,
             gradient_bytes=median(self._contributed) if self._contributed else join_s,
             link_bytes_per_s=1.0,  # The policy divides bytes by a rate: here the seconds are known.
+            resume_item_s=FORWARD * self.helper_s(1) * self.mean,
             helper_item_s=self.helper_s(1) * self.mean,
             min_gain=MIN_GAIN,
             min_hold_s=max(MIN_HOLD_S, join_s),
