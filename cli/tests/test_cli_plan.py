@@ -222,3 +222,80 @@ def test_a_trace_that_cannot_be_written_and_too_many_items_are_refused(headrace,
     assert lost.returncode == 2 and "--chrome-trace" in lost.stderr
     many = headrace("plan", spec, "--simulate", "--iterations", "100", "--set", "items=100000")
     assert many.returncode == 2 and "simulation.iterations" in many.stderr and "2000000" in many.stderr
+
+
+def planned(spec: str, placement: dict, profile: Path, devices: int | None = None) -> dict:
+    return explain_file(EXAMPLES / spec, [f"placement={json.dumps(placement)}"], devices, None, profile)
+
+
+ROBOT, ROBOT_COSTS = "embodied/pendulum.yaml", PLANS / "profile_embodied_7b_h100.yaml"
+
+
+@pytest.mark.parametrize(
+    ("placement", "devices", "counts", "mode"),
+    [
+        ({"rollout": "0-3", "simulator": "4-5", "trainer": "6-7"}, None, (4, 2, 2), "disaggregated"),
+        ({"rollout": "0-3", "simulator": "gpu:4", "trainer": "all"}, 8, (4, 1, 8), "collocated"),
+        ({"rollout,simulator,trainer": "all"}, 8, (4, 4, 8), "collocated"),
+        ({"rollout": "a/0", "simulator": "a/1", "trainer": "b/0-1"}, None, (1, 1, 2), "disaggregated"),
+    ],
+)
+def test_simulators_with_devices_are_planned_on_them(placement, devices, counts, mode):
+    plan = planned(ROBOT, placement, ROBOT_COSTS, devices)
+    stages = ("generate", "simulate", "learn")
+    assert tuple(len(plan["seats"][stage]) for stage in stages) == counts
+    lines = "\n".join(plan["tree_text"])
+    assert all(
+        f"{stage} on {count} gpu[" in lines or count == 1 for stage, count in zip(stages, counts, strict=True)
+    )
+    assert plan["mode"].startswith(mode) and "side by side" in lines
+    ends = {bar["stage"]: (bar["begin"], bar["end"]) for bar in plan["timeline"]}
+    assert ends["learn"][0] >= ends["generate"][1] * 0.99 or mode == "disaggregated"
+    (free,) = plan["alternatives"]
+    assert free["step_s"] <= plan["step_s"] * (1 + 1e-9) and "the placement takes +" in free["why"]
+    assert 0 <= plan["idle_share"] < 1
+    assert any("gpu[" in line for line in plan_lines(plan, 100))
+
+
+@pytest.mark.parametrize(
+    ("placement", "devices", "words"),
+    [
+        ({"rollout": "0", "simulator": "1", "trainer": "all"}, None, "placement.trainer: all"),
+        ({"rollout": "0-3", "simulator": "4", "trainer": "5"}, 4, "6 gpu are named and the cluster has 4"),
+        ({"mode": "hybrid", "rollout": "0", "simulator": "1", "trainer": "2"}, None, "placement.mode"),
+        ({"rollout,simulator": "0", "trainer": "1"}, None, "placement.simulator"),
+    ],
+)
+def test_simulators_devices_that_cannot_be_planned_name_the_key(placement, devices, words):
+    with pytest.raises(CommandError) as caught:
+        planned(ROBOT, placement, ROBOT_COSTS, devices)
+    assert words in f"{caught.value} {caught.value.problems}"
+
+
+def test_a_measured_simulator_is_of_the_host_and_the_plan_says_so(tmp_path):
+    """`headrace profile` measures environments as the host's: their devices change no second."""
+    profile = tmp_path / "profile.yaml"
+    costs = {"generate": {"item_s": 0.1, "kind": "cpu"}, "learn": {"item_s": 0.2, "kind": "cpu"}}
+    costs["simulate"] = {"host_item_s": 0.3, "kind": "host"}
+    profile.write_text(yaml.safe_dump({"stages": costs}))
+    one = planned(ROBOT, {"rollout": "0", "simulator": "1", "trainer": "2"}, profile)
+    two = planned(ROBOT, {"rollout": "0", "simulator": "1-2", "trainer": "3"}, profile)
+    assert one["step_s"] == two["step_s"] and "the profile of simulate is of the host" in one["note"]
+    assert one["devices"] == {"cpu[0]": 1, "cpu[2]": 1, "host": 1}
+
+
+def test_replies_with_devices_are_a_leaf_of_their_own(tmp_path):
+    profile = tmp_path / "profile.yaml"
+    costs = {name: {"item_s": 0.1, "kind": "cpu"} for name in ("generate", "learn")}
+    costs["score"] = {"host_item_s": 0.001, "kind": "host"}
+    profile.write_text(yaml.safe_dump({"stages": costs}))
+    placement = {"rollout,trainer": "0-1", "reply": "2"}
+    with pytest.raises(CommandError, match="no stage 'reply' of its own"):
+        planned("two_policies.yaml", placement, profile)
+    profile.write_text(yaml.safe_dump({"stages": {**costs, "reply": {"item_s": 0.4, "kind": "cpu"}}}))
+    plan = planned("two_policies.yaml", placement, profile)
+    assert plan["seats"] == {"generate": ["0", "1"], "reply": ["2"], "learn": ["0", "1"]}
+    assert plan["mode"] == "collocated, offloaded" and plan["bottleneck"]["stage"] == "reply"
+    assert "    reply on 1 cpu[2]" in plan["tree_text"]
+    more = planned("two_policies.yaml", {**placement, "reply": "2-5"}, profile)
+    assert more["step_s"] < plan["step_s"]

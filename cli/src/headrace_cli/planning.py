@@ -14,9 +14,12 @@ from headrace_cli.errors import EXIT_MISTAKE, CommandError, mistake, refused
 from headrace_cli.profiles import stored_profile
 
 if TYPE_CHECKING:
+    from headrace_schema.sections.running import PlacementSection
     from headrace_schema.spec import RunSpec
 
 HOST = "host"
+EVERY = "all"
+"""In a placement: every device."""
 COMPARES_THE_BATCH = {"clip_cov", "kl_cov", "reinforce_pp", "reinforce_pp_baseline"}
 """Built-in algorithms whose advantages or losses compare the whole batch."""
 PROFILE_FIX = (
@@ -58,6 +61,7 @@ def explain_file(
     if "model" in document:
         _without_reply(request)
         _with_infer(request, document)
+        _with_seats(request, document, devices)
     if cluster is not None:
         request["cluster"] = _read(cluster)
     if devices is not None:
@@ -66,6 +70,9 @@ def explain_file(
         kind = kind_of(request["profile"])
         same = kinds.get(kind)
         request["cluster"] = {**kinds, kind: {**(same if isinstance(same, dict) else {}), "count": devices}}
+    elif "cluster" not in request and "seats" in request:
+        named = {name for names in request["seats"]["stages"].values() for name in names}
+        request["cluster"] = {kind_of(request["profile"]): {"count": len(named)}}
     elif "cluster" not in request:
         raise mistake("cluster", "no devices are named", "give --devices N or --cluster FILE")
     if HOST in kinds_of(request["profile"]) and isinstance(request["cluster"], dict):
@@ -191,6 +198,47 @@ def _without_reply(request: dict[str, Any]) -> None:
         return
     workflow["stages"].remove(reply)
     workflow["edges"] = [edge for edge in workflow["edges"] if reply not in (edge["source"], edge["target"])]
+
+
+def _with_seats(request: dict[str, Any], document: dict[str, Any], devices: int | None) -> None:
+    """Where simulators or replies have devices of their own, every stage has those that the placement names."""
+    from headrace_schema.rules.simulators import apart
+    from headrace_schema.spec import RunSpec
+
+    run = RunSpec.model_validate(document)
+    placement, stages = run.placement, request["workflow"]["stages"]
+    if not (placement.simulator or placement.reply):
+        return
+    key = "simulator" if placement.simulator else "reply"
+    if placement.mode == "hybrid":
+        problem = f"with placement.{key} the planner knows no devices that change sides within a step"
+        raise mistake("placement.mode", problem, "plan with collocated or disaggregated")
+    if placement.reply and run.graph.reply_stage not in stages:
+        problem = (
+            f"it has no stage {run.graph.reply_stage!r} of its own, as placement.reply names devices for it"
+        )
+        raise mistake("profile", problem, "measure a run with placement.reply, or add the stage")
+    sides = {side: _devices_of(placement, side, devices) for side in ("rollout", "trainer", key)}
+    if placement.simulator:
+        sides["rollout"], sides[key] = apart(sides["rollout"], sides[key], run.rollout.instances)
+    other = "simulate" if placement.simulator else run.graph.reply_stage
+    seats = {"generate": sides["rollout"], other: sides[key], "learn": sides["trainer"]}
+    if "infer" in stages:
+        seats["infer"] = sides["trainer"]
+    flow = {"streamed": placement.pipelined, "resident": placement.resident}
+    request["seats"] = {"stages": seats, **flow}
+
+
+def _devices_of(placement: PlacementSection, side: str, devices: int | None) -> list[str]:
+    """The devices of a side: "cpu:0" and "0" are one; "all" are as many as the command was given."""
+    found: list[str] = []
+    for name in getattr(placement, side):
+        where, _, own = name.rpartition("/")
+        if own == EVERY and devices is None:
+            raise mistake(f"placement.{side}", f"{name} is as many as there are", "give --devices N")
+        numbers = map(str, range(devices or 0)) if own == EVERY else [own.rpartition(":")[2]]
+        found += [f"{where}/{number}" if where else number for number in numbers]
+    return list(dict.fromkeys(found))
 
 
 def _explained(request: dict[str, Any]) -> dict[str, Any]:

@@ -107,3 +107,50 @@ async def test_a_search_that_would_take_too_long_is_refused(api):
     answer = await api.post("/v1/plans", json=request)
     assert answer.status_code == 422
     assert "too many to search" in answer.text
+
+
+ROBOTS = {
+    "workflow": {"name": "embodied"},
+    "items": 64,
+    "profile": {"stages": {name: {"item_s": 0.1} for name in ("generate", "simulate", "learn")}},
+    "cluster": {"gpu": {"count": 8}},
+    "seats": {"stages": {"generate": ["0", "1"], "simulate": ["2"], "learn": ["3"]}},
+}
+
+
+async def test_a_plan_has_the_devices_that_stages_are_given(api):
+    answer = await api.post("/v1/plans", json=ROBOTS)
+    assert answer.status_code == 200, answer.text
+    plan = answer.json()
+    assert plan["devices"] == {"gpu[0-1]": 2, "gpu[2]": 1, "gpu[3]": 1}
+    assert {bar["stage"]: bar["count"] for bar in plan["timeline"]} == {
+        "generate": 2,
+        "simulate": 1,
+        "learn": 1,
+    }
+    assert plan["mode"].startswith("disaggregated") and plan["seats"] == ROBOTS["seats"]["stages"]
+    stages = {**ROBOTS["seats"]["stages"], "learn": ["0", "1", "2"]}
+    turns = (await api.post("/v1/plans", json={**ROBOTS, "seats": {"stages": stages}})).json()
+    assert turns["mode"] == "collocated, offloaded"
+    assert turns["idle_share"] < 1 - sum(bar["busy"] for bar in turns["timeline"]) / (6 * turns["step_s"])
+
+
+@pytest.mark.parametrize(
+    ("stages", "key", "words"),
+    [
+        ({"generate": ["0"], "simulate": ["0"], "learn": ["1"]}, "seats.stages.simulate", "at the same time"),
+        ({"generate": ["0"], "simulate": ["1"]}, "seats.stages.learn", "no gpu is named for it"),
+        ({"generate": ["0"], "act": ["1"]}, "seats.stages.act", "no stage 'act'"),
+        ({"generate": [], "simulate": ["1"], "learn": ["2"]}, "seats.stages.generate", "no device is named"),
+        (
+            {"generate": [*"0123"], "simulate": [*"4567"], "learn": ["8"]},
+            "cluster.gpu.count",
+            "9 gpu are named and the cluster has 8",
+        ),
+    ],
+)
+async def test_devices_of_stages_that_cannot_be_are_refused(api, stages, key, words):
+    answer = await api.post("/v1/plans", json={**ROBOTS, "seats": {"stages": stages}})
+    assert answer.status_code == 422, answer.text
+    (problem,) = answer.json()["problems"]
+    assert problem["key"] == key and words in problem["problem"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from headrace_schema.problems import problem
@@ -71,3 +71,21 @@ def too_few(devices: int, rollouts: int) -> KeyProblemView:
     fewer = "" if devices < 2 else f", set rollout.instances: {devices - 1}"
     fix = f"name at least {rollouts + 1} devices{fewer}, or remove {KEY}: simulators then hold no lease"
     return problem(KEY, reason, fix)
+
+
+def apart(generates: Sequence[str], simulates: Sequence[str], rollouts: int) -> tuple[list[str], list[str]]:
+    """The two sides without a device in common: half of what both name goes to each.
+
+    The rollouts have one each where there are as many, and the simulators at least one.
+
+    >>> apart(["0", "1", "2", "3"], ["0", "1", "2", "3"], rollouts=1)
+    (['0', '1'], ['2', '3'])
+    """
+    both = [device for device in generates if device in simulates]
+    if not both:
+        return list(generates), list(simulates)
+    alone = len(generates) - len(both)
+    most = len(both) - (len(both) == len(simulates))
+    kept = both[: max(0, min(most, max(len(both) // 2, rollouts - alone)))]
+    mine = [device for device in generates if device in kept or device not in both]
+    return mine, [device for device in simulates if device not in kept]

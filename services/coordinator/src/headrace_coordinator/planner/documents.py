@@ -229,6 +229,18 @@ class SimulationSection(Section):
     chrome_trace: bool = Field(default=False, description="answer the timeline as a Chrome trace as well")
 
 
+class SeatsSection(Section):
+    """Devices that stages have for themselves, as a run's placement names them; stages that share some take turns."""
+
+    stages: dict[str, list[str]] = Field(
+        min_length=1, description="stage: names of its devices; two stages of a cycle have none in common"
+    )
+    streamed: bool = Field(
+        default=True, description="sides with devices of their own hand over in chunks, not once a step"
+    )
+    resident: bool = Field(default=False, description="stages that take turns stay loaded")
+
+
 class PlanRequest(Section):
     """Everything that a plan is made from."""
 
@@ -238,6 +250,9 @@ class PlanRequest(Section):
     )
     profile: ProfileDocument
     cluster: dict[str, DevicesSection] = Field(description="kind of device: how many, and their memory")
+    seats: SeatsSection | None = Field(
+        default=None, description="devices by stage; default: the planner divides them"
+    )
     environments: Count | None = Field(
         default=None,
         description="environments at work at once, of a workflow with a cycle: further trajectories wait for another "

@@ -15,7 +15,9 @@ from headrace_coordinator.planner.documents import PlanRequest
 from headrace_coordinator.planner.errors import PlanError, refuse
 from headrace_coordinator.planner.graph import Workflow
 from headrace_coordinator.planner.planning import Plan, lower_bound, plan
+from headrace_coordinator.planner.profiling.measured import HOST
 from headrace_coordinator.planner.profiling.profiles import Profile
+from headrace_coordinator.planner.seats import Seated, seated
 from headrace_coordinator.planner.trees.costs import NO_SYNC, DeviceKind, Evaluation
 from headrace_coordinator.planner.trees.search import CHUNKS, Shapes
 from headrace_coordinator.planner.trees.timeline import Bar, bars
@@ -41,20 +43,68 @@ def explain(request: PlanRequest) -> dict[str, Any]:
     def planned(devices: Mapping[str, DeviceKind], shapes: Shapes = Shapes()) -> Plan:  # noqa: B008
         return plan(workflow, profiles, devices, request.items, sync, shapes)
 
-    best = planned(cluster)
+    section = request.seats
+    if section is None:
+        best = planned(cluster)
+        found = _answer(request, best, planned, cluster)
+        others = [_alternative(name, best, planned, cluster) for name in ALTERNATIVES]
+        return {**found, "mode": mode(best.tree), "alternatives": others}
+    given = seated(
+        workflow,
+        profiles,
+        cluster,
+        section.stages,
+        streamed=section.streamed,
+        resident=section.resident,
+    )
+
+    def placed(devices: Mapping[str, DeviceKind]) -> Plan:
+        return plan(workflow, given.profiles, devices, request.items, sync, given.shapes)
+
+    best = placed(given.cluster)
+    found = _answer(request, best, placed, given.cluster)
+    return {**found, **_seated(request, given, best, planned(cluster))}
+
+
+def _answer(
+    request: PlanRequest, best: Plan, planned: Any, cluster: Mapping[str, DeviceKind]
+) -> dict[str, Any]:
+    """What is said of any plan; `planned` makes one for other devices."""
+    workflow = best.workload.workflow
+    profiles = best.workload.profiles.values()
     return {
         "workflow": workflow.name,
         "items": request.items,
         "profile": request.profile.about,
         "fit_errors": {profile.stage: round(profile.error, 4) for profile in profiles},
         "devices": {kind: section.count for kind, section in cluster.items()},
-        "mode": mode(best.tree),
         **described(best),
         "lower_bound_s": lower_bound(best.workload),
-        "alternatives": [_alternative(name, best, planned, cluster) for name in ALTERNATIVES],
         "more_devices": [_more(best, planned, cluster, factors) for factors in _larger(cluster)],
         **_simulated(request, best),
         "note": NOTE,
+    }
+
+
+def _seated(request: PlanRequest, given: Seated, best: Plan, free: Plan) -> dict[str, Any]:
+    """What is different where devices are given by stage: one alternative, and each device counted once."""
+    assert request.seats is not None
+    laid = bars(Evaluation(best.workload), best.tree)
+    kinds = {profile.kind for profile in given.profiles if profile.stage in request.seats.stages}
+    busy = sum(bar.busy * bar.count for bar in laid if bar.kind in kinds - {HOST})
+    change = best.seconds / free.seconds - 1
+    why = f"the placement takes {change:+.0%}: {draw(free.tree)[0].strip()}"
+    note = NOTE
+    if given.on_host:
+        stages = ", ".join(given.on_host)
+        note += f"; the profile of {stages} is of the host, and takes as long on any number of devices"
+    loaded = "resident" if request.seats.resident else "offloaded"
+    return {
+        "mode": f"collocated, {loaded}" if given.turns else mode(best.tree),
+        "seats": {stage: list(names) for stage, names in request.seats.stages.items()},
+        "idle_share": max(0.0, 1 - busy / (given.devices * best.seconds)) if given.devices else 0.0,
+        "alternatives": [{"mode": f"{mode(free.tree)}, on any of them", "step_s": free.seconds, "why": why}],
+        "note": note,
     }
 
 

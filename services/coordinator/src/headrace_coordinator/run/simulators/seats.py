@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
+from headrace_schema.rules.simulators import apart
 from headrace_schema.sections.running import PlacementSection
 
 from headrace_coordinator.domain.devices.places import device_order, hosts_of, machines, named_devices
@@ -15,24 +16,6 @@ from headrace_coordinator.domain.state import InstanceState
 
 Seats = dict[str, tuple[str, ...]]
 """Devices by incarnation."""
-
-
-def apart(generates: Sequence[str], simulates: Sequence[str], rollouts: int) -> tuple[list[str], list[str]]:
-    """The two sides without a device in common: half of what both name goes to each.
-
-    The rollouts have one each where there are as many, and the simulators at least one.
-
-    >>> apart(["0", "1", "2", "3"], ["0", "1", "2", "3"], rollouts=1)
-    (['0', '1'], ['2', '3'])
-    """
-    both = [device for device in generates if device in simulates]
-    if not both:
-        return list(generates), list(simulates)
-    alone = len(generates) - len(both)
-    most = len(both) - (len(both) == len(simulates))
-    kept = both[: max(0, min(most, max(len(both) // 2, rollouts - alone)))]
-    mine = [device for device in generates if device in kept or device not in both]
-    return mine, [device for device in simulates if device not in kept]
 
 
 def sides(
