@@ -177,12 +177,9 @@ class LiberoEnvironment:
         """Starts an episode from an initial state: the given one, or one drawn by the seed or the stream it began."""
         if seed is not None:
             self._random = np.random.default_rng(seed)
-        drawn, fixtures = (
-            int(self._random.integers(self.init_state_count)),
-            int(self._random.integers(1 << 32)),
-        )
+        drawn, fixtures = int(self._random.integers(self.init_state_count)), self._random.integers(1 << 32)
         index = drawn if init_state is None else init_state
-        return self._begin(index, fixtures), {"init_state": index}
+        return self._begin(index, int(fixtures)), {"init_state": index}
 
     def step(self, action: np.ndarray) -> Transition:
         """Acts once; success ends the episode."""
@@ -204,9 +201,7 @@ class LiberoEnvironment:
         self._environment.close()
 
     def _begin(self, index: int, fixtures: int) -> Observation:
-        self._environment.seed(
-            fixtures
-        )  # NumPy's own stream, which every environment of this process draws from
+        self._environment.seed(fixtures)  # NumPy's own stream, which all environments of this process share
         self._environment.reset()
         knobs = self._model_knobs() if self._turned else {}  # each reset makes a model of its own
         for name, value in self._turned.items():
