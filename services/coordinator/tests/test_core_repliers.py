@@ -158,12 +158,14 @@ def test_a_policy_that_replies_to_itself_has_the_same_version_on_both_sides():
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("seed", range(3))
-def test_a_lost_replier_is_replaced_and_costs_no_recovery(placement, seed):
+def test_a_lost_replier_is_replaced_and_costs_no_recovery(placement, seed, caplog):
+    caplog.set_level("INFO")
     world = Replied(seed, PLACEMENTS[placement], strikes=3, instances=1 + seed % 2, rollouts=1 + seed // 2)
     outcome = run_virtual(world.live())
     assert (outcome.state, outcome.recoveries) == ("SUCCEEDED", 0)
     assert outcome.trained + outcome.dropped == 6 * 8 and outcome.trained > outcome.dropped
     assert len({event.incarnation for event in world.granted(REPLY)}) > 1
+    assert "no more: silence" in caplog.text, "the run says who replied no more"
 
 
 class Alone(Replied):

@@ -94,7 +94,10 @@ async def test_replies_of_other_instances_are_those_that_it_would_make_itself(
     assert found == expected
     assert first.engine.figures.samples and second.engine.figures.samples, "both had turns"
     assert first.engine.figures.samples + second.engine.figures.samples == 12 * REPLY["turns"]
-    assert not first.servicer._run.retention and not first.servicer._run.streams
+    assert not first.servicer._run.retention
+    async with asyncio.timeout(30):  # Its streams end when it hears that they were.
+        while first.servicer._run.streams:  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
     seconds = {stage: sum(each.get(stage, 0) for each in call.stages) for stage in ("answer", "reply")}
     assert all(seconds.values()), seconds
 
@@ -110,8 +113,9 @@ async def test_a_policy_that_replies_to_itself_elsewhere(speaker, new_rollout, t
     assert found == expected
 
 
+@pytest.mark.parametrize("how", ["revoked", "drained"])
 async def test_a_lost_replier_is_named_and_its_exchanges_begin_anew(
-    speaker, replier, frozen_directory, assignments
+    speaker, replier, frozen_directory, assignments, how
 ):
     apart = await speaker(frozen_directory, elsewhere=True)
     (first, one), (_, two) = [await replier(name) for name in ("rollout-2", "rollout-3")]
@@ -122,7 +126,8 @@ async def test_a_lost_replier_is_named_and_its_exchanges_begin_anew(
     async with asyncio.timeout(30):
         while not first.servicer._run.streams:  # noqa: ASYNC110
             await asyncio.sleep(0.005)
-    await first.instance.on_revoke(1, 5.0)
+    # One that drains sends its partial outputs, and its streams stay open.
+    await (first.instance.on_revoke(1, 5.0) if how == "revoked" else first.instance.on_drain(5.0))
     found = await call.read_all()  # The stream ends in order, though its caller has not closed it.
     assert [lost.address for lost in call.lost] == [one.address] and call.lost[0].reason
     assert len(found) + len(call.partials) == 12 and call.partials
