@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import sys
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING
@@ -30,6 +31,9 @@ def run_service(kind: str, mount: Mount, argv: Sequence[str] | None = None) -> N
     except ServiceError as error:
         print(f"headrace-{kind}: {error.message}", file=sys.stderr)
         raise SystemExit(2) from error
+    # The loop has given the signals back: one that is sent again while Python ends would make a clean end a failed one.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
 
 
 async def _serve(config: InstanceConfig, mount: Mount) -> None:
