@@ -8,6 +8,7 @@ import json
 import os
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -261,11 +262,13 @@ class GenerateCall:
         self._groups, self._half_close = groups, half_close
 
     async def start(self) -> GenerateCall:
-        await self.call.write(rollout_pb2.GenerateRequest(open=self._opening))
-        if self._groups:
-            await self.assign(self._groups)
-        if self._half_close:
-            await self.call.done_writing()
+        # A refused opening may end the call before the rest is written: who reads it is told why.
+        with suppress(grpc.aio.AioRpcError):
+            await self.call.write(rollout_pb2.GenerateRequest(open=self._opening))
+            if self._groups:
+                await self.assign(self._groups)
+            if self._half_close:
+                await self.call.done_writing()
         return self
 
     async def assign(self, groups) -> None:

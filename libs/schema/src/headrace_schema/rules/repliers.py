@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from headrace_schema.problems import problem
 from headrace_schema.resources.views import KeyProblemView
+from headrace_schema.rules.acting import also_learns, given_away, learns_elsewhere, unnamed
 from headrace_schema.sections.running import APART, EVERY, overlap
 
 if TYPE_CHECKING:
@@ -27,14 +28,10 @@ def replier_problems(spec: RunSpec) -> Iterator[KeyProblemView]:
         reason = "the run has no second policy that replies"
         yield problem(KEY, reason, "remove it, or add the section reply and its stage of the workflow")
         return
-    for key in ("rollout", "trainer"):
-        if not getattr(placement, key):
-            reason = f"{KEY} is given: what is left for the others is not guessed"
-            yield problem(f"placement.{key}", reason, f"name devices, or remove {KEY}")
-            return
-    if placement.share:
-        reason = "runs that share give their devices away while they generate, and an exchange would be lost"
-        yield problem("placement.share", reason, f"remove it, or {KEY}")
+    if missing := list(unnamed(placement, KEY)):
+        yield from missing
+        return
+    yield from given_away(placement, KEY, "an exchange")
     yield from _sides(spec)
     yield from _room(spec)
 
@@ -45,14 +42,8 @@ def _sides(spec: RunSpec) -> Iterator[KeyProblemView]:
         both = sorted({*placement.rollout} & {*placement.reply})
         yield also_generates(both or placement.reply)
     if placement.mode in APART and (both := sorted({*placement.trainer} & {*placement.reply})):
-        yield also_learns(both, placement.mode)
-    acting = [*placement.rollout, *placement.reply]
-    if placement.mode == "collocated" and not overlap(placement.trainer, acting):
-        yield problem(
-            "placement.trainer",
-            "collocated placement takes turns on the same devices, and these neither generate nor reply",
-            "name devices of placement.rollout or placement.reply, or set placement.mode: disaggregated",
-        )
+        yield also_learns(KEY, both, placement.mode)
+    yield from learns_elsewhere(placement, KEY, placement.reply, "reply")
 
 
 def _room(spec: RunSpec) -> Iterator[KeyProblemView]:
@@ -76,9 +67,3 @@ def also_generates(devices: Collection[str]) -> KeyProblemView:
         "within a trajectory, while other trajectories are at the other one"
     )
     return problem(KEY, reason, f"name other devices, or remove {KEY}: rollouts then reply on their own")
-
-
-def also_learns(devices: Collection[str], mode: str) -> KeyProblemView:
-    """What is said of devices that the trainer is to have at the same time."""
-    reason = f"{', '.join(devices)} learns too; {mode} placement needs disjoint devices"
-    return problem(KEY, reason, "name other devices, or set placement.mode: collocated")

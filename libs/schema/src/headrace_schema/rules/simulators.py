@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 from headrace_schema.problems import problem
 from headrace_schema.resources.views import KeyProblemView
-from headrace_schema.sections.running import APART, EVERY, overlap
+from headrace_schema.rules.acting import also_learns, given_away, learns_elsewhere, unnamed
+from headrace_schema.sections.running import APART, EVERY
 
 if TYPE_CHECKING:
     from headrace_schema.spec import RunSpec
@@ -23,14 +24,10 @@ def simulator_problems(spec: RunSpec) -> Iterator[KeyProblemView]:
     if spec.environment is None:
         yield problem(KEY, "the run has no environment, and so no simulator", "remove it")
         return
-    for key in ("rollout", "trainer"):
-        if not getattr(placement, key):
-            reason = f"{KEY} is given: what is left for the others is not guessed"
-            yield problem(f"placement.{key}", reason, f"name devices, or remove {KEY}")
-            return
-    if placement.share:
-        reason = "runs that share give their devices away while they generate, and an episode would be lost"
-        yield problem("placement.share", reason, f"remove it, or {KEY}")
+    if missing := list(unnamed(placement, KEY)):
+        yield from missing
+        return
+    yield from given_away(placement, KEY, "an episode")
     yield from _turns(spec)
     yield from _room(spec)
 
@@ -38,18 +35,8 @@ def simulator_problems(spec: RunSpec) -> Iterator[KeyProblemView]:
 def _turns(spec: RunSpec) -> Iterator[KeyProblemView]:
     placement = spec.placement
     if placement.mode in APART and (both := sorted({*placement.trainer} & {*placement.simulator})):
-        yield problem(
-            KEY,
-            f"{', '.join(both)} learns too; {placement.mode} placement needs disjoint devices",
-            "name other devices, or set placement.mode: collocated",
-        )
-    acting = [*placement.rollout, *placement.simulator]
-    if placement.mode == "collocated" and not overlap(placement.trainer, acting):
-        yield problem(
-            "placement.trainer",
-            "collocated placement takes turns on the same devices, and these neither generate nor simulate",
-            "name devices of placement.rollout or placement.simulator, or set placement.mode: disaggregated",
-        )
+        yield also_learns(KEY, both, placement.mode)
+    yield from learns_elsewhere(placement, KEY, placement.simulator, "simulate")
 
 
 def _room(spec: RunSpec) -> Iterator[KeyProblemView]:

@@ -15,6 +15,7 @@ from headrace_schema.from_json_schema import check_options
 from headrace_schema.problems import Impossible, choose, nearest, problem
 from headrace_schema.resources.views import DeviceView, InstanceView, KeyProblemView
 from headrace_schema.rules import repliers
+from headrace_schema.rules.acting import also_learns
 from headrace_schema.rules.simulators import too_few
 from headrace_schema.sections.generating import ModelSection
 from headrace_schema.sections.running import APART, SIDES
@@ -245,7 +246,7 @@ def _repliers(spec: RunSpec, meant: Mapping[str, Sequence[str]]) -> Iterator[Key
     if both := sorted({*replies} & {*meant["rollout"]}):
         yield repliers.also_generates(both)
     if mode in APART and (both := sorted({*replies} & {*meant["trainer"]})):
-        yield repliers.also_learns(both, mode)
+        yield also_learns(repliers.KEY, both, mode)
     if spec.reply is not None and replies and len(replies) < spec.reply.instances:
         yield repliers.too_few(len(replies), spec.reply.instances)
 

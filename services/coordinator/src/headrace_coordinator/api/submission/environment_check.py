@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import uuid
-
 from headrace.simulator.v1 import simulator_pb2 as simulator
 from headrace_schema.problems import Impossible, problem
 from headrace_schema.resources.views import KeyProblemView
 from headrace_schema.sections.embodied import EnvironmentSection
 from headrace_schema.spec import RunSpec
 
+from headrace_coordinator.api.submission.trial import on_trial
 from headrace_coordinator.domain.devices.scheduling import simulators
 from headrace_coordinator.fleet.fleet import Fleet
 from headrace_coordinator.fleet.ports import CallRefused, InstanceDown
@@ -46,21 +45,12 @@ async def try_environment(spec: RunSpec, fleet: Fleet, trials: set[str]) -> list
     if not ready:
         return []
     chosen = ready[0]
-    trial = SimulatorClient(
-        f"trial-{uuid.uuid4().hex[:6]}",
-        chosen,
-        fleet.port(chosen.incarnation),
-        fleet.event_log.state.epoch,
-        open_id=fleet.next_open_id(),
-    )
-    trials.add(trial.run)
     try:
-        described = await trial.open_pool(opening(section, section.tasks[0], 1), TRIAL_S)
-        await trial.close_run()
+        with on_trial(SimulatorClient, chosen, fleet, trials) as trial:
+            described = await trial.open_pool(opening(section, section.tasks[0], 1), TRIAL_S)
+            await trial.close_run()
     except (CallRefused, InstanceDown) as trouble:
         return _told(trouble, chosen.instance)
-    finally:
-        trials.discard(trial.run)  # What could not be closed is closed by the reconciler.
     return _misfits(spec, section, described)
 
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import uuid
-
 from headrace_schema.problems import problem
 from headrace_schema.resources.views import KeyProblemView
 from headrace_schema.spec import RunSpec
 
+from headrace_coordinator.api.submission.trial import on_trial
 from headrace_coordinator.fleet.fleet import Fleet
 from headrace_coordinator.fleet.ports import CallRefused, InstanceDown
 from headrace_coordinator.run.workers.clients import RewardClient
@@ -23,17 +22,10 @@ async def try_scorers(spec: RunSpec, fleet: Fleet, trials: set[str]) -> list[Key
     if not ready or not any(".py:" in scorer.name or scorer.options for scorer in scorers):
         return []
     chosen = ready[0]
-    trial = RewardClient(
-        f"trial-{uuid.uuid4().hex[:6]}",
-        chosen,
-        fleet.port(chosen.incarnation),
-        fleet.event_log.state.epoch,
-        open_id=fleet.next_open_id(),
-    )
-    trials.add(trial.run)
     try:
-        await trial.open_run(spec.reward)
-        await trial.close_run()
+        with on_trial(RewardClient, chosen, fleet, trials) as trial:
+            await trial.open_run(spec.reward)
+            await trial.close_run()
     except CallRefused as refusal:
         if refusal.reason != "INVALID":
             return []
@@ -56,6 +48,4 @@ async def try_scorers(spec: RunSpec, fleet: Fleet, trials: set[str]) -> list[Key
                 )
             ]
         return []
-    finally:
-        trials.discard(trial.run)  # What could not be closed is closed by the reconciler.
     return []
