@@ -6,7 +6,7 @@ Works on times that were measured elsewhere, in seconds. Knows no services.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf
 from statistics import median
 from typing import Any
@@ -36,13 +36,17 @@ class StepTimes:
 
     @property
     def drain(self) -> float:
-        """From the last settled group to the last accumulated one; all of learning where it waits for the batch."""
+        """From the last settled group to the last accumulated one; all of learning in a step that `waited`."""
         return self.accumulated - max(self.settled.values())
 
     @property
     def commit(self) -> float:
         """From the last accumulated group to the recorded version."""
         return self.committed - self.accumulated
+
+    def waited(self, commit_s: float) -> StepTimes:
+        """Of an algorithm with a batch barrier: the commit learns, and takes `commit_s` behind that."""
+        return replace(self, accumulated=max(self.committed - commit_s, *self.settled.values()))
 
 
 def read_steps(events: Iterable[Mapping[str, Any]]) -> list[StepTimes]:

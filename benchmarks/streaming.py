@@ -213,6 +213,8 @@ def check_same_work(waiting: StepTimes, streamed: StepTimes) -> None:
 
 def summarise(turns: list[list[Steps]]) -> dict[str, float]:
     """Medians over the steps; each step goes to the reader."""
+    commit_s = median(streamed.commit for turn in turns for _, _, streamed in turn)
+    turns = [[(w.waited(commit_s), b.waited(commit_s), s) for w, b, s in turn] for turn in turns]
     steps = [each for turn in turns for each in turn]
     contention = Contention.of([waiting for waiting, _, _ in steps], [busy for _, busy, _ in steps])
     rows = [list(row(waiting, streamed, contention)) for waiting, _, streamed in steps]

@@ -86,6 +86,13 @@ def test_steps_are_read_from_the_event_log():
     assert ideal_wall(step) == pytest.approx(4.0 + 3.0 + 0.5)
 
 
+def test_a_step_that_waits_for_its_batch_learns_in_its_commit():
+    step = StepTimes(1, 0.0, settled={0: 2.0, 1: 4.0}, work={0: 1.0, 1: 3.0}, accumulated=4.1, committed=8.5)
+    waited = step.waited(0.5)
+    assert (waited.wall, waited.generate, waited.drain, waited.commit) == (8.5, 4.0, 4.0, 0.5)
+    assert ideal_wall(waited) == pytest.approx(4.0 + 3.0 + 0.5)
+
+
 @pytest.mark.parametrize(
     ("contention", "ready", "work", "end"),
     [

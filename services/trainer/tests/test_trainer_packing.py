@@ -9,7 +9,7 @@ import msgspec
 import pytest
 import torch
 from headrace_modelkit import logprobs
-from headrace_trainer.learning.packing.packing import context, pack, plan_batches, plan_rows
+from headrace_trainer.learning.packing.packing import context, pack, plan_batches, plan_even, plan_rows
 from headrace_trainer.learning.packing.trees import PrefixTree
 from headrace_trainer.learning.samples import Sequence
 
@@ -39,6 +39,24 @@ def test_rows_respect_the_budget_and_keep_every_sequence(sequences):
     assert sum(length for length, _ in rows) < sum(len(context(sequence)) for sequence in group)
     batches = plan_batches([5, 9, 3, 9], 18)
     assert batches == [[1, 3], [0, 2]]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "ranks", "sizes"),
+    [
+        ([5] * 12, 2, [6, 6]),  # not 7 rows beside 5
+        ([5] * 3, 2, [2, 1]),  # not 3 beside none
+        ([5] * 8, 4, [2, 2, 2, 2]),
+        ([5], 4, [1]),
+        ([5] * 10, 1, [7, 3]),  # nobody waits for anybody
+        ([30, 5, 5, 5, 5, 5], 2, [1, 5]),
+        ([5] * 15, 2, [4, 4, 4, 3]),  # two rounds, and the second is no shorter than it has to be
+    ],
+)
+def test_ranks_have_even_micro_batches(lengths, ranks, sizes):
+    batches = plan_even(lengths, 35, ranks)
+    assert [len(batch) for batch in batches] == sizes
+    assert sorted(row for batch in batches for row in batch) == list(range(len(lengths)))
 
 
 @pytest.mark.parametrize("budget", [24, 4096])

@@ -22,7 +22,9 @@ def item(make_group):
     return make
 
 
-async def test_a_full_queue_slows_its_sender(item):
+async def test_a_full_queue_slows_its_sender(item, monkeypatch):
+    monkeypatch.setattr(learn_queue, "BATCHES", 2)
+    monkeypatch.setattr(learn_queue, "LEAST_QUEUED", 0)
     gate = asyncio.Event()
     batches = []
 
@@ -32,7 +34,7 @@ async def test_a_full_queue_slows_its_sender(item):
         return [[] for _ in items]
 
     size = item(0).groups[0].token_count()
-    queue = LearnQueue(learn, limit_tokens=3 * size + size // 2, batch_tokens=2 * size + size // 2)
+    queue = LearnQueue(learn, lambda: 2 * size + size // 2)
     sender = asyncio.create_task(_put(queue, [item(0)] * 9))
     await asyncio.sleep(0.05)
     assert not sender.done() and batches == [2]
@@ -50,7 +52,7 @@ async def test_a_refusal_reaches_its_item_alone(item):
     async def learn(items):
         return [Refusal("CONFLICT", "no") if index == 1 else [] for index, _ in enumerate(items)]
 
-    queue = LearnQueue(learn, limit_tokens=10**6, batch_tokens=10**6)
+    queue = LearnQueue(learn, lambda: 10**6)
     first, second, third = [await queue.put(item(prompt)) for prompt in range(3)]
     assert await first == [] and await third == []
     with pytest.raises(Refusal):
@@ -64,7 +66,7 @@ async def test_a_batch_with_room_waits_for_a_sender_that_may_still_send(item):
         batches.append(len(items))
         return [[] for _ in items]
 
-    queue = LearnQueue(learn, limit_tokens=10**6, batch_tokens=10**6)
+    queue = LearnQueue(learn, lambda: 10**6)
     with queue.sender():
         futures = [await queue.put(item(0))]
         await asyncio.sleep(0)
@@ -81,7 +83,7 @@ async def test_the_end_of_a_senders_stream_starts_the_batch(item, monkeypatch):
     async def learn(items):
         return [[] for _ in items]
 
-    queue = LearnQueue(learn, limit_tokens=10**6, batch_tokens=10**6)
+    queue = LearnQueue(learn, lambda: 10**6)
     with queue.sender():
         future = await queue.put(item(0))
     assert await asyncio.wait_for(future, 5) == []
@@ -95,7 +97,7 @@ async def test_a_batch_is_not_held_up_where_batches_take_long(item, monkeypatch)
         await asyncio.sleep(0.02)
         return [[] for _ in items]
 
-    queue = LearnQueue(learn, limit_tokens=10**6, batch_tokens=10**6)
+    queue = LearnQueue(learn, lambda: 10**6)
     with queue.sender():
         first = await queue.put(item(0))
     await first
@@ -115,7 +117,7 @@ async def test_what_came_during_a_batch_waits_no_longer(item, monkeypatch):
         await gates[len(calls) - 1].wait()
         return [[] for _ in items]
 
-    queue = LearnQueue(learn, limit_tokens=10**6, batch_tokens=10**6)
+    queue = LearnQueue(learn, lambda: 10**6)
     with queue.sender():
         futures = [await queue.put(item(0))]
         await asyncio.wait_for(begun[0].wait(), 5)
@@ -136,7 +138,7 @@ async def test_a_failed_batch_is_heard_and_the_queue_goes_on(item):
             raise RuntimeError("out of memory")
         return [[] for _ in items]
 
-    queue = LearnQueue(learn, limit_tokens=10**6, batch_tokens=10**6)
+    queue = LearnQueue(learn, lambda: 10**6)
     with pytest.raises(RuntimeError, match="out of memory"):
         await (await queue.put(item(0)))
     assert await (await queue.put(item(1))) == []

@@ -314,8 +314,7 @@ class TrainerServicer(HelpingCalls, OutputCalls, trainer_pb2_grpc.TrainerService
                     raise Refusal("NOT_OPEN", "the run was closed before these groups were learned")
             return await self._compute(lambda: self._trainer.awake_session().learn(items))
 
-        limit = max(16 * micro_batch_tokens, 1 << 16)
-        queue = LearnQueue(learn, limit_tokens=limit, batch_tokens=2 * micro_batch_tokens)
+        queue = LearnQueue(learn, lambda: 2 * micro_batch_tokens * self._trainer.ranks)
         return queue
 
     def _admit_learn(self, header: common_pb2.CommandHeader, request: trainer_pb2.LearnRequest) -> LearnItem:

@@ -234,6 +234,11 @@ class Trainer:
         if devices and devices[0] != self.device:
             self.device = devices[0]
 
+    @property
+    def ranks(self) -> int:
+        """Ranks of its trainer group; 1 while it is in none."""
+        return 1 if self._gang is None else self._gang.world_size
+
     def follows(self) -> bool:
         """Whether this rank follows another's rounds."""
         return self._gang is not None and not self._gang.leads

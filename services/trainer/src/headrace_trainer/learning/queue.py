@@ -18,21 +18,22 @@ Learn = Callable[[list[LearnItem]], Awaitable[list[list[GroupRecord] | Refusal]]
 LINGER_S = 0.005
 """A batch with room begins when its first item has waited so long, while somebody may still send another: groups
 settle in bursts, and of a small model half a micro-batch costs nearly as much as a whole one."""
+BATCHES, LEAST_QUEUED = 8, 1 << 16
+"""A queue is full with so many batches, of no fewer tokens in all."""
 SHORT_S = 0.05
 """Batches that take longer are worth no such wait: their time is their tokens'."""
 Waiting = tuple[LearnItem, int, "asyncio.Future[list[GroupRecord]]"]
 
 
 class LearnQueue:
-    """Items of all streams, in order. `put` waits while `limit_tokens` are queued: that slows the sender.
+    """Items of all streams, in order. `put` waits while BATCHES are queued: that slows the sender.
 
-    A batch takes whole items up to `batch_tokens`, so that a long queue is still acknowledged piece by piece.
+    A batch takes whole items up to `batch_tokens()`, so that a long queue is still acknowledged piece by piece.
     """
 
-    def __init__(self, learn: Learn, *, limit_tokens: int, batch_tokens: int) -> None:
+    def __init__(self, learn: Learn, batch_tokens: Callable[[], int]) -> None:
         self._learn = learn
-        self._limit = limit_tokens
-        self._batch = batch_tokens
+        self._batch_tokens = batch_tokens
         self._waiting: deque[Waiting] = deque()
         self._queued = 0
         self._room = asyncio.Condition()
@@ -55,7 +56,7 @@ class LearnQueue:
         """Queues an item; the future tells what became of its groups, or raises Refusal."""
         size = max(1, sum(group.token_count() for group in item.groups))
         async with self._room:
-            await self._room.wait_for(lambda: not self._queued or self._queued + size <= self._limit)
+            await self._room.wait_for(lambda: not self._queued or self._queued + size <= self._limit())
             self._queued += size
         future: asyncio.Future[list[GroupRecord]] = asyncio.get_running_loop().create_future()
         if not self._waiting:
@@ -65,6 +66,9 @@ class LearnQueue:
         if self._worker is None or self._worker.done():
             self._worker = asyncio.create_task(self._work(), name="learn")
         return future
+
+    def _limit(self) -> int:
+        return max(BATCHES * self._batch_tokens(), LEAST_QUEUED)
 
     async def _work(self) -> None:
         while self._waiting:
@@ -92,16 +96,16 @@ class LearnQueue:
             return
         try:
             async with asyncio.timeout_at(self._first_at + LINGER_S):
-                while self._senders and sum(size for _, size, _ in self._waiting) < self._batch:
+                while self._senders and sum(size for _, size, _ in self._waiting) < self._batch_tokens():
                     self._arrived.clear()
                     await self._arrived.wait()
         except TimeoutError:
             return
 
     def _take(self) -> list[Waiting]:
-        batch = [self._waiting.popleft()]
+        batch, most = [self._waiting.popleft()], self._batch_tokens()
         total = batch[0][1]
-        while self._waiting and total + self._waiting[0][1] <= self._batch:
+        while self._waiting and total + self._waiting[0][1] <= most:
             batch.append(self._waiting.popleft())
             total += batch[-1][1]
         return batch

@@ -232,7 +232,6 @@ class Placement:
         await self._take(self.workers.rollouts, "generate")
         await self.simulators.take()
         await self._load(self.workers.rollouts, published)
-        await self.repliers.take(published)
         if apart:
             await self._learn()
 

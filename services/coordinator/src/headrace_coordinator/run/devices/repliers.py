@@ -65,11 +65,6 @@ class Repliers:
                 if await self._ready(base):
                     return
 
-    async def take(self, base: Published) -> None:
-        """With the rollouts' devices, while they are moved. One that is lost meanwhile is left to `staff`."""
-        if self.used:
-            await self._ready(base)
-
     def openings(self) -> list[rollout.Replier]:
         """What a stream of samples is told of those that can reply now."""
         messages = []

@@ -13,6 +13,7 @@ Shapes: R rows, L nodes of the longest row, U distinct (node, next token) pairs,
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -156,3 +157,16 @@ def plan_batches(lengths: list[int], budget: int) -> list[list[int]]:
             longest = lengths[row]
         batches[-1].append(row)
     return batches
+
+
+def plan_even(lengths: list[int], budget: int, ranks: int) -> list[list[int]]:
+    """As `plan_batches`, in whole rounds of `ranks` micro-batches where there are rows for them, and even ones.
+
+    A round takes as long as its largest micro-batch: no more of them than rounds need, and the largest is smallest.
+    """
+    least = plan_batches(lengths, budget)
+    wanted = min(-(-len(least) // ranks) * ranks, len(lengths))
+    if ranks == 1 or not least:
+        return least
+    enough = bisect_left(range(budget), True, key=lambda size: len(plan_batches(lengths, size)) <= wanted)
+    return plan_batches(lengths, enough)

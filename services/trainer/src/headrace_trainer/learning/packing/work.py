@@ -10,7 +10,7 @@ from typing import Protocol
 from headrace_trainer.algorithms._base import Algorithm, Passes
 from headrace_trainer.backends._base import CommitReport
 from headrace_trainer.learning.episodes.data import CreditData, EpisodeData, EpisodeScores
-from headrace_trainer.learning.packing.packing import plan_batches, plan_rows
+from headrace_trainer.learning.packing.packing import plan_even, plan_rows
 from headrace_trainer.learning.samples import Columns, GroupRecord, Rows, Sequence
 
 
@@ -68,7 +68,7 @@ def plan_rounds(
         for owner, sequences in enumerate(groups)
         for length, members in plan_rows(sequences, budget, shared=rounds.shares_prefixes)
     ]
-    batches = plan_batches([length for _, length, _ in rows], budget)
+    batches = plan_even([length for _, length, _ in rows], budget, rounds.world_size)
     for first in range(0, len(batches), rounds.world_size):
         chosen = batches[first : first + rounds.world_size]
         work: list[Rows] = [[rows[row][2] for row in micro] for micro in chosen]
