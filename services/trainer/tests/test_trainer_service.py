@@ -352,3 +352,11 @@ async def test_a_run_closed_while_suspended_leaves_the_next_one_awake(client):
     await client.close_run()
     assert session() is None, "model and optimizer are gone with the session"
     assert (await client.open(number=5)).version.number == 5
+
+
+async def test_a_batch_of_the_queue_has_two_micro_batches_for_each_rank(client, make_config, monkeypatch):
+    await client.open(make_config())
+    servicer = client.instance._services[0][1]
+    assert servicer._new_queue(100)._batch_tokens() == 200
+    monkeypatch.setattr(servicer._trainer._gang, "world_size", 3)
+    assert servicer._new_queue(100)._batch_tokens() == 600
