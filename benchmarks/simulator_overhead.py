@@ -217,6 +217,7 @@ class Client:
             options_json=json.dumps(setting.options),
             max_episode_steps=1 << 30,
             blob_bytes=setting.blob_bytes,
+            without_info=True,  # as runs ask, and as the other side has none
         )
         pool = await stub.OpenPool(request, timeout=LIMIT_S, wait_for_ready=True)
         return cls(channel, stub, pool, header, folder, processes)

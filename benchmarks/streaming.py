@@ -255,6 +255,7 @@ COLUMNS = (
     "its commit",
     "ideal",
     "share",
+    "alone",
 )
 
 
@@ -262,7 +263,11 @@ def row(waiting: StepTimes, streamed: StepTimes, contention: Contention) -> Iter
     """See COLUMNS; seconds but for the share."""
     yield from (waiting.wall, waiting.generate, waiting.drain, waiting.commit)
     yield from (streamed.wall, streamed.generate, streamed.drain, streamed.commit)
-    yield from (ideal_wall(waiting, contention), share(waiting, streamed, contention))
+    yield from (
+        ideal_wall(waiting, contention),
+        share(waiting, streamed, contention),
+        share(waiting, streamed, ALONE),
+    )
 
 
 if __name__ == "__main__":
