@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 from harness.ledger import audit
 from harness.specs import BATCH
@@ -19,9 +21,16 @@ def held(fleet, spec_of, gate):
     gate.wait_until_held()
     run = fleet.reach(run, 3)
     checkpoints = fleet.data_dir / "runs" / run.id / "checkpoints"
-    # A save begins before the next step does: none comes later. Those that were known when it began stay beside it.
-    wait_for(lambda: saved_in(checkpoints)[:2] == ["step-3", "step-2"], "the checkpoint of step 3")
+    # A save begins before the next step does, and is left out while the one before is being written.
+    wait_for(lambda: two_and_no_more(checkpoints), "two checkpoints, and none that is being written")
     return run, checkpoints
+
+
+def two_and_no_more(checkpoints):
+    """Whether at least two are there, and the same ones a second later."""
+    found = saved_in(checkpoints)
+    time.sleep(1.0)
+    return len(found) >= 2 and saved_in(checkpoints) == found
 
 
 def saved_in(checkpoints):

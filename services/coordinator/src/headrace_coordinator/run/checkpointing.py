@@ -115,6 +115,8 @@ class Checkpointer:
         self._cost_s = 0.0
         self._announced = context.state.last_checkpoint
         self._in_flight, self._name, self._step = 0, "", 0
+        self._began_at = self._ordinal
+        """Of the version that was saved last, or that this began with."""
         self._last_failure = ""
 
     def due(self) -> bool:
@@ -125,13 +127,22 @@ class Checkpointer:
         if self._in_flight or run.lineage.head == self._announced:
             return False
         if section.interval_steps:
-            return run.lineage.base.ordinal % section.interval_steps == 0
+            # One that was left out, because the one before was being written, is made up for.
+            every = section.interval_steps
+            return self._ordinal % every == 0 or self._ordinal // every > self._began_at // every
         waited = self._context.event_log.monotonic() - self._last_at
         return waited >= section.max_interval_s or waited * section.time_budget >= max(self._cost_s, 1.0)
+
+    @property
+    def _ordinal(self) -> int:
+        """Of the version that steps begin with."""
+        base = self._context.state.lineage.base
+        return base.ordinal if base else 0
 
     async def save(self, wait: bool) -> None:
         """Starts a checkpoint of the head, or waits until it is durable. A failure is shown; the run goes on."""
         context, number = self._context, self._context.state.lineage.head
+        self._began_at = self._ordinal
         started, step = context.event_log.monotonic(), context.state.ledger.step
         try:
             ledger = await ledger_of(context.event_log, context.run_id)
