@@ -99,8 +99,8 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--environments", type=int, default=8, help="environments of the pool")
-    parser.add_argument("--steps", type=int, default=60, help="steps of an episode")
-    parser.add_argument("--pixels", type=int, default=128, help="height and width of a picture")
+    parser.add_argument("--steps", type=int, default=30, help="steps of an episode")
+    parser.add_argument("--pixels", type=int, default=256, help="height and width of a picture")
     parser.add_argument(
         "--wait", action="store_true", help="a step waits, as for a robot or a GPU, and needs no core"
     )
