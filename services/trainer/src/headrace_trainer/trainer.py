@@ -237,7 +237,8 @@ class Trainer:
     @property
     def ranks(self) -> int:
         """Ranks of its trainer group; 1 while it is in none."""
-        return 1 if self._gang is None else self._gang.world_size
+        gang = self._gang  # The compute thread may leave it meanwhile.
+        return 1 if gang is None else gang.world_size
 
     def follows(self) -> bool:
         """Whether this rank follows another's rounds."""
