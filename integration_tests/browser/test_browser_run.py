@@ -99,6 +99,21 @@ def test_a_run_is_paused_resumed_and_reloaded_and_a_lost_rollout_is_named(fleet,
     assert certificates.count() == 6
 
 
+def test_a_timeline_shows_nothing_before_its_spans_are_there(fleet, held, gate, open_page):
+    page = open_page(f"{fleet.url}/#token={fleet.token}&/runs/{held.id}")
+    shown = []
+
+    def note_and_answer(route):
+        shown.append((page.get_by_text("As a table").is_visible(), page.locator(".empty").is_visible()))
+        route.continue_()
+
+    page.route("**/timeline?*", note_and_answer)
+    page.get_by_role("link", name="Timeline").click()
+    page.get_by_text("As a table").wait_for()
+    assert shown[0] == (False, False)
+    gate.open()
+
+
 def test_a_step_that_is_committed_while_the_curves_are_loaded_again_is_plotted(fleet, held, gate, open_page):
     page = open_page(f"{fleet.url}/#token={fleet.token}&/runs/{held.id}")
     wait_for(lambda: plotted_step(page) == 2, "step 2 in the plot")

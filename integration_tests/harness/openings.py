@@ -49,7 +49,10 @@ class Refused(Exception):
 
 
 class Subject(ABC):
-    """One instance. `seed` makes configs differ; `limit` is how many runs it can have open, 0 for any number."""
+    """One instance. `seed` makes configs differ; `limit` is how many runs it can have open, 0 for any number.
+
+    `opened`: the runs that it was asked to open.
+    """
 
     def __init__(self, kind: str, model: Path, directory: Path) -> None:
         self.kind = kind
@@ -57,6 +60,7 @@ class Subject(ABC):
         self._model = model
         self._directory = directory
         self._sequence = 0
+        self.opened: set[str] = set()
 
     def header(self, run: str, open_id: int, lease_epoch: int = 0) -> common_pb2.CommandHeader:
         """The next command's; `sequence` is its number."""
@@ -76,6 +80,7 @@ class Subject(ABC):
 
     def open(self, run: str, open_id: int, seed: int = 1) -> Any:
         """OpenRun."""
+        self.opened.add(run)
         fields = {"run_directory": str(self._directory)} if self.kind == "trainer" else {}
         request = MESSAGES[self.kind].OpenRunRequest(
             header=self.header(run, open_id), config_json=json.dumps(self._config(seed)), **fields

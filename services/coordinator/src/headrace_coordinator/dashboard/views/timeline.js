@@ -25,6 +25,7 @@ export async function timeline(root, context) {
     h("div", { class: "row" }, h("span", { class: "pair" }, h("label", { for: "steps" }, "Show"), count), older, newest,
       button("Zoom in", () => lanes.zoom(2)), button("Zoom out", () => lanes.zoom(0.5)), button("Earlier", () => lanes.move(-0.5)), button("Later", () => lanes.move(0.5)), button("All", () => lanes.all())),
     legend, lanes.element, told, sums);
+  panel.hidden = nothing.hidden = true; // Until it is known which: what stands below must not move under a click.
   root.append(panel, nothing);
   let before = null;
   let shown = { parts: [], work: [], holds: [] };
