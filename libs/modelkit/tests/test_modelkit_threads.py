@@ -80,12 +80,23 @@ def test_a_deterministic_run_and_one_core_keep_their_number(monkeypatch):
     assert {clock.do(threads, "micro", 8, {1: 9.0, 2: 1.0}) for _ in range(20)} == {1}
 
 
-def test_another_lease_is_measured_anew(monkeypatch):
+def test_what_is_known_of_a_lease_holds_when_its_cores_come_back(monkeypatch):
     clock, threads = Clock(monkeypatch), Threads()
     threads.lease(2)
-    seconds = {1: 1.0, 2: 2.0}
+    seconds = {1: 0.001, 2: 0.002, 3: 0.003}
     for _ in range(12):
         clock.do(threads, "micro", 8, seconds)
+    threads.lease(1), threads.lease(3)
+    assert clock.do(threads, "micro", 8, seconds) == 3, "nothing is known of three cores"
+    threads.lease(2)
     assert clock.do(threads, "micro", 8, seconds) == 1
-    threads.lease(1), threads.lease(2)
-    assert clock.do(threads, "micro", 8, seconds) == 2, "nothing is known any more"
+
+
+@pytest.mark.parametrize(("several", "long"), [(0.6, True), (1.7, True), (0.6, False)])
+def test_of_long_pieces_that_differ_plainly_one_in_one_thread_is_enough(monkeypatch, several, long):
+    clock, threads = Clock(monkeypatch), Threads()
+    threads.lease(2)
+    unit = 1.0 if long else 0.01
+    used = [clock.do(threads, "micro", 800, {1: unit, 2: several * unit}) for _ in range(8)]
+    chosen = 2 if several < 1 else 1
+    assert used == ([2, 2, 1] if long else [2, 2, 1, 1, 2]) + [chosen] * (5 if long else 3)

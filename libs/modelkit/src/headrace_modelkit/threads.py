@@ -20,6 +20,9 @@ CLEAR = 2.0
 """They agree when their median is so many times what they differ by."""
 GAIN = 0.03
 """What several threads must save."""
+LONG_S, PLAIN = 0.05, 0.2
+"""Pieces that take so long agree at once when one takes so much longer than the other (a logarithm): chance moves
+seconds by less, and each such piece in one thread costs what it was to save."""
 KEPT = 400
 """Pieces of work after which it is measured again."""
 LEAST_S = 1e-7
@@ -32,12 +35,11 @@ class Threads:
         self.fixed = False
         """All cores of the lease whatever they bring: another number rounds sums in another way."""
         self._most = 1
-        self._choices: dict[tuple[str, int], Choice] = {}
+        self._choices: dict[tuple[int, str, int], Choice] = {}
+        """By cores, kind and size: a step's devices come and go, and what was measured holds when they come back."""
 
     def lease(self, most: int) -> None:
         """Computes on so many cores from now on."""
-        if most != self._most:
-            self._choices.clear()
         self._most = most
         torch.set_num_threads(most)
 
@@ -51,13 +53,13 @@ class Threads:
         if self.fixed or self._most == 1:
             yield
             return
-        choice = self._choices.setdefault((kind, max(1, size).bit_length()), Choice())
+        choice = self._choices.setdefault((self._most, kind, max(1, size).bit_length()), Choice())
         several = choice.several
         torch.set_num_threads(self._most if several else 1)
         began = time.perf_counter()
         try:
             yield
-            choice.took((time.perf_counter() - began) / max(1, size))
+            choice.took(time.perf_counter() - began, max(1, size))
         finally:
             torch.set_num_threads(self._most)
 
@@ -69,7 +71,7 @@ class Choice:
         self._chosen: bool | None = None
         self._left = 0
         self._pieces = -1  # The first piece is what is done once.
-        self._last_s = 0.0
+        self._last_s, self._last_long = 0.0, False
         self._ratios: list[float] = []
 
     @property
@@ -79,8 +81,8 @@ class Choice:
             return self._chosen
         return self._pieces % 4 in (0, 3) or self._pieces < 0
 
-    def took(self, seconds: float) -> None:
-        """The piece took so long, by its size."""
+    def took(self, seconds: float, size: int = 1) -> None:
+        """The piece, of that size, took so long."""
         if self._chosen is not None:
             self._left -= 1
             if self._left <= 0:
@@ -89,17 +91,16 @@ class Choice:
         if self._pieces < 0:
             self._pieces = 0
             return
-        several = self.several
-        seconds = max(LEAST_S, seconds)
+        several, each_s, long = self.several, max(LEAST_S, seconds / size), seconds >= LONG_S
         if self._pieces % 2 == 1:
-            ratio = math.log(seconds / self._last_s)
+            ratio = math.log(each_s / self._last_s)
             self._ratios.append(ratio if several else -ratio)
-        self._last_s = seconds
+            plain = long and self._last_long and abs(ratio) > PLAIN
+            if plain or (self._pieces % 4 == 3 and self._agree()):
+                self._chosen, self._left = median(self._ratios) < math.log1p(-GAIN), KEPT
+        self._last_s, self._last_long = each_s, long
         self._pieces += 1
-        if self._pieces % 4 == 0 and self._ratios:
-            self._decide()
 
-    def _decide(self) -> None:
+    def _agree(self) -> bool:
         middle, spread = median(self._ratios), max(self._ratios) - min(self._ratios)
-        if len(self._ratios) >= MOST or (len(self._ratios) >= FEWEST and abs(middle) > CLEAR * spread):
-            self._chosen, self._left = middle < math.log1p(-GAIN), KEPT
+        return len(self._ratios) >= MOST or (len(self._ratios) >= FEWEST and abs(middle) > CLEAR * spread)

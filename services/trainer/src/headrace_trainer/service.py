@@ -75,7 +75,7 @@ class TrainerServicer(HelpingCalls, OutputCalls, trainer_pb2_grpc.TrainerService
 
         async def build() -> Algorithm:
             algorithm = await self._compute(self._trainer.open_run, header.run, config, directory)
-            self._queue = self._new_queue(config.trainer.micro_batch_tokens * config.trainer.ranks)
+            self._queue = self._new_queue(config.trainer.micro_batch_tokens)
             return algorithm
 
         algorithm = await self._instance.open_run(header, (config, directory), build, self._end_run)
