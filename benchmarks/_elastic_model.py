@@ -1,8 +1,8 @@
 """The simulated cluster with what a measured static run says of itself: what steps should take, with moves and without.
 
 Profiles come from steps in turns of two sizes (generation, learning on both cores, switches, the rest) and from
-pipelined steps (learning on one core beside a decoding one). Nothing is taken from the elastic run but its answers'
-lengths. Starts nothing.
+pipelined steps (generation and learning on one core each, side by side). Nothing is taken from the elastic run but its
+answers' lengths. Starts nothing.
 """
 
 from __future__ import annotations
@@ -57,7 +57,9 @@ class Model:
         everything = sorted(float(tokens) for step in turns for tokens in step.tokens)
         self._lengths = Lengths(tuple(everything), group_correlation=0.0)
         mean = self._lengths.mean
-        fixed, each = decoding([*turns, *small])
+        fixed, each = decoding(
+            [*((step, DEVICES) for step in (*turns, *small)), *((step, 1) for step in apart)]
+        )
         alone = median(step.seconds("learn") / sum(step.tokens) for step in apart)
         both = median(step.seconds("learn") / sum(step.tokens) for step in turns)
         switch = median(step.seconds("switch") for step in turns) / HANDS
@@ -106,9 +108,14 @@ class Model:
         return Workload(workflow, self._profiles, {"cpu": DeviceKind(DEVICES)}, items, sync)
 
 
-def decoding(steps: Sequence[Measured]) -> tuple[float, float]:
-    """Seconds of a token round, and of one more answer in it: least squares over steps in turns, none below 0."""
-    rows = [(float(max(step.tokens)), sum(step.tokens) / DEVICES, step.seconds("generate")) for step in steps]
+def decoding(steps: Sequence[tuple[Measured, int]]) -> tuple[float, float]:
+    """Seconds of a token round, and of one more answer in it: least squares over steps and the cores that decoded.
+
+    Neither is below 0.
+    """
+    rows = [
+        (float(max(step.tokens)), sum(step.tokens) / cores, step.seconds("generate")) for step, cores in steps
+    ]
     aa, bb = fmean(a * a for a, _, _ in rows), fmean(b * b for _, b, _ in rows)
     ab = fmean(a * b for a, b, _ in rows)
     at, bt = fmean(a * t for a, _, t in rows), fmean(b * t for _, b, t in rows)

@@ -5,10 +5,13 @@ then `.envs/maniskill/bin/python benchmarks/simulator_overhead.py --only maniski
 environments with the same seeds and actions, one environment a process, and give every observation to the caller as
 an array. The service is `python -m headrace_simulator` on loopback; a client sends all actions of a step in one
 message and waits for all outcomes, as a policy would. Both take turns; the ratio is the median of the rounds.
+A message costs the same for one environment as for many, so the ratio rises with their number: state is compared for
+one environment a core, and for four, of which runs have at least as many.
 
 Prints one JSON line: `gym_state`, `maniskill_state` and `pixels` are the ratios (service over AsyncVectorEnv; pixels
 are those of Meta-World where it is installed, else of ManiSkill, by reference in shared memory), null for what this
-environment cannot run, and the steps a second that they come from.
+environment cannot run, and the steps a second that they come from. They are of the most environments that were tried,
+pixels of the fewest; `..._at_N` are the others.
 """
 
 from __future__ import annotations
@@ -66,23 +69,28 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--processes", type=int, default=max(2, os.cpu_count() or 1), help="environments")
+    cores = max(2, os.cpu_count() or 1)
+    parser.add_argument(
+        "--processes", type=int, nargs="+", default=[cores, 4 * cores], help="numbers of environments"
+    )
     parser.add_argument("--rounds", type=int, default=5, help="measured rounds of each side")
     parser.add_argument("--scale", type=float, default=1.0, help="factor of the steps of a round")
     parser.add_argument("--only", choices=[*GOALS], help="one figure alone")
     options = parser.parse_args()
     say(machine())
     figures: dict[str, float | None] = dict.fromkeys(GOALS)
+    rows = []
     for figure, setting in settings().items():
-        if options.only in (None, figure):
-            steps = max(5, int(setting.steps * options.scale))
-            ratio, rates = compare(setting, options.processes, steps, options.rounds)
-            figures |= {
-                figure: ratio,
-                **{f"{figure}_{side}_steps_per_s": rate for side, rate in rates.items()},
-            }
-            row = [setting.name, rates["service"], rates["vector"], ratio, GOALS[figure]]
-            table(["environment", "service", "AsyncVectorEnv", "ratio", "goal"], [row])
+        if options.only not in (None, figure):
+            continue
+        tried = sorted(set(options.processes))
+        for processes in tried[:1] if figure == "pixels" else tried:
+            steps = max(5, int(setting.steps * options.scale * tried[0] / processes))
+            ratio, rates = compare(setting, processes, steps, options.rounds)
+            name = figure if figure == "pixels" or processes == tried[-1] else f"{figure}_at_{processes}"
+            figures |= {name: ratio, **{f"{name}_{side}_steps_per_s": rate for side, rate in rates.items()}}
+            rows.append([setting.name, processes, rates["service"], rates["vector"], ratio, GOALS[figure]])
+    table(["environment", "of them", "service", "AsyncVectorEnv", "ratio", "goal"], rows)
     say(f"at the end: {machine()}")
     emit("simulator_overhead", figures)
 
