@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import median
 
 from _harness import emit, machine, say, table
-from simulator_overhead import BLOB_BYTES, Setting, service
+from simulator_overhead import Setting, service
 
 SIZES = (128, 256, 512)
 """Pixels of a side: what policies read, and what cameras give."""
@@ -78,7 +78,7 @@ def compare(name: str, size: int, environments: int, steps: int, rounds: int) ->
     def rate(run: Callable[[int], float]) -> float:
         return environments * steps / run(steps)
 
-    with service(setting(BLOB_BYTES), environments) as shm, service(setting(0), environments) as grpc:
+    with service(setting(1), environments) as shm, service(setting(0), environments) as grpc:
         rate(shm), rate(grpc)  # warm
         pairs = [(rate(shm), rate(grpc)) for _ in range(rounds)]
     return (

@@ -33,16 +33,18 @@ def step(seed, groups=24, apart=False):
     rng = random.Random(seed)
     tokens = tuple(min(260, 1 + int(rng.expovariate(1 / 50))) for _ in range(4 * groups))
     if apart:
-        return Measured(20.0, {"learn": sum(tokens) * LEARN_S}, tokens)
+        generate = max(tokens) * ROUND_S + sum(tokens) * ANSWER_S
+        return Measured(20.0, {"generate": generate, "learn": sum(tokens) * LEARN_S}, tokens)
     generate = max(tokens) * ROUND_S + sum(tokens) / 2 * ANSWER_S
     stages = {"generate": generate, "learn": sum(tokens) * LEARN_S / 2, "switch": SWITCH_S}
     return Measured(sum(stages.values()) + 0.2, stages, tokens)
 
 
-def test_the_pace_of_decoding_is_found_in_steps_of_two_sizes():
+def test_the_pace_of_decoding_is_found_in_steps_of_two_sizes_and_on_one_core_or_two():
     steps = [*(step(seed) for seed in range(4)), *(step(seed, groups=6) for seed in range(4, 7))]
-    assert decoding(steps) == pytest.approx((ROUND_S, ANSWER_S))
-    alike = [Measured(1.0, {"generate": 2.0}, (10, 10))] * 2
+    assert decoding([(each, 2) for each in steps]) == pytest.approx((ROUND_S, ANSWER_S))
+    assert decoding([(step(1), 2), (step(1, apart=True), 1)]) == pytest.approx((ROUND_S, ANSWER_S))
+    alike = [(Measured(1.0, {"generate": 2.0}, (10, 10)), 2)] * 2
     assert decoding(alike) in [(pytest.approx(0.2), 0.0), (0.0, pytest.approx(0.2))]
 
 

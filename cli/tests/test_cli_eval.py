@@ -151,6 +151,7 @@ def test_tasks_have_a_table_and_variants_a_column_of_it(shown, coordinator, widt
     coordinator.routes["GET /v1/evaluations/eval-00001a"] = (200, done)
     text = " ".join(shown(width, "get", "eval-00001a").split())
     assert "none 48 0.625 0.484 to 0.748" in text and "vision 48 0.250 0.149 to 0.387" in text
+    assert "240 episodes of 17 actions; 25% cut by the limit" in text
 
 
 def test_videos_are_asked_for_and_saved(headrace, coordinator, tmp_path):

@@ -67,8 +67,9 @@ def result_table(found: EvaluationRun) -> RenderableType:
         parts.append(table(("mode", ">score", "95% interval"), modes))
         if result.tasks:
             parts.append(_task_table(result))
+        of = ("episodes", "actions") if result.tasks else ("answers", "tokens")
         parts.append(
-            f"{result.answers} answers of {result.tokens_mean:.0f} tokens; {result.truncated:.0%} cut by the limit"
+            f"{result.answers} {of[0]} of {result.tokens_mean:.0f} {of[1]}; {result.truncated:.0%} cut by the limit"
             + (f"; {result.failed} made a scorer fail" if result.failed else "")
         )
         parts.append(", ".join(f"{name} {value:.3f}" for name, value in result.parts.items()))

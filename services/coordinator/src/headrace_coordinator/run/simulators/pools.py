@@ -28,8 +28,9 @@ REWARDS = {
     "dense": simulator.REWARD_MODE_DENSE,
     "sparse": simulator.REWARD_MODE_SPARSE,
 }
-BLOB_BYTES = 16 * 1024
-"""Pictures of at least this size go through shared memory where simulator and rollout share a host."""
+BLOB_BYTES = 96 * 1024
+"""Pictures of at least this size go through shared memory where simulator and rollout share a host; smaller ones are
+faster in the message (`benchmarks/pictures.py`)."""
 KEYS = {
     "environment.name": "environment.tasks",
     "options_json": "environment.options",
