@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 from headrace_coordinator.data.dataset import Dataset
-from headrace_coordinator.projections.transcripts import Answer
+from headrace_coordinator.projections.trajectories import Settled
+from headrace_coordinator.projections.transcripts import Answer, answer_of
 from headrace_coordinator.projections.videos import (
     FOLDER,
     Recording,
@@ -117,3 +118,11 @@ def test_videos_are_listed_by_item_with_what_they_show(tmp_path):
     assert all((tmp_path / FOLDER / each.name).is_file() for each in found)
     episodes = [(tmp_path / FOLDER / episode_name(each.name)).read_bytes() for each in found]
     assert episodes == [b"episode 1", b"episode 7"]
+
+
+@pytest.mark.parametrize(
+    ("reason", "cut"), [("STOP", False), ("LENGTH", True), ("TERMINATED", False), ("TRUNCATED", True)]
+)
+def test_an_episode_that_its_limit_of_steps_ended_counts_as_cut(reason, cut):
+    line = Settled(1, 1, 0, 0, 1, "", "", "", 1.0, {}, reason, 50)
+    assert answer_of(line, str).cut is cut

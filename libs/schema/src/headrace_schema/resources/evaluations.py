@@ -40,9 +40,11 @@ class SuiteResultView(Resource):
     )
     parts: dict[str, float] = Field(description="mean of each scorer before weighting")
     answers: int
-    truncated: float = Field(description="share of answers that the length limit cut")
+    truncated: float = Field(
+        description="share of answers that the limit of tokens, or of an episode's steps, cut"
+    )
     failed: int = Field(default=0, description="answers that made a scorer fail; reward.failed_reward counts")
-    tokens_mean: float = Field(description="tokens of an answer")
+    tokens_mean: float = Field(description="tokens of an answer, actions of an episode")
 
 
 class SuiteEvaluationView(Resource):

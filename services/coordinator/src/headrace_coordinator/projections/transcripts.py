@@ -15,7 +15,8 @@ from headrace_coordinator.projections.trajectories import NAME, Settled, Traject
 
 FILE_BYTES = 64 * 1024 * 1024
 EVERYTHING = 2**40
-CUT = "LENGTH"
+CUT = ("LENGTH", "TRUNCATED")
+"""An answer of as many tokens, or an episode of as many steps, as the spec allows."""
 LONGEST_CHOICE = 500
 """Characters of a choice that are compared."""
 Extract = Callable[[str], str]
@@ -49,7 +50,7 @@ def answer_of(line: Settled, extract: Extract) -> Answer:
     """The figures of a transcript."""
     choice = extract(line.completion)[:LONGEST_CHOICE]
     return Answer(
-        line.reward, line.parts, choice, line.tokens, line.finish_reason == CUT, failed=bool(line.detail)
+        line.reward, line.parts, choice, line.tokens, line.finish_reason in CUT, failed=bool(line.detail)
     )
 
 
