@@ -6,15 +6,18 @@ import asyncio
 import os
 import threading
 from types import SimpleNamespace
+from typing import Any
 
 import grpc
 import pytest
 import torch
 from headrace.common.v1 import common_pb2
 from headrace.trainer.v1 import trainer_pb2 as pb
+from headrace_modelkit import threads
 from headrace_servicekit.rpc.errors import ServiceError, reason_of
 from headrace_trainer import allocator
 from headrace_trainer.group.leader import LeaderRounds
+from headrace_trainer.group.rank import Rank
 
 
 def test_what_is_moved_elsewhere_and_back_goes_on_as_if_nothing_was(make_backend, accumulate, sequences):
@@ -56,6 +59,36 @@ async def test_cores_and_threads_of_a_round_are_the_lease_s(client, make_settled
             await client.infer([make_settled(0, version=version).members[0].trajectory])
             await servicer._compute(look)
             assert seen[-1] == (len(held), set(held))
+    finally:
+        for thread in os.listdir("/proc/self/task"):
+            os.sched_setaffinity(int(thread), cores)
+        torch.set_num_threads(1)
+
+
+async def test_what_is_measured_of_threads_is_of_one_run(client, make_settled, monkeypatch):
+    cores, clock, seen, execute = sorted(os.sched_getaffinity(0)), [0.0], [], Rank.execute
+
+    def passed() -> float:
+        clock[0] += torch.get_num_threads()  # two threads take twice as long as one
+        return clock[0]
+
+    def noted(rank: Rank, header: Any) -> object:
+        if header.kind == "infer":
+            seen.append(torch.get_num_threads())
+        return execute(rank, header)
+
+    monkeypatch.setattr(threads, "time", SimpleNamespace(perf_counter=passed))
+    monkeypatch.setattr(Rank, "execute", noted)
+    lease = common_pb2.Lease(epoch=12, devices=[f"b/cpu:{core}" for core in cores[:2]])
+    try:
+        version = (await client.open()).version
+        await client.instance.on_grant(lease)
+        for _ in range(8):
+            await client.infer([make_settled(0, version=version).members[0].trajectory])
+        assert seen[-2:] == [1, 1]
+        version = (await client.reopen()).version
+        await client.infer([make_settled(0, version=version).members[0].trajectory])
+        assert seen[-1] == 2
     finally:
         for thread in os.listdir("/proc/self/task"):
             os.sched_setaffinity(int(thread), cores)

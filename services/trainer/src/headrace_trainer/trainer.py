@@ -109,6 +109,7 @@ class Trainer:
 
     def open_run(self, run: str, config: TrainerConfig, directory: Path) -> Algorithm:
         """Prepares for a run; its algorithm. Raises Refusal INVALID or MODEL_NOT_READABLE."""
+        self._threads = Threads()  # another model's work may be faster with another number
         try:
             policy = policy_of(config.model)
         except ModelNotReadable as error:
