@@ -9,9 +9,9 @@ A message costs the same for one environment as for many, so the ratio rises wit
 one environment a core, and for four, of which runs have at least as many.
 
 Prints one JSON line: `gym_state`, `maniskill_state` and `pixels` are the ratios (service over AsyncVectorEnv; pixels
-are those of Meta-World where it is installed, else of ManiSkill), null for what this
-environment cannot run, and the steps a second that they come from. They are of the most environments that were tried,
-pixels of the fewest; `..._at_N` are the others.
+are those of Meta-World where it is installed, else of ManiSkill), null for what this environment cannot run, and the
+steps a second that they come from. They are of the most environments that were tried, pixels of the fewest;
+`..._at_N` are the others.
 """
 
 from __future__ import annotations
