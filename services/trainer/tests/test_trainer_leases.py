@@ -95,6 +95,16 @@ async def test_what_is_measured_of_threads_is_of_one_run(client, make_settled, m
         torch.set_num_threads(1)
 
 
+async def test_a_batch_grows_with_the_ranks_that_there_are_not_with_those_asked_for(client, make_config):
+    config = make_config()
+    config["trainer"] = {**config.get("trainer", {}), "ranks": 4, "micro_batch_tokens": 100}
+    await client.open_run(config)
+    await client.join(1)
+    assert servicer_of(client)._queue._batch_tokens() == 200, (
+        "two micro-batches for the one rank that has joined"
+    )
+
+
 async def test_a_gpu_that_is_not_there_is_refused(client):
     with pytest.raises(ServiceError, match="GPU-8f2a is leased and this process sees no GPU"):
         await client.instance.on_grant(common_pb2.Lease(epoch=2, devices=["GPU-8f2a/gpu:0"]))
