@@ -1,7 +1,7 @@
 """A long-tailed run on this machine's two cores: every static mode, and the same work with devices that move.
 
-Answers end by themselves: an untrained model draws its end token about once in as many tokens as its vocabulary has.
-All runs make the same answers (seeds, prompts and model are the same, the learning rate is too small to move a weight).
+Answers have the published lengths in tokens (`_tail_model.py`), and all runs make the same ones (seeds, prompts and
+model are the same, the learning rate is too small to move a weight).
 A short run with fewer answers tells the two parts of the decoding pace apart, for the simulated cluster
 (`_elastic_model.py`), which is compared with what was measured.
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median
@@ -19,10 +19,14 @@ from typing import Any
 
 from _elastic_model import Measured, Model
 from _harness import Fleet, machine, say, table
+from _tail_model import QUANTILES, write_tail_model
 from modes import finished
-from streaming import write_model, write_prompts
+from streaming import write_prompts
 
 SMALL_GROUPS, SMALL_STEPS = 6, 4
+LONGEST = int(QUANTILES[1.0])
+MICRO_BATCH = 512
+"""Tokens that the trainer learns at once: a group or two, so that the last ones can be divided."""
 STILL_STEPS = 3
 """The first, in which torch warms up, and those that an elastic run measures before it moves anything."""
 ONE, TWO = {"instances": 1}, {"instances": 2}
@@ -30,28 +34,30 @@ APART = {"mode": "disaggregated", "rollout": ["cpu:0"], "trainer": ["cpu:1"]}
 MODES: dict[str, dict[str, Any]] = {
     "collocated": {"placement": {"mode": "collocated"}, "rollout": TWO, "helpers": 0},
     "pipelined": {"placement": {**APART, "flow": "pipelined"}, "rollout": ONE, "helpers": 0},
-    "elastic": {"placement": {"mode": "collocated"}, "rollout": TWO, "helpers": 1},
-    "borrowing": {
+    "hybrid": {"placement": {"mode": "hybrid"}, "rollout": ONE, "helpers": 0},
+    "elastic turns": {"placement": {"mode": "collocated"}, "rollout": TWO, "helpers": 1},
+    "elastic apart": {
         "placement": {**APART, "flow": "pipelined"},
         "rollout": {**ONE, "helpers": 1},
-        "helpers": 0,
+        "helpers": 1,
     },
 }
-STATIC = ("collocated", "pipelined")
+STATIC = ("collocated", "pipelined", "hybrid")
+ELASTIC = ("elastic turns", "elastic apart")
+SIMULATED = ("collocated", "pipelined", *ELASTIC)
 OPTIONS = ("--devices", "cpu:0,cpu:1", "--simulator", "0", "--rollout", "2", "--trainer", "2")
 
 
 @dataclass(frozen=True)
 class Here:
-    """What is run: `groups` of `size` answers of at most `longest` tokens a step; the model's width and layers."""
+    """What is run: `groups` of `size` answers a step; the model's width and layers."""
 
     turns: int = 3
     steps: int = 3
     width: int = 384
     layers: int = 4
-    groups: int = 16
+    groups: int = 24
     size: int = 4
-    longest: int = 400
     budget_s: float = 400.0
     """No turn begins that would end later, by the seconds of the turns before it; one is always made."""
 
@@ -64,7 +70,7 @@ def figures_here(here: Here) -> dict[str, float]:
     """`elastic_speedup_here` with its medians, `simulated_vs_measured_error` and what it comes from, and the rest."""
     with tempfile.TemporaryDirectory(prefix="headrace-benchmark-") as folder:
         model, prompts = Path(folder) / "model", Path(folder) / "prompts.jsonl"
-        write_model(model, here.width, here.layers)
+        write_tail_model(model, here.width, here.layers)
         write_prompts(prompts, here.groups * (here.steps + STILL_STEPS))
         with Fleet(*OPTIONS) as fleet:
             small = _run(fleet, make_spec(here, model, prompts, SMALL_STEPS, **MODES["collocated"],
@@ -74,52 +80,49 @@ def figures_here(here: Here) -> dict[str, float]:
     return _figures(here, small, measured, helped)
 
 
-def _figures(here: Here, small: list[Measured], measured: Turns, helped: int) -> dict[str, float]:
+def _figures(
+    here: Here, small: list[Measured], measured: Turns, helped: Mapping[str, int]
+) -> dict[str, float]:
     steps = {mode: [step for turn in turns for step in turn] for mode, turns in measured.items()}
     walls = {mode: [step.wall_s for step in found] for mode, found in steps.items()}
-    static = min(STATIC, key=lambda mode: median(walls[mode]))
+    static, elastic = (min(modes, key=lambda mode: median(walls[mode])) for modes in (STATIC, ELASTIC))
     model = Model(steps["collocated"], small, steps["pipelined"], here.size)
-    simulated = {mode: model.step_s(mode, found) for mode, found in steps.items()}
-    errors = {mode: abs(simulated[mode] / fmean(walls[mode]) - 1) for mode in walls}
+    simulated = {mode: model.step_s(mode, steps[mode]) for mode in SIMULATED}
+    errors = {mode: abs(simulated[mode] / fmean(walls[mode]) - 1) for mode in SIMULATED}
+    told = (
+        (f"{simulated[mode]:.2f}", f"{errors[mode]:.1%}") if mode in errors else ("", "") for mode in walls
+    )
     table(
         ("mode", "median, s", "fastest, s", "slowest, s", "mean, s", "simulated, s", "error"),
         [
-            (
-                mode, f"{median(each):.2f}", f"{min(each):.2f}", f"{max(each):.2f}",
-                f"{fmean(each):.2f}", f"{simulated[mode]:.2f}", f"{errors[mode]:.1%}",
-            )
-            for mode, each in walls.items()
+            (mode, f"{median(each):.2f}", f"{min(each):.2f}", f"{max(each):.2f}", f"{fmean(each):.2f}", *said)
+            for (mode, each), said in zip(walls.items(), told, strict=True)
         ],
-    )  # fmt: skip
+    )
     tokens = sorted(count for step in steps[static] for count in step.tokens)
     shape = ", ".join(
-        f"{name} {tokens[min(len(tokens) - 1, int(share * len(tokens)))]}" for name, share in QUANTILES
+        f"{share:.0%} {tokens[min(len(tokens) - 1, int(share * len(tokens)))]}" for share in QUANTILES
     )
-    say(f"tokens of an answer: {shape}; fastest static mode: {static}")
+    say(f"tokens of an answer: {shape}; fastest: {static}, and with devices that move {elastic}")
+    fixed = min((mode for mode in SIMULATED if mode in STATIC), key=lambda mode: median(walls[mode]))
     return {
-        "elastic_speedup_here": median(walls[static]) / median(walls["elastic"]),
+        "elastic_speedup_here": median(walls[static]) / median(walls[elastic]),
         "static_s_here": median(walls[static]),
-        "elastic_s_here": median(walls["elastic"]),
-        "helped_share_here": helped / (here.groups * len(steps["elastic"])),
-        "simulated_vs_measured_error": max(errors[static], errors["elastic"]),
-        "simulated_static_s_here": simulated[static],
-        "simulated_elastic_s_here": simulated["elastic"],
-        "simulated_speedup_here": simulated[static] / simulated["elastic"],
-        "switch_s_here": median(step.seconds("switch") for step in steps["elastic"]),
-        "borrowing_s_here": median(walls["borrowing"]),
-        "borrowing_speedup_here": median(walls["pipelined"]) / median(walls["borrowing"]),
-        "simulated_borrowing_s_here": simulated["borrowing"],
-        "steps_here": float(len(steps["elastic"])),
+        "elastic_s_here": median(walls[elastic]),
+        "elastic_turns_s_here": median(walls["elastic turns"]),
+        "elastic_apart_s_here": median(walls["elastic apart"]),
+        "helped_share_here": helped[elastic] / (here.groups * len(steps[elastic])),
+        "simulated_vs_measured_error": max(errors[fixed], errors[elastic]),
+        "simulated_speedup_here": simulated[fixed] / simulated[elastic],
+        "switch_s_here": median(step.seconds("switch") for step in steps[elastic]),
+        "steps_here": float(len(steps[elastic])),
     }
 
 
-QUANTILES = (("p50", 0.5), ("p90", 0.9), ("p95", 0.95), ("max", 1.0))
-
-
-def _measure(fleet: Fleet, here: Here, model: Path, prompts: Path) -> tuple[Turns, int]:
+def _measure(fleet: Fleet, here: Here, model: Path, prompts: Path) -> tuple[Turns, dict[str, int]]:
     """The measured steps of each mode, which take turns in another order each time; groups that helpers learned."""
     measured: Turns = {mode: [] for mode in MODES}
-    helped, began = 0, time.monotonic()
+    helped, began = dict.fromkeys(MODES, 0), time.monotonic()
     for turn in range(here.turns):
         spent = time.monotonic() - began
         if turn and spent * (turn + 1) / turn > here.budget_s:
@@ -134,7 +137,7 @@ def _measure(fleet: Fleet, here: Here, model: Path, prompts: Path) -> tuple[Turn
             seconds = ", ".join(f"{step.wall_s:.2f}" for step in found)
             say(f"{machine()}; {mode}: {seconds} s" + (f"; {groups} groups helped" if groups else ""))
             measured[mode].append(found)
-            helped += groups
+            helped[mode] += groups
     return measured, helped
 
 
@@ -157,13 +160,13 @@ def make_spec(
         "export": False,
         "model": {"path": str(model), "dtype": "float32"},
         "data": {"source": "jsonl", "options": {"path": str(prompts)}, "prompt": {"chat": False}},
-        "sampling": {"max_new_tokens": here.longest},
+        "sampling": {"max_new_tokens": LONGEST},
         "algorithm": {"group_size": here.size, "prompts_per_step": groups},
         "optimizer": {"lr": 1e-12},
-        "trainer": {"micro_batch_tokens": 1024, "helpers": helpers},
+        "trainer": {"micro_batch_tokens": MICRO_BATCH, "helpers": helpers},
         "rollout": {"max_concurrency": groups * here.size, **rollout},
         # Any reward that differs inside a group will do: equal rewards carry no gradient.
-        "reward": {"scorers": [{"name": "length", "options": {"target": 0, "limit": here.longest + 1}}]},
+        "reward": {"scorers": [{"name": "length", "options": {"target": 0, "limit": LONGEST + 1}}]},
         "placement": placement,
         "checkpoint": {"enabled": False},
     }

@@ -91,13 +91,13 @@ class Model:
             given.append(Draws({"generate": shares}, shares))
         work, count = self._workload(len(steps[0].tokens)), len(given)
         both = Share((Leaf("generate", "cpu", DEVICES), Leaf("learn", "cpu", DEVICES)))
-        if mode == "elastic":
+        if mode == "elastic turns":
             return simulate_elastic(work, both, self._costs, count, given=given).step_s
         if mode == "collocated":
             return simulate(work, both, count, given=given).step_s
         groups = len(steps[0].tokens) // self._group
         apart = Split(Leaf("generate", "cpu", 1), Leaf("learn", "cpu", 1), chunks=groups)
-        if mode == "borrowing":
+        if mode == "elastic apart":
             return simulate_elastic(work, apart, self._costs, count, given=given).step_s
         return simulate(work, apart, count, given=given).step_s
 

@@ -12,11 +12,12 @@ Prints one JSON line. `elastic_speedup_N_load_Q`: N devices, Q answers a device,
 `elastic_speedup_N` is that of the load whose generation comes nearest to the 260 s of the published tail's run.
 `simulate_s_1024`: CPU seconds of ten static steps.
 
-With `--here` a real fleet on two cores runs long-tailed steps in each static mode, with a helper, and side by side with
-a rollout that borrows the trainer's core at each step's begin (`borrowing_speedup_here`: the pipelined median step over
-its). The line has `elastic_speedup_here` (median step of the fastest static mode over that of the
-elastic run), `simulated_vs_measured_error` (the simulated cluster with what the static runs say of themselves against
-what was measured, with a helper and without, the worse) and what they come from. `switch_s` is `lease_switch.py`'s.
+With `--here` a real fleet on two cores runs steps with a tail of that shape in each static mode (collocated, pipelined,
+hybrid), and with devices that move: `elastic turns` (collocated, a helper in the tail) and `elastic apart` (each side
+has a core, and works on the other's at the step's begin and end). `elastic_speedup_here`: the median step of the
+fastest static mode over that of the faster elastic one. `simulated_vs_measured_error`: the simulated cluster with what
+the static runs say of themselves against what was measured, for the fastest elastic mode and the faster of collocated
+and pipelined, the worse. `switch_s` is `lease_switch.py`'s.
 """
 
 from __future__ import annotations
@@ -76,7 +77,6 @@ HERE = {
     "layers": "its layers",
     "groups": "groups of a step",
     "size": "answers of a group",
-    "longest": "most tokens of an answer",
     "budget_s": "no turn begins that would end later",
 }
 """Options of what is measured here."""

@@ -129,7 +129,17 @@ def test_a_minimal_spec_is_valid_and_its_json_is_a_fixed_point():
             "placement.rollout",
             "name at least 2 devices, or set rollout.instances: 1",
         ),
-        ({"trainer.helpers": 1}, "trainer.helpers", "use fewer than rollout.instances: 1"),
+        ({"trainer.helpers": 1}, "trainer.helpers", "set rollout.instances: 2, or"),
+        (
+            {"trainer.helpers": 1, "placement": {"mode": "disaggregated", "flow": "sequential"}},
+            "trainer.helpers",
+            "set rollout.instances: 2, or",
+        ),
+        (
+            {"trainer.helpers": 2, "placement": {"mode": "disaggregated"}},
+            "trainer.helpers",
+            "set rollout.instances: 2, or",
+        ),
         (
             {"trainer.helpers": 1, "rollout.instances": 2, "deterministic": True},
             "trainer.helpers",

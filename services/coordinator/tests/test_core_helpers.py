@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 
 import pytest
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.planner.elastic.policy import Move, Role
 from headrace_coordinator.run.stages.moving.helping import Helping
+from headrace_coordinator.simulation.fleet.trainer import Trainer
+from headrace_coordinator.simulation.moves import move_eagerly
 from headrace_coordinator.simulation.virtual_time import run_virtual
 from headrace_coordinator.simulation.world import World
 
@@ -92,6 +95,26 @@ def test_owners_with_devices_of_their_own_learn_beside_a_helper(live):
     generates = {device for lease in leases if lease.stage == "generate" for device in lease.devices}
     learns = {device for lease in leases if lease.stage == "learn" for device in lease.devices}
     assert helps and all(set(lease.devices) <= generates - learns for lease in helps)
+
+
+def test_the_only_rollout_helps_owners_that_learn_on_when_all_is_decoded(live, monkeypatch):
+    """The next step's answers are made on the same device again."""
+    learn = Trainer._learn
+
+    async def slowly(self, request, revoked):
+        async for outcome in learn(self, request, revoked):
+            await asyncio.sleep(2.0)
+            yield outcome
+
+    monkeypatch.setattr(Trainer, "_learn", slowly)
+    settings = {"mode": "disaggregated", "trainer": {"micro_batch_tokens": 1}}
+    outcome, steps, world = live(rollouts=1, policy=move_eagerly, **settings)
+    assert set(outcome.states.values()) == {"SUCCEEDED"} and outcome.recoveries == 0
+    both = [c for c in steps if c.helped and len({p for p, *_ in c.trained} - set(helped([c])))]
+    assert len(both) > 2
+    granted = [event for event in world.store.log if isinstance(event, ev.LeaseGranted)]
+    stages = [lease.stage for lease in granted if lease.stage != "learn"]
+    assert stages.count("help") >= len(both) and "generate" in stages[stages.index("help") :]
 
 
 def test_a_full_relay_does_not_wait_for_groups_that_a_helper_has(live):

@@ -25,7 +25,13 @@ from headrace_coordinator.planner import (
 from headrace_coordinator.planner.cluster import Label, simulate, simulate_elastic
 from headrace_coordinator.planner.cluster.sampling import Draws
 from headrace_coordinator.planner.elastic.outlook import MoveCosts, Terms
-from headrace_coordinator.planner.elastic.policy import ElasticState, Role, Rollout, plan_elastic
+from headrace_coordinator.planner.elastic.policy import (
+    ElasticState,
+    Role,
+    Rollout,
+    helpers_until,
+    plan_elastic,
+)
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -190,9 +196,44 @@ def test_nothing_moves_within_the_hold_or_for_too_small_a_gain():
 
 
 def test_nothing_moves_when_all_is_decoded_and_at_a_step_begin():
-    assert plan_elastic(state_of(unfinished=-1, count=1), now=math.inf) == ()
+    done = tuple(Rollout(f"r{n}", 1, 0) for n in range(4))
+    assert plan_elastic(replace(state_of(), rollouts=done), now=math.inf) == (), "the owners take the devices"
     begin = replace(state_of(decoded=0.0, unfinished=32), finished=0.0)
     assert plan_elastic(begin, now=0.0) == ()
+
+
+def test_rollouts_that_decode_no_more_help_owners_that_still_learn():
+    """At once: with nothing left to decode no device goes back and forth. Each needs a group of its own."""
+    terms = replace(state_of().terms, shared=False, owners=2)
+    done = tuple(Rollout(f"r{n}", 1, 0) for n in range(4))
+    state = ElasticState(terms, done, 4.0, finished=200.0, owners_learn=True, moved_at=99.9)
+    moves = plan_elastic(state, now=100)
+    assert [(move.rollout, move.role) for move in moves] == [(f"r{n}", Role.HELP) for n in range(4)]
+    assert len(plan_elastic(replace(state, finished=40.0), now=100)) == 2
+    assert plan_elastic(replace(state, finished=16.0), now=100) == (), (
+        "the owners have it before anybody joined"
+    )
+    assert plan_elastic(replace(state, owners_learn=False), now=100) == ()
+    assert plan_elastic(replace(state, terms=replace(terms, helper_devices=8)), now=100) == ()
+
+
+def test_devices_that_decoded_to_the_end_learn_what_the_owners_have_left():
+    work, tree = work_of(items=1024), apart(owners=2, chunks=32)
+    static, found = simulate(work, tree, 1, 1), simulate_elastic(work, tree, COSTS, 1, 1)
+    decoded = max(span.end for span in found.timeline.spans if span.label is Label.DECODE)
+    last = {s.place.first for s in found.timeline.spans if s.label is Label.DECODE and s.end > decoded - 1}
+    learn = {
+        span.place.first for span in found.timeline.spans if span.label is Label.TRAIN and span.end > decoded
+    }
+    assert last & learn
+    assert found.step_s < 0.7 * static.step_s
+
+
+def test_a_helper_takes_a_group_only_where_the_owners_would_be_later_with_all_that_waits():
+    terms = replace(state_of().terms, shared=False, owners=2)
+    state = ElasticState(terms, (), 4.0, finished=40.0, begun=60.0, helpers=4, owners_learn=True)
+    assert helpers_until(state) == pytest.approx(terms.learn.seconds(100, 2))
+    assert helpers_until(replace(state, begun=0.0)) == pytest.approx(terms.learn.seconds(40, 2))
 
 
 @pytest.mark.parametrize(

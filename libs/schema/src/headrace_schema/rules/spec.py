@@ -315,11 +315,14 @@ def _helpers(spec: RunSpec) -> Iterator[KeyProblemView]:
     if placement.mode == "auto" and placement.measure_steps:
         reason = "steps in which devices move say nothing of another placement"
         yield problem("trainer.helpers", reason, f"set placement.mode: disaggregated or collocated{fix}")
-    if spec.trainer.helpers >= spec.rollout.instances:
-        reason = "a helper takes the devices of one rollout while another one decodes what is left"
-        yield problem(
-            "trainer.helpers", reason, f"use fewer than rollout.instances: {spec.rollout.instances}{fix}"
-        )
+    # Beside owners that learn meanwhile, a rollout that decodes no more helps too: then all of them may.
+    beside = placement.mode == "disaggregated" and placement.pipelined and not placement.share
+    wanted = spec.trainer.helpers + (not beside)
+    if spec.rollout.instances < wanted:
+        reason = "a helper takes the devices of one rollout"
+        if not beside:
+            reason += " while another one decodes what is left"
+        yield problem("trainer.helpers", reason, f"set rollout.instances: {wanted}{fix}")
 
 
 def _decoders(spec: RunSpec) -> Iterator[KeyProblemView]:

@@ -83,8 +83,9 @@ class TrainerSection(Section):
     )
     helpers: CountOrZero = Field(
         default=0,
-        description="trainer instances beside the group that help within a step: while the last answers decode, "
-        "devices that rollouts give back compute the gradient of whole groups",
+        description="trainer instances beside the group that help within a step: while the last answers decode, and "
+        "in disaggregated placement until all is learned, devices that rollouts give back compute the gradient of "
+        "whole groups",
     )
     micro_batch_tokens: Count = Field(default=2048, description="most tokens of one packed forward")
     gradient_checkpointing: bool = Field(

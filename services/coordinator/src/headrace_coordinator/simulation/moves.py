@@ -14,7 +14,9 @@ from headrace_coordinator.run.stages.moving.tail import Tail
 
 
 def move_eagerly(state: ElasticState, now: float) -> tuple[Move, ...]:
-    """All rollouts but one give their devices back, whatever that gains."""
+    """All rollouts but one give their devices back, and that one once it decodes no more, whatever that gains."""
+    if not any(rollout.unfinished for rollout in state.rollouts):
+        return tuple(Move(rollout.name, Role.HELP) for rollout in state.rollouts if state.owners_learn)
     held_s = now - state.moved_at
     leaving = state.rollouts[1:] if held_s >= state.terms.costs.min_hold_s else ()
     return tuple(Move(rollout.name, Role.HELP) for rollout in leaving)

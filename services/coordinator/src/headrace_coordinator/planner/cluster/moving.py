@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from heapq import heapify, heappop, heappush
 
 from headrace_coordinator.planner.cluster.decoding import Finished, Replica, spread
@@ -43,7 +44,6 @@ class ElasticStep:
         self.settled: deque[Group] = deque()
         self.done: list[Finished] = []
         self.moved_at = begin - terms.costs.min_hold_s
-        self.horizon = begin
 
     def run(self, draws: Draws) -> float:
         """Runs the step; returns when its last gradient is in the owners' hands. `done` has what was learned when."""
@@ -52,11 +52,16 @@ class ElasticStep:
         self.missing: dict[int, list[int]] = {}
         self._start(len(draws.weights))
         tick = self.terms.costs.min_hold_s
-        while any(decoder.replica.unfinished for decoder in self.decoders):
+        while self._decoding:
             self._decode(self.now + tick)
             self._learn(self.now, decoding=True)
-            self._move(plan_elastic(self._state(), self.now))
+            if self._decoding:
+                self._move(plan_elastic(self._state(), self.now))
         return self._finish()
+
+    @property
+    def _decoding(self) -> bool:
+        return any(decoder.replica.unfinished for decoder in self.decoders)
 
     def _start(self, count: int) -> None:
         terms, size = self.terms, self.terms.generate.replica_devices
@@ -129,9 +134,19 @@ class ElasticStep:
         left = max(1, sum(rollout.unfinished for rollout in rollouts))
         decoded = sum(d.replica.length * d.replica.unfinished for d in self.decoders) / left
         return ElasticState(
-            self.terms, rollouts, decoded, self.finished, self._devices(self.helpers),
+            self.terms, rollouts, decoded, self.finished, self._begun, self._devices(self.helpers),
             self.owner is not None, (), self.moved_at,
         )  # fmt: skip
+
+    @property
+    def _begun(self) -> float:
+        """Items that the trainer group still has to learn of what it has taken."""
+        if self.owner is None or self.owner.begun is None:
+            return 0.0
+        start, groups = self.owner.begun
+        whole = sum(group.weight for group in groups)
+        left = (self.owner.free - max(start, self.now)) / (self.owner.free - start)
+        return whole * min(max(left, 0.0), 1.0)
 
     def _move(self, moves: Sequence[Move]) -> None:
         """Revokes with notice, hands unfinished outputs to the survivors, and starts the devices' next role."""
@@ -147,7 +162,7 @@ class ElasticStep:
         self._resume([sequence for decoder in leaving for sequence in decoder.replica.take()])
         for decoder in leaving:
             if roles[decoder.name] is Role.HELP:
-                self._help(decoder.lane)
+                self._help(decoder.lane, self.now + self.terms.join_s - self.terms.costs.notice_s)
         owners = [decoder.lane for decoder in leaving if roles[decoder.name] is Role.OWN]
         if owners:
             self._own(owners)
@@ -176,9 +191,8 @@ class ElasticStep:
         decoder.lane.until(when, self.generate, Label.WAIT_TAIL)
         decoder.finished = 0
 
-    def _help(self, lane: Lane) -> None:
+    def _help(self, lane: Lane, ready: float) -> None:
         terms = self.terms
-        ready = self.now + terms.join_s - terms.costs.notice_s
         lane.until(ready, self.learn, Label.SWITCH)
         for at in range(lane.place.count):
             place = Place(lane.place.kind, lane.place.first + at, 1)
@@ -204,14 +218,14 @@ class ElasticStep:
 
     def _learn(self, until: float, decoding: bool) -> None:
         """Hands settled groups to whoever is free first, as long as somebody may begin one by `until`."""
-        self.horizon = self.now + helpers_until(self._state())
+        state = self._state()
         free = [*self.helpers, *([self.owner] if self.owner else [])]
         heapify(free)
         while free and self.settled:
             learner = heappop(free)
             groups = self._next(learner, decoding)
             start = max(learner.free, groups[-1].since) if groups else math.inf
-            if start <= until and (learner.owner or self._fits(start, groups)):
+            if start <= until and (learner.owner or self._fits(state, start, groups)):
                 for _ in groups:
                     self.settled.popleft()
                 self._teach(learner, start, groups)
@@ -229,8 +243,9 @@ class ElasticStep:
                 return found
         return [] if decoding else found
 
-    def _fits(self, start: float, groups: Sequence[Group]) -> bool:
-        return start + self._helper_s(groups[0].weight) <= self.horizon
+    def _fits(self, state: ElasticState, start: float, groups: Sequence[Group]) -> bool:
+        state = replace(state, finished=self.finished, begun=self._begun)
+        return start + self._helper_s(groups[0].weight) <= self.now + helpers_until(state)
 
     def _helper_s(self, weight: float) -> float:
         learners = self._devices(self.helpers) + (self.owners.count if self.owner else 0)
@@ -323,6 +338,11 @@ class ElasticStep:
             self.decoders = [decoder for decoder in self.decoders if not decoder.owner]
             self._own([decoder.lane for decoder in borrowed])
         owner = self.owner or self._own([])
+        moves = {move.rollout for move in plan_elastic(self._state(), self.now)}
+        for decoder in self.decoders:
+            if decoder.name in moves:
+                self._help(decoder.lane, self.now + terms.join_s)
+        self.decoders = [decoder for decoder in self.decoders if decoder.name not in moves]
         while self.settled:
             self._learn(math.inf, decoding=False)
             for helper in self.helpers:

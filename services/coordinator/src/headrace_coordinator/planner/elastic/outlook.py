@@ -92,6 +92,25 @@ class Terms:
         gradients = math.ceil(helpers / self.helper_devices / self.owners)
         return gradients * self.costs.gradient_bytes / self.costs.link_bytes_per_s
 
+    def helping_out(self, items: float, helpers: int, replicas: int) -> tuple[int, float]:
+        """How many of some replicas that decode no more should help, and the seconds to learn `items` then.
+
+        Each helper needs a group of its own once it has joined; (0, infinity) where there is none. `helpers`: devices
+        that help already.
+        """
+        size, team = self.generate.replica_devices, self.helper_devices
+        learning = self.owners + helpers
+        meanwhile = self.join_s * items / max(self.learn.seconds(items, learning), 1e-9)
+        rest = items - meanwhile
+        teams = min(int(rest / self.group_size), replicas * size // team) if rest > 0 else 0
+        if not teams:
+            return 0, math.inf
+        more = teams * team
+        learners = learning + more
+        learn_s = max(self.learn.seconds(rest, learners), self.helper_s(self.group_size, learners))
+        close_s = self.contribution_s(helpers + more) - self.contribution_s(helpers)
+        return math.ceil(more / size), self.join_s + learn_s + close_s
+
 
 @dataclass(frozen=True)
 class Outlook:

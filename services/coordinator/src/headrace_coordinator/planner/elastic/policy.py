@@ -37,14 +37,16 @@ class ElasticState:
     """A step in progress.
 
     `decoded`: mean lengths that the unfinished outputs have so far. `finished`: items (of mean length) that are
-    finished and that nobody has begun to learn. `helpers`: devices that help. `owners_learn`: whether the trainer
-    group is loaded and learns. `idle_owners`: trainer replicas that could decode. `moved_at`: when devices moved last.
+    finished and that nobody has begun to learn; `begun`: that the trainer group has and has not learned yet.
+    `helpers`: devices that help. `owners_learn`: whether the trainer group is loaded and learns. `idle_owners`:
+    trainer replicas that could decode. `moved_at`: when devices moved last.
     """
 
     terms: Terms
     rollouts: tuple[Rollout, ...]
     decoded: float
     finished: float
+    begun: float = 0.0
     helpers: int = 0
     owners_learn: bool = False
     idle_owners: tuple[Rollout, ...] = ()
@@ -63,7 +65,8 @@ def plan_elastic(state: ElasticState, now: float) -> tuple[Move, ...]:
     """Moves to begin at `now` (seconds); none is the usual answer.
 
     At a step's begin, owners that would wait for data decode. Later the policy compares: to give devices back now,
-    later, or never. It moves now when this is predicted to end the step first, by the damping's margin.
+    later, or never. It moves now when this is predicted to end the step first, by the damping's margin. When nothing
+    decodes any more, rollouts on devices of their own help owners that have more groups left than they.
 
     >>> from headrace_coordinator.planner import Lengths, Profile
     >>> lengths = Lengths.from_quantiles({0.5: 60, 0.9: 111, 1: 260})
@@ -73,9 +76,11 @@ def plan_elastic(state: ElasticState, now: float) -> tuple[Move, ...]:
     >>> [(move.rollout, move.role.value) for move in plan_elastic(state, now=100.0)]
     [('r0', 'help'), ('r1', 'help'), ('r2', 'help')]
     """
-    if now - state.moved_at < state.terms.costs.min_hold_s or not any(r.unfinished for r in state.rollouts):
-        return ()
     outlook = outlook_of(state)
+    if not outlook.unfinished:
+        return _help_out(state, outlook)
+    if now - state.moved_at < state.terms.costs.min_hold_s:
+        return ()
     if state.idle_owners:
         return _borrow(state, outlook)
     stay, *others = forecasts(outlook)
@@ -90,15 +95,14 @@ def plan_elastic(state: ElasticState, now: float) -> tuple[Move, ...]:
 def helpers_until(state: ElasticState) -> float:
     """Seconds from now by which a helper must have learned a group that it takes; else the owners learn it.
 
-    Owners of shared devices begin when decoding ends. Owners with devices of their own work beside the helpers: a
-    helper's last group must not end after everything else has been learned.
+    Owners of shared devices begin when decoding ends. Owners with devices of their own work beside the helpers, whose
+    last group must not end after decoding has, nor after the owners would have learned all that waits by themselves.
     """
     terms, outlook = state.terms, outlook_of(state)
     decode = outlook.decode_s(outlook.replicas) if outlook.unfinished else 0.0
     if terms.shared:
         return decode + terms.generate.offload_s
-    learners = terms.owners + state.helpers
-    return max(decode, terms.learn.seconds(max(1.0, outlook.unlearned), learners))
+    return max(decode, terms.learn.seconds(max(1.0, state.finished + state.begun), terms.owners))
 
 
 def helper_gives_up(terms: Terms, remaining_s: float, items: float) -> bool:
@@ -114,6 +118,18 @@ def _borrow(state: ElasticState, outlook: Outlook) -> tuple[Move, ...]:
     if borrowing > without * (1 - terms.costs.min_gain):
         return ()
     return tuple(Move(rollout.name, Role.DECODE) for rollout in state.idle_owners)
+
+
+def _help_out(state: ElasticState, outlook: Outlook) -> tuple[Move, ...]:
+    """Nothing decodes any more: rollouts beside owners that learn help them with what is left."""
+    terms = state.terms
+    if terms.shared or not state.owners_learn:
+        return ()
+    count, seconds = terms.helping_out(outlook.unlearned, state.helpers, len(state.rollouts))
+    without = terms.learn.seconds(outlook.unlearned, terms.owners + state.helpers)
+    if seconds > without * (1 - terms.costs.min_gain):
+        return ()
+    return tuple(Move(rollout.name, Role.HELP) for rollout in state.rollouts[:count])
 
 
 def _give_back(state: ElasticState, survivors: int) -> tuple[Move, ...]:

@@ -138,7 +138,8 @@ def _end(outlook: Outlook, course: _Course) -> float:
         return decode + switch + close + terms.learn.seconds(rest, terms.owners)
     together = terms.owners + course.helping
     learners = together if rest >= together / terms.helper_devices * terms.group_size else terms.owners
-    return max(decode, course.owners_since) + close + terms.learn.seconds(rest, learners)
+    _, helped_out = terms.helping_out(rest, course.helping, course.replicas)
+    return max(decode, course.owners_since) + close + min(terms.learn.seconds(rest, learners), helped_out)
 
 
 def with_owners(outlook: Outlook, borrowed: int) -> Outlook:

@@ -69,7 +69,8 @@ class Learning:
         """Whether helpers learn beside the trainer group, which then has no more groups at once than it works on."""
         self.learned_s, self.learned_tokens = 0.0, 0
         """What the trainer group has learned itself, and in how many seconds."""
-        self._sent: set[int] = set()
+        self.sent: set[int] = set()
+        """Settled groups that the trainer group was given and has not answered yet."""
         self._closed = False
         self._news = Notifier()
 
@@ -98,7 +99,7 @@ class Learning:
 
     def collect(self) -> list[int]:
         """Whatever is settled and not lent waits, and nothing is on its way; those groups."""
-        self._sent.clear()
+        self.sent.clear()
         self.waiting = sorted(self._ledger.index.settled - self.lent)
         return self.waiting
 
@@ -164,7 +165,7 @@ class Learning:
 
     def _has_room(self) -> bool:
         """Whether the trainer group may have more: where helpers share, what it works on and as much again."""
-        return not self.shares or self.tokens(self._sent) < self._share
+        return not self.shares or self.tokens(self.sent) < self._share
 
     def _next(self) -> list[int]:
         """Groups to send now, off what waits."""
@@ -173,7 +174,7 @@ class Learning:
             fitting = (at for at in range(1, count) if self.tokens(self.waiting[: at + 1]) > self._share)
             count = next(fitting, count)
         prompts, self.waiting = self.waiting[:count], self.waiting[count:]
-        self._sent.update(prompts)
+        self.sent.update(prompts)
         return prompts
 
     @property
@@ -224,7 +225,7 @@ class Learning:
     def _take(self, response: trainer.LearnResponse) -> None:
         answered = [outcome.prompt_ordinal for outcome in response.outcomes]
         self.learned_tokens += self.tokens(answered)
-        self._sent.difference_update(answered)
+        self.sent.difference_update(answered)
         self.accumulated(self.judge(response))
         self._news.beat()
 

@@ -104,6 +104,8 @@ class Helping:
                 news = self._news.next()
                 self._consider()
                 await asyncio.wait({news}, timeout=LOOK_S)
+            if self._beside:
+                self._consider()  # Rollouts that decode no more help owners that still learn.
             await asyncio.gather(*self._at_work.values())
         finally:
             for task in self._at_work.values():
@@ -129,10 +131,13 @@ class Helping:
         terms = self._terms()
         rollouts = [member for member in self._workers.rollouts if self._workers.usable(member)]
         busy = self._ledger.index.waiting or self._context.placement.lent
-        if terms is None or busy or len(rollouts) < 2:
+        if terms is None or busy or not rollouts:
             return  # What nobody has begun, every device is needed for.
+        state = self._state(terms, rollouts)
+        if not self._over and not any(rollout.unfinished for rollout in state.rollouts):
+            return  # Others may be decoded in place of a group that is dropped.
         by_name = {member.incarnation: member for member in rollouts}
-        for move in self.policy(self._state(terms, rollouts), self._clock()):
+        for move in self.policy(state, self._clock()):
             member = by_name[move.rollout]
             helper = self._dormant(member) if move.role is Role.HELP else None
             if helper is not None:
@@ -150,6 +155,7 @@ class Helping:
             tuple(Rollout(m.incarnation, 1, len(held.get(m.incarnation, ()))) for m in rollouts),
             decoded=self._context.tail.longest / mean,
             finished=self._learning.tokens(self._learning.waiting) / mean,
+            begun=self._learning.tokens(self._learning.sent) / mean,
             helpers=sum(not task.done() for task in self._at_work.values()),
             owners_learn=self._beside,
             moved_at=self._moved_at,
@@ -222,7 +228,7 @@ class Helping:
         if (self._over and not self._beside) or terms is None or not self._learning.waiting:
             return []
         rollouts = [member for member in self._workers.rollouts if self._workers.usable(member)]
-        if not rollouts:
+        if not rollouts and not self._over:
             return []
         left_s = self.until(self._state(terms, rollouts))
         chosen: list[int] = []
