@@ -135,7 +135,9 @@ def test_while_one_run_waits_for_its_rewards_another_has_its_cores(wide, spec_of
     assert len(audit(wide, ended).trained) == 2 * BATCH and ended.recoveries == 0
 
 
-def run_elastic(fleet: Fleet, spec_of: Any, **sections: Any) -> tuple[list[dict[str, list[int]]], list[str]]:
+def run_elastic(
+    fleet: Fleet, spec_of: Any, rollouts: int = 2, **sections: Any
+) -> tuple[list[dict[str, list[int]]], list[str]]:
     """A run whose answers end anywhere, a few of them late; what helpers gave to each step, and the run's notes.
 
     Two rollouts, an owner and a helper, on two cores unless `sections` say otherwise.
@@ -145,7 +147,7 @@ def run_elastic(fleet: Fleet, spec_of: Any, **sections: Any) -> tuple[list[dict[
         steps=STEPS,
         sampling__max_new_tokens=200,
         algorithm={"prompts_per_step": GROUPS, "group_size": SAMPLES},
-        rollout__instances=2,
+        rollout__instances=rollouts,
         trainer={"helpers": 1, "micro_batch_tokens": 96, "warmup": {"steps": 0}},
         reward={"scorers": [{"name": "length", "options": {"target": 1, "limit": 200}}]},
         checkpoint={"enabled": False},
@@ -176,6 +178,18 @@ def test_a_helper_learns_beside_an_owner_with_a_device_of_its_own(tmp_path, spec
     with Fleet(tmp_path / "data", *FLAGS, *devices, HEADRACE_FAILPOINTS=slow) as fleet:
         helped, notes = run_elastic(fleet, spec_of, placement=apart)
     assert any(helped[2:]), notes
+
+
+def test_the_only_rollout_s_core_helps_once_all_is_decoded(tmp_path, spec_of):
+    slow = "trainer.micro=delay:0.5"
+    with Fleet(tmp_path / "data", *FLAGS, HEADRACE_FAILPOINTS=slow) as fleet:
+        helped, notes = run_elastic(
+            fleet,
+            spec_of,
+            rollouts=1,
+            placement={"mode": "disaggregated", "rollout": ["cpu:0"], "trainer": ["cpu:1"]},
+        )
+    assert helped[:2] == [{}, {}] and any(helped[2:]), notes
 
 
 @pytest.mark.nightly  # test_core_helpers kills helpers at every call, in virtual time

@@ -26,7 +26,7 @@ def measured(steps=2, moved=False):
         for replica in ("one", "two"):
             lengths = [1 + int(rng.expovariate(1 / 60)) for _ in range(32)]
             for seconds, tokens in sorted(decoded(lengths)):
-                tail.finished(replica, tokens, 100.0 * step + seconds)
+                tail.finished(replica, tokens, 100.0 * step + seconds, prompt=30)
         tail.end(moved=moved)
         tail.learned(6.0, 4000, 2)
         tail.switched(0.2)
@@ -53,6 +53,7 @@ def test_a_helper_is_taken_to_be_as_slow_as_devices_scale_until_one_was_measured
     assert terms.costs.resume_item_s == pytest.approx(8.0 / 3 * tail.mean / 4000), (
         "its forward pass, once more"
     )
+    assert terms.costs.prompt == pytest.approx(30 / tail.mean), "that of the prompt too"
 
 
 def test_nothing_is_said_before_two_steps_and_steps_that_moved_give_lengths_alone():

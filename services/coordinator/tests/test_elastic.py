@@ -157,6 +157,18 @@ def test_devices_leave_one_after_the_other_as_outputs_end():
     assert len(joined) > 2
 
 
+def test_a_moved_output_s_prompt_is_computed_again_too():
+    work = work_of()
+    long = replace(COSTS, prompt=20.0)
+    times = [simulate_elastic(work, shared(), costs, 1, 1).step_s for costs in (COSTS, long)]
+    assert times[1] > times[0] + 5
+    state = state_of(unfinished=8)
+    assert plan_elastic(state, now=100)
+    assert not plan_elastic(
+        replace(state, terms=replace(state.terms, costs=replace(long, prompt=1e4))), now=100
+    )
+
+
 def test_steps_of_given_lengths_take_what_these_take():
     work = work_of(items=32)
     short, long = (Draws({"generate": [length] * 32}, [length] * 32) for length in (0.5, 2.0))

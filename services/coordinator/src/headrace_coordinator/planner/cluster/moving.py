@@ -179,7 +179,7 @@ class ElasticStep:
             decoder = self.decoders[index]
             decoded = sum(self.lengths[item] - remaining for remaining, item in own)
             self._label(decoder, self.now)
-            stall = decoded * self.terms.costs.resume_item_s
+            stall = self.terms.resume_s(len(own), decoded)
             decoder.lane.until(self.now + stall, self.generate, Label.PREFILL)
             decoder.replica.add(own)
             decoder.replica.stall(stall)

@@ -20,8 +20,8 @@ class MoveCosts:
 
     `notice_s`: from a revoke to the end of decoding. A helper loads `weight_bytes` and sends `gradient_bytes` over
     a link of `link_bytes_per_s`, which every device has. `resume_item_s`: seconds of a replica to compute the cache of
-    one mean length that another one decoded. A helper learns one mean length in `helper_item_s` on one device; 0:
-    no faster than one of as many devices in one trainer group.
+    one mean length that another one decoded, and the prompt's `prompt` mean lengths before it. A helper learns one mean
+    length in `helper_item_s` on one device; 0: no faster than one of as many devices in one trainer group.
 
     Damping: a move must save `min_gain` of the rest of the step, and comes `min_hold_s` after the last one.
     """
@@ -31,6 +31,7 @@ class MoveCosts:
     gradient_bytes: float = 0.0
     link_bytes_per_s: float = math.inf
     resume_item_s: float = 0.0
+    prompt: float = 0.0
     helper_item_s: float = 0.0
     min_gain: float = 0.02
     min_hold_s: float = 10.0
@@ -67,6 +68,10 @@ class Terms:
     def lengths(self) -> Lengths:
         """Output lengths; equal ones unless the profile has some."""
         return self.generate.lengths or Lengths((1.0,))
+
+    def resume_s(self, outputs: float, decoded: float) -> float:
+        """Seconds of a replica to compute the caches of outputs that have decoded so much together."""
+        return (decoded + outputs * self.costs.prompt) * self.costs.resume_item_s
 
     @property
     def join_s(self) -> float:

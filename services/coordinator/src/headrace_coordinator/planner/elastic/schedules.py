@@ -72,7 +72,7 @@ class _Course:
         if devices:
             self.helpers.append((self.seconds + terms.join_s, devices))
         moved = outlook.moved(leaving, length, self.replicas)
-        self.seconds += moved * length * terms.costs.resume_item_s / survivors
+        self.seconds += terms.resume_s(moved, moved * length) / survivors
         self.replicas, self.borrowed = survivors, 0
 
     def learned(self) -> float:

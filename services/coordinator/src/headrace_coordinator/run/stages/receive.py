@@ -164,8 +164,9 @@ class Receive:
             self._context.event_log.post(ev.SlotsFinished(at=now, run=run, slots=slots))
             for taken in good:
                 self._context.saw_length(taken.slot.prompt, taken.tokens)
+                prompt = len(taken.body.segments[0].tokens.token_ids) if taken.body.segments else 0
                 self._context.tail.finished(
-                    taken.slot.holder, taken.tokens, self._context.event_log.monotonic()
+                    taken.slot.holder, taken.tokens, self._context.event_log.monotonic(), prompt
                 )
 
     def _refuse(self, taken: Taken) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
-from statistics import median
+from statistics import fmean, median
 
 from headrace_coordinator.planner.elastic.outlook import MoveCosts, Terms
 from headrace_coordinator.planner.profiling.lengths import Lengths
@@ -41,6 +41,7 @@ class Tail:
         self._lengths: deque[int] = deque(maxlen=LENGTHS_KEPT)
         self._groups: deque[tuple[int, ...]] = deque(maxlen=GROUPS_KEPT)
         self._alike: float | None = None
+        self._prompts: deque[int] = deque(maxlen=LENGTHS_KEPT)
         self._learned: deque[tuple[float, int]] = deque(maxlen=8)
         self._helped: deque[float] = deque(maxlen=32)
         self._joined: deque[float] = deque(maxlen=8)
@@ -56,9 +57,10 @@ class Tail:
         """A step's rollouts begin, all at once."""
         self._finished, self._began = {}, now
 
-    def finished(self, replica: str, tokens: int, now: float) -> None:
-        """An answer of the step is finished."""
+    def finished(self, replica: str, tokens: int, now: float, prompt: int = 0) -> None:
+        """An answer of the step is finished, to a prompt of so many tokens."""
         if now >= self._began:
+            self._prompts.append(prompt)
             self._finished.setdefault(replica, []).append((now - self._began, tokens))
 
     def grouped(self, tokens: Sequence[int]) -> None:
@@ -146,6 +148,7 @@ class Tail:
             gradient_bytes=median(self._contributed) if self._contributed else join_s,
             link_bytes_per_s=1.0,  # The policy divides bytes by a rate: here the seconds are known.
             resume_item_s=FORWARD * self.helper_s(1) * self.mean,
+            prompt=fmean(self._prompts) / self.mean,
             helper_item_s=self.helper_s(1) * self.mean,
             min_gain=MIN_GAIN,
             min_hold_s=max(MIN_HOLD_S, join_s),
