@@ -58,7 +58,7 @@ class Here:
     layers: int = 4
     groups: int = 24
     size: int = 4
-    budget_s: float = 400.0
+    budget_s: float = 600.0
     """No turn begins that would end later, by the seconds of the turns before it; one is always made."""
 
 
