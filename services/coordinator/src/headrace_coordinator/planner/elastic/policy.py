@@ -83,6 +83,8 @@ def plan_elastic(state: ElasticState, now: float) -> tuple[Move, ...]:
         return ()
     if state.idle_owners:
         return _borrow(state, outlook)
+    if len(state.rollouts) < 2:
+        return ()  # One decodes what is left.
     stay, *others = forecasts(outlook)
     later = min(each.end for each in (stay, *others) if each.survivors == outlook.replicas)
     moving = [each for each in others if each.survivors < outlook.replicas]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
 from headrace.trainer.v1 import trainer_pb2 as trainer
@@ -36,7 +36,7 @@ from headrace_coordinator.run.workers.rollout_client import RolloutClient
 from headrace_coordinator.run.workers.trainer_client import TrainerClient
 
 LOOK_S = 0.25
-"""How often the policy is asked while nothing settles."""
+"""How often the policy is asked: it takes some milliseconds, and a large step settles hundreds of groups a second."""
 Fault = (InstanceDown, CallRefused, WaitTimeout)
 Policy = Callable[[ElasticState, float], tuple[Move, ...]]
 
@@ -75,10 +75,15 @@ class Helping:
         learning.shares = self.wanted and self._beside
         self._clock = context.event_log.monotonic
         self._news = Notifier()
-        self._over = False
+        self._closed = asyncio.Event()
         self._moved_at = self._clock()
         self._at_work: dict[str, asyncio.Task[None]] = {}
         self._helps: list[Help] = []
+
+    @property
+    def _over(self) -> bool:
+        """Nothing more is generated."""
+        return self._closed.is_set()
 
     @property
     def moved(self) -> bool:
@@ -91,7 +96,7 @@ class Helping:
 
     def close(self) -> None:
         """Nothing more is generated: helpers finish what they have begun, and share what waits with owners beside."""
-        self._over = True
+        self._closed.set()
         self._news.beat()
 
     async def run(self) -> None:
@@ -101,9 +106,9 @@ class Helping:
         try:
             await self._workers.staff_helpers()
             while not self._over:
-                news = self._news.next()
                 self._consider()
-                await asyncio.wait({news}, timeout=LOOK_S)
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._closed.wait(), LOOK_S)
             if self._beside:
                 self._consider()  # Rollouts that decode no more help owners that still learn.
             await asyncio.gather(*self._at_work.values())

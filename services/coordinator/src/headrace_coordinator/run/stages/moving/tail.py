@@ -55,7 +55,7 @@ class Tail:
 
     def begin(self, now: float) -> None:
         """A step's rollouts begin, all at once."""
-        self._finished, self._began = {}, now
+        self._finished, self._began, self._alike = {}, now, None
 
     def finished(self, replica: str, tokens: int, now: float, prompt: int = 0) -> None:
         """An answer of the step is finished, to a prompt of so many tokens."""
@@ -66,7 +66,6 @@ class Tail:
     def grouped(self, tokens: Sequence[int]) -> None:
         """All answers of a group have their rewards."""
         self._groups.append(tuple(tokens))
-        self._alike = None
 
     def end(self, *, moved: bool) -> None:
         """All answers of the step are finished. Where devices have `moved`, only their lengths are of use."""
@@ -170,7 +169,7 @@ class Tail:
         )
 
     def _correlation(self, size: int) -> float:
-        """How alike the lengths of a group are; fitted only where it is asked for and groups have come since."""
+        """How alike the lengths of a group are; fitted once a step, and only where it is asked for."""
         if self._alike is None:
             whole = [group for group in self._groups if len(group) == size]
             self._alike = group_correlation(whole) if len(whole) >= FEWEST else 1.0
