@@ -134,8 +134,8 @@ class ElasticStep:
         left = max(1, sum(rollout.unfinished for rollout in rollouts))
         decoded = sum(d.replica.length * d.replica.unfinished for d in self.decoders) / left
         return ElasticState(
-            self.terms, rollouts, decoded, self.finished, self._begun, self._devices(self.helpers),
-            self.owner is not None, (), self.moved_at,
+            self.terms, rollouts, decoded, self.finished, self._devices(self.helpers),
+            self.owner is not None, (), self.moved_at, self._begun,
         )  # fmt: skip
 
     @property

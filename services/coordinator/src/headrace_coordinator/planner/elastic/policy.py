@@ -37,20 +37,20 @@ class ElasticState:
     """A step in progress.
 
     `decoded`: mean lengths that the unfinished outputs have so far. `finished`: items (of mean length) that are
-    finished and that nobody has begun to learn; `begun`: that the trainer group has and has not learned yet.
-    `helpers`: devices that help. `owners_learn`: whether the trainer group is loaded and learns. `idle_owners`:
-    trainer replicas that could decode. `moved_at`: when devices moved last.
+    finished and that nobody has begun to learn. `helpers`: devices that help. `owners_learn`: whether the trainer
+    group is loaded and learns. `idle_owners`: trainer replicas that could decode. `moved_at`: when devices moved last.
+    `begun`: items that the trainer group was given and has not learned yet.
     """
 
     terms: Terms
     rollouts: tuple[Rollout, ...]
     decoded: float
     finished: float
-    begun: float = 0.0
     helpers: int = 0
     owners_learn: bool = False
     idle_owners: tuple[Rollout, ...] = ()
     moved_at: float = -math.inf
+    begun: float = 0.0
 
 
 @dataclass(frozen=True)
