@@ -20,7 +20,7 @@ def ideal(work: Workload, draws: Draws, helper_item_s: float) -> float:
     Generation's fixed cost counts in the second alone. No schedule reaches it where both are near each other: devices
     that learn are devices that do not decode.
     """
-    items, devices = sum(draws.weights), work.devices["gpu"].count
+    items, devices = sum(draws.weights), devices_of(work)
     marginal = work.profiles["generate"].parts(items, devices)[2]
     whole, _ = course(work, draws, math.inf)
     return max(marginal + learning(work, draws, helper_item_s), whole)
@@ -42,7 +42,7 @@ def fluid(work: Workload, draws: Draws, helper_item_s: float) -> float:
 
 def learning(work: Workload, draws: Draws, helper_item_s: float) -> float:
     """Seconds to learn everything on all devices, as one trainer group or as helpers, which is faster."""
-    items, devices = sum(draws.weights), work.devices["gpu"].count
+    items, devices = sum(draws.weights), devices_of(work)
     together = work.profiles["learn"].seconds(items, devices)
     return min(together, items * helper_item_s / devices) if helper_item_s else together
 
@@ -50,7 +50,7 @@ def learning(work: Workload, draws: Draws, helper_item_s: float) -> float:
 def course(work: Workload, draws: Draws, spread: float) -> tuple[float, float]:
     """Seconds that all decode, and those of all devices that did not, with `spread * sqrt(share)` of them decoding."""
     lengths: Sequence[float] = sorted(draws.lengths["generate"])
-    devices, count = work.devices["gpu"].count, len(lengths)
+    devices, count = devices_of(work), len(lengths)
     pace = work.profiles["generate"].pace(devices)
     seconds = idle = before = 0.0
     for index, length in enumerate(lengths):
@@ -59,3 +59,9 @@ def course(work: Workload, draws: Draws, spread: float) -> tuple[float, float]:
         spent = (pace.fixed + pace.each * alive / (devices * share)) * (length - before)
         seconds, idle, before = seconds + spent, idle + (1 - share) * spent, length
     return seconds, idle
+
+
+def devices_of(work: Workload) -> int:
+    """Of the workload's one kind."""
+    [kind] = work.devices.values()
+    return kind.count

@@ -114,6 +114,7 @@ def _figures(
         "helped_share_here": helped[elastic] / (here.groups * len(steps[elastic])),
         "simulated_vs_measured_error": max(errors[fixed], errors[elastic]),
         "simulated_speedup_here": simulated[fixed] / simulated[elastic],
+        "elastic_bound_here": simulated[fixed] / model.bound_s(steps[fixed]),
         "switch_s_here": median(step.seconds("switch") for step in steps[elastic]),
         "steps_here": float(len(steps[elastic])),
     }

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from math import log
 from statistics import fmean, median
 
+from _elastic_bound import fluid
 from headrace_coordinator.planner import (
     DeviceKind,
     Edge,
@@ -87,11 +88,8 @@ class Model:
 
     def step_s(self, mode: str, steps: Sequence[Measured]) -> float:
         """Mean seconds of the steps in a mode of `_elastic_here.py`, simulated with their own lengths."""
-        given, mean = [], self._lengths.mean
-        for step in steps:
-            shares = [tokens / mean for tokens in step.tokens]
-            given.append(Draws({"generate": shares}, shares))
-        work, count = self._workload(len(steps[0].tokens)), len(given)
+        given, work = self._draws(steps), self._workload(len(steps[0].tokens))
+        count = len(given)
         both = Share((Leaf("generate", "cpu", DEVICES), Leaf("learn", "cpu", DEVICES)))
         if mode == "elastic turns":
             return simulate_elastic(work, both, self._costs, count, given=given).step_s
@@ -102,6 +100,15 @@ class Model:
         if mode == "elastic apart":
             return simulate_elastic(work, apart, self._costs, count, given=given).step_s
         return simulate(work, apart, count, given=given).step_s
+
+    def bound_s(self, steps: Sequence[Measured]) -> float:
+        """Mean seconds of the steps that no policy can beat, by `_elastic_bound.fluid`."""
+        work, helper_s = self._workload(len(steps[0].tokens)), self._costs.helper_item_s
+        return fmean(fluid(work, each, helper_s) for each in self._draws(steps))
+
+    def _draws(self, steps: Sequence[Measured]) -> list[Draws]:
+        shares = [[tokens / self._lengths.mean for tokens in step.tokens] for step in steps]
+        return [Draws({"generate": each}, each) for each in shares]
 
     def _workload(self, items: int) -> Workload:
         edges = (Edge("generate", "learn", Granularity.GROUP),)

@@ -17,7 +17,8 @@ hybrid), and with devices that move: `elastic turns` (collocated, a helper in th
 has a core, and works on the other's at the step's begin and end). `elastic_speedup_here`: the median step of the
 fastest static mode over that of the faster elastic one. `simulated_vs_measured_error`: the simulated cluster with what
 the static runs say of themselves against what was measured, for the fastest elastic mode and the faster of collocated
-and pipelined, the worse. `switch_s` is `lease_switch.py`'s.
+and pipelined, the worse. `elastic_bound_here`: the simulated static step over what no policy can beat. `switch_s` is
+`lease_switch.py`'s.
 """
 
 from __future__ import annotations
