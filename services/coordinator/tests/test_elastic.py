@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import replace
+from statistics import fmean
 
 import pytest
 from headrace_coordinator.planner import (
@@ -22,11 +23,12 @@ from headrace_coordinator.planner import (
     Workload,
     reasoning,
 )
-from headrace_coordinator.planner.cluster import Label, simulate, simulate_elastic
+from headrace_coordinator.planner.cluster import Label, moving, simulate, simulate_elastic
 from headrace_coordinator.planner.cluster.sampling import Draws
 from headrace_coordinator.planner.elastic.outlook import MoveCosts, Terms
 from headrace_coordinator.planner.elastic.policy import (
     ElasticState,
+    Move,
     Role,
     Rollout,
     helpers_until,
@@ -239,6 +241,35 @@ def test_devices_that_decoded_to_the_end_learn_what_the_owners_have_left():
     }
     assert last & learn
     assert found.step_s < 0.7 * static.step_s
+
+
+def test_a_device_moves_when_it_would_by_somebody_who_knows_all_lengths(monkeypatch):
+    """Answers of a group differ: those that wait for the rest of their group are no work for a helper yet."""
+    lengths = replace(LONG_TAIL, group_correlation=0.0)
+    profiles = {
+        "generate": Profile("generate", "cpu", fixed_s=0.65, item_s=0.032, lengths=lengths),
+        "learn": Profile("learn", "cpu", item_s=0.06, scaling_loss=0.2),
+    }
+    workflow = replace(WORKFLOW, group_size=4)
+    work = Workload(workflow, profiles, {"cpu": DeviceKind(2)}, 96, Sync(0.02, 0.02))
+    tree = Share((Leaf("generate", "cpu", 2), Leaf("learn", "cpu", 2)))
+    costs = MoveCosts(notice_s=0.05, resume_item_s=0.02, helper_item_s=0.06, min_gain=0.05, min_hold_s=0.25)
+    seeds = range(6)
+
+    def mean(policy):
+        monkeypatch.setattr(moving, "plan_elastic", policy)
+        return fmean(simulate_elastic(work, tree, costs, 1, seed).step_s for seed in seeds)
+
+    def at(seconds):
+        def policy(state, now):
+            emptiest = min(state.rollouts, key=lambda rollout: rollout.unfinished)
+            due = now >= seconds and len(state.rollouts) == 2
+            return (Move(emptiest.name, Role.HELP),) if due else ()
+
+        return policy
+
+    best = min(mean(at(step / 4)) for step in range(2, 20))
+    assert mean(plan_elastic) < 1.02 * best < mean(at(math.inf))
 
 
 def test_a_helper_takes_a_group_only_where_the_owners_would_be_later_with_all_that_waits():

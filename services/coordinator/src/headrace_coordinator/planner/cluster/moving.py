@@ -48,7 +48,7 @@ class ElasticStep:
     def run(self, draws: Draws) -> float:
         """Runs the step; returns when its last gradient is in the owners' hands. `done` has what was learned when."""
         self.draws, self.lengths = draws, draws.lengths[self.terms.generate.stage]
-        self.finished = 0.0
+        self.finished = self.partial = 0.0
         self.missing: dict[int, list[int]] = {}
         self._start(len(draws.weights))
         tick = self.terms.costs.min_hold_s
@@ -124,9 +124,11 @@ class ElasticStep:
         for when, item in finished:
             members = self.missing.setdefault(item // group, [])
             members.append(item)
-            self.finished += self.draws.weights[item]
+            self.partial += self.draws.weights[item]
             if len(members) == min(group, total - item // group * group):
-                self.settled.append(Group(when, members, self.draws.weight(members)))
+                weight = self.draws.weight(members)
+                self.settled.append(Group(when, members, weight))
+                self.partial, self.finished = self.partial - weight, self.finished + weight
 
     def _state(self) -> ElasticState:
         size = self.terms.generate.replica_devices
@@ -135,7 +137,7 @@ class ElasticStep:
         decoded = sum(d.replica.length * d.replica.unfinished for d in self.decoders) / left
         return ElasticState(
             self.terms, rollouts, decoded, self.finished, self._devices(self.helpers),
-            self.owner is not None, (), self.moved_at, self._begun,
+            self.owner is not None, (), self.moved_at, self._begun, max(0.0, self.partial),
         )  # fmt: skip
 
     @property

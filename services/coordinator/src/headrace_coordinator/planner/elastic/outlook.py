@@ -122,7 +122,7 @@ class Outlook:
     """What is left of a step, in expected values.
 
     `loads`: unfinished outputs of each replica, rising, which have decoded `decoded` each. `finished` items wait for
-    a learner. `borrowed` of the replicas are owners'.
+    a learner, `partial` ones for the rest of their groups. `borrowed` of the replicas are owners'.
     """
 
     terms: Terms
@@ -132,6 +132,7 @@ class Outlook:
     helpers: int
     borrowed: int = 0
     owners_learn: bool = False
+    partial: float = 0.0
 
     @property
     def replicas(self) -> int:
@@ -174,8 +175,13 @@ class Outlook:
     @cached_property
     def unlearned(self) -> float:
         """Items (of mean length) of the step that nobody has begun to learn, expected."""
+        return self.finished + self._rest
+
+    @cached_property
+    def _rest(self) -> float:
+        """Items (of mean length) of all groups that are not whole yet, expected."""
         beyond = (1 - self._decoded) / self._share + self.decoded
-        return self.finished + self.unfinished * beyond
+        return self.partial + self.unfinished * beyond
 
     @cached_property
     def last(self) -> float:
@@ -204,4 +210,4 @@ class Outlook:
     def arriving(self, length: float) -> float:
         """Items (of mean length) that are complete when all have decoded a length, and are not yet."""
         more = self.terms.lengths.arrived(length, self.terms.group_size) - self._arrived
-        return self.unfinished * max(0.0, more) / self._share
+        return self._rest * max(0.0, more) / max(1 - self._arrived, 1e-9)

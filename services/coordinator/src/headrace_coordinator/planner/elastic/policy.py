@@ -36,10 +36,11 @@ class Rollout:
 class ElasticState:
     """A step in progress.
 
-    `decoded`: mean lengths that the unfinished outputs have so far. `finished`: items (of mean length) that are
-    finished and that nobody has begun to learn. `helpers`: devices that help. `owners_learn`: whether the trainer
-    group is loaded and learns. `idle_owners`: trainer replicas that could decode. `moved_at`: when devices moved last.
-    `begun`: items that the trainer group was given and has not learned yet.
+    `decoded`: mean lengths that the unfinished outputs have so far. `finished`: items (of mean length) of whole groups
+    that nobody has begun to learn; `partial`: finished ones whose group has unfinished ones too; `begun`: those that
+    the trainer group was given and has not learned yet. `helpers`: devices that help. `owners_learn`: whether the
+    trainer group is loaded and learns. `idle_owners`: trainer replicas that could decode. `moved_at`: when devices
+    moved last.
     """
 
     terms: Terms
@@ -51,6 +52,7 @@ class ElasticState:
     idle_owners: tuple[Rollout, ...] = ()
     moved_at: float = -math.inf
     begun: float = 0.0
+    partial: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -148,6 +150,7 @@ def outlook_of(state: ElasticState) -> Outlook:
         tuple(sorted(rollout.unfinished for rollout in state.rollouts)),
         decoded=state.decoded,
         finished=state.finished,
+        partial=state.partial,
         helpers=state.helpers,
         borrowed=sum(rollout.owner for rollout in state.rollouts),
         owners_learn=state.owners_learn,

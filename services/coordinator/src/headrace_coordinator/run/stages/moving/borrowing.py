@@ -151,6 +151,7 @@ class Borrowing:
             tuple(rollouts),
             decoded=tail.longest / tail.mean,
             finished=self._learning.tokens(self._learning.waiting) / tail.mean,
+            partial=self._learning.tokens(self._index.open) / tail.mean,
             owners_learn=bool(idle),
             idle_owners=idle,
             moved_at=self._moved_at,

@@ -161,6 +161,7 @@ class Helping:
             decoded=self._context.tail.longest / mean,
             finished=self._learning.tokens(self._learning.waiting) / mean,
             begun=self._learning.tokens(self._learning.sent) / mean,
+            partial=self._learning.tokens(self._ledger.index.open) / mean,
             helpers=sum(not task.done() for task in self._at_work.values()),
             owners_learn=self._beside,
             moved_at=self._moved_at,
