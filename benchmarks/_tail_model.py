@@ -11,10 +11,8 @@ import math
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
-from _harness import say
-from streaming import CHARACTERS
+from streaming import CHARACTERS, wide_model
 
 QUANTILES = {0.5: 60, 0.9: 111, 0.95: 127, 1.0: 260}
 """Tokens of an answer: the published quantiles, which are seconds there (a token a second)."""
@@ -27,20 +25,12 @@ def write_tail_model(directory: Path, width: int, layers: int) -> None:
     """A Qwen3 of this width and depth; answers have between 1 and 260 tokens."""
     import torch
     from headrace_modelkit.loading import save_model
-    from headrace_modelkit.presets.tiny import character_tokenizer, tiny_model
+    from headrace_modelkit.presets.tiny import character_tokenizer
 
     ends = chances(QUANTILES)
     characters = CHARACTERS + "".join(chr(FIRST + index) for index in range(len(ends) - 1))
     tokenizer = character_tokenizer(characters)
-    model: Any = tiny_model(
-        vocab_size=len(tokenizer),
-        hidden_size=width,
-        intermediate_size=3 * width,
-        num_hidden_layers=layers,
-        num_attention_heads=width // 64,
-        num_key_value_heads=width // 64,
-        head_dim=64,
-    )
+    model = wide_model(len(tokenizer), width, layers)
     known = len(tokenizer) - (len(ends) - 1)
     with torch.no_grad():
         for layer in model.model.layers:
@@ -55,7 +45,6 @@ def write_tail_model(directory: Path, width: int, layers: int) -> None:
             if made + 1 < len(ends):
                 out[known + made, made] = math.log1p(-end)
         out /= math.sqrt(width)  # the last norm makes a direction as long as that
-    say(f"model: {sum(weight.numel() for weight in model.parameters()) / 1e6:.1f} million parameters, fp32")
     save_model(model, tokenizer, directory)
 
 

@@ -89,10 +89,17 @@ def difference(model: Path, dtype: str) -> float:
 def write_model(directory: Path, width: int, layers: int) -> None:
     """The tiny preset's Qwen3, wide enough that compute dominates, with random weights."""
     from headrace_modelkit.loading import save_model
-    from headrace_modelkit.presets.tiny import character_tokenizer, tiny_model
+    from headrace_modelkit.presets.tiny import character_tokenizer
+
+    save_model(wide_model(VOCABULARY, width, layers), character_tokenizer(CHARACTERS), directory)
+
+
+def wide_model(vocabulary: int, width: int, layers: int) -> Any:
+    """The tiny preset's Qwen3 of this width, with heads of 64; says its size."""
+    from headrace_modelkit.presets.tiny import tiny_model
 
     model = tiny_model(
-        vocab_size=VOCABULARY,
+        vocab_size=vocabulary,
         hidden_size=width,
         intermediate_size=3 * width,
         num_hidden_layers=layers,
@@ -101,7 +108,7 @@ def write_model(directory: Path, width: int, layers: int) -> None:
         head_dim=64,
     )
     say(f"model: {sum(weight.numel() for weight in model.parameters()) / 1e6:.1f} million parameters, fp32")
-    save_model(model, character_tokenizer(CHARACTERS), directory)
+    return model
 
 
 def write_prompts(path: Path, count: int, length: int = PROMPT) -> None:
