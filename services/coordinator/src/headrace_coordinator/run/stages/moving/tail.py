@@ -21,13 +21,34 @@ GROUPS_KEPT = 128
 """Newest groups that say how alike a group's lengths are; FEWEST say it first, and until then they count as alike."""
 MIN_GAIN = 0.05
 MIN_HOLD_S = 0.25
-FIRST_JOIN_S = 0.5
-"""What a device takes to change sides until that was measured once."""
 FORWARD = 1 / 3
 """Of what a token takes to learn: the forward pass alone, which a moved answer's tokens take once more."""
 
 Finish = tuple[float, int]
 """(seconds since the replica began, tokens) of one answer."""
+
+
+class _Change:
+    """Seconds of one kind of change.
+
+    0 until it was made twice: what was never tried would else look too dear to try, and so would what is done once,
+    the first time.
+    """
+
+    def __init__(self) -> None:
+        self._made = 0
+        self._kept: deque[float] = deque(maxlen=8)
+
+    def add(self, seconds: float) -> None:
+        """It was made."""
+        self._made += 1
+        if self._made > 1:
+            self._kept.append(seconds)
+
+    @property
+    def seconds(self) -> float:
+        """The median of all but the first."""
+        return median(self._kept) if self._kept else 0.0
 
 
 class Tail:
@@ -44,10 +65,7 @@ class Tail:
         self._prompts: deque[int] = deque(maxlen=LENGTHS_KEPT)
         self._learned: deque[tuple[float, int]] = deque(maxlen=8)
         self._helped: deque[float] = deque(maxlen=32)
-        self._joined: deque[float] = deque(maxlen=8)
-        self._contributed: deque[float] = deque(maxlen=8)
-        self._switched: deque[float] = deque(maxlen=8)
-        self._borrowed: deque[float] = deque(maxlen=8)
+        self._joined, self._contributed, self._switched, self._borrowed = (_Change() for _ in range(4))
         self._finished: dict[str, list[Finish]] = {}
         self._began = math.inf
 
@@ -92,19 +110,19 @@ class Tail:
 
     def joined(self, seconds: float) -> None:
         """From the decision to move a device until it helped."""
-        self._joined.append(seconds)
+        self._joined.add(seconds)
 
     def contributed(self, seconds: float) -> None:
         """To take a helper's gradient and to add it."""
-        self._contributed.append(seconds)
+        self._contributed.add(seconds)
 
     def switched(self, seconds: float) -> None:
         """From the end of decoding until the trainer group had the devices."""
-        self._switched.append(seconds)
+        self._switched.add(seconds)
 
     def borrowed(self, seconds: float) -> None:
         """From the decision that the trainer group's devices decode until they could."""
-        self._borrowed.append(seconds)
+        self._borrowed.add(seconds)
 
     # --- what follows
 
@@ -141,10 +159,10 @@ class Tail:
             return None
         values = tuple(float(max(1, length)) for length in sorted(self._lengths))
         lengths = Lengths(values, self._correlation(group_size), group_size)
-        join_s = median(self._joined) if self._joined else FIRST_JOIN_S
+        join_s = self._joined.seconds
         costs = MoveCosts(
             notice_s=join_s,
-            gradient_bytes=median(self._contributed) if self._contributed else join_s,
+            gradient_bytes=self._contributed.seconds,
             link_bytes_per_s=1.0,  # The policy divides bytes by a rate: here the seconds are known.
             resume_item_s=FORWARD * self.helper_s(1) * self.mean,
             prompt=fmean(self._prompts) / self.mean,
@@ -158,7 +176,7 @@ class Tail:
                 fixed_s=fixed * self.mean,
                 item_s=each * self.mean,
                 lengths=lengths,
-                load_s=median(self._borrowed) if self._borrowed else join_s,
+                load_s=self._borrowed.seconds,
             ),
             # What was measured of a change to the trainer group begins with the notice where it is side by side.
             self._learn(owners, 0.0 if shared else join_s),
@@ -186,7 +204,7 @@ class Tail:
             "learn",
             item_s=alone,
             scaling_loss=min(max(loss, 0.0), 0.99),
-            load_s=max(0.0, median(self._switched) - notice_s) if self._switched else 0.0,
+            load_s=max(0.0, self._switched.seconds - notice_s),
         )
 
 
