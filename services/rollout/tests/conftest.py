@@ -183,9 +183,10 @@ def resumed():
     def resume(group: Group, partials: dict[SampleKey, Output]) -> Group:
         samples = []
         for sample in group.samples:
-            whole = partials[SampleKey(group.prompt_ordinal, sample.sample_index)].whole
-            assert isinstance(whole, Prefix)
-            samples.append(replace(sample, attempt=sample.attempt + 1, prefix=whole))
+            partial = partials[SampleKey(group.prompt_ordinal, sample.sample_index)]
+            assert isinstance(partial.whole, Prefix)
+            attempt = sample.attempt + 1
+            samples.append(replace(sample, attempt=attempt, prefix=partial.whole, cache=partial.cache))
         return replace(group, samples=samples)
 
     return resume

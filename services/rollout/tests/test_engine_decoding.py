@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 import torch
@@ -125,6 +126,54 @@ async def test_an_aborted_sample_goes_on_elsewhere_as_if_it_had_not_stopped(
         assert output.whole.log_probs == pytest.approx(expected[key].whole.log_probs, abs=1e-5)
         kept = partials[key].whole.log_probs if key in partials else []
         assert list(output.whole.log_probs[: len(kept)]) == list(kept), "a prefix is never scored again"
+
+
+async def test_a_moved_sample_goes_on_with_what_was_computed_of_it(
+    new_engine, new_collector, groups, resumed
+):
+    """Its context is not computed again, and the answer is the one of a sample that stayed."""
+    calm, first, second = new_collector(), new_collector(), new_collector()
+    options = {"distribution": Distribution(repetition_penalty=1.3), "stop": ("99",)}
+    await (await new_engine()).submit(calm.stream(**options), groups)
+    expected = await calm.wait_ended(15)
+
+    engine, stream = await new_engine(), first.stream(chunk_tokens=4, **options)
+    await engine.submit(stream, groups)
+    await first.wait(lambda c: len(c.outputs) > 4)
+    stream.moving.set()
+    await engine.abort(None, stream=stream)
+    await first.wait_ended(15)
+    partials = {key: output for key, output in first.ended().items() if output.stopped}
+    assert partials and all(output.cache for output in partials.values())
+
+    other = await new_engine()
+    for group in groups:
+        samples = [s for s in group.samples if SampleKey(group.prompt_ordinal, s.sample_index) in partials]
+        if samples:
+            rest = resumed(replace(group, samples=samples), partials)
+            await other.submit(second.stream(**options), [rest])
+    finished = {**first.ended(), **(await second.wait_ended(len(partials)))}
+    assert tokens_of(finished) == tokens_of(expected)
+    contexts = sum(len(each.prompt_ids) + len(each.whole.token_ids) for each in partials.values())
+    assert (other.figures.prefill_tokens, other.figures.moved_tokens) == (0, contexts)
+
+
+async def test_what_other_weights_computed_is_computed_again(
+    new_engine, new_collector, groups, resumed, weights
+):
+    engine, first = await new_engine(), new_collector()
+    stream = first.stream(chunk_tokens=4)
+    await engine.submit(stream, groups[:1])
+    await first.wait(lambda c: len(c.outputs) > 2)
+    stream.moving.set()
+    await engine.abort(None, stream=stream)
+    partials = await first.wait_ended(3)
+    for digest, computed in (("other", True), ("one", False)):
+        other, second = await new_engine(install=False), new_collector()
+        await other.install(Policy(1, digest), weights)
+        await other.submit(second.stream(), [resumed(groups[0], partials)])
+        await second.wait_ended(3)
+        assert bool(other.figures.prefill_tokens) is computed, digest
 
 
 async def test_a_prefix_keeps_its_versions(new_engine, new_collector, groups, weights):

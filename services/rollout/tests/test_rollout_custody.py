@@ -100,7 +100,9 @@ async def test_what_finished_unsent_when_a_caller_left_is_kept(rollout, assignme
     async def requests():
         yield rollout_pb2.GenerateRequest(assign=rollout_pb2.AssignGroups(groups=assignments))
 
-    generation = Generation(run, opening, Serving("me", rollout.instance.fence, lambda: None))
+    generation = Generation(
+        run, opening, Serving("me", rollout.instance.fence, lambda: None, None, rollout.servicer._caches)
+    )
     responses = generation.responses(requests())
     await anext(responses)
     async with asyncio.timeout(30):

@@ -12,6 +12,7 @@ from headrace.common.v1 import common_pb2
 from headrace.rollout.v1 import rollout_pb2
 from headrace_modelkit.presets.tiny import tiny_model
 from headrace_rollout.engines.base import Distribution, Policy, Scope
+from headrace_servicekit.rpc.blobs import BlobReader
 from headrace_servicekit.rpc.errors import ServiceError
 from rollout_calls import HEADER, RUN, refused
 
@@ -149,3 +150,43 @@ async def test_a_grant_sets_cores_and_threads_of_the_decoding_thread(rollout):
     finally:
         for thread in os.listdir("/proc/self/task"):
             os.sched_setaffinity(int(thread), cores)
+
+
+@pytest.mark.parametrize(("same_host", "kept"), [(True, True), (False, True), (False, False)])
+async def test_a_moved_sample_s_cache_is_taken_by_the_instance_that_goes_on(
+    rollout, new_rollout, assignments, monkeypatch, same_host, kept
+):
+    """From the host's tmpfs, else from the instance that has it; without it the context is computed again."""
+    other = await new_rollout("rollout-other")
+    await other.open(rollout.model_path, max_concurrency=16)
+    await other.install(rollout.last)
+    if not same_host:
+        monkeypatch.setattr(BlobReader, "_from_file", lambda reader, reference: None)
+    whole = await (await rollout.generate(assignments, max_new_tokens=60).start()).read_all()
+    call = await rollout.generate(assignments, chunk_tokens=1, max_new_tokens=60).start()
+    await call.read_until(lambda call: call.chunks)
+    await rollout.instance.on_revoke(1, 10.0)
+    await call.read_all()
+    moved = {(each.sample.prompt_ordinal, each.sample.sample_index): each.state for each in call.partials}
+    assert moved and all(state.HasField("cache") for state in moved.values())
+    if not kept:
+        for state in moved.values():
+            rollout.servicer._caches.blobs.release(state.cache.blob)
+    groups = []
+    for group in assignments:
+        rest = [each for each in group.samples if (group.prompt_ordinal, each.sample_index) in moved]
+        for sample in rest:
+            sample.resume.CopyFrom(moved[group.prompt_ordinal, sample.sample_index])
+        if rest:
+            groups.append(
+                rollout_pb2.GroupAssignment(
+                    prompt_ordinal=group.prompt_ordinal, prompt=group.prompt, samples=rest
+                )
+            )
+    finished = await (await other.generate(groups, max_new_tokens=60).start()).read_all()
+    assert {key: ids(body) for key, body in finished.items()} == {key: ids(whole[key]) for key in moved}
+    assert (other.engine.figures.prefill_tokens == 0) is kept
+
+
+def ids(body):
+    return [token for segment in body.segments for token in segment.tokens.token_ids]

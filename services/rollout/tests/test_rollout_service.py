@@ -304,7 +304,7 @@ def test_the_command_line_starts_without_torch():
 
 
 async def test_a_fault_while_reading_assignments_ends_the_stream(rollout, assignments, monkeypatch):
-    def broken(groups, codec):
+    def broken(groups, codec, caches):
         raise RuntimeError("a broken tokenizer")
 
     monkeypatch.setattr("headrace_rollout.generation.groups_of", broken)

@@ -22,12 +22,14 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 async def mount(instance: Instance) -> Close:
-    """Adds the services to an instance that has not started; returns what ends them: nothing."""
-    from headrace.common.v1 import weights_pb2_grpc
+    """Adds the services to an instance that has not started; returns what ends them."""
+    from headrace.common.v1 import blobs_pb2_grpc, weights_pb2_grpc
     from headrace.rollout.v1 import rollout_pb2_grpc
+    from headrace_servicekit.rpc.blobs import BlobServicer
     from headrace_servicekit.weights import WeightServicer
 
     from headrace_rollout.engines import ENGINES, installed_engines
+    from headrace_rollout.moving import MovedCaches
     from headrace_rollout.service import RolloutServicer
 
     instance.capabilities |= {
@@ -36,9 +38,10 @@ async def mount(instance: Instance) -> Close:
         "engine_options": ENGINES.capabilities(LOG.warning),
         "transports": ["shm", "grpc"],
     }
+    caches = MovedCaches(instance.weights.directory, instance.token)
     instance.add_service(
         rollout_pb2_grpc.add_RolloutServiceServicer_to_server,
-        RolloutServicer(instance),
+        RolloutServicer(instance, caches),
         "headrace.rollout.v1.RolloutService",
     )
     instance.add_service(
@@ -46,11 +49,12 @@ async def mount(instance: Instance) -> Close:
         WeightServicer(instance.weights),
         "headrace.common.v1.WeightService",
     )
-
-    async def close() -> None:
-        return
-
-    return close
+    instance.add_service(
+        blobs_pb2_grpc.add_BlobServiceServicer_to_server,
+        BlobServicer(caches.blobs),
+        "headrace.common.v1.BlobService",
+    )
+    return caches.close
 
 
 if __name__ == "__main__":

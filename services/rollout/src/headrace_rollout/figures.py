@@ -38,6 +38,7 @@ def _text(figures: Mapping[str, float]) -> common_pb2.StageMetrics:
     values = {
         "prefill_tokens": figures["prefill_tokens"],
         "shared_prompt_tokens": figures["shared_prompt_tokens"],
+        "moved_tokens": figures["moved_tokens"],
         "decode_steps": figures["decode_steps"],
         "mean_batch_rows": figures["decode_rows"] / max(1, figures["decode_steps"]),
         "tokens_per_second": figures["sampled_tokens"] / max(busy_s, 1e-9),

@@ -69,7 +69,8 @@ class Generation(SampleStream[Produced, rollout_pb2.GenerateResponse]):
         return repliers
 
     async def _submit(self, request: rollout_pb2.AssignGroups) -> None:
-        groups = groups_of(request.groups, self._codec)
+        caches = self._serving.caches if self._engine.capabilities.resume_from_cache else None
+        groups = await groups_of(request.groups, self._codec, caches)
         # Not reading the next assignment slows the caller through the stream's flow control.
         while self._engine.waiting_samples > WAITING_SAMPLES:  # noqa: ASYNC110  # counted in a thread
             await asyncio.sleep(_POLL_S)
@@ -79,6 +80,11 @@ class Generation(SampleStream[Produced, rollout_pb2.GenerateResponse]):
         self._outstanding += sum(len(group.samples) for group in groups)
         with refusals():
             await self._engine.submit(self._stream, groups)
+
+    async def revoke(self) -> None:
+        """See `LiveStream`."""
+        self._stream.moving.set()
+        await super().revoke()
 
     async def _abort(self) -> None:
         await self._engine.abort(None, stream=self._stream)
@@ -103,7 +109,8 @@ class Generation(SampleStream[Produced, rollout_pb2.GenerateResponse]):
                 continue
             self._outstanding -= output.whole is not None
             if output.stopped:
-                response.partials.append(partial_of(output))
+                cache = self._serving.caches.keep(output.cache) if output.cache else None
+                response.partials.append(partial_of(output, cache))
                 continue
             chunk = response.chunks.add()
             fill_chunk(chunk, output, self._stream)

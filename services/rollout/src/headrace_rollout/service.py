@@ -26,6 +26,7 @@ from headrace_rollout.config import RESPONSE_BYTES
 from headrace_rollout.engines.base import Authority, Policy, Refused, Scope, Weights
 from headrace_rollout.figures import GenerateFigures
 from headrace_rollout.generation import Generation
+from headrace_rollout.moving import MovedCaches
 from headrace_rollout.refusal import refusals
 from headrace_rollout.run import OpenedRun, RobotRun, TextRun, devices_of, memory_on, open_run
 from headrace_rollout.streams import Opening, ResponseT, SampleStream, Serving
@@ -44,8 +45,8 @@ SCOPES = {
 class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
     """One instance with at most one open run. Registers itself for the instance's lease events."""
 
-    def __init__(self, instance: Instance) -> None:
-        self._instance = instance
+    def __init__(self, instance: Instance, caches: MovedCaches) -> None:
+        self._instance, self._caches = instance, caches
         self._run: OpenedRun | None = None
         self._leases: dict[int, tuple[str, ...]] = {}
         self._figures = GenerateFigures()
@@ -94,6 +95,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
             await (await building).engine.close()
             raise
         self._run, self._figures = run, GenerateFigures()
+        self._caches.blobs.address = self._instance.address
         await self._place()
         return run
 
@@ -146,7 +148,13 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
 
     def _serving(self, run: OpenedRun) -> Serving:
         instance = self._instance
-        return Serving(instance.config.incarnation, instance.fence, lambda: self._report(run), instance.token)
+        return Serving(
+            instance.config.incarnation,
+            instance.fence,
+            lambda: self._report(run),
+            instance.token,
+            self._caches,
+        )
 
     async def _serve(
         self, run: OpenedRun, stream: SampleStream[Any, ResponseT], requests: AsyncIterator[Any]

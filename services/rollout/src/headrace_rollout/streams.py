@@ -18,6 +18,7 @@ from headrace_servicekit.lease.fence import Fence
 from headrace_servicekit.rpc.errors import ServiceError
 
 from headrace_rollout.config import RESPONSE_BYTES
+from headrace_rollout.moving import MovedCaches
 from headrace_rollout.run import OpenedRun
 
 
@@ -51,8 +52,9 @@ class Serving:
     producer: str
     fence: Fence
     after_response: Callable[[], None]
-    token: str | None = None
+    token: str | None
     """What it shows to instances that it calls."""
+    caches: MovedCaches
 
 
 class Revoked:

@@ -28,6 +28,7 @@ from headrace_rollout.engines.base import (
     WeightEntry,
     Weights,
 )
+from headrace_rollout.moving import MovedCaches
 
 if TYPE_CHECKING:
     from headrace_modelkit.tokenizer import TextCodec
@@ -94,8 +95,10 @@ def stream_of(
     )
 
 
-def groups_of(messages: Iterable[rollout_pb2.GroupAssignment], codec: TextCodec) -> list[Group]:
-    """Groups with their prompts as ids. Raises INVALID."""
+async def groups_of(
+    messages: Iterable[rollout_pb2.GroupAssignment], codec: TextCodec, caches: MovedCaches | None
+) -> list[Group]:
+    """Groups with their prompts as ids, and with what `caches` can get of those that moved. Raises INVALID."""
     return [
         Group(
             _ordinal("prompt_ordinal", message.prompt_ordinal),
@@ -106,6 +109,7 @@ def groups_of(messages: Iterable[rollout_pb2.GroupAssignment], codec: TextCodec)
                     sample.attempt,
                     _prefix(sample) if sample.HasField("resume") else None,
                     sample.greedy,
+                    await caches.take(sample.resume) if caches else None,
                 )
                 for sample in message.samples
             ],
@@ -165,8 +169,8 @@ def fill_trajectory(
     trajectory.completion_text = text
 
 
-def partial_of(output: Output) -> rollout_pb2.PartialSample:
-    """A stopped output as what another engine needs to go on."""
+def partial_of(output: Output, cache: common_pb2.CachedContext | None = None) -> rollout_pb2.PartialSample:
+    """A stopped output as what another engine needs to go on, with a reference to what was computed of it."""
     assert output.whole is not None
     spans = [
         common_pb2.VersionSpan(policy_number=number, token_count=count)
@@ -177,6 +181,7 @@ def partial_of(output: Output) -> rollout_pb2.PartialSample:
         log_probs=output.whole.log_probs,
         version_spans=spans,
         rng_position=len(output.whole.token_ids),
+        cache=cache,
     )
     return rollout_pb2.PartialSample(sample=sample_message(output.key), attempt=output.attempt, state=state)
 

@@ -338,7 +338,7 @@ class TrajectoryChunk(_message.Message):
     def __init__(self, sample: _Optional[_Union[SampleKey, _Mapping]] = ..., attempt: _Optional[int] = ..., token_offset: _Optional[int] = ..., policy_number: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., log_probs: _Optional[_Iterable[float]] = ..., finished: _Optional[_Union[Trajectory, _Mapping]] = ...) -> None: ...
 
 class ResumeState(_message.Message):
-    __slots__ = ("token_ids", "log_probs", "version_spans", "rng_position", "extra_json")
+    __slots__ = ("token_ids", "log_probs", "version_spans", "rng_position", "extra_json", "cache")
     class ExtraJsonEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -351,12 +351,24 @@ class ResumeState(_message.Message):
     VERSION_SPANS_FIELD_NUMBER: _ClassVar[int]
     RNG_POSITION_FIELD_NUMBER: _ClassVar[int]
     EXTRA_JSON_FIELD_NUMBER: _ClassVar[int]
+    CACHE_FIELD_NUMBER: _ClassVar[int]
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     log_probs: _containers.RepeatedScalarFieldContainer[float]
     version_spans: _containers.RepeatedCompositeFieldContainer[VersionSpan]
     rng_position: int
     extra_json: _containers.ScalarMap[str, str]
-    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., log_probs: _Optional[_Iterable[float]] = ..., version_spans: _Optional[_Iterable[_Union[VersionSpan, _Mapping]]] = ..., rng_position: _Optional[int] = ..., extra_json: _Optional[_Mapping[str, str]] = ...) -> None: ...
+    cache: CachedContext
+    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., log_probs: _Optional[_Iterable[float]] = ..., version_spans: _Optional[_Iterable[_Union[VersionSpan, _Mapping]]] = ..., rng_position: _Optional[int] = ..., extra_json: _Optional[_Mapping[str, str]] = ..., cache: _Optional[_Union[CachedContext, _Mapping]] = ...) -> None: ...
+
+class CachedContext(_message.Message):
+    __slots__ = ("blob", "form", "tokens")
+    BLOB_FIELD_NUMBER: _ClassVar[int]
+    FORM_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    blob: BlobRef
+    form: str
+    tokens: int
+    def __init__(self, blob: _Optional[_Union[BlobRef, _Mapping]] = ..., form: _Optional[str] = ..., tokens: _Optional[int] = ...) -> None: ...
 
 class VersionSpan(_message.Message):
     __slots__ = ("policy_number", "token_count")

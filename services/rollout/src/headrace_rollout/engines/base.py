@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -43,6 +43,8 @@ class Capabilities:
     """Waves by ordinal; the same seed gives the same tokens."""
     resume_from_prefix: bool = False
     """Goes on behind tokens that were sampled elsewhere; without it a sample begins again at token 0."""
+    resume_from_cache: bool = False
+    """Gives away what it computed of a sample that moves, and goes on with it where the weights are the same."""
     score_processed: bool = False
     """Scores given tokens under any distribution; without it under the model's own alone."""
     inflight_update: bool = False
@@ -155,6 +157,15 @@ class Prefix:
 
 
 @dataclass(frozen=True)
+class CachedContext:
+    """What an engine has computed of a context's first `tokens`: `form` says how it lies in `data`, and by whom."""
+
+    form: str
+    tokens: int
+    data: bytes | memoryview
+
+
+@dataclass(frozen=True)
 class Sample:
     """One sample to make."""
 
@@ -163,6 +174,8 @@ class Sample:
     prefix: Prefix | None = None
     greedy: bool = False
     """The likeliest token each time, whatever the stream's temperature."""
+    cache: CachedContext | None = None
+    """Of the prompt and the prefix, as another engine has left it; of any form."""
 
 
 @dataclass(frozen=True)
@@ -196,6 +209,8 @@ class Output:
     greedy: bool = False
     text_from: int = 0
     """Where in `whole` the text begins that scorers judge."""
+    cache: CachedContext | None = None
+    """Of a stopped sample whose stream is `moving`, where the engine can give it away."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -216,6 +231,8 @@ class Stream:
     chunk_tokens: int = 0
     deterministic: bool = False
     holds: Callable[[], bool] = lambda: True
+    moving: threading.Event = field(default_factory=threading.Event)
+    """Set: its samples go on elsewhere, and may take along what was computed of them."""
 
 
 @dataclass(frozen=True)
@@ -264,6 +281,7 @@ class Figures:
     decode_rows: int = 0
     prefill_tokens: int = 0
     shared_prompt_tokens: int = 0
+    moved_tokens: int = 0
     sampled_tokens: int = 0
     samples: int = 0
 

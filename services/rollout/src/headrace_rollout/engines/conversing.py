@@ -118,7 +118,11 @@ class ConversingEngine:
         self._frozen: tuple[str, Weights] | None = None
         self._installing = asyncio.Lock()
         self.capabilities = replace(
-            speaker.capabilities, deterministic=False, resume_from_prefix=False, inflight_update=False
+            speaker.capabilities,
+            deterministic=False,
+            resume_from_prefix=False,
+            resume_from_cache=False,
+            inflight_update=False,
         )
         self.max_context_tokens = rules.context_limit
         self.vocabulary_size = speaker.vocabulary_size

@@ -28,6 +28,7 @@ TRANSFORMERS = Plugin(
         "position_keyed_sampling",
         "deterministic",
         "resume_from_prefix",
+        "resume_from_cache",
         "inflight_update",
         "score_processed",
         "suspend_frees_memory",

@@ -6,6 +6,7 @@ from collections.abc import Sequence as Ids
 from dataclasses import dataclass, replace
 
 from headrace_rollout.engines.base import (
+    CachedContext,
     Distribution,
     Finish,
     Group,
@@ -42,6 +43,7 @@ class Bounds:
             matcher,
             sample.greedy,
             len(prefix.token_ids) if prefix else 0,
+            sample.cache if prefix else None,
         )
 
     def ended(self, sequence: Sequence) -> Finish | None:
@@ -70,6 +72,7 @@ class Sequence:
     matcher: StopMatcher | None
     greedy: bool = False
     sent: int = 0
+    cache: CachedContext | None = None
 
     @property
     def distribution(self) -> Distribution:
@@ -95,6 +98,7 @@ class Sequence:
         finish: Finish | None = None,
         stopped: bool = False,
         made: Ids[tuple[int, int]] | None = None,
+        cache: CachedContext | None = None,
     ) -> Output:
         """The event that sends `tokens[sent:]`; an end or a stop carries the whole answer too.
 
@@ -116,6 +120,7 @@ class Sequence:
             if ended
             else None,
             greedy=self.greedy,
+            cache=cache,
         )
 
     def untouched(self, policy: Policy, *, finish: Finish | None = None) -> Output:
@@ -128,12 +133,13 @@ class Sequence:
             policy,
             finish=finish,
             stopped=finish is None,
+            cache=self.cache,
         )
 
     def so_far(self, tokens: Ids[int], log_probs: Ids[float], sent: int, policy: Policy) -> Sequence:
         """The sample with what it has as its prefix; `policy` made what is new."""
         spans = self._spans(len(tokens), [(policy.number, len(tokens))])
-        return replace(self, prefix=Prefix(tokens, log_probs, spans), sent=sent)
+        return replace(self, prefix=Prefix(tokens, log_probs, spans), sent=sent, cache=None)
 
     def _spans(self, count: int, made: Ids[tuple[int, int]]) -> list[tuple[int, int]]:
         spans: list[tuple[int, int]] = []

@@ -94,6 +94,7 @@ class Receive:
                 continue
             if partial.state.token_ids:
                 self._dispatch.resume_from(key, partial.state)
+                self._context.tail.moved(cached=partial.state.HasField("cache"))
             stopped.append(slot)
         self._dispatch.take_back(stopped)
 

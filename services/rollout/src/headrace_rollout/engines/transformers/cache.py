@@ -6,6 +6,7 @@ Knows no tokens; it moves rows and remembers what a forward pass hands it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -158,6 +159,35 @@ class SlotCache(Cache):  # type: ignore[misc]  # transformers is not annotated
             for kept, layer in zip(prompt.layers, bucket.layers, strict=True):
                 for side in (0, 1):
                     layer[side][slot, :, : prompt.length] = kept[side]
+
+    @property
+    def form(self) -> str:
+        """How `copy_out` lays bytes out: the layers' key and value heads x dimension, and their type."""
+        layers = [" + ".join(f"{like.shape[1]}x{like.shape[3]}" for like in layer) for layer in self._like]
+        kinds = layers[:1] if len(set(layers)) == 1 else layers
+        return f"{len(layers)} layers of {', '.join(kinds)} {self._like[0][0].dtype}"
+
+    def copy_out(self, row: int, length: int) -> memoryview:
+        """A row's first `length` tokens: per layer keys and values, each [H, length, D]."""
+        bucket, slot = next((b, b.rows.index(row)) for b in self.buckets if row in b.rows)
+        parts = [each[slot, :, :length].reshape(-1) for layer in bucket.layers for each in layer]
+        return memoryview(torch.cat(parts).view(torch.uint8).cpu().numpy())
+
+    def keys_of(self, data: bytes | memoryview, length: int) -> PromptKeys:
+        """What `copy_out` of another cache of this form has made. ValueError for as many bytes as it cannot be."""
+        if len(data) != length * self.token_bytes:
+            raise ValueError(f"{len(data)} bytes of {length} tokens; they take {self.token_bytes} each")
+        values = torch.frombuffer(bytearray(data), dtype=self._like[0][0].dtype)
+        kept, start = PromptKeys(length), 0
+        for layer in self._like:
+            sides = []
+            for like in layer:
+                shape = (like.shape[1], length, like.shape[3])
+                end = start + math.prod(shape)
+                sides.append(values[start:end].view(shape))
+                start = end
+            kept.layers.append((sides[0], sides[1]))
+        return kept
 
     def remove(self, gone: Sequence[int], renamed: dict[int, int]) -> None:
         """Drops rows; `renamed` leads from rows to their new numbers. The last row's end gives all memory back."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Sequence as Items
+from contextlib import suppress
 
 import numpy as np
 import torch
@@ -17,6 +18,7 @@ from headrace_servicekit.failpoints import failpoint_sync
 from torch import Tensor
 
 from headrace_rollout.engines.base import (
+    CachedContext,
     Figures,
     Finish,
     Group,
@@ -104,6 +106,8 @@ class Decoder:
         for contexts in waiting:
             self._check_room(contexts)
         for contexts in waiting:
+            for context in contexts:
+                self._take_cache(context, policy)
             self._queue.add(contexts)
         for sequence, finish in finished:
             self._outbox[sequence.stream].append(sequence.untouched(policy, finish=finish))
@@ -119,6 +123,18 @@ class Decoder:
             free = available_bytes(self.model.device)
             share = FREE_SHARE.get(self.model.device.type, FREE_SHARE["cpu"])
             self.model.cache.budget_bytes = self._kv_cache_bytes or int(free * share)
+
+    def _take_cache(self, waiting: Waiting, policy: Policy) -> None:
+        """Uses what another engine has computed of a context with the same weights."""
+        given = waiting.members[0].cache
+        if given is None or given.form != self._form(policy):
+            return
+        if given.tokens == len(waiting.context_ids) - 1:  # The newest token goes in with the next round.
+            with suppress(ValueError):
+                waiting.keys = self.model.cache.keys_of(given.data, given.tokens)
+
+    def _form(self, policy: Policy) -> str:
+        return f"{self.model.cache.form}, {policy.digest}"
 
     def _check_room(self, contexts: Items[Waiting]) -> None:
         """Refuses what would never fit, before anything of its submission waits."""
@@ -158,6 +174,8 @@ class Decoder:
                 stream is None or sequence.stream is stream
             )
 
+        if stream is not None and not stream.holds():
+            stream.moving.set()
         gone = self._queue.remove(meant)
         for sequence in gone:
             self._outbox[sequence.stream].append(sequence.untouched(policy))
@@ -220,10 +238,15 @@ class Decoder:
         start = time.perf_counter()
         self._running_wave = admissions[0].waiting.wave
         first = self._batch.count
-        kept = [admission for admission in admissions if admission.waiting.keys is not None]
+        moved = [a for a in admissions if a.waiting.keys is not None and a.waiting.hidden_D is None]
+        kept = [a for a in admissions if a.waiting.keys is not None and a.waiting.hidden_D is not None]
         fresh = [admission for admission in admissions if admission.waiting.keys is None]
-        contexts = [len(a.waiting.context_ids) for a in (*kept, *fresh) for _ in a.members]
+        contexts = [len(a.waiting.context_ids) for a in (*moved, *kept, *fresh) for _ in a.members]
         self.model.cache.join(self._batch.length[:first].tolist(), contexts)
+        self._go_on(moved, first)
+        first += len(moved)
+        if not kept and not fresh:
+            return
         hidden = self._place(kept, first)
         hidden += self._prefill(fresh, first + len(hidden))
         for admission in [*kept, *fresh]:
@@ -235,6 +258,18 @@ class Decoder:
         )  # The first tokens come to the host: the device has done it all.
         if fresh:
             self.prefills.add(start, time.perf_counter())
+
+    def _go_on(self, moved: Items[Admission], first: int) -> None:
+        """Rows that another engine has begun: their next token comes with the next round."""
+        keys = [admission.waiting.keys for admission in moved]
+        self.model.cache.place(first, [each for each in keys if each is not None])
+        for admission in moved:
+            [sequence] = admission.members
+            self._batch.join(sequence, len(admission.waiting.context_ids) - 1, self.model.vocabulary_size)
+            sequence.cache = None
+            self.figures.moved_tokens += len(admission.waiting.context_ids)
+        if moved:
+            self._distributions = None
 
     def _place(self, admissions: Items[Admission], first: int) -> list[Tensor]:
         keys, hidden = [], []
@@ -334,10 +369,20 @@ class Decoder:
         sequence = self._batch.sequences[row]
         tokens, log_probs = self._batch.answer(row, count)
         output = sequence.output(
-            tokens, log_probs, int(self._batch.sent[row]), policy, finish=finish, stopped=stopped
+            tokens,
+            log_probs,
+            int(self._batch.sent[row]),
+            policy,
+            finish=finish,
+            stopped=stopped,
+            cache=self._cached(row, policy) if stopped and sequence.stream.moving.is_set() else None,
         )
         self.figures.samples += finish is not None
         self._outbox[sequence.stream].append(output)
+
+    def _cached(self, row: int, policy: Policy) -> CachedContext:
+        length = int(self._batch.length[row])
+        return CachedContext(self._form(policy), length, self.model.cache.copy_out(row, length))
 
     def _remove(self, rows: Items[int]) -> None:
         if not rows:

@@ -31,6 +31,7 @@ CAPABILITIES = Capabilities(
     position_keyed_sampling=True,
     deterministic=True,
     resume_from_prefix=True,
+    resume_from_cache=True,
     inflight_update=True,
     score_processed=True,
     suspend_frees_memory=True,

@@ -66,6 +66,8 @@ class Tail:
         self._learned: deque[tuple[float, int]] = deque(maxlen=8)
         self._helped: deque[float] = deque(maxlen=32)
         self._joined, self._contributed, self._switched, self._borrowed = (_Change() for _ in range(4))
+        self._moved: deque[bool] = deque(maxlen=LENGTHS_KEPT)
+        """Whether the newest answers that moved had to be computed again."""
         self._finished: dict[str, list[Finish]] = {}
         self._began = math.inf
 
@@ -120,6 +122,10 @@ class Tail:
         """From the end of decoding until the trainer group had the devices."""
         self._switched.add(seconds)
 
+    def moved(self, *, cached: bool) -> None:
+        """A begun answer goes on elsewhere, together with its cache or not."""
+        self._moved.append(not cached)
+
     def borrowed(self, seconds: float) -> None:
         """From the decision that the trainer group's devices decode until they could."""
         self._borrowed.add(seconds)
@@ -164,7 +170,10 @@ class Tail:
             notice_s=join_s,
             gradient_bytes=self._contributed.seconds,
             link_bytes_per_s=1.0,  # The policy divides bytes by a rate: here the seconds are known.
-            resume_item_s=FORWARD * self.helper_s(1) * self.mean,
+            resume_item_s=FORWARD
+            * self.helper_s(1)
+            * self.mean
+            * (fmean(self._moved) if self._moved else 1.0),
             prompt=fmean(self._prompts) / self.mean,
             helper_item_s=self.helper_s(1) * self.mean,
             min_gain=MIN_GAIN,

@@ -1,0 +1,59 @@
+"""What engines have computed of samples that move to another instance: kept there for a while, and taken here.
+
+Whatever goes wrong costs time alone: the engine computes the context again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import shutil
+from pathlib import Path
+
+from headrace.common.v1 import common_pb2
+from headrace_servicekit.rpc.blobs import BlobReader, BlobStore
+from headrace_servicekit.rpc.errors import ServiceError
+
+from headrace_rollout.engines.base import CachedContext
+
+KEPT_S = 60.0
+"""How long another instance may take a cache."""
+FREE_SHARE = 0.25
+"""Of what is free on the tmpfs, where weights are published too, the most that one cache may take."""
+_log = logging.getLogger(__name__)
+
+
+class MovedCaches:
+    """Those of one instance. `directory`: where its blobs lie, below the host's SHM_DIR."""
+
+    def __init__(self, directory: Path, token: str | None) -> None:
+        self.blobs = BlobStore(directory)
+        self._directory = directory
+        self._reader = BlobReader(directory.parent, token)
+
+    def keep(self, cache: CachedContext) -> common_pb2.CachedContext | None:
+        """A reference, for KEPT_S; None where there is no room. Needs an event loop."""
+        if len(cache.data) > FREE_SHARE * shutil.disk_usage(self._directory).free:
+            return None
+        try:
+            blob = self.blobs.put(cache.data)
+        except ServiceError as error:
+            _log.warning("a moved sample is computed again: %s", error.message)
+            return None
+        asyncio.get_running_loop().call_later(KEPT_S, self.blobs.release, blob)
+        return common_pb2.CachedContext(blob=blob, form=cache.form, tokens=cache.tokens)
+
+    async def take(self, state: common_pb2.ResumeState) -> CachedContext | None:
+        """What a state refers to; None for nothing, or where it cannot be had any more."""
+        if not state.HasField("cache"):
+            return None
+        try:
+            data = await self._reader.read(state.cache.blob)
+        except ServiceError as error:
+            _log.info("a moved sample is computed again: %s", error.message)
+            return None
+        return CachedContext(state.cache.form, state.cache.tokens, data)
+
+    async def close(self) -> None:
+        """Closes what was opened to other instances."""
+        await self._reader.close()
