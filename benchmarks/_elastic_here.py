@@ -27,8 +27,9 @@ SMALL_GROUPS, SMALL_STEPS = 6, 4
 LONGEST = int(QUANTILES[1.0])
 MICRO_BATCH = 512
 """Tokens that the trainer learns at once: a group or two, so that the last ones can be divided."""
-STILL_STEPS = 3
-"""The first, in which torch warms up, and those that an elastic run measures before it moves anything."""
+STILL_STEPS = 5
+"""The first, in which torch warms up, those that an elastic run measures before it moves anything, and its first two
+with moves: the first time has what is done once."""
 ONE, TWO = {"instances": 1}, {"instances": 2}
 APART = {"mode": "disaggregated", "rollout": ["cpu:0"], "trainer": ["cpu:1"]}
 MODES: dict[str, dict[str, Any]] = {

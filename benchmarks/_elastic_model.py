@@ -29,8 +29,7 @@ from headrace_coordinator.planner import (
 from headrace_coordinator.planner.cluster import simulate, simulate_elastic
 from headrace_coordinator.planner.cluster.sampling import Draws
 from headrace_coordinator.planner.elastic.outlook import MoveCosts
-from headrace_coordinator.run.stages.moving.tail import FORWARD, MIN_GAIN, MIN_HOLD_S
-from streaming import PROMPT
+from headrace_coordinator.run.stages.moving.tail import MIN_GAIN, MIN_HOLD_S
 
 DEVICES, HANDS = 2, 2
 """Cores, and how often they change hands in a step in turns."""
@@ -79,8 +78,7 @@ class Model:
             notice_s=switch,
             gradient_bytes=switch,
             link_bytes_per_s=1.0,  # seconds are known here, and no bytes
-            resume_item_s=FORWARD * alone * mean,
-            prompt=PROMPT / mean,
+            resume_item_s=0.0,  # the built-in engine's answers move with their caches
             helper_item_s=alone * mean,
             min_gain=MIN_GAIN,
             min_hold_s=max(MIN_HOLD_S, switch),

@@ -66,7 +66,7 @@ def helped(certificates):
 def test_groups_that_a_helper_learned_are_trained_once(live, helpers, rollouts, mode):
     outcome, steps, _ = live(helpers, rollouts, mode=mode, trainer={"micro_batch_tokens": 16})
     assert outcome.states and set(outcome.states.values()) == {"SUCCEEDED"} and outcome.recoveries == 0
-    assert len(helped(steps)) > 3
+    assert len(helped(steps)) >= 3
     for certificate in steps:
         trained = {prompt for prompt, *_ in certificate.trained}
         assert certificate.max_staleness == 0

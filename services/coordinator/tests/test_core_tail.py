@@ -56,6 +56,24 @@ def test_a_helper_is_taken_to_be_as_slow_as_devices_scale_until_one_was_measured
     assert terms.costs.prompt == pytest.approx(30 / tail.mean), "that of the prompt too"
 
 
+def test_answers_that_move_with_their_caches_are_not_computed_again():
+    tail = measured()
+    whole = tail.terms(owners=2, group_size=4, shared=True).costs.resume_item_s
+    for cached in (True, True, True, False):
+        tail.moved(cached=cached)
+    assert tail.terms(owners=2, group_size=4, shared=True).costs.resume_item_s == pytest.approx(whole / 4)
+
+
+def test_a_change_costs_nothing_until_it_was_made_twice():
+    """Else what was never tried would look too dear to try, and its first time has what is done once."""
+    tail = measured()
+    for seconds, expected in ((5.0, 0.0), (0.1, 0.1), (0.3, 0.2)):
+        tail.borrowed(seconds), tail.joined(seconds), tail.contributed(seconds)
+        terms = tail.terms(owners=1, group_size=4, shared=False)
+        costs = (terms.generate.load_s, terms.costs.notice_s, terms.costs.gradient_bytes)
+        assert costs == pytest.approx((expected,) * 3)
+
+
 def test_nothing_is_said_before_two_steps_and_steps_that_moved_give_lengths_alone():
     assert Tail().terms(2, 4, shared=True) is None and measured(1).terms(2, 4, shared=True) is None
     assert measured(2, moved=True).terms(2, 4, shared=True) is None
