@@ -171,6 +171,7 @@ def make_spec(
         "reward": {"scorers": [{"name": "length", "options": {"target": 0, "limit": LONGEST + 1}}]},
         "placement": placement,
         "checkpoint": {"enabled": False},
+        "tracking": {"trajectories_per_step": groups * here.size},  # the lengths of all answers are read back
     }
 
 
@@ -187,6 +188,8 @@ def _run(fleet: Fleet, spec: dict[str, Any]) -> tuple[list[Measured], int]:
             Measured(step.wall_s, dict(step.stage_s), tuple(count for *_, count in sorted(tokens[step.step])))
             for step in client.metrics(run)
         ]
+        whole = spec["algorithm"]["group_size"] * spec["algorithm"]["prompts_per_step"]
+        assert {len(step.tokens) for step in steps} == {whole}, "answers are missing in what the run has stored"
         certificates = [item for item in client.certificates(run) if item.live]
     return steps, _helped(certificates)
 

@@ -69,15 +69,22 @@ def devices(found):
 def test_the_trainers_devices_decode_at_each_steps_begin_and_every_slot_is_trained_once(
     live, monkeypatch, ranks, rollouts
 ):
-    prefixes = []
+    prefixes, told, moved = [], [], Tail.moved
     make = Rollout._make
 
     async def spied(self, opening, group, sample, done):
         prefixes.append((self.incarnation, len(sample.resume.token_ids)))
+        assert sample.resume.HasField("cache") == bool(sample.resume.token_ids)
         await make(self, opening, group, sample, done)
 
+    def heard(self, *, cached):
+        told.append(cached)
+        moved(self, cached=cached)
+
     monkeypatch.setattr(Rollout, "_make", spied)
+    monkeypatch.setattr(Tail, "moved", heard)
     outcome, steps, world = live(ranks, rollouts)
+    assert told and all(told), "the policy is told that nothing is computed again"
     assert set(outcome.states.values()) == {"SUCCEEDED"} and outcome.recoveries == 0 and len(steps) == STEPS
     borrowed, learns = leases(world, "decode"), leases(world, "learn")
     assert len(borrowed) == ranks * (STEPS - Tail.fewest_steps), "each step after those that are measured"

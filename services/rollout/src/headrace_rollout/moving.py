@@ -19,7 +19,7 @@ from headrace_rollout.engines.base import CachedContext
 KEPT_S = 60.0
 """How long another instance may take a cache."""
 FREE_SHARE = 0.25
-"""Of what is free on the tmpfs, where weights are published too, the most that one cache may take."""
+"""Of the tmpfs' room, where weights are published too, the most that caches may take together."""
 _log = logging.getLogger(__name__)
 
 
@@ -28,20 +28,26 @@ class MovedCaches:
 
     def __init__(self, directory: Path, token: str | None) -> None:
         self.blobs = BlobStore(directory)
-        self._directory = directory
+        self._directory, self._kept_bytes = directory, 0
         self._reader = BlobReader(directory.parent, token)
 
     def keep(self, cache: CachedContext) -> common_pb2.CachedContext | None:
         """A reference, for KEPT_S; None where there is no room. Needs an event loop."""
-        if len(cache.data) > FREE_SHARE * shutil.disk_usage(self._directory).free:
+        taken, free = self._kept_bytes + len(cache.data), shutil.disk_usage(self._directory).free
+        if taken > FREE_SHARE * (free + self._kept_bytes):
             return None
         try:
             blob = self.blobs.put(cache.data)
         except ServiceError as error:
             _log.warning("a moved sample is computed again: %s", error.message)
             return None
-        asyncio.get_running_loop().call_later(KEPT_S, self.blobs.release, blob)
+        self._kept_bytes = taken
+        asyncio.get_running_loop().call_later(KEPT_S, self._drop, blob)
         return common_pb2.CachedContext(blob=blob, form=cache.form, tokens=cache.tokens)
+
+    def _drop(self, blob: common_pb2.BlobRef) -> None:
+        self._kept_bytes -= blob.size_bytes
+        self.blobs.release(blob)
 
     async def take(self, state: common_pb2.ResumeState) -> CachedContext | None:
         """What a state refers to; None for nothing, or where it cannot be had any more."""

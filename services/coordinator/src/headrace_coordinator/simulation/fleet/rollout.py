@@ -317,4 +317,6 @@ def _prefill(response: Any) -> dict[str, Any]:
 
 def _partial(key: common.SampleKey, attempt: int, length: int) -> rollout.PartialSample:
     state = common.ResumeState(token_ids=range(length), log_probs=[-1.0] * length, rng_position=length)
+    if length:
+        state.cache.MergeFrom(common.CachedContext(form="simulated", tokens=length - 1))
     return rollout.PartialSample(sample=key, attempt=attempt, state=state)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Sequence as Items
-from contextlib import suppress
 
 import numpy as np
 import torch
@@ -18,7 +17,6 @@ from headrace_servicekit.failpoints import failpoint_sync
 from torch import Tensor
 
 from headrace_rollout.engines.base import (
-    CachedContext,
     Figures,
     Finish,
     Group,
@@ -31,6 +29,7 @@ from headrace_rollout.engines.base import (
 )
 from headrace_rollout.engines.sequence import Bounds, Sequence
 from headrace_rollout.engines.stopping import StopMatcher
+from headrace_rollout.engines.transformers import moving
 from headrace_rollout.engines.transformers.batch import Batch
 from headrace_rollout.engines.transformers.cache import PrefillPlan, PromptKeys
 from headrace_rollout.engines.transformers.policy_model import PolicyModel
@@ -107,7 +106,7 @@ class Decoder:
             self._check_room(contexts)
         for contexts in waiting:
             for context in contexts:
-                self._take_cache(context, policy)
+                moving.take(self.model.cache, policy, context)
             self._queue.add(contexts)
         for sequence, finish in finished:
             self._outbox[sequence.stream].append(sequence.untouched(policy, finish=finish))
@@ -123,18 +122,6 @@ class Decoder:
             free = available_bytes(self.model.device)
             share = FREE_SHARE.get(self.model.device.type, FREE_SHARE["cpu"])
             self.model.cache.budget_bytes = self._kv_cache_bytes or int(free * share)
-
-    def _take_cache(self, waiting: Waiting, policy: Policy) -> None:
-        """Uses what another engine has computed of a context with the same weights."""
-        given = waiting.members[0].cache
-        if given is None or given.form != self._form(policy):
-            return
-        if given.tokens == len(waiting.context_ids) - 1:  # The newest token goes in with the next round.
-            with suppress(ValueError):
-                waiting.keys = self.model.cache.keys_of(given.data, given.tokens)
-
-    def _form(self, policy: Policy) -> str:
-        return f"{self.model.cache.form}, {policy.digest}"
 
     def _check_room(self, contexts: Items[Waiting]) -> None:
         """Refuses what would never fit, before anything of its submission waits."""
@@ -175,7 +162,7 @@ class Decoder:
             )
 
         if stream is not None and not stream.holds():
-            stream.moving.set()
+            stream.moving.set()  # It goes on where a lease is held.
         gone = self._queue.remove(meant)
         for sequence in gone:
             self._outbox[sequence.stream].append(sequence.untouched(policy))
@@ -368,6 +355,8 @@ class Decoder:
         assert policy is not None
         sequence = self._batch.sequences[row]
         tokens, log_probs = self._batch.answer(row, count)
+        # A deterministic sample begins again at token 0.
+        moves = stopped and sequence.stream.moving.is_set() and not sequence.stream.deterministic
         output = sequence.output(
             tokens,
             log_probs,
@@ -375,14 +364,10 @@ class Decoder:
             policy,
             finish=finish,
             stopped=stopped,
-            cache=self._cached(row, policy) if stopped and sequence.stream.moving.is_set() else None,
+            cache=moving.leave(self.model.cache, policy, row, int(self._batch.length[row])) if moves else None,
         )
         self.figures.samples += finish is not None
         self._outbox[sequence.stream].append(output)
-
-    def _cached(self, row: int, policy: Policy) -> CachedContext:
-        length = int(self._batch.length[row])
-        return CachedContext(self._form(policy), length, self.model.cache.copy_out(row, length))
 
     def _remove(self, rows: Items[int]) -> None:
         if not rows:
