@@ -55,9 +55,9 @@ class Here:
 
     turns: int = 3
     steps: int = 3
-    width: int = 384
-    layers: int = 4
-    groups: int = 24
+    width: int = 288
+    layers: int = 3
+    groups: int = 32
     size: int = 4
     budget_s: float = 600.0
     """No turn begins that would end later, by the seconds of the turns before it; one is always made."""
@@ -189,7 +189,9 @@ def _run(fleet: Fleet, spec: dict[str, Any]) -> tuple[list[Measured], int]:
             for step in client.metrics(run)
         ]
         whole = spec["algorithm"]["group_size"] * spec["algorithm"]["prompts_per_step"]
-        assert {len(step.tokens) for step in steps} == {whole}, "answers are missing in what the run has stored"
+        assert {len(step.tokens) for step in steps} == {whole}, (
+            "answers are missing in what the run has stored"
+        )
         certificates = [item for item in client.certificates(run) if item.live]
     return steps, _helped(certificates)
 

@@ -56,6 +56,20 @@ def test_messages_hold_whole_groups_in_order_up_to_a_size(learning, size, groups
     assert all(len(group.members) == GROUP for group in groups)
 
 
+def test_beside_helpers_the_trainer_group_has_little_in_hand(learning):
+    """A piece that it works on and the next one: when decoding ends, the rest is there to be shared."""
+    for prompt in range(9):
+        for slot in learning._ledger.group(prompt):
+            slot.tokens = 5
+    learning._context.workers.ranks = 1
+    learning._context.spec.trainer = SimpleNamespace(micro_batch_tokens=40)
+    learning.shares, learning.waiting = True, list(range(9))
+    pieces = []
+    while learning._has_room():
+        pieces.append(learning._next())
+    assert pieces == [[0, 1], [2, 3]] and learning.waiting == list(range(4, 9))
+
+
 def test_a_member_carries_body_reward_and_oldest_version(learning):
     found = bodies(10, TRUNCATED)
     (message,) = learning.filled([7], found)

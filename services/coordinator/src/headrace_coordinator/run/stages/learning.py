@@ -164,14 +164,15 @@ class Learning:
                 await asyncio.shield(news)
 
     def _has_room(self) -> bool:
-        """Whether the trainer group may have more: where helpers share, what it works on and as much again."""
+        """Whether the trainer group may have more: where helpers share, what it works on and a piece to go on with."""
         return not self.shares or self.tokens(self.sent) < self._share
 
     def _next(self) -> list[int]:
-        """Groups to send now, off what waits."""
+        """Groups to send now, off what waits: where helpers share, about half of what the ranks compute at once."""
         count = min(GROUPS_A_MESSAGE, len(self.waiting))
         if self.shares:
-            fitting = (at for at in range(1, count) if self.tokens(self.waiting[: at + 1]) > self._share)
+            half = self._share // 2
+            fitting = (at for at in range(1, count) if self.tokens(self.waiting[: at + 1]) > half)
             count = next(fitting, count)
         prompts, self.waiting = self.waiting[:count], self.waiting[count:]
         self.sent.update(prompts)

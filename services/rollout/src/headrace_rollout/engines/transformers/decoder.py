@@ -364,7 +364,9 @@ class Decoder:
             policy,
             finish=finish,
             stopped=stopped,
-            cache=moving.leave(self.model.cache, policy, row, int(self._batch.length[row])) if moves else None,
+            cache=moving.leave(self.model.cache, policy, row, int(self._batch.length[row]))
+            if moves
+            else None,
         )
         self.figures.samples += finish is not None
         self._outbox[sequence.stream].append(output)
