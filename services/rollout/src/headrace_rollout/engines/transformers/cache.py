@@ -171,7 +171,7 @@ class SlotCache(Cache):  # type: ignore[misc]  # transformers is not annotated
         """A row's first `length` tokens: per layer keys and values, each [H, length, D]."""
         bucket, slot = next((b, b.rows.index(row)) for b in self.buckets if row in b.rows)
         parts = [each[slot, :, :length].reshape(-1) for layer in bucket.layers for each in layer]
-        return memoryview(torch.cat(parts).view(torch.uint8).cpu().numpy())
+        return torch.cat(parts).view(torch.uint8).cpu().numpy().data
 
     def keys_of(self, data: bytes | memoryview, length: int) -> PromptKeys:
         """What `copy_out` of another cache of this form has made. ValueError for as many bytes as it cannot be."""
