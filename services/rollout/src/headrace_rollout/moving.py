@@ -20,6 +20,8 @@ KEPT_S = 60.0
 """How long another instance may take a cache."""
 FREE_SHARE = 0.25
 """Of the tmpfs' room, where weights are published too, the most that caches may take together."""
+TAKE_S = 5.0
+"""How long an instance may take to send one; it is asked for no other afterwards."""
 _log = logging.getLogger(__name__)
 
 
@@ -30,6 +32,7 @@ class MovedCaches:
         self.blobs = BlobStore(directory)
         self._directory, self._kept_bytes = directory, 0
         self._reader = BlobReader(directory.parent, token)
+        self._silent: set[str] = set()
 
     def keep(self, cache: CachedContext) -> common_pb2.CachedContext | None:
         """A reference, for KEPT_S; None where there is no room. Needs an event loop."""
@@ -51,12 +54,20 @@ class MovedCaches:
 
     async def take(self, state: common_pb2.ResumeState) -> CachedContext | None:
         """What a state refers to; None for nothing, or where it cannot be had any more."""
-        if not state.HasField("cache"):
+        producer = state.cache.blob.incarnation
+        if not state.HasField("cache") or producer in self._silent:
             return None
         try:
-            data = await self._reader.read(state.cache.blob)
+            async with asyncio.timeout(TAKE_S):
+                data = await self._reader.read(state.cache.blob)
         except ServiceError as error:
             _log.info("a moved sample is computed again: %s", error.message)
+            return None
+        except TimeoutError:
+            self._silent.add(producer)
+            _log.warning(
+                "moved samples of %s are computed again: it did not send one in %s s", producer, TAKE_S
+            )
             return None
         return CachedContext(state.cache.form, state.cache.tokens, data)
 
