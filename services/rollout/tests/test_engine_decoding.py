@@ -158,6 +158,15 @@ async def test_a_moved_sample_goes_on_with_what_was_computed_of_it(
     assert (other.figures.prefill_tokens, other.figures.moved_tokens) == (0, contexts)
 
 
+async def test_a_sample_whose_lease_is_away_leaves_what_was_computed_of_it(new_engine, new_collector, groups):
+    engine, collector, held = await new_engine(), new_collector(), [True]
+    await engine.submit(collector.stream(chunk_tokens=4, holds=lambda: held[0], max_new_tokens=80), groups)
+    await collector.wait(lambda c: len(c.outputs) > 4)
+    held[0] = False
+    stopped = [output for output in (await collector.wait_ended(15)).values() if output.stopped]
+    assert stopped and all(output.cache for output in stopped)
+
+
 async def test_what_other_weights_computed_is_computed_again(
     new_engine, new_collector, groups, resumed, weights
 ):
