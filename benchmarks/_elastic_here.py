@@ -11,20 +11,19 @@ from __future__ import annotations
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
+import _tail_reward
 from _elastic_model import Measured, Model
 from _harness import Fleet, machine, say, table
-from _tail_model import QUANTILES, write_tail_model
+from _tail_model import LONGEST, QUANTILES, write_tail_model, write_tail_prompts
 from modes import finished
-from streaming import write_prompts
 
 SMALL_GROUPS, SMALL_STEPS = 6, 4
-LONGEST = int(QUANTILES[1.0])
 MICRO_BATCH = 512
 """Tokens that the trainer learns at once: a group or two, so that the last ones can be divided."""
 STILL_STEPS = 5
@@ -53,13 +52,15 @@ OPTIONS = ("--devices", "cpu:0,cpu:1", "--simulator", "0", "--rollout", "2", "--
 class Here:
     """What is run: `groups` of `size` answers a step; the model's width and layers."""
 
-    turns: int = 3
+    turns: int = 2
     steps: int = 3
-    width: int = 288
-    layers: int = 3
-    groups: int = 32
+    width: int = 512
+    layers: int = 4
+    groups: int = 48
     size: int = 4
-    budget_s: float = 600.0
+    alike: int = 1
+    every: int = 3
+    budget_s: float = 900.0
     """No turn begins that would end later, by the seconds of the turns before it; one is always made."""
 
 
@@ -71,8 +72,9 @@ def figures_here(here: Here) -> dict[str, float]:
     """`elastic_speedup_here` with its medians, `simulated_vs_measured_error` and what it comes from, and the rest."""
     with tempfile.TemporaryDirectory(prefix="headrace-benchmark-") as folder:
         model, prompts = Path(folder) / "model", Path(folder) / "prompts.jsonl"
-        write_tail_model(model, here.width, here.layers)
-        write_prompts(prompts, here.groups * (here.steps + STILL_STEPS))
+        bands = here.groups if here.alike else 1
+        write_tail_model(model, here.width, here.layers, bands)
+        write_tail_prompts(prompts, here.groups, bands, here.every)
         with Fleet(*OPTIONS) as fleet:
             small = _run(fleet, make_spec(here, model, prompts, SMALL_STEPS, **MODES["collocated"],
                                       groups=SMALL_GROUPS))[0][1:]  # fmt: skip
@@ -167,8 +169,7 @@ def make_spec(
         "optimizer": {"lr": 1e-12},
         "trainer": {"micro_batch_tokens": MICRO_BATCH, "helpers": helpers},
         "rollout": {"max_concurrency": groups * here.size, **rollout},
-        # Any reward that differs inside a group will do: equal rewards carry no gradient.
-        "reward": {"scorers": [{"name": "length", "options": {"target": 0, "limit": LONGEST + 1}}]},
+        "reward": {"scorers": [{"name": f"{_tail_reward.__file__}:score"}]},
         "placement": placement,
         "checkpoint": {"enabled": False},
         "tracking": {"trajectories_per_step": groups * here.size},  # the lengths of all answers are read back
@@ -181,11 +182,11 @@ def _run(fleet: Fleet, spec: dict[str, Any]) -> tuple[list[Measured], int]:
 
     with Client(fleet.url, fleet.token) as client:
         run = finished(client, spec)
-        tokens: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
+        groups: dict[int, dict[int, list[Any]]] = defaultdict(lambda: defaultdict(list))
         for each in client.trajectories(run):
-            tokens[each.step].append((each.prompt_ordinal, each.sample_index, each.tokens))
+            groups[each.step][each.prompt_ordinal].append(each)
         steps = [
-            Measured(step.wall_s, dict(step.stage_s), tuple(count for *_, count in sorted(tokens[step.step])))
+            Measured(step.wall_s, dict(step.stage_s), *answers(groups[step.step].values()))
             for step in client.metrics(run)
         ]
         whole = spec["algorithm"]["group_size"] * spec["algorithm"]["prompts_per_step"]
@@ -194,6 +195,12 @@ def _run(fleet: Fleet, spec: dict[str, Any]) -> tuple[list[Measured], int]:
         )
         certificates = [item for item in client.certificates(run) if item.live]
     return steps, _helped(certificates)
+
+
+def answers(groups: Iterable[Sequence[Any]]) -> tuple[tuple[int, ...], tuple[bool, ...]]:
+    """Tokens of a step's answers, group after group, and whether each is learned from."""
+    flat = [(each.tokens, len({e.reward for e in group}) > 1) for group in groups for each in group]
+    return tuple(tokens for tokens, _ in flat), tuple(learned for _, learned in flat)
 
 
 def _helped(certificates: Sequence[Any]) -> int:

@@ -29,6 +29,7 @@ from headrace_coordinator.planner import (
 from headrace_coordinator.planner.cluster import simulate, simulate_elastic
 from headrace_coordinator.planner.cluster.sampling import Draws
 from headrace_coordinator.planner.elastic.outlook import MoveCosts
+from headrace_coordinator.planner.profiling.measured import group_correlation
 from headrace_coordinator.run.stages.moving.tail import MIN_GAIN, MIN_HOLD_S
 
 DEVICES, HANDS = 2, 2
@@ -37,11 +38,25 @@ DEVICES, HANDS = 2, 2
 
 @dataclass(frozen=True)
 class Measured:
-    """One step: its seconds, those of its stages, and the tokens of its answers, group after group."""
+    """One step: its seconds, those of its stages, and its answers, group after group: tokens, and whether learned from.
+
+    Equal rewards in a group leave nothing to learn. No `learned` at all: everything is.
+    """
 
     wall_s: float
     stage_s: dict[str, float]
     tokens: tuple[int, ...]
+    learned: tuple[bool, ...] = ()
+
+    @property
+    def weights(self) -> list[int]:
+        """Tokens that are learned, by answer."""
+        learned = self.learned or (True,) * len(self.tokens)
+        return [tokens * own for tokens, own in zip(self.tokens, learned, strict=True)]
+
+    def groups(self, size: int) -> list[tuple[int, ...]]:
+        """Tokens of the answers of each group of so many."""
+        return [self.tokens[at : at + size] for at in range(0, len(self.tokens), size)]
 
     def seconds(self, stage: str) -> float:
         """Of a stage; 0 where the step had none."""
@@ -56,7 +71,8 @@ class Model:
     ) -> None:
         self._group = group
         everything = sorted(float(tokens) for step in turns for tokens in step.tokens)
-        self._lengths = Lengths(tuple(everything), group_correlation=0.0)
+        alike = group_correlation([each for step in turns for each in step.groups(group)])
+        self._lengths = Lengths(tuple(everything), alike, group)
         mean = self._lengths.mean
         fixed, each = decoding(
             [*((step, DEVICES) for step in (*turns, *small)), *((step, 1) for step in apart)]
@@ -105,8 +121,12 @@ class Model:
         return fmean(fluid(work, each, helper_s) for each in self._draws(steps))
 
     def _draws(self, steps: Sequence[Measured]) -> list[Draws]:
-        shares = [[tokens / self._lengths.mean for tokens in step.tokens] for step in steps]
-        return [Draws({"generate": each}, each) for each in shares]
+        def shares(tokens: Sequence[int], factor: float = 1.0) -> list[float]:
+            return [each * factor / self._lengths.mean for each in tokens]
+
+        # The policy knows the mean pace of learning alone, and not which groups leave nothing to learn.
+        factor = sum(sum(step.tokens) for step in steps) / sum(sum(step.weights) for step in steps)
+        return [Draws({"generate": shares(step.tokens)}, shares(step.weights, factor)) for step in steps]
 
     def _workload(self, items: int) -> Workload:
         edges = (Edge("generate", "learn", Granularity.GROUP),)

@@ -78,6 +78,8 @@ HERE = {
     "layers": "its layers",
     "groups": "groups of a step",
     "size": "answers of a group",
+    "alike": "1: answers of a group are alike in length; 0: independent",
+    "every": "one group in so many has different rewards, so that there is something to learn",
     "budget_s": "no turn begins that would end later",
 }
 """Options of what is measured here."""

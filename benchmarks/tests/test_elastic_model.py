@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from _elastic_bound import course, fluid, ideal
+from _elastic_here import answers
 from _elastic_model import Measured, Model, decoding
+from _tail_model import LONGEST, QUANTILES, shares, write_tail_prompts
+from _tail_reward import MIXED, score
 from headrace_coordinator.planner import (
     DeviceKind,
     Edge,
@@ -54,6 +59,46 @@ def test_simulated_steps_in_turns_take_what_they_took_and_moves_shorten_them():
     measured = sum(each.wall_s for each in turns) / 3
     assert model.step_s("collocated", turns) == pytest.approx(measured, rel=0.05)
     assert model.step_s("elastic", turns) < model.step_s("collocated", turns)
+
+
+def test_groups_with_nothing_to_learn_leave_the_mean_pace_and_change_who_waits():
+    turns = [step(seed) for seed in range(3)]
+    half = [replace(each, learned=(True,) * 48 + (False,) * 48) for each in turns]
+    assert half[0].weights == [*half[0].tokens[:48], *[0] * 48]
+    model = Model(half, [step(9, groups=6)], [step(1, apart=True)], 4)
+    measured = sum(each.wall_s for each in half) / 3
+    assert model.step_s("collocated", half) == pytest.approx(measured, rel=0.05)
+    assert half[0].groups(4)[1] == half[0].tokens[4:8]
+
+
+def test_answers_of_a_group_with_equal_rewards_are_not_learned_from():
+    groups = [
+        [SimpleNamespace(tokens=tokens, reward=reward) for tokens, reward in rows]
+        for rows in ([(3, 0.0), (4, 0.0)], [(5, 0.1), (6, 0.0)])
+    ]
+    assert answers(groups) == ((3, 4, 5, 6), (False, False, True, True))
+
+
+@pytest.mark.parametrize("bands", [1, 7, 48])
+def test_bands_of_lengths_add_up_to_the_published_quantiles_and_follow_each_other(bands):
+    found = [shares(band, bands) for band in range(bands)]
+    assert all(sum(each) == pytest.approx(1) and min(each) >= 0 for each in found)
+    whole = [sum(each) / bands for each in zip(*found, strict=True)]
+    for share, length in QUANTILES.items():
+        assert sum(whole[:length]) == pytest.approx(share)
+    means = [sum(share * tokens for tokens, share in enumerate(each, 1)) for each in found]
+    assert means == sorted(means)
+
+
+def test_one_prompt_in_three_is_learned_from_whatever_their_lengths(tmp_path):
+    write_tail_prompts(tmp_path / "prompts", 48, 48, 3)
+    rows = [json.loads(line) for line in (tmp_path / "prompts").read_text(encoding="utf-8").splitlines()]
+    learned = [at for at, row in enumerate(rows) if row["answer"] == MIXED]
+    assert len({row["question"][-1] for row in rows}) == 48
+    assert learned == list(range(1, 48, 3))
+    row = rows[learned[0]]
+    assert score(row["question"], "ab", row["answer"], {}) != score(row["question"], "abc", row["answer"], {})
+    assert score("", "ab", "alike", {}) == score("", "abc" * LONGEST, "alike", {})
 
 
 def test_no_elastic_step_is_faster_than_the_bound_and_none_of_the_bounds_than_decoding():
