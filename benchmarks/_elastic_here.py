@@ -54,7 +54,7 @@ class Here:
 
     turns: int = 2
     steps: int = 3
-    width: int = 512
+    width: int = 384
     layers: int = 4
     groups: int = 48
     size: int = 4

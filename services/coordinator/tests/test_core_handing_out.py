@@ -43,9 +43,19 @@ def held(ledger, holder):
 def test_longest_expected_starts_first_and_work_is_shared_evenly():
     ledger = open_ledger(groups=4)
     order = DispatchOrder(ledger.prompts, expected=lambda prompt: float(prompt))
-    assert take(ledger, order, "a", holders=2) == [(3, [0, 1]), (2, [0, 1])]
-    assert take(ledger, order, "b", holders=2) == [(1, [0, 1]), (0, [0, 1])]
+    assert take(ledger, order, "a", holders=2) == [(3, [0, 1]), (1, [0, 1])]
+    assert take(ledger, order, "b", holders=2) == [(2, [0, 1]), (0, [0, 1])]
     assert take(ledger, order, "a") == [] and not ledger.index.waiting
+
+
+def test_no_holder_gets_the_whole_tail_and_where_not_all_can_start_the_longest_go_first():
+    ledger = open_ledger(groups=12)
+    order = DispatchOrder(ledger.prompts, expected=lambda prompt: float(prompt))
+    prompts = [[prompt for prompt, _ in take(ledger, order, name, holders=3)] for name in "abc"]
+    assert prompts == [[11, 8, 5, 2], [10, 7, 4, 1], [9, 6, 3, 0]]
+    ledger = open_ledger(groups=12)
+    order = DispatchOrder(ledger.prompts, expected=lambda prompt: float(prompt))
+    assert [prompt for prompt, _ in take(ledger, order, "a", capacity=4, holders=3)] == [11, 10]
 
 
 def test_without_expectation_order_is_by_ordinal():

@@ -46,11 +46,16 @@ def test_a_helper_is_taken_to_be_as_slow_as_devices_scale_until_one_was_measured
     tail = measured()
     assert tail.helper_s(4000) == pytest.approx(12.0)
     tail.helped(8.0, 4000)
-    assert tail.helper_s(4000) == pytest.approx(8.0)
+    assert tail.helper_s(4000) == pytest.approx(10.0)
+    tail.helped(0.0, 10), tail.helped(1e-9, 4000)
+    assert tail.helper_s(4000) == pytest.approx(20 / 3), "a piece with nothing to learn is one of many"
+    for _ in range(50):
+        tail.helped(8.0, 4000)
+    assert tail.helper_s(4000) == pytest.approx(8.0, rel=0.02)
     terms = tail.terms(owners=2, group_size=4, shared=True)
-    assert terms.learn.seconds(4000 / tail.mean, 1) == pytest.approx(8.0)
+    assert terms.learn.seconds(4000 / tail.mean, 1) == pytest.approx(8.0, rel=0.02)
     assert terms.learn.seconds(4000 / tail.mean, 2) == pytest.approx(6.0)
-    assert terms.costs.resume_item_s == pytest.approx(8.0 / 3 * tail.mean / 4000), (
+    assert terms.costs.resume_item_s == pytest.approx(tail.helper_s(4000) / 3 * tail.mean / 4000), (
         "its forward pass, once more"
     )
     assert terms.costs.prompt == pytest.approx(30 / tail.mean), "that of the prompt too"

@@ -6,6 +6,7 @@ Pure rules over the slot ledger, which alone says who has what.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
 from math import ceil
 
 from headrace_coordinator.domain import events as ev
@@ -21,6 +22,7 @@ class DispatchOrder:
 
     def __init__(self, prompts: Iterable[int], expected: Callable[[int], float] | None = None) -> None:
         """`expected` gives a prompt's expected tokens; the longest start first. Without it: by ordinal."""
+        self.ranked = expected is not None
         self._prompts: list[int] = []
         self._expected = expected
         self._next = 0
@@ -53,13 +55,19 @@ class DispatchOrder:
 def plan_dispatch(
     index: SlotIndex, order: DispatchOrder, holder: str, capacity: int, holders: int
 ) -> list[GroupWork]:
-    """Groups for `holder` to start now: its even share of what is left, at most `capacity` samples at once."""
+    """Groups for `holder` to start now: its even share of what is left, at most `capacity` samples at once.
+
+    Where the longest start first and everything can start at once, the share is one group of every few: the longest
+    ones in a row would leave one holder the whole tail.
+    """
     if not index.waiting:
         return []
     holds = len(index.held.get(holder, ()))
-    room = min(capacity, ceil((index.waiting + index.assigned) / max(holders, 1))) - holds
+    share = ceil((index.waiting + index.assigned) / max(holders, 1))
+    room = min(capacity, share) - holds
+    every = max(1, round(index.waiting / room)) if order.ranked and room > 0 and share <= capacity else 1
     planned: list[GroupWork] = []
-    for prompt, samples in order.waiting(index):
+    for prompt, samples in islice(order.waiting(index), 0, None, every):
         if len(samples) > room and (holds or planned):
             break
         planned.append((prompt, samples))

@@ -19,6 +19,8 @@ FEWEST, LENGTHS_KEPT, POINTS_KEPT = 8, 1024, 512
 """Answers that make a pace; newest lengths that make the distribution; newest points that make the fit."""
 GROUPS_KEPT = 128
 """Newest groups that say how alike a group's lengths are; FEWEST say it first, and until then they count as alike."""
+PIECES_KEPT = 256
+"""Newest pieces that helpers learned."""
 MIN_GAIN = 0.05
 MIN_HOLD_S = 0.25
 FORWARD = 1 / 3
@@ -64,7 +66,8 @@ class Tail:
         self._alike: float | None = None
         self._prompts: deque[int] = deque(maxlen=LENGTHS_KEPT)
         self._learned: deque[tuple[float, int]] = deque(maxlen=8)
-        self._helped: deque[float] = deque(maxlen=32)
+        self._step_tokens = 0
+        self._helped: deque[tuple[float, int]] = deque(maxlen=PIECES_KEPT)
         self._joined, self._contributed, self._switched, self._borrowed = (_Change() for _ in range(4))
         self._moved: deque[bool] = deque(maxlen=LENGTHS_KEPT)
         """Whether the newest answers that moved had to be computed again."""
@@ -101,14 +104,15 @@ class Tail:
                 self._points.append((seconds, float(tokens), float(together)))
 
     def learned(self, seconds: float, tokens: int, devices: int) -> None:
-        """The trainer group learned a batch on so many devices."""
+        """The trainer group learned its part of a step on so many devices."""
         if tokens and seconds > 0:
             self._learned.append((seconds / tokens, max(1, devices)))
+            self._step_tokens = tokens
 
     def helped(self, seconds: float, tokens: int) -> None:
         """A helper learned groups on its device."""
         if tokens and seconds > 0:
-            self._helped.append(seconds / tokens)
+            self._helped.append((seconds, tokens))
 
     def joined(self, seconds: float) -> None:
         """From the decision to move a device until it helped."""
@@ -148,10 +152,16 @@ class Tail:
         return max(1.0, sum(self._lengths) / max(1, len(self._lengths)))
 
     def helper_s(self, tokens: int) -> float:
-        """Seconds that a helper takes for groups of so many tokens."""
-        if self._helped:
-            return tokens * median(self._helped)
-        return tokens * median(each * devices for each, devices in self._learned) if self._learned else 0.0
+        """Seconds that a helper takes for groups of so many tokens.
+
+        At the mean pace of what helpers have learned, and of one step of the trainer group's: a few pieces say little,
+        because groups of equal rewards leave nothing to learn.
+        """
+        if not self._learned:
+            return 0.0
+        owners = median(each * devices for each, devices in self._learned)
+        seconds = owners * self._step_tokens + sum(spent for spent, _ in self._helped)
+        return tokens * seconds / (self._step_tokens + sum(count for _, count in self._helped))
 
     def terms(self, owners: int, group_size: int, *, shared: bool) -> Terms | None:
         """What the policy may rest on; None before enough was measured. `owners`: devices of the trainer group.
