@@ -50,7 +50,7 @@ OPTIONS = ("--devices", "cpu:0,cpu:1", "--simulator", "0", "--rollout", "2", "--
 
 @dataclass(frozen=True)
 class Here:
-    """What is run: `groups` of `size` answers a step; the model's width and layers."""
+    """What is run: `groups` of `size` answers a step, `alike` and `every` as in `elastic.HERE`; the model's size."""
 
     turns: int = 2
     steps: int = 3
@@ -118,6 +118,9 @@ def _figures(
         "simulated_vs_measured_error": max(errors[fixed], errors[elastic]),
         "simulated_speedup_here": simulated[fixed] / simulated[elastic],
         "elastic_bound_here": simulated[fixed] / model.bound_s(steps[fixed]),
+        "learn_over_generate_here": median(
+            step.seconds("learn") / step.seconds("generate") for step in steps["collocated"]
+        ),
         "switch_s_here": median(step.seconds("switch") for step in steps[elastic]),
         "steps_here": float(len(steps[elastic])),
     }
