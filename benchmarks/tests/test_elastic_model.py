@@ -61,7 +61,7 @@ def test_simulated_steps_in_turns_take_what_they_took_and_moves_shorten_them():
     assert model.step_s("elastic", turns) < model.step_s("collocated", turns)
 
 
-def test_groups_with_nothing_to_learn_leave_the_mean_pace_and_change_who_waits():
+def test_groups_with_nothing_to_learn_leave_the_mean_pace():
     turns = [step(seed) for seed in range(3)]
     half = [replace(each, learned=(True,) * 48 + (False,) * 48) for each in turns]
     assert half[0].weights == [*half[0].tokens[:48], *[0] * 48]

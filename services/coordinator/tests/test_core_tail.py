@@ -61,6 +61,14 @@ def test_a_helper_is_taken_to_be_as_slow_as_devices_scale_until_one_was_measured
     assert terms.costs.prompt == pytest.approx(30 / tail.mean), "that of the prompt too"
 
 
+def test_a_step_that_helpers_learned_almost_alone_leaves_the_owners_pace_its_weight():
+    tail = measured()
+    tail.helped(1e-9, 900)
+    before = tail.helper_s(4000)
+    tail.learned(6.0 * 20 / 4000, 20, 2)
+    assert tail.helper_s(4000) == pytest.approx(before)
+
+
 def test_answers_that_move_with_their_caches_are_not_computed_again():
     tail = measured()
     whole = tail.terms(owners=2, group_size=4, shared=True).costs.resume_item_s

@@ -66,7 +66,7 @@ class Tail:
         self._alike: float | None = None
         self._prompts: deque[int] = deque(maxlen=LENGTHS_KEPT)
         self._learned: deque[tuple[float, int]] = deque(maxlen=8)
-        self._step_tokens = 0
+        self._step_tokens = 0  # of the largest part of a step that the trainer group learned
         self._helped: deque[tuple[float, int]] = deque(maxlen=PIECES_KEPT)
         self._joined, self._contributed, self._switched, self._borrowed = (_Change() for _ in range(4))
         self._moved: deque[bool] = deque(maxlen=LENGTHS_KEPT)
@@ -107,7 +107,7 @@ class Tail:
         """The trainer group learned its part of a step on so many devices."""
         if tokens and seconds > 0:
             self._learned.append((seconds / tokens, max(1, devices)))
-            self._step_tokens = tokens
+            self._step_tokens = max(self._step_tokens, tokens)
 
     def helped(self, seconds: float, tokens: int) -> None:
         """A helper learned groups on its device."""
