@@ -185,3 +185,26 @@ def test_what_an_instance_registers_of_the_engine_is_what_the_engine_offers():
     assert set(ENGINES.find("transformers").features) == offered
     assert "transformers:deterministic" in ENGINES.features(["transformers", "vllm", "nobody"])
     assert not any(text.startswith("vllm:determ") for text in ENGINES.features(["vllm"]))
+
+
+async def test_rows_that_join_move_none_of_those_that_run(build, new_collector, mixed, monkeypatch):
+    free, fine = await build(), new_collector()
+    await free.submit(fine.stream(max_new_tokens=30), mixed)
+    expected = answers(await fine.wait_ended(9))
+    engine, collector, places = await build(), new_collector(), []
+    cache = engine._decoder.model.cache
+    join = cache.join
+
+    def noted(lengths, contexts):
+        before = [bucket.layers[0][0].data_ptr() for bucket in cache.buckets]
+        join(lengths, contexts)
+        places.append((before, [bucket.layers[0][0].data_ptr() for bucket in cache.buckets]))
+
+    monkeypatch.setattr(cache, "join", noted)
+    stream = collector.stream(chunk_tokens=1, max_new_tokens=30)
+    for group in (mixed[0], mixed[1:]):  # the short ones come while the long one runs
+        await engine.submit(stream, group if isinstance(group, list) else [group])
+        await collector.wait(lambda c: len(c.outputs) > 2)
+    assert answers(await collector.wait_ended(9)) == expected
+    (_, first), (before, after) = places
+    assert before == first and after[: len(before)] == before and len(after) > len(before)

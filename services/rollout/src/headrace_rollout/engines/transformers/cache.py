@@ -24,6 +24,8 @@ from headrace_rollout.engines.transformers.layout import KEPT, WORTH, arrange, t
 FREE_BYTES = 8 << 20
 """What the cache takes as it comes: splitting so little into buckets would cost more than it saves."""
 UNBOUNDED = 1 << 62
+JOINED = 4
+"""Buckets to which rows that join may add theirs: each one costs an attention of its own, all anew costs a copy."""
 
 
 @dataclass
@@ -118,12 +120,15 @@ class SlotCache(Cache):  # type: ignore[misc]  # transformers is not annotated
 
     def join(self, lengths: Sequence[int], contexts: Sequence[int]) -> None:
         """Makes room for rows of `contexts` tokens behind the rows of `lengths` tokens that are there."""
+        homeless = []
         for row, context in enumerate(contexts, len(lengths)):
             open_ones = [b for b in self.buckets if len(b.rows) < b.slots and b.capacity > context]
-            if not open_ones:
-                self._rebuild([*lengths, *contexts])
-                return
-            min(open_ones, key=lambda bucket: bucket.capacity).rows.append(row)
+            if open_ones:
+                min(open_ones, key=lambda bucket: bucket.capacity).rows.append(row)
+            else:
+                homeless.append(row)
+        if homeless and not self._add(homeless, [contexts[row - len(lengths)] for row in homeless]):
+            self._rebuild([*lengths, *contexts])
 
     def prefill(self, plan: PrefillPlan, device: torch.device) -> None:
         """The next pass computes prompts from their first token."""
@@ -262,6 +267,20 @@ class SlotCache(Cache):  # type: ignore[misc]  # transformers is not annotated
         taken = sum(bucket.tokens for bucket in self.buckets)
         if taken > max(self.free_bytes // self.token_bytes, KEPT * int(length_N.sum())):
             self._rebuild(length_N.tolist(), below=WORTH * taken)
+
+    def _add(self, rows: Sequence[int], contexts: Sequence[int]) -> bool:
+        """New buckets for rows, beside the others, which stay where they are. False where all are better put anew."""
+        taken, free = sum(bucket.tokens for bucket in self.buckets), self.free_bytes // self.token_bytes
+        shapes = arrange(contexts, free=free, budget=self.budget_tokens - taken, split=self._split)
+        together, small = taken + tokens_of(shapes), min(free, self.budget_tokens)
+        if not self._split or len(self.buckets) + len(shapes) > JOINED or together > self.budget_tokens:
+            return False
+        if together <= small:
+            return False
+        for shape in shapes:
+            shape.rows[:] = [rows[index] for index in shape.rows]
+        self.buckets += moved((), shapes, self._like)
+        return True
 
     def _rebuild(self, lengths: Sequence[int], below: float = UNBOUNDED) -> None:
         free = self.free_bytes // self.token_bytes
