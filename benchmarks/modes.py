@@ -5,9 +5,10 @@ says what a step takes with every placement that a run can have; these plans are
 that they are compared with is made. Then runs of fixed placements alternate, `--turns` of each and each workload. The
 learning rate is too small to move a weight, so that all steps of a workload are alike.
 
-- `decode`: a small model that a second thread does not help, and answers that end anywhere: groups settle one by one.
-- `infer`: a wide policy with a critic and a reference, whose infer pass the trainer makes beside the answers; then it
-  learns, mostly in large matrix products.
+- `decode`: a small model that a second thread does not help, and answers that end anywhere: groups settle one by one,
+  and a change of hands at the end costs more than it saves.
+- `infer`: a wide policy with a critic and a deep reference, whose infer pass the trainer makes beside the answers; then
+  it learns, mostly in large matrix products.
 - `prompts`: a wide model, long prompts and answers of two tokens that all end at once: large matrix products alone, in
   generating and in learning, and nothing for one side to do while the other works.
 
@@ -34,6 +35,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
+import _uneven_reward
 from _harness import Fleet, emit, machine, say, table
 from _probe import Probe, spread
 from streaming import write_model, write_prompts
@@ -47,6 +49,8 @@ STYLES: dict[str, dict[str, str]] = {
 }
 """By the words with which a plan names them."""
 RUN_S = 900.0
+WARM_UP = 4
+"""First steps of a run: they pay for the start, and for memory that the process then keeps."""
 MOST_STEPS = 200
 """Of a run that chooses its placement; it is cancelled once it has."""
 LEFT_OUT = ("evaluate", "checkpoint")
@@ -71,9 +75,9 @@ class Workload:
 
 PPO = {"name": "ppo", "options": {"epochs": 1, "minibatches": 1, "critic": "model", "kl_loss_coef": 1e-3}}
 WORKLOADS = {
-    "decode": Workload(width=128, layers=4, groups=12, group_size=4, longest=64, together=16),
+    "decode": Workload(width=64, layers=6, groups=16, group_size=4, longest=32, together=16),
     "infer": Workload(
-        width=512, layers=3, groups=4, group_size=4, longest=32, together=8, algorithm=PPO, reference=(512, 4)
+        width=512, layers=3, groups=8, group_size=4, longest=32, together=8, algorithm=PPO, reference=(512, 8)
     ),
     "prompts": Workload(width=512, layers=3, groups=24, group_size=2, longest=2, together=48, prompt=80),
 }
@@ -147,8 +151,8 @@ def make_spec(folder: Path, work: Workload) -> dict[str, Any]:
         "optimizer": {"lr": 1e-12},
         "trainer": trainer,
         "rollout": {"max_concurrency": work.together},
-        # Any reward that differs inside a group will do: equal rewards carry no gradient.
-        "reward": {"scorers": [{"name": "regex", "options": {"pattern": "[0-9]"}}]},
+        # Equal rewards carry no gradient: a step's learning would depend on how many groups have them.
+        "reward": {"scorers": [{"name": f"{_uneven_reward.__file__}:score"}]},
         "checkpoint": {"enabled": False},
     }
 
@@ -196,13 +200,13 @@ def style_named(words: str) -> str:
 
 
 def measured(fleet: Fleet, spec: Mapping[str, Any], style: str, steps: int, probe: Probe) -> Found:
-    """Median seconds of the steps of one run, without its first one, which pays for the start."""
+    """Median seconds of the steps of one run after its WARM_UP."""
     from headrace.client import Client
 
     before = probe.look()
     with Client(fleet.url, fleet.token) as client:
-        run = finished(client, {**spec, "steps": steps + 1, "placement": STYLES[style]})
-        made = [step for step in client.metrics(run) if step.step > 1]
+        run = finished(client, {**spec, "steps": steps + WARM_UP, "placement": STYLES[style]})
+        made = [step for step in client.metrics(run) if step.step > WARM_UP]
     speed = fmean((before.figure, probe.look().figure))
     seconds = [step.wall_s - sum(step.stage_s.get(stage, 0.0) for stage in LEFT_OUT) for step in made]
     last = {name: round(found, 3) for name, found in made[-1].stage_s.items()}

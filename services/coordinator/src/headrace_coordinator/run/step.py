@@ -124,6 +124,7 @@ class Step:
         waits = context.spec.deterministic or context.spec.graph.whole_batch
         streamed = context.placement.streams and not waits
         batched = waits or context.waits_for_batch
+        joins = streamed and context.placement.joins
 
         def settled(prompt: int) -> None:
             learning.put(prompt)
@@ -131,6 +132,8 @@ class Step:
             borrowing.news()
 
         def complete() -> None:
+            if joins and context.placement.resident:  # Devices change hands at once, and all of them learn the rest.
+                learning.hold()
             learning.close()
             helping.close()
             borrowing.close()
@@ -156,9 +159,10 @@ class Step:
             await generation.run()
             complete()
             sharing.close()
-            if streamed and context.placement.joins and (learning.backlog or batched):
+            if joins and (learning.backlog or batched):
                 with self._timer.stage("switch"):
                     await context.placement.hand_devices_to_trainers(complete=True)
+            learning.go_on()
 
         async def learn() -> None:
             await borrowing.run(generation.look)

@@ -71,7 +71,7 @@ class Learning:
         """What the trainer group has learned itself, and in how many seconds."""
         self.sent: set[int] = set()
         """Settled groups that the trainer group was given and has not answered yet."""
-        self._closed = False
+        self._closed = self._held = False
         self._news = Notifier()
 
     @property
@@ -106,6 +106,15 @@ class Learning:
     def close(self) -> None:
         """No more groups will settle."""
         self._closed = True
+        self._news.beat()
+
+    def hold(self) -> None:
+        """What waits stays here: the trainer group is about to have more devices, and would keep them waiting."""
+        self._held = True
+
+    def go_on(self) -> None:
+        """The trainer group has the devices that it waits for."""
+        self._held = False
         self._news.beat()
 
     async def run(self) -> None:
@@ -151,7 +160,7 @@ class Learning:
         # Not inside `_messages`: an error in a request iterator would only cancel the call.
         while True:
             news = self._news.next()
-            if self.waiting and self._has_room():
+            if self.waiting and not self._held and self._has_room():
                 prompts = self._next()
                 if self._context.spec.deterministic:
                     prompts.sort()
