@@ -101,6 +101,26 @@ def test_a_batch_is_learned_from_on_all_devices_in_hybrid(whole_batch):
         assert works["generate"] < works["learn"]
 
 
+def rests_learned_too_soon(scene):
+    """Steps whose last groups were learned before the trainer group had the rollouts' devices."""
+    found, last, soon, joined = [], set(), False, False
+    for event in scene.store.log:
+        if isinstance(event, ev.GroupsSettled):
+            last, soon, joined = {prompt for prompt, _ in event.groups}, False, False
+        elif isinstance(event, ev.LeaseGranted) and event.stage == "learn":
+            joined = True
+        elif isinstance(event, ev.GroupsAccumulated):
+            soon = soon or bool(last & {*event.prompts} and not joined)
+        elif isinstance(event, ev.StepCommitted) and soon:
+            found.append(event.certificate.ordinal)
+    return found
+
+
+def test_what_is_left_after_the_last_answer_waits_for_all_devices_in_hybrid():
+    assert rests_learned_too_soon(lived(mode="disaggregated"))
+    assert not rests_learned_too_soon(lived(mode="hybrid"))
+
+
 def test_prefill_that_rollouts_tell_of_is_a_part_of_generating(called):
     for step in lived(mode="disaggregated").log(ev.StepCommitted):
         assert 0.0 < step.view["stage_s"]["prefill"] < step.view["stage_s"]["generate"]

@@ -14,7 +14,7 @@ from headrace.rollout.v1 import rollout_pb2 as rollout
 from headrace.simulator.v1 import simulator_pb2 as simulator
 from headrace_schema.sections.embodied import EnvironmentSection
 
-from headrace_coordinator.domain.devices.scheduling import simulators
+from headrace_coordinator.domain.devices.fitting import simulators
 from headrace_coordinator.domain.state import InstanceState
 from headrace_coordinator.fleet.fleet import Fleet
 from headrace_coordinator.fleet.ports import CallRefused, InstanceDown, Port

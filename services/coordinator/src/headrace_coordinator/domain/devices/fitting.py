@@ -1,0 +1,216 @@
+"""Which instances and devices one run gets beside what others hold, or what is missing. Knows no queue."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from headrace_schema.sections.running import EVERY
+
+from headrace_coordinator.domain.devices.demand import Demand, demand_of, shares
+from headrace_coordinator.domain.devices.leases import is_gpu
+from headrace_coordinator.domain.devices.places import (
+    device_order,
+    devices_seen,
+    hosts_of,
+    machines,
+    named_devices,
+)
+from headrace_coordinator.domain.runs import Grant, RunState
+from headrace_coordinator.domain.state import InstanceState, State
+
+
+class Fitting:
+    """Fits runs into a fleet. `waits`: a run waits, and nobody gets more helpers than it has."""
+
+    def __init__(self, state: State, *, waits: bool) -> None:
+        self._state = state
+        self._waits = waits
+        self._machines = machines(state.instances.values())
+
+    def grant(
+        self,
+        run: RunState,
+        grants: dict[str, Grant],
+        kept: Grant | None = None,
+        demand: Demand | None = None,
+    ) -> Grant | str:
+        """A grant beside `grants`, or what is missing."""
+        demand, kept = demand or demand_of(run), kept or Grant()
+        taken = {who for grant in grants.values() for who in grant.instances}
+        if not any(i.kind == "reward" and not i.draining for i in self._state.instances.values()):
+            return "a reward instance to register"
+        if demand.simulator and not simulators(self._state.instances.values(), demand.simulator):
+            return f"a simulator instance with the backend {demand.simulator} to register"
+        reply = self._repliers(demand, taken | {*kept.rollouts}, kept.repliers, demand.fewest_repliers)
+        if len(reply) < demand.fewest_repliers:
+            missing = self._missing("rollout", demand.fewest_repliers, len(reply), grants)
+            return f"{missing} to reply on {', '.join(demand.reply_devices)}"
+        taken |= {*reply}
+        rollouts = self._choose("rollout", {"engines": demand.engine}, taken, kept.rollouts, demand.rollouts)
+        if len(rollouts) < demand.fewest_rollouts:
+            return self._missing("rollout", demand.fewest_rollouts, len(rollouts), grants)
+        decode = [i.incarnation for i in rollouts]
+        reply = self._repliers(demand, taken - {*reply} | {*decode}, reply, demand.repliers)
+        facets = {"backends": demand.backend, demand.algorithms: demand.algorithm}
+        trainers = self._choose("trainer", facets, taken, kept.trainers, demand.trainers)
+        if len(trainers) < demand.trainers:
+            return self._missing("trainer", demand.trainers, len(trainers), grants)
+        seeing = self._simulators_on(demand)
+        if demand.simulator_devices and not seeing:
+            return f"a simulator instance that has {', '.join(demand.simulator_devices)} to register"
+        replying = [self._state.instances[who] for who in reply]
+        members = (*rollouts, *replying, *trainers, *seeing)
+        devices = self._devices(demand, members, grants, kept.devices)
+        if isinstance(devices, str):
+            return devices
+        owners = [i.incarnation for i in trainers]
+        taken |= {*owners, *decode, *reply}
+        helpers = self._beyond("trainer", facets, taken, kept, demand.helpers)
+        helpers += self._beyond("rollout", {"engines": demand.engine}, taken, kept, demand.decoders)
+        return Grant(decode, owners, devices, helpers, reply)
+
+    def _repliers(self, demand: Demand, taken: set[str], own: Sequence[str], most: int) -> list[str]:
+        """Rollout instances that see a device for replies: the run's own, and up to `most` the last by name."""
+        if not demand.repliers:
+            return []
+        free = self._choose("rollout", {"engines": demand.engine}, taken, own, len(self._state.instances))
+        hosts = hosts_of(free)
+        seeing = [i for i in free if named_devices(demand.reply_devices, i.devices, hosts)]
+        mine = [i.incarnation for i in seeing if i.incarnation in own]
+        others = [i.incarnation for i in reversed(seeing) if i.incarnation not in own]
+        return [*mine, *others][: max(most, min(len(mine), demand.repliers))]
+
+    def _beyond(
+        self, kind: str, facets: dict[str, str], taken: set[str], kept: Grant, most: int
+    ) -> list[str]:
+        """Helpers: while a run waits, no more than there are, for nobody waits for what a run has beyond its need."""
+        if self._waits:
+            most = sum(self._state.instances[who].kind == kind for who in kept.helpers)
+        return [i.incarnation for i in self._choose(kind, facets, taken, kept.helpers, most)]
+
+    def _choose(
+        self, kind: str, facets: dict[str, str], taken: set[str], own: Sequence[str], count: int
+    ) -> list[InstanceState]:
+        """Up to `count` free instances: those that the run has, in their order, then others by name."""
+        places = {who: place for place, who in enumerate(own)}
+        fitting = [
+            i
+            for i in self._state.instances.values()
+            if i.kind == kind
+            and (not i.draining or i.incarnation in own)
+            and i.incarnation not in taken
+            and _has(i, facets)
+        ]
+        fitting.sort(key=lambda i: (places.get(i.incarnation, len(own)), i.instance, i.incarnation))
+        return fitting[:count]
+
+    def _missing(self, kind: str, wanted: int, free: int, grants: dict[str, Grant]) -> str:
+        users = sorted(
+            run
+            for run, grant in grants.items()
+            if ((grant.rollouts or grant.repliers) if kind == "rollout" else grant.trainers)
+        )
+        return f"{wanted} {kind} instance{'s' if wanted > 1 else ''} ({free} free{_held_by(users)})"
+
+    def _devices(
+        self,
+        demand: Demand,
+        members: Sequence[InstanceState],
+        grants: dict[str, Grant],
+        own: Sequence[str],
+    ) -> list[str] | str:
+        chosen: list[str] = []
+        users = Counter(device for grant in grants.values() for device in grant.devices)
+        busy: dict[str, list[str]] = {}
+        for name, grant in grants.items():
+            if not (demand.shares and shares(self._state.runs[name])):
+                for device in grant.devices:
+                    busy.setdefault(device, []).append(name)
+        for machine in sorted({self._machines[i.incarnation] for i in members}):
+            here = [i for i in members if self._machines[i.incarnation] == machine]
+            generate, learn = (sum(i.kind == kind for i in here) for kind in ("rollout", "trainer"))
+            needed = generate + learn if demand.disaggregated else max(generate, learn)
+            if not devices_seen(here):
+                continue  # Instances without devices of their own run without a lease.
+            everything = self._devices_of(here)
+            free = [device for device in everything if device not in busy]
+            sides = (*demand.rollout_devices, *demand.trainer_devices, *demand.reply_devices)
+            names = sides if generate or learn else ()
+            if len(here) > generate + learn:
+                names += demand.simulator_devices
+            named = named_devices(names, everything, hosts_of(here))
+            named += self._doubtful(names, here)
+            if named:
+                if missing := [device for device in named if device not in free]:
+                    who = _held_by(name for d in missing for name in busy.get(d, ()))
+                    return f"{', '.join(missing)} to be free{who or '; in quarantine'}"
+                chosen += named
+                continue
+            if not generate and not learn:
+                continue  # Simulators are here alone, and none of these devices is named for them.
+            # What an admitted run has beyond its need stays: its leases may cover it until a step has ended.
+            mine = sum(device in own for device in free)
+            part = len(everything) // (1 if demand.shares else self._parts(demand))
+            if own:
+                part = min(mine, part) if demand.fair else mine
+            fair = max(needed, part)
+            if all(is_gpu(device) for device in everything):
+                # An engine and a rank compute on one GPU each: more would idle.
+                fair = generate + learn if demand.side_by_side else needed
+            # Also a run that shares takes first what no other run was granted.
+            free.sort(key=lambda device: (device not in own, users[device], everything.index(device)))
+            if len(free) < needed:
+                holders = _held_by(name for device in everything for name in busy.get(device, ()))
+                plural = "s" if needed > 1 else ""
+                return (
+                    f"{needed} device{plural} on {machine} ({len(free)} free of {len(everything)}{holders})"
+                )
+            chosen += sorted(free[:fair], key=everything.index)
+        return chosen
+
+    def _doubtful(self, names: Sequence[str], here: Sequence[InstanceState]) -> list[str]:
+        """Devices in quarantine that are named one by one: a run waits for them, and does without others."""
+        single = [name for name in names if name.rpartition("/")[2] != EVERY]
+        lost = sorted(devices_seen(here) & self._state.table.quarantined.keys(), key=device_order)
+        return named_devices(single, lost, hosts_of(here))
+
+    def _simulators_on(self, demand: Demand) -> list[InstanceState]:
+        """Simulators that see one of the devices that are named for simulators."""
+        found = simulators(self._state.instances.values(), demand.simulator)
+        hosts = hosts_of(found)
+        return [i for i in found if named_devices(demand.simulator_devices, i.devices, hosts)]
+
+    def _devices_of(self, instances: Iterable[InstanceState]) -> list[str]:
+        """Devices that the instances can use and that are not in quarantine, by name."""
+        return sorted(devices_seen(instances) - self._state.table.quarantined.keys(), key=device_order)
+
+    def _parts(self, demand: Demand) -> int:
+        """Parts that a host's devices are divided into: how many runs of this demand the instances can carry."""
+        rollouts = self._count("rollout") // max(demand.fewest_rollouts + demand.fewest_repliers, 1)
+        if not demand.trainers:
+            return max(1, rollouts)
+        return max(1, min(rollouts, self._count("trainer") // demand.trainers))
+
+    def _count(self, kind: str) -> int:
+        return sum(i.kind == kind and not i.draining for i in self._state.instances.values())
+
+
+def simulators(instances: Iterable[InstanceState], backend: str) -> list[InstanceState]:
+    """Simulators that offer a backend and were not told to stop; they serve many runs at once."""
+    return [
+        i for i in instances if i.kind == "simulator" and not i.draining and _has(i, {"backends": backend})
+    ]
+
+
+def _held_by(runs: Iterable[str]) -> str:
+    names = sorted(set(runs))
+    return f"; held by {', '.join(names)}" if names else ""
+
+
+def _has(instance: InstanceState, facets: dict[str, str]) -> bool:
+    """Whether an instance offers what is named; one that declares nothing of a facet is taken to have it."""
+    return all(
+        not instance.capabilities.get(facet) or name in instance.capabilities[facet]
+        for facet, name in facets.items()
+    )
