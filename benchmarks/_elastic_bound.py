@@ -6,12 +6,12 @@ Both know all lengths ahead, and in both a move, a switch and a weight sync cost
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator
 
 from headrace_coordinator.planner import Workload
 from headrace_coordinator.planner.cluster.sampling import Draws
 
-SPREADS = tuple(0.5 * 1.1**step for step in range(40))
+WEIGHTS = tuple(step / 40 for step in range(41))
 
 
 def ideal(work: Workload, draws: Draws, helper_item_s: float) -> float:
@@ -22,22 +22,24 @@ def ideal(work: Workload, draws: Draws, helper_item_s: float) -> float:
     """
     items, devices = sum(draws.weights), devices_of(work)
     marginal = work.profiles["generate"].parts(items, devices)[2]
-    whole, _ = course(work, draws, math.inf)
-    return max(marginal + learning(work, draws, helper_item_s), whole)
+    return max(marginal + learning(work, draws, helper_item_s), generating(work, draws))
 
 
-def fluid(work: Workload, draws: Draws, helper_item_s: float) -> float:
-    """All unfinished outputs decode together, on as many devices as is best at any time; the others learn.
+def least(work: Workload, draws: Draws, helper_item_s: float) -> float:
+    """All unfinished outputs decode together, on whole devices of any number at any time; the others learn.
 
-    A mean length takes `fixed + each * n / k` seconds with n outputs on k devices, and `fixed * k + each * n` seconds
-    of devices. Whatever a device-second that learns is worth, k is best in proportion to the square root of n; the
-    best of these courses is the bound. Learning waits for nobody's answer.
+    Learning waits for nobody's answer. A step takes the seconds that something decodes, and what is left to learn then:
+    seconds + max(0, learn - idle), with the idle device-seconds over all devices. For any weight of 0 to 1 that is at
+    least seconds + weight * (learn - idle), whose least value is a sum over lengths, each with a number of devices of
+    its own. So every weight gives a bound (Lagrange's dual), and the greatest of them is this one.
     """
-    found, learn = math.inf, learning(work, draws, helper_item_s)
-    for spread in (*SPREADS, math.inf):
-        seconds, idle = course(work, draws, spread)
-        found = min(found, seconds + max(0.0, learn - idle))
-    return found
+    learn = learning(work, draws, helper_item_s)
+    return max(_least(work, draws, weight) + weight * learn for weight in WEIGHTS)
+
+
+def generating(work: Workload, draws: Draws) -> float:
+    """Seconds of generation alone on all devices."""
+    return _least(work, draws, 0.0)
 
 
 def learning(work: Workload, draws: Draws, helper_item_s: float) -> float:
@@ -47,18 +49,36 @@ def learning(work: Workload, draws: Draws, helper_item_s: float) -> float:
     return min(together, items * helper_item_s / devices) if helper_item_s else together
 
 
-def course(work: Workload, draws: Draws, spread: float) -> tuple[float, float]:
-    """Seconds that all decode, and those of all devices that did not, with `spread * sqrt(share)` of them decoding."""
-    lengths: Sequence[float] = sorted(draws.lengths["generate"])
-    devices, count = devices_of(work), len(lengths)
+def _least(work: Workload, draws: Draws, weight: float) -> float:
+    """The least of decoding's seconds less `weight` times those of all devices that idle meanwhile."""
+    devices = devices_of(work)
     pace = work.profiles["generate"].pace(devices)
-    seconds = idle = before = 0.0
+    seconds = 0.0
+    for length, alive in _rounds(draws):
+        # With k devices: (fixed + each * alive / k) * (1 - weight + weight * k / devices), which is convex in k.
+        best = math.sqrt(_ratio(pace.each * alive * (1 - weight) * devices, pace.fixed * weight))
+        near = {
+            min(max(1, whole), devices)
+            for whole in (math.floor(min(best, devices)), math.ceil(min(best, devices)))
+        }
+        seconds += length * min(
+            (pace.fixed + pace.each * alive / k) * (1 - weight + weight * k / devices) for k in near
+        )
+    return seconds
+
+
+def _rounds(draws: Draws) -> Iterator[tuple[float, int]]:
+    """Each step from one length to the next, in mean lengths, and the outputs that take it."""
+    lengths = sorted(draws.lengths["generate"])
+    before = 0.0
     for index, length in enumerate(lengths):
-        alive = count - index
-        share = min(1.0, max(1 / devices, spread * math.sqrt(alive / count)))
-        spent = (pace.fixed + pace.each * alive / (devices * share)) * (length - before)
-        seconds, idle, before = seconds + spent, idle + (1 - share) * spent, length
-    return seconds, idle
+        if length > before:
+            yield length - before, len(lengths) - index
+        before = length
+
+
+def _ratio(part: float, whole: float) -> float:
+    return part / whole if whole else math.inf
 
 
 def devices_of(work: Workload) -> int:

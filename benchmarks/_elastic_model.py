@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from math import log
 from statistics import fmean, median
 
-from _elastic_bound import fluid
+from _elastic_bound import least
 from headrace_coordinator.planner import (
     DeviceKind,
     Edge,
@@ -116,9 +116,9 @@ class Model:
         return simulate(work, apart, count, given=given).step_s
 
     def bound_s(self, steps: Sequence[Measured]) -> float:
-        """Mean seconds of the steps that no policy can beat, by `_elastic_bound.fluid`."""
+        """Mean seconds of the steps that no policy can beat, by `_elastic_bound.least`."""
         work, helper_s = self._workload(len(steps[0].tokens)), self._costs.helper_item_s
-        return fmean(fluid(work, each, helper_s) for each in self._draws(steps))
+        return fmean(least(work, each, helper_s) for each in self._draws(steps))
 
     def _draws(self, steps: Sequence[Measured]) -> list[Draws]:
         def shares(tokens: Sequence[int], factor: float = 1.0) -> list[float]:

@@ -1,4 +1,4 @@
-"""A scorer that leaves something to learn in every group. The reward service loads this file: it imports no neighbour."""
+"""A scorer that leaves something to learn in every group. The reward service loads this file: no neighbour's import."""
 
 from __future__ import annotations
 

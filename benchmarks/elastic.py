@@ -7,7 +7,7 @@ on the same devices. Elastic: the same devices with the policy of `headrace_coor
 that is best with another seed. Both draw the same lengths. Helpers pay for their weights and gradient over the link.
 
 Prints one JSON line. `elastic_speedup_N_load_Q`: N devices, Q answers a device, helpers of eight devices (a host);
-`..._single_N_load_Q`: of one. `elastic_bound_N_load_Q`: static over what no policy can beat (`_elastic_bound.fluid`);
+`..._single_N_load_Q`: of one. `elastic_bound_N_load_Q`: static over what no policy can beat (`_elastic_bound.least`);
 `elastic_ideal_N_load_Q`: over the longer of all work spread over all devices and generation alone on all of them.
 `elastic_speedup_N` is that of the load whose generation comes nearest to the 260 s of the published tail's run.
 `simulate_s_1024`: CPU seconds of ten static steps.
@@ -31,7 +31,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from _elastic_bound import fluid, ideal
+from _elastic_bound import ideal, least
 from _elastic_here import Here, figures_here
 from _harness import emit, machine, say, table
 from _transfers import MEASUREMENTS, load
@@ -198,7 +198,7 @@ def compare(
         best = min(tried, key=lambda name: tried[name])
         elastic[size] = simulate_elastic(both, trees[best], costs, iterations, seed, size).step_s, best
     drawn = [draw(work, seed, iteration) for iteration in range(iterations)]
-    bounds = [fmean(bound(work, each, costs.helper_item_s) for each in drawn) for bound in (ideal, fluid)]
+    bounds = [fmean(bound(work, each, costs.helper_item_s) for each in drawn) for bound in (ideal, least)]
     return Comparison(static, elastic, *bounds)
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import math
 import random
 from dataclasses import replace
+from itertools import pairwise, product
 from types import SimpleNamespace
 
 import pytest
-from _elastic_bound import course, fluid, ideal
+from _elastic_bound import generating, ideal, learning, least
 from _elastic_here import answers
 from _elastic_model import Measured, Model, decoding
 from _tail_model import LONGEST, QUANTILES, shares, write_tail_prompts
@@ -101,25 +101,43 @@ def test_one_prompt_in_three_is_learned_from_whatever_their_lengths(tmp_path):
     assert score("", "ab", "alike", {}) == score("", "abc" * LONGEST, "alike", {})
 
 
-def test_no_elastic_step_is_faster_than_the_bound_and_none_of_the_bounds_than_decoding():
+def bounded(devices, items, learn_s=2.9):
+    """A workload and its drawn lengths."""
     lengths = Lengths.from_quantiles({0.5: 60, 0.9: 111, 0.95: 127, 1: 260})
     profiles = {
         "generate": Profile("generate", fixed_s=31, item_s=3.6, lengths=lengths),
-        "learn": Profile("learn", item_s=2.9),
+        "learn": Profile("learn", item_s=learn_s),
     }
     workflow = Workflow(
         "grpo", ("generate", "learn"), (Edge("generate", "learn", Granularity.GROUP),),
-        (("learn", "generate"),), group_size=16,
+        (("learn", "generate"),), group_size=min(16, items),
     )  # fmt: skip
-    work = Workload(workflow, profiles, {"gpu": DeviceKind(16)}, 512, Sync(0, 0))
-    drawn = draw(work, 1, 0)
-    whole, idle = course(work, drawn, math.inf)
-    assert idle == 0 and whole == pytest.approx(
-        max(drawn.lengths["generate"]) * 31 + 3.6 * 2 * sum(drawn.weights) / 32
-    )
-    bounds = ideal(work, drawn, 2.9), fluid(work, drawn, 2.9)
+    work = Workload(workflow, profiles, {"gpu": DeviceKind(devices)}, items, Sync(0, 0))
+    return work, draw(work, 1, 0)
+
+
+def test_no_elastic_step_is_faster_than_the_bound_and_none_of_the_bounds_than_decoding():
+    work, drawn = bounded(16, 512)
+    whole = generating(work, drawn)
+    assert whole == pytest.approx(max(drawn.lengths["generate"]) * 31 + 3.6 * 2 * sum(drawn.weights) / 32)
+    bounds = ideal(work, drawn, 2.9), least(work, drawn, 2.9)
     assert whole <= bounds[0] <= bounds[1]
     tree = Share((Leaf("generate", "gpu", 16), Leaf("learn", "gpu", 16)))
     for team in (1, 4):
         costs = replace(MoveCosts(), notice_s=0.0, helper_item_s=2.9, min_hold_s=1.0)
         assert simulate_elastic(work, tree, costs, 1, 1, team).step_s >= bounds[1]
+
+
+@pytest.mark.parametrize("learn_s", [0.5, 8.0, 30.0])
+def test_the_bound_is_just_below_the_best_of_all_schedules_of_whole_devices(learn_s):
+    devices, (work, drawn) = 3, bounded(3, 7, learn_s)
+    lengths = sorted(drawn.lengths["generate"])
+    steps = [(b - a, len(lengths) - at) for at, (a, b) in enumerate(pairwise([0.0, *lengths]))]
+
+    def seconds(schedule):
+        spent = [delta * (31 + 3.6 * alive / k) for (delta, alive), k in zip(steps, schedule, strict=True)]
+        idle = sum(each * (1 - k / devices) for each, k in zip(spent, schedule, strict=True))
+        return sum(spent) + max(0.0, learning(work, drawn, 0.0) - idle)
+
+    best = min(map(seconds, product(range(1, devices + 1), repeat=len(steps))))
+    assert 0.95 * best < least(work, drawn, 0.0) <= best * (1 + 1e-9)
