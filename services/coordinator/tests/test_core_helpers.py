@@ -9,6 +9,7 @@ import pytest
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.planner.elastic.policy import Move, Role
 from headrace_coordinator.run.stages.moving.helping import Helping
+from headrace_coordinator.run.stages.moving.tail import Tail
 from headrace_coordinator.simulation.fleet.trainer import Trainer
 from headrace_coordinator.simulation.moves import move_eagerly
 from headrace_coordinator.simulation.virtual_time import run_virtual
@@ -123,6 +124,14 @@ def test_a_full_relay_does_not_wait_for_groups_that_a_helper_has(live):
         mode="disaggregated", trainer={"micro_batch_tokens": 16}, limits={"in_flight_bytes": 200}
     )
     assert set(outcome.states.values()) == {"SUCCEEDED"} and outcome.recoveries == 0 and helped(steps)
+
+
+def test_how_long_decoding_took_beside_a_helper_is_compared_with_what_was_expected(live, monkeypatch):
+    told = []
+    monkeypatch.setattr(Tail, "tailed", lambda tail, seconds, expected_s: told.append((seconds, expected_s)))
+    _, steps, _ = live(trainer={"micro_batch_tokens": 16})
+    assert len(told) >= sum(bool(certificate.helped) for certificate in steps) > 1
+    assert all(expected_s > 0 for _, expected_s in told) and all(0 < seconds < 60 for seconds, _ in told)
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -87,6 +87,22 @@ def test_a_change_costs_nothing_until_it_was_made_twice():
         assert costs == pytest.approx((expected,) * 3)
 
 
+def test_decoding_beside_helpers_takes_as_long_as_it_took_the_last_times():
+    tail = measured()
+
+    def beside():
+        return tail.terms(owners=2, group_size=4, shared=True).beside
+
+    found = [beside()]
+    for seconds in (9.0, 1.3, 1.5, 1.4, 90.0, 90.0, 90.0, 90.0):
+        tail.tailed(seconds, 1.0)
+        found.append(beside())
+    assert found[:5] == pytest.approx([1.0, 1.0, 1.3, 1.4, 1.4]), "the first has what is done once"
+    assert found[-1] == 2.0, "and what is far off is not believed"
+    tail.tailed(1.0, 0.0)
+    assert beside() == 2.0
+
+
 def test_nothing_is_said_before_two_steps_and_steps_that_moved_give_lengths_alone():
     assert Tail().terms(2, 4, shared=True) is None and measured(1).terms(2, 4, shared=True) is None
     assert measured(2, moved=True).terms(2, 4, shared=True) is None

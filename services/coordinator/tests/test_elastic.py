@@ -193,6 +193,14 @@ def test_when_the_tail_decodes_the_emptiest_rollouts_become_helpers():
     assert len(moves) < 8
 
 
+def test_devices_stay_longer_where_decoding_beside_helpers_is_slow():
+    """And a helper has longer for a group that it takes."""
+    state = state_of()
+    slow = replace(state, terms=replace(state.terms, beside=3.0))
+    assert len(plan_elastic(slow, now=100)) < len(plan_elastic(state, now=100))
+    assert helpers_until(slow) > 2 * helpers_until(state)
+
+
 def test_borrowed_owners_go_back_before_anybody_helps():
     state = state_of()
     terms = replace(state.terms, shared=False, owners=2)

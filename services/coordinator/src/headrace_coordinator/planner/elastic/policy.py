@@ -103,10 +103,18 @@ def helpers_until(state: ElasticState) -> float:
     last group must not end after decoding has, nor after the owners would have learned all that waits by themselves.
     """
     terms, outlook = state.terms, outlook_of(state)
-    decode = outlook.decode_s(outlook.replicas) if outlook.unfinished else 0.0
+    decode = outlook.decode_s(outlook.replicas) * terms.beside if outlook.unfinished else 0.0
     if terms.shared:
         return decode + terms.generate.offload_s
     return max(decode, terms.learn.seconds(max(1.0, state.finished + state.begun), terms.owners))
+
+
+def decode_after(state: ElasticState, moves: int) -> float:
+    """Seconds from now until all is decoded, by the profile alone, once so many rollouts have handed theirs over."""
+    outlook, survivors = outlook_of(state), max(1, len(state.rollouts) - moves)
+    moved = outlook.moved(moves, outlook.decoded, outlook.replicas)
+    resume_s = state.terms.resume_s(moved, moved * outlook.decoded) / survivors
+    return outlook.decode_s(survivors) + resume_s
 
 
 def helper_gives_up(terms: Terms, remaining_s: float, items: float) -> bool:

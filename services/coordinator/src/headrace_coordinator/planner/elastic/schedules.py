@@ -114,7 +114,8 @@ def _forecast(outlook: Outlook, spread: float) -> Forecast:
         course.keep(_survivors(outlook, course.replicas, spread * math.sqrt(outlook.alive(here))), here)
         first = first if index else course.replicas
         course.marks.append((course.seconds, outlook.finished + outlook.arriving(here)))
-        course.seconds += outlook.between(here, there, course.replicas, begins=not index)
+        slower = outlook.terms.beside if course.helpers else 1.0
+        course.seconds += outlook.between(here, there, course.replicas, begins=not index) * slower
     course.marks.append((course.seconds, outlook.finished + outlook.arriving(last)))
     return Forecast(_end(outlook, course), first)
 

@@ -24,6 +24,7 @@ from headrace_coordinator.planner.elastic.policy import (
     Move,
     Role,
     Rollout,
+    decode_after,
     helpers_until,
     plan_elastic,
 )
@@ -77,6 +78,8 @@ class Helping:
         self._news = Notifier()
         self._closed = asyncio.Event()
         self._moved_at = self._clock()
+        self._expected_s = 0.0
+        """Seconds from the last move until all is decoded, by the pace without helpers."""
         self._at_work: dict[str, asyncio.Task[None]] = {}
         self._helps: list[Help] = []
 
@@ -96,6 +99,8 @@ class Helping:
 
     def close(self) -> None:
         """Nothing more is generated: helpers finish what they have begun, and share what waits with owners beside."""
+        if self._expected_s and not self._over:
+            self._context.tail.tailed(self._clock() - self._moved_at, self._expected_s)
         self._closed.set()
         self._news.beat()
 
@@ -141,13 +146,15 @@ class Helping:
         state = self._state(terms, rollouts)
         if not self._over and not any(rollout.unfinished for rollout in state.rollouts):
             return  # Others may be decoded in place of a group that is dropped.
-        by_name = {member.incarnation: member for member in rollouts}
+        by_name, moved = {member.incarnation: member for member in rollouts}, 0
         for move in self.policy(state, self._clock()):
             member = by_name[move.rollout]
             helper = self._dormant(member) if move.role is Role.HELP else None
             if helper is not None:
-                self._moved_at = self._clock()
+                self._moved_at, moved = self._clock(), moved + 1
                 self._at_work[helper.incarnation] = asyncio.ensure_future(self._help(member, helper))
+        if moved and not self._over:
+            self._expected_s = decode_after(state, moved)
 
     def _terms(self) -> Terms | None:
         owners = sum(len(member.devices) for member in self._workers.trainers)

@@ -21,6 +21,8 @@ GROUPS_KEPT = 128
 """Newest groups that say how alike a group's lengths are; FEWEST say it first, and until then they count as alike."""
 PIECES_KEPT = 256
 """Newest pieces that helpers learned."""
+MOST_BESIDE = 2.0
+"""Decoding beside helpers is taken to be slower, or faster, by no more: a tail of few tokens says little."""
 MIN_GAIN = 0.05
 MIN_HOLD_S = 0.25
 FORWARD = 1 / 3
@@ -30,26 +32,26 @@ Finish = tuple[float, int]
 """(seconds since the replica began, tokens) of one answer."""
 
 
-class _Change:
-    """Seconds of one kind of change.
+class _Repeated:
+    """What is measured again and again, such as the seconds of one kind of change.
 
-    0 until it was made twice: what was never tried would else look too dear to try, and so would what is done once,
-    the first time.
+    0 until there were two: what was never tried would else look too dear to try, and so would what is done once, the
+    first time.
     """
 
     def __init__(self) -> None:
-        self._made = 0
+        self._seen = 0
         self._kept: deque[float] = deque(maxlen=8)
 
-    def add(self, seconds: float) -> None:
-        """It was made."""
-        self._made += 1
-        if self._made > 1:
-            self._kept.append(seconds)
+    def add(self, value: float) -> None:
+        """It was measured."""
+        self._seen += 1
+        if self._seen > 1:
+            self._kept.append(value)
 
     @property
-    def seconds(self) -> float:
-        """The median of all but the first."""
+    def median(self) -> float:
+        """Of all but the first."""
         return median(self._kept) if self._kept else 0.0
 
 
@@ -68,7 +70,9 @@ class Tail:
         self._learned: deque[tuple[float, int]] = deque(maxlen=8)
         self._step_tokens = 0  # of the largest part of a step that the trainer group learned
         self._helped: deque[tuple[float, int]] = deque(maxlen=PIECES_KEPT)
-        self._joined, self._contributed, self._switched, self._borrowed = (_Change() for _ in range(4))
+        self._joined, self._contributed, self._switched, self._borrowed = (_Repeated() for _ in range(4))
+        self._beside = _Repeated()
+        """Of tails beside helpers: what they took, over what was expected."""
         self._moved: deque[bool] = deque(maxlen=LENGTHS_KEPT)
         """Whether the newest answers that moved had to be computed again."""
         self._finished: dict[str, list[Finish]] = {}
@@ -130,6 +134,11 @@ class Tail:
         """A begun answer goes on elsewhere, together with its cache or not."""
         self._moved.append(not cached)
 
+    def tailed(self, seconds: float, expected_s: float) -> None:
+        """From a step's last move to a helper until all was decoded, beside what the pace without helpers let expect."""
+        if seconds > 0 and expected_s > 0:
+            self._beside.add(seconds / expected_s)
+
     def borrowed(self, seconds: float) -> None:
         """From the decision that the trainer group's devices decode until they could."""
         self._borrowed.add(seconds)
@@ -175,10 +184,10 @@ class Tail:
             return None
         values = tuple(float(max(1, length)) for length in sorted(self._lengths))
         lengths = Lengths(values, self._correlation(group_size), group_size)
-        join_s = self._joined.seconds
+        join_s = self._joined.median
         costs = MoveCosts(
             notice_s=join_s,
-            gradient_bytes=self._contributed.seconds,
+            gradient_bytes=self._contributed.median,
             link_bytes_per_s=1.0,  # The policy divides bytes by a rate: here the seconds are known.
             resume_item_s=FORWARD
             * self.helper_s(1)
@@ -195,7 +204,7 @@ class Tail:
                 fixed_s=fixed * self.mean,
                 item_s=each * self.mean,
                 lengths=lengths,
-                load_s=self._borrowed.seconds,
+                load_s=self._borrowed.median,
             ),
             # What was measured of a change to the trainer group begins with the notice where it is side by side.
             self._learn(owners, 0.0 if shared else join_s),
@@ -203,6 +212,7 @@ class Tail:
             owners,
             shared=shared,
             costs=costs,
+            beside=min(max(self._beside.median or 1.0, 1 / MOST_BESIDE), MOST_BESIDE),
         )
 
     def _correlation(self, size: int) -> float:
@@ -223,7 +233,7 @@ class Tail:
             "learn",
             item_s=alone,
             scaling_loss=min(max(loss, 0.0), 0.99),
-            load_s=max(0.0, self._switched.seconds - notice_s),
+            load_s=max(0.0, self._switched.median - notice_s),
         )
 
 
