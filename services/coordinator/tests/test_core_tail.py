@@ -69,6 +69,15 @@ def test_a_step_that_helpers_learned_almost_alone_leaves_the_owners_pace_its_wei
     assert tail.helper_s(4000) == pytest.approx(before)
 
 
+def test_a_few_tokens_that_helpers_left_say_nothing_of_the_owners_pace():
+    """They are learned with what is done once a step."""
+    tail = measured()
+    for _ in range(8):
+        tail.learned(0.3, 20, 2)
+    terms = tail.terms(owners=2, group_size=4, shared=True)
+    assert terms.learn.seconds(4000 / tail.mean, 2) == pytest.approx(6.0)
+
+
 def test_answers_that_move_with_their_caches_are_not_computed_again():
     tail = measured()
     whole = tail.terms(owners=2, group_size=4, shared=True).costs.resume_item_s

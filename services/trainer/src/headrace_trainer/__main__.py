@@ -34,6 +34,8 @@ async def mount(instance: Instance) -> Close:
     from headrace_trainer.backends import BACKENDS
     from headrace_trainer.service import TrainerServicer
 
+    # Before any thread of torch, which all do as this one then: a product with denormals takes many times as long.
+    torch.set_flush_denormal(True)
     torch.set_num_threads(1)  # until a lease says more: two busy thread pools on one core cost tenfold
     servicer = TrainerServicer(instance)
     instance.capabilities["backends"] = BACKENDS.names()

@@ -132,7 +132,9 @@ class Step:
             borrowing.news()
 
         def complete() -> None:
-            if joins and context.placement.resident:  # Devices change hands at once, and all of them learn the rest.
+            if (
+                joins and context.placement.resident
+            ):  # Devices change hands at once, and all of them learn the rest.
                 learning.hold()
             learning.close()
             helping.close()

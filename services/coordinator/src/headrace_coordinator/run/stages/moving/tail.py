@@ -21,6 +21,8 @@ GROUPS_KEPT = 128
 """Newest groups that say how alike a group's lengths are; FEWEST say it first, and until then they count as alike."""
 PIECES_KEPT = 256
 """Newest pieces that helpers learned."""
+SMALL_PART = 0.25
+"""Of the tokens of the largest step that the trainer group has learned."""
 MOST_BESIDE = 2.0
 """Decoding beside helpers is taken to be slower, or faster, by no more: a tail of few tokens says little."""
 MIN_GAIN = 0.05
@@ -109,9 +111,10 @@ class Tail:
 
     def learned(self, seconds: float, tokens: int, devices: int) -> None:
         """The trainer group learned its part of a step on so many devices."""
-        if tokens and seconds > 0:
+        self._step_tokens = max(self._step_tokens, tokens)
+        # A few tokens that helpers left say more of what is done once a step than of the pace.
+        if seconds > 0 and tokens > SMALL_PART * self._step_tokens:
             self._learned.append((seconds / tokens, max(1, devices)))
-            self._step_tokens = max(self._step_tokens, tokens)
 
     def helped(self, seconds: float, tokens: int) -> None:
         """A helper learned groups on its device."""
