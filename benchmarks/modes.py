@@ -21,7 +21,7 @@ Prints one JSON line with `auto_vs_best` (seconds of a step in the placement tha
 the worst workload), `prediction_error` (mean of |predicted / measured - 1| over workloads and placements, and
 `prediction_error_untried` over those alone that auto did not try itself), `winners_right` (share of workloads in which
 auto chose the mode of the measured winner: collocated, disaggregated or hybrid), `winners` (number of different modes
-that win) and the medians that they come from. Takes about ten minutes with `--turns 3` on two idle cores.
+that win) and the medians that they come from. Takes about twelve minutes with `--turns 3` on two idle cores.
 """
 
 from __future__ import annotations

@@ -138,7 +138,7 @@ class Tail:
         self._moved.append(not cached)
 
     def tailed(self, seconds: float, expected_s: float) -> None:
-        """From a step's last move to a helper until all was decoded, beside what the pace without helpers let expect."""
+        """From a step's last move to a helper until all was decoded, and what the pace without helpers let expect."""
         if seconds > 0 and expected_s > 0:
             self._beside.add(seconds / expected_s)
 
