@@ -177,7 +177,7 @@ def test_the_devices_go_where_the_plan_says():
 
 
 def test_a_stage_that_becomes_slow_changes_the_plan_and_the_steps_get_faster():
-    scene = played(Scene(steps=24, learn=0.8, slow_from=9, slower=12.0))
+    scene = played(Scene(steps=24, learn=0.8, slow_from=9, slower=12.0, stages=("rollout",)))
     plans = scene.log(ev.PlanAdopted)
     before, after = chosen(scene), plans[-1]
     changes = [plan for plan in plans if plan.from_step > 9]
@@ -196,7 +196,7 @@ def test_on_a_machine_that_slows_as_a_whole_old_measurements_are_no_yardstick():
 
 
 def test_a_run_that_only_proposes_changes_nothing():
-    scene = played(Scene(steps=24, learn=0.8, slow_from=9, slower=12.0, replan="propose"))
+    scene = played(Scene(steps=24, learn=0.8, slow_from=9, slower=12.0, stages=("rollout",), replan="propose"))
     (proposed, *_) = scene.log(ev.PlanProposed)
     present = chosen(scene)
     assert (proposed.mode, proposed.trainer) != (present.mode, present.trainer)
