@@ -247,6 +247,7 @@ async def client(tmp_path: Path, make_config: Callable[..., dict[str, Any]]) -> 
     finally:
         await close()
         await instance.stop(1.0)
+        torch.set_flush_denormal(False)  # A process of its own would end here; other tests want every number.
 
 
 @pytest.fixture
