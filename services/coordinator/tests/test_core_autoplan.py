@@ -196,7 +196,9 @@ def test_on_a_machine_that_slows_as_a_whole_old_measurements_are_no_yardstick():
 
 
 def test_a_run_that_only_proposes_changes_nothing():
-    scene = played(Scene(steps=24, learn=0.8, slow_from=9, slower=12.0, stages=("rollout",), replan="propose"))
+    scene = played(
+        Scene(steps=24, learn=0.8, slow_from=9, slower=12.0, stages=("rollout",), replan="propose")
+    )
     (proposed, *_) = scene.log(ev.PlanProposed)
     present = chosen(scene)
     assert (proposed.mode, proposed.trainer) != (present.mode, present.trainer)
