@@ -164,16 +164,17 @@ class Tail:
         return max(1.0, sum(self._lengths) / max(1, len(self._lengths)))
 
     def helper_s(self, tokens: int) -> float:
-        """Seconds that a helper takes for groups of so many tokens.
+        """Seconds that a helper takes for groups of so many tokens, at the mean pace of what helpers have learned.
 
-        At the mean pace of what helpers have learned, and of one step of the trainer group's: a few pieces say little,
-        because groups of equal rewards leave nothing to learn.
+        A few pieces say little, because groups of equal rewards leave nothing to learn: what they lack of the tokens of
+        one step counts at the trainer group's pace, which several devices together are slower by.
         """
         if not self._learned:
             return 0.0
         owners = median(each * devices for each, devices in self._learned)
-        seconds = owners * self._step_tokens + sum(spent for spent, _ in self._helped)
-        return tokens * seconds / (self._step_tokens + sum(count for _, count in self._helped))
+        spent, helped = (sum(each) for each in zip(*self._helped, strict=True)) if self._helped else (0.0, 0)
+        missing = max(0, self._step_tokens - helped)
+        return tokens * (owners * missing + spent) / (missing + helped)
 
     def terms(self, owners: int, group_size: int, *, shared: bool) -> Terms | None:
         """What the policy may rest on; None before enough was measured. `owners`: devices of the trainer group.
