@@ -106,7 +106,7 @@ def test_simulators_hold_devices_while_rollouts_do(fleet: Fleet, tmp_path: Path)
     simulated = [hold for hold in holds if hold["stage"] == "simulate"]
     assert {hold["instance"] for hold in simulated} == {"simulator-0"}, "one device is for one simulator"
     assert {name.rpartition("/")[2] for hold in simulated for name in hold["devices"]} == {"cpu:1"}
-    assert len(simulated) >= STEPS, "they are given back before each step learns"
+    assert len(simulated) >= STEPS, "they are released before each step learns"
     learned = [(hold["start"], hold["end"]) for hold in holds if hold["stage"] == "learn"]
     assert learned and all(
         end <= hold["start"] or hold["end"] <= start for hold in simulated for start, end in learned

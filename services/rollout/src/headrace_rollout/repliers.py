@@ -76,7 +76,7 @@ class _Replier:
 
     @property
     def asked(self) -> int:
-        """Turns that it has not given back."""
+        """Turns that it has not returned."""
         return sum(len(turn.waiting) for turn in self._turns.values())
 
     def ask(self, stream: Stream, group: Group) -> None:

@@ -124,7 +124,7 @@ class EnvironmentPool:
             host.devices, host.share = tuple(devices), len(self._hosts)
 
     async def rest(self) -> None:
-        """Ends the children, for a GPU that is given back; they are made again by the next reset."""
+        """Ends the children, for a GPU that is released; they are made again by the next reset."""
         await asyncio.gather(*(host.rest() for host in self._hosts))
 
     async def settle(self, notice_s: float) -> None:
