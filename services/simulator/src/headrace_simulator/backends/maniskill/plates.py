@@ -23,7 +23,7 @@ from mani_skill.utils.structs.pose import Pose
 from mani_skill.utils.structs.types import SimConfig
 
 from headrace_simulator.backends.base import BackendError
-from headrace_simulator.backends.things import TRAINED, Catalogue, Thing, from_assets, primitives
+from headrace_simulator.backends.maniskill.things import TRAINED, Catalogue, Thing, from_assets, primitives
 
 PRIMITIVES, MAIN = "PutOnPlatePrimitives-v1", "PutOnPlateInScene25Main-v3"
 TASKS = (PRIMITIVES, MAIN)

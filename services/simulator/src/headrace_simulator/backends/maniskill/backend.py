@@ -13,8 +13,8 @@ from typing import Any
 from headrace_servicekit.registry import Options
 
 from headrace_simulator.backends.base import BackendError
-from headrace_simulator.backends.experts import ShownExpert, expert_of
 from headrace_simulator.backends.gymnasium import GymnasiumEnvironment
+from headrace_simulator.backends.maniskill.experts import ShownExpert, expert_of
 from headrace_simulator.backends.options import require
 
 _NO_LIMIT = 1 << 30
@@ -37,7 +37,7 @@ class ManiSkillBackend:
             import mani_skill.envs  # noqa: F401 - registers the tasks
             from mani_skill.utils.registration import REGISTERED_ENVS
 
-            from headrace_simulator.backends import plates, sapien  # the first one registers ours
+            from headrace_simulator.backends.maniskill import plates, sapien  # the first one registers ours
 
         self._tasks: dict[str, Any] = REGISTERED_ENVS
         self._plates, self._scenes = plates, sapien

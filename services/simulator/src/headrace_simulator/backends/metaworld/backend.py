@@ -45,7 +45,7 @@ class MetaWorldBackend:
         os.environ.setdefault("MUJOCO_GL", "osmesa")
         from metaworld.env_dict import ALL_V3_ENVIRONMENTS_GOAL_OBSERVABLE as tasks
 
-        from headrace_simulator.backends.metaworld_speed import hasten
+        from headrace_simulator.backends.metaworld.speed import hasten
 
         self._hasten = hasten
         self._tasks = {name.removesuffix(_SUFFIX): task for name, task in tasks.items()}
