@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from headrace_simulator import backends
 from headrace_simulator.backends.base import BackendError
-from headrace_simulator.variants import split, varied
+from headrace_simulator.child.variants import split, varied
 
 pytestmark = pytest.mark.timeout(600)
 UNDER_TEST = os.environ.get("BACKEND_UNDER_TEST", "gymnasium")

@@ -12,7 +12,7 @@ from headrace_servicekit.lease.devices import gpu_uuids
 from headrace_servicekit.rpc.blobs import BlobStore
 
 from headrace_simulator.config import SimulatorSettings
-from headrace_simulator.pool import EnvironmentPool, PoolPlan
+from headrace_simulator.pools.pool import EnvironmentPool, PoolPlan
 
 _REMEMBERED_REQUESTS = 4096
 

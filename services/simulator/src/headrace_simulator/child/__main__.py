@@ -15,10 +15,10 @@ from headrace_servicekit.rpc.tensors import encode_tensor
 
 from headrace_simulator import backends
 from headrace_simulator.backends.base import Backend, BackendError
-from headrace_simulator.episodes import Episodes, Raised, Rules, call
+from headrace_simulator.child.episodes import Episodes, Raised, Rules, call
+from headrace_simulator.child.variants import split, varied
 from headrace_simulator.pipes import Kind, Message, decode, encode
 from headrace_simulator.spaces import to_message
-from headrace_simulator.variants import split, varied
 
 _TOGETHER_S = 0.005
 """Outcomes of a batch that come within this time are one answer. The parent's limits have more room than that."""

@@ -15,10 +15,10 @@ from headrace.simulator.v1 import simulator_pb2
 from headrace_servicekit.rpc.blobs import BlobStore
 
 from headrace_simulator.config import SimulatorSettings
-from headrace_simulator.host import ChildHost, HostFault, HostLost
-from headrace_simulator.ledger import Description, EnvironmentLedger, Operation, Outcome, length_of
 from headrace_simulator.pipes import Kind
-from headrace_simulator.shelf import Shelf
+from headrace_simulator.pools.host import ChildHost, HostFault, HostLost
+from headrace_simulator.pools.ledger import Description, EnvironmentLedger, Operation, Outcome, length_of
+from headrace_simulator.pools.shelf import Shelf
 from headrace_simulator.spaces import from_message
 
 _RESULT = TypeVar("_RESULT")

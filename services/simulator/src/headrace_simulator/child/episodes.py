@@ -19,7 +19,7 @@ from headrace_servicekit.rpc.errors import ServiceError
 from headrace_servicekit.rpc.tensors import decode_tensor, write_tensor
 
 from headrace_simulator.backends.base import BackendError, Observation, SimulatedEnvironment, Transition
-from headrace_simulator.film import Film, NoVideo
+from headrace_simulator.child.film import Film, NoVideo
 
 _RESULT = TypeVar("_RESULT")
 _MAX_INFO_TEXT = 1000
