@@ -7,9 +7,9 @@ import asyncio
 import grpc
 from headrace.common.v1 import common_pb2
 from headrace.rollout.v1 import rollout_pb2
-from headrace_rollout.generation import Generation
-from headrace_rollout.retention import Retention
-from headrace_rollout.streams import Serving
+from headrace_rollout.runs.retention import Retention
+from headrace_rollout.streams.base import Serving
+from headrace_rollout.streams.generation import Generation
 from rollout_calls import HEADER, refused
 
 
@@ -59,7 +59,7 @@ async def test_a_caller_that_goes_away_leaves_no_work_and_loses_no_body(rollout,
 
 
 async def test_full_custody_takes_no_more_work_until_released(rollout, assignments, monkeypatch):
-    monkeypatch.setattr("headrace_rollout.run.CUSTODY_BYTES", 500)
+    monkeypatch.setattr("headrace_rollout.runs.opened.CUSTODY_BYTES", 500)
     await rollout.stub.CloseRun(rollout_pb2.CloseRunRequest(header=HEADER))
     await rollout.reopen()
     trajectories = await (await rollout.generate(assignments).start()).read_all()
@@ -75,7 +75,7 @@ async def test_full_custody_takes_no_more_work_until_released(rollout, assignmen
 
 
 async def test_assignments_beyond_the_bound_wait_at_the_caller(rollout, assignments, monkeypatch):
-    monkeypatch.setattr("headrace_rollout.generation.WAITING_SAMPLES", 4)
+    monkeypatch.setattr("headrace_rollout.streams.generation.WAITING_SAMPLES", 4)
     await rollout.stub.CloseRun(rollout_pb2.CloseRunRequest(header=HEADER))
     await rollout.reopen(max_concurrency=1)
     call = await rollout.generate([], half_close=False, chunk_tokens=1).start()

@@ -25,11 +25,11 @@ from headrace_servicekit.weights import receive_weights
 from headrace_rollout.config import RESPONSE_BYTES
 from headrace_rollout.engines.base import Authority, Policy, Refused, Scope, Weights
 from headrace_rollout.figures import GenerateFigures
-from headrace_rollout.generation import Generation
 from headrace_rollout.moving import MovedCaches
 from headrace_rollout.refusal import refusals
-from headrace_rollout.run import OpenedRun, RobotRun, TextRun, devices_of, memory_on, open_run
-from headrace_rollout.streams import Opening, ResponseT, SampleStream, Serving
+from headrace_rollout.runs.opened import OpenedRun, RobotRun, TextRun, devices_of, memory_on, open_run
+from headrace_rollout.streams.base import Opening, ResponseT, SampleStream, Serving
+from headrace_rollout.streams.generation import Generation
 from headrace_rollout.wire import distribution_of, duration_of, invalid, keys_of, weights_of
 
 REPORT_EVERY_S = 2.0
@@ -223,7 +223,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         self, run: OpenedRun, request: rollout_pb2.InstallPolicyRequest
     ) -> rollout_pb2.InstallPolicyResponse:
         """Reads, casts and swaps weights that no trainer has published."""
-        from headrace_rollout.policy_files import read_policy
+        from headrace_rollout.runs.policy_files import read_policy
 
         version, checkpoint, started = request.version, request.files.checkpoint, time.perf_counter()
         async with self._changing:

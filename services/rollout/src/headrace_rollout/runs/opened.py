@@ -22,7 +22,7 @@ from headrace_rollout.config import CUSTODY_BYTES
 from headrace_rollout.engines import ENGINES
 from headrace_rollout.engines.base import Engine, EngineConfig, PolicyHolder
 from headrace_rollout.engines.contract import require_engine
-from headrace_rollout.retention import Retention
+from headrace_rollout.runs.retention import Retention
 
 if TYPE_CHECKING:
     import torch
@@ -143,7 +143,7 @@ def _text_run(name: str, config: RolloutConfig, leased: Sequence[str]) -> TextRu
         return engine
 
     if config.reply is not None:
-        from headrace_rollout.replying import conversing
+        from headrace_rollout.runs.replying import conversing
 
         return TextRun(name, config, conversing(config, config.reply, settings, build), codec)
     return TextRun(name, config, build(settings), codec)

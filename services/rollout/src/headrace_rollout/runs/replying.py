@@ -17,7 +17,7 @@ from headrace_schema.sections.replying import ReplySection
 from headrace_rollout.engines.base import Distribution, Engine, EngineConfig, Weights
 from headrace_rollout.engines.conversing import ConversingEngine
 from headrace_rollout.engines.exchange import Rules
-from headrace_rollout.policy_files import read_policy
+from headrace_rollout.runs.policy_files import read_policy
 from headrace_rollout.wire import weights_of
 
 

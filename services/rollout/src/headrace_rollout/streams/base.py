@@ -19,7 +19,7 @@ from headrace_servicekit.rpc.errors import ServiceError
 
 from headrace_rollout.config import RESPONSE_BYTES
 from headrace_rollout.moving import MovedCaches
-from headrace_rollout.run import OpenedRun
+from headrace_rollout.runs.opened import OpenedRun
 
 
 class Request(Protocol):

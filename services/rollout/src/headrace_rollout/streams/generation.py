@@ -15,9 +15,9 @@ from headrace_rollout.config import WAITING_SAMPLES
 from headrace_rollout.engines.base import Output, prefills_of
 from headrace_rollout.engines.conversing import ConversingEngine
 from headrace_rollout.refusal import refusals
-from headrace_rollout.repliers import Repliers
-from headrace_rollout.run import TextRun
-from headrace_rollout.streams import SampleStream, Serving
+from headrace_rollout.runs.opened import TextRun
+from headrace_rollout.streams.base import SampleStream, Serving
+from headrace_rollout.streams.repliers import Repliers
 from headrace_rollout.wire import (
     duration_of,
     fill_chunk,
