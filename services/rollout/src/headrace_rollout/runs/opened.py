@@ -18,7 +18,7 @@ from headrace_servicekit.registry import PluginError
 from headrace_servicekit.rpc.blobs import BlobReader
 from headrace_servicekit.rpc.errors import ServiceError
 
-from headrace_rollout.config import CUSTODY_BYTES
+from headrace_rollout.config import RETENTION_BYTES
 from headrace_rollout.engines import ENGINES
 from headrace_rollout.engines.base import Engine, EngineConfig, PolicyHolder
 from headrace_rollout.engines.contract import require_engine
@@ -58,7 +58,7 @@ class OpenedRun:
     name: str
     config: RolloutConfig
     engine: PolicyHolder
-    retention: Retention = field(default_factory=lambda: Retention(CUSTODY_BYTES), kw_only=True)
+    retention: Retention = field(default_factory=lambda: Retention(RETENTION_BYTES), kw_only=True)
     streams: set[LiveStream] = field(default_factory=set, kw_only=True)
 
     async def end_streams(self) -> None:

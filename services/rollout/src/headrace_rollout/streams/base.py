@@ -161,7 +161,7 @@ class SampleStream(ABC, Generic[OutputT, ResponseT]):
     async def _obey(self, request: Request) -> None:
         kind = request.WhichOneof("message")  # type: ignore[attr-defined]
         if kind == "assign":
-            self._check_custody()
+            self._check_retention()
             await self._submit(request.assign)
         elif kind == "reauthorize":
             self._serving.fence.check(request.reauthorize.header, lease=True)
@@ -171,7 +171,7 @@ class SampleStream(ABC, Generic[OutputT, ResponseT]):
                 grpc.StatusCode.INVALID_ARGUMENT, "INVALID", "the opening comes first and once"
             )
 
-    def _check_custody(self) -> None:
+    def _check_retention(self) -> None:
         retention = self._run.retention
         if retention.full and not self._evaluation:
             raise ServiceError(

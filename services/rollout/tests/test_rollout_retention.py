@@ -13,7 +13,7 @@ from headrace_rollout.streams.generation import Generation
 from rollout_calls import HEADER, refused
 
 
-def test_custody_keeps_the_latest_attempt():
+def test_retention_keeps_the_latest_attempt():
     retention = Retention(1000)
     for attempt in (1, 3, 2):
         retention.add(common_pb2.Trajectory(attempt=attempt, completion_text="x" * attempt))
@@ -23,7 +23,7 @@ def test_custody_keeps_the_latest_attempt():
     assert not retention.items() and retention.size_bytes == 0
 
 
-async def test_custody_lasts_until_released(rollout, assignments):
+async def test_retention_lasts_until_released(rollout, assignments):
     trajectories = await (await rollout.generate(assignments).start()).read_all()
     await (await rollout.generate(assignments[:1], evaluation=True, seed=99).start()).read_all()
     inventory = await rollout.stub.ListInventory(rollout_pb2.ListInventoryRequest(header=HEADER))
@@ -58,8 +58,8 @@ async def test_a_caller_that_goes_away_leaves_no_work_and_loses_no_body(rollout,
     assert len(call.finished()) <= len(inventory.items) < 12
 
 
-async def test_full_custody_takes_no_more_work_until_released(rollout, assignments, monkeypatch):
-    monkeypatch.setattr("headrace_rollout.runs.opened.CUSTODY_BYTES", 500)
+async def test_full_retention_takes_no_more_work_until_released(rollout, assignments, monkeypatch):
+    monkeypatch.setattr("headrace_rollout.runs.opened.RETENTION_BYTES", 500)
     await rollout.stub.CloseRun(rollout_pb2.CloseRunRequest(header=HEADER))
     await rollout.reopen()
     trajectories = await (await rollout.generate(assignments).start()).read_all()
