@@ -6,7 +6,7 @@ import time
 import pytest
 from headrace_coordinator.api.coordinator import Coordinator
 from headrace_coordinator.domain import events as ev
-from headrace_coordinator.domain import runs
+from headrace_coordinator.domain import run_states
 from headrace_coordinator.domain.state import snapshot
 from headrace_coordinator.fleet.fleet import Fleet
 from headrace_coordinator.fleet.sessions import FleetSettings
@@ -104,7 +104,8 @@ def committed(step, number=None, parent=None):
 
 def ended():
     return [
-        ev.RunStateChanged(at=0, run="r", state=state, reason="") for state in (runs.PLANNING, runs.CANCELLED)
+        ev.RunStateChanged(at=0, run="r", state=state, reason="")
+        for state in (run_states.PLANNING, run_states.CANCELLED)
     ]
 
 
