@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
-from harness import corridor
+from harness.environments import corridor
 from harness.fleet import Fleet
 from harness.ledger import audit
 from harness.waiting import wait_for

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import pictures
+from harness.environments import pictures
 from harness.fleet import Fleet
 from harness.ledger import audit
 from headrace_modelkit.presets.tiny_robot import tiny_fields, write_tiny_robot

@@ -15,10 +15,10 @@ from headrace.trainer.v1 import trainer_pb2
 from headrace_servicekit.rpc.digests import trajectory_digest
 from headrace_servicekit.rpc.tensors import encode_tensor
 
-from harness.alone import CALL_S, SERVICES, channel_to
-from harness.by_hand import DISTRIBUTION, SAMPLES, digest_of, header
-from harness.fake_fleet import RUN
-from harness.wire_target import WEIGHTS, Target
+from harness.services.alone import CALL_S, SERVICES, channel_to
+from harness.services.by_hand import DISTRIBUTION, SAMPLES, digest_of, header
+from harness.services.fake_fleet import RUN
+from harness.wire.target import WEIGHTS, Target
 
 LEARN, GENERATE = 11, 12
 DIGESTS: set[str] = set()

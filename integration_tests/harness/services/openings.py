@@ -26,8 +26,8 @@ from headrace_coordinator.simulation.fleet.rollout import Rollout
 from headrace_coordinator.simulation.fleet.trainer import Trainer
 from headrace_servicekit.rpc.errors import message_of, reason_of
 
-from harness.alone import CALL_S, Service, channel_to
-from harness.fake_fleet import FakeFleet
+from harness.services.alone import CALL_S, Service, channel_to
+from harness.services.fake_fleet import FakeFleet
 
 MESSAGES: dict[str, Any] = {"rollout": rollout_pb2, "trainer": trainer_pb2, "reward": reward_pb2}
 STUBS: dict[str, Any] = {

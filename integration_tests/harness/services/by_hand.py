@@ -15,8 +15,8 @@ from headrace.rollout.v1 import rollout_pb2, rollout_pb2_grpc
 from headrace.trainer.v1 import trainer_pb2, trainer_pb2_grpc
 from headrace_servicekit.rpc.digests import set_digest, trajectory_digest
 
-from harness.alone import CALL_S
-from harness.fake_fleet import RUN
+from harness.services.alone import CALL_S
+from harness.services.fake_fleet import RUN
 
 DISTRIBUTION = common_pb2.SamplingDistribution(
     temperature=1.0, top_p=1.0, repetition_penalty=1.0, log_prob_kind=common_pb2.LOG_PROB_KIND_PROCESSED

@@ -11,7 +11,7 @@ from headrace.simulator.v1 import simulator_pb2
 from headrace.trainer.v1 import trainer_pb2
 from headrace_servicekit.rpc.errors import reason_of
 
-from harness import nasty
+from harness.wire import nasty
 
 CODES = {
     grpc.StatusCode.INVALID_ARGUMENT,
