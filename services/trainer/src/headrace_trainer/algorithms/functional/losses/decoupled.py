@@ -14,7 +14,7 @@ from headrace_trainer.algorithms.functional.aggregation import (
     Terms,
     aggregate_terms,
 )
-from headrace_trainer.algorithms.functional.policy import log_ratio, ppo_terms
+from headrace_trainer.algorithms.functional.losses.policy import log_ratio, ppo_terms
 from headrace_trainer.algorithms.functional.tensors import bool_mask
 
 __all__ = ["behavior_mask", "decoupled_ppo_loss", "decoupled_ppo_terms", "interpolated_log_probs"]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from headrace_trainer.algorithms.functional.returns import Advantages, gae_advantages
+from headrace_trainer.algorithms.functional.advantages.returns import Advantages, gae_advantages
 from headrace_trainer.algorithms.functional.tensors import as_float, bool_mask, masked
 
 __all__ = ["action_advantages", "chunk_rewards", "episode_advantages", "until_success_mask"]

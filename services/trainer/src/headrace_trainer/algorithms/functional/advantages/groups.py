@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from headrace_trainer.algorithms.functional.returns import spread, whiten
+from headrace_trainer.algorithms.functional.advantages.returns import spread, whiten
 from headrace_trainer.algorithms.functional.tensors import GroupIds, group_index, outcomes, sequence_lengths
 
 __all__ = [

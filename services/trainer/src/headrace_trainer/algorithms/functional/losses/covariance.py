@@ -16,7 +16,7 @@ from headrace_trainer.algorithms.functional.aggregation import (
     aggregate_terms,
     masked_mean,
 )
-from headrace_trainer.algorithms.functional.policy import log_ratio, ppo_terms, token_advantages
+from headrace_trainer.algorithms.functional.losses.policy import log_ratio, ppo_terms, token_advantages
 from headrace_trainer.algorithms.functional.tensors import bool_mask, masked
 
 __all__ = ["clip_cov_loss", "kl_cov_loss", "token_covariances"]

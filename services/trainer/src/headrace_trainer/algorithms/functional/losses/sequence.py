@@ -18,7 +18,7 @@ from headrace_trainer.algorithms.functional.aggregation import (
     Terms,
     aggregate_terms,
 )
-from headrace_trainer.algorithms.functional.policy import (
+from headrace_trainer.algorithms.functional.losses.policy import (
     LOG_RATIO_LIMIT,
     clipped_terms,
     log_ratio,
