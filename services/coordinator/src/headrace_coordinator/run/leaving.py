@@ -78,7 +78,7 @@ async def _settled(context: RunContext, checkpointer: Checkpointer, *, save: boo
     except Fault as fault:
         log.warning("run %s leaves without its last state: %s", context.run_id, fault)
         if context.state.ledger.open:
-            await _post_aborted(context)
+            await context.record_abort("the run stops")
         return f"its state could not be saved ({fault}): it goes back to the last checkpoint" if save else ""
     return ""
 
@@ -93,19 +93,6 @@ async def _abort_step(context: RunContext) -> None:
         await context.workers.staff_trainers()  # The coordinator restarted: the trainer may have committed.
     if context.workers.trainers:
         await settle_commit(context)
-
-
-async def _post_aborted(context: RunContext) -> None:
-    ledger = context.state.ledger
-    await context.event_log.commit(
-        ev.StepAborted(
-            at=context.event_log.now(),
-            run=context.run_id,
-            step=ledger.step,
-            attempt=ledger.attempt,
-            reason="the run stops",
-        )
-    )
 
 
 async def save_head(context: RunContext, checkpointer: Checkpointer) -> None:
