@@ -33,7 +33,7 @@ async def _mixed(model: Path, dtype: str) -> tuple[int, int]:
         SampleKey,
         Stream,
     )
-    from headrace_rollout.policy_files import read_policy
+    from headrace_rollout.runs.policy_files import read_policy
     from headrace_rollout.wire import weights_of
     from headrace_schema.openings import RolloutConfig
     from headrace_schema.sections.generating import ModelSection

@@ -186,9 +186,9 @@ class Service:
     @contextmanager
     def of(cls, name: str, load: Load, folder: Path, found: Found) -> Iterator[Service]:
         """Starts it; writes the times of start and install into `found`."""
-        from harness import alone
-        from harness.by_hand import Engine, header
-        from harness.fake_fleet import FakeFleet
+        from harness.services import alone
+        from harness.services.by_hand import Engine, header
+        from harness.services.fake_fleet import FakeFleet
         from headrace.rollout.v1 import rollout_pb2
 
         with ExitStack() as stack:
@@ -228,7 +228,7 @@ class Service:
 
     def pause(self, turn: int) -> float:
         """Seconds of a Pause after the first tokens of a turn."""
-        from harness.by_hand import header
+        from harness.services.by_hand import header
         from headrace.rollout.v1 import rollout_pb2
 
         answers = self._responses(turn, chunk_tokens=1)
@@ -250,7 +250,7 @@ class Service:
                 )
 
     def _responses(self, turn: int, chunk_tokens: int = 0) -> Iterator[Any]:
-        from harness.by_hand import DISTRIBUTION, header
+        from harness.services.by_hand import DISTRIBUTION, header
         from headrace.rollout.v1 import rollout_pb2 as rollout
 
         opening = rollout.GenerateOpen(
@@ -280,8 +280,8 @@ class Service:
 
 def _install(engine: Any, number: int, checkpoint: str) -> float:
     """A version from a directory, or the model's own; returns the seconds without what the service read before."""
-    from harness import alone
-    from harness.by_hand import header
+    from harness.services import alone
+    from harness.services.by_hand import header
     from headrace.common.v1 import common_pb2
     from headrace.rollout.v1 import rollout_pb2
 

@@ -26,7 +26,7 @@ from headrace_modelkit.presets.tiny import write_tiny
 from headrace_modelkit.tokenizer import load_tokenizer
 from headrace_rollout.engines.base import Distribution, EngineConfig, Policy
 from headrace_rollout.engines.transformers.engine import TransformersEngine
-from headrace_rollout.policy_files import read_policy
+from headrace_rollout.runs.policy_files import read_policy
 from headrace_rollout.wire import weights_of
 from headrace_schema.openings import RolloutConfig, TrainerConfig
 from headrace_schema.sections.generating import ModelSection

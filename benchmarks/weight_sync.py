@@ -89,9 +89,9 @@ def write_model(directory: Path, layers: int) -> int:
 @contextmanager
 def services(folder: Path) -> Iterator[dict[str, Any]]:
     """A trainer and a rollout for each transport, with leases, on one tmpfs; by-hand clients by name."""
-    from harness.alone import Service, channel_to
-    from harness.by_hand import Engine, Learner
-    from harness.fake_fleet import FakeFleet
+    from harness.services.alone import Service, channel_to
+    from harness.services.by_hand import Engine, Learner
+    from harness.services.fake_fleet import FakeFleet
 
     shared = "/dev/shm" if os.path.isdir("/dev/shm") else None
     with ExitStack() as stack:
@@ -185,7 +185,7 @@ def only(published: Any, transport: str) -> Any:
 
 def settled(version: Any, prompt: int) -> list[Any]:
     """One group of short answers whose rewards differ; nobody generated them."""
-    from harness.by_hand import DISTRIBUTION
+    from harness.services.by_hand import DISTRIBUTION
     from headrace.common.v1 import common_pb2
     from headrace.trainer.v1 import trainer_pb2
     from headrace_servicekit.rpc.digests import trajectory_digest
@@ -211,8 +211,8 @@ def settled(version: Any, prompt: int) -> list[Any]:
 
 def open_trainer(learner: Any, model: Path) -> None:
     """Opens the run."""
-    from harness.alone import CALL_S
-    from harness.by_hand import header
+    from harness.services.alone import CALL_S
+    from harness.services.by_hand import header
     from headrace.trainer.v1 import trainer_pb2
 
     config = {
@@ -232,8 +232,8 @@ def open_trainer(learner: Any, model: Path) -> None:
 
 def open_engine(engine: Any, model: Path) -> None:
     """Opens the run."""
-    from harness.alone import CALL_S
-    from harness.by_hand import header
+    from harness.services.alone import CALL_S
+    from harness.services.by_hand import header
     from headrace.rollout.v1 import rollout_pb2
 
     config = {"model": {"path": str(model), "dtype": "bfloat16"}, "rollout": {}, "seed": 3}

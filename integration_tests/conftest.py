@@ -29,7 +29,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if item.path.parent.name in PATIENT and item.get_closest_marker("timeout") is None:
+        folders = {folder.name for folder in item.path.parents[:2]}
+        if folders.intersection(PATIENT) and item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(TEST_S))
 
 

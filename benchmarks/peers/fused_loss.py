@@ -103,7 +103,7 @@ def resident(field: str) -> int:
 
 
 def measure(task: dict[str, Any]) -> dict[str, float]:
-    """One loss and gradient; beforehand a small one, so that libraries are loaded, and freed memory is given back."""
+    """One loss and gradient; beforehand a small one, so that libraries are loaded, and freed memory is returned."""
     torch.set_num_threads(task["threads"])
     log_probs = PATHS[task["path"]]()
     loss_of(log_probs, make(task, min(WARM_UP_TOKENS, task["tokens"]))).backward()

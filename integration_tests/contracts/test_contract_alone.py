@@ -9,9 +9,9 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
-from harness.alone import KINDS, SERVICES, Service, channel_to, refused
-from harness.by_hand import header
 from harness.processes import clean_environment, free_port
+from harness.services.alone import KINDS, SERVICES, Service, channel_to, refused
+from harness.services.by_hand import header
 from harness.valkey import Valkey
 from headrace.reward.v1 import reward_pb2, reward_pb2_grpc
 from headrace.rollout.v1 import rollout_pb2, rollout_pb2_grpc

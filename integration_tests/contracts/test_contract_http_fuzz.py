@@ -10,9 +10,9 @@ import random
 
 import httpx
 import pytest
-from harness.alone import Coordinator
-from harness.nasty import NAUGHTY_TEXT, junk
+from harness.services.alone import Coordinator
 from harness.valkey import Valkey
+from harness.wire.nasty import NAUGHTY_TEXT, junk
 
 JSON = {"Content-Type": "application/json"}
 SPECS = 250

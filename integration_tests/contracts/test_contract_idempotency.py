@@ -9,9 +9,9 @@ import json
 import grpc
 import numpy as np
 import pytest
-from harness.alone import CALL_S, Service, channel_to, refused
-from harness.by_hand import Engine, Learner, digest_of, header, with_other_tokens
-from harness.fake_fleet import RUN, FakeFleet
+from harness.services.alone import CALL_S, Service, channel_to, refused
+from harness.services.by_hand import Engine, Learner, digest_of, header, with_other_tokens
+from harness.services.fake_fleet import RUN, FakeFleet
 from headrace.common.v1 import common_pb2
 from headrace.reward.v1 import reward_pb2, reward_pb2_grpc
 from headrace.rollout.v1 import rollout_pb2

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from harness.openings import Refused, real, simulated
+from harness.services.openings import Refused, real, simulated
 from harness.waiting import wait_for
 from headrace.trainer.v1 import trainer_pb2 as pb
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from harness.openings import Refused, real, simulated
+from harness.services.openings import Refused, real, simulated
 from harness.waiting import wait_for
 
 SIDES = {"real": real, "simulated": simulated}

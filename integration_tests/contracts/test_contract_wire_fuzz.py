@@ -12,13 +12,13 @@ import grpc
 import numpy as np
 import pytest
 from grpc_health.v1 import health_pb2
-from harness import nasty
-from harness.alone import CALL_S, Coordinator, Service, channel_to
-from harness.by_hand import Engine, Learner, header
-from harness.fake_fleet import FakeFleet
+from harness.services.alone import CALL_S, Coordinator, Service, channel_to
+from harness.services.by_hand import Engine, Learner, header
+from harness.services.fake_fleet import FakeFleet
 from harness.valkey import Valkey
-from harness.wire_target import Target
-from harness.wire_targets import (
+from harness.wire import nasty
+from harness.wire.target import Target
+from harness.wire.targets import (
     DIGESTS,
     GENERATE,
     LEARN,

@@ -104,7 +104,7 @@ def check_profile(document: dict[str, Any]) -> dict[str, float]:
     try:
         return {made.stage: made.error for made in ProfileDocument.model_validate(document).made()}
     except PlanError as error:
-        first = error.mistakes[0]
+        first = error.problems[0]
         raise mistake(first.key, first.problem, first.fix) from error
 
 
@@ -253,7 +253,7 @@ def _explained(request: dict[str, Any]) -> dict[str, Any]:
         try:
             return explain(PlanRequest.model_validate(request))
         except PlanError as error:
-            wrong = [Problem(item.key, item.problem, item.fix) for item in error.mistakes]
+            wrong = [Problem(item.key, item.problem, item.fix) for item in error.problems]
     first = f"{wrong[0].key}: {wrong[0].problem}; {wrong[0].fix}"
     words = first if len(wrong) == 1 else f"{len(wrong)} problems"
     raise CommandError(f"no plan: {words}", reason="INVALID", exit_code=EXIT_MISTAKE, problems=wrong)

@@ -2,9 +2,11 @@
 
 import asyncio
 import subprocess
+import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import grpc
 import pytest
@@ -15,6 +17,9 @@ from headrace.reward.v1 import reward_pb2, reward_pb2_grpc
 from headrace_servicekit.rpc.client import dial
 from headrace_servicekit.rpc.errors import ServiceError
 from headrace_servicekit.rpc.server import GrpcServer
+from headrace_servicekit.weights import WeightStore
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 REWARD = "headrace.reward.v1.RewardService"
 FLEET = "headrace.coordinator.v1.FleetService"
@@ -210,3 +215,17 @@ def scripted_reward():
 @pytest.fixture
 def new_fleet():
     return Fleet
+
+
+@pytest.fixture
+def stores(tmp_path):
+    """`stores(name, address)` opens a store on one shared directory, `root` another one."""
+    opened = []
+
+    def make(name, address="", root="shm"):
+        opened.append(WeightStore(tmp_path / root, name, address))
+        return opened[-1]
+
+    yield make
+    for store in opened:
+        store.close()

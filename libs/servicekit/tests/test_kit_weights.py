@@ -1,40 +1,17 @@
-"""Weights: published once, taken by mapping or by gRPC, verified, and gone with their process."""
+"""Weights that travel: taken by mapping or by gRPC, verified, and refused where they are not what was published."""
 
 import asyncio
 import os
-import signal
-import subprocess
-import sys
 
-import numpy as np
 import pytest
 from headrace.common.v1 import common_pb2, weights_pb2_grpc
-from headrace_servicekit.rpc.digests import digest_bytes, manifest_digest
+from headrace_servicekit.rpc.digests import manifest_digest
 from headrace_servicekit.rpc.errors import ServiceError
 from headrace_servicekit.rpc.server import GrpcServer
-from headrace_servicekit.weights import WeightServicer, WeightStore, receive_weights
+from headrace_servicekit.weights import WeightServicer, receive_weights
+from weight_parts import LAYOUT, RUN, publish
 
-RUN = "runs/r"
 SHM, GRPC = common_pb2.WEIGHT_TRANSPORT_SHM, common_pb2.WEIGHT_TRANSPORT_GRPC
-LAYOUT = [
-    ("embed", common_pb2.DATA_TYPE_BFLOAT16, (1000, 301)),
-    ("head", common_pb2.DATA_TYPE_FLOAT32, (700, 1001)),
-    ("bias", common_pb2.DATA_TYPE_FLOAT32, ()),
-]
-
-
-@pytest.fixture
-def stores(tmp_path):
-    """`stores(name, address)` opens a store on one shared directory, `root` another one."""
-    opened = []
-
-    def make(name, address="", root="shm"):
-        opened.append(WeightStore(tmp_path / root, name, address))
-        return opened[-1]
-
-    yield make
-    for store in opened:
-        store.close()
 
 
 @pytest.fixture
@@ -57,47 +34,8 @@ async def serve_store():
         await server.drain(0)
 
 
-def publish(store, number=1, seed=0, parent=0, ordinal=0):
-    pending = store.begin(RUN, number, LAYOUT)
-    rng = np.random.default_rng(seed)
-    for name, _, _ in LAYOUT:
-        view = pending.buffer(name)
-        view[:] = rng.bytes(len(view))
-    return pending.seal(parent, ordinal)
-
-
 async def receive(store, version, manifest, *sources, token=None):
     return await receive_weights(store, RUN, version, manifest, sources, token=token)
-
-
-def test_a_published_version_names_every_tensor_and_cannot_be_changed(stores):
-    store = stores("a")
-    version, manifest = publish(store, number=4, parent=3, ordinal=2)
-    assert (version.number, version.parent, version.ordinal) == (4, 3, 2)
-    assert version.digest == manifest.digest
-    stored = store.get(RUN, 4)
-    assert [e.name for e in manifest.entries] == ["embed", "head", "bias"]
-    assert [e.offset_bytes for e in manifest.entries] == [0, 602000, 602000 + 2802800]
-    for entry in manifest.entries:
-        part = stored.body[entry.offset_bytes : entry.offset_bytes + entry.size_bytes]
-        assert digest_bytes(part) == entry.digest
-    assert stored.body.readonly and len(stored.body) == manifest.size_bytes
-    with pytest.raises(ServiceError, match="CONFLICT"):
-        store.begin(RUN, 4, LAYOUT)
-
-
-def test_equal_bytes_have_equal_digests_whoever_publishes_them(stores):
-    assert publish(stores("a"), seed=5)[0].digest == publish(stores("b"), seed=5)[0].digest
-    assert publish(stores("c"), seed=6)[0].digest != publish(stores("d"), seed=7)[0].digest
-
-
-def test_a_writable_array_alive_at_the_seal_is_refused(stores):
-    pending = stores("a").begin(RUN, 1, LAYOUT)
-    array = np.frombuffer(pending.buffer("head"), np.float32)
-    with pytest.raises(ServiceError, match="BUFFER_IN_USE"):
-        pending.seal(0, 0)
-    del array
-    assert pending.seal(0, 0)[0].number == 1
 
 
 async def test_on_the_same_host_the_producers_memory_is_mapped(stores):
@@ -299,65 +237,6 @@ async def test_dropped_versions_are_gone_but_bodies_in_use_stay(stores):
     receiver.keep(RUN, set())
     producer.close()
     assert bytes(received.body) == before and bytes(own) == before
-
-
-def test_keep_touches_one_run_only(stores):
-    store = stores("a")
-    publish(store)
-    store.keep("runs/other", set())
-    assert store.find(RUN, 1)
-
-
-HOLDER = """
-import sys, time
-from pathlib import Path
-from headrace_servicekit.weights import WeightStore
-store = WeightStore(Path(sys.argv[1]), sys.argv[2])
-print("ready", flush=True)
-time.sleep(60)
-"""
-
-
-def test_the_next_store_reaps_the_directories_of_the_dead_and_only_those(tmp_path):
-    root = tmp_path / "shm"
-    holders = {
-        name: subprocess.Popen([sys.executable, "-c", HOLDER, str(root), name], stdout=subprocess.PIPE)
-        for name in ("dies", "lives")
-    }
-    for holder in holders.values():
-        assert holder.stdout.readline() == b"ready\n"
-    holders["dies"].send_signal(signal.SIGKILL)
-    holders["dies"].wait(10)
-    store = WeightStore(root, "new")
-    assert sorted(path.name for path in root.iterdir()) == ["lives", "new"]
-    store.close()
-    assert [path.name for path in root.iterdir()] == ["lives"]
-    holders["lives"].kill()
-    holders["lives"].wait(10)
-
-
-def test_an_incarnation_that_lives_cannot_be_taken(stores):
-    stores("a")
-    with pytest.raises(ServiceError, match="incarnation id a"):
-        stores("a")
-
-
-def test_a_full_tmpfs_is_a_sentence(tmp_path):
-    if (
-        os.geteuid() != 0
-        or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "none", tmp_path]).returncode
-    ):
-        pytest.skip("needs the right to mount a small tmpfs")
-    try:
-        store = WeightStore(tmp_path / "shm", "a")
-        with pytest.raises(ServiceError) as caught:
-            store.begin(RUN, 1, LAYOUT)
-        assert (caught.value.code.name, caught.value.reason) == ("RESOURCE_EXHAUSTED", "NO_SPACE")
-        assert str(tmp_path) in caught.value.message and "--shm-dir" in caught.value.message
-        assert [path.name for path in store.directory.iterdir()] == ["nonce"]
-        store.close()
-    finally:
-        subprocess.run(["umount", "-l", tmp_path], check=True)
 
 
 async def test_a_manifest_without_tensors_is_refused(stores):

@@ -5,7 +5,7 @@ import pytest
 from headrace_coordinator.api.reading.audit import audit
 from headrace_coordinator.api.reading.presenters import event_view
 from headrace_coordinator.domain import events as ev
-from headrace_coordinator.domain import runs
+from headrace_coordinator.domain import run_states, runs
 from headrace_coordinator.domain.intervals import covered
 from headrace_coordinator.domain.ledger.compact import (
     compact,
@@ -34,14 +34,14 @@ from ledger_parts import certificate, committed, opened, restored, run_state
 
 
 def test_terminal_states_are_final():
-    for state in runs.TERMINAL:
-        with pytest.raises(runs.IllegalTransition, match=f"run r is {state}"):
-            runs.plan_move(run_state(state=state), runs.PLANNING, "", 0.0)
+    for state in run_states.TERMINAL:
+        with pytest.raises(run_states.IllegalTransition, match=f"run r is {state}"):
+            runs.plan_move(run_state(state=state), run_states.PLANNING, "", 0.0)
 
 
 def test_every_state_can_fail_or_be_cancelled_until_it_is_terminal():
-    for state in set(runs.FOLLOWS) - runs.TERMINAL:
-        assert runs.FAILED in runs.FOLLOWS[state]
+    for state in set(run_states.FOLLOWS) - run_states.TERMINAL:
+        assert run_states.FAILED in run_states.FOLLOWS[state]
 
 
 def history(*events):

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 from headrace_coordinator.domain import events as ev
-from headrace_coordinator.domain import runs
+from headrace_coordinator.domain import run_states
 from headrace_coordinator.domain.devices.room import least_room
 from headrace_coordinator.domain.devices.scheduling import plan_admission, plan_regroup
 from headrace_coordinator.domain.runs import Grant
@@ -195,5 +195,5 @@ def test_trainers_that_refuse_the_smaller_group_leave_the_run_to_queue_for_the_o
     monkeypatch.setattr(SimulatedPort, "call", unfit)
     played(scene)
     assert refused
-    queued = [e.reason for e in scene.log(ev.RunStateChanged) if e.state == runs.QUEUED]
+    queued = [e.reason for e in scene.log(ev.RunStateChanged) if e.state == run_states.QUEUED]
     assert any("12 GB are needed" in reason for reason in queued)

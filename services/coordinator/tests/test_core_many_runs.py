@@ -7,7 +7,7 @@ import pytest
 from headrace_coordinator.api import coordinator
 from headrace_coordinator.api.control import Refused
 from headrace_coordinator.domain import events as ev
-from headrace_coordinator.domain import runs
+from headrace_coordinator.domain import run_states
 from headrace_coordinator.domain.devices.scheduling import PATIENCE_QUANTA
 from headrace_coordinator.run.stages.receive import Receive
 from headrace_coordinator.simulation.fleet.trainer import Trainer
@@ -20,12 +20,12 @@ from scene import Scene, ends, trained_once
 def test_a_paused_run_is_in_nobodys_way():
     async def play(scene):
         a = await scene.first()
-        await scene.users.intend(a, runs.PAUSE)
+        await scene.users.intend(a, run_states.PAUSE)
         await scene.until(lambda: scene.state(a) == "PAUSED")
         b = await scene.another()
-        await scene.until(lambda: scene.state(b) in runs.TERMINAL)
+        await scene.until(lambda: scene.state(b) in run_states.TERMINAL)
         assert (scene.state(a), scene.state(b)) == ("PAUSED", "SUCCEEDED")
-        await scene.users.intend(a, runs.RUN)
+        await scene.users.intend(a, run_states.RUN)
 
     scene = Scene(play)
     assert set(ends(scene).values()) == {"SUCCEEDED"} and len(scene.log(ev.RunSubmitted)) == 2
@@ -37,9 +37,9 @@ def test_a_paused_run_is_in_nobodys_way():
 def test_a_pause_keeps_what_is_recorded_whatever_the_checkpoint_section_says(enabled):
     async def play(scene):
         a = await scene.first()
-        await scene.users.intend(a, runs.PAUSE_NOW)
+        await scene.users.intend(a, run_states.PAUSE_NOW)
         await scene.until(lambda: scene.state(a) == "PAUSED")
-        await scene.users.intend(a, runs.RUN)
+        await scene.users.intend(a, run_states.RUN)
 
     scene = Scene(play, checkpoint={"enabled": enabled})
     assert set(ends(scene).values()) == {"SUCCEEDED"}
@@ -65,9 +65,9 @@ def test_a_run_whose_state_cannot_be_saved_does_not_yield_it():
 def test_a_run_that_is_paused_and_cancelled_is_in_nobodys_way():
     async def play(scene):
         a = await scene.first()
-        await scene.users.intend(a, runs.PAUSE)
+        await scene.users.intend(a, run_states.PAUSE)
         await scene.until(lambda: scene.state(a) == "PAUSED")
-        await scene.users.intend(a, runs.CANCEL)
+        await scene.users.intend(a, run_states.CANCEL)
         assert scene.state(a) == "CANCELLED"
         b = await scene.another()
         await scene.until(lambda: scene.state(b) == "SUCCEEDED")
@@ -78,11 +78,11 @@ def test_a_run_that_is_paused_and_cancelled_is_in_nobodys_way():
 def test_a_run_that_is_resumed_beside_another_takes_turns_with_it():
     async def play(scene):
         a = await scene.first()
-        await scene.users.intend(a, runs.PAUSE)
+        await scene.users.intend(a, run_states.PAUSE)
         await scene.until(lambda: scene.state(a) == "PAUSED")
         b = await scene.another()
         await scene.until(lambda: scene.state(b) == "RUNNING")
-        await scene.users.intend(a, runs.RUN)
+        await scene.users.intend(a, run_states.RUN)
         assert scene.state(a) == "QUEUED"
 
     scene = Scene(play, steps=40)
@@ -93,7 +93,7 @@ def test_a_run_that_is_resumed_beside_another_takes_turns_with_it():
     assert {event.run for event in yielded} == {event.run for event in scene.log(ev.RunSubmitted)}
 
 
-@pytest.mark.parametrize("intent", [runs.PAUSE_NOW, runs.CANCEL])
+@pytest.mark.parametrize("intent", [run_states.PAUSE_NOW, run_states.CANCEL])
 def test_a_commit_that_was_sent_is_kept(intent):
     """Whoever stops the run while the trainer commits: the step is recorded."""
 
@@ -109,20 +109,20 @@ def test_a_commit_that_was_sent_is_kept(intent):
         a = await scene.first()
         await scene.until(lambda: scene.state(a) in ("PAUSED", "CANCELLED"))
         assert [event.certificate.step for event in scene.log(ev.StepCommitted)] == [0, 1, 2]
-        if intent == runs.PAUSE_NOW:
-            await scene.users.intend(a, runs.RUN)
+        if intent == run_states.PAUSE_NOW:
+            await scene.users.intend(a, run_states.RUN)
 
     scene = Interrupted(play)
-    assert set(ends(scene).values()) == {"SUCCEEDED" if intent == runs.PAUSE_NOW else "CANCELLED"}
+    assert set(ends(scene).values()) == {"SUCCEEDED" if intent == run_states.PAUSE_NOW else "CANCELLED"}
     assert trained_once(scene, scene.ended.id)
 
 
 def test_pause_now_and_cancel_eight_milliseconds_later():
     async def play(scene):
         a = await scene.first()
-        pause = scene.spawn(scene.users.intend(a, runs.PAUSE_NOW))
+        pause = scene.spawn(scene.users.intend(a, run_states.PAUSE_NOW))
         await asyncio.sleep(0.008)
-        await scene.users.intend(a, runs.CANCEL)
+        await scene.users.intend(a, run_states.CANCEL)
         await pause
         b = await scene.another()
         await scene.until(lambda: scene.state(b) == "SUCCEEDED")
@@ -169,7 +169,7 @@ def test_a_queued_run_shows_its_place_and_a_cancelled_one_the_truth():
         views = [scene.coordinator.run(run) for run in (b, c)]
         assert [view.place for view in views] == [1, 2]
         assert "1 rollout instance" in views[0].waiting_for[0]
-        await scene.users.intend(b, runs.CANCEL)
+        await scene.users.intend(b, run_states.CANCEL)
         view = scene.coordinator.run(b)
         assert view.state == "CANCELLED" and view.reason.startswith("cancelled while it was queued")
         assert "checkpoint stays" not in view.reason
@@ -198,11 +198,11 @@ def test_a_trainer_that_dies_in_each_third_step_before_the_first_checkpoint_ends
 def test_a_fork_goes_on_from_its_origins_checkpoint():
     async def play(scene):
         a = await scene.first()
-        await scene.users.intend(a, runs.PAUSE)
+        await scene.users.intend(a, run_states.PAUSE)
         await scene.until(lambda: scene.state(a) == "PAUSED")
         spec = scene.specs[0].model_dump(mode="json") | {"from_checkpoint": {"run": a}}
         scene.users.origins[await scene.users.submit(type(scene.specs[0]).model_validate(spec), "fork")] = a
-        await scene.users.intend(a, runs.RUN)
+        await scene.users.intend(a, run_states.RUN)
 
     scene = Scene(play)
     assert set(ends(scene).values()) == {"SUCCEEDED"}
@@ -300,11 +300,11 @@ def test_a_fork_begins_with_another_checkpoint_when_the_newest_is_pruned_under_i
     async def play(scene):
         a = await scene.first()
         await scene.until(lambda: len(scene.log(ev.CheckpointSaved)) > 1)
-        await scene.users.intend(a, runs.PAUSE)
+        await scene.users.intend(a, run_states.PAUSE)
         await scene.until(lambda: scene.state(a) == "PAUSED")
         scene.users.origins[await scene.users.submit(fork_of(scene.specs[0], a), "fork")] = a
         await scene.until(lambda: pruned)
-        await scene.users.intend(a, runs.RUN)
+        await scene.users.intend(a, run_states.RUN)
 
     restore = Trainer.Restore
     monkeypatch.setattr(Trainer, "Restore", late)

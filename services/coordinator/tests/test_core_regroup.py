@@ -8,7 +8,7 @@ import re
 import pytest
 from headrace_coordinator.api.control import Refused
 from headrace_coordinator.domain import events as ev
-from headrace_coordinator.domain import runs
+from headrace_coordinator.domain import run_states
 from headrace_coordinator.simulation.fleet.network import SimulatedPort
 from headrace_coordinator.simulation.virtual_time import run_virtual
 from headrace_coordinator.simulation.world import World
@@ -152,12 +152,12 @@ def test_a_pause_in_the_middle_of_a_change_loses_nothing():
     def hear(called, request):
         if called == "JoinGang" and scene.log(ev.TrainersChanged) and not paused:
             paused.append(called)
-            scene.spawn(scene.users.intend(next(iter(scene.users.specs)), runs.PAUSE_NOW))
+            scene.spawn(scene.users.intend(next(iter(scene.users.specs)), run_states.PAUSE_NOW))
 
     async def care():
-        while not any(e.state == runs.PAUSED for e in scene.log(ev.RunStateChanged)):  # noqa: ASYNC110
+        while not any(e.state == run_states.PAUSED for e in scene.log(ev.RunStateChanged)):  # noqa: ASYNC110
             await asyncio.sleep(0.1)
-        await scene.users.intend(next(iter(scene.users.specs)), runs.RUN)
+        await scene.users.intend(next(iter(scene.users.specs)), run_states.RUN)
 
     async def trouble():
         await Scene.trouble(scene)
@@ -267,5 +267,7 @@ def test_a_run_does_not_grow_while_another_one_waits_for_the_trainer():
     played(scene)
     for change in scene.log(ev.TrainersChanged):
         before = scene.store.log[: scene.store.log.index(change)]
-        ended = {e.run for e in before if isinstance(e, ev.RunStateChanged) and e.state in runs.TERMINAL}
+        ended = {
+            e.run for e in before if isinstance(e, ev.RunStateChanged) and e.state in run_states.TERMINAL
+        }
         assert len(ended) == 1, "the other run has had its turn"

@@ -4,11 +4,11 @@ import itertools
 
 import pytest
 from headrace_coordinator.domain import events as ev
-from headrace_coordinator.domain import runs
+from headrace_coordinator.domain import run_states, runs
 from headrace_coordinator.domain.ledger.slots import SlotLedger
 from headrace_coordinator.domain.ledger.versions import Lineage
 
-PAIRS = list(itertools.product(runs.STATES, runs.INTENTS))
+PAIRS = list(itertools.product(run_states.STATES, run_states.INTENTS))
 MOVES = {
     ("QUEUED", "PAUSE"): "PAUSED",
     ("QUEUED", "PAUSE_NOW"): "PAUSED",
@@ -22,10 +22,10 @@ MOVES = {
     **{(state, "CANCEL"): "CANCELLING" for state in ("PLANNING", "RUNNING", "RECOVERING")},
 }
 OTHERS = {
-    ("PAUSING", "PAUSE"): runs.STOP_AT_BOUNDARY,
-    ("PAUSING", "PAUSE_NOW"): runs.STOP_NOW,
-    **{("CANCELLING", intent): runs.STOP_NOW for intent in runs.INTENTS},
-    **{(state, "RUN"): runs.WORK for state in ("PLANNING", "RUNNING", "RECOVERING")},
+    ("PAUSING", "PAUSE"): run_states.STOP_AT_BOUNDARY,
+    ("PAUSING", "PAUSE_NOW"): run_states.STOP_NOW,
+    **{("CANCELLING", intent): run_states.STOP_NOW for intent in run_states.INTENTS},
+    **{(state, "RUN"): run_states.WORK for state in ("PLANNING", "RUNNING", "RECOVERING")},
 }
 
 
@@ -48,16 +48,16 @@ def run_state(state="QUEUED", intent="RUN", **fields):
 def test_every_pair_has_one_defined_action(state, intent):
     action = runs.next_action(run_state(state, intent))
     if (state, intent) in MOVES:
-        assert (action.kind, action.state) == (runs.MOVE, MOVES[state, intent])
-        assert action.state in runs.FOLLOWS[state] and action.reason
+        assert (action.kind, action.state) == (run_states.MOVE, MOVES[state, intent])
+        assert action.state in run_states.FOLLOWS[state] and action.reason
     else:
-        assert action.kind == OTHERS.get((state, intent), runs.WAIT)
+        assert action.kind == OTHERS.get((state, intent), run_states.WAIT)
 
 
 @pytest.mark.parametrize(("state", "intent"), PAIRS)
 def test_moves_end_in_a_pair_that_waits_or_works(state, intent):
     run, visited = run_state(state, intent), []
-    while (action := runs.next_action(run)).kind == runs.MOVE:
+    while (action := runs.next_action(run)).kind == run_states.MOVE:
         assert run.state not in visited, "a run that moves for ever"
         visited.append(run.state)
         for event in runs.plan_move(run, action.state, action.reason, 1.0):
@@ -66,12 +66,12 @@ def test_moves_end_in_a_pair_that_waits_or_works(state, intent):
 
 
 @pytest.mark.parametrize(("state", "intent"), PAIRS)
-@pytest.mark.parametrize("wanted", runs.INTENTS)
+@pytest.mark.parametrize("wanted", run_states.INTENTS)
 def test_an_intent_is_recorded_or_refused_with_words(state, intent, wanted):
     run = run_state(state, intent)
-    over = state in runs.TERMINAL or (intent == "CANCEL" and wanted != "CANCEL")
+    over = state in run_states.TERMINAL or (intent == "CANCEL" and wanted != "CANCEL")
     if over:
-        with pytest.raises(runs.IllegalIntent, match="run r"):
+        with pytest.raises(run_states.IllegalIntent, match="run r"):
             runs.plan_intent(run, wanted, "user", "", 1.0)
         return
     for event in runs.plan_intent(run, wanted, "user", "", 1.0):
@@ -80,16 +80,16 @@ def test_an_intent_is_recorded_or_refused_with_words(state, intent, wanted):
 
 
 def test_what_ended_and_what_is_not_allowed_does_not_move():
-    for state, target in itertools.product(runs.STATES, runs.STATES):
+    for state, target in itertools.product(run_states.STATES, run_states.STATES):
         run = run_state(state)
         if target == state:
             assert runs.plan_move(run, target, "", 0.0) == []
-        elif target in runs.FOLLOWS[state]:
+        elif target in run_states.FOLLOWS[state]:
             assert runs.plan_move(run, target, "", 0.0)[0].state == target
         else:
-            with pytest.raises(runs.IllegalTransition):
+            with pytest.raises(run_states.IllegalTransition):
                 runs.plan_move(run, target, "", 0.0)
-    assert all(not runs.FOLLOWS[state] for state in runs.TERMINAL)
+    assert all(not run_states.FOLLOWS[state] for state in run_states.TERMINAL)
 
 
 # --- recoveries in a row

@@ -4,7 +4,7 @@ import asyncio
 
 import msgspec
 from headrace_coordinator.domain import events as ev
-from headrace_coordinator.domain import runs
+from headrace_coordinator.domain import run_states
 from headrace_coordinator.domain.intervals import joined
 from headrace_coordinator.domain.ledger.slots import SlotLedger
 from headrace_coordinator.domain.ledger.versions import Lineage
@@ -232,7 +232,10 @@ async def test_ended_leases_wait_for_the_timeline_of_a_run_that_goes_on(monkeypa
     event_log = EventLog(MemoryStore(), lambda: 50.0, lambda: 0.0)
     await event_log.open("test", None)
     fleet = Fleet(event_log, lambda kind, address, incarnation: None, FleetSettings())
-    event_log.state.runs |= {"r": run_of("r", runs.RUNNING), "over": run_of("over", runs.SUCCEEDED)}
+    event_log.state.runs |= {
+        "r": run_of("r", run_states.RUNNING),
+        "over": run_of("over", run_states.SUCCEEDED),
+    }
     manager = fleet.lease_manager
     for epoch in range(1, ENDED_KEPT + 4):
         run = "over" if epoch == 1 else "r"

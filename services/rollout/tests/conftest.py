@@ -1,15 +1,11 @@
-"""A tiny real model, engines and listening instances over it, and streams that collect what they send."""
+"""A tiny real model, engines and listening instances over it."""
 
 from __future__ import annotations
 
-import asyncio
 import gc
-import json
-import os
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 
 import grpc
@@ -24,7 +20,6 @@ from headrace_modelkit.weights import copy_out, weight_layout
 from headrace_rollout.__main__ import mount
 from headrace_rollout.engines import ENGINES
 from headrace_rollout.engines.base import (
-    Distribution,
     Engine,
     EngineConfig,
     Group,
@@ -33,10 +28,8 @@ from headrace_rollout.engines.base import (
     Prefix,
     Sample,
     SampleKey,
-    Stream,
     Weights,
 )
-from headrace_rollout.service import RolloutServicer
 from headrace_schema.sections.generating import ModelSection
 from headrace_servicekit.instance import Instance, InstanceConfig
 from headrace_servicekit.rpc.client import dial
@@ -45,11 +38,11 @@ from headrace_servicekit.weights import WeightServicer, WeightStore
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+from collector import Collector
 from episode_rig import SimulatorProcess
 from model_weights import weights_of_model
-from rollout_calls import HEADER, RUN
-
-WAIT_S = 30.0
+from rollout_calls import RUN
+from rollout_rig import Published, Rollout
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -83,53 +76,6 @@ def codec(model_config) -> TextCodec:
 @pytest.fixture(scope="session")
 def weights(reference) -> Weights:
     return weights_of_model(reference)
-
-
-@dataclass
-class Collector:
-    """What came back on one stream, by slot."""
-
-    outputs: list[Output] = field(default_factory=list)
-    failures: list[str] = field(default_factory=list)
-    changed: asyncio.Event = field(default_factory=asyncio.Event)
-    loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
-
-    def sink(self, outputs: list[Output]) -> None:
-        self.loop.call_soon_threadsafe(self._take, outputs)
-
-    def failed(self, reason: str) -> None:
-        self.loop.call_soon_threadsafe(self._fail, reason)
-
-    def stream(self, distribution: Distribution | None = None, **options) -> Stream:
-        defaults = {"policy_number": 1, "max_new_tokens": 24, "seed": 7}
-        return Stream(
-            distribution=distribution or Distribution(),
-            sink=self.sink,
-            failed=self.failed,
-            **{**defaults, **options},
-        )
-
-    def ended(self) -> dict[SampleKey, Output]:
-        return {output.key: output for output in self.outputs if output.whole is not None}
-
-    async def wait(self, condition: Callable[[Collector], bool]) -> None:
-        async with asyncio.timeout(WAIT_S):
-            while not condition(self):
-                assert not self.failures, self.failures
-                self.changed.clear()
-                await self.changed.wait()
-
-    async def wait_ended(self, count: int) -> dict[SampleKey, Output]:
-        await self.wait(lambda self: len(self.ended()) >= count)
-        return self.ended()
-
-    def _take(self, outputs: list[Output]) -> None:
-        self.outputs += outputs
-        self.changed.set()
-
-    def _fail(self, reason: str) -> None:
-        self.failures.append(reason)
-        self.changed.set()
 
 
 @pytest.fixture
@@ -198,121 +144,6 @@ DATA_TYPES = {
     torch.float64: common_pb2.DATA_TYPE_FLOAT64,
     torch.int64: common_pb2.DATA_TYPE_INT64,
 }
-
-
-@dataclass
-class Rollout:
-    """A rollout instance that listens, and a stub to it."""
-
-    instance: Instance
-    stub: rollout_pb2_grpc.RolloutServiceStub
-    model_path: Path = Path()
-    last: Published | None = None
-
-    @property
-    def servicer(self) -> RolloutServicer:
-        return self.instance.on_grant.__self__
-
-    async def open(self, model_path, **rollout):
-        self.model_path = model_path
-        model = {"path": str(model_path), "dtype": "float32", "max_context": 128}
-        config = json.dumps({"model": model, "rollout": rollout, "seed": 7})
-        return await self.stub.OpenRun(rollout_pb2.OpenRunRequest(header=HEADER, config_json=config))
-
-    async def install(self, published: Published, *, in_flight: bool = False):
-        self.last = published
-        return await self.stub.InstallPolicy(
-            rollout_pb2.InstallPolicyRequest(
-                header=HEADER,
-                version=published.version,
-                manifest=published.manifest,
-                sources=[published.source],
-                in_flight=in_flight,
-            )
-        )
-
-    async def reopen(self, **rollout) -> None:
-        """Opens the run again after a close, with the weights of the last install."""
-        assert self.last is not None
-        await self.open(self.model_path, **rollout)
-        await self.install(self.last)
-
-    @property
-    def engine(self) -> Engine:
-        return self.servicer._run.engine
-
-    def decoding(self) -> tuple[int, set[int]]:
-        """Threads and cores of the decoding thread, as that thread sees them."""
-        look = self.engine._executor.submit(lambda: (torch.get_num_threads(), os.sched_getaffinity(0)))
-        return look.result(WAIT_S)
-
-    def generate(self, groups, *, half_close=True, **options) -> GenerateCall:
-        return GenerateCall(self.stub, groups, half_close, options)
-
-
-class GenerateCall:
-    """A Generate stream; `responses` collects, `assign` and `close` write."""
-
-    def __init__(self, stub, groups, half_close, options):
-        self.call = stub.Generate()
-        self.chunks, self.partials, self.prefills, self.revoked = [], [], [], False
-        self.stages, self.lost = [], []
-        fields = {"policy_number": 1, "max_new_tokens": 24, "seed": 7, **options}
-        distribution = common_pb2.SamplingDistribution(temperature=fields.pop("temperature", 1.0))
-        self._opening = rollout_pb2.GenerateOpen(header=HEADER, distribution=distribution, **fields)
-        self._groups, self._half_close = groups, half_close
-
-    async def start(self) -> GenerateCall:
-        # A refused opening may end the call before the rest is written: who reads it is told why.
-        with suppress(grpc.aio.AioRpcError):
-            await self.call.write(rollout_pb2.GenerateRequest(open=self._opening))
-            if self._groups:
-                await self.assign(self._groups)
-            if self._half_close:
-                await self.call.done_writing()
-        return self
-
-    async def assign(self, groups) -> None:
-        await self.call.write(rollout_pb2.GenerateRequest(assign=rollout_pb2.AssignGroups(groups=groups)))
-
-    async def reauthorize(self, epoch: int) -> None:
-        header = common_pb2.CommandHeader(run=RUN, coordinator_epoch=1, lease_epoch=epoch)
-        message = rollout_pb2.Reauthorize(header=header)
-        await self.call.write(rollout_pb2.GenerateRequest(reauthorize=message))
-
-    async def read_until(self, condition) -> None:
-        async with asyncio.timeout(WAIT_S):
-            while not condition(self):
-                response = await self.call.read()
-                if response is grpc.aio.EOF:
-                    return
-                self.chunks += response.chunks
-                self.partials += response.partials
-                self.prefills += response.prefills
-                self.stages.append({each.stage: each.wall_time.ToNanoseconds() for each in response.stages})
-                self.lost += response.lost_repliers
-                assert not self.revoked, "a revoked stream has ended"
-                self.revoked = response.revoked
-
-    async def read_all(self) -> dict[tuple[int, int], common_pb2.Trajectory]:
-        await self.read_until(lambda _: False)
-        return self.finished()
-
-    def finished(self) -> dict[tuple[int, int], common_pb2.Trajectory]:
-        return {
-            (chunk.sample.prompt_ordinal, chunk.sample.sample_index): chunk.finished
-            for chunk in self.chunks
-            if chunk.HasField("finished")
-        }
-
-
-@dataclass
-class Published:
-    """A version as a trainer publishes it."""
-
-    version: common_pb2.PolicyVersion
-    manifest: common_pb2.WeightManifest
-    source: common_pb2.WeightSource
 
 
 @pytest.fixture

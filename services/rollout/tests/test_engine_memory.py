@@ -1,4 +1,4 @@
-"""The engine's keys and values: in buckets of like rows, within a budget, given back when long rows leave."""
+"""The engine's keys and values: in buckets of like rows, within a budget, freed when long rows leave."""
 
 from __future__ import annotations
 

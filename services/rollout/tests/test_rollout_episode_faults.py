@@ -164,7 +164,7 @@ async def test_a_revoked_lease_brings_partials_and_the_next_one_goes_on(new_walk
         3,
         4,
     ]
-    assert not call.trajectories and rollout.engine.policy is None, "its memory is given back"
+    assert not call.trajectories and rollout.engine.policy is None, "its memory is freed"
 
 
 async def test_no_action_is_taken_under_a_lease_that_is_not_held(new_walker, simulator_address):

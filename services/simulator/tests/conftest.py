@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import dataclass, field
 from itertools import count
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,6 +17,8 @@ from headrace_servicekit.instance import Instance, InstanceConfig
 from headrace_servicekit.rpc.client import dial
 from headrace_servicekit.rpc.tensors import decode_tensor, encode_tensor
 from headrace_simulator.__main__ import mount
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 COUNTED = (simulator_pb2.OUTCOME_STATUS_OK, simulator_pb2.OUTCOME_STATUS_ENVIRONMENT_LOST)
 

@@ -7,16 +7,14 @@ BACKEND_UNDER_TEST (default gymnasium) names the backend: the others need an env
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 import tempfile
-from dataclasses import dataclass, field
-from typing import Any
 
 import grpc
 import numpy as np
 import psutil
 import pytest
+from contract_cases import EXPERTS, PIXELS, TESTED, UNDER_TEST
 from headrace.simulator.v1 import simulator_pb2
 from headrace_servicekit.rpc.errors import message_of
 from headrace_servicekit.rpc.tensors import NUMPY_TYPES, decode_tensor
@@ -26,62 +24,6 @@ pytestmark = pytest.mark.timeout(600)
 OK = simulator_pb2.OUTCOME_STATUS_OK
 LOST = simulator_pb2.OUTCOME_STATUS_ENVIRONMENT_LOST
 REFUSED = simulator_pb2.OUTCOME_STATUS_REFUSED
-UNDER_TEST = os.environ.get("BACKEND_UNDER_TEST", "gymnasium")
-
-
-@dataclass(frozen=True)
-class Case:
-    """An environment of a backend; `pixels` are options with which it also shows images."""
-
-    backend: str
-    name: str
-    misspelt: str
-    options: dict[str, Any] = field(default_factory=dict)
-    pixels: dict[str, Any] | None = None
-    has_success: bool = True
-    expert: bool = False
-    variant: dict[str, Any] = field(default_factory=lambda: {"execution": {"random_start": [2, 4]}})
-
-
-CASES = [
-    Case(
-        "gymnasium",
-        "Pendulum-v1",
-        "Pendulun-v1",
-        has_success=False,
-        variant={"execution": {"g": [0.5, 0.8], "m": [1.5, 2.0]}},
-    ),
-    Case(
-        "metaworld",
-        "reach-v3",
-        "reech-v3",
-        pixels={"image_size": 64},
-        expert=True,
-        variant={"execution": {"gravity": [0.1, 0.5], "mass": 3.0, "damping": 0.5, "friction": 0.5}},
-    ),
-    Case(
-        "maniskill",
-        "PushCube-v1",
-        "PushCub-v1",
-        pixels={"obs_mode": "rgb", "sensor_configs": {"width": 64, "height": 64}},
-    ),
-    Case(
-        "maniskill",
-        "PutOnPlatePrimitives-v1",
-        "PutOnPlatePrimitive-v1",
-        pixels={"obs_mode": "rgb", "sensor_configs": {"width": 64, "height": 64}},
-    ),
-    Case(
-        "libero",
-        "libero_spatial/0",
-        "libero_spacial/0",
-        {"settle_steps": 2},
-        {"settle_steps": 0, "cameras": ["agentview"], "image_size": 64, "reflections": False},
-    ),
-]
-TESTED = [case for case in CASES if case.backend == UNDER_TEST]
-PIXELS = [case for case in TESTED if case.pixels]
-EXPERTS = [case for case in TESTED if case.expert]
 every = pytest.mark.parametrize("case", TESTED, ids=lambda case: case.name)
 
 

@@ -160,7 +160,7 @@ async def test_steps_need_the_pools_lease(simulator, environment_file, instance,
 
 
 async def test_a_stream_goes_on_under_another_lease(simulator, environment_file, instance, arrays):
-    """One stream: its lease ends, the operation is given back unrun, and the same one runs under the next lease."""
+    """One stream: its lease ends, the operation is returned unrun, and the same one runs under the next lease."""
     instance.fence.grant(7)
     pool = await simulator.open(f"{environment_file}:make_env", lease_epoch=7)
     await pool.reset()

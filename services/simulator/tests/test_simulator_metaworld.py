@@ -1,4 +1,4 @@
-"""Meta-World's tasks show the same bits with the work that `metaworld_speed` spares and without.
+"""Meta-World's tasks show the same bits with the work that `metaworld.speed` spares and without.
 
 Runs in .envs/metaworld (`make test-simulators SIM=metaworld`); `-m nightly` plays all 50 tasks.
 """
@@ -16,7 +16,7 @@ if importlib.util.find_spec("metaworld") is None:
     pytest.skip("Meta-World is not installed here", allow_module_level=True)
 
 from headrace_simulator import backends
-from headrace_simulator.backends import metaworld_speed
+from headrace_simulator.backends.metaworld import speed
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.filterwarnings("ignore")]
 # A goal alone, an object that turns, a body that moves with the goal, a _reset_hand of its own, a goal that is a view.
@@ -77,6 +77,6 @@ def test_a_reset_takes_no_simulation_step_where_the_last_one_began_alike():
 
 
 def test_another_version_is_left_as_it_is(monkeypatch):
-    monkeypatch.setattr(metaworld_speed, "version", lambda name: "9.9.9")
+    monkeypatch.setattr(speed, "version", lambda name: "9.9.9")
     environment = made(backends.create("metaworld"), "reach-v3")._environment
     assert "_reset_hand" not in vars(environment)

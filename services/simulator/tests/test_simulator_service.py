@@ -14,7 +14,7 @@ import pytest
 from headrace.simulator.v1 import simulator_pb2
 from headrace_servicekit.rpc.errors import message_of, reason_of
 from headrace_servicekit.rpc.tensors import decode_tensor
-from headrace_simulator.host import task_capabilities
+from headrace_simulator.pools.host import task_capabilities
 
 OK = simulator_pb2.OUTCOME_STATUS_OK
 REFUSED = simulator_pb2.OUTCOME_STATUS_REFUSED

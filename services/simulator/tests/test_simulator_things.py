@@ -6,7 +6,7 @@ import json
 
 import pytest
 from headrace_simulator.backends.base import BackendError
-from headrace_simulator.backends.things import TRAINED, from_assets, primitives
+from headrace_simulator.backends.maniskill.things import TRAINED, from_assets, primitives
 
 
 @pytest.fixture

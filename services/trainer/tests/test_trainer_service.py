@@ -288,7 +288,7 @@ async def test_a_revoke_that_keeps_memory_computes_nothing_and_gives_nothing_bac
     assert await client.learn(0, 1, [make_settled(0, version=version)])
     await client.instance.on_revoke(11, 5.0, True)
     await client.suspend()
-    assert len(given_back) == 1, "what was kept can be given back without a lease"
+    assert len(given_back) == 1, "what was kept can be released without a lease"
 
 
 async def test_values_of_a_run_without_a_critic_are_refused(client, make_settled):

@@ -18,7 +18,7 @@ from headrace_schema.spec import RunSpec
 
 from headrace_coordinator.data.dataset import Dataset
 from headrace_coordinator.domain import events as ev
-from headrace_coordinator.domain import runs
+from headrace_coordinator.domain import run_states, runs
 from headrace_coordinator.domain.devices.scheduling import Plan, plan_admission
 from headrace_coordinator.domain.runs import RunState
 from headrace_coordinator.fleet.fleet import Fleet
@@ -78,9 +78,9 @@ class Scheduler:
         """Runs that hold nothing follow their intent at once: there is no work to stop."""
         for run in list(self._event_log.state.active_runs()):
             if run.grant is None and run.id not in self.tasks:
-                while (action := runs.next_action(run)).kind == runs.MOVE:
+                while (action := runs.next_action(run)).kind == run_states.MOVE:
                     now, reason = self._event_log.now(), action.reason
-                    if action.state == runs.CANCELLED:
+                    if action.state == run_states.CANCELLED:
                         reason += f"; {runs.checkpoint_words(run)}"
                     await self._event_log.commit(*runs.plan_move(run, action.state, reason, now))
 
@@ -93,8 +93,10 @@ class Scheduler:
             grant = plan.grants[0]
             run = self._event_log.state.runs[grant.run]
             events: list[ev.Event] = [grant]
-            if run.state == runs.QUEUED:
-                events += runs.plan_move(run, runs.PLANNING, "its instances are being prepared", grant.at)
+            if run.state == run_states.QUEUED:
+                events += runs.plan_move(
+                    run, run_states.PLANNING, "its instances are being prepared", grant.at
+                )
             await self._event_log.commit(*events)
 
     def _start(self) -> None:
@@ -133,7 +135,7 @@ class Scheduler:
             await loop(context).run()
         finally:
             projection.close()
-            self._trackers.end(directory, run.state if run.state in runs.TERMINAL else "")
+            self._trackers.end(directory, run.state if run.state in run_states.TERMINAL else "")
 
     def _note(self, context: RunContext, text: str) -> None:
         """Tells the run's user, unless the run has ended so long ago that its events are closed."""
@@ -144,12 +146,12 @@ class Scheduler:
 
     async def _abandon(self, run: RunState, reason: str) -> None:
         """Ends a run whose loop cannot: its leases end, and the reconciler closes what its instances report."""
-        if run.state in runs.TERMINAL:
+        if run.state in run_states.TERMINAL:
             return
         await self._fleet.lease_manager.release_all(run.id)
         now = self._event_log.now()
         await self._event_log.commit(
-            ev.RunReleased(at=now, run=run.id), *runs.plan_move(run, runs.FAILED, reason, now)
+            ev.RunReleased(at=now, run=run.id), *runs.plan_move(run, run_states.FAILED, reason, now)
         )
 
     async def _same_data(self, run: RunState, dataset: Dataset) -> bool:
@@ -158,7 +160,7 @@ class Scheduler:
         if not run.dataset_digest:
             opened = ev.DatasetOpened(at=now, run=run.id, digest=dataset.digest)
             await self._event_log.commit(opened, *_repetitions(run.id, dataset, now))
-        if run.dataset_digest == dataset.digest or run.state == runs.CANCELLING:
+        if run.dataset_digest == dataset.digest or run.state == run_states.CANCELLING:
             return True
         reason = (
             "data.source: its items are not those that the run began with; put them back and resume, "
@@ -167,9 +169,9 @@ class Scheduler:
         await self._fleet.lease_manager.release_all(run.id)
         now = self._event_log.now()
         await self._event_log.commit(
-            *runs.plan_intent(run, runs.PAUSE, "system", reason, now),
+            *runs.plan_intent(run, run_states.PAUSE, "system", reason, now),
             ev.RunReleased(at=now, run=run.id),
-            *runs.plan_move(run, runs.PAUSED, reason, now),
+            *runs.plan_move(run, run_states.PAUSED, reason, now),
         )
         return False
 

@@ -8,7 +8,7 @@ from dataclasses import asdict
 
 from headrace.common.v1 import common_pb2
 
-from headrace_rollout.run import OpenedRun, RobotRun, TextRun
+from headrace_rollout.runs.opened import OpenedRun, RobotRun, TextRun
 from headrace_rollout.wire import duration_of
 
 

@@ -20,17 +20,17 @@ from headrace_servicekit.lease.devices import bind_cpu
 from headrace_servicekit.lease.leases import Memory
 from headrace_servicekit.rpc.errors import ServiceError
 from headrace_servicekit.rpc.requests import check_enum, check_name
-from headrace_servicekit.weights import receive_weights
 
 from headrace_rollout.config import RESPONSE_BYTES
-from headrace_rollout.engines.base import Authority, Policy, Refused, Scope, Weights
+from headrace_rollout.engines.base import Authority, Refused, Scope
 from headrace_rollout.figures import GenerateFigures
-from headrace_rollout.generation import Generation
 from headrace_rollout.moving import MovedCaches
 from headrace_rollout.refusal import refusals
-from headrace_rollout.run import OpenedRun, RobotRun, TextRun, devices_of, memory_on, open_run
-from headrace_rollout.streams import Opening, ResponseT, SampleStream, Serving
-from headrace_rollout.wire import distribution_of, duration_of, invalid, keys_of, weights_of
+from headrace_rollout.runs.installing import PolicyInstaller
+from headrace_rollout.runs.opened import OpenedRun, RobotRun, TextRun, devices_of, memory_on, open_run
+from headrace_rollout.streams.base import Opening, ResponseT, SampleStream, Serving
+from headrace_rollout.streams.generation import Generation
+from headrace_rollout.wire import distribution_of, invalid, keys_of
 
 REPORT_EVERY_S = 2.0
 
@@ -53,6 +53,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         self._reported = 0.0
         # Opening, closing and installing change what the other calls find; one at a time.
         self._changing = asyncio.Lock()
+        self._installer = PolicyInstaller(instance.weights, instance.token, self._changing)
         instance.open_runs.limit = 1
         instance.on_grant = self.on_grant
         instance.on_revoke = self.on_revoke
@@ -190,65 +191,10 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         run, version = self._opened(request.header), request.version
         if version.number < 1 or not (version.digest or request.HasField("files")):
             raise invalid("version: give a number from 1 and the manifest's digest")
-        if request.HasField("files"):
-            return await self._install_files(run, request)
-        policy = Policy(version.number, version.digest)
-        started = time.perf_counter()
-        async with self._changing:
-            with refusals():
-                if await run.engine.check_install(policy, in_flight=request.in_flight):
-                    return rollout_pb2.InstallPolicyResponse(version=version)
-                received = await receive_weights(
-                    self._instance.weights,
-                    run.name,
-                    version,
-                    request.manifest,
-                    request.sources,
-                    token=self._instance.token,
-                )
-                transfer_s = time.perf_counter() - started
-                weights = weights_of(request.manifest, received.body, received.path)
-                pause_s = await self._put(run, policy, weights, request)
-            self._instance.weights.keep(run.name, {version.number})
-        return rollout_pb2.InstallPolicyResponse(
-            version=version,
-            transport=received.transport,
-            bytes_moved=received.bytes_moved,
-            transfer_time=duration_of(transfer_s),
-            pause_time=duration_of(pause_s),
-            fallbacks=received.fallbacks,
-        )
-
-    async def _install_files(
-        self, run: OpenedRun, request: rollout_pb2.InstallPolicyRequest
-    ) -> rollout_pb2.InstallPolicyResponse:
-        """Reads, casts and swaps weights that no trainer has published."""
-        from headrace_rollout.policy_files import read_policy
-
-        version, checkpoint, started = request.version, request.files.checkpoint, time.perf_counter()
-        async with self._changing:
-            installed = run.engine.policy
-            if installed is not None and installed.number == version.number:
-                version.digest = installed.digest
-                return rollout_pb2.InstallPolicyResponse(version=version)
-            manifest, body = await asyncio.to_thread(read_policy, run.config, checkpoint, version.digest)
-            read_s = time.perf_counter() - started
-            version.digest = manifest.digest
-            policy = Policy(version.number, version.digest)
-            with refusals():
-                pause_s = await self._put(run, policy, weights_of(manifest, body), request)
-        return rollout_pb2.InstallPolicyResponse(
-            version=version, transfer_time=duration_of(read_s), pause_time=duration_of(pause_s)
-        )
-
-    async def _put(
-        self, run: OpenedRun, policy: Policy, weights: Weights, request: rollout_pb2.InstallPolicyRequest
-    ) -> float:
         authority = self._authority(request.header)
-        try:
-            return await run.engine.install(policy, weights, authority, in_flight=request.in_flight)
-        except ValueError as error:
-            raise ServiceError(grpc.StatusCode.INVALID_ARGUMENT, "WEIGHTS_MISMATCH", str(error)) from error
+        if request.HasField("files"):
+            return await self._installer.read_files(run, request, authority)
+        return await self._installer.receive(run, request, authority)
 
     async def Pause(self, request: rollout_pb2.PauseRequest, context: Context) -> rollout_pb2.PauseResponse:
         """Stops decoding; partial outputs go out on their streams."""

@@ -23,7 +23,7 @@ from headrace_rollout.engines.base import (
     SampleKey,
     Scope,
 )
-from headrace_rollout.policy_files import CHECKPOINT_WEIGHTS, read_policy
+from headrace_rollout.runs.policy_files import CHECKPOINT_WEIGHTS, read_policy
 from headrace_rollout.wire import weights_of
 from headrace_schema.openings import RolloutConfig
 from rig import START_S, Collector, expected_log_probs, group, tokens

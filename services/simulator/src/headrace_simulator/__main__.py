@@ -25,8 +25,8 @@ async def mount(instance: Instance) -> Close:
     from headrace_servicekit.rpc.blobs import BlobServicer, BlobStore
 
     from headrace_simulator.config import SimulatorSettings
-    from headrace_simulator.host import list_environments, task_capabilities
-    from headrace_simulator.pools import Pools
+    from headrace_simulator.pools.host import list_environments, task_capabilities
+    from headrace_simulator.pools.open_pools import Pools
     from headrace_simulator.service import SimulatorServicer
 
     settings = settings_from_environment(SimulatorSettings, "HEADRACE_SIMULATOR_")

@@ -13,7 +13,7 @@ class Kind(IntEnum):
     CATALOGUE = 1
     """Asked with nothing, answered with JSON [[backend, name], …]."""
     OPEN = 2
-    """Asked with JSON (see `headrace_simulator.pool`), answered with an OpenPoolResponse that describes the
+    """Asked with JSON (see `headrace_simulator.pools.pool`), answered with an OpenPoolResponse that describes the
     environments."""
     OPERATE = 3
     """Asked with a StepRequest that holds operations alone, answered with StepResponses, as many as it takes, whose

@@ -276,7 +276,7 @@ class Trainer:
 
     @property
     def _loaded(self) -> bool:
-        """Whether its memory was not given back."""
+        """Whether its memory was not released."""
         return self._kept or not self.suspended
 
     def wake(self) -> None:

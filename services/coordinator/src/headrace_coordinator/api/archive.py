@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from headrace_coordinator.api.control import Refused
 from headrace_coordinator.api.reading import presenters as present
 from headrace_coordinator.domain import events as ev
-from headrace_coordinator.domain import runs
+from headrace_coordinator.domain import run_states
 from headrace_coordinator.domain.runs import RunState
 from headrace_coordinator.fleet.waits import WaitTimeout
 from headrace_coordinator.store.event_log import EventLog
@@ -33,7 +33,7 @@ class Archive:
         return [
             run
             for run in self._event_log.state.runs.values()
-            if run.state in runs.TERMINAL and run.grant is None and not self._busy(run.id)
+            if run.state in run_states.TERMINAL and run.grant is None and not self._busy(run.id)
         ]
 
     async def run(self) -> None:

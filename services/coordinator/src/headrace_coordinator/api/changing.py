@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from headrace_coordinator.api.control import Refused
 from headrace_coordinator.api.submission.admission import FleetView, check_size
 from headrace_coordinator.domain import events as ev
-from headrace_coordinator.domain import runs
+from headrace_coordinator.domain import run_states
 from headrace_coordinator.domain.devices.scheduling import plan_regroup
 from headrace_coordinator.domain.runs import RunState
 from headrace_coordinator.domain.state import State
@@ -25,7 +25,7 @@ def plan_ranks(state: State, run: RunState, ranks: int, fleet: FleetView, now: f
 
     Raises Refused: CONFLICT by the run's state or what others hold, INVALID for what never fits this run.
     """
-    if run.state in runs.TERMINAL or run.intent == runs.CANCEL:
+    if run.state in run_states.TERMINAL or run.intent == run_states.CANCEL:
         raise Refused("CONFLICT", f"run {run.id} is {run.state}; nothing can change it any more")
     if run.evaluation is not None:
         raise _invalid(problem(KEY, "an evaluation trains nothing", "set it on a run that trains"))

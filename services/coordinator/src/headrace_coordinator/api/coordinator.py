@@ -31,7 +31,7 @@ from headrace_coordinator.api.submission.evaluations import Prepared, in_users_k
 from headrace_coordinator.api.submission.scorer_check import try_scorers
 from headrace_coordinator.data.dataset import Dataset
 from headrace_coordinator.domain import events as ev
-from headrace_coordinator.domain import runs
+from headrace_coordinator.domain import run_states, runs
 from headrace_coordinator.domain.runs import SuiteEvaluation
 from headrace_coordinator.fleet.fleet import RESTART_S, Fleet
 from headrace_coordinator.fleet.reconciler import Reconciler
@@ -185,16 +185,16 @@ class Coordinator(Reads):
 
     async def pause(self, run_id: str, now: bool, idempotency_key: str) -> RunView:
         """See `Control.pause`."""
-        intent = runs.PAUSE_NOW if now else runs.PAUSE
+        intent = run_states.PAUSE_NOW if now else run_states.PAUSE
         return await self._intend(run_id, intent, idempotency_key, f"pause now={now}")
 
     async def resume(self, run_id: str, idempotency_key: str) -> RunView:
         """See `Control.resume`."""
-        return await self._intend(run_id, runs.RUN, idempotency_key, "resume")
+        return await self._intend(run_id, run_states.RUN, idempotency_key, "resume")
 
     async def cancel(self, run_id: str, idempotency_key: str) -> RunView:
         """See `Control.cancel`."""
-        return await self._intend(run_id, runs.CANCEL, idempotency_key, "cancel")
+        return await self._intend(run_id, run_states.CANCEL, idempotency_key, "cancel")
 
     async def change(self, run_id: str, change: RunChange, idempotency_key: str) -> RunView:
         """See `Control.change`. The run's controller makes the change between two steps."""
@@ -216,12 +216,12 @@ class Coordinator(Reads):
         now = self.event_log.now()
         try:
             events = runs.plan_intent(run, intent, "user", f"{intent} asked for", now)
-        except runs.IllegalIntent as error:
+        except run_states.IllegalIntent as error:
             raise Refused("CONFLICT", str(error)) from error
         await self.event_log.commit(*events, ev.KeyUsed(at=now, key=key, body=body, resource=run_id))
         with contextlib.suppress(WaitTimeout):
             await self.event_log.wait_until(
-                lambda: runs.next_action(run).kind != runs.MOVE, INTENT_SHOWN_S, "the run to follow"
+                lambda: runs.next_action(run).kind != run_states.MOVE, INTENT_SHOWN_S, "the run to follow"
             )
         return self.run(run_id)
 

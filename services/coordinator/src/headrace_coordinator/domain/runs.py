@@ -13,98 +13,27 @@ import msgspec
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain.ledger.slots import SlotLedger
 from headrace_coordinator.domain.ledger.versions import Lineage
+from headrace_coordinator.domain.run_states import (
+    ACTIONS,
+    CANCEL,
+    FOLLOWS,
+    PAUSE,
+    PAUSE_NOW,
+    PLANNING,
+    QUEUED,
+    RUN,
+    RUNNING,
+    TERMINAL,
+    Action,
+    IllegalIntent,
+    IllegalTransition,
+)
 from headrace_coordinator.domain.totals import Totals
 
-QUEUED, PLANNING, RUNNING, PAUSING, PAUSED, RECOVERING, CANCELLING = (
-    "QUEUED",
-    "PLANNING",
-    "RUNNING",
-    "PAUSING",
-    "PAUSED",
-    "RECOVERING",
-    "CANCELLING",
-)
-SUCCEEDED, FAILED, CANCELLED = "SUCCEEDED", "FAILED", "CANCELLED"
 EVALUATED_KEPT = 256
 """Names of evaluations that were done: a rewind goes back by fewer."""
-TERMINAL = frozenset({SUCCEEDED, FAILED, CANCELLED})
-ADMITTED = frozenset({PLANNING, RUNNING, RECOVERING, PAUSING, CANCELLING})
-"""States of a run that a controller works on; all others hold nothing."""
-STATES = (QUEUED, *sorted(ADMITTED), PAUSED, *sorted(TERMINAL))
-
 SWITCH_SHARE = 1.0
 """A run keeps its instances at least so many times as long as its last change of turns took."""
-
-RUN, PAUSE, PAUSE_NOW, CANCEL = "RUN", "PAUSE", "PAUSE_NOW", "CANCEL"
-INTENTS = (RUN, PAUSE, PAUSE_NOW, CANCEL)
-
-_ENDS = {CANCELLING, CANCELLED, FAILED, QUEUED}
-FOLLOWS: dict[str, frozenset[str]] = {
-    QUEUED: frozenset({PLANNING, PAUSED, CANCELLED, FAILED}),
-    PLANNING: frozenset({RUNNING, PAUSING, PAUSED, RECOVERING, *_ENDS}),
-    RUNNING: frozenset({PAUSING, PAUSED, RECOVERING, SUCCEEDED, *_ENDS}),
-    PAUSING: frozenset({PAUSED, RUNNING, SUCCEEDED, *_ENDS}),
-    PAUSED: frozenset({QUEUED, CANCELLED, FAILED}),
-    RECOVERING: frozenset({PLANNING, RUNNING, PAUSING, PAUSED, *_ENDS}),
-    CANCELLING: frozenset({CANCELLED, FAILED}),
-    SUCCEEDED: frozenset(),
-    FAILED: frozenset(),
-    CANCELLED: frozenset(),
-}
-
-# What the controller does next. MOVE appends `state`; the others are about the work of an admitted run.
-WAIT, WORK, STOP_AT_BOUNDARY, STOP_NOW, MOVE = "WAIT", "WORK", "STOP_AT_BOUNDARY", "STOP_NOW", "MOVE"
-
-
-class IllegalTransition(Exception):
-    """A state that may not follow the present one."""
-
-
-class IllegalIntent(Exception):
-    """A request that the run's state does not allow; the message is for its user."""
-
-
-class Action(msgspec.Struct, frozen=True):
-    """The next action of a run's controller; `state` and `reason` belong to MOVE."""
-
-    kind: str
-    state: str = ""
-    reason: str = ""
-
-
-_QUEUED = {
-    RUN: Action(WAIT),
-    PAUSE: Action(MOVE, PAUSED, "paused while it was queued; resume queues it again"),
-    PAUSE_NOW: Action(MOVE, PAUSED, "paused while it was queued; resume queues it again"),
-    CANCEL: Action(MOVE, CANCELLED, "cancelled while it was queued"),
-}
-_WORKING = {
-    RUN: Action(WORK),
-    PAUSE: Action(MOVE, PAUSING, "pauses after the step in hand"),
-    PAUSE_NOW: Action(MOVE, PAUSING, "pauses at once"),
-    CANCEL: Action(MOVE, CANCELLING, "cancel asked for"),
-}
-ACTIONS: dict[str, dict[str, Action]] = {
-    QUEUED: _QUEUED,
-    PLANNING: _WORKING,
-    RUNNING: _WORKING,
-    RECOVERING: _WORKING,
-    PAUSING: {
-        RUN: Action(MOVE, RUNNING, "resumed before it had paused"),
-        PAUSE: Action(STOP_AT_BOUNDARY),
-        PAUSE_NOW: Action(STOP_NOW),
-        CANCEL: Action(MOVE, CANCELLING, "cancel asked for"),
-    },
-    PAUSED: {
-        RUN: Action(MOVE, QUEUED, "resumed"),
-        PAUSE: Action(WAIT),
-        PAUSE_NOW: Action(WAIT),
-        CANCEL: Action(MOVE, CANCELLED, "cancelled while it was paused"),
-    },
-    CANCELLING: dict.fromkeys(INTENTS, Action(STOP_NOW)),
-    **{state: dict.fromkeys(INTENTS, Action(WAIT)) for state in TERMINAL},
-}
-"""The next action for every pair of state and intent."""
 
 
 class Grant(msgspec.Struct):

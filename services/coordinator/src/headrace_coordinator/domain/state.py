@@ -11,7 +11,8 @@ from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain.devices.leases import LeaseTable
 from headrace_coordinator.domain.ledger.slots import SlotLedger
 from headrace_coordinator.domain.ledger.versions import Lineage
-from headrace_coordinator.domain.runs import PAUSED, QUEUED, TERMINAL, RunState, SuiteEvaluation
+from headrace_coordinator.domain.run_states import PAUSED, QUEUED, TERMINAL
+from headrace_coordinator.domain.runs import RunState, SuiteEvaluation
 
 SCHEDULING_EVENTS = (
     ev.InstanceRegistered,

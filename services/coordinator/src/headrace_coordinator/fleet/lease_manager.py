@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 from headrace_coordinator.domain import events as ev
-from headrace_coordinator.domain import runs
+from headrace_coordinator.domain import run_states
 from headrace_coordinator.domain.devices import leases
 from headrace_coordinator.domain.devices.leases import DECODE, HELP, Blocked, Lease, LeaseRequest
 from headrace_coordinator.domain.devices.sharing import Waiter, ahead_of, next_for
@@ -115,7 +115,7 @@ class LeaseManager:
             lease := self._event_log.state.table.leases.get(event.epoch)
         ):
             run = self._event_log.state.runs.get(lease.run)
-            if run is not None and run.state not in runs.TERMINAL:
+            if run is not None and run.state not in run_states.TERMINAL:
                 ended = self._ended.setdefault(lease.run, deque(maxlen=ENDED_KEPT))
                 ended.append((lease, event.at, event.cause))
 

@@ -17,7 +17,7 @@ here the 30B mixture of experts of the published file at 32 GPUs: collocated it 
 True
 """
 
-from headrace_coordinator.planner.errors import Mistake, PlanError
+from headrace_coordinator.planner.errors import PlanError, PlanProblem
 from headrace_coordinator.planner.graph import Edge, Granularity, Workflow, embodied, reasoning
 from headrace_coordinator.planner.planning import Plan, lower_bound, plan, predict
 from headrace_coordinator.planner.profiling.fitting import Point, fit
@@ -35,10 +35,10 @@ __all__ = [
     "Leaf",
     "Lengths",
     "Memory",
-    "Mistake",
     "Node",
     "Plan",
     "PlanError",
+    "PlanProblem",
     "Point",
     "Profile",
     "Shapes",

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Mistake:
+class PlanProblem:
     """One thing that is wrong with a workflow, a profile or a cluster: its key, the reason and the fix."""
 
     key: str
@@ -15,13 +15,13 @@ class Mistake:
 
 
 class PlanError(ValueError):
-    """A workflow that cannot be planned. `mistakes` has at least one entry."""
+    """A workflow that cannot be planned. `problems` has at least one entry."""
 
-    def __init__(self, *mistakes: Mistake) -> None:
-        super().__init__("; ".join(f"{item.key}: {item.problem}; {item.fix}" for item in mistakes))
-        self.mistakes = mistakes
+    def __init__(self, *problems: PlanProblem) -> None:
+        super().__init__("; ".join(f"{item.key}: {item.problem}; {item.fix}" for item in problems))
+        self.problems = problems
 
 
 def refuse(key: str, problem: str, fix: str) -> PlanError:
-    """A refusal with one mistake."""
-    return PlanError(Mistake(key, problem, fix))
+    """A refusal with one problem."""
+    return PlanError(PlanProblem(key, problem, fix))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
 
-from headrace_coordinator.planner.errors import Mistake, PlanError, refuse
+from headrace_coordinator.planner.errors import PlanError, PlanProblem, refuse
 
 MAX_STAGES = 12
 
@@ -48,27 +48,29 @@ class Workflow:
 
     def __post_init__(self) -> None:
         """Checks names, then cycles."""
-        wrong = list(self._mistakes())
+        wrong = list(self._problems())
         if wrong:
             raise PlanError(*wrong)
         for unit in self.units:
             _check_cycle(unit, self.edges)
 
-    def _mistakes(self) -> Iterator[Mistake]:
+    def _problems(self) -> Iterator[PlanProblem]:
         if not self.stages or len(self.stages) > MAX_STAGES:
-            yield Mistake("stages", f"{len(self.stages)} stages", f"declare 1 to {MAX_STAGES}")
+            yield PlanProblem("stages", f"{len(self.stages)} stages", f"declare 1 to {MAX_STAGES}")
         for name in sorted({name for name in self.stages if self.stages.count(name) > 1}):
-            yield Mistake(f"stages.{name}", f"declared {self.stages.count(name)} times", "declare it once")
+            yield PlanProblem(
+                f"stages.{name}", f"declared {self.stages.count(name)} times", "declare it once"
+            )
         if self.group_size < 1:
-            yield Mistake("group_size", f"is {self.group_size}", "use 1 or more")
+            yield PlanProblem("group_size", f"is {self.group_size}", "use 1 or more")
         known = ", ".join(sorted(self.stages))
         ends = [(f"edges[{n}]", edge.source, edge.target) for n, edge in enumerate(self.edges)]
         ends += [(f"weights[{n}]", *pair) for n, pair in enumerate(self.weights)]
         for key, source, target in ends:
             if source not in self.stages:
-                yield Mistake(f"{key}.source", f"no stage {source!r} produces it", f"name one of {known}")
+                yield PlanProblem(f"{key}.source", f"no stage {source!r} produces it", f"name one of {known}")
             if target not in self.stages:
-                yield Mistake(f"{key}.target", f"no stage {target!r} receives it", f"name one of {known}")
+                yield PlanProblem(f"{key}.target", f"no stage {target!r} receives it", f"name one of {known}")
 
     @cached_property
     def units(self) -> tuple[tuple[str, ...], ...]:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from headrace_coordinator.planner.errors import Mistake, PlanError, refuse
+from headrace_coordinator.planner.errors import PlanError, PlanProblem, refuse
 from headrace_coordinator.planner.graph import Workflow
 from headrace_coordinator.planner.profiling.profiles import Profile, by_stage
 from headrace_coordinator.planner.trees.building import build
@@ -103,7 +103,7 @@ def predict(
             leaf.stage: {leaf.kind: replace(cluster[leaf.kind], count=leaf.devices)} for leaf in leaves(tree)
         }
         found = [item for stage, own in alone.items() for item in _unfit_stage(stage, known, own, items)]
-        raise PlanError(*(found or [Mistake("tree", "the stages fit alone, not in this tree", FIXES)]))
+        raise PlanError(*(found or [PlanProblem("tree", "the stages fit alone, not in this tree", FIXES)]))
     return seconds
 
 
@@ -122,9 +122,11 @@ def _unfit(
     known: Mapping[str, Mapping[str, Profile]],
     cluster: Mapping[str, DeviceKind],
     items: float,
-) -> list[Mistake]:
+) -> list[PlanProblem]:
     found = [item for stage in sorted(workflow.stages) for item in _unfit_stage(stage, known, cluster, items)]
-    return found or [Mistake("devices", "the stages fit one by one but in no tree together", "add devices")]
+    return found or [
+        PlanProblem("devices", "the stages fit one by one but in no tree together", "add devices")
+    ]
 
 
 def _unfit_stage(
@@ -132,14 +134,14 @@ def _unfit_stage(
     known: Mapping[str, Mapping[str, Profile]],
     cluster: Mapping[str, DeviceKind],
     items: float,
-) -> list[Mistake]:
+) -> list[PlanProblem]:
     found = []
     for kind, profile in known[stage].items():
         device = cluster.get(kind, DeviceKind(0))
         used = profile.used(items, device.count)
         if not used:
             problem = f"needs {profile.smallest} {kind} at least, there are {device.count}"
-            found.append(Mistake(f"stages.{stage}", problem, "add devices or profile smaller replicas"))
+            found.append(PlanProblem(f"stages.{stage}", problem, "add devices or profile smaller replicas"))
         elif profile.concurrency(used, device.memory_bytes) < 1:
             one = profile.memory.item_bytes / profile.replica_devices
             needs = (profile.reserved_bytes(used) + one) / GIB
@@ -147,7 +149,9 @@ def _unfit_stage(
                 f"needs {needs:.1f} GiB on each of {used} {kind}, which have {device.memory_bytes / GIB:.1f}"
             )
             found.append(
-                Mistake(f"stages.{stage}", problem, "use more devices, larger replicas or a smaller model")
+                PlanProblem(
+                    f"stages.{stage}", problem, "use more devices, larger replicas or a smaller model"
+                )
             )
         else:
             return []

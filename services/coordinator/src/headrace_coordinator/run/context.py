@@ -98,6 +98,19 @@ class RunContext:
         """Whether learning begins once the step's answers are complete: the algorithm's wish, or the workflow's."""
         return self.spec.graph.whole_batch or self.workers.leader.barrier == trainer.BARRIER_BATCH
 
+    async def record_abort(self, reason: str) -> None:
+        """Appends StepAborted for the attempt in hand."""
+        ledger = self.state.ledger
+        await self.event_log.commit(
+            ev.StepAborted(
+                at=self.event_log.now(),
+                run=self.run_id,
+                step=ledger.step,
+                attempt=ledger.attempt,
+                reason=reason,
+            )
+        )
+
     # --- data
 
     def item(self, prompt: int) -> DataItem:

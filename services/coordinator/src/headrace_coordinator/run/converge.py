@@ -103,7 +103,7 @@ async def settle_commit(context: RunContext) -> None:
     elif state.phase == trainer.STEP_PHASE_ACCUMULATING:
         await context.workers.leader.abort(state.step, state.attempt)
     if context.state.ledger.open:
-        await _close_attempt(context, "the step was interrupted")
+        await context.record_abort("the step was interrupted")
 
 
 def state_number(state: trainer.GetStepStateResponse) -> int:
@@ -148,19 +148,6 @@ async def _record_commit(context: RunContext, state: trainer.GetStepStateRespons
         StepTimer(context.event_log.monotonic),
     )
     await step.record(opened, state.commit, Batch())
-
-
-async def _close_attempt(context: RunContext, reason: str) -> None:
-    ledger = context.state.ledger
-    await context.event_log.commit(
-        ev.StepAborted(
-            at=context.event_log.now(),
-            run=context.run_id,
-            step=ledger.step,
-            attempt=ledger.attempt,
-            reason=reason,
-        )
-    )
 
 
 async def _restore(context: RunContext) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import msgspec
 
 from headrace_coordinator.domain import events as ev
-from headrace_coordinator.domain import runs
+from headrace_coordinator.domain import run_states, runs
 from headrace_coordinator.fleet.ports import CallRefused, InstanceDown
 from headrace_coordinator.fleet.reconciler import SHARED
 from headrace_coordinator.fleet.waits import WaitTimeout
@@ -48,14 +48,19 @@ async def leave(context: RunContext, checkpointer: Checkpointer, outcome: Outcom
     """
     reason = outcome.reason
     await context.workers.lanes.end()
-    if outcome.state not in runs.TERMINAL or outcome.state == runs.CANCELLED:
-        lost = await _settled(context, checkpointer, save=outcome.state in (runs.PAUSED, runs.QUEUED))
+    if outcome.state not in run_states.TERMINAL or outcome.state == run_states.CANCELLED:
+        lost = await _settled(
+            context, checkpointer, save=outcome.state in (run_states.PAUSED, run_states.QUEUED)
+        )
         reason += f"; {lost}" if lost else ""
     await close(context, context.workers.members)
     await context.fleet.lease_manager.release_all(context.run_id)
     state, now = outcome.state, context.event_log.now()
-    if context.state.state == runs.CANCELLING and state not in (runs.CANCELLED, runs.FAILED):
-        state, reason = runs.CANCELLED, f"cancelled by its user while it was leaving ({reason})"
+    if context.state.state == run_states.CANCELLING and state not in (
+        run_states.CANCELLED,
+        run_states.FAILED,
+    ):
+        state, reason = run_states.CANCELLED, f"cancelled by its user while it was leaving ({reason})"
     await context.event_log.commit(
         ev.RunReleased(at=now, run=context.run_id),
         *runs.plan_move(context.state, state, context.fleet.readable(reason), now),
@@ -73,7 +78,7 @@ async def _settled(context: RunContext, checkpointer: Checkpointer, *, save: boo
     except Fault as fault:
         log.warning("run %s leaves without its last state: %s", context.run_id, fault)
         if context.state.ledger.open:
-            await _post_aborted(context)
+            await context.record_abort("the run stops")
         return f"its state could not be saved ({fault}): it goes back to the last checkpoint" if save else ""
     return ""
 
@@ -88,19 +93,6 @@ async def _abort_step(context: RunContext) -> None:
         await context.workers.staff_trainers()  # The coordinator restarted: the trainer may have committed.
     if context.workers.trainers:
         await settle_commit(context)
-
-
-async def _post_aborted(context: RunContext) -> None:
-    ledger = context.state.ledger
-    await context.event_log.commit(
-        ev.StepAborted(
-            at=context.event_log.now(),
-            run=context.run_id,
-            step=ledger.step,
-            attempt=ledger.attempt,
-            reason="the run stops",
-        )
-    )
 
 
 async def save_head(context: RunContext, checkpointer: Checkpointer) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Coroutine
 from typing import Any
 
 from headrace_coordinator.domain import events as ev
-from headrace_coordinator.domain import runs
+from headrace_coordinator.domain import run_states, runs
 from headrace_coordinator.domain.devices.plans import section_of
 from headrace_coordinator.domain.devices.scheduling import plan_admission
 from headrace_coordinator.fleet.ports import USER_ERRORS, CallRefused, InstanceDown
@@ -76,22 +76,22 @@ class RunLoop:
                 what = await hand_over(self.context, self._checkpointer)
                 if outcome := self._stopped_meanwhile():
                     return outcome
-                self._move(runs.RECOVERING, f"a trainer was told to stop; {what}")
+                self._move(run_states.RECOVERING, f"a trainer was told to stop; {what}")
             except Unstaffed as lack:
                 if await self._regrouping.settle():
                     continue
-                return Outcome(runs.QUEUED, f"lacks {lack}; starts again when there is one")
+                return Outcome(run_states.QUEUED, f"lacks {lack}; starts again when there is one")
             except Misplaced as problem:
                 self._intend_pause(str(problem))
-                return Outcome(runs.PAUSED, str(problem))
+                return Outcome(run_states.PAUSED, str(problem))
             except (InstanceDown, CallRefused, WaitTimeout) as fault:
                 if failure := await self._recover(fault):
                     return failure
             except PlacementError as misfit:
                 if not await self._take_turns(misfit):
-                    return Outcome(runs.FAILED, str(misfit))
+                    return Outcome(run_states.FAILED, str(misfit))
             except RunFailed as failed:
-                return Outcome(runs.FAILED, str(failed))
+                return Outcome(run_states.FAILED, str(failed))
 
     async def _live(self) -> Outcome:
         """Prepare, then steps until the last, or until the run is to pause or yield."""
@@ -105,7 +105,7 @@ class RunLoop:
                 return await self._succeed()
             await self._checkpointer.announce()
             if boundary := self._at_boundary():
-                if boundary.state != runs.QUEUED or await self._can_yield():
+                if boundary.state != run_states.QUEUED or await self._can_yield():
                     return boundary
                 continue  # Saving took the devices for the trainers.
             await self._step()
@@ -116,8 +116,8 @@ class RunLoop:
     async def _prepare(self) -> None:
         """Instances opened, leases held, trainer group formed, ledger and trainer at one version."""
         context = self.context
-        if context.state.state == runs.RUNNING:
-            self._move(runs.RECOVERING, "the coordinator restarted")
+        if context.state.state == run_states.RUNNING:
+            self._move(run_states.RECOVERING, "the coordinator restarted")
         await self._regrouping.settle()
         await context.workers.staff()
         context.placement.assign()
@@ -130,8 +130,8 @@ class RunLoop:
         if context.state.origin_checkpoint and not context.state.last_checkpoint:
             await self._checkpointer.save(wait=True)  # Its origin may prune what it began with.
         context.agreement_due = True
-        if context.state.state in (runs.PLANNING, runs.RECOVERING):
-            self._move(runs.RUNNING, "training")
+        if context.state.state in (run_states.PLANNING, run_states.RECOVERING):
+            self._move(run_states.RUNNING, "training")
         context.keep_time("prepare", context.state.ledger.step, self._timer)
 
     async def _generate_ready(self) -> None:
@@ -153,7 +153,7 @@ class RunLoop:
 
     async def _regroup_if_due(self) -> None:
         """Between two steps: the trainer group gets the size that is wanted."""
-        works = runs.next_action(self.context.state).kind == runs.WORK
+        works = runs.next_action(self.context.state).kind == run_states.WORK
         if self._finished() or not works or not self._regrouping.due():
             return
         with self._timer.stage("regroup"):
@@ -221,25 +221,25 @@ class RunLoop:
             await self._event_log.commit(
                 ev.ModelExported(at=self._event_log.now(), run=context.run_id, path=path, number=number)
             )
-        return Outcome(runs.SUCCEEDED, f"{context.spec.steps} steps done")
+        return Outcome(run_states.SUCCEEDED, f"{context.spec.steps} steps done")
 
     # --- what the user wants, and what other runs need
 
     def _obey(self) -> str:
         """Moves the state as the intent asks; returns the kind of the next action."""
-        while (action := runs.next_action(self.context.state)).kind == runs.MOVE:
+        while (action := runs.next_action(self.context.state)).kind == run_states.MOVE:
             self._move(action.state, action.reason)
         return action.kind
 
     def _at_boundary(self) -> Outcome | None:
         """Between two steps: whether the run pauses, or yields after at least one step."""
-        if self._obey() == runs.STOP_AT_BOUNDARY:
-            return Outcome(runs.PAUSED, "paused; resume goes on from here")
-        waiting = any(run.state == runs.QUEUED for run in self._event_log.state.active_runs())
+        if self._obey() == run_states.STOP_AT_BOUNDARY:
+            return Outcome(run_states.PAUSED, "paused; resume goes on from here")
+        waiting = any(run.state == run_states.QUEUED for run in self._event_log.state.active_runs())
         if not waiting or not self._steps or self._event_log.monotonic() < self._keeps_until:
             return None
         reason = plan_admission(self._event_log.state, self._event_log.now()).yields.get(self.context.run_id)
-        return Outcome(runs.QUEUED, reason) if reason else None
+        return Outcome(run_states.QUEUED, reason) if reason else None
 
     async def _can_yield(self) -> bool:
         """Whether the head is durable. A run that yielded without would make the same steps again in each turn."""
@@ -254,19 +254,21 @@ class RunLoop:
     def _stopped_meanwhile(self) -> Outcome | None:
         """A run without a step in hand need not go on to its next boundary to pause, or to be cancelled."""
         action = self._obey()
-        if action == runs.STOP_AT_BOUNDARY:
-            return Outcome(runs.PAUSED, "paused; resume goes on from here")
-        return self._stopped() if action == runs.STOP_NOW else None
+        if action == run_states.STOP_AT_BOUNDARY:
+            return Outcome(run_states.PAUSED, "paused; resume goes on from here")
+        return self._stopped() if action == run_states.STOP_NOW else None
 
     def _stopped(self) -> Outcome:
-        if self.context.state.state == runs.CANCELLING:
+        if self.context.state.state == run_states.CANCELLING:
             kept = runs.checkpoint_words(self.context.state)
-            return Outcome(runs.CANCELLED, f"cancelled by its user; {kept}")
-        return Outcome(runs.PAUSED, "paused at once; the step in hand was aborted and will be made again")
+            return Outcome(run_states.CANCELLED, f"cancelled by its user; {kept}")
+        return Outcome(
+            run_states.PAUSED, "paused at once; the step in hand was aborted and will be made again"
+        )
 
     def _intend_pause(self, reason: str) -> None:
         self._event_log.post(
-            *runs.plan_intent(self.context.state, runs.PAUSE, "system", reason, self._event_log.now())
+            *runs.plan_intent(self.context.state, run_states.PAUSE, "system", reason, self._event_log.now())
         )
 
     async def _until_stopped(self, work: Coroutine[Any, Any, Outcome]) -> Outcome:
@@ -294,11 +296,11 @@ class RunLoop:
 
         def news() -> bool:
             action = runs.next_action(self.context.state).kind
-            return action in (runs.MOVE, runs.STOP_NOW) or fleet.any_draining(workers.trainers)
+            return action in (run_states.MOVE, run_states.STOP_NOW) or fleet.any_draining(workers.trainers)
 
         while True:
             await self._event_log.wait_until(news, FOREVER_S, "a user's intent")
-            if self._obey() == runs.STOP_NOW:
+            if self._obey() == run_states.STOP_NOW:
                 return Stopped()
             if fleet.any_draining(workers.trainers):
                 return TrainerDrains()
@@ -324,8 +326,8 @@ class RunLoop:
         )
         await self._event_log.commit(plan)
         context.placement.plan(plan)
-        if context.state.state == runs.RUNNING:
-            self._move(runs.RECOVERING, f"{misfit}; takes turns on the devices that are left")
+        if context.state.state == run_states.RUNNING:
+            self._move(run_states.RECOVERING, f"{misfit}; takes turns on the devices that are left")
         context.workers.adopt_leases()
         return True
 
@@ -350,14 +352,14 @@ class RunLoop:
         """Goes on from what is left, or ends: a user's error, or too many recoveries in a row."""
         run, limit = self.context.state, self.context.spec.limits.recoveries
         if isinstance(fault, CallRefused) and fault.reason in USER_ERRORS:
-            return Outcome(runs.FAILED, fault.message)
+            return Outcome(run_states.FAILED, fault.message)
         if run.recoveries_in_a_row >= limit:
             reason = f"limits.recoveries: {limit} recoveries without progress; the last: {fault}"
-            return Outcome(runs.FAILED, reason)
+            return Outcome(run_states.FAILED, reason)
         reason = self.context.fleet.readable(str(fault))
         log.warning("run %s recovers: %s", run.id, reason)
-        if run.state in (runs.PLANNING, runs.RUNNING):
-            self._move(runs.RECOVERING, reason)
+        if run.state in (run_states.PLANNING, run_states.RUNNING):
+            self._move(run_states.RECOVERING, reason)
         await self._event_log.commit(ev.RunRecovering(at=self._event_log.now(), run=run.id, reason=reason))
         if isinstance(fault, InstanceDown):
             await self.context.fleet.fate(fault.incarnation)

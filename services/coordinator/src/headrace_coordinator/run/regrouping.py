@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain.devices.scheduling import plan_admission, plan_regroup
-from headrace_coordinator.domain.runs import QUEUED, RECOVERING, RUNNING, plan_move
+from headrace_coordinator.domain.run_states import QUEUED, RECOVERING, RUNNING
+from headrace_coordinator.domain.runs import plan_move
 from headrace_coordinator.fleet.ports import USER_ERRORS, CallRefused
 from headrace_coordinator.run.context import RunContext
 from headrace_coordinator.run.converge import converge, form_gang

@@ -347,15 +347,7 @@ class Step:
 
     async def _abort(self, reason: str) -> None:
         opened = (self._ledger.step, self._ledger.attempt)
-        await self._event_log.commit(
-            ev.StepAborted(
-                at=self._event_log.now(),
-                run=self._context.run_id,
-                step=opened[0],
-                attempt=opened[1],
-                reason=reason,
-            )
-        )
+        await self._context.record_abort(reason)
         await self._context.workers.leader.abort(*opened)
 
     async def _skip(self, why: str) -> Published:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from headrace_schema.evaluating import EvaluationSpec
 
 from headrace_coordinator.api.coordinator import Coordinator
-from headrace_coordinator.domain import runs
+from headrace_coordinator.domain import run_states
 from headrace_coordinator.simulation.specs import random_evaluation
 
 if TYPE_CHECKING:
@@ -21,7 +21,14 @@ PATIENCE = 6
 """How often a checkpoint is asked for: its run may have none, or be gone."""
 BLOWS = 5
 """Most faults and changes of mind of one evaluation, beside those that everything suffers."""
-KINDS = [*["rollout"] * 3, *["reward"] * 2, "coordinator", runs.PAUSE, runs.PAUSE_NOW, runs.CANCEL]
+KINDS = [
+    *["rollout"] * 3,
+    *["reward"] * 2,
+    "coordinator",
+    run_states.PAUSE,
+    run_states.PAUSE_NOW,
+    run_states.CANCEL,
+]
 
 
 class Evaluators:
@@ -71,8 +78,8 @@ class Evaluators:
     async def _strike(self, run: str, kind: str) -> None:
         world = self._world
         match kind:
-            case runs.PAUSE | runs.PAUSE_NOW | runs.CANCEL:
-                if kind != runs.CANCEL or self._rng.random() < 0.3:
+            case run_states.PAUSE | run_states.PAUSE_NOW | run_states.CANCEL:
+                if kind != run_states.CANCEL or self._rng.random() < 0.3:
                     await self._users.intend(run, kind, self._rng.choice([1, 2]))
             case "coordinator":
                 await world.kill_coordinator(self._rng.uniform(0.1, 3.0))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from headrace_schema.changing import RunChange
 
-from headrace_coordinator.domain import runs
+from headrace_coordinator.domain import run_states
 
 if TYPE_CHECKING:
     from headrace_coordinator.simulation.users import Users
@@ -43,7 +43,7 @@ class Regroupers:
             await asyncio.sleep(CARE_S)
             for state in self._world.states():
                 least = self._users.specs.get(state.id)
-                if state.state == runs.QUEUED and least and state.ranks > least.trainer.ranks:
+                if state.state == run_states.QUEUED and least and state.ranks > least.trainer.ranks:
                     await self._ask(state.id, least.trainer.ranks)
 
     async def _ask(self, run: str, ranks: int) -> None:

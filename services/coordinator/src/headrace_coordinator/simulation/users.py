@@ -13,7 +13,7 @@ from headrace_schema.spec import RunSpec
 
 from headrace_coordinator.api.control import Refused
 from headrace_coordinator.api.coordinator import Coordinator
-from headrace_coordinator.domain import runs
+from headrace_coordinator.domain import run_states
 from headrace_coordinator.simulation.evaluators import Evaluators
 from headrace_coordinator.simulation.judging.judge import Violation
 from headrace_coordinator.simulation.regroupers import Regroupers, regroups
@@ -82,7 +82,7 @@ class Users:
         coordinator = self._world.coordinator
         if coordinator is None:
             return False
-        return all(self._state(run) in runs.TERMINAL for run in (*self.specs, *self.evaluators.specs))
+        return all(self._state(run) in run_states.TERMINAL for run in (*self.specs, *self.evaluators.specs))
 
     def _state(self, run: str) -> str:
         coordinator = self._world.coordinator
@@ -143,15 +143,15 @@ class Users:
 
         def request(coordinator: Coordinator) -> Awaitable[Any]:
             match intent:
-                case runs.RUN:
+                case run_states.RUN:
                     return coordinator.resume(run, key)
-                case runs.CANCEL:
+                case run_states.CANCEL:
                     return coordinator.cancel(run, key)
                 case _:
-                    return coordinator.pause(run, intent == runs.PAUSE_NOW, key)
+                    return coordinator.pause(run, intent == run_states.PAUSE_NOW, key)
 
         self.counts[intent] += 1
-        if intent in (runs.PAUSE, runs.PAUSE_NOW):
+        if intent in (run_states.PAUSE, run_states.PAUSE_NOW):
             now = asyncio.get_running_loop().time()
             self._resume_at[run] = now + self._rng.uniform(0.0, 40.0)
         await asyncio.gather(*(self.ask(request) for _ in range(copies)))
@@ -171,12 +171,12 @@ class Users:
             run = self._rng.choice(list(self.specs))
             whim = self._rng.choice(
                 [
-                    runs.PAUSE,
-                    runs.PAUSE,
-                    runs.PAUSE_NOW,
-                    runs.PAUSE_NOW,
-                    runs.RUN,
-                    runs.CANCEL,
+                    run_states.PAUSE,
+                    run_states.PAUSE,
+                    run_states.PAUSE_NOW,
+                    run_states.PAUSE_NOW,
+                    run_states.RUN,
+                    run_states.CANCEL,
                     "storm",
                     "fork",
                     "again",
@@ -193,7 +193,7 @@ class Users:
                 await self._change(run, whim)
 
     async def _change(self, run: str, intent: str) -> None:
-        if intent == runs.CANCEL:
+        if intent == run_states.CANCEL:
             if not self._cancels_left:
                 return
             self._cancels_left -= 1
@@ -202,7 +202,9 @@ class Users:
     async def _storm(self, run: str) -> None:
         """One change of mind after another, milliseconds apart."""
         for _ in range(self._rng.randint(2, 4)):
-            last = self._rng.choice([runs.PAUSE, runs.PAUSE_NOW, runs.RUN, runs.CANCEL])
+            last = self._rng.choice(
+                [run_states.PAUSE, run_states.PAUSE_NOW, run_states.RUN, run_states.CANCEL]
+            )
             self._world.spawn(self._change(run, last))
             await asyncio.sleep(self._rng.choice([0.0, 0.008, 0.1, 1.0]))
 
@@ -230,7 +232,7 @@ class Users:
         """The coordinator calls an instance: a moment to interfere, also with a run that is about to fail."""
         failing = request.header.run.removeprefix("runs/") if method == "CloseRun" else ""
         if failing in self.doomed and self._rng.random() < 0.5:
-            self._world.spawn(self.intend(failing, self._rng.choice(runs.INTENTS)))
+            self._world.spawn(self.intend(failing, self._rng.choice(run_states.INTENTS)))
             return
         if self._calm or self._whims_left <= 0 or self._rng.random() >= MOMENTS.get(method, 0.0):
             return
@@ -243,7 +245,7 @@ class Users:
         await asyncio.sleep(self._rng.choice([0.0, 0.01, 0.1, 0.5]))
         self.counts["moment"] += 1
         await self._storm(run) if self._rng.random() < 0.3 else await self._change(
-            run, self._rng.choice([runs.PAUSE, runs.PAUSE_NOW, runs.RUN, runs.CANCEL])
+            run, self._rng.choice([run_states.PAUSE, run_states.PAUSE_NOW, run_states.RUN, run_states.CANCEL])
         )
 
     async def _care(self) -> None:
@@ -253,7 +255,7 @@ class Users:
             return
         now = asyncio.get_running_loop().time()
         for run in list(coordinator.event_log.state.active_runs()):
-            paused = run.intent in (runs.PAUSE, runs.PAUSE_NOW)
+            paused = run.intent in (run_states.PAUSE, run_states.PAUSE_NOW)
             if paused and now >= self._resume_at.setdefault(run.id, now + 20.0):
                 del self._resume_at[run.id]
-                await self.intend(run.id, runs.RUN)
+                await self.intend(run.id, run_states.RUN)

@@ -42,3 +42,17 @@ class StopMatcher:
 
     def _text(self, ids: Sequence[int]) -> str:
         return self._codec.decode(ids, skip_special_tokens=False)
+
+
+class StopMatchers:
+    """One matcher for each set of stop strings."""
+
+    def __init__(self, codec: TextCodec) -> None:
+        self._codec = codec
+        self._made: dict[tuple[str, ...], StopMatcher] = {}
+
+    def of(self, stops: tuple[str, ...]) -> StopMatcher | None:
+        """The matcher of these strings; None for none."""
+        if stops and stops not in self._made:
+            self._made[stops] = StopMatcher(self._codec, stops)
+        return self._made.get(stops)

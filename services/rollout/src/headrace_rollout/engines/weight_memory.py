@@ -6,13 +6,15 @@ import ctypes
 import ctypes.util
 import os
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from headrace_modelkit import devices as gpu
-from headrace_modelkit.weights import state_tensors
+from headrace_modelkit.weights import load_weights, share_weights, state_tensors
+from headrace_servicekit import failpoints
 from torch import Tensor, nn
 
 from headrace_rollout.engines.base import WeightView
@@ -27,6 +29,7 @@ class ParameterMemory:
     """The storage of a model's weights, which can be dropped and made again on a device (values then undefined)."""
 
     def __init__(self, model: nn.Module) -> None:
+        self._model = model
         tables: list[dict[str, Any]] = [t for m in model.modules() for t in (m._parameters, m._buffers)]
         self._weights = [
             _Weight(tensor.shape, tensor.dtype, [(t, key) for t in tables for key in t if t[key] is tensor])
@@ -46,6 +49,20 @@ class ParameterMemory:
             for weight in self._weights:
                 weight.put(torch.empty(weight.shape, dtype=weight.dtype, device=device))
             self.held = True
+
+    def load(self, tensors: Sequence[WeightView], device: torch.device) -> None:
+        """Takes all weights, or none (ValueError).
+
+        On the CPU the views become the weights and are referenced until the next load; a GPU gets a copy.
+        """
+        views = {view.name: tensor_of(view) for view in tensors}
+        self.take(device)
+        if failpoints.skips("rollout.install.load"):
+            return  # it serves other weights than it says
+        if device.type == "cpu":
+            share_weights(self._model, views)
+        else:
+            load_weights(self._model, views)
 
 
 @dataclass(frozen=True)

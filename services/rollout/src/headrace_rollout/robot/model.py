@@ -13,13 +13,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 from headrace_modelkit.robot.policy import Observation
-from headrace_modelkit.weights import load_weights, share_weights
-from headrace_servicekit import failpoints
 from headrace_servicekit.rpc.episodes import IMAGE, STATE, Arrays
 from torch import Tensor, nn
 
 from headrace_rollout.engines.base import Policy, Refused, WeightView
-from headrace_rollout.engines.weight_memory import HOST, ParameterMemory, tensor_of
+from headrace_rollout.engines.weight_memory import HOST, ParameterMemory
 
 if TYPE_CHECKING:
     from headrace_modelkit.robot.directory import AnyConfig, AnyPolicy
@@ -91,14 +89,7 @@ class RobotModel:
     def install(self, policy: Policy, tensors: Sequence[WeightView]) -> float:
         """See HeldModel. On the CPU the views become the weights; a GPU gets a copy."""
         start = time.perf_counter()
-        views = {view.name: tensor_of(view) for view in tensors}
-        self._memory.take(self.device)
-        if failpoints.skips("rollout.install.load"):
-            pass  # it serves other weights than it says
-        elif self.device.type == "cpu":
-            share_weights(self._module, views)
-        else:
-            load_weights(self._module, views)
+        self._memory.load(tensors, self.device)
         self.policy = policy
         return time.perf_counter() - start
 

@@ -18,8 +18,8 @@ from headrace_rollout.engines.base import SampleKey
 from headrace_rollout.refusal import refusals
 from headrace_rollout.robot.pool import Pool
 from headrace_rollout.robot.runner import EpisodeOutput, EpisodeSample, Plan
-from headrace_rollout.run import RobotRun
-from headrace_rollout.streams import SampleStream, Serving
+from headrace_rollout.runs.opened import RobotRun
+from headrace_rollout.streams.base import SampleStream, Serving
 from headrace_rollout.wire import duration_of, fill_key, invalid, sample_message
 
 MAX_TRAJECTORY_BYTES = MAX_MESSAGE_BYTES - (1 << 20)

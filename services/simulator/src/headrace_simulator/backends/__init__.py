@@ -9,8 +9,10 @@ from headrace_simulator.backends.base import Backend, BackendError
 KEY = "environment.backend"
 _HERE = "headrace_simulator.backends"
 GYMNASIUM = Plugin(f"{_HERE}.gymnasium:build", description="environments of Gymnasium, and a user's own")
-METAWORLD = Plugin(f"{_HERE}.metaworld:build", description="Meta-World's tasks, a new goal each episode")
-MANISKILL = Plugin(f"{_HERE}.maniskill:build", description="ManiSkill 3's tasks on the CPU")
+METAWORLD = Plugin(
+    f"{_HERE}.metaworld.backend:build", description="Meta-World's tasks, a new goal each episode"
+)
+MANISKILL = Plugin(f"{_HERE}.maniskill.backend:build", description="ManiSkill 3's tasks on the CPU")
 LIBERO = Plugin(f"{_HERE}.libero:build", description="LIBERO's five suites with their initial states")
 BACKENDS: Registry[Backend] = Registry(
     "headrace.simulator_backends",

@@ -16,7 +16,7 @@ EXPERT_ACTION = "expert_action"
 `expert`, whose episodes become demonstrations.
 """
 Knob = Callable[[float], None]
-"""Changes one thing of a simulator from the next reset on; see `headrace_simulator.variants`."""
+"""Changes one thing of a simulator from the next reset on; see `headrace_simulator.child.variants`."""
 
 
 class BackendError(Exception):

@@ -4,134 +4,25 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar, Literal, Self
 
-from headrace_servicekit.registry import Options, Plugin
+from headrace_servicekit.registry import Plugin
 from pydantic import Field, PositiveFloat, model_validator
 
-Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum"]
-Estimator = Literal["k1", "k2", "k3", "abs", "k1+", "k3+", "abs+"]
-Count = Annotated[int, Field(ge=1)]
-BelowOne = Annotated[float, Field(ge=0, lt=1)]
-NotNegative = Annotated[float, Field(ge=0)]
-Refills = Annotated[int, Field(ge=0, le=100)]
-REFILLS = "a step takes further groups in place of dropped ones, up to this many times prompts_per_step"
+from headrace_trainer.algorithms.options import (
+    REFILLS,
+    AggregationOptions,
+    BelowOne,
+    KlRewardOptions,
+    NotNegative,
+    Refills,
+)
 
-
-class PolicyOptions(Options):
-    """What every policy-gradient algorithm takes. An option that the others leave without effect is refused."""
-
-    ratio_options: ClassVar[frozenset[str]] = frozenset()
-    """Options that act on the ratio of new to old policy only."""
-
-    importance_cap: PositiveFloat | None = Field(
-        default=None,
-        description="cap of the truncated importance weight trainer/engine per token; none: no correction",
-    )
-    epochs: Count = Field(default=1, description="passes over the step's batch")
-    minibatches: Count = Field(
-        default=1, description="optimizer steps of a pass, each from its share of the groups"
-    )
-    target_kl: PositiveFloat | None = Field(
-        default=None,
-        description="after the first pass, no optimizer step follows a minibatch whose approx_kl is above this",
-    )
-    kl_loss_coef: NotNegative = Field(
-        default=0.0, description="weight of the KL to the reference model in the loss; 0: no such term"
-    )
-    kl_estimator: Estimator | None = Field(
-        default=None,
-        description="estimate of that KL; with + it has the gradient of k2; none: k3 in the loss, k1 in rewards",
-    )
-    kl_target: PositiveFloat | None = Field(
-        default=None, description="KL to the reference that the coefficient is steered to; none: it is fixed"
-    )
-    kl_horizon: PositiveFloat = Field(
-        default=10_000.0, description="samples over which the coefficient is steered; needs kl_target"
-    )
-    entropy_coef: NotNegative = Field(
-        default=0.0, description="weight of the entropy bonus in the loss; 0: no such term"
-    )
-
-    @property
-    def several(self) -> bool:
-        """Whether a commit makes several optimizer steps."""
-        return self.epochs * self.minibatches > 1
-
-    @property
-    def kl_reward(self) -> float:
-        """Weight of the KL in the rewards, where there is such an option."""
-        found: float = getattr(self, "kl_reward_coef", 0.0)
-        return found
-
-    @model_validator(mode="after")
-    def _kl_used(self) -> Self:
-        wanted = [key for key in ("kl_loss_coef", "kl_reward_coef") if getattr(self, key, 0.0)]
-        keys = " or ".join(key for key in ("kl_loss_coef", "kl_reward_coef") if hasattr(self, key))
-        for key in ("kl_estimator", "kl_target"):
-            if key in self.model_fields_set and not wanted:
-                raise ValueError(
-                    f"{key}: has no effect without a KL term; set {keys} above 0, or leave it out"
-                )
-        if "kl_horizon" in self.model_fields_set and self.kl_target is None:
-            raise ValueError("kl_horizon: has no effect without kl_target; set that too, or leave it out")
-        if self.kl_target is not None and len(wanted) > 1:
-            raise ValueError("kl_target: steers one coefficient; set kl_loss_coef or kl_reward_coef to 0")
-        if wanted == ["kl_reward_coef"] and self.kl_estimator is not None and self.kl_estimator.endswith("+"):
-            raise ValueError(
-                f"kl_estimator: {self.kl_estimator} differs in its gradient alone, and a reward has none; use "
-                f"{self.kl_estimator.removesuffix('+')}"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _used(self) -> Self:
-        idle = sorted(self.model_fields_set & self.ratio_options)
-        if not self.several and idle:
-            raise ValueError(
-                f"{idle[0]}: with one optimizer step a commit the ratio to the old policy is 1, and {', '.join(idle)} "
-                "would have no effect; leave it out, or set epochs or minibatches to 2 or more"
-            )
-        if self.epochs == 1 and self.target_kl is not None:
-            raise ValueError(
-                "target_kl: has no effect in the first pass; leave it out, or set epochs to 2 or more"
-            )
-        return self
-
-
-class AggregationOptions(PolicyOptions):
-    """Those that leave open what tokens and sequences weigh."""
-
-    loss_aggregation: Aggregation = Field(
-        default="token-mean", description="what tokens and sequences weigh in the loss"
-    )
-
-
-class ClipOptions(PolicyOptions):
-    """Those whose objective clips the ratio of new to old policy on both sides."""
-
-    ratio_options: ClassVar[frozenset[str]] = frozenset({"clip_low", "clip_high", "dual_clip"})
-
-    clip_low: BelowOne = Field(default=0.2, description="the ratio is clipped below 1 - clip_low")
-    clip_high: NotNegative = Field(default=0.2, description="the ratio is clipped above 1 + clip_high")
-    dual_clip: Annotated[float, Field(gt=1)] | None = Field(
-        default=None, description="bound of the ratio where the advantage is negative; none: no bound"
-    )
-
-
-class GroupOptions(PolicyOptions):
-    """Those that compare the samples of a group, and learn nothing of it where all rewards are equal."""
-
-    drop_equal: bool = Field(
-        default=False, description="drop a group whose rewards are all equal; it counts as no failure"
-    )
-    max_refill: Refills = Field(default=0, description=REFILLS)
-
-
-class StdOptions(GroupOptions):
-    """Those that compare a reward with its group's mean, and may divide by its spread."""
-
-    normalize_std: bool = Field(
-        default=True, description="divide group-centred rewards by their standard deviation"
-    )
+# Algorithms, third parties' too, import these from here.
+from headrace_trainer.algorithms.options import Aggregation as Aggregation
+from headrace_trainer.algorithms.options import ClipOptions as ClipOptions
+from headrace_trainer.algorithms.options import Count as Count
+from headrace_trainer.algorithms.options import GroupOptions as GroupOptions
+from headrace_trainer.algorithms.options import PolicyOptions as PolicyOptions
+from headrace_trainer.algorithms.options import StdOptions as StdOptions
 
 
 class PpoOptions(ClipOptions, AggregationOptions):
@@ -144,14 +35,6 @@ class GroupPpoOptions(PpoOptions, GroupOptions):
 
 class GrpoOptions(PpoOptions, StdOptions):
     """`algorithm.options` of grpo and passk_grpo."""
-
-
-class KlRewardOptions(PolicyOptions):
-    """Those whose rewards may lose the KL to the reference, token by token."""
-
-    kl_reward_coef: NotNegative = Field(
-        default=0.0, description="what a token's reward loses for its KL to the reference model; 0: nothing"
-    )
 
 
 class RewardedOptions(PpoOptions, KlRewardOptions):

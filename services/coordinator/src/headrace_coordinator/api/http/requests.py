@@ -17,7 +17,7 @@ from starlette.requests import ClientDisconnect
 
 from headrace_coordinator.api.control import Refused
 from headrace_coordinator.api.http.errors import invalid, unknown_parameter
-from headrace_coordinator.domain.runs import STATES
+from headrace_coordinator.domain.run_states import STATES
 
 MAX_BODY_BYTES = 1024 * 1024
 KEY_PATTERN = r"^[\x21-\x7e]{1,200}$"

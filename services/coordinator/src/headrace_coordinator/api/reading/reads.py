@@ -40,7 +40,7 @@ from headrace_coordinator.api.reading.comparing import compare
 from headrace_coordinator.api.submission.evaluations import origin_of
 from headrace_coordinator.api.submission.forks import check_fork, unknown_origin
 from headrace_coordinator.domain import events as ev
-from headrace_coordinator.domain import runs
+from headrace_coordinator.domain import run_states
 from headrace_coordinator.domain.devices.scheduling import Plan
 from headrace_coordinator.domain.ledger.compact import count, count_drops
 from headrace_coordinator.domain.runs import RunState
@@ -153,7 +153,7 @@ class Reads:
         run = self._find(run_id)
         plan = self._plan()
         queue = list(plan.waiting)
-        place = queue.index(run_id) + 1 if run_id in queue and run.state == runs.QUEUED else None
+        place = queue.index(run_id) + 1 if run_id in queue and run.state == run_states.QUEUED else None
         return present.run_view(run, self._waiting_for(run), place, plan.gifts.get(run_id))
 
     def _waiting_for(self, run: RunState) -> list[str]:
@@ -165,7 +165,7 @@ class Reads:
         if self.event_log.history.trouble:
             waiting.append(f"the disk of the data directory: {self.event_log.history.trouble}")
         queue = self._plan().waiting
-        if run.state == runs.QUEUED and run.id in queue:
+        if run.state == run_states.QUEUED and run.id in queue:
             waiting.append(self.fleet.readable(queue[run.id]))
         return waiting
 
@@ -178,7 +178,7 @@ class Reads:
             return [unknown_origin(origin, names[:200])]
         steps = [checkpoint.step for checkpoint in await self.checkpoints(origin)]
         live = self.event_log.state.runs.get(origin)
-        saving = live is not None and live.state not in runs.TERMINAL and live.last_checkpoint > 0
+        saving = live is not None and live.state not in run_states.TERMINAL and live.last_checkpoint > 0
         return check_fork(spec, self.run(origin), steps, saving=saving)
 
     # --- evaluations of suites
@@ -263,7 +263,7 @@ class Reads:
                 after = item[0]
             if not items:
                 run = self.event_log.state.runs.get(run_id)
-                if (run is None or run.state in runs.TERMINAL) and history.complete(run_id, after):
+                if (run is None or run.state in run_states.TERMINAL) and history.complete(run_id, after):
                     return
                 await asyncio.wait({news}, timeout=LOOK_S)
 

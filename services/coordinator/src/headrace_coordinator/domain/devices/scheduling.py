@@ -15,7 +15,8 @@ from headrace_coordinator.domain import events as ev
 from headrace_coordinator.domain.devices.demand import demand_of
 from headrace_coordinator.domain.devices.fitting import Fitting
 from headrace_coordinator.domain.devices.room import least_room
-from headrace_coordinator.domain.runs import QUEUED, RECOVERING, RUN, Grant, RunState
+from headrace_coordinator.domain.run_states import QUEUED, RECOVERING, RUN
+from headrace_coordinator.domain.runs import Grant, RunState
 from headrace_coordinator.domain.state import State
 
 PATIENCE_QUANTA = 10

@@ -70,7 +70,7 @@ class TrainersChanged(RunAdmitted, frozen=True, kw_only=True):
     """The first step that it makes."""
     reason: str
     given_to: str = ""
-    """Id of the waiting run that the trainers were given back for."""
+    """Id of the waiting run that the trainers were released for."""
 
 
 class RunReleased(RunEvent, frozen=True, kw_only=True):

@@ -50,7 +50,7 @@ class Terms:
     """What the policy knows of a plan.
 
     `owners`: devices of the trainer group. `shared`: they are the rollouts' own devices, so that the group learns
-    only when all of them have been given back (a collocated plan); else they are others (a disaggregated one).
+    only when all of them have been released (a collocated plan); else they are others (a disaggregated one).
     `memory_bytes`: of one device, for what a replica may have in flight. A helper is `helper_devices` devices, whose
     ranks divide each of its groups and send one gradient. `beside`: how many times as long decoding takes beside
     helpers as the profile says, which contend for memory and caches.

@@ -50,7 +50,7 @@ class StepTime:
     """One measured step: seconds of its stages' work, and of all of it.
 
     Of the learning, `after` was done once the last answer was made. `switch` is what passed while devices changed hands
-    and weights were published and installed; of that, `moved` while memory was given back or taken.
+    and weights were published and installed; of that, `moved` while memory was released or taken.
     """
 
     generate: float

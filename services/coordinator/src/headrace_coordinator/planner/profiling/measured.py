@@ -20,7 +20,7 @@ BESIDE = ("reward", "simulator")
 """Services that compute on the host, beside the devices."""
 HALVINGS = 40
 SWITCHES = 4
-"""Times that memory is given back or taken in a step in turns: twice by each side."""
+"""Times that memory is released or taken in a step in turns: twice by each side."""
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,7 @@ class Placement:
         self.waited: Callable[[Interval, Sequence[str]], None] = lambda interval, devices: None
         """Is told of each time in the line for devices that other runs share."""
         self.moved_s = 0.0
-        """Seconds in which memory was given back or taken, in all."""
+        """Seconds in which memory was released or taken, in all."""
         self._moving = asyncio.Lock()
         self._joined = False
         """The trainer has the rollouts' devices too, until they generate again."""

@@ -15,7 +15,7 @@ from headrace.rollout.v1 import rollout_pb2 as rollout
 from headrace_schema.evaluating import EvaluationSpec
 
 from headrace_coordinator.domain import events as ev
-from headrace_coordinator.domain import runs
+from headrace_coordinator.domain import run_states
 from headrace_coordinator.domain.runs import SuiteEvaluation
 from headrace_coordinator.fleet.waits import WaitTimeout
 from headrace_coordinator.projections.trajectories import Settled
@@ -70,13 +70,13 @@ class SuiteLoop(RunLoop):
         await self._event_log.commit(
             ev.SuiteEvaluated(at=self._event_log.now(), run=self.context.run_id, result=result)
         )
-        return Outcome(runs.SUCCEEDED, f"{len(self._answers)} answers to {len(self._items)} items")
+        return Outcome(run_states.SUCCEEDED, f"{len(self._answers)} answers to {len(self._items)} items")
 
     async def _prepare(self) -> None:
         """Instances opened, and the answers read that were written before."""
         context, evaluation = self.context, self._evaluation
-        if context.state.state == runs.RUNNING:
-            self._move(runs.RECOVERING, "the coordinator restarted")
+        if context.state.state == run_states.RUNNING:
+            self._move(run_states.RECOVERING, "the coordinator restarted")
         self._answers = await asyncio.to_thread(read_answers, self._directory, self._suite.extract)
         self._transcripts = await asyncio.to_thread(Transcripts, self._directory)
         await context.workers.staff_rewards()
@@ -87,8 +87,8 @@ class SuiteLoop(RunLoop):
             common.WeightSource(),
             rollout.PolicyFiles(checkpoint=evaluation.checkpoint_directory),
         )
-        if context.state.state in (runs.PLANNING, runs.RECOVERING):
-            self._move(runs.RUNNING, "evaluating")
+        if context.state.state in (run_states.PLANNING, run_states.RECOVERING):
+            self._move(run_states.RUNNING, "evaluating")
 
     def _missing(self) -> list[int]:
         """Items that lack an answer."""

@@ -1,4 +1,4 @@
-"""The leases of a run's simulators: taken once its rollouts hold theirs, and given back with them.
+"""The leases of a run's simulators: taken once its rollouts hold theirs, and released with them.
 
 Without `placement.simulator` there are none. Which devices a simulator has is `simulator_seats`' to say; where its
 environments are, the pools'.

@@ -73,8 +73,8 @@ def _fit(
     _known("environment.state", environment.state or (), spaces.keys() - images, "a state")
     _known("environment.cameras", (environment.cameras or {}).values(), images, "an image")
     if policy is None:
-        if mistakes := misfits(written or {}, environment, pool.action_space, spaces, images):
-            raise Impossible(mistakes)
+        if problems := misfits(written or {}, environment, pool.action_space, spaces, images):
+            raise Impossible(problems)
         return Fitted(None, environment.state, environment.cameras)
     state = environment.state if environment.state is not None else sorted(spaces.keys() - images)
     cameras = environment.cameras
@@ -100,7 +100,7 @@ def _complete(
     elif kind != "mlp":
         known["cameras"] = list(cameras)
     size = math.prod(action.shape)
-    mistakes = [
+    problems = [
         problem(
             f"model.policy.{key}", f"is {given[key]!r}, and the environment's is {value!r}", "leave it out"
         )
@@ -113,9 +113,9 @@ def _complete(
     own = given.get("bounds")
     if isinstance(own, Mapping) and len(own.get("low", ())) != size:
         reason = f"has {len(own.get('low', ()))} numbers, and an action of the environment {size}"
-        mistakes.append(problem("model.policy.bounds", reason, "leave it out"))
-    if mistakes:
-        raise Impossible(mistakes)
+        problems.append(problem("model.policy.bounds", reason, "leave it out"))
+    if problems:
+        raise Impossible(problems)
     return {**known, **given}
 
 

@@ -11,7 +11,7 @@ import msgspec
 from headrace_schema.evaluating import EvaluationSpec
 
 from headrace_coordinator.domain import events as ev
-from headrace_coordinator.domain import runs
+from headrace_coordinator.domain import run_states, runs
 from headrace_coordinator.projections.lines import read_lines
 from headrace_coordinator.projections.trajectories import NAME, Settled
 from headrace_coordinator.simulation.fleet.reward import reward_of
@@ -33,7 +33,7 @@ def judge_evaluation(run: runs.RunState, asked: EvaluationSpec, history: Sequenc
     if stray := sorted(written - wanted):
         raise Violation(f"evaluation: {run.id} has answers that nobody asked for: {stray}")
     _check_progress(run, history, len(written))
-    if run.state == runs.SUCCEEDED:
+    if run.state == run_states.SUCCEEDED:
         if lost := sorted(wanted - written):
             raise Violation(f"evaluation: {run.id} ended without the answers {lost}")
         _check_figures(run, asked)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from headrace_coordinator.api.reading.audit import Step, audit, live_steps
 from headrace_coordinator.domain import events as ev
-from headrace_coordinator.domain import runs
+from headrace_coordinator.domain import run_states, runs
 from headrace_coordinator.domain.ledger.slot_index import FILTERED
 from headrace_coordinator.domain.totals import Tally, step_dropped, step_index, step_refilled, step_trained
 from headrace_coordinator.simulation.fleet.disk import Stored, Weights
@@ -41,7 +41,7 @@ def judge(
 
 def _ended_unsaved(run: runs.RunState) -> bool:
     """It was cancelled, or failed, with a head that was never on the disk: that went with its trainer."""
-    return run.state in (runs.CANCELLED, runs.FAILED) and run.last_checkpoint != run.lineage.head
+    return run.state in (run_states.CANCELLED, run_states.FAILED) and run.last_checkpoint != run.lineage.head
 
 
 def _check_weights(history: Sequence[Item], weights: Weights | None, origin: Stored | None) -> None:

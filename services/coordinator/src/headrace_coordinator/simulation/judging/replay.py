@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 from headrace_coordinator.domain import events as ev
-from headrace_coordinator.domain import runs
+from headrace_coordinator.domain import run_states, runs
 from headrace_coordinator.domain.devices.demand import shares
 from headrace_coordinator.domain.devices.leases import DECODE, LeaseTable
 from headrace_coordinator.domain.devices.scheduling import Gift, plan_admission, plan_regroup
@@ -14,11 +14,11 @@ from headrace_coordinator.domain.state import State
 from headrace_coordinator.simulation.judging.judge import Violation
 
 Pair = tuple[str, str]
-NEVER = {(runs.CANCELLING, other) for other in (runs.RUN, runs.PAUSE, runs.PAUSE_NOW)} | {
-    (runs.CANCELLED, other) for other in (runs.RUN, runs.PAUSE, runs.PAUSE_NOW)
-}
+NEVER = {
+    (run_states.CANCELLING, other) for other in (run_states.RUN, run_states.PAUSE, run_states.PAUSE_NOW)
+} | {(run_states.CANCELLED, other) for other in (run_states.RUN, run_states.PAUSE, run_states.PAUSE_NOW)}
 """Only a wish to cancel leads to these states, and it cannot be taken back."""
-REACHABLE = {(state, intent) for state in runs.STATES for intent in runs.INTENTS} - NEVER
+REACHABLE = {(state, intent) for state in run_states.STATES for intent in run_states.INTENTS} - NEVER
 
 
 class Replay:
@@ -60,7 +60,7 @@ class Replay:
                     self.longest_wait[run.id] = max(waited, self.longest_wait.get(run.id, 0.0))
             case ev.RunStateChanged(state=state):
                 run = self.state.runs[event.run]
-                if state not in runs.FOLLOWS[run.state]:
+                if state not in run_states.FOLLOWS[run.state]:
                     raise Violation(f"run life: {event.run} went from {run.state} to {state}")
                 self._true_reason(run, event)
             case ev.RunSubmitted():
@@ -74,7 +74,7 @@ class Replay:
         planned = plan_regroup(self.state, event.run, event.ranks, event.reason, event.at, event.given_to)
         if planned != event:
             raise Violation(f"regroup: the log has {event}, the rule gives {planned}")
-        if (run.ledger.open and run.state == runs.RUNNING) or run.state not in runs.ADMITTED:
+        if (run.ledger.open and run.state == run_states.RUNNING) or run.state not in run_states.ADMITTED:
             raise Violation(f"regroup: {run.id} is {run.state}, with a step open: {run.ledger.open}")
         if len(event.trainers) != event.ranks:
             raise Violation(f"regroup: {event.ranks} ranks are {event.trainers}")
@@ -90,7 +90,7 @@ class Replay:
             raise Violation(f"run {run.id}: {reason}")
         if "last checkpoint stays" in reason and not run.last_checkpoint:
             raise Violation(f"run {run.id} has no checkpoint, and says: {reason}")
-        leaves = run.state in runs.ADMITTED and event.state in (runs.PAUSED, runs.QUEUED)
+        leaves = run.state in run_states.ADMITTED and event.state in (run_states.PAUSED, run_states.QUEUED)
         if leaves and head and head != run.last_checkpoint and "could not be saved" not in reason:
             raise Violation(f"run {run.id} became {event.state} without a checkpoint of {head}: {reason}")
 
@@ -121,7 +121,7 @@ class Replay:
                 self.runs[run.id] = run
                 self.longest_quantum = max(self.longest_quantum, run.quantum_s)
                 self.pairs[run.state, run.intent] += 1
-                if run.state not in runs.ADMITTED and run.grant is not None:
+                if run.state not in run_states.ADMITTED and run.grant is not None:
                     raise Violation(f"run {run.id} is {run.state} and holds {run.grant}")
 
     def _count_passed(self, event: ev.LeaseGranted) -> None:

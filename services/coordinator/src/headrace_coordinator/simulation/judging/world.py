@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from headrace_coordinator.domain import events as ev
-from headrace_coordinator.domain import runs
+from headrace_coordinator.domain import run_states, runs
 from headrace_coordinator.domain.totals import Tally
 from headrace_coordinator.simulation.fleet.disk import Stored, Weights
 from headrace_coordinator.simulation.fleet.trainer import Trainer
@@ -91,11 +91,11 @@ class WorldJudge:
 
     def _check_end(self, run: runs.RunState) -> None:
         """A run ends as its users and its spec deserve."""
-        if run.state == runs.SUCCEEDED and (run.evaluation or run.ledger.step >= run.steps_total):
+        if run.state == run_states.SUCCEEDED and (run.evaluation or run.ledger.step >= run.steps_total):
             return
-        if run.state == runs.CANCELLED and run.intent == runs.CANCEL:
+        if run.state == run_states.CANCELLED and run.intent == run_states.CANCEL:
             return
-        if run.state == runs.FAILED and self._may_fail(run):
+        if run.state == run_states.FAILED and self._may_fail(run):
             return
         raise Violation(f"liveness: run {run.id} ended {run.state} at step {run.ledger.step}: {run.reason}")
 

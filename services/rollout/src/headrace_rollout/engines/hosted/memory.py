@@ -28,7 +28,7 @@ class Watermark:
         self._before = self._used()
 
     def freed(self) -> Freed:
-        """What was given back since."""
+        """What was freed since."""
         used, free = self._used(), sum(map(free_bytes, self._gpus))
         return Freed(max(0, self._before - used), free if self._gpus else available_bytes(), max(0, used))
 

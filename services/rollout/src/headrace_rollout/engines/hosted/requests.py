@@ -23,7 +23,7 @@ from headrace_rollout.engines.hosted.calls import within
 from headrace_rollout.engines.hosted.process import EngineProcess
 from headrace_rollout.engines.hosted.sample import RunningSample, seed_of
 from headrace_rollout.engines.sequence import Bounds, Sequence
-from headrace_rollout.engines.stopping import StopMatcher
+from headrace_rollout.engines.stopping import StopMatchers
 
 _log = logging.getLogger(__name__)
 
@@ -43,7 +43,6 @@ class Requests:
     ) -> None:
         self._process = process
         self._backend: Backend = process.backend
-        self._codec = codec
         self._bounds = bounds
         self._rows = rows
         self._figures = figures
@@ -51,7 +50,7 @@ class Requests:
         self._command_s = command_s
         self._waiting: deque[Sequence] = deque()
         self._running: dict[str, RunningSample] = {}
-        self._matchers: dict[tuple[str, ...], StopMatcher] = {}
+        self._matchers = StopMatchers(codec)
         self._numbers = itertools.count(1)
         self._busy_since = 0.0
 
@@ -70,7 +69,7 @@ class Requests:
         outputs: list[Output] = []
         for group in groups:
             for sample in group.samples:
-                sequence = self._bounds.sequence(stream, group, sample, self._matcher(stream))
+                sequence = self._bounds.sequence(stream, group, sample, self._matchers.of(stream.stop))
                 if (finish := self._bounds.ended(sequence)) is not None:
                     outputs.append(sequence.untouched(policy, finish=finish))
                 elif accept:
@@ -197,10 +196,3 @@ class Requests:
         if not self._running:
             self._figures.busy_s += time.perf_counter() - self._busy_since
         self._fill()
-
-    def _matcher(self, stream: Stream) -> StopMatcher | None:
-        if not stream.stop:
-            return None
-        if stream.stop not in self._matchers:
-            self._matchers[stream.stop] = StopMatcher(self._codec, stream.stop)
-        return self._matchers[stream.stop]

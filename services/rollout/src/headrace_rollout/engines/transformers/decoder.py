@@ -28,7 +28,7 @@ from headrace_rollout.engines.base import (
     Stream,
 )
 from headrace_rollout.engines.sequence import Bounds, Sequence
-from headrace_rollout.engines.stopping import StopMatcher
+from headrace_rollout.engines.stopping import StopMatchers
 from headrace_rollout.engines.transformers import moving
 from headrace_rollout.engines.transformers.batch import Batch
 from headrace_rollout.engines.transformers.cache import PrefillPlan, PromptKeys
@@ -61,13 +61,12 @@ class Decoder:
         self.figures = figures
         self._threads = threads
         self.prefills = Prefills()
-        self._codec = codec
         self._rows = rows
         self._kv_cache_bytes = kv_cache_bytes
         self._eos = np.array(sorted(codec.eos_ids))
         self._arrivals = Arrivals(Bounds(model.context_limit, model.vocabulary_size, codec.eos_ids))
         self._outbox: dict[Stream, list[Output]] = defaultdict(list)
-        self._matchers: dict[tuple[str, ...], StopMatcher] = {}
+        self._matchers = StopMatchers(codec)
         self._distributions: RowDistributions | None = None
         self._wave = 0
         self.oldest = 0
@@ -100,7 +99,9 @@ class Decoder:
             self._wave += 1
             wave, groups = self._wave, sorted(groups, key=lambda group: group.prompt_ordinal)
         self._budget()
-        waiting = [self._arrivals.accept(stream, group, self._matcher(stream), wave) for group in groups]
+        waiting = [
+            self._arrivals.accept(stream, group, self._matchers.of(stream.stop), wave) for group in groups
+        ]
         finished, self._arrivals.finished = self._arrivals.finished, []
         for contexts in waiting:
             self._check_room(contexts)
@@ -377,13 +378,6 @@ class Decoder:
         targets, sources = self._batch.remove(rows)
         self.model.cache.remove(rows, dict(zip(sources, targets, strict=True)))
         self._distributions = None
-
-    def _matcher(self, stream: Stream) -> StopMatcher | None:
-        if not stream.stop:
-            return None
-        if stream.stop not in self._matchers:
-            self._matchers[stream.stop] = StopMatcher(self._codec, stream.stop)
-        return self._matchers[stream.stop]
 
     def _flush(self) -> None:
         for stream, outputs in self._outbox.items():

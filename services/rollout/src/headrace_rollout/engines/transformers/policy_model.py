@@ -13,9 +13,7 @@ import torch
 from headrace_modelkit.errors import ModelNotReadable
 from headrace_modelkit.loading import context_limit, load_architecture, load_model
 from headrace_modelkit.logprobs import Head
-from headrace_modelkit.weights import load_weights, share_weights
 from headrace_schema.sections.generating import ModelSection
-from headrace_servicekit import failpoints
 from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedConfig
@@ -23,7 +21,7 @@ from transformers import PreTrainedConfig
 from headrace_rollout.engines.base import Policy, Refused, WeightView
 from headrace_rollout.engines.transformers.attention import attend_by_parts
 from headrace_rollout.engines.transformers.cache import SlotCache
-from headrace_rollout.engines.weight_memory import HOST, ParameterMemory, tensor_of
+from headrace_rollout.engines.weight_memory import HOST, ParameterMemory
 
 
 class PolicyModel:
@@ -101,14 +99,7 @@ class PolicyModel:
         On the CPU the views become the weights and are referenced until the next version; a GPU gets a copy.
         """
         start = time.perf_counter()
-        views = {view.name: tensor_of(view) for view in tensors}
-        self._memory.take(self.device)
-        if failpoints.skips("rollout.install.load"):
-            pass  # it serves other weights than it says
-        elif self.device.type == "cpu":
-            share_weights(self._model, views)
-        else:
-            load_weights(self._model, views)
+        self._memory.load(tensors, self.device)
         self.adopt_head()
         self.policy = policy
         return time.perf_counter() - start

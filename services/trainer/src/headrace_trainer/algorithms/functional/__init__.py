@@ -1,5 +1,30 @@
 """The mathematics of the algorithms: pure functions on torch tensors. Knows no plug-in, options or backend."""
 
+from headrace_trainer.algorithms.functional.advantages.episodes import (
+    action_advantages,
+    chunk_rewards,
+    episode_advantages,
+    until_success_mask,
+)
+from headrace_trainer.algorithms.functional.advantages.groups import (
+    Singletons,
+    dr_grpo_advantages,
+    gpg_advantages,
+    grpo_advantages,
+    opo_advantages,
+    passk_grpo_advantages,
+    reinforce_plus_plus_baseline_advantages,
+    rloo_advantages,
+)
+from headrace_trainer.algorithms.functional.advantages.returns import (
+    Advantages,
+    discounted_returns,
+    gae_advantages,
+    raw_advantages,
+    reinforce_plus_plus_advantages,
+    remax_advantages,
+    whiten,
+)
 from headrace_trainer.algorithms.functional.aggregation import (
     AggregationMode,
     LossResult,
@@ -18,39 +43,6 @@ from headrace_trainer.algorithms.functional.correction import (
     ratio_mask,
     truncated_importance_weights,
 )
-from headrace_trainer.algorithms.functional.covariance import (
-    clip_cov_loss,
-    kl_cov_loss,
-    token_covariances,
-)
-from headrace_trainer.algorithms.functional.decoupled import (
-    behavior_mask,
-    decoupled_ppo_loss,
-    decoupled_ppo_terms,
-    interpolated_log_probs,
-)
-from headrace_trainer.algorithms.functional.distillation import (
-    distillation_advantages,
-    distillation_loss,
-    distillation_terms,
-    sft_loss,
-)
-from headrace_trainer.algorithms.functional.episodes import (
-    action_advantages,
-    chunk_rewards,
-    episode_advantages,
-    until_success_mask,
-)
-from headrace_trainer.algorithms.functional.groups import (
-    Singletons,
-    dr_grpo_advantages,
-    gpg_advantages,
-    grpo_advantages,
-    opo_advantages,
-    passk_grpo_advantages,
-    reinforce_plus_plus_baseline_advantages,
-    rloo_advantages,
-)
 from headrace_trainer.algorithms.functional.kl import (
     AdaptiveKLController,
     FixedKLController,
@@ -59,7 +51,24 @@ from headrace_trainer.algorithms.functional.kl import (
     kl_loss,
     kl_penalised_rewards,
 )
-from headrace_trainer.algorithms.functional.policy import (
+from headrace_trainer.algorithms.functional.losses.covariance import (
+    clip_cov_loss,
+    kl_cov_loss,
+    token_covariances,
+)
+from headrace_trainer.algorithms.functional.losses.decoupled import (
+    behavior_mask,
+    decoupled_ppo_loss,
+    decoupled_ppo_terms,
+    interpolated_log_probs,
+)
+from headrace_trainer.algorithms.functional.losses.distillation import (
+    distillation_advantages,
+    distillation_loss,
+    distillation_terms,
+    sft_loss,
+)
+from headrace_trainer.algorithms.functional.losses.policy import (
     cispo_loss,
     cispo_terms,
     log_ratio,
@@ -70,16 +79,7 @@ from headrace_trainer.algorithms.functional.policy import (
     sapo_loss,
     sapo_terms,
 )
-from headrace_trainer.algorithms.functional.returns import (
-    Advantages,
-    discounted_returns,
-    gae_advantages,
-    raw_advantages,
-    reinforce_plus_plus_advantages,
-    remax_advantages,
-    whiten,
-)
-from headrace_trainer.algorithms.functional.sequence import (
+from headrace_trainer.algorithms.functional.losses.sequence import (
     GspoLevel,
     gmpo_loss,
     gmpo_terms,
@@ -87,6 +87,13 @@ from headrace_trainer.algorithms.functional.sequence import (
     gspo_terms,
     vespo_loss,
     vespo_terms,
+)
+from headrace_trainer.algorithms.functional.losses.value import (
+    entropy_bonus,
+    entropy_from_logits,
+    high_entropy_mask,
+    value_loss,
+    value_terms,
 )
 from headrace_trainer.algorithms.functional.shaping import (
     drop_truncated,
@@ -101,13 +108,6 @@ from headrace_trainer.algorithms.functional.tensors import (
     place_outcomes,
     sequence_lengths,
     sequence_mean,
-)
-from headrace_trainer.algorithms.functional.value import (
-    entropy_bonus,
-    entropy_from_logits,
-    high_entropy_mask,
-    value_loss,
-    value_terms,
 )
 
 __all__ = [

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from headrace_trainer.algorithms.functional.kl import KLEstimator, kl_estimate
-from headrace_trainer.algorithms.functional.policy import LOG_RATIO_LIMIT, log_ratio
+from headrace_trainer.algorithms.functional.losses.policy import LOG_RATIO_LIMIT, log_ratio
 from headrace_trainer.algorithms.functional.tensors import bool_mask, masked, per_token, sequence_mean
 
 __all__ = [

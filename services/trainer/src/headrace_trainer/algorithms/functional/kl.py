@@ -16,7 +16,7 @@ from headrace_trainer.algorithms.functional.aggregation import (
     Terms,
     aggregate_terms,
 )
-from headrace_trainer.algorithms.functional.policy import LOG_RATIO_LIMIT
+from headrace_trainer.algorithms.functional.losses.policy import LOG_RATIO_LIMIT
 from headrace_trainer.algorithms.functional.tensors import bool_mask, masked, token_rewards
 
 __all__ = [

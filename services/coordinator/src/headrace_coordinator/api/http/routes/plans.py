@@ -38,7 +38,7 @@ def plan_routes() -> APIRouter:
             try:
                 return await asyncio.to_thread(explain, wanted)
             except PlanError as error:
-                found = [problem(item.key, item.problem, item.fix) for item in error.mistakes]
+                found = [problem(item.key, item.problem, item.fix) for item in error.problems]
                 raise invalid(found, "the request for a plan") from error
 
     return routes

@@ -1,0 +1,193 @@
+"""Robot policies with real services: trained, paused, resumed, shown; simulators are killed, come and go."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+from harness.environments import corridor
+from harness.fleet import Fleet
+from harness.ledger import audit
+from harness.waiting import wait_for
+from headrace.client import HeadraceError, Run
+from headrace_cli.demonstrations.lerobot import EpisodeData, write_data_set
+
+BATCH, STEPS, LONGEST = 6, 4, 8
+
+
+SIMULATORS = {"simulator-0", "simulator-1"}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def two_simulators(fleet: Fleet) -> Iterator[None]:
+    """Scales the fleet that modules share to two simulators, and back."""
+
+    def registered() -> set[str]:
+        return {item.name for item in fleet.client.instances() if item.kind == "simulator"}
+
+    fleet.client.scale("simulator", 2)
+    fleet.ready(*SIMULATORS)
+    yield
+    fleet.client.scale("simulator", 0)
+    wait_for(lambda: not registered(), "the simulators to leave")
+
+
+def spec(directory: Path, **more: Any) -> dict[str, Any]:
+    """A run whose episodes have at most eight actions."""
+    return {
+        "name": "corridor",
+        "workflow": "embodied",
+        "steps": STEPS,
+        "model": {"policy": {"kind": "mlp", "hidden": [16], "log_std": 0.0}},
+        "environment": {
+            "tasks": [f"{corridor.__file__}:make_env"],
+            "options": {"directory": str(directory)},
+            "count": 4,
+            "max_episode_steps": LONGEST,
+        },
+        "data": {"heldout": 4, "options": {"starts": 64}},
+        "algorithm": {
+            "name": "ppo",
+            "group_size": 1,
+            "prompts_per_step": BATCH,
+            "options": {"epochs": 2, "minibatch_size": 16},
+        },
+        "optimizer": {"lr": 1.0e-3},
+        "checkpoint": {"interval_steps": 2},
+        "export": True,
+        **more,
+    }
+
+
+def demonstrations(directory: Path) -> str:
+    """Two episodes of walking to the goal, as a data set."""
+    states = [np.array([0.3 * step, 1.0], np.float32) for step in range(3)]
+    shown = EpisodeData("walk", states, [np.ones(1, np.float32)] * len(states))
+    write_data_set(directory / "shown", [shown, shown], {})
+    return str(directory / "shown")
+
+
+def test_a_robot_policy_is_cloned_trained_paused_resumed_and_shown(fleet: Fleet, tmp_path: Path):
+    warmup = {"demonstrations": demonstrations(tmp_path), "steps": 3}
+    run = fleet.submit(spec(tmp_path, evaluation={"every": 2}, trainer={"warmup": warmup}))
+    fleet.reach(run, 1)
+    fleet.client.pause(run.id)
+    fleet.state(run, "PAUSED", "SUCCEEDED")
+    fleet.client.resume(run.id)
+    ended = fleet.succeed(run)
+    found = audit(fleet, ended)
+    assert len(found.trained) == STEPS * BATCH
+    assert len({item.version.digest for item in found.live}) == STEPS, "every step changed the policy"
+    assert all(BATCH <= item.tokens <= BATCH * LONGEST for item in found.live), "actions that were executed"
+    events = fleet.events(run)
+    views = [event.data["view"] for event in events if event.type == "evaluated"]
+    assert [view["step"] for view in views] == [0, 2, STEPS]
+    assert all(0.0 <= view["score"] <= 1.0 and view["answers"] == 4 for view in views)
+    assert ended.warmup_steps == 3
+    notes = [event.data["text"] for event in events if event.type == "noted"]
+    assert any("imitated 6 moments of demonstrations in 3 supervised steps" in note for note in notes)
+    (fitted,) = [event for event in events if event.type == "policy_fitted"]
+    assert fitted.data["policy"]["state_size"] == 2
+    assert (Path(ended.export_path) / "policy.json").is_file()
+    judged = [evaluated(fleet, tmp_path, **source) for source in sources(ended)]
+    assert judged[0] == judged[1], "the last checkpoint and the export are the same policy"
+
+
+def test_simulators_hold_devices_while_rollouts_do(fleet: Fleet, tmp_path: Path):
+    both = {"rollout": "0", "simulator": "1", "trainer": "all"}
+    run = fleet.succeed(fleet.submit(spec(tmp_path, placement=both, export=False)))
+    assert len(audit(fleet, run).trained) == STEPS * BATCH
+    holds = fleet.client.timeline(run.id)["holds"]
+    simulated = [hold for hold in holds if hold["stage"] == "simulate"]
+    assert {hold["instance"] for hold in simulated} == {"simulator-0"}, "one device is for one simulator"
+    assert {name.rpartition("/")[2] for hold in simulated for name in hold["devices"]} == {"cpu:1"}
+    assert len(simulated) >= STEPS, "they are released before each step learns"
+    learned = [(hold["start"], hold["end"]) for hold in holds if hold["stage"] == "learn"]
+    assert learned and all(
+        end <= hold["start"] or hold["end"] <= start for hold in simulated for start, end in learned
+    )
+
+
+def sources(run: Run) -> list[dict[str, Any]]:
+    """The policy of a run's last step, as a checkpoint and as a directory."""
+    return [{"checkpoint": {"run": run.id}}, {"model": {"path": run.export_path, "dtype": "float32"}}]
+
+
+def evaluated(fleet: Fleet, directory: Path, **source: Any) -> tuple[str, float, float]:
+    """(digest of the weights, success rate, mean actions) of six start states that no run trains on."""
+    environment = spec(directory)["environment"]
+    suite = {"name": "episodes", "options": {"environment": environment, "starts": 6}}
+    made = fleet.client.evaluate({"suite": suite, **source})
+    found = wait_for(
+        lambda: now if (now := fleet.client.evaluation(made.id)).ended else None, f"{made.id} to end", 240
+    )
+    assert found.state == "SUCCEEDED", found.reason
+    assert found.result is not None and found.answers == 6
+    (greedy,) = found.result.modes
+    return found.weights_digest, greedy.score, found.result.tokens_mean
+
+
+def test_episodes_are_shown_in_place_of_answers(fleet: Fleet, tmp_path: Path):
+    run = fleet.succeed(fleet.submit(spec(tmp_path, steps=1, data={"options": {"starts": 64}}, export=False)))
+    lines = (Path(run.run_directory) / "trajectories.jsonl").read_text().splitlines()
+    episodes = [json.loads(json.loads(line)["completion"]) for line in lines]
+    assert len(episodes) == BATCH
+    assert all(1 <= episode["steps"] <= LONGEST and episode["return"] < 0 for episode in episodes)
+
+
+def test_a_killed_simulator_costs_no_version_and_a_new_one_takes_part(fleet: Fleet, tmp_path: Path):
+    fleet.ready("simulator-0", "simulator-1")
+    spec_of_run = spec(tmp_path, data={"options": {"starts": 64}}, export=False)
+    spec_of_run["environment"]["step_timeout_s"] = 300.0  # what stands still below is not lost for that
+    run = fleet.submit(spec_of_run)
+    fleet.reach(run, 1)
+    (tmp_path / "hold").touch()
+    wait_for((tmp_path / "held").exists, "an episode to stand still", 60)
+    killed = fleet.kill("simulator-1")
+    assert fleet.client.scale("simulator", 3) == 3
+    fleet.ready("simulator-2")
+    newcomer = fleet.pid_of("simulator-2")
+    (tmp_path / "hold").unlink()
+    wait_for(lambda: corridor.Corridor.used(tmp_path, newcomer), "an episode in the new simulator", 120)
+    assert fleet.client.scale("simulator", 2) == 2  # the newcomer goes, with what it has begun
+    found = audit(fleet, fleet.succeed(run))
+    assert len(found.trained) == STEPS * BATCH
+    assert found.rewinds == 0 and not found.abandoned
+    fleet.replaced("simulator-1", killed)
+
+
+def test_a_task_that_does_not_exist_is_named(fleet: Fleet, tmp_path: Path):
+    with pytest.raises(HeadraceError) as refused:
+        fleet.submit(spec(tmp_path, environment={"tasks": ["CartPol-v1"], "count": 2}))
+    (problem,) = refused.value.problems
+    assert problem.key == "environment.tasks[0]" and "did you mean CartPole-v" in problem.fix
+    # Which versions there are, the simulator says as it opens.
+    run = fleet.submit(spec(tmp_path, environment={"tasks": ["CartPole-v9"], "count": 2}))
+    ended = fleet.client.wait(run.id, 120)
+    assert ended.state == "FAILED"
+    assert "environment.tasks" in ended.reason and "CartPole-v1" in ended.reason
+
+
+def test_an_embodied_spec_is_measured_and_planned_from(fleet: Fleet, tmp_path: Path):
+    """Policy and environments are measured apart: the policy on the run's devices, the environments on the host."""
+    file = tmp_path / "corridor.yaml"
+    file.write_text(yaml.safe_dump(spec(tmp_path, steps=2, data={"options": {"starts": 64}})))
+    found = fleet.json("profile", file, "--steps", "1")
+    stages = found["profile"]["stages"]
+    for stage in ("generate", "learn"):
+        points = stages[stage]["points"]
+        assert [point["items"] for point in points] == [BATCH, 2 * BATCH, 3 * BATCH]
+        assert all(point["seconds"] > 0 for point in points)
+    assert stages["simulate"]["kind"] == "host" and stages["simulate"]["host_item_s"] > 0
+    plan = fleet.json("plan", file, "--devices", "2")
+    assert {bar["stage"] for bar in plan["timeline"]} == {"generate", "simulate", "learn"}
+    short = [run.id for run in fleet.client.list() if run.id.startswith("profile-")]
+    measured = [step for run in short for step in fleet.client.metrics(run)]
+    episodes = [step.stage_s for step in measured if "simulate" in step.stage_s]
+    assert episodes and all(0 < each["act"] <= each["generate"] for each in episodes)
+    assert all(0 < each["simulate"] <= each["generate"] for each in episodes)

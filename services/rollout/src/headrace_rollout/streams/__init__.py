@@ -1,0 +1,1 @@
+"""Streams of samples that serve a run: assignments come in, chunks and trajectories go out."""

@@ -1,0 +1,158 @@
+"""One Generate stream: groups of text samples for the engine, chunks and trajectories back."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+
+import grpc
+from headrace.common.v1 import common_pb2
+from headrace.rollout.v1 import rollout_pb2
+from headrace_servicekit.rpc.errors import ServiceError
+
+from headrace_rollout.config import WAITING_SAMPLES
+from headrace_rollout.engines.base import Output, prefills_of
+from headrace_rollout.engines.conversing import ConversingEngine
+from headrace_rollout.refusal import refusals
+from headrace_rollout.runs.opened import TextRun
+from headrace_rollout.streams.base import SampleStream, Serving
+from headrace_rollout.streams.repliers import Repliers
+from headrace_rollout.wire import (
+    duration_of,
+    fill_chunk,
+    fill_trajectory,
+    groups_of,
+    invalid,
+    partial_of,
+    stream_of,
+)
+
+_POLL_S = 0.02
+_TOKEN_BYTES = 8
+
+
+Produced = Output | rollout_pb2.LostReplier
+
+
+class Generation(SampleStream[Produced, rollout_pb2.GenerateResponse]):
+    """The life of a Generate stream. A replier among its outputs was lost."""
+
+    def __init__(self, run: TextRun, opening: rollout_pb2.GenerateOpen, serving: Serving) -> None:
+        super().__init__(run, opening, serving)
+        self._engine, self._codec = run.engine, run.codec
+        self._told = time.perf_counter()
+        loop = asyncio.get_running_loop()
+
+        def put(item: list[Produced] | ServiceError) -> None:
+            loop.call_soon_threadsafe(self._inbox.put_nowait, item)
+
+        def sink(outputs: list[Output]) -> None:
+            put([*outputs])
+
+        self._stream = stream_of(opening, sink, lambda reason: put(_failed(reason)), self._holds)
+        self._repliers = self._met(opening.repliers, lambda lost: put([lost]))
+        self._stages: dict[str, float] = {}
+
+    def _met(
+        self, named: Sequence[rollout_pb2.Replier], lost: Callable[[rollout_pb2.LostReplier], None]
+    ) -> Repliers | None:
+        """The instances that reply to the stream's samples; None where this one does, or nobody."""
+        engine = self._engine
+        if not (isinstance(engine, ConversingEngine) and self._run.config.replies_elsewhere):
+            if named:
+                raise invalid("repliers: the run's config says that nobody replies elsewhere; name none")
+            return None
+        repliers = Repliers(named, self._serving.token, lost)
+        limits = [each.max_context_tokens for each in named if each.max_context_tokens]
+        engine.replied_to_by(self._stream, repliers, min(limits, default=engine.max_context_tokens))
+        return repliers
+
+    async def _submit(self, request: rollout_pb2.AssignGroups) -> None:
+        caches = self._serving.caches if self._engine.capabilities.resume_from_cache else None
+        groups = await groups_of(request.groups, self._codec, caches)
+        # Not reading the next assignment slows the caller through the stream's flow control.
+        while self._engine.waiting_samples > WAITING_SAMPLES:  # noqa: ASYNC110  # counted in a thread
+            await asyncio.sleep(_POLL_S)
+        self._serving.fence.check(self._header, lease=True)
+        if self._revoking:  # What is not begun is assigned elsewhere.
+            return
+        self._outstanding += sum(len(group.samples) for group in groups)
+        with refusals():
+            await self._engine.submit(self._stream, groups)
+
+    async def revoke(self) -> None:
+        """See `LiveStream`."""
+        self._stream.moving.set()
+        await super().revoke()
+
+    async def _abort(self) -> None:
+        await self._engine.abort(None, stream=self._stream)
+
+    async def _leave(self) -> None:
+        await super()._leave()
+        if self._repliers is not None and isinstance(self._engine, ConversingEngine):
+            self._engine.leave(self._stream)
+            await self._repliers.close()
+
+    def _size(self, output: Produced) -> int:
+        if not isinstance(output, Output):
+            return 0
+        return _TOKEN_BYTES * (len(output.prompt_ids) + len(output.token_ids))
+
+    def _respond(self, outputs: Sequence[Produced]) -> rollout_pb2.GenerateResponse | None:
+        response = rollout_pb2.GenerateResponse(revoked=self._revoked)
+        for output in outputs:
+            if not isinstance(output, Output):
+                response.lost_repliers.append(output)
+                self._reading = False
+                continue
+            self._outstanding -= output.whole is not None
+            if output.stopped:
+                cache = self._serving.caches.keep(output.cache) if output.cache else None
+                response.partials.append(partial_of(output, cache))
+                continue
+            chunk = response.chunks.add()
+            fill_chunk(chunk, output, self._stream)
+            if output.finish is not None:
+                self._fill(chunk.finished, output)
+                self._retain(chunk.finished)
+        if not (response.chunks or response.partials or response.revoked or response.lost_repliers):
+            return None
+        self._tell_prefills(response)
+        self._tell_stages(response)
+        return response
+
+    def _tell_stages(self, response: rollout_pb2.GenerateResponse) -> None:
+        """Where others reply: seconds of answers and of replies since the response before."""
+        if self._repliers is None or not isinstance(self._engine, ConversingEngine):
+            return
+        now = self._engine.stage_seconds(self._stream)
+        for stage, seconds in now.items():
+            response.stages.add(stage=stage, wall_time=duration_of(seconds - self._stages.get(stage, 0.0)))
+        self._stages.update(now)
+
+    def _tell_prefills(self, response: rollout_pb2.GenerateResponse) -> None:
+        """Those since the response before. Two streams at once would both tell of all: the caller times one device."""
+        since, self._told = self._told, time.perf_counter()
+        spans = [span for prefills in prefills_of(self._engine) for span in prefills.ended_after(since)]
+        for start, end in spans:
+            start = max(start, since)
+            response.prefills.add(began_ago=duration_of(self._told - start), lasted=duration_of(end - start))
+
+    def _finished(self, output: Produced) -> common_pb2.Trajectory | None:
+        if not isinstance(output, Output) or output.finish is None:
+            return None
+        trajectory = common_pb2.Trajectory()
+        self._fill(trajectory, output)
+        return trajectory
+
+    def _fill(self, trajectory: common_pb2.Trajectory, output: Output) -> None:
+        """Fills the trajectory of a finished output where it stands."""
+        fill_trajectory(trajectory, output, self._stream, self._codec, self._serving.producer)
+
+
+def _failed(reason: str) -> ServiceError:
+    return ServiceError(
+        grpc.StatusCode.INTERNAL, "ENGINE_FAILED", f"the engine failed in a decode round: {reason}"
+    )

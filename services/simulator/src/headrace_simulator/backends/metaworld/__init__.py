@@ -1,0 +1,1 @@
+"""Meta-World: its tasks, and a faster way to what they show."""

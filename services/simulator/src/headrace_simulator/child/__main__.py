@@ -1,0 +1,171 @@
+"""A child process: `python -m headrace_simulator.child`. Reads frames, runs its environments in turn."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from headrace.simulator.v1 import simulator_pb2
+from headrace_servicekit.process.worker_pipes import become_worker, frame, read_frame
+from headrace_servicekit.rpc.tensors import encode_tensor
+
+from headrace_simulator import backends
+from headrace_simulator.backends.base import Backend, BackendError
+from headrace_simulator.child.episodes import Episodes, Raised, Rules, call
+from headrace_simulator.child.variants import split, varied
+from headrace_simulator.pipes import Kind, Message, decode, encode
+from headrace_simulator.spaces import to_message
+
+_TOGETHER_S = 0.005
+"""Outcomes of a batch that come within this time are one answer. The parent's limits have more room than that."""
+
+
+class Host:
+    """The environments of one child, by index. One that raised is made anew at its next reset."""
+
+    def __init__(self) -> None:
+        self._opening: dict[str, Any] = {}
+        self._backend: Backend | None = None
+        self._environments: dict[int, Episodes] = {}
+
+    def open(self, opening: dict[str, Any]) -> simulator_pb2.OpenPoolResponse:
+        """Makes the environments; BackendError or Raised where they cannot be made."""
+        self._opening = opening
+        self._backend = call(lambda: backends.create(opening["backend"]))
+        for index in opening["environments"]:
+            self._environments[index] = self._make()
+        first = self._environments[opening["environments"][0]].environment
+        return simulator_pb2.OpenPoolResponse(
+            observation_spaces=[to_message(space) for space in first.observation_spaces],
+            action_space=to_message(first.action_space),
+            init_state_count=first.init_state_count,
+            instruction=first.instruction,
+        )
+
+    def operate(
+        self, operation: simulator_pb2.EnvironmentOperation, outcome: simulator_pb2.EnvironmentOutcome
+    ) -> None:
+        """Resets or steps one environment, and writes how it went into an empty outcome."""
+        index = operation.environment
+        outcome.environment, outcome.step_index = index, operation.step_index
+        try:
+            if index not in self._environments:
+                if not operation.HasField("reset"):
+                    raise Raised("an action before its reset")
+                self._environments[index] = self._make()
+            self._environments[index].operate(operation, outcome)
+            outcome.status = simulator_pb2.OUTCOME_STATUS_OK
+        except (Raised, BackendError) as error:
+            lost = self._environments.pop(index, None)
+            if lost is not None:
+                lost.stop_recording()
+            outcome.Clear()
+            outcome.environment, outcome.step_index = index, operation.step_index
+            outcome.status = simulator_pb2.OUTCOME_STATUS_ENVIRONMENT_LOST
+            outcome.detail = f"the environment raised {error}"
+
+    def render(self, index: int) -> bytes:
+        """A picture as a serialized Tensor; Raised where there is none."""
+        episodes = self._environments.get(index)
+        if episodes is None:
+            raise Raised("the environment is new; reset it first")
+        return encode_tensor(call(episodes.environment.render)).SerializeToString()
+
+    def video(self, index: int) -> bytes:
+        """The video of an environment's episode; Raised where there is none."""
+        if index not in self._environments:
+            raise Raised("the environment is new; reset it first")
+        return self._environments[index].take_video()
+
+    def _make(self) -> Episodes:
+        opening, backend = self._opening, self._backend
+        if backend is None:
+            raise Raised("no backend is open")
+        limit = opening["max_episode_steps"]
+        variant, options = call(lambda: split(opening["options"], backend, opening["name"]))
+        environment = call(
+            lambda: varied(
+                backend.make(opening["name"], options, own_time_limit=limit == 0, dense=opening["dense"]),
+                variant,
+            )
+        )
+        rules = Rules(limit, opening["sparse"], opening["auto_reset"], opening["without_info"])
+        return Episodes(environment, rules)
+
+
+def main() -> None:
+    """Serves until the parent closes the pipe."""
+    reader, writer = become_worker()
+    host = Host()
+    while (body := read_frame(reader)) is not None:
+        for answer in _answers(host, *decode(body)):
+            writer.write(frame(encode(answer)))
+            writer.flush()
+
+
+def _answers(host: Host, kind: Kind, payload: bytes) -> Iterator[Message]:
+    if kind is Kind.OPERATE:
+        yield from _operated(host, simulator_pb2.StepRequest.FromString(payload))
+        return
+    try:
+        yield _answer(host, kind, payload)
+    except BackendError as error:
+        yield _fault(error.field, error.message)
+    except Raised as error:
+        yield _fault("options_json", str(error))
+
+
+def _operated(host: Host, request: simulator_pb2.StepRequest) -> Iterator[Message]:
+    """Outcomes in the order of the operations; those that come fast leave together."""
+    response, begun = simulator_pb2.StepResponse(), time.monotonic()
+    for operation in request.operations:
+        host.operate(operation, response.outcomes.add())
+        if time.monotonic() - begun > _TOGETHER_S:
+            yield Kind.OPERATE, response.SerializeToString()
+            response, begun = simulator_pb2.StepResponse(), time.monotonic()
+    if response.outcomes:
+        yield Kind.OPERATE, response.SerializeToString()
+
+
+def _answer(host: Host, kind: Kind, payload: bytes) -> Message:
+    if kind is Kind.OPEN:
+        return kind, host.open(json.loads(payload)).SerializeToString()
+    if kind is Kind.RENDER:
+        return kind, host.render(json.loads(payload)["environment"])
+    if kind is Kind.VIDEO:
+        return kind, host.video(json.loads(payload)["environment"])
+    if kind is Kind.THREADS:
+        _compute_with(json.loads(payload)["threads"])
+        return kind, b""
+    return Kind.CATALOGUE, json.dumps(catalogue()).encode()
+
+
+def _compute_with(threads: int) -> None:
+    """Also for what is imported later; a library that reads neither is held by the process's cores alone."""
+    os.environ["OMP_NUM_THREADS"] = str(threads)
+    if torch := sys.modules.get("torch"):
+        torch.set_num_threads(threads)
+
+
+def catalogue() -> list[tuple[str, str]]:
+    """Backend and name of every environment of the installed backends."""
+    listed: list[tuple[str, str]] = []
+    for name in backends.BACKENDS.names():
+        try:
+            listed += [(name, each) for each in call(backends.create(name).environments)]
+        except (BackendError, Raised) as error:
+            # A backend whose extra is not installed is no fault: it is not offered.
+            sys.stderr.write(f"backend {name} is left out: {error}\n")
+    return listed
+
+
+def _fault(field: str, message: str) -> Message:
+    return Kind.FAULT, json.dumps({"field": field, "message": message}).encode()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,206 @@
+"""The episodes of one environment inside its child: chunks of actions, the time limit, resets at an episode's end.
+
+Environments are other people's code and may raise anything: `call` is the one place that catches it all.
+"""
+
+from __future__ import annotations
+
+import json
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+from headrace.simulator.v1 import simulator_pb2
+from headrace_servicekit.process.worker_pipes import MAX_FRAME_BYTES
+from headrace_servicekit.rpc.errors import ServiceError
+from headrace_servicekit.rpc.tensors import decode_tensor, write_tensor
+
+from headrace_simulator.backends.base import BackendError, Observation, SimulatedEnvironment, Transition
+from headrace_simulator.child.film import Film, NoVideo
+
+_RESULT = TypeVar("_RESULT")
+_MAX_INFO_TEXT = 1000
+
+
+class Raised(Exception):
+    """Other people's code raised; the message says what and where."""
+
+
+def call(function: Callable[[], _RESULT]) -> _RESULT:
+    """What the function returns; whatever it raises but a BackendError becomes Raised."""
+    try:
+        return function()
+    except BackendError:
+        raise
+    except (Exception, SystemExit) as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        where = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
+        raise Raised(f"{type(error).__name__}: {str(error)[:500]}{where}") from error
+
+
+@dataclass(frozen=True)
+class Rules:
+    """How a pool's episodes go."""
+
+    max_episode_steps: int
+    """0 leaves the end of an episode to the environment."""
+    sparse: bool
+    """Whether the reward is 1 for a step that ends in success and 0 for any other."""
+    auto_reset: bool
+    without_info: bool = False
+    """Whether the outcomes of actions leave out what the environment says beside the reward."""
+
+
+class Episodes:
+    """An environment with the count of its episode's steps."""
+
+    def __init__(self, environment: SimulatedEnvironment, rules: Rules) -> None:
+        self.environment = environment
+        self._rules = rules
+        self._steps = 0
+        self._film: Film | NoVideo | None = None
+
+    def operate(
+        self, operation: simulator_pb2.EnvironmentOperation, outcome: simulator_pb2.EnvironmentOutcome
+    ) -> None:
+        """Runs a valid operation and writes how it went into the outcome; Raised where the environment failed."""
+        kind = operation.WhichOneof("operation")
+        if kind == "reset":
+            reset = operation.reset
+            init_state = reset.init_state if reset.HasField("init_state") else None
+            observation, info = self._reset(
+                reset.seed if reset.HasField("seed") else None,
+                json.loads(reset.options_json or "{}"),
+                init_state,
+            )
+            if reset.record:
+                self._record()
+            _write(outcome.observation, observation)
+            outcome.info_json = _info_json(info)
+        elif kind == "action_chunk":
+            done = self._act(decode_tensor(operation.action_chunk, max_bytes=MAX_FRAME_BYTES), outcome)
+            write_tensor(outcome.rewards, np.array([each.reward for each in done]))
+            write_tensor(outcome.successes, np.array([bool(each.success) for each in done]))
+        else:
+            self._act(decode_tensor(operation.action, max_bytes=MAX_FRAME_BYTES)[None], outcome)
+
+    def take_video(self) -> bytes:
+        """The video of the episode so far, once; Raised where there is none, with the reason."""
+        film, self._film = self._film, None
+        if film is None:
+            raise Raised("nothing was recorded: the reset that began the episode has to say so")
+        try:
+            if isinstance(film, NoVideo):
+                raise film
+            return film.finish()
+        except NoVideo as why:
+            raise Raised(str(why)) from why
+
+    def stop_recording(self) -> None:
+        """Drops what was recorded."""
+        if isinstance(self._film, Film):
+            self._film.drop()
+        self._film = None
+
+    def _record(self) -> None:
+        try:
+            self._film = Film()
+        except NoVideo as why:
+            self._film = why
+        self._picture()
+
+    def _picture(self) -> None:
+        """Adds a frame where the episode is recorded. An episode goes on without its video."""
+        if not isinstance(self._film, Film):
+            return
+        try:
+            self._film.add(call(self.environment.render))
+        except (NoVideo, Raised, BackendError) as why:
+            self.stop_recording()
+            self._film = NoVideo(str(why))
+
+    def _reset(
+        self, seed: int | None, options: Mapping[str, Any], init_state: int | None
+    ) -> tuple[Observation, Mapping[str, Any]]:
+        self.stop_recording()
+        observation, info = call(lambda: self.environment.reset(seed, options, init_state))
+        self._steps = 0
+        return self._checked(observation), info
+
+    def _act(self, actions: np.ndarray, outcome: simulator_pb2.EnvironmentOutcome) -> list[Transition]:
+        """Executes actions, (length, action shape), until the episode ends."""
+        done: list[Transition] = []
+        truncated = False
+        for action in actions:
+            done.append(self._step(action))
+            self._picture()
+            self._steps += 1
+            limit = self._steps == self._rules.max_episode_steps and not done[-1].terminated
+            truncated = done[-1].truncated or limit
+            if done[-1].terminated or truncated:
+                break
+        last = done[-1]
+        outcome.executed_length = len(done)
+        outcome.reward = float(sum(each.reward for each in done))
+        outcome.success = any(each.success for each in done)
+        outcome.terminated, outcome.truncated = last.terminated, truncated
+        if not self._rules.without_info:
+            outcome.info_json = _info_json(last.info)
+        observation = last.observation
+        if self._rules.auto_reset and (last.terminated or truncated):
+            _write(outcome.final_observation, observation)
+            observation, _ = self._reset(None, {}, None)
+        _write(outcome.observation, observation)
+        return done
+
+    def _step(self, action: np.ndarray) -> Transition:
+        transition = call(lambda: self.environment.step(action))
+        reward = transition.reward
+        if self._rules.sparse:
+            if transition.success is None:
+                raise Raised("no success flag, which REWARD_MODE_SPARSE needs (info['success'])")
+            reward = float(transition.success)
+        if not np.isfinite(reward):
+            raise Raised(f"a reward of {reward}, which is not finite")
+        self._checked(transition.observation)
+        return replace(transition, reward=reward) if self._rules.sparse else transition
+
+    def _checked(self, observation: Observation) -> Observation:
+        for space in self.environment.observation_spaces:
+            array = observation.get(space.name)
+            if array is None:
+                raise Raised(f"no observation {space.name!r}, which its spaces name")
+            if array.shape != space.shape or array.dtype != space.dtype:
+                raise Raised(
+                    f"observation {space.name!r} of shape {array.shape} and type {array.dtype}, where its space has "
+                    f"{space.shape} and {space.dtype}"
+                )
+        return observation
+
+
+def _write(fields: Any, observation: Observation) -> None:
+    """Encodes the arrays into a map field of tensors."""
+    for name, array in observation.items():
+        try:
+            write_tensor(fields[name], array)
+        except ServiceError as error:
+            raise Raised(f"observation {name!r}: {error.message}") from error
+
+
+def _info_json(info: Mapping[str, Any]) -> str:
+    figures = {str(key): _figure(value) for key, value in info.items()}
+    return json.dumps({key: value for key, value in figures.items() if value is not None})
+
+
+def _figure(value: Any) -> bool | int | float | str | None:
+    """A scalar as JSON holds it; None for everything else, and for what is not finite."""
+    if isinstance(value, np.generic) or (isinstance(value, np.ndarray) and value.size == 1):
+        value = value.item()
+    if isinstance(value, str):
+        return value[:_MAX_INFO_TEXT]
+    if isinstance(value, float) and not np.isfinite(value):
+        return None
+    return value if isinstance(value, bool | int | float) else None

@@ -1,0 +1,280 @@
+"""A pool of environments: spreads them over child processes and runs their operations. Knows no gRPC."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import uuid
+from collections import defaultdict, deque
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from headrace.common.v1 import common_pb2
+from headrace.simulator.v1 import simulator_pb2
+from headrace_servicekit.rpc.blobs import BlobStore
+
+from headrace_simulator.config import SimulatorSettings
+from headrace_simulator.pipes import Kind
+from headrace_simulator.pools.host import ChildHost, HostFault, HostLost
+from headrace_simulator.pools.ledger import Description, EnvironmentLedger, Operation, Outcome, length_of
+from headrace_simulator.pools.shelf import Shelf
+from headrace_simulator.spaces import from_message
+
+_RESULT = TypeVar("_RESULT")
+Authority = Callable[[], str | None]
+"""Why the caller may not act now; None where it may. Asked right before the effect."""
+
+
+@dataclass(frozen=True)
+class PoolPlan:
+    """What a pool is to hold."""
+
+    backend: str
+    environment: str
+    count: int
+    options: dict[str, Any]
+    seed: int
+    max_episode_steps: int
+    """0 leaves the end of an episode to the environment."""
+    step_timeout_s: float
+    dense: bool = False
+    sparse: bool = False
+    auto_reset: bool = False
+    processes: int = 0
+    """0 leaves it to the settings."""
+    blob_bytes: int = 0
+    without_info: bool = False
+    """Whether outcomes of actions have no figures beside the reward."""
+    leased: bool = False
+    """Whether its operations need a lease."""
+
+
+class EnvironmentPool:
+    """An open pool. A child runs one batch of operations at a time, the children run side by side."""
+
+    def __init__(self, name: str, plan: PoolPlan, settings: SimulatorSettings, blobs: BlobStore) -> None:
+        self.name = name
+        self.incarnation = uuid.uuid4().hex
+        self.plan = plan
+        self.description = simulator_pb2.OpenPoolResponse(pool=name, pool_incarnation=self.incarnation)
+        self._settings = settings
+        self._shelf = Shelf(blobs, plan.blob_bytes)
+        self._hosts = [
+            ChildHost(opening, settings.open_timeout_s) for opening in _openings(plan, settings.children)
+        ]
+        self._ledgers: list[EnvironmentLedger] = []
+        self._running: set[asyncio.Task[Any]] = set()
+
+    async def open(self) -> None:
+        """Makes all environments, or none.
+
+        Raises:
+            HostFault: the backend refuses the name or an option.
+            HostLost: a process died or took too long.
+        """
+        try:
+            async with asyncio.TaskGroup() as group:
+                for host in self._hosts:
+                    group.create_task(host.open())
+        except (
+            BaseExceptionGroup
+        ) as failures:  # the task group wraps everything; callers know the first error
+            await self.close()
+            raise failures.exceptions[0] from None
+        except asyncio.CancelledError:
+            await self.close()
+            raise
+        found = self.description
+        found.MergeFromString(self._hosts[0].description)
+        action_space = from_message(found.action_space)
+        shared = Description(action_space, found.init_state_count, self.plan.auto_reset)
+        seed = self.plan.seed
+        self._ledgers = [EnvironmentLedger(i, seed + i, shared) for i in range(self.plan.count)]
+
+    def perform(
+        self, operations: Sequence[Operation], authority: Authority
+    ) -> Iterator[asyncio.Future[list[Outcome]]]:
+        """One future for each child concerned: it runs its operations, repeats their outcomes, or refuses them."""
+        batches: defaultdict[int, list[Operation]] = defaultdict(list)
+        for operation in operations:
+            inside = 0 <= operation.environment < self.plan.count
+            batches[operation.environment % len(self._hosts) if inside else -1].append(operation)
+        if outside := batches.pop(-1, None):
+            yield self._finish(self._refuse(outside))
+        for index, batch in batches.items():
+            yield self._finish(self._in_turn(self._hosts[index], batch, authority))
+
+    async def render(self, environment: int) -> common_pb2.Tensor:
+        """A picture, (height, width, 3) uint8.
+
+        Raises:
+            HostFault: the environment makes none, or needs a reset first.
+            HostLost: its process died or took too long.
+        """
+        return common_pb2.Tensor.FromString(await self._asked(Kind.RENDER, environment))
+
+    async def video(self, environment: int) -> bytes:
+        """The MP4 file of the episode that is recorded; raises as `render`."""
+        return await self._asked(Kind.VIDEO, environment)
+
+    def use(self, devices: Sequence[str]) -> None:
+        """The devices of the lease that the next operations run under."""
+        for host in self._hosts:
+            host.devices, host.share = tuple(devices), len(self._hosts)
+
+    async def rest(self) -> None:
+        """Ends the children, for a GPU that is released; they are made again by the next reset."""
+        await asyncio.gather(*(host.rest() for host in self._hosts))
+
+    async def settle(self, notice_s: float) -> None:
+        """Returns once nothing runs; kills the children of operations that take longer than `notice_s`."""
+        if self._running:
+            await asyncio.wait(self._running, timeout=notice_s)
+        await asyncio.gather(*(host.kill() for host in self._hosts if host.turn.locked()))
+
+    async def close(self) -> None:
+        """Kills the children; operations that still run raise CancelledError."""
+        for task in self._running:
+            task.cancel()
+        await asyncio.gather(*self._running, return_exceptions=True)
+        await asyncio.gather(*(host.close() for host in self._hosts))
+        self._shelf.clear()
+
+    @property
+    def _reset_timeout_s(self) -> float:
+        return max(self.plan.step_timeout_s, self._settings.reset_timeout_s)
+
+    def _host(self, environment: int) -> ChildHost:
+        return self._hosts[environment % len(self._hosts)]
+
+    def _finish(self, work: Coroutine[None, None, _RESULT]) -> asyncio.Future[_RESULT]:
+        """Finishes what has begun even when its caller goes away: no answer is left in a pipe."""
+        result: asyncio.Future[_RESULT] = asyncio.get_running_loop().create_future()
+        task = asyncio.create_task(_into(result, work))
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+        return result
+
+    async def _refuse(self, operations: Sequence[Operation]) -> list[Outcome]:
+        refused = simulator_pb2.OUTCOME_STATUS_REFUSED
+        return [
+            Outcome(
+                environment=each.environment,
+                step_index=each.step_index,
+                status=refused,
+                detail=f"environment {each.environment} of a pool of {self.plan.count}",
+            )
+            for each in operations
+        ]
+
+    async def _asked(self, kind: Kind, environment: int) -> bytes:
+        host = self._host(environment)
+
+        async def ask() -> bytes:
+            async with host.turn:
+                child = await host.ready()
+                child.send((kind, json.dumps({"environment": environment}).encode()))
+                return await host.answer(child, self._reset_timeout_s)
+
+        return await self._finish(ask())
+
+    async def _in_turn(
+        self, host: ChildHost, operations: Sequence[Operation], authority: Authority
+    ) -> list[Outcome]:
+        async with host.turn:
+            outcomes, admitted = list[Outcome](), list[Operation]()
+            for operation in operations:
+                known = self._ledgers[operation.environment].admit(operation)
+                if known is None:
+                    admitted.append(operation)
+                else:
+                    outcomes.append(known)
+            if admitted and (why_not := authority()) is not None:
+                return outcomes + [_revoked(each, why_not) for each in admitted]
+            return outcomes + await self._run(host, admitted) if admitted else outcomes
+
+    async def _run(self, host: ChildHost, operations: Sequence[Operation]) -> list[Outcome]:
+        """Runs admitted operations in one child; an episode that began in a past child is lost."""
+        try:
+            child = await host.ready()
+        except (HostLost, HostFault) as lost:
+            return [self._lost(each, str(lost), host) for each in operations]
+        generation, outcomes, sent = host.generation, list[Outcome](), list[Operation]()
+        for operation in operations:
+            ledger = self._ledgers[operation.environment]
+            # An episode stays in the process it began in; a reset takes whatever process there is.
+            if operation.HasField("reset") or ledger.generation == generation:
+                sent.append(ledger.effective(operation, generation))
+            else:
+                outcomes.append(self._lost(operation, "the process that held it ended", host))
+        if not sent:
+            return outcomes
+        child.send((Kind.OPERATE, simulator_pb2.StepRequest(operations=sent).SerializeToString()))
+        given = {operation.environment: operation for operation in operations}
+        waiting = deque(given[each.environment] for each in sent)
+        while waiting:
+            try:
+                answer = await host.answer(child, self._limit_s(waiting[0]))
+            except HostLost as lost:
+                outcomes += [self._lost(each, str(lost), host) for each in waiting]
+                break
+            for reply in simulator_pb2.StepResponse.FromString(answer).outcomes:
+                outcomes.append(self._record(waiting.popleft(), reply, generation))
+        return outcomes
+
+    def _limit_s(self, operation: Operation) -> float:
+        steps_s = self.plan.step_timeout_s * length_of(operation)
+        resets = operation.HasField("reset") or self.plan.auto_reset
+        return steps_s + (self._reset_timeout_s if resets else 0.0)
+
+    def _record(self, operation: Operation, outcome: Outcome, generation: int) -> Outcome:
+        self._shelf.place(outcome)
+        return self._ledgers[operation.environment].record(operation, outcome, generation)
+
+    def _lost(self, operation: Operation, why: str, host: ChildHost) -> Outcome:
+        ledger = self._ledgers[operation.environment]
+        return self._record(operation, ledger.lost(operation, why), host.generation)
+
+
+async def _into(result: asyncio.Future[_RESULT], work: Coroutine[None, None, _RESULT]) -> None:
+    """Does the work. Its caller learns the result at once, without a turn of the loop between, and may be gone."""
+    try:
+        found = await work
+    except BaseException as error:  # whatever it is, the caller gets it
+        if isinstance(error, asyncio.CancelledError):
+            result.cancel()
+            raise
+        if not result.done():
+            result.set_exception(error)
+    else:
+        if not result.done():
+            result.set_result(found)
+
+
+def _revoked(operation: Operation, why: str) -> Outcome:
+    return Outcome(
+        environment=operation.environment,
+        step_index=operation.step_index,
+        status=simulator_pb2.OUTCOME_STATUS_REVOKED,
+        detail=why,
+    )
+
+
+def _openings(plan: PoolPlan, children: int) -> list[dict[str, Any]]:
+    """What each child holds: environment i is in child i modulo their number."""
+    number = min(plan.count, plan.processes or children)
+    return [
+        {
+            "backend": plan.backend,
+            "name": plan.environment,
+            "options": plan.options,
+            "max_episode_steps": plan.max_episode_steps,
+            "dense": plan.dense,
+            "sparse": plan.sparse,
+            "auto_reset": plan.auto_reset,
+            "without_info": plan.without_info,
+            "environments": list(range(first, plan.count, number)),
+        }
+        for first in range(number)
+    ]

@@ -1,0 +1,64 @@
+"""The environments that the contract suite asks: one or two of each backend."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from typing import Any
+
+UNDER_TEST = os.environ.get("BACKEND_UNDER_TEST", "gymnasium")
+
+
+@dataclass(frozen=True)
+class Case:
+    """An environment of a backend; `pixels` are options with which it also shows images."""
+
+    backend: str
+    name: str
+    misspelt: str
+    options: dict[str, Any] = field(default_factory=dict)
+    pixels: dict[str, Any] | None = None
+    has_success: bool = True
+    expert: bool = False
+    variant: dict[str, Any] = field(default_factory=lambda: {"execution": {"random_start": [2, 4]}})
+
+
+CASES = [
+    Case(
+        "gymnasium",
+        "Pendulum-v1",
+        "Pendulun-v1",
+        has_success=False,
+        variant={"execution": {"g": [0.5, 0.8], "m": [1.5, 2.0]}},
+    ),
+    Case(
+        "metaworld",
+        "reach-v3",
+        "reech-v3",
+        pixels={"image_size": 64},
+        expert=True,
+        variant={"execution": {"gravity": [0.1, 0.5], "mass": 3.0, "damping": 0.5, "friction": 0.5}},
+    ),
+    Case(
+        "maniskill",
+        "PushCube-v1",
+        "PushCub-v1",
+        pixels={"obs_mode": "rgb", "sensor_configs": {"width": 64, "height": 64}},
+    ),
+    Case(
+        "maniskill",
+        "PutOnPlatePrimitives-v1",
+        "PutOnPlatePrimitive-v1",
+        pixels={"obs_mode": "rgb", "sensor_configs": {"width": 64, "height": 64}},
+    ),
+    Case(
+        "libero",
+        "libero_spatial/0",
+        "libero_spacial/0",
+        {"settle_steps": 2},
+        {"settle_steps": 0, "cameras": ["agentview"], "image_size": 64, "reflections": False},
+    ),
+]
+TESTED = [case for case in CASES if case.backend == UNDER_TEST]
+PIXELS = [case for case in TESTED if case.pixels]
+EXPERTS = [case for case in TESTED if case.expert]

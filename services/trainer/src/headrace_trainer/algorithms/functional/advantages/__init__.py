@@ -1,0 +1,1 @@
+"""Advantages: from rewards along time, against the group of a prompt, and of episodes."""
