@@ -55,11 +55,11 @@ class Here:
     turns: int = 2
     steps: int = 3
     width: int = 384
-    layers: int = 4
-    groups: int = 48
+    layers: int = 12
+    groups: int = 40
     size: int = 4
     alike: int = 1
-    every: int = 3
+    every: int = 4
     budget_s: float = 900.0
     """No turn begins that would end later, by the seconds of the turns before it; one is always made."""
 

@@ -1,6 +1,7 @@
 """A model whose answers have the lengths of a published run, and the prompts that say how long.
 
-Its layers compute as those of any model of this size, and add nothing: each token has a direction of its own, and the
+Its layers compute as those of any model of this size, with one head of keys and values for all of its queries (a 7B
+model has one for seven), and add nothing: each token has a direction of its own, and the
 head says from it what comes next. The first token of an answer tells how many follow, and the others count down. A
 prompt's last character gives its answers a band of the published lengths: with as many bands as prompts, the answers of
 a group are alike, and each step has all lengths once; with one band they are independent.
@@ -36,7 +37,7 @@ def write_tail_model(directory: Path, width: int, layers: int, bands: int) -> No
         raise ValueError(f"width {width}: {bands} bands need a model of at least {LONGEST + bands}")
     count = "".join(chr(FIRST + left) for left in range(1, LONGEST))
     tokenizer = character_tokenizer(CHARACTERS + "".join(map(_band, range(bands))) + count)
-    model = wide_model(len(tokenizer), width, layers)
+    model = wide_model(len(tokenizer), width, layers, key_heads=1)
     known = len(tokenizer) - LONGEST
 
     def followed_by(left: int) -> int:

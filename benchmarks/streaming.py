@@ -94,8 +94,8 @@ def write_model(directory: Path, width: int, layers: int) -> None:
     save_model(wide_model(VOCABULARY, width, layers), character_tokenizer(CHARACTERS), directory)
 
 
-def wide_model(vocabulary: int, width: int, layers: int) -> Any:
-    """The tiny preset's Qwen3 of this width, with heads of 64; says its size."""
+def wide_model(vocabulary: int, width: int, layers: int, key_heads: int | None = None) -> Any:
+    """The tiny preset's Qwen3 of this width, with heads of 64 and as many of keys unless said; says its size."""
     from headrace_modelkit.presets.tiny import tiny_model
 
     model = tiny_model(
@@ -104,7 +104,7 @@ def wide_model(vocabulary: int, width: int, layers: int) -> Any:
         intermediate_size=3 * width,
         num_hidden_layers=layers,
         num_attention_heads=width // 64,
-        num_key_value_heads=width // 64,
+        num_key_value_heads=key_heads or width // 64,
         head_dim=64,
     )
     say(f"model: {sum(weight.numel() for weight in model.parameters()) / 1e6:.1f} million parameters, fp32")
