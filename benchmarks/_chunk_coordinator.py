@@ -19,6 +19,7 @@ from headrace.reward.v1 import reward_pb2
 from headrace.trainer.v1 import trainer_pb2
 from headrace_coordinator.data.dataset import Dataset
 from headrace_coordinator.domain import events as ev
+from headrace_coordinator.domain.ledger.slot_index import Slot
 from headrace_coordinator.domain.state import InstanceState
 from headrace_coordinator.fleet.fleet import Fleet
 from headrace_coordinator.fleet.grpc_port import GrpcPort
@@ -28,6 +29,7 @@ from headrace_coordinator.run.context import RunContext
 from headrace_coordinator.run.stages.generation import Generation
 from headrace_coordinator.run.stages.learning import Learning
 from headrace_coordinator.run.stages.relay import Relay
+from headrace_coordinator.run.stages.settle import Batch
 from headrace_coordinator.run.stages.step_timer import StepTimer
 from headrace_coordinator.run.workers.clients import Published
 from headrace_coordinator.simulation.world import Quiet
@@ -61,10 +63,18 @@ class AtOnce:
 
 
 class Watched(Learning):
-    """Notes when each acknowledgement is durable, and tells a producer that waits for it."""
+    """Notes when each message began and when its acknowledgement is durable; tells a producer that waits for that."""
 
-    go: asyncio.StreamWriter | None
-    durable_at: dict[int, float]
+    def __init__(self, context: RunContext, relay: Relay, timer: StepTimer, batch: Batch) -> None:
+        super().__init__(context, relay, timer, batch)
+        self.go: asyncio.StreamWriter | None = None
+        self.began_at: dict[int, float] = {}
+        self.durable_at: dict[int, float] = {}
+        self.flushes: list[asyncio.Future[None]] = []
+
+    def _fill(self, member: trainer_pb2.SettledTrajectory, slot: Slot, body: common_pb2.Trajectory) -> None:
+        super()._fill(member, slot, body)
+        self.began_at[slot.prompt] = float(body.completion_text)
 
     def _take(self, response: trainer_pb2.LearnResponse) -> None:
         super()._take(response)
@@ -76,6 +86,21 @@ class Watched(Learning):
         self.durable_at.update(dict.fromkeys(prompts, now))
         if self.go is not None:
             self.go.write(GO * len(prompts))
+
+
+def make_spec(model: str, messages: int, steps: int, together: int) -> RunSpec:
+    """A run of so many messages a step, `together` of them at once; its model's path is for the producer."""
+    return RunSpec.model_validate(
+        {
+            "name": RUN,
+            "steps": steps,
+            "model": {"path": model},
+            "data": {"source": "copy_digits", "options": {"digits": 3}},
+            "algorithm": {"name": "none", "group_size": 1, "prompts_per_step": messages},
+            "rollout": {"max_concurrency": together},
+            "reward": {"scorers": [{"name": "exact"}]},
+        }
+    )
 
 
 class Bench:
@@ -105,30 +130,24 @@ class Bench:
         """[(began, durable)] of each message, a list a step."""
         run = f"{RUN}-{kind}-{pattern}"
         # One at a time, the producer waits for its line, not for its assignment.
-        together_s = messages if pattern == ONE else window
-        spec = RunSpec.model_validate(
-            {
-                "name": RUN,
-                "steps": steps,
-                "model": {"path": f"{kind}-{pattern}"},
-                "data": {"source": "copy_digits", "options": {"digits": 3}},
-                "algorithm": {"name": "none", "group_size": 1, "prompts_per_step": messages},
-                "rollout": {"max_concurrency": together_s},
-                "reward": {"scorers": [{"name": "exact"}]},
-            }
-        )
+        together = messages if pattern == ONE else window
+        spec = make_spec(f"{kind}-{pattern}", messages, steps, together)
         now = self.event_log.now()
         submitted = ev.RunSubmitted(at=now, run=run, spec=spec.model_dump(mode="json"), directory="")
         restored = ev.VersionRestored(
             at=now, run=run, number=1, parent=0, ordinal=0, digest="weights", checkpoint="", frontier_step=0
         )
-        await self.event_log.commit(submitted, restored)
+        admitted = ev.RunAdmitted(at=now, run=run, rollouts=["rollout"], trainers=["trainer"], devices=[])
+        await self.event_log.commit(submitted, admitted, restored)
         context = RunContext(
             self.event_log, self.fleet, run, await asyncio.to_thread(Dataset.open, spec.data, 0), Quiet()
         )
         await context.workers.staff()
+        for member in context.workers.rollouts:
+            member.awake = True  # It has no device to take first.
         found = [await self._step(context, pattern) for _ in range(steps)]
-        self.fleet.unclaim(run)
+        await context.workers.lanes.end()
+        await self.event_log.commit(ev.RunReleased(at=self.event_log.now(), run=run))
         return found
 
     async def _step(self, context: RunContext, pattern: str) -> list[tuple[float, float]]:
@@ -154,9 +173,9 @@ class Bench:
             on_settled=lambda prompt: learning.put(prompt),
             on_complete=lambda: learning.close(),
             draining=lambda: learning.backlog,
+            joining=lambda: (),
         )
         learning = Watched(context, relay, timer, generation.batch)
-        learning.go, learning.durable_at, learning.flushes = None, {}, []  # type: ignore[attr-defined]
 
         async def generate() -> None:
             await generation.run()
@@ -170,7 +189,6 @@ class Bench:
 
         await gather_all(generate(), learning.run(), first_go())
         await asyncio.gather(*learning.flushes)
-        began = {key[0]: float(scored.completion) for key, scored in generation.batch.scored.items()}
         if generation.batch.refused or len(learning.durable_at) != len(ledger.slots):
             raise RuntimeError(f"{generation.batch.refused} chunks were refused")
         keys = [(slot.prompt, slot.sample) for slot in ledger.slots.values()]
@@ -179,7 +197,7 @@ class Bench:
         )
         for member in context.workers.rollouts:
             await member.end_retention(keys)
-        return [(began[prompt], at) for prompt, at in sorted(learning.durable_at.items())]
+        return [(learning.began_at[prompt], at) for prompt, at in sorted(learning.durable_at.items())]
 
 
 async def coordinate(settings: dict[str, Any]) -> None:

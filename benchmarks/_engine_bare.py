@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 CORE = 0
 """Both sides compute on this one."""
@@ -44,7 +45,7 @@ def transformers(load: Load) -> Generate:
     from transformers import AutoModelForCausalLM
 
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    model = AutoModelForCausalLM.from_pretrained(load.model, dtype=getattr(torch, load.dtype))
+    model: Any = AutoModelForCausalLM.from_pretrained(load.model, dtype=getattr(torch, load.dtype))
     model.eval()
     # The model's own settings would cut the distribution, and stop at its end of text as the service does.
     ends = model.generation_config.eos_token_id

@@ -33,15 +33,17 @@ async def _mixed(model: Path, dtype: str) -> tuple[int, int]:
         SampleKey,
         Stream,
     )
+    from headrace_rollout.engines.transformers.engine import TransformersEngine
     from headrace_rollout.runs.policy_files import read_policy
     from headrace_rollout.wire import weights_of
     from headrace_schema.openings import RolloutConfig
     from headrace_schema.sections.generating import ModelSection
 
-    section = ModelSection(path=str(model), dtype=dtype)
+    section = ModelSection.model_validate({"path": str(model), "dtype": dtype})
     engine = BUILT_IN.choose("transformers", {}).build(
         EngineConfig(section, load_tokenizer(section), SHORT_ROWS + 1)
     )
+    assert isinstance(engine, TransformersEngine)  # No other engine says what its cache takes.
     manifest, body = read_policy(RolloutConfig(model=section), "", "")
     await engine.install(Policy(1, manifest.digest), weights_of(manifest, body))
     lengths = {SampleKey(0, 0): LONG - NEW} | {

@@ -33,7 +33,15 @@ def environment(name: str, steps: Sequence[Sequence[str]]) -> Path:
     stamp.unlink(missing_ok=True)
     subprocess.run([sys.executable, "-m", "venv", "--clear", folder], check=True, timeout=INSTALL_S)
     for step in steps:
-        command = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *step]
+        command: list[str | Path] = [
+            python,
+            "-m",
+            "pip",
+            "install",
+            "--quiet",
+            "--disable-pip-version-check",
+            *step,
+        ]
         subprocess.run(command, check=True, timeout=INSTALL_S, stdout=sys.stderr)
     stamp.write_text(wanted)
     return python

@@ -37,6 +37,7 @@ class Accumulation:
             }
         )
         self._rank = Rank(self._config, gang)
+        self._state = steps.StepState()
         self._lead("restore")
         self._learner = Learner(self._config, self._rank.algorithm, LeaderRounds(self._lead, self._rank))
         self._open()

@@ -70,11 +70,12 @@ class QuickRollout(Rollout):
         """One response for each assignment."""
         opening = (await anext(aiter(requests))).open
         self.fence(opening.header, lease=True)
+        request: rollout.GenerateRequest
         async for request in self.while_open(opening.header.run, requests):
             done: asyncio.Queue[common_pb2.Trajectory | rollout.PartialSample] = asyncio.Queue()
             for group in request.assign.groups:
                 for sample in group.samples:
-                    await self._make(opening, group.prompt_ordinal, sample, done)
+                    await self._make(opening, group, sample, done)
             response = rollout.GenerateResponse()
             while not done.empty():
                 body = done.get_nowait()
@@ -99,6 +100,7 @@ class QuickReward(Reward):
                     status=reward.SCORE_STATUS_OK,
                     reward=value,
                     evaluation=item.evaluation,
+                    stage=item.stage,
                 )
             yield response
 
@@ -121,7 +123,7 @@ class QuickTrainer(Trainer):
         del self.disk.checkpoints[:-2]
 
 
-KINDS: list[tuple[type[Instance], Any, Any, int]] = [
+KINDS: list[tuple[type[Instance], Any, Any, fleet.ServiceKind]] = [
     (
         QuickRollout,
         rollout_pb2_grpc.RolloutServiceServicer,
@@ -181,17 +183,18 @@ def _stream(instance: Instance, name: str) -> Any:
     return call
 
 
-async def live(instance: Instance, kind: int, address: str, coordinator: str) -> None:
+async def live(instance: Instance, kind: fleet.ServiceKind, address: str, coordinator: str) -> None:
     """Registers, then keeps a session; again whenever the coordinator was away."""
     while True:
         try:
             async with grpc.aio.insecure_channel(coordinator) as channel:
-                await _register(instance, kind, address, fleet_pb2_grpc.FleetServiceStub(channel))
+                stub = fleet_pb2_grpc.FleetServiceStub(channel)  # type: ignore[no-untyped-call]  # generated
+                await _register(instance, kind, address, stub)
         except grpc.aio.AioRpcError:
             await asyncio.sleep(0.2)
 
 
-async def _register(instance: Instance, kind: int, address: str, stub: Any) -> None:
+async def _register(instance: Instance, kind: fleet.ServiceKind, address: str, stub: Any) -> None:
     capabilities = {
         facet: fleet.StringList(values=names) for facet, names in CAPABILITIES[instance.KIND].items()
     }

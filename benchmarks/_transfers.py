@@ -232,7 +232,8 @@ def _ppo_prediction(data: Mapping[str, Any], source: str) -> Callable[[Values], 
             for stage in stages:
                 law = Profile(stage, item_s=1.0, scaling_loss=values[f"{loss}_scaling_loss"])
                 profiles.append(law.measured_as(part[name] / 2, items, PPO_DEVICES))
-        sides = [Split(*(Leaf(stage, "gpu", PPO_DEVICES // 8) for stage in stages)) for stages in pairs]
+        half = PPO_DEVICES // 8
+        sides = [Split(Leaf(actor, "gpu", half), Leaf(critic, "gpu", half)) for actor, critic in pairs]
         tree = Split(Split(Leaf("generate", "gpu", PPO_DEVICES // 2), sides[0], chunks), sides[1], chunks)
         return Setting(tree, workflow, profiles, {"gpu": DeviceKind(PPO_DEVICES)}, items)
 

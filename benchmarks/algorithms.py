@@ -37,19 +37,18 @@ Found = dict[str, Any]
 """Figures of one run, and `rewards`: the mean reward of each step."""
 
 
-def run(name: str, seed: int, steps: int, model: Path, overrides: Sequence[str] = ()) -> Found:
+def run(name: str, seed: int, steps: int, model: Path, more: Sequence[str] = ()) -> Found:
     """One run; raises subprocess.CalledProcessError when it failed."""
     command = [sys.executable, "-m", "headrace_cli", "debug", str(EXAMPLES / f"{name}.yaml"), "--json"]
-    for override in (
-        f"seed={seed}",
-        f"steps={steps}",
-        f"model.path={model}",
-        "checkpoint.enabled=false",
-        *overrides,
-    ):
+    for override in (*overrides(seed, steps, model), *more):
         command += ["--set", override]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=LIMIT_S, check=True)
     return figures(json.loads(line) for line in done.stdout.splitlines() if line.startswith("{"))
+
+
+def overrides(seed: int, steps: int, model: Path) -> list[str]:
+    """What every run has in place of the example's."""
+    return [f"seed={seed}", f"steps={steps}", f"model.path={model}", "checkpoint.enabled=false"]
 
 
 def teach(model: Path, teacher: Path) -> None:

@@ -105,8 +105,7 @@ def trained(client: Client, path: Path, overrides: list[str], limit_s: float) ->
     if run.state != "SUCCEEDED":
         raise RuntimeError(f"{run.id} is {run.state}: {run.reason}")
     found = figures(list(client.events(run.id))) | {"curve": successes(client.trajectories(run.id))}
-    suite = {"name": "episodes", "options": {"environment": run.spec["environment"], "starts": UNSEEN}}
-    judged = client.evaluate({"suite": suite, "checkpoint": {"run": run.id}})
+    judged = client.evaluate(judgement(run.id, run.spec["environment"]))
     give_up_at = time.monotonic() + EVALUATION_S
     while not (now := client.evaluation(judged.id)).ended:
         if time.monotonic() > give_up_at:
@@ -115,6 +114,12 @@ def trained(client: Client, path: Path, overrides: list[str], limit_s: float) ->
     if now.result is None:
         raise RuntimeError(f"{judged.id} is {now.state}: {now.reason}")
     return {**found, "seconds": seconds, "unseen": now.result.modes[0].score}
+
+
+def judgement(run: str, environment: Mapping[str, Any]) -> dict[str, Any]:
+    """The evaluation of a run's last checkpoint on start states that no run trains on."""
+    suite = {"name": "episodes", "options": {"environment": environment, "starts": UNSEEN}}
+    return {"suite": suite, "checkpoint": {"run": run}}
 
 
 def figures(events: list[Event]) -> Found:

@@ -68,7 +68,7 @@ SHORT_PROMPT = {
     "template": "<|im_start|>user\nWhat is {expression}?<|im_end|>\n<|im_start|>assistant\n",
     "chat": False,
 }
-LONG = {
+LONG: dict[str, dict[str, Any]] = {
     "data": {"prompt": SHORT_PROMPT},
     "sampling": {"temperature": 1.0, "max_new_tokens": 128},
     "trainer": {"micro_batch_tokens": 1024},

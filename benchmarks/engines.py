@@ -116,7 +116,7 @@ def measure(name: str, load: Load, folder: Path, turns: int) -> Found:
         bare = stack.enter_context(Bare(name, load))
         service = stack.enter_context(Service.of(name, load, folder, found))
         for turn in range(-1, turns):
-            sides = [(service, found.service), (bare, found.bare)]
+            sides: list[tuple[Service | Bare, Side]] = [(service, found.service), (bare, found.bare)]
             for source, side in sides if turn % 2 else reversed(sides):
                 rate = source.turn(turn + 1)
                 if turn >= 0:
@@ -201,9 +201,8 @@ class Service:
             stack.enter_context(process)
             fleet.grant("rollout-0", LEASE)
             engine = Engine(stack.enter_context(alone.channel_to(process.address)), LEASE)
-            rollout = {"engine": name, "max_concurrency": load.requests}
-            config = {"model": {"path": load.model, "dtype": load.dtype}, "rollout": rollout, "seed": 3}
-            asked = rollout_pb2.OpenRunRequest(header=header(), config_json=json.dumps(config))
+            config = json.dumps(make_config(name, load))
+            asked = rollout_pb2.OpenRunRequest(header=header(), config_json=config)
             engine.stub.OpenRun(asked, timeout=alone.CALL_S)
             engine.wake()
             _install(engine, 1, "")
@@ -276,6 +275,12 @@ class Service:
         ]
         found: Iterator[Any] = self._engine.stub.Generate(iter(asked), timeout=TURN_S)
         return found
+
+
+def make_config(name: str, load: Load) -> dict[str, Any]:
+    """What the service is opened with."""
+    rollout = {"engine": name, "max_concurrency": load.requests}
+    return {"model": {"path": load.model, "dtype": load.dtype}, "rollout": rollout, "seed": 3}
 
 
 def _install(engine: Any, number: int, checkpoint: str) -> float:

@@ -181,7 +181,21 @@ def _token(place: int) -> str:
 
 def submit(system: System, steps: int) -> str:
     """Submits a run, once the fleet can run it; returns its id."""
-    spec = {
+    spec = make_spec(steps)
+    deadline = time.monotonic() + START_S
+    while True:
+        try:
+            name: str = system.get("/v1/runs", spec)["id"]
+            return name
+        except urllib.error.HTTPError as error:
+            if time.monotonic() > deadline:
+                raise RuntimeError(error.read().decode()) from error
+            time.sleep(0.2)
+
+
+def make_spec(steps: int) -> dict[str, Any]:
+    """A run that evaluates nothing and saves now and then."""
+    return {
         "name": "growth",
         "steps": steps,
         "model": {"path": "imaginary"},
@@ -192,15 +206,6 @@ def submit(system: System, steps: int) -> str:
         "checkpoint": {"interval_steps": 100},
         "evaluation": {"every": 0},
     }
-    deadline = time.monotonic() + START_S
-    while True:
-        try:
-            name: str = system.get("/v1/runs", spec)["id"]
-            return name
-        except urllib.error.HTTPError as error:
-            if time.monotonic() > deadline:
-                raise RuntimeError(error.read().decode()) from error
-            time.sleep(0.2)
 
 
 def follow(system: System, name: str, before: int, samples: list[Sample]) -> None:

@@ -28,9 +28,15 @@ from typing import Any
 
 from _elastic_here import MODES, OPTIONS, Here, make_spec
 from _harness import Fleet, emit, machine, say
+from _tail_model import write_tail_model, write_tail_prompts
 from modes import finished
-from streaming import write_model, write_prompts
 
+ELASTIC, STILL = "elastic turns", "collocated"
+"""The modes whose steps are read: devices move inside a step, and only between its sides."""
+GROUPS, REAL_GROUPS, REAL_SIZE = 24, 8, 2
+"""Groups of a step of the small model; groups of a model that answers, and answers of each."""
+LONGEST = 64
+"""Most tokens of an answer of a model that answers."""
 HAND_OVERS = 2
 """Times that devices change hands between generating and learning in a step."""
 STILL_STEPS = 2
@@ -54,23 +60,23 @@ def main() -> None:
             if options.model
             else small(Path(folder), options.steps)
         )
-        moves = [seconds for step in steps_of(fleet, specs["elastic"]) for seconds in moved(step)]
-        turns = [step.stage_s["switch"] / HAND_OVERS for step in steps_of(fleet, specs["collocated"])]
+        moves = [seconds for step in steps_of(fleet, specs[ELASTIC]) for seconds in moved(step)]
+        turns = [step.stage_s["switch"] / HAND_OVERS for step in steps_of(fleet, specs[STILL])]
     say(f"{len(moves)} moves inside steps; {len(turns)} steps without; at the end: {machine()}")
     emit("lease_switch", summarise(moves, turns))
 
 
 def small(folder: Path, steps: int) -> dict[str, dict[str, Any]]:
-    """Runs of a small model whose answers end anywhere: those in which `elastic.py --here` sees devices move."""
-    here = Here(turns=1, steps=steps)
-    write_model(folder / "model", here.width, here.layers)
-    write_prompts(folder / "prompts.jsonl", here.groups * steps)
+    """Runs of a small model with a long tail of answers: those in which `elastic.py --here` sees devices move."""
+    here = Here(turns=1, steps=steps, groups=GROUPS)
+    write_tail_model(folder / "model", here.width, here.layers, here.groups)
+    write_tail_prompts(folder / "prompts.jsonl", here.groups, here.groups, here.every)
     return _specs(here, folder / "model", folder / "prompts.jsonl", steps)
 
 
 def real(model: Path, folder: Path, steps: int) -> dict[str, dict[str, Any]]:
     """Runs of a model that answers: one prompt in four asks for a long answer."""
-    here = Here(turns=1, steps=steps, width=0, layers=0, groups=8, size=2, longest=64)
+    here = Here(turns=1, steps=steps, groups=REAL_GROUPS, size=REAL_SIZE)
     rows = [
         {"question": (LONG if place % 4 == 0 else SHORT).format(THINGS[place % 7]), "answer": ""}
         for place in range(here.groups * (steps + STILL_STEPS))
@@ -81,13 +87,15 @@ def real(model: Path, folder: Path, steps: int) -> dict[str, dict[str, Any]]:
     for spec in specs.values():
         spec["data"]["prompt"] = {"chat": True}
         spec["model"]["max_context"] = 256
+        spec["sampling"]["max_new_tokens"] = LONGEST
+        # Any reward that differs inside a group will do: equal rewards carry no gradient.
+        spec["reward"] = {"scorers": [{"name": "length", "options": {"target": 0, "limit": LONGEST + 1}}]}
     return specs
 
 
 def _specs(here: Here, model: Path, prompts: Path, steps: int) -> dict[str, dict[str, Any]]:
     return {
-        mode: make_spec(here, model, prompts, steps + STILL_STEPS, **MODES[mode])
-        for mode in ("elastic", "collocated")
+        mode: make_spec(here, model, prompts, steps + STILL_STEPS, **MODES[mode]) for mode in (ELASTIC, STILL)
     }
 
 

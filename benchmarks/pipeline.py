@@ -158,12 +158,13 @@ def figures_of(pairs: Sequence[tuple[Round, Round]]) -> dict[str, float | None]:
 
 def repeats_for(trial: Round, options: argparse.Namespace) -> int:
     """How often the physics of a step is repeated so that it costs what the policy's row does."""
-    row_s = trial.policy / (options.environments * options.steps)
+    row_s: float = trial.policy / (options.environments * options.steps)
     if options.wait:
         return round(row_s / WAIT_S)
     from gymnasium.envs.classic_control.pendulum import PendulumEnv
 
-    environment, steps = PendulumEnv(), 2000
+    environment: Any = PendulumEnv()
+    steps = 2000
     environment.reset(seed=0)
     action = environment.action_space.sample()
     began = time.process_time()
@@ -224,11 +225,7 @@ class Setting:
         """The run, with its policy."""
         from headrace.rollout.v1 import rollout_pb2
 
-        pixels = self._options.pixels
-        policy = {"kind": "cnn", "cameras": ["camera"], "height": pixels, "width": pixels}
-        policy["bounds"] = {"low": [-BOUND], "high": [BOUND]}
-        environment = {"backend": "gymnasium", "tasks": ["pendulum"], "alternating": parts}
-        config = json.dumps({"model": {"policy": policy}, "environment": environment, "seed": 1})
+        config = json.dumps(make_config(self._options.pixels, parts))
         await self._stub.OpenRun(rollout_pb2.OpenRunRequest(header=header(), config_json=config))
         install = rollout_pb2.InstallPolicyRequest(header=header(), files=rollout_pb2.PolicyFiles())
         install.version.number = 1
@@ -277,6 +274,19 @@ class Setting:
             raise RuntimeError(f"{ended} of {self._options.environments} episodes ended")
 
 
+def make_config(pixels: int, parts: int) -> dict[str, Any]:
+    """What the rollout is opened with."""
+    policy = {
+        "kind": "cnn",
+        "cameras": ["camera"],
+        "height": pixels,
+        "width": pixels,
+        "bounds": {"low": [-BOUND], "high": [BOUND]},
+    }
+    environment = {"backend": "gymnasium", "tasks": ["pendulum"], "alternating": parts}
+    return {"model": {"policy": policy}, "environment": environment, "seed": 1}
+
+
 @asynccontextmanager
 async def rollout(folder: Path) -> AsyncIterator[tuple[Any, Any]]:
     """A rollout instance in this process, and a stub to it."""
@@ -285,12 +295,13 @@ async def rollout(folder: Path) -> AsyncIterator[tuple[Any, Any]]:
     from headrace_servicekit.instance import Instance, InstanceConfig
     from headrace_servicekit.rpc.client import dial
 
-    instance = Instance(InstanceConfig(kind="rollout", shm_dir=folder / "shm", devices=("cpu:0",)))
+    settings = {"kind": "rollout", "shm_dir": folder / "shm", "devices": ("cpu:0",)}
+    instance = Instance(InstanceConfig.model_validate(settings))
     close = await mount(instance)
     address = await instance.start()
     instance.fence.grant(1)
     async with dial(address, token=None) as channel:
-        yield instance, rollout_pb2_grpc.RolloutServiceStub(channel)
+        yield instance, rollout_pb2_grpc.RolloutServiceStub(channel)  # type: ignore[no-untyped-call]  # generated
     await close()
     await instance.stop(2.0)
 
@@ -305,7 +316,7 @@ async def open_pool(address: str, options: argparse.Namespace, repeats: int) -> 
     head = header(request_id=f"{time.time_ns()}", lease_epoch=0)
     own = {"repeats": repeats, "wait": options.wait * WAIT_S, "pixels": options.pixels}
     async with dial(address, token=None) as channel:
-        stub = simulator_pb2_grpc.SimulatorServiceStub(channel)
+        stub = simulator_pb2_grpc.SimulatorServiceStub(channel)  # type: ignore[no-untyped-call]  # generated
         request = simulator_pb2.OpenPoolRequest(
             header=head,
             environment=simulator_pb2.Environment(backend="gymnasium", name="robots.py:make_env"),

@@ -20,7 +20,7 @@ from statistics import mean, median
 from typing import Any
 
 from _harness import emit, machine, say, table
-from _transfers import ASSUMPTIONS, MEASUREMENTS, Case, cases, fit, load, over_range, values_of
+from _transfers import ASSUMPTIONS, MEASUREMENTS, Case, cases, load, over_range, values_of
 from headrace_coordinator.planner import (
     DeviceKind,
     Granularity,
@@ -31,6 +31,7 @@ from headrace_coordinator.planner import (
     Sync,
     Workflow,
     embodied,
+    fit,
     plan,
     reasoning,
 )

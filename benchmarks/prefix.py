@@ -15,6 +15,7 @@ import tempfile
 import time
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 from _harness import emit, machine, say, table
 
@@ -85,13 +86,14 @@ def write_model(directory: Path) -> Path:
         num_attention_heads=9,
         num_key_value_heads=3,
         max_position_embeddings=8192,
-        rope_theta=100000.0,
+        rope_parameters={"rope_type": "default", "rope_theta": 100000.0},
         rms_norm_eps=1e-5,
         tie_word_embeddings=True,
         bos_token_id=1,
         eos_token_id=2,
     )
-    save_model(LlamaForCausalLM(shape).to(torch.bfloat16), character_tokenizer(), directory / "model")
+    model: Any = LlamaForCausalLM(shape)
+    save_model(model.to(torch.bfloat16), character_tokenizer(), directory / "model")
     return directory / "model"
 
 

@@ -18,7 +18,6 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from _harness import Fleet, emit, machine, say
-from headrace_modelkit.presets.tiny import write_tiny
 
 if TYPE_CHECKING:
     from headrace.client import Client
@@ -38,6 +37,7 @@ def main() -> None:
     folder = tempfile.TemporaryDirectory(prefix="headrace-benchmark-")
     with folder as made, Fleet("--simulator", "0", "--trainer", "2") as fleet:
         from headrace.client import Client
+        from headrace_modelkit.presets.tiny import write_tiny
 
         model = options.model or Path(made) / "tiny"
         if options.model is None:

@@ -54,7 +54,8 @@ def main() -> None:
     options = parser.parse_args()
     say(machine())
     data, values = load(MEASUREMENTS), values_of(load(ASSUMPTIONS))
-    rows, errors = [], {"moe": [], "ppo": []}
+    rows: list[tuple[object, ...]] = []
+    errors: dict[str, list[tuple[float, float]]] = {"moe": [], "ppo": []}
     for kind, case, published in timelines(data):
         found, predicted = simulated(case, values, options.iterations, options.seed), case.predict(values)
         errors[kind].append((found.rollout / published.rollout - 1, found.end / published.end - 1))

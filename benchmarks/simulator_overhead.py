@@ -150,7 +150,7 @@ def plain_environment(setting: Setting) -> Any:
 
     class Plain(gymnasium.Env[Any, Any]):
         def __init__(self) -> None:
-            boxes = {
+            boxes: dict[str, spaces.Space[Any]] = {
                 space.name or "state": spaces.Box(-np.inf, np.inf, space.shape, space.dtype.type)
                 if space.dtype.kind == "f"
                 else spaces.Box(0, 255, space.shape, space.dtype.type)
@@ -216,7 +216,7 @@ class Client:
         from headrace_servicekit.rpc.client import dial
 
         channel = dial(address, token=None)
-        stub = simulator_pb2_grpc.SimulatorServiceStub(channel)
+        stub = simulator_pb2_grpc.SimulatorServiceStub(channel)  # type: ignore[no-untyped-call]  # generated
         header = common_pb2.CommandHeader(request_id="benchmark", run="runs/benchmark")
         request = simulator_pb2.OpenPoolRequest(
             header=header,

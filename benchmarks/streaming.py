@@ -25,7 +25,7 @@ import os
 import random
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -149,7 +149,7 @@ def measure(spec: dict[str, Any], model: Path, *, flipped: bool) -> list[Steps]:
             with beside(model, {"generate": 0, "learn": 1}):
                 return made(WAITING)
 
-        kinds = [lambda: made(WAITING), busy, lambda: made(STREAMED)]
+        kinds: list[Callable[[], list[StepTimes]]] = [lambda: made(WAITING), busy, lambda: made(STREAMED)]
         order = (2, 1, 0) if flipped else (0, 1, 2)
         found = {index: kinds[index]() for index in order}
     steps = list(zip(found[0], found[1], found[2], strict=True))[WARM_UP_STEPS:]

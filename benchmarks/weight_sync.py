@@ -81,9 +81,10 @@ def write_model(directory: Path, layers: int) -> int:
 
     shape = {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": layers, "head_dim": 64}
     heads = {"num_attention_heads": 9, "num_key_value_heads": 3, "tie_word_embeddings": True}
-    model: Any = tiny_model(vocab_size=49152, **shape, **heads).to(torch.bfloat16)
+    model: Any = tiny_model(vocab_size=49152, **shape, **heads)
+    model.to(torch.bfloat16)
     save_model(model, character_tokenizer(), directory)
-    return 2 * sum(weight.numel() for weight in model.parameters())
+    return sum(2 * int(weight.numel()) for weight in model.parameters())
 
 
 @contextmanager
@@ -209,13 +210,9 @@ def settled(version: Any, prompt: int) -> list[Any]:
     return [group]
 
 
-def open_trainer(learner: Any, model: Path) -> None:
-    """Opens the run."""
-    from harness.services.alone import CALL_S
-    from harness.services.by_hand import header
-    from headrace.trainer.v1 import trainer_pb2
-
-    config = {
+def trainer_config(model: Path) -> dict[str, Any]:
+    """What the trainer is opened with."""
+    return {
         "model": {"path": str(model), "dtype": "bfloat16"},
         "algorithm": {"group_size": SAMPLES, "prompts_per_step": 1},
         "optimizer": {"lr": 1e-6},
@@ -224,8 +221,22 @@ def open_trainer(learner: Any, model: Path) -> None:
         "seed": 3,
         "steps": 1000,
     }
+
+
+def rollout_config(model: Path) -> dict[str, Any]:
+    """What a rollout is opened with."""
+    return {"model": {"path": str(model), "dtype": "bfloat16"}, "rollout": {}, "seed": 3}
+
+
+def open_trainer(learner: Any, model: Path) -> None:
+    """Opens the run."""
+    from harness.services.alone import CALL_S
+    from harness.services.by_hand import header
+    from headrace.trainer.v1 import trainer_pb2
+
+    config = json.dumps(trainer_config(model))
     request = trainer_pb2.OpenRunRequest(
-        header=header(), config_json=json.dumps(config), run_directory=str(learner.directory)
+        header=header(), config_json=config, run_directory=str(learner.directory)
     )
     learner.stub.OpenRun(request, timeout=CALL_S)
 
@@ -236,8 +247,7 @@ def open_engine(engine: Any, model: Path) -> None:
     from harness.services.by_hand import header
     from headrace.rollout.v1 import rollout_pb2
 
-    config = {"model": {"path": str(model), "dtype": "bfloat16"}, "rollout": {}, "seed": 3}
-    request = rollout_pb2.OpenRunRequest(header=header(), config_json=json.dumps(config))
+    request = rollout_pb2.OpenRunRequest(header=header(), config_json=json.dumps(rollout_config(model)))
     engine.stub.OpenRun(request, timeout=CALL_S)
 
 

@@ -106,14 +106,14 @@ def measure(task: dict[str, Any]) -> dict[str, float]:
     """One loss and gradient; beforehand a small one, so that libraries are loaded, and freed memory is returned."""
     torch.set_num_threads(task["threads"])
     log_probs = PATHS[task["path"]]()
-    loss_of(log_probs, make(task, min(WARM_UP_TOKENS, task["tokens"]))).backward()
+    torch.autograd.backward(loss_of(log_probs, make(task, min(WARM_UP_TOKENS, task["tokens"]))))
     tensors = make(task, task["tokens"])
     ctypes.CDLL("libc.so.6").malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
     before = resident("VmRSS")
     wall, cpu = time.perf_counter(), time.process_time()
     loss = loss_of(log_probs, tensors)
-    loss.backward()
+    torch.autograd.backward(loss)
     seconds = {"wall_s": time.perf_counter() - wall, "cpu_s": time.process_time() - cpu}
     peak = resident("VmHWM") - before
     return {**seconds, "peak_bytes": float(peak), **fingerprint(tensors)}

@@ -1,9 +1,6 @@
 """The benchmarks' arithmetic on hand-made times; their measurements are no tests."""
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 from _harness import emit
@@ -128,12 +125,3 @@ def test_the_only_line_on_standard_output_is_json(capsys):
         "benchmark": "example",
         "figures": {"share": 0.812346, "missing": None},
     }
-
-
-@pytest.mark.parametrize("script", ["streaming.py", "idle.py"])
-def test_scripts_explain_themselves(script):
-    path = Path(__file__).parents[1] / script
-    done = subprocess.run(
-        [sys.executable, path, "--help"], capture_output=True, text=True, timeout=60, check=False
-    )
-    assert done.returncode == 0 and "usage" in done.stdout

@@ -1,11 +1,17 @@
-"""The engines' benchmark: its arithmetic on hand-made rates, and its words where an engine is not installed."""
+"""The engines' benchmark: its arithmetic on hand-made rates, its words where an engine is not installed, and the
+memory of a small model's cache.
+"""
 
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
+from _engine_memory import kv_bytes_vs_needed
 from engines import Found, Side, figures
+from headrace_modelkit.loading import save_model
+from headrace_modelkit.presets.tiny import character_tokenizer, tiny_model
 
 SCRIPT = Path(__file__).parents[1] / "engines.py"
 
@@ -17,6 +23,15 @@ def test_the_ratio_is_of_medians():
     assert (flat["bare_q1_transformers"], flat["bare_q3_transformers"]) == (90.0, 200.0)
     assert (flat["kv_bytes_vs_needed"], flat["start_s_transformers"]) == (1.2, 1.0)
     assert "kv_bytes_vs_needed" not in figures({"vllm": found}, None)
+
+
+def test_a_cache_takes_no_less_than_its_tokens_need(tmp_path, monkeypatch):
+    torch.manual_seed(0)
+    save_model(tiny_model(vocab_size=1024), character_tokenizer(), tmp_path)
+    monkeypatch.setattr("_engine_memory.LONG", 96)
+    monkeypatch.setattr("_engine_memory.SHORT", 40)
+    monkeypatch.setattr("_engine_memory.NEW", 4)
+    assert 1 <= kv_bytes_vs_needed(tmp_path, "float32") < 4
 
 
 @pytest.mark.parametrize(("engines", "status"), [("slow", 2), ("vllm,slow", 2)])

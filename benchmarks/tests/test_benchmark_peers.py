@@ -1,7 +1,5 @@
 """The arithmetic of the comparisons with TRL and of prefix sharing, on made-up times."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import prefix
@@ -84,12 +82,3 @@ def test_a_step_is_bound_by_its_longest_stage():
 
 def test_prefix_speedup_is_of_the_medians():
     assert prefix.speedup({True: [1.0, 9.0, 2.0], False: [6.0, 5.0, 8.0]}) == 3.0
-
-
-@pytest.mark.parametrize("script", ["end_to_end_vs_trl.py", "prefix.py"])
-def test_scripts_explain_themselves(script):
-    path = Path(__file__).parents[1] / script
-    done = subprocess.run(
-        [sys.executable, path, "--help"], capture_output=True, text=True, timeout=60, check=False
-    )
-    assert done.returncode == 0 and "usage" in done.stdout

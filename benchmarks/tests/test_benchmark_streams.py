@@ -1,8 +1,4 @@
-"""The arithmetic of chunk_stream and weight_sync, on made-up times."""
-
-import subprocess
-import sys
-from pathlib import Path
+"""The arithmetic of chunk_stream and weight_sync, on made-up times, and a few real messages."""
 
 import chunk_stream
 import pytest
@@ -65,10 +61,8 @@ def test_the_messages_have_the_sizes_that_they_claim():
         assert 0.95 < body.ByteSize() / chunk_stream.SIZES[kind] < 1.1
 
 
-@pytest.mark.parametrize("script", ["chunk_stream.py", "weight_sync.py"])
-def test_scripts_explain_themselves(script):
-    path = Path(__file__).parents[1] / script
-    done = subprocess.run(
-        [sys.executable, path, "--help"], capture_output=True, text=True, timeout=60, check=False
-    )
-    assert done.returncode == 0 and "usage" in done.stdout
+def test_messages_of_every_kind_and_pattern_go_through_the_coordinator(monkeypatch):
+    monkeypatch.setattr(chunk_stream, "BURSTS", dict.fromkeys(chunk_stream.SIZES, 4))
+    monkeypatch.setattr(chunk_stream, "STEPS", 1)
+    found = chunk_stream.headrace()
+    assert found.keys() == rates(1.0, 1.0).keys() and min(found.values()) > 0
