@@ -161,7 +161,8 @@ def _targeted(model: PreTrainedModel, lora: LoraSection) -> list[str]:
 
 def _linear_layers(model: PreTrainedModel) -> list[str]:
     """Names of all but the head, which computes log-probs a tile at a time."""
-    head = model.get_output_embeddings()
+    untyped: Any = model
+    head = untyped.get_output_embeddings()
     return [
         name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head
     ]
