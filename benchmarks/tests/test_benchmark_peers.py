@@ -4,6 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import lora
 import prefix
 import pytest
 from end_to_end_vs_trl import TARGET_STEPS, WORKLOADS, Turn, Workload, bound, make_spec, read_turn, summarise
@@ -86,7 +87,12 @@ def test_prefix_speedup_is_of_the_medians():
     assert prefix.speedup({True: [1.0, 9.0, 2.0], False: [6.0, 5.0, 8.0]}) == 3.0
 
 
-@pytest.mark.parametrize("script", ["end_to_end_vs_trl.py", "prefix.py"])
+def test_lora_ratios_are_adapters_over_all_weights():
+    found = {"whole": {"step_s": 4.0, "peak_gb": 2.0}, "lora": {"step_s": 3.0, "peak_gb": 0.5}}
+    assert lora.ratios(found) == {"step_ratio": 0.75, "memory_ratio": 0.25}
+
+
+@pytest.mark.parametrize("script", ["end_to_end_vs_trl.py", "lora.py", "prefix.py"])
 def test_scripts_explain_themselves(script):
     path = Path(__file__).parents[1] / script
     done = subprocess.run(
