@@ -158,7 +158,7 @@ async def test_a_fork_begins_with_the_other_runs_adapters(client: TrainerClient,
             "trainer.lora",
             "a critic that is a head of the policy",
         ),
-        ({"lora": {"rank": 0}}, "trainer.lora.rank", "at least 1"),
+        ({"lora": {"rank": 0}}, "trainer.lora.rank", "greater than or equal to 1"),
         ({"lora": {"ranks": 8}}, "trainer.lora.ranks", "did you mean"),
     ],
 )
