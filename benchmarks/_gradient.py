@@ -27,13 +27,21 @@ class Accumulation:
     """One step attempt after the other on the model's initial weights: groups in, the step's gradient out."""
 
     def __init__(
-        self, model: Path, dtype: str, gang: Gang, group_size: int, *, groups: int = 1, shared: bool = True
+        self,
+        model: Path,
+        dtype: str,
+        gang: Gang,
+        group_size: int,
+        *,
+        groups: int = 1,
+        shared: bool = True,
+        lora: dict[str, Any] | None = None,
     ) -> None:
         self._config = TrainerConfig.model_validate(
             {
                 "model": {"path": str(model), "dtype": dtype},
                 "algorithm": {"group_size": group_size, "prompts_per_step": groups},
-                "trainer": {"shared_prefix": shared},
+                "trainer": {"shared_prefix": shared, "lora": lora},
             }
         )
         self._rank = Rank(self._config, gang)
@@ -52,6 +60,16 @@ class Accumulation:
         found = self._rank.backend.reduced_gradient(float(steps.totals(self._state).tokens))
         self._open()
         return found
+
+    def step(self, groups: list[Group]) -> None:
+        """A whole step: gradient, optimizer, and the new version's weights cast as for publication."""
+        self.learn(groups)
+        tokens = float(steps.totals(self._state).tokens)
+        assert self._rank.backend.commit(tokens, 1e-5).finite
+        types = {name: getattr(torch, dtype) for name, dtype, _ in self._rank.backend.weight_layout()}
+        for name, tensor in self._rank.backend.weights():
+            tensor.to(types[name])
+        self._open()
 
     def _open(self) -> None:
         state = steps.restored(steps.StepState(), steps.Version(1, 0, 0, "initial"), {})

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import lora
 import prefix
 import pytest
 from end_to_end_vs_trl import TARGET_STEPS, WORKLOADS, Turn, Workload, bound, make_spec, read_turn, summarise
@@ -82,3 +83,8 @@ def test_a_step_is_bound_by_its_longest_stage():
 
 def test_prefix_speedup_is_of_the_medians():
     assert prefix.speedup({True: [1.0, 9.0, 2.0], False: [6.0, 5.0, 8.0]}) == 3.0
+
+
+def test_lora_ratios_are_adapters_over_all_weights():
+    found = {"whole": {"step_s": 4.0, "peak_gb": 2.0}, "lora": {"step_s": 3.0, "peak_gb": 0.5}}
+    assert lora.ratios(found) == {"step_ratio": 0.75, "memory_ratio": 0.25}

@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 from headrace_schema.problems import explain, nearest, sentence
+from headrace_schema.rules.spec import doubtful_values
+from headrace_schema.sections.learning import LoraSection
 from headrace_schema.spec import RunSpec
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -56,6 +58,33 @@ def test_a_minimal_spec_is_valid_and_its_json_is_a_fixed_point():
         ({"reward.scorers": [{}]}, "reward.scorers[0].name", "required key is missing; add it: a built-in"),
         ({"placement.mode": "colocated"}, "placement.mode", "did you mean collocated?"),
         ({"steps": 0}, "steps", "must be at least 1, got 0; the nearest valid value is 1"),
+        ({"trainer.lora": {"rank": 0}}, "trainer.lora.rank", "the nearest valid value is 1"),
+        ({"trainer.lora": {"r": 8}}, "trainer.lora.r", "keys here: alpha, rank, targets"),
+        ({"trainer.lora": {"alpha": 0}}, "trainer.lora.alpha", "must be above 0"),
+        (
+            {"trainer.lora": {"targets": "q_proj"}},
+            "trainer.lora.targets",
+            "put it in brackets, or write all-linear",
+        ),
+        ({"trainer.lora": {"targets": 3}}, "trainer.lora.targets", "use one of: all-linear"),
+        ({"trainer.lora": {"targets": []}}, "trainer.lora.targets", "a list with at least one entry"),
+        ({"trainer.lora": {"targets": [""]}}, "trainer.lora.targets[0]", "at least 1 character"),
+        ({"trainer.lora": {}, "trainer.backend": "other"}, "trainer.lora", "set trainer.backend: fsdp"),
+        (
+            {
+                "trainer.lora": {},
+                "trainer.helpers": 1,
+                "rollout.instances": 2,
+                "placement.mode": "collocated",
+            },
+            "trainer.helpers",
+            "adapters are merged",
+        ),
+        (
+            {"trainer.lora": {}, "algorithm": {"name": "ppo", "options": {"critic": "model"}}},
+            "algorithm.options.critic",
+            "set algorithm.options.critic: head, or remove trainer.lora",
+        ),
         ({"steps": 2**31}, "steps", "the nearest valid value is 2147483647"),
         ({"steps": "10"}, "steps", "must be an integer, got '10' (text); write 10 without quotes"),
         ({"steps": 9.6}, "steps", "write 10"),
@@ -217,6 +246,22 @@ def test_a_minimal_spec_is_valid_and_its_json_is_a_fixed_point():
 def test_a_mistake_is_named_with_its_fix(values, key, words):
     found = problems_of(values)
     assert words in found[key], found
+
+
+def test_adapters_are_off_unless_given_and_take_defaults():
+    assert RunSpec.model_validate(BASE).trainer.lora is None
+    spec = RunSpec.model_validate(with_values({"trainer.lora": {}}))
+    assert spec.trainer.lora == LoraSection(rank=16, alpha=32.0, targets="all-linear")
+    named = with_values({"trainer.lora": {"targets": ["q_proj"]}, "algorithm.name": "ppo"})
+    assert RunSpec.model_validate(named).trainer.lora.targets == ["q_proj"]
+
+
+@pytest.mark.parametrize(("rate", "doubted"), [(1e-6, True), (1e-5, False)])
+def test_a_rate_of_whole_weights_is_doubted_for_adapters(rate, doubted):
+    values = {"optimizer.lr": rate, "trainer.lora": {}}
+    found = {item.key for item in doubtful_values(RunSpec.model_validate(with_values(values)))}
+    assert ("optimizer.lr" in found) is doubted
+    assert not [*doubtful_values(RunSpec.model_validate(with_values({"optimizer.lr": rate})))]
 
 
 @pytest.mark.parametrize(

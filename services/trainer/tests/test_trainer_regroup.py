@@ -100,18 +100,20 @@ async def weights(client, number) -> np.ndarray:
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "options"),
+    ("algorithm", "options", "lora"),
     [
-        ("grpo", {}),
-        ("ppo", {**PASSES, "critic": "model"}),
-        ("grpo", {"kl_loss_coef": 0.3, "kl_target": 1e-4}),
+        ("grpo", {}, None),
+        ("ppo", {**PASSES, "critic": "model"}, None),
+        ("grpo", {"kl_loss_coef": 0.3, "kl_target": 1e-4}, None),
+        ("grpo", {"kl_loss_coef": 0.3, "kl_target": 1e-4}, {"rank": 4}),
     ],
-    ids=["one pass", "critic", "reference"],
+    ids=["one pass", "critic", "reference", "adapters"],
 )
 async def test_a_group_of_one_then_two_then_one_equals_a_static_one(
-    client, other, make_config, make_settled, settled_digest, algorithm, options
+    client, other, make_config, make_settled, settled_digest, algorithm, options, lora
 ):
-    config = make_config(**SETTINGS, algorithm={"name": algorithm, "options": options})
+    settings = SETTINGS | {"trainer": SETTINGS["trainer"] | {"lora": lora}}
+    config = make_config(**settings, algorithm={"name": algorithm, "options": options})
 
     async def run(changes) -> tuple[list[pb.CommitStepResponse], np.ndarray, np.ndarray]:
         version = (await client.open(config)).version

@@ -125,22 +125,29 @@ async def test_a_rank_alone_gives_up_at_its_deadline(client, make_config):
 PASSES = {"epochs": 2, "minibatches": 2}
 
 
+KL = {"kl_loss_coef": 0.3, "kl_target": 1e-4, "entropy_coef": 0.1}
+LORA = {"rank": 4, "alpha": 8}
+
+
 @pytest.mark.parametrize(
-    ("algorithm", "options"),
+    ("algorithm", "options", "lora"),
     [
-        ("grpo", {}),
-        ("grpo", PASSES),
-        ("ppo", {**PASSES, "critic_lr": 1e-3}),
-        ("ppo", {**PASSES, "critic": "model"}),
-        ("grpo", {"kl_loss_coef": 0.3, "kl_target": 1e-4, "entropy_coef": 0.1}),
+        ("grpo", {}, None),
+        ("grpo", PASSES, None),
+        ("ppo", {**PASSES, "critic_lr": 1e-3}, None),
+        ("ppo", {**PASSES, "critic": "model"}, None),
+        ("grpo", KL, None),
+        ("ppo", {**PASSES, "critic_lr": 1e-3}, LORA),
+        ("grpo", KL, {"rank": 1}),
     ],
-    ids=["one pass", "passes", "value head", "critic", "reference"],
+    ids=["one pass", "passes", "value head", "critic", "reference", "adapters", "adapters' reference"],
 )
 async def test_two_ranks_equal_one(
-    pair, client, make_config, make_settled, settled_digest, algorithm, options
+    pair, client, make_config, make_settled, settled_digest, algorithm, options, lora
 ):
     leader, follower, _ = pair
-    config = make_config(**SETTINGS, algorithm={"name": algorithm, "options": options})
+    settings = SETTINGS | {"trainer": SETTINGS["trainer"] | {"lora": lora}}
+    config = make_config(**settings, algorithm={"name": algorithm, "options": options})
     await form(leader, follower, config)
     restored, followed = await asyncio.gather(leader.restore("", 1), follower.restore("", 1))
     assert restored.warmup_steps == followed.warmup_steps == 3
@@ -168,6 +175,28 @@ async def test_two_ranks_equal_one(
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await call
     assert reason_of(caught.value) == "NOT_LEADER"
+
+
+async def test_two_ranks_train_adapters_beside_bf16_weights(
+    pair, client, make_config, make_settled, settled_digest
+):
+    """Weights of two types are gathered at once."""
+    leader, follower, _ = pair
+    settings = {"model": {"dtype": "bfloat16"}, "optimizer": {"lr": 1e-2}}
+    config = make_config(trainer={"ranks": 2, "micro_batch_tokens": 48, "lora": LORA}, **settings)
+    await form(leader, follower, config)
+    restored = await leader.restore("", 1)
+    alone = await client.open(config)
+    assert restored.version.digest == alone.version.digest
+    two, one = [
+        await train(trainer, make_settled, settled_digest, alone.version, 2) for trainer in (leader, client)
+    ]
+    for ours, reference in zip(two, one, strict=True):
+        for name in ("loss", "grad_norm", "entropy"):
+            assert ours.figures[name] == pytest.approx(reference.figures[name], rel=2e-2, abs=1e-3), name
+    trajectory = make_settled(0, version=restored.version).members[1].trajectory
+    values = [[s.values for s in (await c.infer([trajectory])).sequences] for c in (leader, client)]
+    np.testing.assert_allclose(values[0], values[1], atol=3e-2)
 
 
 async def test_two_ranks_learn_from_episodes_as_one_does(
@@ -247,11 +276,12 @@ async def test_two_ranks_use_the_weights_of_the_last_commit(
             await kinds[name]()
 
 
+@pytest.mark.parametrize("lora", [None, LORA], ids=["whole weights", "adapters"])
 async def test_a_checkpoint_of_two_ranks_restores_on_one_and_back(
-    pair, client, make_config, make_settled, settled_digest
+    pair, client, make_config, make_settled, settled_digest, lora
 ):
     leader, follower, _ = pair
-    config = make_config(**SETTINGS)
+    config = make_config(**(SETTINGS | {"trainer": SETTINGS["trainer"] | {"lora": lora}}))
     await form(leader, follower, config)
     restored = await leader.restore("", 1)
     [reply] = await train(leader, make_settled, settled_digest, restored.version, 1)

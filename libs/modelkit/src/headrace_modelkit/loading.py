@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -75,10 +75,17 @@ def context_limit(config: ModelSection, architecture: PreTrainedConfig) -> int:
     return min(limit for limit in (own, config.max_context) if limit is not None)
 
 
-def save_model(model: PreTrainedModel, tokenizer: Any, directory: Path | str) -> None:
+def save_model(
+    model: PreTrainedModel,
+    tokenizer: Any,
+    directory: Path | str,
+    *,
+    beside: Callable[[Path], None] | None = None,
+) -> None:
     """Writes a Hugging Face safetensors directory aside and renames it into place.
 
-    `tokenizer` is a TextCodec or a transformers tokenizer. An existing directory is replaced.
+    `tokenizer` is a TextCodec or a transformers tokenizer. `beside` writes more into the directory before it is
+    renamed. An existing directory is replaced.
     """
     target = Path(directory)
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -86,6 +93,8 @@ def save_model(model: PreTrainedModel, tokenizer: Any, directory: Path | str) ->
     try:
         model.save_pretrained(aside)
         getattr(tokenizer, "tokenizer", tokenizer).save_pretrained(aside)
+        if beside is not None:
+            beside(aside)
         sync_directory(aside)
         replace_directory(aside, target)
     finally:

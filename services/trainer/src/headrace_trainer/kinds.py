@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import cast
 
 from headrace_modelkit.loading import DTYPES, load_model, save_model
+from headrace_modelkit.peft_format import save_adapter
 from headrace_modelkit.robot.directory import policy_of, save_policy
 from headrace_modelkit.tokenizer import load_tokenizer
 from headrace_modelkit.weights import load_weights
@@ -60,9 +61,11 @@ def run_learner(config: TrainerConfig, algorithm: Algorithm, rounds: StepRounds)
     return kind(config, algorithm, rounds)
 
 
-def export_model(config: TrainerConfig, weights: Mapping[str, Tensor], target: Path) -> None:
+def export_model(
+    config: TrainerConfig, weights: Mapping[str, Tensor], target: Path, adapters: Mapping[str, Tensor]
+) -> None:
     """Writes weights in model.dtype as a Hugging Face directory, or a robot policy's as `save_policy` does, with its
-    tokenizer.
+    tokenizer. Adapters, which are merged into the weights, go by themselves into `adapter/`, in peft's format.
     """
     if (policy := policy_of(config.model)) is not None:
         built = policy.build(config.seed)
@@ -75,7 +78,13 @@ def export_model(config: TrainerConfig, weights: Mapping[str, Tensor], target: P
     }
     model = load_model(config.model, weights=False)
     load_weights(model, cast_weights)
-    save_model(model, load_tokenizer(config.model), target)
+    lora = config.trainer.lora
+
+    def save_beside(directory: Path) -> None:
+        if lora is not None:
+            save_adapter(directory / "adapter", lora, adapters, config.model.path)
+
+    save_model(model, load_tokenizer(config.model), target, beside=save_beside)
 
 
 def check_episode_run(config: TrainerConfig) -> None:
@@ -87,6 +96,7 @@ def check_episode_run(config: TrainerConfig) -> None:
     idle = {
         "trainer.backend_options": bool(trainer.backend_options),
         "trainer.reference": trainer.reference is not None,
+        "trainer.lora": trainer.lora is not None,
         "trainer.gradient_checkpointing": trainer.gradient_checkpointing,
     }
     for key in (key for key, given in idle.items() if given):

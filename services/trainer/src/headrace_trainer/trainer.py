@@ -39,6 +39,7 @@ from headrace_trainer.group.rounds import Round, RoundLost, Rounds
 from headrace_trainer.kinds import check_episode_run, run_algorithm
 from headrace_trainer.learning.contribution import check_helped
 from headrace_trainer.learning.step import StepState
+from headrace_trainer.lora import check_lora
 from headrace_trainer.session.session import Session
 
 if TYPE_CHECKING:
@@ -136,6 +137,7 @@ class Trainer:
             if (critic := algorithm.critic) is not None and critic.path is not None:
                 section = critic_section(config.model, critic.path)
                 check_critic(config.model, section, "algorithm.options.critic_path")
+            check_lora(config, algorithm)
         except ModelNotReadable as error:
             raise invalid(str(error), "MODEL_NOT_READABLE") from error
         vocabulary = int(architecture.get_text_config().vocab_size)

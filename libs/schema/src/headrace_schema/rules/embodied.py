@@ -19,6 +19,7 @@ OF_TEXT = {
     "data.prompt.prefill": "an episode begins with an observation",
     "data.exclude": "start states are no questions",
     "trainer.reference": "no term of it is computed for robot policies",
+    "trainer.lora": "a robot policy's weights are all trained",
     "trainer.micro_batch_tokens": "chunks are counted, not tokens",
     "trainer.helpers": "an episode does not go on elsewhere, so no device is released inside a step",
     "rollout.helpers": "an episode does not go on elsewhere, so no device is released inside a step",

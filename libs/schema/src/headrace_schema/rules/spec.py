@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from headrace_schema.problems import problem
 from headrace_schema.resources.views import KeyProblemView
 from headrace_schema.rules.embodied import embodied_problems
+from headrace_schema.rules.lora import doubtful_rates, lora_problems
 from headrace_schema.rules.repliers import replier_problems
 from headrace_schema.rules.simulators import simulator_problems
 from headrace_schema.rules.workflow import workflow_problems
@@ -67,7 +68,8 @@ def impossible_combinations(spec: RunSpec) -> Iterator[KeyProblemView]:
         _evaluation,
         _reward,
     )
-    for rule in (*rules, simulator_problems, replier_problems, workflow_problems, embodied_problems):
+    of_parts = (simulator_problems, replier_problems, workflow_problems, embodied_problems, lora_problems)
+    for rule in (*rules, *of_parts):
         yield from rule(spec)
 
 
@@ -89,6 +91,7 @@ def doubtful_values(spec: RunSpec) -> Iterator[KeyProblemView]:
             yield problem(
                 key, f"{rate:g} is a hundred times a usual learning rate or more", "try 1e-6 to 1e-3"
             )
+    yield from doubtful_rates(spec)
     if spec.slots_per_step > MANY_SLOTS:
         yield problem(
             "algorithm.group_size",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PositiveFloat
+from pydantic import BeforeValidator, Discriminator, Field, PositiveFloat, Tag
 
 from headrace_schema.sections.base import Count, CountOrZero, Rate, Section
 from headrace_schema.sections.generating import ModelSection
@@ -68,6 +68,34 @@ class WarmupSection(Section):
     )
 
 
+LayerNames = Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1)]
+
+
+def _form(given: Any) -> str:
+    return "<list>" if isinstance(given, list) else "<name>"
+
+
+def _no_lone_name(given: Any) -> Any:
+    if isinstance(given, str) and given != "all-linear":
+        raise ValueError("a name alone is no list of names: put it in brackets, or write all-linear")
+    return given
+
+
+class LoraSection(Section):
+    """LoRA: the model's weights are frozen, and adapters of low rank beside its linear layers learn."""
+
+    rank: Count = Field(default=16, description="rank R of an adapter B·A")
+    alpha: PositiveFloat = Field(default=32.0, description="an adapter counts alpha / rank times")
+    targets: Annotated[
+        Annotated[Literal["all-linear"], Tag("<name>")] | Annotated[LayerNames, Tag("<list>")],
+        Discriminator(_form),
+        BeforeValidator(_no_lone_name),
+    ] = Field(
+        default="all-linear",
+        description="linear layers that get an adapter: all-linear (all but the head), or a list of names: [q_proj]",
+    )
+
+
 class TrainerSection(Section):
     """The learning side."""
 
@@ -100,6 +128,10 @@ class TrainerSection(Section):
         default=None,
         description="frozen model that KL terms compare with, or the teacher of distillation; default: the run's "
         "initial policy",
+    )
+    lora: LoraSection | None = Field(
+        default=None,
+        description="train adapters of low rank and no other weight; {} takes the defaults; default: train all weights",
     )
     backend_options: dict[str, Any] = Field(default_factory=dict, description="options of the backend")
     warmup: WarmupSection = WarmupSection()

@@ -16,6 +16,8 @@ from headrace_trainer.memory import MemoryPlan
 WeightSink = Callable[[str, Tensor], None]
 CRITIC_KIND = "critic"
 """Kind of the entries of `Backend.moments` that are weights of the critic: no rollout engine gets them."""
+ADAPTER_KIND = "adapter"
+"""Kind of the entries that are adapters: an engine gets them merged with the weights that they stand beside."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,7 @@ class PrivateGradient:
 
 @dataclass(frozen=True)
 class ReferenceFacts:
-    """Which reference model it is: by name for people, and the digest of its weights."""
+    """Which frozen model it is, a reference or what adapters stand beside: by name for people, and its digest."""
 
     name: str
     digest: str
@@ -95,6 +97,12 @@ class StateReader(Protocol):
 
     def critic_shapes(self) -> dict[str, tuple[int, ...]]:
         """Shape of every weight and buffer of the critic by name; empty without one."""
+
+    def adapter(self, name: str) -> Tensor:
+        """fp32 part of an adapter, or "alpha"."""
+
+    def adapter_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape of every part of an adapter by name, and "alpha"; empty without any."""
 
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
         """Shape of every weight and buffer by name."""
@@ -173,7 +181,7 @@ class Backend(Protocol):
         """Full weights by name; gathered one at a time, so every rank must exhaust it."""
 
     def moments(self) -> Iterator[tuple[str, Tensor]]:
-        """Full optimizer moments, named kind/weight, and the critic's weights; every rank must exhaust it."""
+        """Full optimizer moments, named kind/weight, the critic's weights and adapters; every rank must exhaust it."""
 
     @property
     def optimizer_steps(self) -> int:
@@ -207,3 +215,12 @@ class HelpingBackend(Protocol):
 
     def add_gradient(self, given: PrivateGradient | None) -> None:
         """Adds a helper's to what is accumulated: rank 0 has it whole, the others pass None."""
+
+
+@runtime_checkable
+class AdaptingBackend(Protocol):
+    """What a backend has besides when it can train adapters beside frozen weights."""
+
+    @property
+    def base_model(self) -> ReferenceFacts | None:
+        """The frozen weights that the leader has read; None where all weights learn."""

@@ -62,6 +62,7 @@ class Snapshot:
     step_manifest: bytes = b""
     origin: Origin = field(default_factory=Origin)
     reference: ReferenceFacts | None = None
+    base_model: ReferenceFacts | None = None
     algorithm_state: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -264,5 +265,6 @@ def _state(snapshot: Snapshot, files: Mapping[str, Mapping[str, object]]) -> dic
         "base_run": snapshot.origin.run,
         "files": files,
         **({"reference": vars(snapshot.reference)} if snapshot.reference else {}),
+        **({"base_model": vars(snapshot.base_model)} if snapshot.base_model else {}),
         **({"algorithm_state": dict(snapshot.algorithm_state)} if snapshot.algorithm_state else {}),
     }

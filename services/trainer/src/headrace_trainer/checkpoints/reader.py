@@ -8,7 +8,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from headrace_trainer.backends._base import CRITIC_KIND
+from headrace_trainer.backends._base import ADAPTER_KIND, CRITIC_KIND
 from headrace_trainer.checkpoints.state import OPTIMIZER, WEIGHTS
 from headrace_trainer.errors import Refusal
 
@@ -24,7 +24,7 @@ class CheckpointReader:
         self.optimizer_steps = optimizer_steps
 
     def weight(self, name: str) -> Tensor:
-        """fp32 weight, or a buffer in its own type."""
+        """fp32 weight, a merged one in the model's type, or a buffer in its own type."""
         return self._tensor(self._weights, name)
 
     def moment(self, kind: str, name: str) -> Tensor:
@@ -42,7 +42,7 @@ class CheckpointReader:
     def moment_kinds(self) -> set[str]:
         """Kinds of optimizer moments, such as exp_avg."""
         kinds = {name.partition("/")[0] for name in self._optimizer.keys() if "/" in name}  # noqa: SIM118
-        return kinds - {CRITIC_KIND}
+        return kinds - {CRITIC_KIND, ADAPTER_KIND}
 
     def critic_weight(self, name: str) -> Tensor:
         """fp32 weight of the critic, or a buffer in its own type."""
@@ -50,10 +50,20 @@ class CheckpointReader:
 
     def critic_shapes(self) -> dict[str, tuple[int, ...]]:
         """Shape of every weight and buffer of the critic by name."""
-        own = [name for name in self._optimizer.keys() if name.startswith(f"{CRITIC_KIND}/")]  # noqa: SIM118
+        return self._shapes(CRITIC_KIND)
+
+    def adapter(self, name: str) -> Tensor:
+        """fp32 part of an adapter, or "alpha"."""
+        return self._tensor(self._optimizer, f"{ADAPTER_KIND}/{name}")
+
+    def adapter_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape of every part of an adapter by name, and "alpha"."""
+        return self._shapes(ADAPTER_KIND)
+
+    def _shapes(self, kind: str) -> dict[str, tuple[int, ...]]:
+        own = [name for name in self._optimizer.keys() if name.startswith(f"{kind}/")]  # noqa: SIM118
         return {
-            name.removeprefix(f"{CRITIC_KIND}/"): tuple(self._optimizer.get_slice(name).get_shape())
-            for name in own
+            name.removeprefix(f"{kind}/"): tuple(self._optimizer.get_slice(name).get_shape()) for name in own
         }
 
     def _tensor(self, file: Any, name: str) -> Tensor:

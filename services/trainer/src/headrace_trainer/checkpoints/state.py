@@ -49,8 +49,8 @@ class FileFacts(_Facts):
 class State(_Facts):
     """What `state.json` says. `base` and `base_run` are those of the lineage's claim.
 
-    `reference` is the reference model that the run was compared with, where there was one; `algorithm_state` is
-    `Algorithm.state`.
+    `reference` is the reference model that the run was compared with, where there was one; `base_model` the frozen
+    one beside which its adapters stand; `algorithm_state` is `Algorithm.state`.
     """
 
     format: Literal[1, 2]
@@ -63,6 +63,7 @@ class State(_Facts):
     base: str = ""
     base_run: str = ""
     reference: ReferenceFacts | None = None
+    base_model: ReferenceFacts | None = None
     algorithm_state: dict[str, float] = Field(default_factory=dict)
     digest: str = ""
 

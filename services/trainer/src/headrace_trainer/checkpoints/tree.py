@@ -53,6 +53,7 @@ class Saved:
     files: Mapping[str, FileFacts]
     origin: Origin
     reference: ReferenceFacts | None = None
+    base_model: ReferenceFacts | None = None
     algorithm_state: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -129,6 +130,7 @@ class CheckpointTree:
             files=state.files,
             origin=Origin(state.base, state.base_run),
             reference=state.reference,
+            base_model=state.base_model,
             algorithm_state=state.algorithm_state,
         )
 

@@ -19,10 +19,12 @@ from torch import Tensor
 from headrace_trainer.algorithms._base import Algorithm
 from headrace_trainer.allocator import resident_bytes
 from headrace_trainer.backends._base import (
+    AdaptingBackend,
     Backend,
     CommitReport,
     HelpingBackend,
     PrivateGradient,
+    ReferenceFacts,
     StateReader,
     WarmUp,
 )
@@ -166,6 +168,11 @@ class Rank:
                 f"trainer.helpers: the backend {self.config.trainer.backend} takes no help; set trainer.helpers: 0",
             )
         return self.backend
+
+    @property
+    def base_model(self) -> ReferenceFacts | None:
+        """The frozen weights beside which adapters learn, as the leader; None where all weights do."""
+        return self.backend.base_model if isinstance(self.backend, AdaptingBackend) else None
 
     def _help(self) -> None:
         assert self.reader is not None

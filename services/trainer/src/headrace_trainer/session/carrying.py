@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from headrace_trainer.backends._base import CRITIC_KIND
+from headrace_trainer.backends._base import ADAPTER_KIND, CRITIC_KIND
 from headrace_trainer.checkpoints.reader import RANDOM_STATE
 from headrace_trainer.errors import Refusal
 from headrace_trainer.group.rank import Copies
@@ -55,7 +55,7 @@ class CopiesReader:
         self.optimizer_steps = copies.optimizer_steps
 
     def weight(self, name: str) -> Tensor:
-        """fp32 weight, or a buffer in its own type."""
+        """fp32 weight, a merged one in the model's type, or a buffer in its own type."""
         return _of(self._copies.weights, name)
 
     def moment(self, kind: str, name: str) -> Tensor:
@@ -68,11 +68,21 @@ class CopiesReader:
 
     def critic_shapes(self) -> dict[str, tuple[int, ...]]:
         """Shape of every weight and buffer of the critic by name."""
-        start = f"{CRITIC_KIND}/"
+        return self._shapes(CRITIC_KIND)
+
+    def adapter(self, name: str) -> Tensor:
+        """fp32 part of an adapter, or "alpha"."""
+        return _of(self._copies.optimizer, f"{ADAPTER_KIND}/{name}")
+
+    def adapter_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape of every part of an adapter by name, and "alpha"."""
+        return self._shapes(ADAPTER_KIND)
+
+    def _shapes(self, kind: str) -> dict[str, tuple[int, ...]]:
         return {
-            name.removeprefix(start): tuple(tensor.shape)
+            name.removeprefix(f"{kind}/"): tuple(tensor.shape)
             for name, tensor in self._copies.optimizer.items()
-            if name.startswith(start)
+            if name.startswith(f"{kind}/")
         }
 
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -81,7 +91,8 @@ class CopiesReader:
 
     def moment_kinds(self) -> set[str]:
         """Kinds of optimizer moments, such as exp_avg."""
-        return {name.partition("/")[0] for name in self._copies.optimizer if "/" in name} - {CRITIC_KIND}
+        kinds = {name.partition("/")[0] for name in self._copies.optimizer if "/" in name}
+        return kinds - {CRITIC_KIND, ADAPTER_KIND}
 
     def random_state(self) -> Tensor:
         """State of torch's CPU generator."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from headrace_modelkit.lora import is_adapter
 from torch import Tensor
 
 from headrace_trainer.allocator import resident_bytes
@@ -20,7 +21,7 @@ from headrace_trainer.errors import Quiesced, Refusal, invalid
 from headrace_trainer.group.rank import Copies
 from headrace_trainer.kinds import export_model
 from headrace_trainer.learning import step as steps
-from headrace_trainer.session.carrying import CARRIED, Carried, check_carried
+from headrace_trainer.session.carrying import CARRIED, Carried, CopiesReader, check_carried
 from headrace_trainer.session.held import HeldRun
 
 _EXPORT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
@@ -122,6 +123,7 @@ class DurableRun(HeldRun):
             self.state, self._manifest = before
             raise
         self._check_reference(saved)
+        self._check_base(saved)
         self._rank.algorithm.load_state(saved.algorithm_state if saved else {})
         if reader is not None:
             torch.set_rng_state(reader.random_state())
@@ -172,6 +174,24 @@ class DurableRun(HeldRun):
             key="trainer.reference",
         )
 
+    def _check_base(self, saved: Saved | None) -> None:
+        """Raises Refusal CHECKPOINT_MISMATCH when a checkpoint's adapters were trained beside other weights."""
+        found = self._rank.base_model
+        if (
+            saved is None
+            or saved.base_model is None
+            or found is None
+            or found.digest == saved.base_model.digest
+        ):
+            return
+        raise Refusal(
+            "CHECKPOINT_MISMATCH",
+            f"model.path: the adapters of {saved.name} were trained beside the weights of {saved.base_model.name} "
+            f"(digest {saved.base_model.digest}), and {found.name} has others (digest {found.digest}); give model.path "
+            "and model.dtype as they were",
+            key="model.path",
+        )
+
     def save(self, number: int, ledger: bytes, retained: Collection[str] = ()) -> tuple[Write, float]:
         """Begins to write the held and recorded version; with the seconds that training stood still.
 
@@ -210,11 +230,15 @@ class DurableRun(HeldRun):
             step_manifest=self._manifest,
             origin=self._origin,
             reference=self._rank.backend.reference,
+            base_model=self._rank.base_model,
             algorithm_state=self._rank.algorithm.state(),
         )
 
     def export(self, name: str) -> tuple[Path, steps.Version]:
-        """Writes the held weights below the run's directory: a Hugging Face one, or a robot policy's."""
+        """Writes the held weights below the run's directory: a Hugging Face one, or a robot policy's.
+
+        Adapters are in the weights, and beside them once more by themselves.
+        """
         version = steps.held_version(self.state)
         if not _EXPORT_NAME.fullmatch(name) or name == "checkpoints":
             raise invalid(
@@ -222,10 +246,21 @@ class DurableRun(HeldRun):
                 "letter or digit and is not 'checkpoints'"
             )
         target = self._directory / name
-        weights: dict[str, Tensor] = {}
-        self._gather(weights.update)
-        export_model(self._rank.config, weights, target)
+        weights, adapters = self._whole_weights()
+        export_model(self._rank.config, weights, target, adapters)
         return target, version
+
+    def _whole_weights(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Merged weights, and the parts of adapters; both in host memory."""
+        if self._rank.config.trainer.lora is None:
+            weights: dict[str, Tensor] = {}
+            self._gather(weights.update)
+            return weights, {}
+        copies = self._lead("snapshot")
+        assert isinstance(copies, Copies)
+        reader = CopiesReader(copies)
+        names = (name for name in reader.adapter_shapes() if is_adapter(name))
+        return copies.weights, {name: reader.adapter(name) for name in names}
 
     def _claim_lineage(self, *, required: bool = False) -> Saver | None:
         config = self._rank.config.checkpoint

@@ -49,7 +49,7 @@ def published_tensors(manifest: common_pb2.WeightManifest, body: memoryview) -> 
 
 
 class PublishedReader:
-    """A published version as a `StateReader` without optimizer state or critic."""
+    """A published version as a `StateReader` without optimizer state, critic or adapters."""
 
     optimizer_steps = 0
 
@@ -80,6 +80,14 @@ class PublishedReader:
         raise KeyError(name)
 
     def critic_shapes(self) -> dict[str, tuple[int, ...]]:
+        """See `StateReader`."""
+        return {}
+
+    def adapter(self, name: str) -> Tensor:
+        """There is none. Raises KeyError."""
+        raise KeyError(name)
+
+    def adapter_shapes(self) -> dict[str, tuple[int, ...]]:
         """See `StateReader`."""
         return {}
 

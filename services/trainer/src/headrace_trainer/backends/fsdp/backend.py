@@ -89,14 +89,18 @@ class FsdpBackend(FsdpModels):
         """See `Backend`."""
         if REFERENCE_LOG_PROBS not in self._algorithm.columns:
             return
-        warmed = None
-        if self._config.trainer.reference is None and self._config.trainer.warmup.steps:
-            if self._model is None:  # A checkpoint is about to be loaded: the warm-up is made again.
-                torch.manual_seed(self._config.seed)
-                self.load_initial()
-                self.warm_up()
-            warmed = dict(self._sharded.weights())
-        self._reference = Reference(self._config, self._gang, warmed)
+        trainer = self._config.trainer
+        warmed = trainer.reference is None and trainer.warmup.steps > 0
+        if warmed and self._model is None:  # A checkpoint is about to be loaded: the warm-up is made again.
+            torch.manual_seed(self._config.seed)
+            self.load_initial()
+            self.warm_up()
+        if trainer.lora is None or trainer.reference is not None:
+            weights = dict(self._sharded.weights()) if warmed else None
+            self._reference = Reference(self._config, self._gang, weights)
+        else:
+            adapters = self._sharded.adapters() if warmed else ()
+            self._initial_adapters = {name: tensor.clone() for name, tensor in adapters}
 
     def zero(self) -> None:
         """See `Backend`."""

@@ -4,22 +4,38 @@ from __future__ import annotations
 
 from headrace_modelkit.critic import Critic
 from headrace_modelkit.loading import load_model
+from headrace_modelkit.lora import add_adapters, is_adapter
 from headrace_modelkit.weights import state_tensors
-from headrace_schema.sections.generating import ModelSection
+from headrace_schema.openings import TrainerConfig
+from headrace_schema.sections.learning import LoraSection
 
 from headrace_trainer.backends._base import StateReader
 from headrace_trainer.backends.fsdp.optimizer import MOMENTS
 from headrace_trainer.backends.fsdp.sharding import CRITIC
 from headrace_trainer.errors import Refusal
 
+ALPHA = "alpha"
+"""Stands among the parts of adapters for the number that scales them."""
 
-def check_fit(reader: StateReader, config: ModelSection, critic: Critic | None) -> None:
-    """Raises Refusal CHECKPOINT_MISMATCH with `key` model.path, optimizer or algorithm.options.critic.
+
+def check_fit(reader: StateReader, config: TrainerConfig, critic: Critic | None) -> None:
+    """Raises Refusal CHECKPOINT_MISMATCH with `key` model.path, optimizer, trainer.lora or algorithm.options.critic.
 
     Raises ModelNotReadable too. A checkpoint's critic is left out where the run has none.
     """
-    own = {name: tuple(tensor.shape) for name, tensor in state_tensors(load_model(config, weights=False))}
-    check_state_shapes(reader, own, repr(config.path))
+    model, lora = load_model(config.model, weights=False), config.trainer.lora
+    own = {name: tuple(tensor.shape) for name, tensor in state_tensors(model)}
+    check_state_shapes(reader, own, repr(config.model.path))
+    if lora is None and reader.adapter_shapes():
+        raise _mismatch(
+            "trainer.lora",
+            "the checkpoint has adapters, and this run trains all weights; give trainer.lora as it was, or export the "
+            "checkpoint's model and name that as model.path",
+        )
+    if lora is not None:
+        add_adapters(model, lora, config.seed)
+        own = {name: tuple(tensor.shape) for name, tensor in state_tensors(model) if is_adapter(name)}
+        _check_adapters(reader, own, lora)
     if critic is not None:
         _check_critic(reader.critic_shapes(), critic)
 
@@ -39,6 +55,25 @@ def check_state_shapes(
             "optimizer",
             f"the checkpoint has the optimizer state {found}, this run's AdamW has {', '.join(MOMENTS)}; "
             "name a checkpoint that AdamW made",
+        )
+
+
+def _check_adapters(reader: StateReader, own: dict[str, tuple[int, ...]], lora: LoraSection) -> None:
+    saved = {name: shape for name, shape in reader.adapter_shapes().items() if name != ALPHA}
+    if not saved:
+        raise _mismatch(
+            "trainer.lora",
+            "the checkpoint has no adapters: all its weights were trained; leave trainer.lora out, or export its model "
+            "and name that as model.path",
+        )
+    if problem := _difference(saved, own):
+        key = "trainer.lora.targets" if saved.keys() ^ own.keys() else "trainer.lora.rank"
+        raise _mismatch(key, f"the checkpoint has other adapters: {problem}; set {key} as it was")
+    if (alpha := float(reader.adapter(ALPHA))) != lora.alpha:
+        raise _mismatch(
+            "trainer.lora.alpha",
+            f"the checkpoint's adapters count {alpha:g} / rank times, not {lora.alpha:g} / rank; "
+            f"set trainer.lora.alpha: {alpha:g}",
         )
 
 

@@ -11,9 +11,10 @@ import torch
 from headrace_modelkit.critic import Critic, critic_section, hidden_size, load_critic
 from headrace_modelkit.devices import used_bytes
 from headrace_modelkit.loading import DTYPES, load_architecture, load_model
+from headrace_modelkit.lora import add_adapters, is_adapter, standing_in
 from headrace_modelkit.weights import load_weights, state_tensors
 from headrace_schema.openings import TrainerConfig
-from headrace_schema.sections.learning import OptimizerSection
+from headrace_schema.sections.learning import LoraSection, OptimizerSection
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -26,15 +27,16 @@ from headrace_trainer.algorithms._base import (
 )
 from headrace_trainer.allocator import give_back_if_short
 from headrace_trainer.backends._base import (
+    ADAPTER_KIND,
     CRITIC_KIND,
     ReferenceFacts,
     StateReader,
 )
-from headrace_trainer.backends.fsdp.fit import check_fit
+from headrace_trainer.backends.fsdp.fit import ALPHA, check_fit
 from headrace_trainer.backends.fsdp.optimizer import MOMENTS, ShardedAdamW
 from headrace_trainer.backends.fsdp.planned import plan_memory
 from headrace_trainer.backends.fsdp.prefixes import attends_along_paths, shares_prefixes
-from headrace_trainer.backends.fsdp.reference import Reference
+from headrace_trainer.backends.fsdp.reference import Reference, base_facts
 from headrace_trainer.backends.fsdp.sharding import CRITIC, ShardedModel
 from headrace_trainer.backends.plugins import FsdpOptions
 from headrace_trainer.errors import Refusal, invalid
@@ -65,6 +67,10 @@ class FsdpModels:
         """Whether a gradient waits to be reduced."""
         self._policy_shares_prefixes = self._policy_along_paths = False
         self._reference: Reference | None = None
+        self._initial_adapters: dict[str, Tensor] | None = None
+        """With adapters the policy itself is its reference: without them, or with those of the warm-up."""
+        self._base_facts: tuple[ReferenceFacts, ReferenceFacts] | None = None
+        """Of the frozen weights that the leader has read: as base model, and as reference."""
         self._model: ShardedModel | None = None
         self._optimizer: ShardedAdamW | None = None
         torch.use_deterministic_algorithms(config.deterministic)
@@ -86,18 +92,19 @@ class FsdpModels:
 
     def load_initial(self) -> None:
         """See `Backend`."""
-        leads = self._gang.leads
-        self._shard(load_model(self._config.model, weights=leads), self._load_critic(weights=leads))
+        self._shard(self._read_model(), self._load_critic(weights=self._gang.leads))
 
     def check_state(self, reader: StateReader) -> None:
         """See `Backend`."""
-        check_fit(reader, self._config.model, self._load_critic(weights=False))
+        check_fit(reader, self._config, self._load_critic(weights=False))
 
     def load_state(self, reader: StateReader | None) -> None:
         """See `Backend`."""
-        model = load_model(self._config.model, weights=False, dtype=torch.float32)
-        if reader is not None:
-            load_weights(model, {name: reader.weight(name) for name, _ in state_tensors(model)})
+        model = self._read_model() if self._lora else self._saved_model(reader)
+        if reader is not None and self._lora:
+            for name, tensor in state_tensors(model):
+                if is_adapter(name):
+                    tensor.data.copy_(reader.adapter(name))
         critic = self._load_critic(weights=False, dtype=torch.float32)
         if reader is not None and critic is not None:
             for name, tensor in critic.tensors():
@@ -108,7 +115,7 @@ class FsdpModels:
             moments = {
                 kind: {
                     name: self._sharded.scatter(name, reader.moment(kind, name) if reader else None)
-                    for name in self._sharded.parameters
+                    for name in self._sharded.learned
                 }
                 for kind in MOMENTS
             }
@@ -117,12 +124,20 @@ class FsdpModels:
     @property
     def reference(self) -> ReferenceFacts | None:
         """See `Backend`."""
-        return self._reference.facts if self._reference is not None else None
+        if self._reference is not None:
+            return self._reference.facts
+        return self._base_facts[1] if self._base_facts and self._initial_adapters is not None else None
+
+    @property
+    def base_model(self) -> ReferenceFacts | None:
+        """See `AdaptingBackend`."""
+        return self._base_facts[0] if self._base_facts else None
 
     @property
     def reference_bytes(self) -> int:
         """See `Backend`."""
-        return self._reference.size_bytes if self._reference is not None else 0
+        own = sum(tensor.nbytes for tensor in (self._initial_adapters or {}).values())
+        return self._reference.size_bytes if self._reference is not None else own
 
     def infer(self, rows: Rows, columns: Many[str]) -> list[Columns]:
         """See `Backend`."""
@@ -160,6 +175,10 @@ class FsdpModels:
                 yield f"{kind}/{name}", self._sharded.gather(name, own)
         for name, tensor in self._sharded.critic_weights():
             yield f"{CRITIC_KIND}/{name}", tensor
+        for name, tensor in self._sharded.adapters():
+            yield f"{ADAPTER_KIND}/{name}", tensor
+        if self._lora:
+            yield f"{ADAPTER_KIND}/{ALPHA}", torch.tensor(self._lora.alpha, dtype=torch.float64)
 
     @property
     def optimizer_steps(self) -> int:
@@ -193,6 +212,21 @@ class FsdpModels:
         self._sharded.move(move)
         self._adamw.move(move, self._sharded.shards())
 
+    def _read_model(self) -> PreTrainedModel:
+        """The configured model as the leader reads it, its own weights frozen where adapters learn."""
+        section, leads = self._config.model, self._gang.leads
+        model = load_model(section, weights=leads)
+        if self._lora:
+            self._base_facts = base_facts(self._config, model) if leads else None
+            add_adapters(model, self._lora, self._config.seed)
+        return model
+
+    def _saved_model(self, reader: StateReader | None) -> PreTrainedModel:
+        model = load_model(self._config.model, weights=False, dtype=torch.float32)
+        if reader is not None:
+            load_weights(model, {name: reader.weight(name) for name, _ in state_tensors(model)})
+        return model
+
     def _load_critic(self, *, weights: bool, dtype: torch.dtype | None = None) -> Critic | None:
         plan = self._algorithm.critic
         if plan is None:
@@ -205,7 +239,7 @@ class FsdpModels:
         # Master weights start from the values that the engine computes with, not from finer ones.
         bodies = [model] if critic is None or critic.body is None else [model, critic.body]
         for module in [model, critic] if critic else [model]:
-            _float(module)
+            _float_what_learns(module)
         for _, tensor in [*state_tensors(model), *(critic.tensors() if critic else ())]:
             self._gang.share(tensor.data)
         if self._config.trainer.gradient_checkpointing:
@@ -216,13 +250,17 @@ class FsdpModels:
         self._policy_shares_prefixes = shares_prefixes(self._config, [body.config for body in bodies])
         self._policy_along_paths = attends_along_paths(self._config, bodies, self._gang.device)
         self._model = ShardedModel(
-            model, self._gang, self._dtype, reshard=self._options.reshard_micro_batches, critic=critic
+            model,
+            self._gang,
+            None if self._lora else self._dtype,
+            reshard=self._options.reshard_micro_batches,
+            critic=critic,
         )
         self._optimizer = self._new_optimizer()
         self._dirty = False
 
     def _new_optimizer(self) -> ShardedAdamW:
-        decays = {name for name, p in self._sharded.parameters.items() if p.dim() > 1}
+        decays = {name for name, p in self._sharded.learned.items() if p.dim() > 1}
         config: OptimizerSection = self._config.optimizer
         critic = frozenset(self._sharded.critic_names)
         return ShardedAdamW(config, self._sharded.shards(), decays=decays, critic=critic)
@@ -235,7 +273,7 @@ class FsdpModels:
     def _columns(self, names: Many[str], batch: MicroBatch) -> dict[str, Tensor]:
         """Columns of the infer pass, (K,)."""
         known = {OLD_LOG_PROBS, VALUES} if self._algorithm.critic else {OLD_LOG_PROBS}
-        if REFERENCE_LOG_PROBS in names and self._reference is None:
+        if REFERENCE_LOG_PROBS in names and self._reference is None and self._initial_adapters is None:
             raise invalid("the run has no reference model: no option of its algorithm needs one")
         if VALUES in names and VALUES not in known:
             raise invalid("the run has no critic: its algorithm needs none")
@@ -244,9 +282,17 @@ class FsdpModels:
             with torch.no_grad():
                 log_probs_K, _, values_K = self._forward(batch, values=VALUES in names)
             computed = {OLD_LOG_PROBS: log_probs_K, VALUES: values_K}
-        if self._reference is not None and REFERENCE_LOG_PROBS in names:
-            computed[REFERENCE_LOG_PROBS] = self._reference.log_probs(batch)
+        if REFERENCE_LOG_PROBS in names:
+            computed[REFERENCE_LOG_PROBS] = self._reference_log_probs(batch)
         return {name: found_K for name in names if (found_K := computed[name]) is not None}
+
+    def _reference_log_probs(self, batch: MicroBatch) -> Tensor:
+        if self._reference is not None:
+            return self._reference.log_probs(batch)
+        initial = self._initial_adapters or {}
+        placed = {name: tensor.to(self._gang.device) for name, tensor in initial.items()}
+        with torch.no_grad(), standing_in(self._sharded.model, placed):
+            return self._forward(batch, values=False)[0]
 
     def _park(self) -> None:
         if self._reference is not None:
@@ -255,6 +301,10 @@ class FsdpModels:
     def _pack(self, rows: Rows) -> MicroBatch:
         by_paths = self._policy_along_paths and (self._reference is None or self._reference.along_paths)
         return pack(rows, shared=self.shares_prefixes, by_paths=by_paths).to(self._gang.device)
+
+    @property
+    def _lora(self) -> LoraSection | None:
+        return self._config.trainer.lora
 
     def _temperature(self) -> float:
         return self._config.sampling.temperature
@@ -272,6 +322,7 @@ class FsdpModels:
         return self._optimizer
 
 
-def _float(module: nn.Module) -> None:
+def _float_what_learns(module: nn.Module) -> None:
     for parameter in module.parameters():
-        parameter.data = parameter.data.float()
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()

@@ -31,7 +31,11 @@ class Reference:
         self._gang = gang
         self._temperature = config.sampling.temperature
         model = load_model(section, weights=gang.leads).requires_grad_(False)
-        self.facts = _facts(config, section.path, model) if gang.leads else ReferenceFacts(section.path, "")
+        self.facts = (
+            _facts(config, section.path, _weights_digest(model))
+            if gang.leads
+            else ReferenceFacts(section.path, "")
+        )
         """Of the weights as they were read; the leader's alone has a digest."""
         if warmed is not None and gang.leads:
             load_weights(model, warmed)
@@ -48,7 +52,7 @@ class Reference:
     @property
     def size_bytes(self) -> int:
         """Bytes of this rank's shards."""
-        return sum(shard.nbytes for shard in self._model.shards().values())
+        return self._model.size_bytes
 
     def log_probs(self, batch: MicroBatch) -> Tensor:
         """Log-probs of the trained tokens at the sampling temperature, (K,)."""
@@ -67,13 +71,23 @@ class Reference:
             self._away = True
 
 
-def _facts(config: TrainerConfig, path: str, model: PreTrainedModel) -> ReferenceFacts:
-    """What tells this reference from another: its weights as read, and the warm-up that it went through."""
+def base_facts(config: TrainerConfig, model: PreTrainedModel) -> tuple[ReferenceFacts, ReferenceFacts]:
+    """Of the weights that stay frozen below adapters: as they are, and as the reference that the run begins at."""
+    digest, path = _weights_digest(model), config.model.path
+    return ReferenceFacts(path, digest.hexdigest()), _facts(config, path, digest)
+
+
+def _weights_digest(model: PreTrainedModel) -> xxhash.xxh3_128:
     digest = xxhash.xxh3_128()
     for name, tensor in state_tensors(model):
         digest.update(name.encode())
         digest.update(memoryview(tensor.detach().contiguous().flatten().view(torch.uint8).numpy()))  # type: ignore[arg-type]
-    warmup = config.trainer.warmup
+    return digest
+
+
+def _facts(config: TrainerConfig, path: str, digest: xxhash.xxh3_128) -> ReferenceFacts:
+    """What tells this reference from another: its weights as read, and the warm-up that it went through."""
+    digest, warmup = digest.copy(), config.trainer.warmup
     if config.trainer.reference is not None or not warmup.steps:
         return ReferenceFacts(path, digest.hexdigest())
     examples = [example.model_dump() for example in config.warmup_examples]

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from headrace_modelkit.critic import Critic
+from headrace_modelkit.lora import A, B, adapted_layers, is_adapter, merged_weight
 from headrace_modelkit.weights import state_tensors
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -21,7 +22,8 @@ CRITIC = "critic."
 
 class ShardedModel:
     """A policy, and its critic if it has one, sharded over a trainer group: fp32 master shards, forward in
-    `compute_dtype`, gradients in fp32. The critic's tensors are named "critic." and are no part of `weights`.
+    `compute_dtype` (None: each weight in its own type), gradients in fp32. The critic's tensors are named "critic."
+    and are no part of `weights`; nor are adapters, which `weights` has merged.
 
     Between micro-batches nothing is reduced or resharded (unless `reshard` asks for it): each rank keeps the
     whole parameters in `compute_dtype` and adds up whole gradients in fp32 until `reduce`.
@@ -31,7 +33,7 @@ class ShardedModel:
         self,
         model: PreTrainedModel,
         gang: Gang,
-        compute_dtype: torch.dtype,
+        compute_dtype: torch.dtype | None,
         *,
         reshard: bool,
         critic: Critic | None = None,
@@ -44,8 +46,18 @@ class ShardedModel:
         mixed = MixedPrecisionPolicy(
             param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
         )
+        # One rank has frozen weights whole already: sharded, it would compute with a copy of them.
+        frozen = {p for p in self.policy.parameters() if not p.requires_grad and gang.world_size == 1}
+        for parameter in frozen:
+            parameter.data = parameter.data.to(gang.device)
         for module in [*_layers(model), *_layers(critic.body if critic else None), self.policy]:
-            sharded = fully_shard(module, mesh=gang.mesh, mp_policy=mixed, reshard_after_forward=reshard)
+            sharded = fully_shard(
+                module,
+                mesh=gang.mesh,
+                mp_policy=mixed,
+                reshard_after_forward=reshard,
+                ignored_params=frozen,
+            )
             sharded.set_gradient_divide_factor(1.0)  # unnormalised sums over the ranks
             sharded.set_force_sum_reduction_for_comms(True)  # Gloo cannot scale inside a reduction
         root: Any = self.policy
@@ -56,13 +68,19 @@ class ShardedModel:
         self._name_tensors()
 
     def shards(self) -> dict[str, Tensor]:
-        """This rank's own fp32 master shards; writing to them changes the model."""
-        return {name: p.to_local().detach() for name, p in self.parameters.items()}
+        """This rank's own fp32 master shards of what learns; writing to them changes the model."""
+        return {name: p.to_local().detach() for name, p in self.learned.items()}
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of this rank's part of all weights and buffers."""
+        shards = (parameter.to_local() for parameter in self.parameters.values())
+        return sum(tensor.nbytes for tensor in (*shards, *self.buffers.values()))
 
     def gradients(self) -> dict[str, Tensor]:
         """This rank's shards of the reduced gradient; zeros where nothing was accumulated."""
         found = {}
-        for name, parameter in self.parameters.items():
+        for name, parameter in self.learned.items():
             gradient = parameter.grad
             local = gradient.to_local() if isinstance(gradient, DTensor) else None
             found[name] = torch.zeros_like(parameter.to_local()) if local is None else local
@@ -126,30 +144,45 @@ class ShardedModel:
         tensors = dict(state_tensors(self.model))
         critic = self.policy.critic
         beside = {f"{CRITIC}{name}": value for name, value in (critic.tensors() if critic else ())}
-        self.weight_names, self.critic_names = list(tensors), list(beside)
+        self.weight_names = [name for name in tensors if not is_adapter(name)]
+        self.adapter_names = [name for name in tensors if is_adapter(name)]
+        self.critic_names = list(beside)
         both = tensors | beside
         self.parameters = {name: value for name, value in both.items() if isinstance(value, DTensor)}
+        self.learned = {name: value for name, value in self.parameters.items() if value.requires_grad}
         self.buffers = {name: value for name, value in both.items() if not isinstance(value, DTensor)}
+        """Buffers, and frozen weights that are not sharded."""
+        self._scales = {name: layer.scale for name, layer in adapted_layers(self.model)}
 
     def gather(self, name: str, shard: Tensor | None = None) -> Tensor:
         """The whole of a parameter, or of a tensor sharded like it, on the CPU; all ranks call it."""
-        parameter = self.parameters[name]
-        local = parameter.to_local().detach() if shard is None else shard
-        if self._gang.world_size == 1:
-            return local.cpu()
-        return _with_local(parameter, local).full_tensor().cpu()
+        return self._whole(name, shard).cpu()
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Every parameter and buffer of the policy, whole; all ranks exhaust it."""
-        return self._whole(self.weight_names)
+        """Every parameter and buffer of the policy, whole, adapters merged; all ranks exhaust it."""
+        for name in self.weight_names:
+            layer, _, kind = name.rpartition(".")
+            tensor = self._whole(name)
+            if kind == "weight" and layer in self._scales:
+                adapter = self._whole(f"{layer}.{A}"), self._whole(f"{layer}.{B}")
+                tensor = merged_weight(tensor, *adapter, self._scales[layer])
+            yield name, tensor.cpu()
+
+    def adapters(self) -> Iterator[tuple[str, Tensor]]:
+        """Every part of an adapter, whole; all ranks exhaust it."""
+        return ((name, self.gather(name)) for name in self.adapter_names)
 
     def critic_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Every parameter and buffer of the critic, whole; all ranks exhaust it."""
-        return self._whole(self.critic_names)
+        return ((name, self.gather(name)) for name in self.critic_names)
 
-    def _whole(self, names: list[str]) -> Iterator[tuple[str, Tensor]]:
-        for name in names:
-            yield name, self.gather(name) if name in self.parameters else self.buffers[name].detach().cpu()
+    def _whole(self, name: str, shard: Tensor | None = None) -> Tensor:
+        """As `gather`, where it is computed with."""
+        if name in self.buffers:
+            return self.buffers[name].detach()
+        parameter = self.parameters[name]
+        local = parameter.to_local().detach() if shard is None else shard
+        return local if self._gang.world_size == 1 else _with_local(parameter, local).full_tensor()
 
     def scatter(self, name: str, whole: Tensor | None) -> Tensor:
         """This rank's shard of a tensor that rank 0 holds whole, sharded like parameter `name`."""

@@ -1,0 +1,119 @@
+"""What training adapters alone costs against training all weights: `python benchmarks/lora.py`.
+
+Each of the two takes steps of the trainer's own backend in a process of its own: the groups' micro-batches, the
+optimizer step, and every weight of the new version cast as for publication. The model has SmolLM2-135M's shape, or is
+`--model`, and computes in bf16 on `--threads` torch threads. The processes run one after the other: repeat it where
+the machine has guests.
+
+Prints one JSON line with `step_ratio`, seconds of a step with adapters over those of all weights (medians),
+`memory_ratio`, the same of the process's peak of resident memory above what it was before the model was read, and both
+sides' own figures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from _harness import emit, machine, say
+
+KINDS: dict[str, dict[str, Any] | None] = {"whole": None, "lora": {}}
+GROUPS, SIZE, PROMPT, ANSWER = 4, 8, 40, (24, 40)
+WARM_UP = 1
+CHILD_S = 1200.0
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--steps", type=int, default=5, help="measured steps of each kind")
+    parser.add_argument("--threads", type=int, default=1, help="torch's threads")
+    parser.add_argument("--model", type=Path, help="a model directory; default: SmolLM2's shape at random")
+    parser.add_argument("--kind", choices=[*KINDS], help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.kind:
+        print(json.dumps(measure(options.model, options.kind, options.steps, options.threads)))
+        return
+    say(machine())
+    with tempfile.TemporaryDirectory(prefix="headrace-benchmark-") as folder:
+        model = options.model or random_model(Path(folder))
+        found = {kind: in_child(model, kind, options.steps, options.threads) for kind in KINDS}
+    say(f"at the end: {machine()}")
+    own = {f"{kind}_{name}": value for kind, figures in found.items() for name, value in figures.items()}
+    emit("lora", ratios(found) | own)
+
+
+def ratios(found: dict[str, dict[str, float]]) -> dict[str, float]:
+    """Adapters over all weights."""
+    adapters, whole = found["lora"], found["whole"]
+    return {
+        "step_ratio": adapters["step_s"] / whole["step_s"],
+        "memory_ratio": adapters["peak_gb"] / whole["peak_gb"],
+    }
+
+
+def random_model(directory: Path) -> Path:
+    """SmolLM2-135M's shape with random weights."""
+    from prefix import write_model
+
+    return write_model(directory)
+
+
+def in_child(model: Path, kind: str, steps: int, threads: int) -> dict[str, float]:
+    """What a process of its own measures."""
+    command = [sys.executable, __file__, "--model", str(model), "--kind", kind]
+    done = subprocess.run(
+        [*command, "--steps", str(steps), "--threads", str(threads)],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=CHILD_S,
+        check=False,
+    )
+    if done.returncode:
+        raise RuntimeError(f"{kind}: {done.stderr.strip()[-2000:]}")
+    figures: dict[str, float] = json.loads(done.stdout.strip().splitlines()[-1])
+    say(f"{kind}: {figures}")
+    return figures
+
+
+def measure(model: Path, kind: str, steps: int, threads: int) -> dict[str, float]:
+    """Median seconds of a step, and 10^9 bytes of memory at most."""
+    import torch
+    from _gradient import Accumulation, synthetic_group
+    from headrace_modelkit.loading import load_architecture
+    from headrace_schema.sections.generating import ModelSection
+    from headrace_trainer.group.group import join_gang
+
+    torch.set_num_threads(threads)
+    vocabulary = int(load_architecture(ModelSection(path=str(model))).vocab_size)
+    made = [synthetic_group(each, SIZE, ANSWER, vocabulary, given=PROMPT) for each in range(GROUPS)]
+    before = peak_bytes()
+    gang = join_gang(1, 0, 1, "", 30.0, torch.device("cpu"))
+    accumulation = Accumulation(model, "bfloat16", gang, SIZE, groups=GROUPS, lora=KINDS[kind])
+    seconds = []
+    for _ in range(WARM_UP + steps):
+        started = time.monotonic()
+        accumulation.step(made)
+        seconds.append(time.monotonic() - started)
+    gang.leave()
+    return {"step_s": median(seconds[WARM_UP:]), "peak_gb": (peak_bytes() - before) / 1e9}
+
+
+def peak_bytes() -> int:
+    """The largest resident memory that this process has had. getrusage counts the parent's in."""
+    [line] = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM")]
+    return int(line.split()[1]) * 1024
+
+
+if __name__ == "__main__":
+    main()
