@@ -31,7 +31,9 @@ class Reference:
         self._gang = gang
         self._temperature = config.sampling.temperature
         model = load_model(section, weights=gang.leads).requires_grad_(False)
-        self.facts = _facts(config, section.path, model) if gang.leads else ReferenceFacts(section.path, "")
+        self.facts = (
+            reference_facts(config, section.path, model) if gang.leads else ReferenceFacts(section.path, "")
+        )
         """Of the weights as they were read; the leader's alone has a digest."""
         if warmed is not None and gang.leads:
             load_weights(model, warmed)
@@ -67,7 +69,7 @@ class Reference:
             self._away = True
 
 
-def _facts(config: TrainerConfig, path: str, model: PreTrainedModel) -> ReferenceFacts:
+def reference_facts(config: TrainerConfig, path: str, model: PreTrainedModel) -> ReferenceFacts:
     """What tells this reference from another: its weights as read, and the warm-up that it went through."""
     digest = xxhash.xxh3_128()
     for name, tensor in state_tensors(model):
