@@ -65,6 +65,9 @@ def _unsupported(spec: RunSpec) -> Iterator[KeyProblemView]:
     if trainer.shared_prefix:
         reason = "Megatron's layers attend along rows, and follow no tree of prefixes"
         yield problem("trainer.shared_prefix", reason, f"remove it, or set it to false{ELSE}")
-    if spec.algorithm.name in CRITICS and spec.workflow != "embodied":
+    if spec.workflow == "embodied":
+        reason = "megatron trains language models, and a robot policy has a backend of its own"
+        yield problem("trainer.backend", reason, "remove it")
+    elif spec.algorithm.name in CRITICS:
         reason = f"{spec.algorithm.name} learns with a critic, which megatron does not have"
         yield problem("algorithm.name", reason, f"use an algorithm without a critic, such as grpo{ELSE}")

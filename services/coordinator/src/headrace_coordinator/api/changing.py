@@ -7,6 +7,7 @@ import copy
 from headrace_schema.problems import explain, problem
 from headrace_schema.resources.views import KeyProblemView
 from headrace_schema.rules.megatron import model_ranks
+from headrace_schema.sections.learning import TrainerSection
 from headrace_schema.spec import RunSpec
 from pydantic import ValidationError
 
@@ -61,7 +62,7 @@ def _changed(run: RunState, ranks: int) -> RunSpec:
     prompts: int = algorithm["prompts_per_step"]
     if run.spec.get("deterministic"):
         raise _invalid(problem(KEY, "a deterministic run keeps its ranks", "submit a run with other ones"))
-    model = model_ranks(RunSpec.model_validate(run.spec).trainer)
+    model = model_ranks(TrainerSection.model_validate(run.spec["trainer"]))
     if ranks % model == 0 and prompts % (ranks // model):
         fitting = ", ".join(str(n * model) for n in range(1, prompts + 1) if prompts % n == 0)
         reason = f"{ranks} ranks cannot share the {prompts} groups of a step evenly"

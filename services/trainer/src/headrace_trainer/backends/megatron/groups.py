@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -79,15 +78,13 @@ def join_groups(gang: Gang, layout: Layout, seed: int) -> Groups:
         )
         _made_for = gang, layout
     before = torch.get_rng_state()
-    untyped: Any = tensor_parallel
-    untyped.model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
+    tensor_parallel.model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
     torch.set_rng_state(before)  # Without a GPU Megatron draws from the generator of everybody else.
-    state: Any = parallel_state
     return Groups(
         layout,
-        tensor=state.get_tensor_model_parallel_group(),
-        pipeline=state.get_pipeline_model_parallel_group(),
-        context=state.get_context_parallel_group(),
-        sum=state.get_data_parallel_group(with_context_parallel=True),
-        embedding=state.get_embedding_group(check_initialized=False),
+        tensor=parallel_state.get_tensor_model_parallel_group(),
+        pipeline=parallel_state.get_pipeline_model_parallel_group(),
+        context=parallel_state.get_context_parallel_group(),
+        sum=parallel_state.get_data_parallel_group(with_context_parallel=True),
+        embedding=parallel_state.get_embedding_group(check_initialized=False),
     )

@@ -5,6 +5,8 @@ Applied only where CUDA is not available; on a GPU nothing here runs. Each patch
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -18,13 +20,14 @@ def run_without_gpu() -> None:
         return
     from megatron.core.tensor_parallel import random
 
+    cuda: Any = torch.cuda
     # tensor_parallel.mappings, .layers, p2p_communication and the rotary embedding allocate on "the current device".
-    torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment,return-value]
+    cuda.current_device = lambda: torch.device("cpu")
     # p2p_communication waits for the device after a batch of messages; on the CPU they have come by then.
-    torch.cuda.synchronize = lambda device=None: None
+    cuda.synchronize = lambda device=None: None
     # The tracker of random states forks what dropout and recomputation draw from: the CPU's generator here.
-    torch.cuda.get_rng_state = lambda device="cuda": torch.get_rng_state()
-    torch.cuda.manual_seed = _seed
+    cuda.get_rng_state = lambda device="cuda": torch.get_rng_state()
+    cuda.manual_seed = _seed
     random._get_cuda_rng_state = _state
     random._set_cuda_rng_state = _set_state
     _applied = True
