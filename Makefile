@@ -23,7 +23,7 @@ DISTS := proto libs/servicekit libs/schema libs/modelkit services/coordinator se
 TORCH_FROM := $(if $(TORCH_FIND_LINKS),--find-links $(TORCH_FIND_LINKS)) $(if $(TORCH_INDEX_URL),--index-url $(TORCH_INDEX_URL))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test lint nightly engines test-engines browser e2e-browser screenshots recording simulators test-simulators gpu-check docs spec-docs reference-docs wheels freeze clean
+.PHONY: help setup run test lint nightly engines test-engines megatron test-megatron browser e2e-browser screenshots recording simulators test-simulators gpu-check docs spec-docs reference-docs wheels freeze clean
 
 help: ## List the targets.
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
@@ -63,6 +63,13 @@ engines: ## Make .envs/ENGINE, in which the real engine runs on the CPU (ENGINE=
 
 test-engines: setup ## The engine contract and a whole run on the real engine (ENGINE=vllm or sglang).
 	CI=true TORCH_FIND_LINKS="$(TORCH_FIND_LINKS)" TORCH_INDEX_URL="$(TORCH_INDEX_URL)" .venv/bin/python -m ci.engines "$(ENGINE)" --run
+
+megatron: ## Make .envs/megatron, in which trainers run megatron-core on the CPU.
+	@TORCH_FIND_LINKS="$(TORCH_FIND_LINKS)" TORCH_INDEX_URL="$(TORCH_INDEX_URL)" sh ci/megatron.sh "$(PYTHON)"
+
+test-megatron: setup ## The megatron backend against the fsdp one, and a whole run with it.
+	@TORCH_FIND_LINKS="$(TORCH_FIND_LINKS)" TORCH_INDEX_URL="$(TORCH_INDEX_URL)" sh ci/test_megatron.sh
+	MEGATRON=1 .venv/bin/python -m pytest integration_tests/engines/test_megatron_run.py
 
 browser: ## Make .envs/browser with Playwright, and install Chromium where apt-get may.
 	@sh ci/browser.sh "$(PYTHON)"

@@ -70,6 +70,12 @@ def _simulator(name: str, *options: str, timeout_s: int) -> Part:
     return Part(f"simulator-{name}", command, timeout_s, "services/simulator/tests", shares=True)
 
 
+def _megatron(timeout_s: int) -> Part:
+    """The megatron backend against the fsdp one, in groups of up to four processes; makes its environment first."""
+    command = ("sh", "ci/test_megatron.sh", "--durations=10", "--durations-min=5")
+    return Part("megatron", command, timeout_s, "services/trainer/tests")
+
+
 LINT = [
     _tool("ruff", "ruff", "check", "--output-format=concise", "."),
     _tool("format", "ruff", "format", "--check", "."),
@@ -114,6 +120,7 @@ TEST = [
     _tests("benchmarks", "benchmarks/tests", shares=True),
     _tests("compose", "integration_tests/compose", f"--ignore={_IMAGES}", timeout_s=1200, shares=True),
     _tests("faults", "integration_tests/faults", timeout_s=1500),
+    _megatron(timeout_s=900),
     # In an environment of its own (3.3 GB), which the part vllm-environment has made by then.
     Part("vllm", (sys.executable, "-m", "ci.engines", "vllm", "--run"), timeout_s=900),
 ]
@@ -136,6 +143,21 @@ NIGHTLY = [
         "vllm-two-ranks",
         (sys.executable, "-m", "ci.engines", "vllm", "--nightly", "--options", TWO_RANKS),
         timeout_s=3600,
+    ),
+    # In the environment that the part megatron of `test` makes; made here where it is not there.
+    Part("megatron-environment", ("sh", "ci/megatron.sh", sys.executable), timeout_s=900),
+    Part(
+        "megatron-run",
+        (
+            "env",
+            "MEGATRON=1",
+            sys.executable,
+            "-m",
+            "pytest",
+            "integration_tests/engines/test_megatron_run.py",
+        ),
+        timeout_s=900,
+        needs="integration_tests/engines",
     ),
     _simulator("maniskill", timeout_s=3600),
     _simulator("libero", timeout_s=3600),

@@ -124,7 +124,9 @@ def test_dry_run_without_a_fleet_names_every_problem(headrace, spec_file):
     assert "model: required key is missing" in result.stderr
 
 
-@pytest.mark.parametrize("name", ["tiny", "smollm2", "own_reward", "two_rewards", "two_policies"])
+@pytest.mark.parametrize(
+    "name", ["tiny", "smollm2", "own_reward", "tiny-megatron", "two_rewards", "two_policies"]
+)
 def test_examples_are_valid(headrace, name):
     result = headrace("run", "submit", str(EXAMPLES / f"{name}.yaml"), "--dry-run", "--json", HEADRACE_URL="")
     assert result.returncode == 0, result.stderr

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from headrace_cli.errors import CommandError
 from headrace_cli.launcher.data_dir import DataDir
-from headrace_cli.launcher.plan import Wiring, engine_python, simulator_python
+from headrace_cli.launcher.plan import Wiring, backend_python, engine_python, simulator_python
 from headrace_cli.launcher.start import require_room
 from headrace_servicekit.process.capacity import GIB, Capacity, HostMemory
 
@@ -249,6 +249,18 @@ def test_an_engine_is_found_in_its_environment_or_named_with_what_makes_it(tmp_p
     python.parent.mkdir(parents=True)
     python.touch()
     assert engine_python("no_such_engine", tmp_path) == str(python)
+
+
+def test_a_training_backend_is_found_in_its_environment_or_named_with_what_makes_it(tmp_path):
+    assert backend_python("fsdp") == ""
+    with pytest.raises(CommandError, match="make megatron"):
+        backend_python("megatron", tmp_path)
+    python = tmp_path / ".envs" / "megatron" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.touch()
+    assert backend_python("megatron", tmp_path) == str(python)
+    with pytest.raises(CommandError, match="fsdp, megatron"):
+        backend_python("deepspeed", tmp_path)
 
 
 def test_a_simulator_is_found_in_its_environment_or_named_with_what_makes_it(tmp_path):

@@ -19,6 +19,13 @@ BASE: dict[str, Any] = {
 }
 
 
+MEGATRON: dict[str, Any] = {
+    "trainer.backend": "megatron",
+    "trainer.ranks": 2,
+    "trainer.backend_options.tensor_parallel": 2,
+}
+
+
 def with_values(values: dict[str, Any]) -> dict[str, Any]:
     """The base spec with values at dotted paths."""
     spec = deepcopy(BASE)
@@ -121,6 +128,30 @@ def test_a_minimal_spec_is_valid_and_its_json_is_a_fixed_point():
             "use at least 2",
         ),
         ({"trainer.max_ranks": 2, "deterministic": True}, "trainer.max_ranks", "set deterministic: false"),
+        (
+            {**MEGATRON, "trainer.ranks": 3},
+            "trainer.ranks",
+            "3 ranks are no multiple of the 2 that hold one model (tensor_parallel 2); the nearest valid value is 4",
+        ),
+        (
+            {**MEGATRON, "trainer.ranks": 4, "algorithm.prompts_per_step": 3},
+            "algorithm.prompts_per_step",
+            "trainer.ranks: 4, which are 2 replicas of the model; the nearest valid value is 4",
+        ),
+        (
+            {"trainer.backend": "megatron", "trainer.backend_options.sequence_parallel": True},
+            "trainer.backend_options.sequence_parallel",
+            "set tensor_parallel to 2 or more",
+        ),
+        ({**MEGATRON, "trainer.max_ranks": 4}, "trainer.max_ranks", "megatron needs whole models"),
+        ({**MEGATRON, "trainer.min_ranks": 1}, "trainer.min_ranks", "set trainer.backend: fsdp"),
+        (
+            {**MEGATRON, "trainer.helpers": 1, "rollout.instances": 2, "placement.mode": "collocated"},
+            "trainer.helpers",
+            "megatron takes no gradients of helpers",
+        ),
+        ({**MEGATRON, "trainer.shared_prefix": True}, "trainer.shared_prefix", "set it to false"),
+        ({**MEGATRON, "algorithm.name": "ppo"}, "algorithm.name", "a critic, which megatron does not have"),
         (
             {"trainer.max_ranks": 2, "placement.rollout": ["0"], "placement.trainer": ["1"]},
             "placement.trainer",
@@ -262,6 +293,11 @@ def test_a_rate_of_whole_weights_is_doubted_for_adapters(rate, doubted):
     found = {item.key for item in doubtful_values(RunSpec.model_validate(with_values(values)))}
     assert ("optimizer.lr" in found) is doubted
     assert not [*doubtful_values(RunSpec.model_validate(with_values({"optimizer.lr": rate})))]
+
+
+def test_prompts_are_shared_by_replicas_and_not_by_ranks():
+    spec = RunSpec.model_validate(with_values({**MEGATRON, "algorithm.prompts_per_step": 3}))
+    assert spec.trainer.ranks == 2
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ class RecordedRounds:
     """A trainer group without a model, which keeps the rounds: ("micro", prompts) and so on."""
 
     shares_prefixes = True
-    world_size = 1
+    replicas = 1
 
     def __init__(self, bad=(), kl=0.0, lapse_at=0):
         self.rounds = []

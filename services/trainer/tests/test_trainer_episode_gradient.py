@@ -26,7 +26,7 @@ class OneRank:
 
     def __init__(self, backends):
         self.backends = backends
-        self.world_size = len(backends)
+        self.replicas = len(backends)
         self.gradients = []
 
     def read(self, episodes):

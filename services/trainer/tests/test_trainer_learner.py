@@ -18,9 +18,9 @@ class FakeRounds:
 
     shares_prefixes = True
 
-    def __init__(self, micro, world_size):
+    def __init__(self, micro, replicas):
         self.micro = micro
-        self.world_size = world_size
+        self.replicas = replicas
 
     def holds(self):
         return True
@@ -35,7 +35,7 @@ def opened():
 
 @pytest.fixture
 def make_learner(make_config):
-    def make(finite=lambda work: True, world_size=1, **sections):
+    def make(finite=lambda work: True, replicas=1, **sections):
         config = TrainerConfig.model_validate(make_config(**sections))
         rounds = []
 
@@ -43,7 +43,7 @@ def make_learner(make_config):
             rounds.append(work)
             return finite(work)
 
-        learner = Learner(config, build_algorithm(config.algorithm), FakeRounds(run_round, world_size))
+        learner = Learner(config, build_algorithm(config.algorithm), FakeRounds(run_round, replicas))
         return learner, rounds
 
     return make
@@ -139,7 +139,7 @@ def test_the_greedy_first_answer_is_a_baseline_and_no_sample(opened, make_learne
 
 
 def test_ranks_share_the_micro_batches_of_a_round(opened, make_learner, make_group):
-    learner, rounds = make_learner(world_size=2, trainer={"micro_batch_tokens": 32})
+    learner, rounds = make_learner(replicas=2, trainer={"micro_batch_tokens": 32})
     learner.learn(opened, [make_group(prompt, version=5) for prompt in range(3)])
     assert all(len(work) == 2 for work in rounds)
     sequences = [s for work in rounds for rows in work for row in rows for s in row]

@@ -43,7 +43,7 @@ OPTIONS = {
 class Table:
     """Logits of each prompt's places, values of the same, and a frozen reference: see `StepRounds`."""
 
-    shares_prefixes, world_size = False, 1
+    shares_prefixes, replicas = False, 1
 
     def __init__(self, algorithm, lr=0.1):
         self.logits = torch.zeros(PROMPTS, PLACES, WORDS, requires_grad=True)

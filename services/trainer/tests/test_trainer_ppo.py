@@ -138,7 +138,7 @@ def test_a_step_streamed_in_micro_batches_is_both_functions_loss_of_the_batch(ou
 class ValuedRounds:
     """A trainer group whose critic says how many tokens it has read."""
 
-    shares_prefixes, world_size = True, 1
+    shares_prefixes, replicas = True, 1
 
     def __init__(self):
         self.work, self.asked = [], []

@@ -256,7 +256,7 @@ async def test_a_run_without_a_reference_infers_none(client, make_settled):
 class BackendRounds:
     """A trainer group of one: its rounds go straight to a backend; an optimizer step gives its gradient away."""
 
-    world_size = 1
+    replicas = 1
     shares_prefixes = True
 
     def __init__(self, backend):

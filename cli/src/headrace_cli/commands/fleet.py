@@ -16,6 +16,7 @@ from headrace_cli.errors import CommandError, mistake
 from headrace_cli.launcher.plan import (
     DEFAULT_PORT,
     FleetPlan,
+    backend_python,
     engine_python,
     kind_and_count,
     simulator_python,
@@ -71,6 +72,13 @@ def up(
             "or from .envs/SIM."
         ),
     ] = "gymnasium",
+    backend: Annotated[
+        str,
+        typer.Option(
+            help="Training backend that the trainer instances must have: megatron from this Python or from "
+            ".envs/megatron. Such trainers have fsdp too."
+        ),
+    ] = "fsdp",
     foreground: Annotated[bool, typer.Option("--foreground", help="Stay; Ctrl-C stops the fleet.")] = False,
     timeout: Annotated[
         float, typer.Option(min=1, help="Longest start in seconds; one without progress ends after 60.")
@@ -86,7 +94,11 @@ def up(
     counts |= dict(kind_and_count(text, "--scale") for text in scale or ())
     named = _device_names(devices)
     folder = str(data_dir.expanduser().absolute())
-    pythons = {"rollout": engine_python(engine), "simulator": simulator_python(sim)}
+    pythons = {
+        "rollout": engine_python(engine),
+        "simulator": simulator_python(sim),
+        "trainer": backend_python(backend),
+    }
     plan = FleetPlan(folder, port, counts, named, tethered=foreground, no_token=no_token, pythons=pythons)
     start = start_quietly if as_json or not sys.stdout.isatty() else start_with_spinner
     fleet = start(plan, timeout)

@@ -21,13 +21,16 @@ SIMULATORS = {
     "libero": "libero",
 }
 """Simulators by name, and the module that each is."""
+DEFAULT_BACKEND = "fsdp"
+BACKENDS = {"megatron": "megatron"}
+"""Training backends that are an extra, and the module that each is."""
 
 
 @dataclass(frozen=True)
 class FleetPlan:
     """A fleet to start. `counts` is by kind; `devices` are names without the host, none: all it has.
 
-    `pythons` are those that have the engine or the simulator of a kind's instances; others run on this one.
+    `pythons` are those that have the engine, backend or simulator of a kind's instances; others run on this one.
     """
 
     data_dir: str
@@ -125,6 +128,17 @@ def simulator_python(simulator: str, folder: Path = Path()) -> str:
         return ""  # A service without it starts all the same, and offers what it has.
     fix = f"install headrace-simulator[{simulator}], or in a checkout: make simulators SIM={simulator}"
     return _python_with(simulator, SIMULATORS[simulator], folder, "--sim", fix)
+
+
+def backend_python(backend: str, folder: Path = Path()) -> str:
+    """As `engine_python`, of the trainer instances and a training backend."""
+    if backend == DEFAULT_BACKEND:
+        return ""
+    if backend not in BACKENDS:
+        known = ", ".join((DEFAULT_BACKEND, *BACKENDS))
+        raise mistake("--backend", f"{backend!r} is no training backend", f"write one of {known}")
+    fix = f"install headrace-trainer[{backend}], or in a checkout: make {backend}"
+    return _python_with(backend, BACKENDS[backend], folder, "--backend", fix)
 
 
 def _python_with(name: str, module: str, folder: Path, option: str, fix: str) -> str:

@@ -5,7 +5,7 @@ Shapes: N rows, D hidden, V vocabulary, C columns of a tile, J tiles of a row. K
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,26 +15,38 @@ from torch import Tensor
 from headrace_modelkit import logprobs
 from headrace_modelkit.logprobs import Head, scale
 
+Gather = Callable[[Tensor], Tensor]
+"""(N,) of this rank to (ranks, N)."""
 TILES_IN_CHUNK = 32
 TILE_COLUMNS = 2048
 """Words of a tile on a CPU, so that it stays in the caches. Other devices take whole rows: fewer, larger kernels."""
 
 
 def hidden_log_probs(
-    head: Head, hidden_ND: Tensor, tokens_N: Tensor, temperature: float, *, entropy: bool = False
+    head: Head,
+    hidden_ND: Tensor,
+    tokens_N: Tensor,
+    temperature: float,
+    *,
+    entropy: bool = False,
+    gather: Gather | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """fp32 (N,) log-probs of `tokens_N`, and entropies in nats when asked, straight from hidden states.
 
     Logits beyond one chunk exist a tile at a time, in both passes. Both results are differentiable in hidden states
     and head. The gradient of a head's parameter is fp32 whatever the parameter's type (it is a sum over tiles, and
     micro-batches are added to it), so its `grad_dtype` is set here.
+
+    With `gather` the vocabulary is divided over ranks: the head is this rank's part, and `tokens_N` count from its
+    first word, so that other ranks' words are below 0 or behind its last one. Results are equal on all ranks, gradients
+    are this rank's: those of the hidden states add up over the ranks.
     """
     for parameter in (head.weight_VD, head.bias_V):
         if parameter is not None:
             gather_in_fp32(parameter)
     function: Any = _HiddenLogProbs
     found_N, entropy_N = function.apply(
-        hidden_ND, head.weight_VD, head.bias_V, tokens_N, head, temperature, entropy
+        hidden_ND, head.weight_VD, head.bias_V, tokens_N, head, temperature, entropy, gather
     )
     return found_N, (entropy_N if entropy else None)
 
@@ -58,6 +70,7 @@ class _HiddenLogProbs(torch.autograd.Function):
         head: Head,
         temperature: float,
         entropy: bool,
+        gather: Gather | None,
     ) -> tuple[Tensor, Tensor]:
         tiling = _Tiling.of(hidden_ND, weight_VD)
         chosen_N = hidden_ND.new_zeros(len(hidden_ND), dtype=torch.float32)
@@ -74,12 +87,11 @@ class _HiddenLogProbs(torch.autograd.Function):
                 chosen_N[rows] += scaled_NC.gather(-1, own.index_N[:, None])[:, 0].where(own.inside_N, 0.0)
                 totals[-1][rows], means[-1][rows] = _summary(scaled_NC, entropy)
                 kept_NV = products_NC if tiling.alone and any(ctx.needs_input_grad) else None
-        total_N = torch.stack(totals).logsumexp(0)
-        entropy_N = torch.zeros_like(total_N)
-        if entropy:
-            shares_JN = (torch.stack(totals) - total_N).exp()
-            # A tile without weight has no mean.
-            entropy_N = total_N - (shares_JN * torch.stack(means)).nan_to_num(nan=0.0).sum(0)
+        total_N, mean_N = _merged(torch.stack(totals), torch.stack(means))
+        if gather is not None:
+            chosen_N = gather(chosen_N).sum(0)
+            total_N, mean_N = _merged(gather(total_N), gather(mean_N))
+        entropy_N = total_N - mean_N if entropy else torch.zeros_like(total_N)
         ctx.save_for_backward(hidden_ND, weight_VD, bias_V, tokens_N, total_N, entropy_N, kept_NV)
         ctx.head, ctx.temperature = replace(head, weight_VD=weight_VD.new_empty(0), bias_V=None), temperature
         ctx.set_materialize_grads(False)
@@ -115,7 +127,7 @@ class _HiddenLogProbs(torch.autograd.Function):
                     of_weight_VD[columns].addmm_(found_NC.T, hidden_ND[rows].float())
                 if of_bias_V is not None:
                     of_bias_V[columns] += found_NC.sum(0)
-        return of_hidden_ND.to(hidden_ND.dtype), of_weight_VD, of_bias_V, None, None, None, None
+        return of_hidden_ND.to(hidden_ND.dtype), of_weight_VD, of_bias_V, None, None, None, None, None
 
 
 def _summary(scaled_NC: Tensor, entropy: bool) -> tuple[Tensor, Tensor | float]:
@@ -129,6 +141,14 @@ def _summary(scaled_NC: Tensor, entropy: bool) -> tuple[Tensor, Tensor | float]:
         return total_N, 0.0
     weighted_N = weights_NC.mul_(shifted_NC).nan_to_num_(nan=0.0).sum(-1)  # 0 times -inf is 0
     return total_N, top_N + weighted_N / sum_N
+
+
+def _merged(totals_JN: Tensor, means_JN: Tensor) -> tuple[Tensor, Tensor]:
+    """(logsumexp, mean under the softmax) over parts of the vocabulary."""
+    total_N = totals_JN.logsumexp(0)
+    # A part without weight has no mean.
+    mean_N = ((totals_JN - total_N).exp() * means_JN).nan_to_num(nan=0.0).sum(0)
+    return total_N, mean_N
 
 
 def _softmax_gradient(

@@ -46,7 +46,8 @@ class Plugin:
     """What an entry point names.
 
     `build` is called with the validated options, then with what the service gives; written as "module:attribute"
-    it is imported only then. `packages` are distributions whose versions change what the plug-in does; `features` names
+    it is imported only then. `check`, where there is one, is called so before anything is built, and raises for what
+    cannot be. `packages` are distributions whose versions change what the plug-in does; `features` names
     what it offers that others of its kind may not.
     """
 
@@ -55,13 +56,11 @@ class Plugin:
     description: str = ""
     packages: tuple[str, ...] = ()
     features: tuple[str, ...] = ()
+    check: Callable[..., None] | str | None = None
 
     def factory(self) -> Callable[..., Any]:
         """What builds it; raises ImportError or AttributeError where a reference leads nowhere."""
-        if not isinstance(self.build, str):
-            return self.build
-        found: Callable[..., Any] = EntryPoint("", self.build, "").load()
-        return found
+        return _resolved(self.build)
 
 
 def plugin(
@@ -88,6 +87,11 @@ class Chosen(Generic[Made]):
         """Builds it from its options and what the service gives; what its constructor raises goes through."""
         made: Made = self.plugin.factory()(self.options, *given)
         return made
+
+    def check(self, *given: Any) -> None:
+        """Lets it look at what the service gives before anything is built; what it raises goes through."""
+        if self.plugin.check is not None:
+            _resolved(self.plugin.check)(self.options, *given)
 
 
 class Registry(Generic[Made]):
@@ -202,6 +206,14 @@ def _installed() -> tuple[tuple[str, int], ...]:
         except OSError:
             found.append((folder, 0))
     return tuple(found)
+
+
+def _resolved(reference: Callable[..., Any] | str) -> Callable[..., Any]:
+    """What a reference "module:attribute" leads to; anything else is meant itself."""
+    if not isinstance(reference, str):
+        return reference
+    found: Callable[..., Any] = EntryPoint("", reference, "").load()
+    return found
 
 
 def _origin(point: EntryPoint) -> str:

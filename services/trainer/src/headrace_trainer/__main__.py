@@ -31,14 +31,14 @@ async def mount(instance: Instance) -> Close:
 
     from headrace_trainer.algorithms import ALGORITHMS
     from headrace_trainer.algorithms.episodes import EPISODE_ALGORITHMS
-    from headrace_trainer.backends import BACKENDS
+    from headrace_trainer.backends import BACKENDS, installed_backends
     from headrace_trainer.service import TrainerServicer
 
     # Before any thread of torch, which all do as this one then: a product with denormals takes many times as long.
     torch.set_flush_denormal(True)
     torch.set_num_threads(1)  # until a lease says more: two busy thread pools on one core cost tenfold
     servicer = TrainerServicer(instance)
-    instance.capabilities["backends"] = BACKENDS.names()
+    instance.capabilities["backends"] = installed_backends()
     instance.capabilities["backend_options"] = BACKENDS.capabilities(LOG.warning)
     instance.capabilities["algorithms"] = ALGORITHMS.names()
     instance.capabilities["algorithm_options"] = ALGORITHMS.capabilities(LOG.warning)

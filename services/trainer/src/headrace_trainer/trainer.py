@@ -128,12 +128,13 @@ class Trainer:
         return algorithm
 
     def _open_answers(self, run: str, config: TrainerConfig, directory: Path) -> Algorithm:
-        choose_backend(config.trainer)
+        backend = choose_backend(config.trainer)
         algorithm = build_algorithm(config.algorithm)
         if config.trainer.helpers:
             check_helped(algorithm)
         try:
             architecture = load_architecture(config.model)
+            backend.check(config, algorithm)
             if (critic := algorithm.critic) is not None and critic.path is not None:
                 section = critic_section(config.model, critic.path)
                 check_critic(config.model, section, "algorithm.options.critic_path")
@@ -313,7 +314,7 @@ class Trainer:
     def _execute(self, rank: Rank, header: Round) -> object:
         self._threads.lease(self.threads)
         self._threads.fixed = rank.config.deterministic or rank.gang.device.type != "cpu"
-        size = _size(header, rank.gang.rank)
+        size = _size(header, rank)
         measured = self._threads.work(header.kind, size) if size else nullcontext()
         with current(rank.gang.device), measured:
             return rank.execute(header)
@@ -399,10 +400,11 @@ def _release(rank: Rank) -> None:
             rank.backend.release()
 
 
-def _size(header: Round, rank: int) -> int:
+def _size(header: Round, rank: Rank) -> int:
     """What a rank's seconds in a round rise with, tokens or chunks of actions; 0 where that is not known."""
-    if header.kind == "chunks":
-        return len(header.chunks[rank])
-    if header.kind not in ("micro", "infer"):
+    if header.kind not in ("micro", "infer", "chunks"):
         return 0
-    return sum(len(sequence.tokens) for row in header.work[rank] for sequence in row)
+    replica = rank.backend.replica
+    if header.kind == "chunks":
+        return len(header.chunks[replica])
+    return sum(len(sequence.tokens) for row in header.work[replica] for sequence in row)

@@ -9,6 +9,7 @@ from headrace_schema.problems import problem
 from headrace_schema.resources.views import KeyProblemView
 from headrace_schema.rules.embodied import embodied_problems
 from headrace_schema.rules.lora import doubtful_rates, lora_problems
+from headrace_schema.rules.megatron import megatron_problems, model_ranks
 from headrace_schema.rules.repliers import replier_problems
 from headrace_schema.rules.simulators import simulator_problems
 from headrace_schema.rules.workflow import workflow_problems
@@ -68,7 +69,14 @@ def impossible_combinations(spec: RunSpec) -> Iterator[KeyProblemView]:
         _evaluation,
         _reward,
     )
-    of_parts = (simulator_problems, replier_problems, workflow_problems, embodied_problems, lora_problems)
+    of_parts = (
+        simulator_problems,
+        replier_problems,
+        workflow_problems,
+        embodied_problems,
+        lora_problems,
+        megatron_problems,
+    )
     for rule in (*rules, *of_parts):
         yield from rule(spec)
 
@@ -108,14 +116,16 @@ def doubtful_values(spec: RunSpec) -> Iterator[KeyProblemView]:
 
 def _batch(spec: RunSpec) -> Iterator[KeyProblemView]:
     algorithm, ranks = spec.algorithm, spec.trainer.ranks
+    shares = max(1, ranks // model_ranks(spec.trainer))
     if algorithm.name in GROUP_RELATIVE and algorithm.group_size < 2:
         reason = f"{algorithm.name} compares the samples of a group"
         yield problem("algorithm.group_size", reason, "use at least 2")
-    if algorithm.prompts_per_step % ranks:
+    if algorithm.prompts_per_step % shares:
+        replicas = "" if shares == ranks else f", which are {shares} replicas of the model"
         yield problem(
             "algorithm.prompts_per_step",
-            f"{algorithm.prompts_per_step} groups cannot be shared evenly by trainer.ranks: {ranks}",
-            f"the nearest valid value is {max(1, round(algorithm.prompts_per_step / ranks)) * ranks}",
+            f"{algorithm.prompts_per_step} groups cannot be shared evenly by trainer.ranks: {ranks}{replicas}",
+            f"the nearest valid value is {max(1, round(algorithm.prompts_per_step / shares)) * shares}",
         )
     schedule = spec.optimizer.schedule
     total = schedule.total_steps or spec.steps

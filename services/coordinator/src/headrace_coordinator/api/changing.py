@@ -6,6 +6,8 @@ import copy
 
 from headrace_schema.problems import explain, problem
 from headrace_schema.resources.views import KeyProblemView
+from headrace_schema.rules.megatron import model_ranks
+from headrace_schema.sections.learning import TrainerSection
 from headrace_schema.spec import RunSpec
 from pydantic import ValidationError
 
@@ -60,8 +62,9 @@ def _changed(run: RunState, ranks: int) -> RunSpec:
     prompts: int = algorithm["prompts_per_step"]
     if run.spec.get("deterministic"):
         raise _invalid(problem(KEY, "a deterministic run keeps its ranks", "submit a run with other ones"))
-    if prompts % ranks:
-        fitting = ", ".join(str(n) for n in range(1, prompts + 1) if prompts % n == 0)
+    model = model_ranks(TrainerSection.model_validate(run.spec["trainer"]))
+    if ranks % model == 0 and prompts % (ranks // model):
+        fitting = ", ".join(str(n * model) for n in range(1, prompts + 1) if prompts % n == 0)
         reason = f"{ranks} ranks cannot share the {prompts} groups of a step evenly"
         raise _invalid(problem(KEY, reason, f"use one of: {fitting}"))
     spec = copy.deepcopy(run.spec)

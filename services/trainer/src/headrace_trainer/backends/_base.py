@@ -119,6 +119,14 @@ class Backend(Protocol):
     """A model with its optimizer, sharded over the ranks; all ranks call the same methods in one order."""
 
     @property
+    def replicas(self) -> int:
+        """Into how many shares the rows of a round are divided: ranks that compute one model between them take one."""
+
+    @property
+    def replica(self) -> int:
+        """Which share is this rank's."""
+
+    @property
     def shares_prefixes(self) -> bool:
         """Whether the sequences of a row may be planned and packed as a prefix tree; fixed once weights are loaded."""
 

@@ -31,9 +31,9 @@ class LeaderRounds:
         """How long infer rounds have run."""
 
     @property
-    def world_size(self) -> int:
+    def replicas(self) -> int:
         """See `StepRounds`."""
-        return self._rank.gang.world_size
+        return self._rank.backend.replicas
 
     @property
     def shares_prefixes(self) -> bool:

@@ -105,7 +105,7 @@ class Rank:
         if header.kind == "micro":
             if not self.gang.leads:
                 self.algorithm.load_state(header.algorithm_state)
-            return self.backend.micro(header.work[self.gang.rank]).finite
+            return self.backend.micro(header.work[self.backend.replica]).finite
         if header.kind == "check":
             return self.backend.gradient_is_finite()
         if header.kind == "infer":
@@ -115,7 +115,7 @@ class Rank:
         if header.kind == "credit" and header.credit is not None:
             self._episodes.credit(header.credit)
         if header.kind == "chunks":
-            return self._episodes.learn(header.chunks[self.gang.rank]).finite
+            return self._episodes.learn(header.chunks[self.backend.replica]).finite
         if header.kind == "end_episodes":
             self._episodes.end_episodes(learned=header.learned)
         if header.kind == "commit":
@@ -192,9 +192,12 @@ class Rank:
         self._backend = backend
 
     def _infer(self, header: Round) -> list[list[Columns]]:
-        found = self.backend.infer(header.work[self.gang.rank], header.columns)
-        bodies = self.gang.gather(msgspec.msgpack.encode(found))
-        return [msgspec.msgpack.decode(body, type=list[Columns]) for body in bodies]
+        """The columns of each replica's rows, by replica."""
+        own = self.backend.replica
+        found = self.backend.infer(header.work[own], header.columns)
+        bodies = self.gang.gather(msgspec.msgpack.encode((own, found)))
+        by_replica = dict(msgspec.msgpack.decode(body, type=tuple[int, list[Columns]]) for body in bodies)
+        return [by_replica[replica] for replica in sorted(by_replica)]
 
     def _read(self, header: Round) -> list[EpisodeScores]:
         found = self._episodes.read(header.episodes)

@@ -62,9 +62,9 @@ IDLE_LOOKS = 12
 class Round(msgspec.Struct, frozen=True, omit_defaults=True):
     """What all ranks do next.
 
-    `work` has one entry a rank (micro, infer); a rank whose entry is empty runs a zero-weight dummy. `columns` says
+    `work` has one entry a replica (micro, infer); an empty one is a zero-weight dummy's. `columns` says
     what an infer computes; `algorithm_state` is `Algorithm.state`, for a micro; `back` is an end_hold's: to what was
-    held. `episodes`, `credit` and `chunks` (an entry a rank) are what a learner of episodes has in place of `work`;
+    held. `episodes`, `credit` and `chunks` (an entry a replica) are what a learner of episodes has in place of `work`;
     `learned` is an end_episodes's.
     """
 

@@ -31,6 +31,8 @@ from headrace_coordinator.trackers import tracker_problems
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
 LEARNING = ("trainer.", "algorithm.", "optimizer.")
 """Sections that a run reads only where it trains."""
+BACKEND_EXTRAS = ("megatron",)
+"""Training backends that are an extra of headrace-trainer."""
 WEIGHT_SUFFIXES = (".safetensors", ".gguf")
 
 
@@ -127,7 +129,10 @@ def _names(spec: RunSpec, fleet: FleetView) -> Iterator[KeyProblemView]:
         known = fleet.names(kind, facet)
         # A kind without a ready instance is a problem of its own and has no names to compare with.
         if known and name not in known:
-            yield problem(key, f"no {kind} instance has {name!r} among its {facet}", choose(name, known))
+            fix = choose(name, known)
+            if key == "trainer.backend" and name in BACKEND_EXTRAS:
+                fix = f"install headrace-trainer[{name}] where the trainers run and restart them; {fix}"
+            yield problem(key, f"no {kind} instance has {name!r} among its {facet}", fix)
 
 
 def _registry(spec: RunSpec) -> str:

@@ -13,12 +13,7 @@ import torch
 from headrace_schema.openings import TrainerConfig
 from torch import Tensor
 
-from headrace_trainer.algorithms._base import (
-    OLD_LOG_PROBS,
-    REFERENCE_LOG_PROBS,
-    Algorithm,
-    TokenBatch,
-)
+from headrace_trainer.algorithms._base import REFERENCE_LOG_PROBS, Algorithm
 from headrace_trainer.backends._base import (
     CommitReport,
     MicroReport,
@@ -27,11 +22,12 @@ from headrace_trainer.backends._base import (
     WarmUp,
 )
 from headrace_trainer.backends.fsdp.figures import TokenFigures
-from headrace_trainer.backends.fsdp.models import Forward, FsdpModels
+from headrace_trainer.backends.fsdp.models import FsdpModels
 from headrace_trainer.backends.fsdp.optimizer import AdamWState, ShardedAdamW
 from headrace_trainer.backends.fsdp.reference import Reference
 from headrace_trainer.backends.fsdp.sharding import CRITIC
 from headrace_trainer.backends.fsdp.warmup import SupervisedBatches
+from headrace_trainer.backends.losses import Forward, supervised, token_batch
 from headrace_trainer.backends.plugins import FsdpOptions
 from headrace_trainer.group.group import Gang
 from headrace_trainer.learning.packing.packing import MicroBatch
@@ -67,7 +63,7 @@ class FsdpBackend(FsdpModels):
             rounds = int(self._gang.maximum({"rounds": float(len(work))})["rounds"])
             for index in range(rounds):
                 rows = work[index] if index < len(work) else []
-                self._backward(rows, _supervised)
+                self._backward(rows, supervised)
             self._apply(optimizer, self._gang.sum({"tokens": float(tokens)})["tokens"], warmup.lr)
         self.zero()
         self._same_as_policy()
@@ -116,7 +112,7 @@ class FsdpBackend(FsdpModels):
         found = TokenFigures()
 
         def loss_of(found_K: Forward, batch: MicroBatch) -> Tensor:
-            tokens = _tokens(found_K, batch)
+            tokens = token_batch(found_K, batch)
             sums = self._algorithm.loss(tokens)
             found.add(sums, tokens)
             return sums.loss
@@ -261,24 +257,3 @@ class FsdpBackend(FsdpModels):
         norms = torch._foreach_norm(list(gradients.values()))
         own = torch.stack(norms).double().square().sum().item()
         return math.sqrt(self._gang.sum({"square": own})["square"])
-
-
-def _supervised(found_K: Forward, batch: MicroBatch) -> Tensor:
-    return -(found_K[0] * batch.weights_K).sum()
-
-
-def _tokens(found_K: Forward, batch: MicroBatch) -> TokenBatch:
-    log_probs_K, entropy_K, values_K = found_K
-    own_K = log_probs_K.detach()
-    old_K = batch.columns_K.get(OLD_LOG_PROBS, torch.full_like(own_K, math.nan))
-    return TokenBatch(
-        log_probs_K=log_probs_K,
-        old_log_probs_K=torch.where(old_K.isnan(), own_K, old_K),
-        engine_log_probs_K=batch.engine_log_probs_K,
-        advantages_K=batch.advantages_K,
-        weights_K=batch.weights_K,
-        sequences_K=batch.sequences_K,
-        columns_K=batch.columns_K,
-        entropy_K=entropy_K,
-        values_K=values_K,
-    )

@@ -38,15 +38,13 @@ from headrace_trainer.backends.fsdp.planned import plan_memory
 from headrace_trainer.backends.fsdp.prefixes import attends_along_paths, shares_prefixes
 from headrace_trainer.backends.fsdp.reference import Reference, base_facts
 from headrace_trainer.backends.fsdp.sharding import CRITIC, ShardedModel
+from headrace_trainer.backends.losses import Forward
 from headrace_trainer.backends.plugins import FsdpOptions
 from headrace_trainer.errors import Refusal, invalid
 from headrace_trainer.group.group import Gang
 from headrace_trainer.learning.packing.packing import MicroBatch, pack
 from headrace_trainer.learning.samples import Columns, Rows, Sequence
 from headrace_trainer.memory import MemoryPlan
-
-Forward = tuple[Tensor, Tensor, Tensor | None]
-"""Log-probs, entropies and values of the trained tokens."""
 
 
 class FsdpModels:
@@ -74,6 +72,16 @@ class FsdpModels:
         self._model: ShardedModel | None = None
         self._optimizer: ShardedAdamW | None = None
         torch.use_deterministic_algorithms(config.deterministic)
+
+    @property
+    def replicas(self) -> int:
+        """See `Backend`: each rank computes with whole layers."""
+        return self._gang.world_size
+
+    @property
+    def replica(self) -> int:
+        """See `Backend`."""
+        return self._gang.rank
 
     @property
     def shares_prefixes(self) -> bool:

@@ -32,9 +32,7 @@ class Reference:
         self._temperature = config.sampling.temperature
         model = load_model(section, weights=gang.leads).requires_grad_(False)
         self.facts = (
-            _facts(config, section.path, _weights_digest(model))
-            if gang.leads
-            else ReferenceFacts(section.path, "")
+            reference_facts(config, section.path, model) if gang.leads else ReferenceFacts(section.path, "")
         )
         """Of the weights as they were read; the leader's alone has a digest."""
         if warmed is not None and gang.leads:
@@ -71,6 +69,11 @@ class Reference:
             self._away = True
 
 
+def reference_facts(config: TrainerConfig, path: str, model: PreTrainedModel) -> ReferenceFacts:
+    """What tells this reference from another: its weights as read, and the warm-up that it went through."""
+    return _facts(config, path, _weights_digest(model))
+
+
 def base_facts(config: TrainerConfig, model: PreTrainedModel) -> tuple[ReferenceFacts, ReferenceFacts]:
     """Of the weights that stay frozen below adapters: as they are, and as the reference that the run begins at."""
     digest, path = _weights_digest(model), config.model.path
@@ -86,7 +89,6 @@ def _weights_digest(model: PreTrainedModel) -> xxhash.xxh3_128:
 
 
 def _facts(config: TrainerConfig, path: str, digest: xxhash.xxh3_128) -> ReferenceFacts:
-    """What tells this reference from another: its weights as read, and the warm-up that it went through."""
     digest, warmup = digest.copy(), config.trainer.warmup
     if config.trainer.reference is not None or not warmup.steps:
         return ReferenceFacts(path, digest.hexdigest())

@@ -80,6 +80,16 @@ class RobotBackend:
         self._held: tuple[dict[str, Tensor], AdamWState] | None = None
         torch.use_deterministic_algorithms(config.deterministic)
 
+    @property
+    def replicas(self) -> int:
+        """See `Backend`."""
+        return self._gang.world_size
+
+    @property
+    def replica(self) -> int:
+        """See `Backend`."""
+        return self._gang.rank
+
     # The step's episodes
 
     def read(self, episodes: Many[EpisodeData]) -> list[EpisodeScores]:

@@ -153,7 +153,7 @@ class EpisodeLearner:
                 yield epoch, np.sort(order[part * count // parts : (part + 1) * count // parts]).tolist()
 
     def _shares(self, chosen: list[int]) -> list[list[int]]:
-        ranks = self._rounds.world_size
+        ranks = self._rounds.replicas
         return [chosen[rank::ranks] for rank in range(ranks)]
 
     def _suspects(self, plan: Plan, state: steps.StepState, minibatch: list[int]) -> dict[str, str]:

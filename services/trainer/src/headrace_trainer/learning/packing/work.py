@@ -18,8 +18,8 @@ class StepRounds(Protocol):
     """The rounds of a step, as a learner asks for them. Each may raise Quiesced: then nobody began it."""
 
     @property
-    def world_size(self) -> int:
-        """Ranks, each of which gets an entry of work."""
+    def replicas(self) -> int:
+        """Copies of the model, each of which gets an entry of work."""
 
     @property
     def shares_prefixes(self) -> bool:
@@ -62,17 +62,17 @@ class StepRounds(Protocol):
 def plan_rounds(
     groups: Many[list[Sequence]], budget: int, rounds: StepRounds
 ) -> Iterator[tuple[list[Rows], set[int]]]:
-    """(work of each rank, indices of the groups in it) of each round; no row has sequences of two groups."""
+    """(work of each replica, indices of the groups in it) of each round; no row has sequences of two groups."""
     rows = [
         (owner, length, [sequences[index] for index in members])
         for owner, sequences in enumerate(groups)
         for length, members in plan_rows(sequences, budget, shared=rounds.shares_prefixes)
     ]
-    batches = plan_even([length for _, length, _ in rows], budget, rounds.world_size)
-    for first in range(0, len(batches), rounds.world_size):
-        chosen = batches[first : first + rounds.world_size]
+    batches = plan_even([length for _, length, _ in rows], budget, rounds.replicas)
+    for first in range(0, len(batches), rounds.replicas):
+        chosen = batches[first : first + rounds.replicas]
         work: list[Rows] = [[rows[row][2] for row in micro] for micro in chosen]
-        work += [[] for _ in range(rounds.world_size - len(work))]
+        work += [[] for _ in range(rounds.replicas - len(work))]
         yield work, {rows[row][0] for micro in chosen for row in micro}
 
 

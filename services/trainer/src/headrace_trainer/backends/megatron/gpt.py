@@ -1,0 +1,201 @@
+"""One stage of a model in megatron-core's layers: tensor-parallel matrices, our own norm and attention.
+
+Norm and attention are torch's, so that neither TransformerEngine nor Apex is needed, sequences may be divided (both
+kinds of parallelism), and numbers are those of the fsdp backend.
+
+Shapes: S tokens of a row on this rank, B rows, H heads, G groups, D head dimension.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from megatron.core.transformer import ModuleSpec, TransformerConfig
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from torch import Tensor, nn
+
+from headrace_trainer.backends.fsdp.attention import WIDENED_TOKENS
+from headrace_trainer.backends.megatron.architecture import Architecture
+from headrace_trainer.backends.megatron.groups import Groups
+
+
+class StageModel(GPTModel):  # type: ignore[misc]  # Megatron is not annotated
+    """A stage that ends with hidden states, also the last one: the head is computed where tokens are trained."""
+
+    def setup_embeddings_and_output_layer(self) -> None:
+        """Nothing: weights are loaded, and gradients of tied weights added up, by their canonical names."""
+
+    def _postprocess(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
+        return hidden_states
+
+    @property
+    def head_weight(self) -> Tensor:
+        """This rank's rows of the head, on the last stage."""
+        tied = self.pre_process and self.share_embeddings_and_output_weights
+        found: Tensor = self.embedding.word_embeddings.weight if tied else self.output_layer.weight
+        return found
+
+
+def build_stage(
+    architecture: Architecture, groups: Groups, config: TransformerConfig, device: torch.device
+) -> StageModel:
+    """This rank's part of the model, values undefined."""
+    layers = architecture.layers // groups.layout.pipeline
+    model = StageModel(
+        config,
+        TransformerBlockSubmodules(layer_specs=[_layer(architecture)] * layers, layer_norm=Norm),
+        architecture.vocabulary,
+        architecture.context,
+        pre_process=groups.first_stage,
+        post_process=groups.last_stage,
+        share_embeddings_and_output_weights=architecture.tied,
+        position_embedding_type="rope",
+    )
+    model.rotary_pos_emb = Rotary(architecture.frequencies, groups)
+    ready: StageModel = model.to(device)
+    return ready
+
+
+def transformer_config(
+    architecture: Architecture,
+    groups: Groups,
+    dtype: torch.dtype,
+    *,
+    sequence_parallel: bool,
+    recompute: bool,
+    device: torch.device,
+) -> TransformerConfig:
+    """Megatron's own configuration of the model: dense, no dropout, no fusion that needs Apex or TransformerEngine."""
+    layout = groups.layout
+    again = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    return TransformerConfig(
+        num_layers=architecture.layers,
+        hidden_size=architecture.hidden,
+        num_attention_heads=architecture.heads,
+        num_query_groups=architecture.groups,
+        kv_channels=architecture.head,
+        ffn_hidden_size=architecture.inner,
+        normalization="RMSNorm",
+        layernorm_epsilon=architecture.epsilon,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=False,
+        add_qkv_bias=architecture.qkv_bias,
+        qk_layernorm=architecture.qk_norm,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype is torch.bfloat16,
+        tensor_model_parallel_size=layout.tensor,
+        pipeline_model_parallel_size=layout.pipeline,
+        context_parallel_size=layout.context,
+        sequence_parallel=sequence_parallel,
+        use_cpu_initialization=device.type == "cpu",
+        perform_initialization=False,
+        gradient_accumulation_fusion=False,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        apply_rope_fusion=False,
+        persist_layer_norm=False,
+        **(again if recompute else {}),
+    )
+
+
+def _layer(architecture: Architecture) -> ModuleSpec:
+    norm = Norm if architecture.qk_norm else IdentityOp
+    attention = SelfAttentionSubmodules(
+        linear_qkv=ColumnParallelLinear,
+        core_attention=Attention,
+        linear_proj=RowParallelLinear,
+        q_layernorm=norm,
+        k_layernorm=norm,
+    )
+    mlp = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+    causal = {"attn_mask_type": AttnMaskType.causal}
+    return ModuleSpec(
+        TransformerLayer,
+        submodules=TransformerLayerSubmodules(
+            input_layernorm=Norm,
+            self_attention=ModuleSpec(SelfAttention, params=causal, submodules=attention),
+            self_attn_bda=get_bias_dropout_add,
+            pre_mlp_layernorm=Norm,
+            mlp=ModuleSpec(MLP, submodules=mlp),
+            mlp_bda=get_bias_dropout_add,
+        ),
+    )
+
+
+class Rotary(RotaryEmbedding):  # type: ignore[misc]
+    """The angles of this rank's tokens, by the model's own frequencies."""
+
+    def __init__(self, frequencies: Tensor, groups: Groups) -> None:
+        super().__init__(2 * len(frequencies), 1.0, use_cpu_initialization=True)
+        self.inv_freq = frequencies
+        self._ranks, self._rank = groups.layout.context, groups.context.rank()
+
+    def forward(self, length: int, **_: Any) -> Tensor:
+        """(S, 1, 1, D) of rows of `length` tokens."""
+        angles: Tensor = self.get_emb(length)
+        if self._ranks == 1:
+            return angles
+        return angles[context_places(length, self._ranks).chunk(self._ranks)[self._rank].to(angles.device)]
+
+
+class Norm(nn.RMSNorm):
+    """RMSNorm as Megatron builds one: from the model's configuration."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+        super().__init__(hidden_size, eps, dtype=config.params_dtype)
+
+
+class Attention(nn.Module):
+    """Causal attention of whole rows. With context parallelism keys and values are gathered first."""
+
+    def __init__(self, config: TransformerConfig, *, pg_collection: Any, **_: Any) -> None:
+        super().__init__()
+        self._context = pg_collection.cp
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
+        """(S, B, H * D) from (S, B, H, D) and (S, B, G, D)."""
+        mask = None
+        if self._context.size() > 1:
+            places, key, value = self._whole(key, value)
+            own = places.chunk(self._context.size())[self._context.rank()]
+            mask = own[:, None] >= torch.arange(len(places), device=query.device)
+        short = query.device.type == "cpu" and len(key) <= WIDENED_TOKENS  # see the fsdp backend's attention
+        dtype = torch.float32 if short else query.dtype
+        q, k, v = (each.permute(1, 2, 0, 3).to(dtype) for each in (query, key, value))
+        found = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=q.shape[1] != k.shape[1]
+        )
+        return found.permute(2, 0, 1, 3).flatten(2).to(query.dtype)
+
+    def _whole(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Places of the gathered tokens in their rows, and keys and values in the order of the rows."""
+        both = [
+            gather_from_sequence_parallel_region(each.contiguous(), group=self._context)
+            for each in (key, value)
+        ]
+        places = context_places(len(both[0]), self._context.size()).to(key.device)
+        order = places.argsort()
+        return places, both[0][order], both[1][order]
+
+
+def context_places(length: int, ranks: int) -> Tensor:
+    """Which tokens of a row the context-parallel ranks have, one rank after another: each an early and a late part."""
+    halves = torch.arange(length).chunk(2 * ranks)
+    return torch.cat([part for rank in range(ranks) for part in (halves[rank], halves[2 * ranks - 1 - rank])])

@@ -1,0 +1,192 @@
+"""A model over the ranks of its replicas: weights in and out by canonical names, one forward of a stage.
+
+Shapes: R rows, L tokens of the longest of them, U pairs of a token and the next one, D hidden; as in `packing`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from headrace_modelkit.hidden import hidden_log_probs
+from headrace_modelkit.logprobs import Head
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
+from torch import Tensor
+
+from headrace_trainer.backends.megatron.architecture import Architecture
+from headrace_trainer.backends.megatron.gpt import build_stage, context_places, transformer_config
+from headrace_trainer.backends.megatron.groups import Groups
+from headrace_trainer.backends.megatron.names import OWN_EMBEDDING, OWN_HEAD, parts_of
+from headrace_trainer.backends.megatron.shards import Shards
+from headrace_trainer.group.group import Gang
+from headrace_trainer.learning.packing.packing import MicroBatch
+
+Read = Callable[[str], Tensor]
+"""A whole canonical tensor by name."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a model is computed: its type, and two ways of spending less memory."""
+
+    dtype: torch.dtype
+    sequence_parallel: bool = False
+    recompute: bool = False
+
+
+class ParallelModel:
+    """This rank's part of a model. All ranks call `load` and `gather` in one order of names."""
+
+    def __init__(
+        self,
+        architecture: Architecture,
+        gang: Gang,
+        groups: Groups,
+        settings: Settings,
+        *,
+        frozen: bool = False,
+    ) -> None:
+        self.architecture = architecture
+        self._gang = gang
+        self.groups = groups
+        self._sequence_parallel = settings.sequence_parallel
+        self.config = transformer_config(
+            architecture,
+            groups,
+            settings.dtype,
+            sequence_parallel=settings.sequence_parallel,
+            recompute=settings.recompute,
+            device=gang.device,
+        )
+        self._stage = build_stage(architecture, groups, self.config, gang.device)
+        self._stage.train()  # Megatron recomputes in training mode only; there is no dropout.
+        self.shards = Shards(self._stage, groups.sum, gang.device, frozen=frozen)
+        self._parts = parts_of(architecture, groups.layout, groups.tensor.rank(), groups.stage)
+        copies = {part.local for part in self._parts.values() if part.copy}
+        self.counted = [name for name in self.shards.shapes() if name not in copies]
+        """Local parameters that no other rank counts: each weight of the model is counted once over all ranks."""
+
+    def load(self, read: Read | None) -> None:
+        """Sets all weights; rank 0 reads whole ones, the others pass None."""
+        for name, value in self.scatter(read):
+            self.shards.fill(name, value)
+
+    def scatter(self, read: Read | None) -> Iterator[tuple[str, Tensor]]:
+        """(local name, fp32 value) of each of this rank's parameters, of whole canonical tensors that rank 0 reads."""
+        device, shapes = self._gang.device, self.shards.shapes()
+        pending: dict[str, Tensor] = {}
+        missing = Counter(part.local for part in self._parts.values())
+        for name, shape in self.architecture.shapes.items():
+            whole = torch.empty(shape, dtype=torch.float32, device=device)
+            if read is not None:
+                whole.copy_(read(name).detach())
+            self._gang.share(whole)
+            if (part := self._parts.get(name)) is None:
+                continue
+            own = pending.setdefault(part.local, torch.empty(shapes[part.local], device=device))
+            part.of_local(own).copy_(part.of_whole(whole))
+            missing[part.local] -= 1
+            if not missing[part.local]:
+                yield part.local, pending.pop(part.local)
+
+    def gather(self, pieces: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """Whole canonical tensors by name, on the CPU, of this rank's pieces by local name; every rank exhausts it.
+
+        A rank's whole is 0 where others have the values, so the bits add up.
+        """
+        for name, shape in self.architecture.shapes.items():
+            whole = torch.zeros(shape, dtype=torch.float32, device=self._gang.device)
+            part = self._parts.get(name)
+            if part is not None and not part.copy:
+                own = self.shards.whole(part.local, pieces[part.local])
+                part.of_whole(whole).copy_(part.of_local(own))
+            if self._gang.world_size > 1:
+                dist.all_reduce(whole.view(torch.int32))
+            yield name, whole.cpu()
+
+    def reduce_gradients(self) -> None:
+        """Adds up what the ranks have accumulated, so that `shards.gradients` are the model's."""
+        for name in self.shards.shapes():
+            if self._partial(name):
+                dist.all_reduce(self.shards.gradient_of(name), group=self.groups.tensor)
+        if self.architecture.tied and self.groups.embedding is not None and self.groups.layout.pipeline > 1:
+            name = OWN_EMBEDDING if self.groups.first_stage else OWN_HEAD
+            dist.all_reduce(self.shards.gradient_of(name), group=self.groups.embedding)
+        self.shards.reduce()
+
+    def _partial(self, name: str) -> bool:
+        """Whether each tensor-parallel rank has the gradient of its own heads or tokens alone, of an equal weight."""
+        of_heads = name.endswith(("q_layernorm.weight", "k_layernorm.weight"))
+        of_tokens = self._sequence_parallel and name.endswith("layernorm.weight")
+        return self.groups.layout.tensor > 1 and (of_heads or of_tokens)
+
+    def message_shape(self, batch: MicroBatch) -> tuple[int, int, int]:
+        """Of the hidden states between two stages: tokens of this rank, rows, hidden size."""
+        rows, length = batch.tokens_RL.shape
+        divided = self.groups.layout.context * (self.groups.layout.tensor if self._sequence_parallel else 1)
+        return length // divided, rows, self.architecture.hidden
+
+    def padded(self, batch: MicroBatch) -> MicroBatch:
+        """The micro-batch with rows as long as ranks that divide them need; a causal model ignores what is added."""
+        layout = self.groups.layout
+        multiple = (2 * layout.context if layout.context > 1 else 1) * (
+            layout.tensor if self._sequence_parallel else 1
+        )
+        length = batch.tokens_RL.shape[1]
+        more = -length % multiple
+        if not more:
+            return batch
+        sources_U = batch.sources_U + batch.sources_U // length * more
+        return replace(batch, tokens_RL=F.pad(batch.tokens_RL, (0, more)), sources_U=sources_U)
+
+    def forward(self, batch: MicroBatch, received: Tensor | None) -> Tensor:
+        """Hidden states that leave this stage."""
+        tokens_RL = self._own_tokens(batch.tokens_RL)
+        if received is not None:
+            self._stage.set_input_tensor(received)
+        found: Tensor = self._stage(tokens_RL, None, None)
+        return found
+
+    def log_probs(self, hidden: Tensor, batch: MicroBatch, temperature: float) -> tuple[Tensor, Tensor]:
+        """(log-probs, entropies) of the trained tokens, (K,), from the last stage's hidden states."""
+        hidden_UD = self._whole(hidden)[batch.sources_U]
+        ranks = self.groups.layout.tensor
+        if ranks > 1 and not self._sequence_parallel:
+            # Here, where its gradient is contiguous: Megatron loses the sum of one that is not.
+            hidden_UD = copy_to_tensor_model_parallel_region(hidden_UD, group=self.groups.tensor)
+        weight_VD = self._stage.head_weight
+        first = self.groups.tensor.rank() * len(weight_VD)
+        found_U, entropy_U = hidden_log_probs(
+            Head(weight_VD, None, 1.0, None),
+            hidden_UD,
+            batch.targets_U - first,
+            temperature,
+            entropy=True,
+            gather=self.groups.gather_tensor_parallel if ranks > 1 else None,
+        )
+        assert entropy_U is not None
+        return found_U[batch.index_K], entropy_U[batch.index_K]
+
+    def _whole(self, hidden: Tensor) -> Tensor:
+        """(R * L, D) hidden states of all tokens, whose gradients are added up over the ranks that divide them."""
+        groups = self.groups
+        if self._sequence_parallel:
+            hidden = gather_from_sequence_parallel_region(hidden, group=groups.tensor)
+        if groups.layout.context > 1:
+            hidden = gather_from_sequence_parallel_region(hidden, group=groups.context)
+            hidden = hidden[context_places(len(hidden), groups.layout.context).to(hidden.device).argsort()]
+        return hidden.transpose(0, 1).flatten(0, 1)
+
+    def _own_tokens(self, tokens_RL: Tensor) -> Tensor:
+        context = self.groups.layout.context
+        if context == 1:
+            return tokens_RL
+        places = context_places(tokens_RL.shape[1], context).chunk(context)[self.groups.context.rank()]
+        return tokens_RL[:, places.to(tokens_RL.device)]

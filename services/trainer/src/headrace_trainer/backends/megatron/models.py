@@ -1,0 +1,248 @@
+"""The models of one rank with megatron-core: loaded, divided, read, moved. Knows no gradient and no step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from headrace_modelkit.devices import used_bytes
+from headrace_modelkit.loading import DTYPES, load_model
+from headrace_modelkit.weights import state_tensors
+from headrace_schema.openings import TrainerConfig
+from torch import Tensor
+
+from headrace_trainer.algorithms._base import REFERENCE_LOG_PROBS, Algorithm
+from headrace_trainer.allocator import give_back_if_short
+from headrace_trainer.backends._base import ReferenceFacts, StateReader, WarmUp
+from headrace_trainer.backends.fsdp.fit import check_fit
+from headrace_trainer.backends.fsdp.optimizer import MOMENTS, ShardedAdamW
+from headrace_trainer.backends.megatron.architecture import read_architecture
+from headrace_trainer.backends.megatron.groups import Groups, join_groups
+from headrace_trainer.backends.megatron.layout import Layout
+from headrace_trainer.backends.megatron.model import ParallelModel, Settings
+from headrace_trainer.backends.megatron.pipeline import Pipeline
+from headrace_trainer.backends.megatron.planned import plan_memory
+from headrace_trainer.backends.megatron.reference import Reference
+from headrace_trainer.backends.plugins import MegatronOptions
+from headrace_trainer.errors import Refusal
+from headrace_trainer.group.group import Gang
+from headrace_trainer.learning.packing.packing import MicroBatch, pack
+from headrace_trainer.learning.samples import Rows
+from headrace_trainer.memory import MemoryPlan
+
+
+@dataclass(frozen=True)
+class _Policy:
+    """What a restore round makes."""
+
+    groups: Groups
+    model: ParallelModel
+    pipeline: Pipeline
+    adamw: ShardedAdamW
+
+
+class MegatronModels:
+    """Policy and reference of a run, with the optimizer's state; `Backend` has what each method promises."""
+
+    shares_prefixes = False
+    """Megatron's layers attend causally along rows: each sequence has a row of its own."""
+
+    def __init__(
+        self, config: TrainerConfig, algorithm: Algorithm, gang: Gang, options: MegatronOptions
+    ) -> None:
+        self._config = config
+        self._algorithm = algorithm
+        self._gang = gang
+        self._options = options
+        self._layout = Layout.of(options, gang.world_size)
+        self._settings = Settings(
+            DTYPES[config.model.dtype], options.sequence_parallel, config.trainer.gradient_checkpointing
+        )
+        self._temperature = config.sampling.temperature
+        self._reference: Reference | None = None
+        self._loaded: _Policy | None = None
+        torch.use_deterministic_algorithms(config.deterministic)
+
+    @property
+    def replicas(self) -> int:
+        """See `Backend`."""
+        return self._layout.replicas
+
+    @property
+    def replica(self) -> int:
+        """See `Backend`."""
+        return self._layout.replica(self._gang.rank)
+
+    def memory_plan(self) -> MemoryPlan:
+        """See `Backend`."""
+        return plan_memory(
+            self._config, self._algorithm, self._layout, on_gpu=self._gang.device.type != "cpu"
+        )
+
+    def load_initial(self) -> None:
+        """See `Backend`."""
+        model = load_model(self._config.model) if self._gang.leads else None
+        self._build()
+        self._model.load(dict(state_tensors(model)).__getitem__ if model is not None else None)
+
+    def check_state(self, reader: StateReader) -> None:
+        """See `Backend`."""
+        check_fit(reader, self._config.model, None)
+
+    def load_state(self, reader: StateReader | None) -> None:
+        """See `Backend`."""
+        self._build()
+        self._model.load(reader.weight if reader else None)
+        steps = int(self._gang.sum({"steps": float(reader.optimizer_steps if reader else 0)})["steps"])
+        if steps:
+            self._adamw.load({kind: self._read_moments(kind, reader) for kind in MOMENTS}, steps)
+
+    def load_reference(self) -> None:
+        """See `Backend`."""
+        if REFERENCE_LOG_PROBS not in self._algorithm.columns:
+            return
+        warmed = None
+        if self._config.trainer.reference is None and self._config.trainer.warmup.steps:
+            if self._loaded is None:  # A checkpoint is about to be loaded: the warm-up is made again.
+                torch.manual_seed(self._config.seed)
+                self.load_initial()
+                self.warm_up()
+            warmed = dict(self.weights())
+        self._reference = Reference(self._config, self._gang, self._join(), self._settings, warmed)
+
+    def warm_up(self) -> WarmUp:
+        """See `Backend`."""
+        raise NotImplementedError
+
+    @property
+    def reference(self) -> ReferenceFacts | None:
+        """See `Backend`."""
+        return self._reference.facts if self._reference is not None else None
+
+    @property
+    def reference_bytes(self) -> int:
+        """See `Backend`."""
+        return self._reference.size_bytes if self._reference is not None else 0
+
+    def weight_layout(self) -> list[tuple[str, str, tuple[int, ...]]]:
+        """See `Backend`."""
+        published = self._config.model.dtype
+        return [(name, published, shape) for name, shape in self._model.architecture.shapes.items()]
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """See `Backend`."""
+        return self._model.gather(self._model.shards.masters())
+
+    def moments(self) -> Iterator[tuple[str, Tensor]]:
+        """See `Backend`."""
+        masters = self._model.shards.masters()
+        for kind in MOMENTS:
+            own = {
+                name: self._adamw.moment(kind, name) if piece.numel() else piece
+                for name, piece in masters.items()
+            }
+            yield from ((f"{kind}/{name}", whole) for name, whole in self._model.gather(own))
+
+    @property
+    def optimizer_steps(self) -> int:
+        """See `Backend`."""
+        return self._adamw.steps
+
+    def suspend(self) -> int:
+        """See `Backend`. Everything goes to host memory; on the host there is nothing that can be made again."""
+        device = self._gang.device
+        if device.type == "cpu":
+            return give_back_if_short()
+        before = used_bytes(device)
+        self._park()
+        self.move(lambda tensor: tensor.to("cpu"))
+        torch.cuda.empty_cache()
+        return before - used_bytes(device)
+
+    def wake(self) -> None:
+        """See `Backend`."""
+        device = self._gang.device
+        if device.type != "cpu":
+            self.move(lambda tensor: tensor.to(device))
+
+    def release(self) -> None:
+        """See `Backend`. Nothing is gathered for a forward."""
+
+    def move(self, move: Callable[[Tensor], Tensor]) -> None:
+        """Takes values, masters, gradients and moments elsewhere; nothing runs until they are back on the device."""
+        self._model.shards.move(move)
+        self._adamw.move(move, self._model.shards.masters())
+
+    def _build(self) -> None:
+        """A model and an optimizer whose values are not set yet."""
+        groups = self._join()
+        architecture = read_architecture(self._config.model)
+        model = ParallelModel(architecture, self._gang, groups, self._settings)
+        self._loaded = _Policy(groups, model, Pipeline(model), _new_optimizer(self._config, model))
+
+    def _join(self) -> Groups:
+        return join_groups(self._gang, self._layout, self._config.seed)
+
+    def _read_moments(self, kind: str, reader: StateReader | None) -> dict[str, Tensor]:
+        shards = self._model.shards
+        found = self._model.scatter(partial(reader.moment, kind) if reader else None)
+        return {name: shards.piece(name, value).clone() for name, value in found}
+
+    def _new_optimizer(self) -> ShardedAdamW:
+        return _new_optimizer(self._config, self._model)
+
+    def _parts(self, rows: Rows) -> list[MicroBatch]:
+        """The rows as parts that follow each other through the stages; none without rows."""
+        stages = self._layout.pipeline
+        wanted = self._options.pipeline_micro_batches or (2 * stages if stages > 1 else 1)
+        size = -(-len(rows) // wanted)
+        return [
+            self._model.padded(pack(rows[first : first + size], shared=False)).to(self._gang.device)
+            for first in range(0, len(rows), size or 1)
+        ]
+
+    def _log_probs(self, model: ParallelModel, pipeline: Pipeline, rows: Rows) -> Tensor:
+        """Log-probs of the trained tokens of all rows, (K,), on every rank of the replica."""
+        found = []
+        for part in pipeline.forward(self._parts(rows)):
+            if self._groups.last_stage:
+                log_probs_K, _ = model.log_probs(part.hidden, part.batch, self._temperature)
+            else:
+                log_probs_K = torch.empty(len(part.batch.index_K), device=self._gang.device)
+            found.append(log_probs_K)
+        whole_K = torch.cat(found)
+        self._groups.share_from_last_stage(whole_K)
+        return whole_K
+
+    def _park(self) -> None:
+        if self._reference is not None:
+            self._reference.park()
+
+    @property
+    def _groups(self) -> Groups:
+        return self._open.groups
+
+    @property
+    def _model(self) -> ParallelModel:
+        return self._open.model
+
+    @property
+    def _pipeline(self) -> Pipeline:
+        return self._open.pipeline
+
+    @property
+    def _adamw(self) -> ShardedAdamW:
+        return self._open.adamw
+
+    @property
+    def _open(self) -> _Policy:
+        if self._loaded is None:
+            raise Refusal("NOT_OPEN", "no weights are loaded; call Restore first")
+        return self._loaded
+
+
+def _new_optimizer(config: TrainerConfig, model: ParallelModel) -> ShardedAdamW:
+    decays = {name for name, shape in model.shards.shapes().items() if len(shape) > 1}
+    return ShardedAdamW(config.optimizer, model.shards.masters(), decays=decays)

@@ -1,0 +1,71 @@
+"""The frozen reference model of a run, divided like the policy. Knows no steps and no loss.
+
+Where the device is a GPU, its weights lie in host memory but for the infer rounds that use them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from headrace_modelkit.loading import DTYPES, load_model
+from headrace_modelkit.weights import load_weights, state_tensors
+from headrace_schema.openings import TrainerConfig
+from torch import Tensor
+
+from headrace_trainer.backends._base import ReferenceFacts
+from headrace_trainer.backends.fsdp.reference import reference_facts
+from headrace_trainer.backends.megatron.architecture import read_architecture
+from headrace_trainer.backends.megatron.groups import Groups
+from headrace_trainer.backends.megatron.model import ParallelModel, Settings
+from headrace_trainer.backends.megatron.pipeline import Pipeline
+from headrace_trainer.group.group import Gang
+
+
+class Reference:
+    """`trainer.reference`, or the run's initial policy: `warmed` are its weights where a warm-up has changed them."""
+
+    def __init__(
+        self,
+        config: TrainerConfig,
+        gang: Gang,
+        groups: Groups,
+        settings: Settings,
+        warmed: Mapping[str, Tensor] | None,
+    ) -> None:
+        section = config.trainer.reference or config.model
+        self._device = gang.device
+        self.facts = ReferenceFacts(section.path, "")
+        """Of the weights as they were read; the leader's alone has a digest."""
+        read = None
+        if gang.leads:
+            whole = load_model(section)
+            self.facts = reference_facts(config, section.path, whole)
+            if warmed is not None:
+                load_weights(whole, warmed)
+            read = dict(state_tensors(whole)).__getitem__
+        own = replace(settings, dtype=DTYPES[section.dtype], recompute=False)
+        self._model = ParallelModel(read_architecture(section), gang, groups, own, frozen=True)
+        self._model.load(read)
+        self.pipeline = Pipeline(self._model)
+        self._away = False
+        self.park()
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of this rank's part."""
+        return self._model.shards.size_bytes
+
+    @property
+    def model(self) -> ParallelModel:
+        """The model, with its weights on the device."""
+        if self._away:
+            self._model.shards.move(lambda tensor: tensor.to(self._device))
+            self._away = False
+        return self._model
+
+    def park(self) -> None:
+        """Takes the weights to host memory until they are used again; nothing to do where they are there."""
+        if self._device.type != "cpu" and not self._away:
+            self._model.shards.move(lambda tensor: tensor.to("cpu"))
+            self._away = True

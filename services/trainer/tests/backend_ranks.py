@@ -1,0 +1,176 @@
+"""One rank of a training backend that goes through a list of cases: `python backend_ranks.py JOB.json RANK`.
+
+A case is a backend with its options and a model; what rank 0 finds is written to FOLDER/NAME.json and .safetensors.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from headrace_schema.openings import TrainerConfig
+from headrace_trainer.algorithms import build_algorithm
+from headrace_trainer.backends import build_backend
+from headrace_trainer.group.group import Gang, join_gang
+from headrace_trainer.learning.samples import Rows, Sequence
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from trainer_calls import random_sequences
+
+COLUMNS = ("old_log_probs", "reference_log_probs")
+DENOMINATOR, RATE = 7.0, 1e-3
+
+
+class SavedState:
+    """A checkpoint in one file, as a StateReader."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = safe_open(file, "pt")
+        self.optimizer_steps = 2
+
+    def weight(self, name: str) -> torch.Tensor:
+        return self._file.get_tensor(f"weights/{name}")
+
+    def moment(self, kind: str, name: str) -> torch.Tensor:
+        return self._file.get_tensor(f"moments/{kind}/{name}")
+
+    def weight_shapes(self) -> dict[str, tuple[int, ...]]:
+        names = [name for name in self._file.keys() if name.startswith("weights/")]  # noqa: SIM118
+        return {
+            name.removeprefix("weights/"): tuple(self._file.get_slice(name).get_shape()) for name in names
+        }
+
+    def moment_kinds(self) -> set[str]:
+        return {name.split("/")[1] for name in self._file.keys() if name.startswith("moments/")}  # noqa: SIM118
+
+
+class Walk:
+    """One case on one rank."""
+
+    def __init__(self, case: dict[str, Any], gang: Gang) -> None:
+        config = TrainerConfig.model_validate(case["config"])
+        self.gang = gang
+        self.backend: Any = build_backend(config, build_algorithm(config.algorithm), gang)
+        self.tensors: dict[str, torch.Tensor] = {}
+        self.figures: dict[str, Any] = {"log_probs": [], "norms": [], "sums": []}
+
+    def all_rows(self) -> Rows:
+        return [[sequence] for seed in (2, 3) for sequence in random_sequences(seed)]
+
+    def learn(self) -> None:
+        """Accumulates this rank's share, whose reference is a little off the policy."""
+        rows = self.all_rows()[self.backend.replica :: self.backend.replicas]
+        own = self.backend.infer(rows, COLUMNS)
+        found = [[values["old_log_probs"]] for values in own]
+        bodies = self.gang.gather(json.dumps([self.backend.replica, found]).encode())
+        by_replica = dict(json.loads(body) for body in bodies)
+        self.figures["log_probs"].append([by_replica[replica] for replica in sorted(by_replica)])
+        moved = [
+            [with_column(row[0], [value - 0.1 for value in values["reference_log_probs"]])]
+            for row, values in zip(rows, own, strict=True)
+        ]
+        assert self.backend.micro(moved).finite
+
+    def commit(self) -> None:
+        self.learn()
+        assert self.backend.gradient_is_finite()
+        report = self.backend.commit(DENOMINATOR, RATE)
+        self.figures["norms"].append(report.grad_norm)
+        self.figures["sums"].append(report.token_sums)
+
+    def state(self) -> dict[str, torch.Tensor]:
+        weights = {f"weights/{name}": value.clone() for name, value in self.backend.weights()}
+        return weights | {f"moments/{name}": value.clone() for name, value in self.backend.moments()}
+
+    def go(self, saved: str) -> None:
+        backend = self.backend
+        backend.load_initial()
+        backend.load_reference()
+        self.figures["layout"] = backend.weight_layout()
+        self.figures["initial"] = [name for name, _ in backend.weights()]
+        self.learn()
+        gradient = backend.reduced_gradient(DENOMINATOR)
+        self.tensors |= {f"gradient/{name}": value for name, value in gradient.items()}
+        self.commit()
+        self.commit()
+        committed = self.state()
+        self.tensors |= committed
+        self.go_back(committed)
+        self.refuse_what_is_not_finite()
+        if saved:
+            self.resume(Path(saved))
+
+    def go_back(self, committed: dict[str, torch.Tensor]) -> None:
+        self.backend.hold()
+        self.commit()
+        moved = self.state()
+        self.backend.end_hold(back=True)
+        self.figures["held"] = same(self.state(), committed) and not same(moved, committed)
+        self.backend.suspend()
+        self.backend.wake()
+
+    def refuse_what_is_not_finite(self) -> None:
+        """A row that is not finite, on one replica alone, leaves nothing behind on any."""
+        self.learn()
+        self.backend.zero()
+        row = [with_column(self.all_rows()[0][0], None)]
+        bad = [msgspec.structs.replace(row[0], advantages=[math.inf] * len(row[0].trained))]
+        first = self.backend.replica == 0
+        refused = not self.backend.micro([bad] if first else [row]).finite
+        left = self.backend.reduced_gradient(1.0)
+        self.figures["refused"] = refused and not any(bool(value.any()) for value in left.values())
+
+    def resume(self, saved: Path) -> None:
+        """Goes on from a checkpoint that another backend made."""
+        reader = SavedState(saved)
+        self.backend.check_state(reader)
+        self.backend.load_state(reader if self.gang.leads else None)
+        state = self.state()
+        names = [f"weights/{name}" for name in reader.weight_shapes()]
+        same_weights = all(state[name].equal(reader.weight(name.removeprefix("weights/"))) for name in names)
+        moments = [name.split("/", 2)[1:] for name in state if name.startswith("moments/")]
+        same_moments = all(
+            state[f"moments/{kind}/{name}"].equal(reader.moment(kind, name)) for kind, name in moments
+        )
+        self.figures["resumed"] = same_weights and same_moments and len(moments) == 2 * len(names)
+        self.commit()
+        self.tensors |= {f"third/{name}": value.clone() for name, value in self.backend.weights()}
+
+
+def with_column(sequence: Sequence, values: list[float] | None) -> Sequence:
+    reference = values or [-3.0] * len(sequence.trained)
+    return msgspec.structs.replace(sequence, weight=0.5, columns={"reference_log_probs": reference})
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(value.equal(other[name]) for name, value in one.items())
+
+
+def main() -> None:
+    """Goes through the cases of a job, each in a trainer group of its own."""
+    job, rank = json.loads(Path(sys.argv[1]).read_text()), int(sys.argv[2])
+    torch.set_num_threads(1)
+    for generation, case in enumerate(job["cases"], 1):
+        rendezvous = f"127.0.0.1:{case['port']}"
+        gang = join_gang(generation, rank, job["ranks"], rendezvous, 120.0, torch.device("cpu"))
+        walk = Walk(case, gang)
+        walk.go(case["saved"])
+        if gang.leads:
+            target = Path(job["folder"]) / case["name"]
+            save_file(
+                {name: value.contiguous() for name, value in walk.tensors.items()}, f"{target}.safetensors"
+            )
+            Path(f"{target}.json").write_text(json.dumps(walk.figures))
+        gang.leave()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,265 @@
+"""The megatron backend is the fsdp backend in other layouts: gradients, commits, checkpoints, refusals.
+
+Runs where megatron-core is: `make test-megatron`. Each layout is a group of processes; see `backend_ranks.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import socket
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from headrace_modelkit.loading import save_model
+from headrace_modelkit.presets.tiny import character_tokenizer, write_tiny
+from safetensors.torch import load_file
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+pytestmark = [
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(
+        find_spec("megatron") is None, reason="megatron-core is not installed: make test-megatron"
+    ),
+]
+TENSOR, PIPELINE = {"tensor_parallel": 2}, {"pipeline_parallel": 2}
+CASES = {
+    "alone": (1, "qwen3", {}),
+    "tensor": (2, "qwen3", TENSOR),
+    "sequence": (2, "qwen3", {**TENSOR, "sequence_parallel": True}),
+    "pipeline": (2, "qwen3", PIPELINE),
+    "data": (2, "qwen3", {}),
+    "context": (2, "qwen3", {"context_parallel": 2}),
+    "tensor-tied": (2, "llama", TENSOR),
+    "pipeline-tied": (2, "llama", PIPELINE),
+    "tensor-biased": (2, "qwen2", TENSOR),
+    "tensor-pipeline": (4, "llama", {**TENSOR, **PIPELINE}),
+    "tensor-data": (4, "qwen3", TENSOR),
+}
+"""Name → ranks, model, options."""
+RECOMPUTED = "sequence"
+"""The case that recomputes layers in the backward pass."""
+MODELS = ("qwen3", "llama", "qwen2")
+GRADIENT_L2, WEIGHTS_L2 = 1e-5, 1e-5
+"""Relative. After commits Adam has divided noise by noise in some weights, which then differ by up to the rate."""
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> dict[str, Path]:
+    """Tiny models of three families: apart and tied heads, with and without biases."""
+    folder = tmp_path_factory.mktemp("families")
+    write_tiny(folder / "qwen3")
+    shape = {
+        "vocab_size": 32,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": True,
+    }
+    scaled = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0}
+    scaled |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+    torch.manual_seed(3)
+    llama = LlamaForCausalLM(LlamaConfig(**shape, rope_parameters=scaled))
+    qwen2 = Qwen2ForCausalLM(Qwen2Config(**shape))
+    for name, model in (("llama", llama), ("qwen2", qwen2)):
+        for parameter in model.parameters():  # biases and norms too: those of a new model are 0 and 1
+            parameter.data += 0.02 * torch.randn_like(parameter)
+        save_model(model, character_tokenizer(), folder / name)
+    return {name: folder / name for name in MODELS}
+
+
+@pytest.fixture(scope="module")
+def run_cases(models, tmp_path_factory):
+    """Walks through cases with so many processes; figures and tensors by case."""
+    folder = tmp_path_factory.mktemp("cases")
+
+    def run(ranks: int, cases: dict[str, dict]) -> dict[str, SimpleNamespace]:
+        job = folder / f"{'-'.join(cases)}.job"
+        listed = [{"name": name, "port": free_port(), **case} for name, case in cases.items()]
+        job.write_text(json.dumps({"ranks": ranks, "folder": str(folder), "cases": listed}))
+        script = Path(__file__).parent / "backend_ranks.py"
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+        children = [
+            subprocess.Popen([sys.executable, str(script), str(job), str(rank)], env=environment)
+            for rank in range(ranks)
+        ]
+        try:
+            assert [child.wait(300) for child in children] == [0] * ranks
+        finally:
+            for child in children:
+                child.kill()
+                child.wait()
+        return {
+            name: SimpleNamespace(
+                **json.loads((folder / f"{name}.json").read_text()),
+                tensors=load_file(folder / f"{name}.safetensors"),
+                file=str(folder / f"{name}.safetensors"),
+            )
+            for name in cases
+        }
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def expected(run_cases, models):
+    """The fsdp backend's, on one rank, by model."""
+    found = run_cases(1, {name: {"config": config(models[name]), "saved": ""} for name in MODELS})
+    cases = {f"{name}-on": {"config": config(models[name]), "saved": found[name].file} for name in MODELS}
+    for name, resumed in run_cases(1, cases).items():
+        found[name.removesuffix("-on")].third = part(resumed.tensors, "third")
+    return found
+
+
+@pytest.fixture(scope="module")
+def walked(run_cases, models, expected):
+    """Every case, in as few groups of processes as there are numbers of ranks."""
+    found = {}
+    for ranks in sorted({ranks for ranks, _, _ in CASES.values()}):
+        cases = {
+            name: {
+                "config": config(models[model], ranks, options, gradient_checkpointing=name == RECOMPUTED),
+                "saved": expected[model].file,
+            }
+            for name, (own, model, options) in CASES.items()
+            if own == ranks
+        }
+        found |= run_cases(ranks, cases)
+    return found
+
+
+def config(
+    model: Path, ranks: int = 1, options: dict | None = None, dtype: str = "float32", **trainer
+) -> dict:
+    backend = {} if options is None else {"backend": "megatron", "backend_options": options}
+    return {
+        "model": {"path": str(model), "dtype": dtype},
+        "algorithm": {
+            "group_size": 4,
+            "prompts_per_step": 4,
+            "options": {"kl_loss_coef": 0.3, "entropy_coef": 0.1},
+        },
+        "optimizer": {"lr": 1e-3, "weight_decay": 0.1},
+        "trainer": {"micro_batch_tokens": 512, "ranks": ranks, **backend, **trainer},
+        "sampling": {"temperature": 0.7},
+        "checkpoint": {"keep": 2},
+        "seed": 1,
+        "steps": 10,
+    }
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def part(tensors: dict[str, torch.Tensor], kind: str) -> dict[str, torch.Tensor]:
+    return {
+        name.removeprefix(f"{kind}/"): value for name, value in tensors.items() if name.startswith(f"{kind}/")
+    }
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_gradient_before_clipping_is_the_fsdp_backends(name, walked, expected, relative_l2):
+    found, fsdp = walked[name], expected[CASES[name][1]]
+    gradient = part(fsdp.tensors, "gradient")
+    assert part(found.tensors, "gradient").keys() == gradient.keys()
+    assert relative_l2(part(found.tensors, "gradient"), gradient) < GRADIENT_L2
+    worst = max(
+        relative_l2({weight: found.tensors[f"gradient/{weight}"]}, {weight: value})
+        for weight, value in gradient.items()
+    )
+    assert worst < 10 * GRADIENT_L2, "of each weight by itself"
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_log_probs_norms_and_figures_are_the_fsdp_backends(name, walked, expected):
+    found, fsdp = walked[name], expected[CASES[name][1]]
+    for shares, [whole] in zip(found.log_probs, fsdp.log_probs, strict=False):
+        in_order = [None] * len(whole)
+        for replica, share in enumerate(shares):
+            in_order[replica :: len(shares)] = share
+        for own, reference in zip(in_order, whole, strict=True):
+            assert own[0] == pytest.approx(reference[0], abs=1e-4)
+    assert found.norms[:2] == pytest.approx(fsdp.norms[:2], rel=1e-4)
+    for own, reference in zip(found.sums[:2], fsdp.sums[:2], strict=True):
+        assert own.keys() == reference.keys()
+        for figure, value in reference.items():
+            assert own[figure] == pytest.approx(value, rel=1e-3, abs=1e-4), figure
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_two_commits_give_the_weights_and_moments_of_the_fsdp_backend(name, walked, expected, relative_l2):
+    found, fsdp = walked[name].tensors, expected[CASES[name][1]].tensors
+    assert relative_l2(part(found, "weights"), part(fsdp, "weights")) < WEIGHTS_L2
+    assert relative_l2(part(found, "moments"), part(fsdp, "moments")) < 1e-4
+    moved = part(fsdp, "weights")
+    assert all(value.isfinite().all() for value in moved.values())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_checkpoint_of_another_layout_is_taken_up_to_the_last_bit(name, walked, expected, relative_l2):
+    found, fsdp = walked[name], expected[CASES[name][1]]
+    assert found.resumed
+    assert relative_l2(part(found.tensors, "third"), fsdp.third) < WEIGHTS_L2
+    assert found.norms[-1] == pytest.approx(expected_third_norm(fsdp), rel=1e-4)
+
+
+def expected_third_norm(fsdp) -> float:
+    return fsdp.norms[2]
+
+
+def test_the_fsdp_backend_takes_a_checkpoint_of_megatron(run_cases, walked, models, expected, relative_l2):
+    cases = {
+        f"back-{name}": {"config": config(models[CASES[name][1]]), "saved": walked[name].file}
+        for name in ("tensor", "tensor-pipeline")
+    }
+    for name, back in run_cases(1, cases).items():
+        model = CASES[name.removeprefix("back-")][1]
+        assert back.resumed
+        assert relative_l2(part(back.tensors, "third"), expected[model].third) < WEIGHTS_L2
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_hold_brings_weights_and_moments_back_and_what_is_not_finite_leaves_nothing(name, walked):
+    assert walked[name].held
+    assert walked[name].refused
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_the_fsdp_backend_keeps_the_same_promises(model, expected):
+    assert expected[model].held
+    assert expected[model].refused
+
+
+def test_bf16_differs_from_fsdp_by_rounding_and_keeps_fp32_masters(run_cases, models, relative_l2):
+    given = {"model": models["llama"], "dtype": "bfloat16"}
+    [fsdp] = run_cases(1, {"bf16": {"config": config(**given), "saved": ""}}).values()
+    options = {"tensor-bf16": TENSOR, "data-bf16": {}, "pipeline-bf16": PIPELINE}
+    cases = {
+        name: {"config": config(**given, ranks=2, options=chosen), "saved": fsdp.file}
+        for name, chosen in options.items()
+    }
+    for found in run_cases(2, cases).values():
+        assert relative_l2(part(found.tensors, "gradient"), part(fsdp.tensors, "gradient")) < 2e-2
+        assert found.resumed and found.held and found.refused
+        assert found.layout == fsdp.layout and {entry[1] for entry in found.layout} == {"bfloat16"}
+        assert all(value.dtype is torch.float32 for value in part(found.tensors, "weights").values())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_is_published_has_the_names_types_and_order_of_the_fsdp_backend(name, walked, expected):
+    found, fsdp = walked[name], expected[CASES[name][1]]
+    assert found.layout == fsdp.layout
+    assert found.initial == fsdp.initial == [entry[0] for entry in found.layout]
+    assert math.prod(found.layout[0][2]) > 0
