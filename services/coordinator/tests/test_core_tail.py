@@ -50,7 +50,9 @@ def test_a_helper_is_taken_to_be_as_slow_as_devices_scale_until_one_was_measured
     tail.helped(4.0, 1600)
     assert tail.helper_s(4000) == pytest.approx(12.0 / 2 + 4.0)
     tail.helped(4.0, 2000), tail.helped(0.0, 10)
-    assert tail.helper_s(4000) == pytest.approx(8.0), "a step's tokens: devices that learn together are slower"
+    assert tail.helper_s(4000) == pytest.approx(8.0), (
+        "a step's tokens: devices that learn together are slower"
+    )
     terms = tail.terms(owners=2, group_size=4, shared=True)
     assert terms.learn.seconds(4000 / tail.mean, 1) == pytest.approx(8.0)
     assert terms.learn.seconds(4000 / tail.mean, 2) == pytest.approx(6.0)

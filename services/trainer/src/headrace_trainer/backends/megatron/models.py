@@ -89,7 +89,7 @@ class MegatronModels:
 
     def check_state(self, reader: StateReader) -> None:
         """See `Backend`."""
-        check_fit(reader, self._config.model, None)
+        check_fit(reader, self._config, None)
 
     def load_state(self, reader: StateReader | None) -> None:
         """See `Backend`."""
