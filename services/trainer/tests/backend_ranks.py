@@ -48,6 +48,9 @@ class SavedState:
             name.removeprefix("weights/"): tuple(self._file.get_slice(name).get_shape()) for name in names
         }
 
+    def adapter_shapes(self) -> dict[str, tuple[int, ...]]:
+        return {}
+
     def moment_kinds(self) -> set[str]:
         return {name.split("/")[1] for name in self._file.keys() if name.startswith("moments/")}  # noqa: SIM118
 
