@@ -52,14 +52,14 @@ OPTIONS = ("--devices", "cpu:0,cpu:1", "--simulator", "0", "--rollout", "2", "--
 class Here:
     """What is run: `groups` of `size` answers a step, `alike` and `every` as in `elastic.HERE`; the model's size."""
 
-    turns: int = 2
+    turns: int = 1
     steps: int = 3
     width: int = 384
     layers: int = 12
     groups: int = 40
     size: int = 4
     alike: int = 1
-    every: int = 4
+    every: int = 3
     budget_s: float = 900.0
     """No turn begins that would end later, by the seconds of the turns before it; one is always made."""
 
