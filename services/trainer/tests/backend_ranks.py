@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import json
 import math
+import socket
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,7 @@ from trainer_calls import random_sequences
 
 COLUMNS = ("old_log_probs", "reference_log_probs")
 DENOMINATOR, RATE = 7.0, 1e-3
+MEET_S = 120.0
 
 
 class SavedState:
@@ -157,13 +160,28 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return one.keys() == other.keys() and all(value.equal(other[name]) for name, value in one.items())
 
 
+def meeting_place(file: Path, *, leads: bool) -> str:
+    """The rendezvous of a case. Rank 0 picks the port as the case begins: earlier cases' connections take free ones."""
+    if leads:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            found = file.with_suffix(".part")
+            found.write_text(str(probe.getsockname()[1]))
+        found.rename(file)
+    end = time.monotonic() + MEET_S
+    while not file.exists():
+        assert time.monotonic() < end, f"rank 0 has not come to {file.stem}"
+        time.sleep(0.02)
+    return f"127.0.0.1:{file.read_text()}"
+
+
 def main() -> None:
     """Goes through the cases of a job, each in a trainer group of its own."""
     job, rank = json.loads(Path(sys.argv[1]).read_text()), int(sys.argv[2])
     torch.set_num_threads(1)
     for generation, case in enumerate(job["cases"], 1):
-        rendezvous = f"127.0.0.1:{case['port']}"
-        gang = join_gang(generation, rank, job["ranks"], rendezvous, 120.0, torch.device("cpu"))
+        rendezvous = meeting_place(Path(job["folder"]) / f"{case['name']}.port", leads=rank == 0)
+        gang = join_gang(generation, rank, job["ranks"], rendezvous, MEET_S, torch.device("cpu"))
         walk = Walk(case, gang)
         walk.go(case["saved"])
         if gang.leads:
