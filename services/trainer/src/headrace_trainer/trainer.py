@@ -15,10 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from headrace_modelkit.critic import check_critic, critic_section
 from headrace_modelkit.devices import free_bytes, used_bytes
 from headrace_modelkit.errors import ModelNotReadable
-from headrace_modelkit.loading import load_architecture
 from headrace_modelkit.robot.directory import policy_of
 from headrace_modelkit.threads import Threads
 from headrace_schema.openings import TrainerConfig
@@ -27,9 +25,7 @@ from headrace_servicekit.lease.leases import Memory
 from headrace_servicekit.logs import get_logger
 from headrace_servicekit.weights import WeightStore
 
-from headrace_trainer.algorithms import build_algorithm
-from headrace_trainer.algorithms._base import REFERENCE_LOG_PROBS, Algorithm
-from headrace_trainer.backends import choose_backend
+from headrace_trainer.algorithms._base import Algorithm
 from headrace_trainer.checkpoints.directory import CheckpointDirectory
 from headrace_trainer.checkpoints.forks import foreign_checkpoints
 from headrace_trainer.errors import Refusal, conflict, invalid
@@ -39,7 +35,7 @@ from headrace_trainer.group.rounds import Round, RoundLost, Rounds
 from headrace_trainer.kinds import check_episode_run, run_algorithm
 from headrace_trainer.learning.contribution import check_helped
 from headrace_trainer.learning.step import StepState
-from headrace_trainer.lora import check_lora
+from headrace_trainer.opening import check_answers_run
 from headrace_trainer.session.session import Session
 
 if TYPE_CHECKING:
@@ -117,34 +113,14 @@ class Trainer:
             key = "model.policy" if config.model.policy is not None else "model.path"
             raise invalid(f"{key}.{error}", "MODEL_NOT_READABLE", key=key) from error
         if policy is None:
-            return self._open_answers(run, config, directory)
-        check_episode_run(config)
-        algorithm = run_algorithm(config)
+            algorithm, vocabulary = check_answers_run(config)
+        else:
+            check_episode_run(config)
+            algorithm, vocabulary = run_algorithm(config), 0
         if config.trainer.helpers:
             check_helped(algorithm)
         self._run, self._config, self._directory = run, config, directory
-        self.vocabulary_size, self.policy = 0, policy
-        self._assemble()
-        return algorithm
-
-    def _open_answers(self, run: str, config: TrainerConfig, directory: Path) -> Algorithm:
-        backend = choose_backend(config.trainer)
-        algorithm = build_algorithm(config.algorithm)
-        if config.trainer.helpers:
-            check_helped(algorithm)
-        try:
-            architecture = load_architecture(config.model)
-            backend.check(config, algorithm)
-            if (critic := algorithm.critic) is not None and critic.path is not None:
-                section = critic_section(config.model, critic.path)
-                check_critic(config.model, section, "algorithm.options.critic_path")
-            check_lora(config, algorithm)
-        except ModelNotReadable as error:
-            raise invalid(str(error), "MODEL_NOT_READABLE") from error
-        vocabulary = int(architecture.get_text_config().vocab_size)
-        _check_reference(config, algorithm, vocabulary)
-        self._run, self._config, self._directory = run, config, directory
-        self.vocabulary_size, self.policy = vocabulary, None
+        self.vocabulary_size, self.policy = vocabulary, policy
         self._assemble()
         return algorithm
 
@@ -368,30 +344,6 @@ class Trainer:
         if device.type == "cuda":
             return Memory(free_bytes(device), used_bytes(device))
         return host_memory()
-
-
-def _check_reference(config: TrainerConfig, algorithm: Algorithm, vocabulary: int) -> None:
-    """Raises Refusal INVALID or MODEL_NOT_READABLE for a reference that is not used, or that does not fit."""
-    section, key, name = config.trainer.reference, "trainer.reference", config.algorithm.name
-    if section is None:
-        if algorithm.needs_teacher:
-            raise invalid(f"{key}: {name} learns from a teacher; give its path", key=key)
-        return
-    if REFERENCE_LOG_PROBS not in algorithm.columns:
-        raise invalid(
-            f"{key}: no option of {name} uses it; set kl_loss_coef above 0, or leave it out", key=key
-        )
-    try:
-        own = int(load_architecture(section).get_text_config().vocab_size)
-    except ModelNotReadable as error:
-        text = str(error).replace("model.path", f"{key}.path", 1)
-        raise invalid(text, "MODEL_NOT_READABLE", key=f"{key}.path") from error
-    if own < vocabulary:
-        raise invalid(
-            f"{key}.path: its vocabulary of {own} tokens is smaller than the policy's of {vocabulary}; give a model "
-            "with the same tokenizer",
-            key=f"{key}.path",
-        )
 
 
 def _release(rank: Rank) -> None:
